@@ -1,0 +1,145 @@
+"""The seams of the run time: the world, communicators and their ports.
+
+The executor binds every communication op of a rank's program to a `Port` once, and then only
+calls it. A transport is a `Communicator`: something that makes ports. It never sees the IR's
+programs, so a third party can add one by implementing this file's protocols and registering it
+by name (`registry.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+from ..ir.module import Channel
+from ..ir.ops import Collective, Recv, Send
+from ..ir.types import ValueType
+
+T = TypeVar("T")
+
+
+class Port(Protocol):
+    """One communication op of one rank, bound to its buffers, used once per execution.
+
+    The calls come in this order: `start`, `poll` until it is true, `take`, `release`. None of
+    them blocks. `take` and `release` are left out where the op makes no value (`send`,
+    `barrier`). An execution that fails leaves its ports where they are; the communicator's
+    `reset` makes them ready for `start` again.
+
+    Where the op has a `slot`, what `take` returns may live in that slot until `release`. Where it
+    has none, the value is the receiver's own and outlives `release`.
+    """
+
+    def start(self, value: Any) -> None:
+        """Issue the op with the operand's value (None where it has no operand).
+
+        The operand of a `recv`, if it has one, is the tensor to receive into, and `take` returns
+        it. Until `poll` has returned true, `value` must not be changed.
+        """
+
+    def poll(self) -> bool:
+        """Whether the op is complete; makes progress on it if that is needed."""
+
+    def take(self) -> Any:
+        """The value that the op made (None for a unit)."""
+
+    def release(self) -> None:
+        """Let the port's buffer be overwritten by a later execution or message."""
+
+
+class Communicator(Protocol):
+    """A transport: makes the ports of a rank's communication ops.
+
+    All ranks make the same channels in the same order, so the constructor of a communicator may
+    communicate; making a port may not.
+    """
+
+    def send_port(self, op: Send, channel: Channel, type_: ValueType) -> Port:
+        """The port of a `send` whose operand has type `type_`."""
+
+    def recv_port(self, op: Recv, channel: Channel, type_: ValueType) -> Port:
+        """The port of a `recv` whose future holds a value of type `type_`."""
+
+    def collective_port(
+        self,
+        op: Collective,
+        channel: Channel,
+        operand: ValueType | None,
+        result: ValueType,
+    ) -> Port:
+        """The port of a collective; `operand` is None where this rank contributes nothing."""
+
+    def progress(self) -> None:
+        """Move on whatever is pending (called while the rank waits; cheap)."""
+
+    def reset(self) -> None:
+        """Forget every message in flight, after a failed execution.
+
+        Every rank calls it between two barriers of the world.
+        """
+
+    def close(self) -> None:
+        """Give back buffers and handles; idempotent."""
+
+
+class Pause(Protocol):
+    """What a rank does between two fruitless polls of one instruction."""
+
+    def __call__(self, polls: int, /) -> None:
+        """Give way after `polls` fruitless polls in a row (1, 2, ...).
+
+        It may return at once, yield the core, or block for a bounded time until something may
+        have arrived; the executor then polls again and checks its deadline. What it raises (the
+        failure of another rank, for one) ends the execution and reaches the caller unchanged.
+        """
+
+
+class World(Protocol):
+    """The ranks that run together, as backends and tracers see them.
+
+    Every method that talks to other ranks is collective: all ranks call it in the same order.
+    Each has a deadline and raises `TimeoutError` past it, naming the ranks that are missing.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This process's rank; 0 in a virtual world."""
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+
+    @property
+    def is_virtual(self) -> bool:
+        """Whether this process plays every rank."""
+
+    @property
+    def nodes(self) -> Sequence[int]:
+        """For each rank the number of the machine that it runs on."""
+
+    def plays(self, rank: int) -> bool:
+        """Whether this process holds the actors of `rank`."""
+
+    def broadcast(self, value: T | None, root: int) -> T:
+        """Give the (picklable) value of rank `root` to every rank."""
+
+    def allgather(self, value: T) -> list[T]:
+        """The (picklable) values of all ranks, by rank."""
+
+    def barrier(self) -> None:
+        """Wait until every rank has come here."""
+
+
+Body = Callable[..., Sequence[Any]]
+"""What a function of the module does: takes its inputs, returns all its outputs in a sequence.
+
+It runs under `torch.no_grad()`. A body that needs autograd enables it for itself, and returns
+values that are detached from the graph.
+"""
+
+CommunicatorFactory = Callable[[World, Sequence[Channel]], Communicator]
+"""Makes this process's communicator for the channels of a plan that it is to serve.
+
+All ranks call it in the same order, with the channels in ascending order of id, including those
+that this rank has no part in: it may communicate through the world.
+"""

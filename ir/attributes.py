@@ -1,0 +1,97 @@
+"""Attribute types that ops carry beside numbers, strings and places."""
+
+from __future__ import annotations
+
+import enum
+import re
+from dataclasses import dataclass
+
+
+class Effect(enum.Enum):
+    """What a function does to the state of its actor.
+
+    PURE touches no state. READ reads it. ACCUMULATE adds to the actor's gradients: such calls
+    commute with reads and with each other, not with writes. WRITE may do anything: it keeps its
+    program order against every other call on the actor.
+    """
+
+    PURE = "pure"
+    READ = "read"
+    ACCUMULATE = "accumulate"
+    WRITE = "write"
+
+    def conflicts_with(self, other: Effect) -> bool:
+        """Whether two calls on one actor with these effects must keep their program order."""
+        if Effect.PURE in (self, other):
+            return False
+        return Effect.WRITE in (self, other)
+
+
+class Stream(enum.Enum):
+    """An in-order queue of a rank: work on one stream never overtakes itself."""
+
+    COMPUTE = "compute"
+    SEND = "send"
+    RECV = "recv"
+    COLLECTIVE = "collective"
+    COPY = "copy"
+
+
+class ReduceOp(enum.Enum):
+    """How a reducing collective combines the values of its group."""
+
+    SUM = "sum"
+    AVG = "avg"
+    PROD = "prod"
+    MIN = "min"
+    MAX = "max"
+
+
+class Action(enum.Enum):
+    """What a task of a pipeline schedule does.
+
+    F is the forward. B is the backward: the whole of it, or, where a schedule splits the
+    backward, the gradient of the inputs only, the gradient of the weights then being W.
+    """
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    WEIGHT = "W"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Task:
+    """One cell of a pipeline schedule: `2F0` is the forward of microbatch 0 on stage 2."""
+
+    stage: int
+    action: Action
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.action.value}{self.microbatch}"
+
+    @staticmethod
+    def parse(text: str) -> Task:
+        """Read the form that `str()` writes.
+
+        Raises:
+            ValueError: `text` is not of that form.
+        """
+        match = _TASK.fullmatch(text)
+        if match is None:
+            raise ValueError(f"'{text}' is not a task; write stage, F|B|W, microbatch, as in 2F0")
+        stage, action, microbatch = match.groups()
+        return Task(int(stage), Action(action), int(microbatch))
+
+
+_TASK = re.compile(r"(\d+)([FBW])(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Symbol:
+    """The name of a function, vjp or constant of the module: `@stage0.forward`."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return f"@{self.name}"

@@ -1,0 +1,38 @@
+"""Functions that passes may call and every backend provides.
+
+A builtin is declared in a module like any other function, with kind BUILTIN and a name of the
+form `builtin.add.f32.8x512`; the part after the first dot is its meaning.
+"""
+
+from __future__ import annotations
+
+from .module import Function, FunctionKind, Module
+from .types import TensorType
+
+ADD = "add"
+
+NAMES = frozenset({ADD})
+
+
+def add(module: Module, type_: TensorType) -> Function:
+    """Declare (once) and return the sum of two tensors of `type_`, for adding cotangents."""
+    local = TensorType(type_.dtype, type_.shape)
+    shape = "x".join(map(str, type_.shape)) or "scalar"
+    name = f"builtin.{ADD}.{type_.dtype}.{shape}"
+    if name not in module.functions:
+        module.functions[name] = Function(
+            name, (local, local), (local,), kind=FunctionKind.BUILTIN
+        )
+    return module.functions[name]
+
+
+def meaning(function: Function) -> str:
+    """Which builtin a function of kind BUILTIN is: one of `NAMES`.
+
+    Raises:
+        ValueError: the name is not of a known builtin.
+    """
+    parts = function.name.split(".")
+    if len(parts) < 2 or parts[0] != "builtin" or parts[1] not in NAMES:
+        raise ValueError(f"@{function.name} is no builtin; known are {', '.join(sorted(NAMES))}")
+    return parts[1]

@@ -1,0 +1,21 @@
+"""Where in the user's program something came from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """A line of the user's source; `function` is the name that encloses it.
+
+    Text form, printed on request: `loc("train.py":12 in step)`.
+    """
+
+    file: str
+    line: int
+    function: str = ""
+
+    def __str__(self) -> str:
+        where = f"{self.file}:{self.line}"
+        return f"{where}, in {self.function}" if self.function else where

@@ -1,0 +1,186 @@
+"""Functions, channels, programs and modules: what a step is made of, in every phase."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from .attributes import Effect
+from .compare import equal
+from .location import Location
+from .ops import Op, Return, Value
+from .types import Place, ValueType
+
+
+class Phase(enum.Enum):
+    """How far a module has been compiled; `phases.py` says which ops each admits.
+
+    TRACED is what the user wrote. PLACED has gradients, and a `transfer` wherever a value
+    crosses places. ASYNC has futures instead of transfers. SCHEDULED has one linear program for
+    each rank; before it there is one program over all ranks.
+    """
+
+    TRACED = "traced"
+    PLACED = "placed"
+    ASYNC = "async"
+    SCHEDULED = "scheduled"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class FunctionKind(enum.Enum):
+    """What stands behind a function's name.
+
+    GRAPH is a traced torch.fx graph. OPAQUE is a Python method that is called as it is. BUILTIN
+    is one of the few functions that every backend knows and passes may call (`builtins.py`).
+    """
+
+    GRAPH = "graph"
+    OPAQUE = "opaque"
+    BUILTIN = "builtin"
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """The declaration of a function; its body lives outside the IR.
+
+    Attributes:
+        name: unique in the module, without the `@`.
+        inputs, outputs: types without places.
+        kind: what stands behind the name.
+        effect: what it does to the state of `actor`.
+        actor: the actor whose state it touches, or None for a function of values alone.
+        random: whether it draws random numbers; its calls then carry a `key`.
+        aliases: pairs (output, input) that may share storage.
+        loc: where the user defined it.
+    """
+
+    name: str
+    inputs: tuple[ValueType, ...]
+    outputs: tuple[ValueType, ...]
+    kind: FunctionKind = FunctionKind.GRAPH
+    effect: Effect = Effect.PURE
+    actor: str | None = None
+    random: bool = False
+    aliases: tuple[tuple[int, int], ...] = ()
+    loc: Location | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Vjp:
+    """The derivative of a function, as two functions of the module.
+
+    `forward` takes the function's inputs and returns its outputs followed by the saved values.
+    `backward` takes the saved values, then the cotangents of `grad_outputs`, and returns the
+    cotangents of `grad_inputs`; the gradients of the actor's parameters it accumulates itself.
+
+    Attributes:
+        name: unique in the module, without the `@`.
+        forward, backward: names of functions.
+        grad_outputs: indices of the outputs whose cotangents `backward` takes, ascending.
+        grad_inputs: indices of the inputs whose cotangents `backward` returns, ascending.
+    """
+
+    name: str
+    forward: str
+    backward: str
+    grad_outputs: tuple[int, ...]
+    grad_inputs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Channel:
+    """A communicator of the plan: one for each directed edge, one for each collective group.
+
+    Messages of a channel match in order: the n-th send with the n-th receive.
+
+    Attributes:
+        id: what `chan` of an op refers to.
+        ranks: (source, destination), or the group of a collective.
+        collective: whether it serves a group.
+        via: the transport that the user asked for, None for the automatic choice.
+        slots: buffers that the receiver keeps, once planned.
+        slot_bytes: bytes of each, once planned; 0 where only objects travel.
+    """
+
+    id: int
+    ranks: tuple[int, ...]
+    collective: bool = False
+    via: str | None = None
+    slots: int | None = None
+    slot_bytes: int | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Program:
+    """A straight line of ops that ends in `return`.
+
+    `rank` is set in the scheduled phase, and names the program there; before it the program spans
+    all ranks.
+    """
+
+    name: str
+    params: list[Value] = field(default_factory=list)
+    ops: list[Op] = field(default_factory=list)
+    rank: int | None = None
+
+    @property
+    def outputs(self) -> tuple[Value, ...]:
+        """What the closing `return` returns."""
+        if not self.ops or not isinstance(self.ops[-1], Return):
+            raise ValueError(f"program @{self.name} does not end in return")
+        return self.ops[-1].operands
+
+
+@dataclass(eq=False, slots=True)
+class Module:
+    """A step on its way from trace to schedule.
+
+    Attributes:
+        name: the step's name.
+        phase: how far it has come.
+        world: number of ranks.
+        functions, vjps: declarations by name.
+        channels: communicators by id; empty before ASYNC.
+        programs: one over all ranks before SCHEDULED, one for each rank from then on.
+
+    Modules are equal when their text forms are, locations aside (`compare.py`).
+    """
+
+    name: str
+    phase: Phase
+    world: int
+    functions: dict[str, Function] = field(default_factory=dict)
+    vjps: dict[str, Vjp] = field(default_factory=dict)
+    channels: dict[int, Channel] = field(default_factory=dict)
+    programs: list[Program] = field(default_factory=list)
+
+    def __eq__(self, other: object) -> bool:
+        return equal(self, other) if isinstance(other, Module) else NotImplemented
+
+    @property
+    def program(self) -> Program:
+        """The one program of a module that is not scheduled yet."""
+        if self.phase is Phase.SCHEDULED:
+            raise ValueError(f"module @{self.name} is scheduled: ask for program_of(rank)")
+        (program,) = self.programs
+        return program
+
+    def program_of(self, rank: int) -> Program:
+        """The program of one rank of a scheduled module.
+
+        Raises:
+            ValueError: the module is not scheduled, or has no such rank.
+        """
+        if self.phase is not Phase.SCHEDULED:
+            raise ValueError(f"module @{self.name} is not scheduled yet")
+        for program in self.programs:
+            if program.rank == rank:
+                return program
+        raise ValueError(f"module @{self.name} has no program for rank {rank} of {self.world}")
+
+    @property
+    def everywhere(self) -> Place:
+        """The place of all ranks."""
+        return Place(tuple(range(self.world)))

@@ -1,0 +1,200 @@
+"""Types of the IR: element types, places, and the types that values have.
+
+A type says what a value is and *where* it is. A place is a tuple of ranks: one rank for a
+value that an actor made, several for a value that each of those ranks holds a copy of.
+Types are immutable and compare by value; their `str()` is the text form that the parser reads.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+
+class DType(enum.Enum):
+    """Element type of a tensor; the value is its spelling in the text form."""
+
+    F64 = "f64"
+    F32 = "f32"
+    F16 = "f16"
+    BF16 = "bf16"
+    F8E4M3 = "f8e4m3"
+    F8E5M2 = "f8e5m2"
+    C64 = "c64"
+    C128 = "c128"
+    I64 = "i64"
+    I32 = "i32"
+    I16 = "i16"
+    I8 = "i8"
+    U64 = "u64"
+    U32 = "u32"
+    U16 = "u16"
+    U8 = "u8"
+    BOOL = "bool"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return _ITEMSIZE[self]
+
+    @property
+    def is_differentiable(self) -> bool:
+        """Whether a value of this type can have a gradient (floating or complex)."""
+        return self.value[0] in "fc" or self is DType.BF16
+
+    def __str__(self) -> str:
+        return self.value
+
+
+_ITEMSIZE = {
+    DType.F64: 8,
+    DType.F32: 4,
+    DType.F16: 2,
+    DType.BF16: 2,
+    DType.F8E4M3: 1,
+    DType.F8E5M2: 1,
+    DType.C64: 8,
+    DType.C128: 16,
+    DType.I64: 8,
+    DType.I32: 4,
+    DType.I16: 2,
+    DType.I8: 1,
+    DType.U64: 8,
+    DType.U32: 4,
+    DType.U16: 2,
+    DType.U8: 1,
+    DType.BOOL: 1,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The ranks that hold a value or run an op, in group order.
+
+    Text form: `@3` for one rank, `@{0..3}` for a run of ranks, `@{0,2,4..6}` in general.
+    """
+
+    ranks: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.ranks:
+            raise ValueError("a place needs at least one rank")
+        if len(set(self.ranks)) != len(self.ranks):
+            raise ValueError(f"a place names a rank twice: {self.ranks}")
+
+    @staticmethod
+    def of(*ranks: int) -> Place:
+        return Place(ranks)
+
+    @property
+    def is_single(self) -> bool:
+        return len(self.ranks) == 1
+
+    @property
+    def rank(self) -> int:
+        """The one rank of a single place.
+
+        Raises:
+            ValueError: the place has several ranks.
+        """
+        if len(self.ranks) != 1:
+            raise ValueError(f"place {self} has several ranks")
+        return self.ranks[0]
+
+    def covers(self, other: Place) -> bool:
+        """Whether every rank of `other` is one of this place's ranks."""
+        return set(other.ranks) <= set(self.ranks)
+
+    def __contains__(self, rank: int) -> bool:
+        return rank in self.ranks
+
+    def __str__(self) -> str:
+        if self.is_single:
+            return f"@{self.ranks[0]}"
+        return f"@{format_ranks(self.ranks)}"
+
+
+def format_ranks(ranks: tuple[int, ...]) -> str:
+    """Write ranks as `{0..3,7}`; ascending runs of two or more are shortened."""
+    parts: list[str] = []
+    start = 0
+    while start < len(ranks):
+        end = start
+        while end + 1 < len(ranks) and ranks[end + 1] == ranks[end] + 1:
+            end += 1
+        parts.append(str(ranks[start]) if end == start else f"{ranks[start]}..{ranks[end]}")
+        start = end + 1
+    return "{" + ",".join(parts) + "}"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """A dense tensor: `f32[8,512]@0`; in a scheduled program, `f32[8,512]`."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    place: Place | None = None
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements, stored contiguously."""
+        return self.numel * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        dims = ",".join(map(str, self.shape))
+        return f"{self.dtype}[{dims}]{_suffix(self.place)}"
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectType:
+    """Any Python object; its size is known only at run time: `object@0`."""
+
+    place: Place | None = None
+
+    def __str__(self) -> str:
+        return f"object{_suffix(self.place)}"
+
+
+@dataclass(frozen=True, slots=True)
+class UnitType:
+    """Nothing but the fact that an op has happened: `unit@0`."""
+
+    place: Place | None = None
+
+    def __str__(self) -> str:
+        return f"unit{_suffix(self.place)}"
+
+
+@dataclass(frozen=True, slots=True)
+class FutureType:
+    """A value that a communication op has promised and only `wait` may take: `future<T>`."""
+
+    value: ValueType
+
+    @property
+    def place(self) -> Place | None:
+        return self.value.place
+
+    def __str__(self) -> str:
+        return f"future<{self.value}>"
+
+
+ValueType: TypeAlias = TensorType | ObjectType | UnitType
+Type: TypeAlias = ValueType | FutureType
+
+
+def _suffix(place: Place | None) -> str:
+    return "" if place is None else str(place)
+
+
+def relocate(type_: Type, place: Place | None) -> Type:
+    """The same type at another place (`None`: the place that the program implies)."""
+    if isinstance(type_, FutureType):
+        return FutureType(replace(type_.value, place=place))
+    return replace(type_, place=place)

@@ -1,0 +1,57 @@
+"""Finding the user's line: the innermost frame that is neither cg's, torch's nor Python's own."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from types import FrameType, TracebackType
+
+import torch
+
+from ..ir.location import Location
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_OURS = tuple(
+    os.path.join(_PACKAGE, room) + os.sep
+    for room in ("ir", "tracer", "passes", "backends", "launch")
+)
+_NOT_THE_USERS = (
+    *_OURS,
+    os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
+    sysconfig.get_path("stdlib") + os.sep,
+    "<",
+)
+
+
+def is_user_file(file: str) -> bool:
+    """Whether a file is neither part of cg, torch nor the standard library.
+
+    Installed packages other than those count as the user's: a line of transformers is a better
+    answer than none.
+    """
+    if "site-packages" in file and not file.startswith(_NOT_THE_USERS):
+        return True
+    return not file.startswith(_NOT_THE_USERS)
+
+
+def caller_location(depth: int = 1) -> Location | None:
+    """The user's line that is executing now, or None if no frame is the user's."""
+    frame: FrameType | None = sys._getframe(depth)
+    while frame is not None:
+        code = frame.f_code
+        if is_user_file(code.co_filename):
+            return Location(code.co_filename, frame.f_lineno, code.co_name)
+        frame = frame.f_back
+    return None
+
+
+def traceback_location(traceback: TracebackType | None) -> Location | None:
+    """The user's innermost line of a traceback, or None."""
+    found = None
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        if is_user_file(code.co_filename):
+            found = Location(code.co_filename, traceback.tb_lineno, code.co_name)
+        traceback = traceback.tb_next
+    return found

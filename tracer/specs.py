@@ -1,0 +1,134 @@
+"""What a value looks like to the tracer: specs of leaves, and pytrees of them.
+
+A spec says everything that tracing may depend on. Two calls of one method with equal signatures
+share one trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch.utils._pytree import TreeSpec
+
+from ..ir.types import DType, ObjectType, Place, TensorType, ValueType
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor: element type, shape, and whether gradients flow through it."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    requires_grad: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectSpec:
+    """A Python object that is known only at run time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Static:
+    """A Python value that is part of the signature: it is the same in every execution.
+
+    Values compare with their types, so `1`, `True` and `1.0` are three signatures. A value that
+    is not hashable compares by identity.
+    """
+
+    value: Any
+
+    def _key(self) -> tuple[Any, ...]:
+        try:
+            hash(self.value)
+        except TypeError:
+            return (type(self.value), id(self.value))
+        return (type(self.value), self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Static) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+
+Leaf: TypeAlias = TensorSpec | ObjectSpec | Static
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """A pytree of leaves: what a signature or the result of a function is made of."""
+
+    leaves: tuple[Leaf, ...]
+    spec: TreeSpec
+
+    @property
+    def values(self) -> tuple[int, ...]:
+        """Indices of the leaves that are values (not static), in order."""
+        return tuple(i for i, leaf in enumerate(self.leaves) if not isinstance(leaf, Static))
+
+    def types(self) -> tuple[ValueType, ...]:
+        """IR types, without places, of the leaves that are values."""
+        return tuple(ir_type(self.leaves[i]) for i in self.values)
+
+    def fill(self, values: Sequence[Any]) -> Any:
+        """The pytree with `values` for the value leaves and the static leaves' own values."""
+        supply = iter(values)
+        leaves = [leaf.value if isinstance(leaf, Static) else next(supply) for leaf in self.leaves]
+        return torch.utils._pytree.tree_unflatten(leaves, self.spec)
+
+
+def ir_type(leaf: Leaf, place: Place | None = None) -> ValueType:
+    """The IR type of a value leaf.
+
+    Raises:
+        ValueError: the leaf is static, or torch has no such element type in the IR.
+    """
+    match leaf:
+        case TensorSpec(dtype, shape, _):
+            return TensorType(ir_dtype(dtype), shape, place)
+        case ObjectSpec():
+            return ObjectType(place)
+        case Static(value):
+            raise ValueError(f"{value!r} is static and has no type in the IR")
+
+
+def ir_dtype(dtype: torch.dtype) -> DType:
+    """The IR's name of a torch element type.
+
+    Raises:
+        ValueError: the IR has none.
+    """
+    try:
+        return _FROM_TORCH[dtype]
+    except KeyError:
+        raise ValueError(f"{dtype} is not supported in a step") from None
+
+
+def torch_dtype(dtype: DType) -> torch.dtype:
+    """The torch element type of the IR's name."""
+    return _TO_TORCH[dtype]
+
+
+_TO_TORCH: dict[DType, torch.dtype] = {
+    DType.F64: torch.float64,
+    DType.F32: torch.float32,
+    DType.F16: torch.float16,
+    DType.BF16: torch.bfloat16,
+    DType.F8E4M3: torch.float8_e4m3fn,
+    DType.F8E5M2: torch.float8_e5m2,
+    DType.C64: torch.complex64,
+    DType.C128: torch.complex128,
+    DType.I64: torch.int64,
+    DType.I32: torch.int32,
+    DType.I16: torch.int16,
+    DType.I8: torch.int8,
+    DType.U64: torch.uint64,
+    DType.U32: torch.uint32,
+    DType.U16: torch.uint16,
+    DType.U8: torch.uint8,
+    DType.BOOL: torch.bool,
+}
+_FROM_TORCH = {torch_: ir for ir, torch_ in _TO_TORCH.items()}
