@@ -20,9 +20,7 @@ def add(module: Module, type_: TensorType) -> Function:
     shape = "x".join(map(str, type_.shape)) or "scalar"
     name = f"builtin.{ADD}.{type_.dtype}.{shape}"
     if name not in module.functions:
-        module.functions[name] = Function(
-            name, (local, local), (local,), kind=FunctionKind.BUILTIN
-        )
+        module.functions[name] = Function(name, (local, local), (local,), kind=FunctionKind.BUILTIN)
     return module.functions[name]
 
 

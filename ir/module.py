@@ -73,7 +73,8 @@ class Vjp:
 
     `forward` takes the function's inputs and returns its outputs followed by the saved values.
     `backward` takes the saved values, then the cotangents of `grad_outputs`, and returns the
-    cotangents of `grad_inputs`; the gradients of the actor's parameters it accumulates itself.
+    cotangents of `grad_inputs` (or `unit`, where there are none); the gradients of the actor's
+    parameters it accumulates itself.
 
     Attributes:
         name: unique in the module, without the `@`.

@@ -167,8 +167,11 @@ class Collective(Op):
     """What the collectives share: a group of ranks that all take part, in one order.
 
     In a program over all ranks the operands are the group's values, one for each rank of the
-    group in group order (for `broadcast`: the root's alone); in a rank's program there is that
-    rank's operand only. `chan` and `seq` are as in `send`.
+    group in group order (for `broadcast`: the root's alone, for `barrier`: none); in a rank's
+    program there is that rank's operand only. A program over all ranks gets one result at the
+    whole group or, where the ranks get different parts (`reduce_scatter`, `all_to_all`), one for
+    each rank, in group order. From ASYNC on results are futures, and `chan` and `seq` are set;
+    they are as in `send`.
     """
 
     group: Place = field(default=Place((0,)), kw_only=True)

@@ -1,0 +1,277 @@
+"""How scheduled programs make progress together: messages, waits, streams and slots.
+
+The model, which is that of `check-deadlock` and of simulations:
+
+- A rank runs its program in order. Nothing but a `wait` for a future blocks it, and that until the
+  message is complete. (On a GPU the host does not block there; what completes under this model
+  completes there too.)
+- A message is complete once all its ends have been posted: a send and its receive, or the
+  collective of every rank of a group. There is no buffering: a send alone completes nothing.
+- Communication ops of one rank that share a stream complete in the order in which they were posted.
+- A message with a slot is not complete before the receiver has freed the slot's last message.
+
+Whether a message completes does not depend on the order in which ranks are looked at, so one run
+to a fixpoint decides, in time linear in the number of ops.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from .attributes import Stream
+from .channel_rules import unmatched
+from .diagnostics import IRError
+from .module import Module, Program
+from .ops import Collective, Free, Op, Recv, Send, Value, Wait
+
+CommOp: TypeAlias = Send | Recv | Collective
+
+
+@dataclass(eq=False, slots=True)
+class Message:
+    """A send and its receive, or the parts of a collective.
+
+    Attributes:
+        chan, seq: which message of which channel.
+        ends: the op of each rank that takes part.
+        previous: the message that has used the slot before.
+        waiting: ranks that a wait for this message blocks.
+        missing: how many ends have not been posted.
+        done: whether it is complete.
+        freed: whether the receiver has freed the slot.
+        ready: when the last end was posted, or, once done, when it was complete.
+    """
+
+    chan: int
+    seq: int
+    ends: dict[int, CommOp] = field(default_factory=dict)
+    previous: Message | None = None
+    following: Message | None = None
+    waiting: list[int] = field(default_factory=list)
+    missing: int = 0
+    done: bool = False
+    freed: bool = False
+    ready: float = 0.0
+
+    def __str__(self) -> str:
+        op = next(iter(self.ends.values()))
+        kind = op.opcode if isinstance(op, Collective) else "message"
+        return f"{kind} {self.seq} of channel {self.chan}"
+
+
+class Kind(enum.Enum):
+    """What an event of a rank's program does."""
+
+    POST = enum.auto()
+    WAIT = enum.auto()
+    FREE = enum.auto()
+    WORK = enum.auto()
+
+
+Event: TypeAlias = tuple[Kind, Message | None, Op]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """When an op that takes time ran."""
+
+    rank: int
+    op: Op
+    start: float
+    end: float
+
+
+def match(module: Module) -> dict[tuple[int, int], Message]:
+    """The messages of a scheduled module by channel and number.
+
+    Raises:
+        IRError: an op has no other end, or the two ends do not agree.
+    """
+    problems = list(unmatched(module))
+    if problems:
+        raise IRError(*problems)
+    messages: dict[tuple[int, int], Message] = {}
+    for program in module.programs:
+        for op in program.ops:
+            if isinstance(op, Send | Recv | Collective):
+                chan, seq = op.chan or 0, op.seq or 0
+                message = messages.get((chan, seq))
+                if message is None:
+                    message = messages[chan, seq] = Message(chan, seq)
+                message.ends[program.rank or 0] = op
+                message.missing += 1
+    _link_slots(messages)
+    return messages
+
+
+def _link_slots(messages: dict[tuple[int, int], Message]) -> None:
+    last: dict[tuple[int, int], Message] = {}
+    for key in sorted(messages):
+        message = messages[key]
+        slots = [op.slot for op in message.ends.values() if isinstance(op, Recv)]
+        for slot in slots:
+            if slot is not None:
+                previous = last.get((message.chan, slot))
+                message.previous = previous
+                if previous is not None:
+                    previous.following = message
+                last[message.chan, slot] = message
+
+
+def received_in(program: Program) -> Iterator[tuple[Op, Recv]]:
+    """Each `free` that gives back what a receive has brought, with that receive."""
+    origins: dict[Value, Recv] = {}
+    for op in program.ops:
+        if isinstance(op, Recv):
+            origins[op.result] = op
+        elif isinstance(op, Wait) and op.results and op.operands[0] in origins:
+            origins[op.result] = origins[op.operands[0]]
+        elif isinstance(op, Free) and op.operands[0] in origins:
+            yield op, origins[op.operands[0]]
+
+
+class Progress:
+    """The programs of a module on their way, as far as they get.
+
+    Attributes:
+        messages: by channel and number.
+        at: for each rank, how many of its events have happened.
+        clocks: for each rank, how late it is.
+        spans: when each op ran that takes time, by rank in program order.
+    """
+
+    def __init__(self, module: Module, cost: Callable[[Op], float] | None = None) -> None:
+        """Prepare to run `module`, scheduled; `cost` says how long an op occupies its rank.
+
+        Raises:
+            IRError: an op has no other end, or the two ends do not agree.
+        """
+        self.programs = {program.rank or 0: program for program in module.programs}
+        self.messages = match(module)
+        self.events = {rank: self._read(program, cost) for rank, program in self.programs.items()}
+        self.at = dict.fromkeys(self.programs, 0)
+        self.clocks = dict.fromkeys(self.programs, 0.0)
+        self.spans: list[Span] = []
+        self._cost = cost
+        self._queues: dict[tuple[int, Stream], deque[Message]] = {}
+
+    def run(self) -> bool:
+        """Let everything happen that can; whether all ranks finish with no message in flight."""
+        runnable = list(self.programs)
+        while runnable:
+            runnable += self._advance(runnable.pop())
+        finished = all(self.at[rank] == len(events) for rank, events in self.events.items())
+        return finished and all(message.done for message in self.messages.values())
+
+    def blocked(self, rank: int) -> Event | None:
+        """The wait that a rank stays at, None if it has come to its end."""
+        events = self.events[rank]
+        return events[self.at[rank]] if self.at[rank] < len(events) else None
+
+    def head(self, rank: int, stream: Stream) -> Message | None:
+        """The message that the others on a rank's stream wait for."""
+        queue = self._queues.get((rank, stream))
+        return queue[0] if queue else None
+
+    def posted(self, message: Message, rank: int) -> bool:
+        """Whether a rank has come to its end of a message."""
+        op = message.ends[rank]
+        return any(event[2] is op for event in self.events[rank][: self.at[rank]])
+
+    def _read(self, program: Program, cost: Callable[[Op], float] | None) -> list[Event]:
+        rank = program.rank or 0
+        promised: dict[Value, Message] = {}
+        frees = {id(op): recv for op, recv in received_in(program)}
+        events: list[Event] = []
+        for op in program.ops:
+            if isinstance(op, Send | Recv | Collective):
+                message = self.messages[op.chan or 0, op.seq or 0]
+                assert message.ends[rank] is op, "a channel numbers its messages once"
+                promised.update(dict.fromkeys(op.results, message))
+                events.append((Kind.POST, message, op))
+            elif isinstance(op, Wait):
+                if op.operands[0] in promised:
+                    events.append((Kind.WAIT, promised[op.operands[0]], op))
+            elif isinstance(op, Free):
+                recv = frees.get(id(op))
+                if recv is not None:
+                    events.append((Kind.FREE, self.messages[recv.chan, recv.seq], op))
+            elif cost is not None:
+                events.append((Kind.WORK, None, op))
+        return events
+
+    def _advance(self, rank: int) -> list[int]:
+        """Run a rank until it blocks; the ranks that are blocked no longer because of it."""
+        events, at = self.events[rank], self.at[rank]
+        freed: list[int] = []
+        while at < len(events):
+            kind, message, op = events[at]
+            if message is None:
+                self._work(rank, op)
+            elif kind is Kind.POST:
+                freed += self._post(rank, message)
+            elif kind is Kind.FREE:
+                freed += self._free(rank, message)
+            elif message.done:
+                self.clocks[rank] = max(self.clocks[rank], message.ready)
+            else:
+                message.waiting.append(rank)
+                break
+            at += 1
+        self.at[rank] = at
+        return freed
+
+    def _work(self, rank: int, op: Op) -> None:
+        duration = self._cost(op) if self._cost is not None else 0.0
+        if duration:
+            start = self.clocks[rank]
+            self.clocks[rank] = start + duration
+            self.spans.append(Span(rank, op, start, start + duration))
+
+    def _post(self, rank: int, message: Message) -> list[int]:
+        op = message.ends[rank]
+        message.missing -= 1
+        message.ready = max(message.ready, self.clocks[rank])
+        if op.stream is not None:
+            self._queues.setdefault((rank, op.stream), deque()).append(message)
+        return self._complete(message)
+
+    def _free(self, rank: int, message: Message) -> list[int]:
+        message.freed = True
+        following = message.following
+        if following is None:
+            return []
+        following.ready = max(following.ready, self.clocks[rank])
+        return self._complete(following)
+
+    def _complete(self, first: Message) -> list[int]:
+        """Complete a message if it can, and then those behind it on its streams."""
+        woken: list[int] = []
+        candidates = [first]
+        while candidates:
+            message = candidates.pop()
+            if message.done or not self._can_complete(message):
+                continue
+            message.done = True
+            woken += message.waiting
+            message.waiting.clear()
+            for rank, op in message.ends.items():
+                if op.stream is not None:
+                    queue = self._queues[rank, op.stream]
+                    queue.popleft()
+                    if queue:
+                        queue[0].ready = max(queue[0].ready, message.ready)
+                        candidates.append(queue[0])
+        return woken
+
+    def _can_complete(self, message: Message) -> bool:
+        if message.missing or (message.previous is not None and not message.previous.freed):
+            return False
+        return all(
+            op.stream is None or self._queues[rank, op.stream][0] is message
+            for rank, op in message.ends.items()
+        )

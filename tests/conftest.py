@@ -1,0 +1,34 @@
+"""Options and fixtures that all tests share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import cg
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-golden",
+        action="store_true",
+        help="rewrite the expected sections of tests/text/*.cg with what came out",
+    )
+    parser.addoption(
+        "--wheel",
+        action="store_true",
+        help="insist that the installed wheel is tested, not this checkout",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse to test another checkout's code, or the checkout where the wheel is meant."""
+    here = Path(cg.__file__).resolve().parent == ROOT
+    if config.getoption("--wheel") and here:
+        raise pytest.UsageError(f"--wheel, but cg is imported from the checkout {ROOT}")
+    if not config.getoption("--wheel") and not here:
+        raise pytest.UsageError(
+            f"cg is imported from {cg.__file__}, not from {ROOT}; run make setup in this checkout"
+        )

@@ -1,0 +1,103 @@
+"""Random modules: right in form, whatever they mean."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cg.ir.attributes import Action, Effect, ReduceOp, Stream, Symbol, Task
+from cg.ir.location import Location
+from cg.ir.module import Channel, Function, FunctionKind, Module, Phase, Program, Vjp
+from cg.ir.ops import Op, Value, attribute_names
+from cg.ir.phases import LEGAL
+from cg.ir.types import DType, FutureType, ObjectType, Place, TensorType, UnitType
+from hypothesis import strategies as st
+
+small = st.integers(0, 9)
+names = st.one_of(
+    st.sampled_from(["x", "h.0", "stage0.forward", "a-b", "$1", "module", "0"]), st.text()
+)
+words = st.one_of(st.sampled_from(["nccl", "mpi", "inf", "nan", "true", "unit", "f32"]), st.text())
+places = st.lists(small, min_size=1, max_size=4, unique=True).map(tuple).map(Place)
+value_types = st.one_of(
+    st.builds(
+        TensorType,
+        st.sampled_from(DType),
+        st.lists(small, max_size=3).map(tuple),
+        st.none() | places,
+    ),
+    st.builds(ObjectType, st.none() | places),
+    st.builds(UnitType, st.none() | places),
+)
+types = value_types | st.builds(FutureType, value_types)
+locations = st.builds(Location, st.text(), small, st.text())
+indices = st.lists(small, max_size=3).map(tuple)
+symbols = st.builds(Symbol, names)
+
+ATTRIBUTES: dict[str, st.SearchStrategy[Any]] = {
+    "mb": st.none() | small,
+    "task": st.none() | st.builds(Task, small, st.sampled_from(Action), small),
+    "stream": st.none() | st.sampled_from(Stream),
+    "fill": st.none() | st.floats() | st.integers() | st.booleans(),
+    "ref": st.none() | symbols,
+    "vjp": st.none() | symbols,
+    "fn": symbols,
+    "key": st.none() | small,
+    "via": st.none() | words,
+    "slot": st.none() | small,
+    "chan": small,
+    "seq": small,
+    "group": places,
+    "at": st.none() | places,
+    "op": st.sampled_from(ReduceOp),
+}
+
+functions = st.builds(
+    Function,
+    names,
+    st.lists(value_types, max_size=3).map(tuple),
+    st.lists(value_types, max_size=3).map(tuple),
+    st.sampled_from(FunctionKind),
+    st.sampled_from(Effect),
+    st.none() | words,
+    st.booleans(),
+    st.lists(st.tuples(small, small), max_size=2).map(tuple),
+    st.none() | locations,
+)
+vjps = st.builds(Vjp, names, names, names, indices, indices)
+channels = st.builds(
+    Channel, small, indices, st.booleans(), st.none() | words, st.none() | small, st.none() | small
+)
+
+
+@st.composite
+def ops(draw: st.DrawFn, phase: Phase, defined: list[Value], fresh: list[str]) -> Op:
+    cls = draw(st.sampled_from(sorted(LEGAL[phase], key=lambda cls: cls.opcode)))
+    operands = draw(st.lists(st.sampled_from(defined), max_size=3)) if defined else []
+    results = [Value(fresh.pop(), draw(types)) for _ in range(draw(st.integers(0, 2))) if fresh]
+    attributes = {name: draw(ATTRIBUTES.get(name, small)) for name in attribute_names(cls)}
+    defined += results
+    return cls(tuple(operands), tuple(results), loc=draw(st.none() | locations), **attributes)
+
+
+@st.composite
+def programs(draw: st.DrawFn, phase: Phase, name: str, rank: int | None) -> Program:
+    fresh = draw(st.lists(names, max_size=8, unique=True))
+    program = Program(name, rank=rank)
+    program.params = [Value(fresh.pop(), draw(types)) for _ in range(min(2, len(fresh)))]
+    defined = list(program.params)
+    program.ops = [draw(ops(phase, defined, fresh)) for _ in range(draw(st.integers(0, 6)))]
+    return program
+
+
+@st.composite
+def modules(draw: st.DrawFn, phase: Phase) -> Module:
+    name = draw(names)
+    module = Module(name, phase, draw(st.integers(1, 3)))
+    module.functions = {f.name: f for f in draw(st.lists(functions, max_size=3))}
+    module.vjps = {vjp.name: vjp for vjp in draw(st.lists(vjps, max_size=2))}
+    module.channels = {channel.id: channel for channel in draw(st.lists(channels, max_size=2))}
+    if phase is Phase.SCHEDULED:
+        module.programs = [draw(programs(phase, name, rank)) for rank in range(module.world)]
+    else:
+        module.programs = [draw(programs(phase, name, None))]
+    return module

@@ -1,0 +1,120 @@
+"""Malformed text: each error has its line, its column, and what to write instead."""
+
+from __future__ import annotations
+
+import pytest
+from cg.ir.diagnostics import IRError
+from cg.ir.parser import parse_module
+
+TEXT = """module @m phase=traced world=2 {
+  function @f(f32[2]) -> (f32[2]) {aliases = {0 -> 0}, effect = read}
+  vjp @v {backward = @f, forward = @f, grad_inputs = {0}, grad_outputs = {0}}
+  channel 0 {collective = true, ranks = {0..1}}
+  program @m(%x: f32[2]@0) {
+    %y = call(%x) {fn = @f, mb = 1} : f32[2]@0 loc("a.py":3 in f)
+    %z, %w = call(%x, %y) {fn = @f} : f32[2]@0, object@{0..1}
+    %c = constant() {fill = 0.5} : f32[]@0
+    return(%y)
+  }
+}
+"""
+
+
+def failure(text: str) -> tuple[str, int, int, str]:
+    with pytest.raises(IRError) as caught:
+        parse_module(text, "in.cg")
+    (diagnostic,) = caught.value.diagnostics
+    span = diagnostic.span
+    assert span is not None
+    assert span.text == text.split("\n")[span.line - 1]
+    return str(caught.value), span.line, span.column, diagnostic.help
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "column", "message", "help"),
+    [
+        ("module", "modul", 1, 1, "expected 'module'", "a module starts with"),
+        ("phase=", "phase:", 1, 16, "expected '=' after phase, found ':'", ""),
+        ("phase=traced", "world=2", 1, 11, "expected 'phase'", "module @name phase=traced"),
+        ("=traced", "=tracd", 1, 17, "'tracd' is not one of traced, placed, async", ""),
+        ("world=2", "world=two", 1, 30, "'two' is not a whole number", ""),
+        ("module @m", "module m", 1, 8, "'m' is not a symbol; write @name", ""),
+        ("function", "fun", 2, 3, "'fun' is no declaration", "function, vjp, channel, program"),
+        ("-> (f32", "(f32", 2, 23, "expected '->' after the function's inputs", ""),
+        ("(f32[2]) ->", "(future<f32[2]>) ->", 2, 15, "neither takes nor returns a future", ""),
+        ("{0 -> 0}", "{0, 0}", 2, 46, "not a set of pairs; write {0 -> 1, 1 -> 0}", ""),
+        ("effect = read", "effect = reads", 2, 65, "'reads' is not one of pure, read", ""),
+        ("effect", "efect", 2, 56, "'efect' is no attribute of function", "did you mean effect?"),
+        ("  vjp @v", "  function @f() -> ()\n  vjp @v", 3, 12, "function f is declared twice", ""),
+        ("forward = @f, ", "", 3, 63, "vjp lacks forward", "{forward = ...}"),
+        ("inputs = {0}", "inputs = {-1}", 3, 54, "not a set of ranks; write {0..3,7}", ""),
+        ("collective = true", "collective = yes", 4, 27, "'yes' is neither true nor false", ""),
+        ("channel 0", "channel x", 4, 11, "the channel's number: 'x' is not a whole number", ""),
+        ("%x: f32", "x: f32", 5, 14, "expected a value such as %x, found 'x'", ""),
+        ("%x: f32[2]@0", "%x: f32@0", 5, 18, "'f32' is not a type; write f32[8,512]", ""),
+        ("%x: f32[2]@0", "%x: f33[2]@0", 5, 18, "'f33' is not one of f64, f32", ""),
+        ("%x: f32[2]@0", "%x: f32[a]@0", 5, 18, "'f32[a]@0' is not a type", ""),
+        ("%x: f32[2]@0", "%x: f32[2,,3]@0", 5, 18, "not numbers between commas", ""),
+        ("%x: f32[2]@0", "%x: f32[2]@{0,0}", 5, 18, "a place names a rank twice: (0, 0)", ""),
+        ("%x: f32[2]@0", "%x: future<future<f32[2]>>", 5, 18, "is a future of a future", ""),
+        ("%y = call", "%y = cal", 6, 10, "'cal' is no op", "did you mean call?"),
+        ("%y = call", "%y call", 6, 8, "expected '=' after an op's results, found 'call'", ""),
+        ("%y = call(%x)", "%y = call(%q)", 6, 15, "%q is used before it is defined", ""),
+        ("%y = call(%x)", "%y = call(%y)", 6, 15, "%y is used before", "known are %x"),
+        ("%y = call(%x)", "%x = call(%x)", 6, 5, "%x is defined twice", "give it another name"),
+        ("%y = call(%x)", "%y = call(x)", 6, 15, "expected a value such as %x, found 'x'", ""),
+        ("%y = call(%x)", "%y = call(%x %x)", 6, 18, "expected ',' after an operand", ""),
+        ("{fn = @f, mb = 1}", "{mb = 1}", 6, 26, "call lacks fn", "{fn = ...}"),
+        ("mb = 1", "mb = 1, mb = 2", 6, 37, "mb is given twice", ""),
+        ("mb = 1", "mb = one", 6, 34, "'one' is not a whole number", ""),
+        ("fn = @f, mb", "fn = @f mb", 6, 28, "expected ',' after an attribute", ""),
+        (" : f32[2]@0 loc", " loc", 6, 37, "expected ':' after call, which has results", ""),
+        ('"a.py":3', '"a.py"', 6, 59, "expected ':' after the location's file", ""),
+        ("@0, object@{0..1}", "@0", 8, 5, "expected ',' after type 1 of 2", ""),
+        ("object@{0..1}", "object, unit", 7, 55, "more types than the 2 results of call", ""),
+        ("object@{0..1}", "object@{0..}", 7, 49, "is not a set of ranks", ""),
+        ("fill = 0.5", "fill = half", 8, 29, "'half' is not a number, true or false", ""),
+        ("return(%y)", "return(%y) : unit", 9, 16, "a type stands behind return", "%name = "),
+        ("  }\n}\n", "  }\n", 10, 4, "the module is not closed", ""),
+        ("  }\n}\n", "", 9, 15, "the program is not closed", "with }"),
+        ("  }\n}\n", "  }\n}\nmore", 12, 1, "text goes on behind the module", ""),
+        ('"a.py"', '"a.\\y"', 6, 52, "is not a string with JSON's escapes", ""),
+        ('"a.py"', "7", 6, 52, "'7' is not a word; put it in double quotes", ""),
+        ("return(%y)", "return(%)", 9, 12, "expected a value", ""),
+    ],
+)
+def test_error(old: str, new: str, line: int, column: int, message: str, help: str) -> None:
+    assert old in TEXT
+    text, at_line, at_column, helps = failure(TEXT.replace(old, new, 1))
+    assert message in text
+    assert (at_line, at_column) == (line, column), text
+    assert help in helps
+    assert text.startswith(f"in.cg:{line}:{column}: error: ")
+
+
+def test_the_source_is_drawn_and_underlined() -> None:
+    text, *_ = failure(TEXT.replace("effect", "efect"))
+    assert text.splitlines()[1:] == [
+        "  2 |   function @f(f32[2]) -> (f32[2]) {aliases = {0 -> 0}, efect = read}",
+        "    |                                                        ^^^^^",
+        "  help: did you mean effect?",
+    ]
+
+
+def test_an_empty_text() -> None:
+    message, line, column, _ = failure("")
+    assert "expected 'module'" in message
+    assert (line, column) == (1, 1)
+
+
+@pytest.mark.parametrize("name", ["m", "x1"])
+def test_a_scheduled_program_is_named_by_its_rank(name: str) -> None:
+    text = f"module @m phase=scheduled world=1 {{\n  program @{name}() {{\n    return()\n  }}\n}}\n"
+    message, line, column, help_ = failure(text)
+    assert f"program @{name} is not named by a rank" in message
+    assert (line, column, help_) == (2, 11, "write @0")
+
+
+def test_a_task() -> None:
+    message, *_ = failure(TEXT.replace("mb = 1", "task = 2G0"))
+    assert "'2' is not a task; write stage, F|B|W, microbatch, as in 2F0" in message
