@@ -1,0 +1,308 @@
+"""Binds a rank's program: chooses for each op its registers, body or port, and instruction.
+
+Everything that can be decided before the program runs is decided here, once, including which ops
+need no instruction at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ..ir.diagnostics import Diagnostic
+from ..ir.module import Channel, FunctionKind, Module, Program
+from ..ir.ops import (
+    Alloc,
+    Call,
+    Collective,
+    Constant,
+    Copy,
+    Free,
+    Op,
+    Recv,
+    Return,
+    Send,
+    Value,
+    View,
+    Wait,
+)
+from ..ir.types import FutureType, TensorType, UnitType, ValueType
+from . import builtins, instructions
+from .base import Body, Communicator, Port
+from .checks import checked, expected_tensors, misfit
+from .dtypes import TORCH_DTYPES, describe
+from .errors import BindError
+from .instructions import Instruction, Registers
+from .layout import Layout, lay_out
+from .random import seeded
+
+
+@dataclass(slots=True)
+class Code:
+    """A program, bound.
+
+    Attributes:
+        instructions: what to call, in order.
+        ops: for each instruction the index of its op in the program.
+        awaited: for each instruction the communication op whose completion it waits for, as an
+            index into the program; None for one that never blocks.
+        registers: the list that the instructions work on.
+        template: what the registers hold before the inputs are written.
+        outputs: registers that the program returns.
+    """
+
+    instructions: list[Instruction] = field(default_factory=list)
+    ops: list[int] = field(default_factory=list)
+    awaited: list[int | None] = field(default_factory=list)
+    registers: Registers = field(default_factory=list)
+    template: Registers = field(default_factory=list)
+    outputs: tuple[int, ...] = ()
+
+
+class Binder:
+    """Binds one program; `bind` does it all.
+
+    Args:
+        program: a rank's program.
+        module: where its functions and channels are declared.
+        bodies: by function name; builtins need none.
+        constants: what `constant` ops refer to, by name.
+        communicators: by channel id.
+        seed: of all random numbers.
+        execution: gives the number of the execution in progress.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        module: Module,
+        bodies: Mapping[str, Body],
+        constants: Mapping[str, Any],
+        communicators: Mapping[int, Communicator],
+        seed: int,
+        execution: Callable[[], int],
+    ) -> None:
+        self._program = program
+        self._module = module
+        self._bodies = bodies
+        self._constants = constants
+        self._communicators = communicators
+        self._seed = seed
+        self._execution = execution
+        self._code = Code()
+        self._ports: dict[Value, Port] = {}
+        self._indices: dict[Value, int] = {}
+        self._at = 0
+        self._layout: Layout
+
+    def bind(self) -> Code:
+        """The program's instructions.
+
+        Raises:
+            BindError: something that the program needs is missing or does not fit.
+        """
+        self._check_functions()
+        self._layout = lay_out(self._program, self._module)
+        code = self._code
+        code.registers = [None] * self._layout.size
+        code.template = [None] * self._layout.size
+        arena = self._make_arena()
+        for index, op in enumerate(self._program.ops):
+            self._at = index
+            if isinstance(op, Alloc):
+                self._bind_alloc(op, arena)
+            elif isinstance(op, Collective):
+                self._bind_collective(op)
+            elif type(op) in _BINDERS:
+                _BINDERS[type(op)](self, op)
+            else:
+                self._fail(op, f"no backend runs `{op.opcode}`", "compile the step first")
+        self._finish()
+        return code
+
+    # -- plumbing ---------------------------------------------------------------------------
+
+    def _fail(self, op: Op, message: str, help_: str = "") -> NoReturn:
+        raise BindError(Diagnostic(message, op, self._program, help=help_).render())
+
+    def _emit(self, instruction: Instruction, awaited: int | None = None) -> None:
+        self._code.instructions.append(instruction)
+        self._code.ops.append(self._at)
+        self._code.awaited.append(awaited)
+
+    def _register(self, value: Value) -> int:
+        return self._layout.registers[value]
+
+    def _check_functions(self) -> None:
+        for op in self._program.ops:
+            if isinstance(op, Call) and op.fn.name not in self._module.functions:
+                self._fail(op, f"the module declares no function @{op.fn.name}")
+
+    def _make_arena(self) -> Tensor:
+        ends = [
+            op.offset + op.result.type.nbytes
+            for op in self._program.ops
+            if isinstance(op, Alloc) and isinstance(op.result.type, TensorType)
+        ]
+        return torch.empty(max(ends, default=0), dtype=torch.uint8)
+
+    # -- values -----------------------------------------------------------------------------
+
+    def _bind_alloc(self, op: Alloc, arena: Tensor) -> None:
+        type_ = op.result.type
+        if not isinstance(type_, TensorType):
+            self._fail(op, f"`alloc` makes tensors, not {type_}")
+        if op.offset % type_.dtype.itemsize:
+            self._fail(op, f"offset {op.offset} is not a multiple of {type_.dtype.itemsize} bytes")
+        part = arena.narrow(0, op.offset, type_.nbytes)
+        buffer = part.view(TORCH_DTYPES[type_.dtype]).view(type_.shape)
+        self._code.template[self._register(op.result)] = buffer
+
+    def _bind_constant(self, op: Constant) -> None:
+        register, type_ = self._register(op.result), op.result.type
+        if op.ref is not None:
+            if op.ref.name not in self._constants:
+                self._fail(op, f"there is no constant @{op.ref.name}")
+            value = self._constants[op.ref.name]
+            if misfit([value], expected_tensors([type_])) is not None:
+                self._fail(op, f"constant @{op.ref.name} is {describe(value)}, not {type_}")
+            self._code.template[register] = value
+            return
+        if not isinstance(type_, TensorType):
+            self._fail(op, f"`fill` makes tensors, not {type_}")
+        assert op.fill is not None
+        make = instructions.filled(type_, op.fill)
+        if op.result in self._layout.escaping:
+            # A user may change it, or keep it: each execution gets its own.
+            self._emit(instructions.store(self._code.registers, register, make))
+        else:
+            self._code.template[register] = make()
+
+    def _bind_view(self, op: View) -> None:
+        source, target = self._register(op.operands[0]), self._register(op.result)
+        self._emit(
+            instructions.view(self._code.registers, source, target, op.dim, op.start, op.length)
+        )
+
+    def _bind_copy(self, op: Copy) -> None:
+        source, target = self._register(op.operands[0]), self._register(op.result)
+        tensor = isinstance(op.result.type, TensorType)
+        duplicate: Callable[[Any], Any] = torch.clone if tensor else deepcopy
+        self._emit(instructions.apply(self._code.registers, source, target, duplicate))
+
+    # -- calls ------------------------------------------------------------------------------
+
+    def _bind_call(self, op: Call) -> None:
+        function = self._module.functions[op.fn.name]
+        body: Body | None
+        if function.kind is FunctionKind.BUILTIN:
+            body = builtins.implementation(function)
+        else:
+            body = self._bodies.get(function.name)
+        if body is None:
+            owner = f"; actor {function.actor} must live on this rank" if function.actor else ""
+            self._fail(op, f"there is no body for @{function.name}{owner}")
+        if (len(op.operands), len(op.results)) != (len(function.inputs), len(function.outputs)):
+            self._fail(
+                op,
+                f"@{function.name} takes {len(function.inputs)} values and returns "
+                f"{len(function.outputs)}",
+            )
+        if function.kind is FunctionKind.OPAQUE:
+            body = checked(body, function)
+        if op.key is not None:
+            body = seeded(body, self._seed, op.key, self._execution)
+        inputs = [self._register(value) for value in op.operands]
+        outputs = [self._register(value) for value in op.results]
+        self._emit(instructions.call(body, self._code.registers, inputs, outputs))
+
+    # -- communication ----------------------------------------------------------------------
+
+    def _channel(self, op: Send | Recv | Collective) -> tuple[Channel, Communicator]:
+        channel = None if op.chan is None else self._module.channels.get(op.chan)
+        if channel is None:
+            self._fail(op, f"the module declares no channel {op.chan}")
+        communicator = self._communicators.get(channel.id)
+        if communicator is None:
+            self._fail(op, f"no communicator serves channel {channel.id}")
+        return channel, communicator
+
+    def _bind_send(self, op: Send) -> None:
+        channel, communicator = self._channel(op)
+        type_ = op.operands[0].type
+        assert not isinstance(type_, FutureType)
+        self._issue(op, communicator.send_port(op, channel, type_))
+
+    def _bind_recv(self, op: Recv) -> None:
+        channel, communicator = self._channel(op)
+        self._issue(op, communicator.recv_port(op, channel, _promised(op.result)))
+
+    def _bind_collective(self, op: Collective) -> None:
+        channel, communicator = self._channel(op)
+        operand = op.operands[0].type if op.operands else None
+        assert not isinstance(operand, FutureType)
+        port = communicator.collective_port(op, channel, operand, _promised(op.result))
+        self._issue(op, port)
+
+    def _issue(self, op: Op, port: Port) -> None:
+        self._ports[op.result] = port
+        self._indices[op.result] = self._at
+        source = self._register(op.operands[0]) if op.operands else None
+        self._emit(instructions.issue(port, self._code.registers, source))
+
+    def _bind_wait(self, op: Wait) -> None:
+        future = op.operands[0]
+        if self._layout.first_waits.get(future) is not op:
+            return  # The value is in its register already: streams are one on a host.
+        port, awaited = self._ports[future], self._indices[future]
+        if isinstance(_promised(future), UnitType):
+            self._emit(port.poll, awaited)
+        else:
+            target = self._register(op.result)
+            self._emit(instructions.wait(port, self._code.registers, target), awaited)
+
+    def _bind_free(self, op: Free) -> None:
+        register = self._layout.clears.get(self._at)
+        if register is not None:
+            self._emit(instructions.clear(self._code.registers, register))
+        for future in self._layout.releases.get(self._at, ()):
+            self._release(future)
+
+    def _release(self, future: Value) -> None:
+        port = self._ports.pop(future)
+        if not isinstance(_promised(future), UnitType):
+            self._emit(instructions.release(port))
+
+    def _bind_return(self, op: Return) -> None:
+        self._code.outputs = tuple(self._register(value) for value in op.operands)
+
+    def _finish(self) -> None:
+        """Await what nobody waited for, and release what nobody freed."""
+        for future, port in self._ports.items():
+            if future not in self._layout.first_waits:
+                self._emit(port.poll, self._indices[future])
+        for future in tuple(self._ports):
+            self._release(future)
+
+
+_BINDERS: dict[type[Op], Callable[[Binder, Any], None]] = {
+    Constant: Binder._bind_constant,
+    View: Binder._bind_view,
+    Copy: Binder._bind_copy,
+    Call: Binder._bind_call,
+    Send: Binder._bind_send,
+    Recv: Binder._bind_recv,
+    Wait: Binder._bind_wait,
+    Free: Binder._bind_free,
+    Return: Binder._bind_return,
+}
+
+
+def _promised(future: Value) -> ValueType:
+    assert isinstance(future.type, FutureType)
+    return future.type.value

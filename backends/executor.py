@@ -1,0 +1,314 @@
+"""Runs one rank's program, bound once and replayed."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from operator import length_hint
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from ..ir.module import Module, Program
+from ..ir.ops import Call, Op
+from ..ir.printer import format_op
+from .base import Body, Communicator, Pause
+from .binder import Binder
+from .checks import InputCheck
+from .errors import Failure, RemoteError, StepTimeout, traceback_text, type_name
+from .flight import FlightRecord, Position
+from .instructions import Instruction
+from .statistics import ProfileEntry, Statistics
+
+
+def bind(
+    program: Program,
+    module: Module,
+    bodies: Mapping[str, Body],
+    constants: Mapping[str, Any],
+    communicators: Mapping[int, Communicator],
+    seed: int = 0,
+) -> Executable:
+    """Bind a rank's program to what it runs with.
+
+    Args:
+        program: one of the programs of `module`, which is scheduled.
+        module: where functions and channels are declared.
+        bodies: for every function that the program calls, by name; builtins need none.
+        constants: the values that `constant` ops refer to, by name.
+        communicators: for every channel that the program uses, by channel id.
+        seed: of all random numbers; the same on all ranks.
+
+    Raises:
+        BindError: something that the program needs is missing or does not fit.
+    """
+    return Executable(program, module, bodies, constants, communicators, seed)
+
+
+class Executable:
+    """A bound program; one execution of it is in progress at a time.
+
+    Either call `run`, or `start`, `step` until it is true, and take `outputs`.
+
+    Attributes:
+        program: what it runs.
+        module: what the program is part of.
+        statistics: of the executions that have ended.
+        execution: number of the execution in progress, or of the last one; -1 before the first.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        module: Module,
+        bodies: Mapping[str, Body],
+        constants: Mapping[str, Any],
+        communicators: Mapping[int, Communicator],
+        seed: int,
+    ) -> None:
+        self.program = program
+        self.module = module
+        self.statistics = Statistics()
+        self.execution = -1
+        self._code = Binder(
+            program, module, bodies, constants, communicators, seed, lambda: self.execution
+        ).bind()
+        unique = {id(communicator): communicator for communicator in communicators.values()}
+        self._progress = tuple(communicator.progress for communicator in unique.values())
+        self._check_inputs = InputCheck(program)
+        self._instructions = self._code.instructions
+        self._profile: list[_Timer] | None = None
+        self._no_grad = torch.no_grad()
+        self._rest: Iterator[Instruction] | None = None
+        self._pending: Instruction | None = None
+        self._failed = False
+        self._outputs: tuple[Any, ...] = ()
+        self._started = self._blocked_since = self._blocked = 0.0
+
+    @property
+    def rank(self) -> int:
+        """The rank whose program this is."""
+        return self.program.rank or 0
+
+    @property
+    def outputs(self) -> tuple[Any, ...]:
+        """What the last finished execution has returned; kept until the next one starts."""
+        return self._outputs
+
+    def run(
+        self,
+        inputs: Sequence[Any],
+        pause: Pause,
+        timeout: float | None = None,
+        execution: int | None = None,
+    ) -> tuple[Any, ...]:
+        """Execute the program once, from start to end.
+
+        Args:
+            inputs: one value for each parameter of the program.
+            pause: what to do between two fruitless polls.
+            timeout: seconds until `StepTimeout`; None for no limit.
+            execution: as in `start`.
+
+        Returns:
+            What the program returns. Its tensors belong to the caller.
+
+        Raises:
+            InputError: the inputs do not fit; nothing has been issued.
+            RemoteError: an op or a method raised; `reset` before the next execution.
+            StepTimeout: the time is up; `reset` before the next execution.
+        """
+        self.start(inputs, execution)
+        deadline = None if timeout is None else self._started + timeout
+        with self._no_grad:
+            while not self._advance(None):
+                self._wait(pause, deadline, timeout)
+        return self._outputs
+
+    def start(self, inputs: Sequence[Any], execution: int | None = None) -> None:
+        """Begin an execution.
+
+        Args:
+            inputs: one value for each parameter of the program.
+            execution: its number, which random numbers depend on; None counts on from the last.
+
+        Raises:
+            InputError: the inputs do not fit.
+            RuntimeError: an execution is in progress, or has failed without `reset`.
+        """
+        if self._rest is not None:
+            state = "has failed" if self._failed else "is in progress"
+            raise RuntimeError(f"execution {self.execution} {state}: reset() before the next")
+        self._check_inputs(inputs)
+        self.execution = self.execution + 1 if execution is None else execution
+        registers = self._code.registers
+        registers[:] = self._code.template
+        registers[: len(inputs)] = inputs
+        self._outputs = ()
+        self._blocked = 0.0
+        self._started = perf_counter()
+        self._rest = iter(self._instructions)
+
+    def step(self, limit: int | None = None) -> bool:
+        """Go on until the program ends or has to wait, or `limit` instructions have run.
+
+        Returns:
+            Whether the program has ended.
+
+        Raises:
+            RemoteError: an op or a method raised; `reset` before the next execution.
+            RuntimeError: no execution is in progress.
+        """
+        with self._no_grad:
+            return self._advance(limit)
+
+    def reset(self) -> None:
+        """Give up the execution in progress, if any, and be ready for the next.
+
+        What methods have done to their actors stays done. Messages in flight are the business of
+        the communicators' `reset`.
+        """
+        self._code.registers[:] = self._code.template
+        self._rest = None
+        self._pending = None
+        self._failed = False
+
+    @property
+    def progress(self) -> tuple[int, bool]:
+        """Instructions begun in this execution, and whether the last of them waits."""
+        begun = len(self._instructions) - (length_hint(self._rest) if self._rest else 0)
+        return begun, self._pending is not None
+
+    def position(self) -> Position:
+        """Where it is; cheap, and safe to call from a pause or another thread."""
+        code = self._code
+        if self._rest is None:
+            return Position(self.rank, self.execution, 0, None, running=False)
+        begun, waits = self.progress
+        last = max(begun - 1, 0)
+        awaited = code.awaited[last] if waits else None
+        return Position(self.rank, self.execution, code.ops[last], awaited)
+
+    def profile(self, on: bool) -> None:
+        """Time every instruction from the next execution on, or stop doing so.
+
+        Each instruction costs some 150 ns more while it is timed, and nothing once it is not.
+        """
+        timers = [_Timer(run) for run in self._code.instructions] if on else None
+        self._profile = timers
+        self._instructions = [t.run for t in timers] if timers else self._code.instructions
+
+    def profile_entries(self) -> list[ProfileEntry]:
+        """What was timed since `profile(True)`, by instruction; empty if it is off."""
+        return [
+            ProfileEntry(op, format_op(self.program.ops[op]), timer.runs, timer.seconds)
+            for op, timer in zip(self._code.ops, self._profile or (), strict=False)
+        ]
+
+    def _advance(self, limit: int | None) -> bool:
+        rest = self._rest
+        if rest is None or self._failed:
+            raise RuntimeError("no execution is in progress: start() one")
+        try:
+            pending = self._pending
+            if pending is not None:
+                if not pending():
+                    return False
+                self._resume()
+            for instruction in rest if limit is None else islice(rest, limit):
+                if not instruction():
+                    self._pending = instruction
+                    self._blocked_since = perf_counter()
+                    return False
+        except Exception as error:
+            raise self._fail(error) from error
+        if length_hint(rest):
+            return False
+        self._end()
+        return True
+
+    def _resume(self) -> None:
+        self._pending = None
+        self._blocked += perf_counter() - self._blocked_since
+
+    def _end(self) -> None:
+        registers = self._code.registers
+        self._outputs = tuple(registers[index] for index in self._code.outputs)
+        registers[:] = self._code.template
+        self._rest = None
+        self.statistics.record(perf_counter() - self._started, self._blocked)
+
+    def _wait(self, pause: Pause, deadline: float | None, timeout: float | None) -> None:
+        """Poll the pending instruction until it is done."""
+        poll, progress = self._pending, self._progress
+        assert poll is not None
+        polls = 0
+        while True:
+            try:
+                for move_on in progress:
+                    move_on()
+                if poll():
+                    break
+            except Exception as error:
+                raise self._fail(error) from error
+            polls += 1
+            pause(polls)
+            if deadline is not None and perf_counter() > deadline:
+                raise self._timeout(timeout)
+        self._resume()
+
+    def _fail(self, error: Exception) -> RemoteError:
+        self._failed = True
+        return RemoteError(self._failure(error))
+
+    def _timeout(self, timeout: float | None) -> StepTimeout:
+        where = FlightRecord(self.module, [self.position()]).describe().strip()
+        return StepTimeout(f"the step has not ended after {timeout} s: {where}")
+
+    def _failure(self, error: Exception) -> Failure:
+        op = self.program.ops[self.position().op]
+        actor, method = self._method(op)
+        source = linecache.getline(op.loc.file, op.loc.line).strip() if op.loc else ""
+        return Failure(
+            type_name=type_name(error),
+            message=str(error),
+            rank=self.rank,
+            op=format_op(op),
+            actor=actor,
+            method=method,
+            location=op.loc,
+            source=source,
+            traceback=traceback_text(error),
+        )
+
+    def _method(self, op: Op) -> tuple[str | None, str | None]:
+        if not isinstance(op, Call):
+            return None, None
+        function = self.module.functions[op.fn.name]
+        if function.actor is None:
+            return None, function.name
+        return function.actor, function.name.removeprefix(f"{function.actor}.")
+
+
+class _Timer:
+    """An instruction that times itself."""
+
+    __slots__ = ("_instruction", "runs", "seconds")
+
+    def __init__(self, instruction: Instruction) -> None:
+        self._instruction = instruction
+        self.runs = 0
+        self.seconds = 0.0
+
+    def run(self) -> bool:
+        began = perf_counter()
+        done = self._instruction()
+        self.seconds += perf_counter() - began
+        self.runs += 1
+        return done
+
+
+def poll_only(polls: int) -> None:
+    """A pause that does not pause: for programs that never wait, and for measurements."""

@@ -1,0 +1,215 @@
+"""Communication inside one process, as strict as any transport may be.
+
+A send completes only when its receive is posted, a collective when all of its group have come. A
+slot of a channel holds one message at a time. Values are copied, objects by way of pickle, so that
+nothing is shared that separate processes could not share.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from ..ir.module import Channel
+from ..ir.ops import Collective, Recv, Send
+from ..ir.printer import format_op
+from ..ir.types import ValueType
+from .errors import BindError, TransportError
+from .meetings import CollectivePort, Meetings
+from .values import duplicate, spoil
+
+
+class VirtualFabric:
+    """What the ranks of a virtual world talk through.
+
+    Args:
+        poison: overwrite a message's slot when it is released, so that a use after free shows.
+    """
+
+    def __init__(self, poison: bool = False) -> None:
+        self.poison = poison
+        self._edges: dict[int, _Edge] = {}
+        self._meetings: dict[int, Meetings] = {}
+
+    def communicator(self, rank: int) -> VirtualCommunicator:
+        """The communicator of one rank."""
+        return VirtualCommunicator(self, rank)
+
+    def edge(self, channel: Channel) -> _Edge:
+        """Where the messages of a point-to-point channel meet."""
+        return self._edges.setdefault(channel.id, _Edge(channel, self.poison))
+
+    def meetings(self, channel: Channel) -> Meetings:
+        """Where the group of a collective channel meets."""
+        return self._meetings.setdefault(channel.id, Meetings(channel))
+
+    def reset(self) -> None:
+        """Forget all messages in flight."""
+        for edge in self._edges.values():
+            edge.reset()
+        for meetings in self._meetings.values():
+            meetings.reset()
+
+
+class VirtualCommunicator:
+    """One rank's view of a `VirtualFabric`; implements `base.Communicator`."""
+
+    def __init__(self, fabric: VirtualFabric, rank: int) -> None:
+        self._fabric = fabric
+        self._rank = rank
+
+    def send_port(self, op: Send, channel: Channel, type_: ValueType) -> SendPort:
+        """A port that completes when the receiver has posted its side."""
+        self._check_edge(op, channel, (self._rank, op.peer))
+        return SendPort(op, type_, self._fabric.edge(channel))
+
+    def recv_port(self, op: Recv, channel: Channel, type_: ValueType) -> RecvPort:
+        """A port whose value is a copy of what was sent."""
+        self._check_edge(op, channel, (op.peer, self._rank))
+        return RecvPort(op, type_, self._fabric.edge(channel))
+
+    def collective_port(
+        self,
+        op: Collective,
+        channel: Channel,
+        operand: ValueType | None,
+        result: ValueType,
+    ) -> CollectivePort:
+        """A port that completes when the whole group has come."""
+        if not channel.collective or op.group.ranks != channel.ranks:
+            raise BindError(f"`{format_op(op)}`: channel {channel.id} is not of this group")
+        return CollectivePort(op, self._rank, result, self._fabric.meetings(channel))
+
+    def progress(self) -> None:
+        """Nothing moves but by the ranks' own steps."""
+
+    def reset(self) -> None:
+        """Forget all messages in flight, of all ranks."""
+        self._fabric.reset()
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def _check_edge(self, op: Send | Recv, channel: Channel, ranks: tuple[int, int]) -> None:
+        if channel.collective or channel.ranks != ranks:
+            raise BindError(
+                f"`{format_op(op)}`: channel {channel.id} leads through {channel.ranks}, "
+                f"the op needs one from {ranks[0]} to {ranks[1]}"
+            )
+        if op.slot is not None and channel.slots is not None and op.slot >= channel.slots:
+            raise BindError(f"`{format_op(op)}`: channel {channel.id} has {channel.slots} slots")
+
+
+class SendPort:
+    """The sending side of one message."""
+
+    def __init__(self, op: Send, type_: ValueType, edge: _Edge) -> None:
+        self.op = op
+        self.type = type_
+        self.value: Any = None
+        self.done = False
+        self._edge = edge
+
+    def start(self, value: Any) -> None:
+        """Offer the message."""
+        self.value = value
+        self.done = False
+        self._edge.sends.append(self)
+        self._edge.match()
+
+    def poll(self) -> bool:
+        """Whether the receiver has its copy."""
+        return self.done
+
+    def take(self) -> None:
+        """A send makes no value."""
+
+    def release(self) -> None:
+        """A send has no buffer."""
+
+
+class RecvPort:
+    """The receiving side of one message."""
+
+    def __init__(self, op: Recv, type_: ValueType, edge: _Edge) -> None:
+        self.op = op
+        self.type = type_
+        self.done = False
+        self._buffer: Any = None
+        self._value: Any = None
+        self._edge = edge
+
+    def start(self, value: Any) -> None:
+        """Ask for the message; `value` is the tensor to receive into, or None."""
+        self._buffer = value
+        self.done = False
+        self._edge.recvs.append(self)
+        self._edge.match()
+
+    def deliver(self, value: Any) -> None:
+        """Take over a copy of what was sent."""
+        copied = duplicate(value, self.type)
+        if self._buffer is not None:
+            copied = self._buffer.copy_(copied)
+        self._value = copied
+        self.done = True
+
+    def poll(self) -> bool:
+        """Whether the message has come."""
+        return self.done
+
+    def take(self) -> Any:
+        """The message."""
+        return self._value
+
+    def release(self) -> None:
+        """Let the slot take its next message."""
+        if self.op.slot is not None:
+            if self._edge.poison:
+                spoil(self._value)
+            self._edge.free(self.op.slot)
+        self._value = self._buffer = None
+
+
+class _Edge:
+    """One point-to-point channel: offers and requests, each in order, and the slots in use."""
+
+    def __init__(self, channel: Channel, poison: bool) -> None:
+        self.sends: deque[SendPort] = deque()
+        self.recvs: deque[RecvPort] = deque()
+        self.poison = poison
+        self._channel = channel
+        self._occupied: set[int] = set()
+
+    def match(self) -> None:
+        """Hand over as many messages as both sides and the slots allow."""
+        while self.sends and self.recvs:
+            send, recv = self.sends[0], self.recvs[0]
+            if recv.op.slot in self._occupied:
+                return
+            self._check(send, recv)
+            self.sends.popleft()
+            self.recvs.popleft()
+            if recv.op.slot is not None:
+                self._occupied.add(recv.op.slot)
+            recv.deliver(send.value)
+            send.value = None
+            send.done = True
+
+    def free(self, slot: int) -> None:
+        self._occupied.discard(slot)
+        self.match()
+
+    def reset(self) -> None:
+        self.sends.clear()
+        self.recvs.clear()
+        self._occupied.clear()
+
+    def _check(self, send: SendPort, recv: RecvPort) -> None:
+        theirs = (send.op.seq, send.op.slot, send.type)
+        if theirs != (recv.op.seq, recv.op.slot, recv.type):
+            raise TransportError(
+                f"messages of channel {self._channel.id} do not match: rank "
+                f"{self._channel.ranks[0]} sends by `{format_op(send.op)}` a {send.type}, rank "
+                f"{self._channel.ranks[1]} receives by `{format_op(recv.op)}` a {recv.type}"
+            )

@@ -1,0 +1,173 @@
+"""Says where ranks are in their programs, and who waits for whom.
+
+A position is a few integers. The plan is static, so everything else about a stalled step follows
+from the module and the positions of all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..ir.module import Module
+from ..ir.ops import Collective, Op, Recv, Send
+from ..ir.printer import format_op
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Position:
+    """How far a rank has come.
+
+    Attributes:
+        rank: whose position it is.
+        execution: number of the execution in progress, or of the last one.
+        op: index in the rank's program of the op that it is at.
+        awaited: index of the communication op whose completion it waits for, or None where it
+            does not wait.
+        running: whether an execution is in progress.
+    """
+
+    rank: int
+    execution: int
+    op: int
+    awaited: int | None = None
+    running: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Blocked:
+    """A rank that waits.
+
+    Attributes:
+        rank: which.
+        reason: where it waits and for what, in words.
+        on: the ranks that have to act before it can go on.
+    """
+
+    rank: int
+    reason: str
+    on: tuple[int, ...]
+
+
+class FlightRecord:
+    """Explains the positions of the ranks of one scheduled module."""
+
+    def __init__(self, module: Module, positions: Sequence[Position]) -> None:
+        self._module = module
+        self._positions = {position.rank: position for position in positions}
+        self._programs = {p.rank: p for p in module.programs if p.rank is not None}
+
+    def blocked(self) -> list[Blocked]:
+        """The ranks that wait, in ascending order."""
+        found = []
+        for rank in sorted(self._positions):
+            position = self._positions[rank]
+            if position.running and position.awaited is not None:
+                found.append(self._explain(position, position.awaited))
+        return found
+
+    def cycle(self) -> tuple[int, ...]:
+        """Ranks each of which waits for the next, and the last for the first; () if none do."""
+        edges = {blocked.rank: blocked.on for blocked in self.blocked()}
+        for start in edges:
+            path: list[int] = []
+            if _follow(start, edges, path, set()):
+                return tuple(path)
+        return ()
+
+    def describe(self) -> str:
+        """Where every known rank is, one line each, and the cycle if there is one."""
+        blocked = {entry.rank: entry.reason for entry in self.blocked()}
+        lines = []
+        for rank in sorted(self._positions):
+            position = self._positions[rank]
+            lines.append("  " + (blocked.get(rank) or self._describe_free(position)))
+        cycle = self.cycle()
+        if cycle:
+            lines.append("  cycle: " + " -> ".join(f"rank {r}" for r in (*cycle, cycle[0])))
+        return "\n".join(lines)
+
+    def _describe_free(self, position: Position) -> str:
+        if not position.running:
+            return f"rank {position.rank} has ended execution {position.execution}"
+        op = self._programs[position.rank].ops[position.op]
+        return f"rank {position.rank} runs {_place(op)}"
+
+    def _explain(self, position: Position, awaited: int) -> Blocked:
+        program = self._programs[position.rank]
+        at, op = program.ops[position.op], program.ops[awaited]
+        head = f"rank {position.rank} waits at {_place(at)}"
+        if isinstance(op, Collective):
+            return self._explain_collective(position, op, head)
+        assert isinstance(op, (Send, Recv))
+        what = f"message {op.seq} of channel {op.chan}"
+        if at is not op:
+            head += f" for {_place(op)}"
+        other = self._find(op.peer, op)
+        if other is None:
+            return Blocked(position.rank, f"{head}: rank {op.peer} never has {what}", (op.peer,))
+        if self._issued(position, op.peer, other):
+            holder = op.peer if isinstance(op, Send) else position.rank
+            reason = f"{head}: {what} is posted on both sides"
+            if op.slot is not None:
+                reason += f", but rank {holder} has not freed slot {op.slot}"
+            return Blocked(position.rank, reason, (holder,))
+        theirs = "recv" if isinstance(op, Send) else "send"
+        reason = f"{head}: rank {op.peer} has not come to its {theirs} of {what}"
+        return Blocked(position.rank, reason, (op.peer,))
+
+    def _explain_collective(self, position: Position, op: Collective, head: str) -> Blocked:
+        missing = []
+        for rank in op.group.ranks:
+            other = self._find(rank, op)
+            if other is None or not self._issued(position, rank, other):
+                missing.append(rank)
+        names = ", ".join(f"rank {rank}" for rank in missing) or "nobody"
+        reason = f"{head}: {names} has not come to {op.opcode} {op.seq} of channel {op.chan}"
+        return Blocked(position.rank, reason, tuple(missing))
+
+    def _find(self, rank: int, op: Send | Recv | Collective) -> int | None:
+        """Index of the op of `rank` that matches `op`."""
+        program = self._programs.get(rank)
+        wanted = _COUNTERPART.get(type(op), type(op))
+        for index, other in enumerate(program.ops if program is not None else ()):
+            if (
+                isinstance(other, wanted)
+                and isinstance(other, (Send, Recv, Collective))
+                and (other.chan, other.seq) == (op.chan, op.seq)
+            ):
+                return index
+        return None
+
+    def _issued(self, asking: Position, rank: int, index: int) -> bool:
+        """Whether `rank` has issued its op `index` in the execution that `asking` is in."""
+        position = self._positions.get(rank)
+        if position is None:
+            return False
+        if position.execution != asking.execution:
+            return position.execution > asking.execution
+        return not position.running or position.op > index
+
+
+_COUNTERPART: dict[type[Op], type[Op]] = {Send: Recv, Recv: Send}
+
+
+def _place(op: Op) -> str:
+    where = f" ({op.loc})" if op.loc is not None else ""
+    return f"`{format_op(op)}`{where}"
+
+
+def _follow(rank: int, edges: dict[int, tuple[int, ...]], path: list[int], dead: set[int]) -> bool:
+    """Walk along `edges` until a rank comes up again; leaves just the cycle in `path`."""
+    if rank in path:
+        del path[: path.index(rank)]
+        return True
+    if rank in dead:
+        return False
+    path.append(rank)
+    for other in edges.get(rank, ()):
+        if _follow(other, edges, path, dead):
+            return True
+    path.pop()
+    dead.add(rank)
+    return False

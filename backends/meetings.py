@@ -1,0 +1,134 @@
+"""Collectives of the virtual world: a group meets, and each rank gets its result."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..ir.module import Channel
+from ..ir.ops import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Barrier,
+    Broadcast,
+    Collective,
+    ReduceScatter,
+)
+from ..ir.printer import format_op
+from ..ir.types import ValueType
+from . import collectives
+from .errors import TransportError
+from .values import duplicate
+
+
+class CollectivePort:
+    """One rank's part of a collective."""
+
+    def __init__(self, op: Collective, rank: int, result: ValueType, meetings: Meetings) -> None:
+        self.op = op
+        self.rank = rank
+        self.type = result
+        self.done = False
+        self.value: Any = None
+        self._meetings = meetings
+
+    def start(self, value: Any) -> None:
+        """Come to the meeting with this rank's operand."""
+        self.value = value
+        self.done = False
+        self._meetings.join(self)
+
+    def poll(self) -> bool:
+        """Whether all have come."""
+        return self.done
+
+    def finish(self, result: Any) -> None:
+        """Take over the result."""
+        self.value = result
+        self.done = True
+
+    def take(self) -> Any:
+        """This rank's result, in storage of its own."""
+        return self.value
+
+    def release(self) -> None:
+        """Drop the port's own reference to the result."""
+        self.value = None
+
+
+class Meetings:
+    """One collective channel: for each rank the collectives that it has come to, in order."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._queues: dict[int, deque[CollectivePort]] = {r: deque() for r in channel.ranks}
+
+    def join(self, port: CollectivePort) -> None:
+        self._queues[port.rank].append(port)
+        if all(self._queues.values()):
+            self._meet([queue[0] for queue in self._queues.values()])
+            for queue in self._queues.values():
+                queue.popleft()
+
+    def reset(self) -> None:
+        for queue in self._queues.values():
+            queue.clear()
+
+    def _meet(self, ports: Sequence[CollectivePort]) -> None:
+        first = ports[0].op
+        for port in ports[1:]:
+            if (type(port.op), port.op.seq) != (type(first), first.seq):
+                raise TransportError(
+                    f"collectives of channel {self._channel.id} do not match: rank "
+                    f"{ports[0].rank} has come to `{format_op(first)}`, rank {port.rank} to "
+                    f"`{format_op(port.op)}`"
+                )
+        compute = _COLLECTIVES.get(type(first))
+        if compute is None:
+            raise TransportError(f"`{format_op(first)}` is no collective known here")
+        results = compute(first, ports)
+        for port, result in zip(ports, results, strict=True):
+            port.finish(result)
+
+
+def _all_reduce(op: Any, ports: Sequence[CollectivePort]) -> Sequence[Any]:
+    return collectives.all_reduce(_tensors(ports), op.op)
+
+
+def _all_gather(op: Any, ports: Sequence[CollectivePort]) -> Sequence[Any]:
+    return collectives.all_gather(_tensors(ports), op.dim)
+
+
+def _reduce_scatter(op: Any, ports: Sequence[CollectivePort]) -> Sequence[Any]:
+    return collectives.reduce_scatter(_tensors(ports), op.op, op.dim)
+
+
+def _all_to_all(op: Any, ports: Sequence[CollectivePort]) -> Sequence[Any]:
+    return collectives.all_to_all(_tensors(ports), op.dim)
+
+
+def _broadcast(op: Any, ports: Sequence[CollectivePort]) -> Sequence[Any]:
+    (root,) = (port for port in ports if port.rank == op.root)
+    return [duplicate(root.value, port.type) for port in ports]
+
+
+def _barrier(op: Any, ports: Sequence[CollectivePort]) -> Sequence[Any]:
+    return [None for _ in ports]
+
+
+_COLLECTIVES: dict[type[Collective], Callable[..., Sequence[Any]]] = {
+    AllReduce: _all_reduce,
+    AllGather: _all_gather,
+    ReduceScatter: _reduce_scatter,
+    AllToAll: _all_to_all,
+    Broadcast: _broadcast,
+    Barrier: _barrier,
+}
+
+
+def _tensors(ports: Sequence[CollectivePort]) -> list[Tensor]:
+    return [port.value for port in ports]

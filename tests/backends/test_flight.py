@@ -1,0 +1,68 @@
+"""What positions of ranks say about who waits for whom."""
+
+from __future__ import annotations
+
+import pytest
+from cg.backends.flight import FlightRecord, Position
+
+from .programs import CHAIN, exchange, module
+from .test_collectives import MEET, barrier
+
+SWAP = module(exchange("send sent recv got", "recv got send sent"))
+
+
+def reasons(*positions: Position) -> dict[int, tuple[int, ...]]:
+    return {entry.rank: entry.on for entry in FlightRecord(SWAP, positions).blocked()}
+
+
+def test_a_rank_that_runs_or_has_ended_is_not_blocked() -> None:
+    record = FlightRecord(
+        module(CHAIN),
+        [Position(0, 4, 0, running=False), Position(1, 4, 2), Position(2, 4, 1, awaited=0)],
+    )
+    assert [entry.rank for entry in record.blocked()] == [2]
+    assert record.describe() == (
+        "  rank 0 has ended execution 4\n"
+        "  rank 1 runs `%h = call(%v) {fn = @b.double} : f32[4]` (chain.py:4, in step)\n"
+        "  rank 2 waits at `%v = wait(%r) : f32[4]` for `%r = recv() {chan = 1, peer = 1, "
+        "seq = 0} : future<f32[4]>`: rank 1 has not come to its send of message 0 of channel 1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("other", "on"),
+    [
+        (Position(1, 7, 0), (1,)),  # at its recv, not past it
+        (Position(1, 7, 1, awaited=0), (1,)),  # issued it: only its buffer can be missing
+        (Position(1, 7, 0, running=False), (1,)),
+    ],
+)
+def test_a_sender_waits_for_its_receiver(other: Position, on: tuple[int, ...]) -> None:
+    assert reasons(Position(0, 7, 1, awaited=0), other)[0] == on
+
+
+def test_whether_both_sides_are_posted_is_seen_from_position_execution_and_end() -> None:
+    def reason(other: Position) -> str:
+        record = FlightRecord(SWAP, [Position(0, 7, 1, awaited=0), other])
+        return record.blocked()[0].reason
+
+    posted, missing = "is posted on both sides", "rank 1 has not come to its recv"
+    assert missing in reason(Position(1, 7, 0))
+    assert posted in reason(Position(1, 7, 1))
+    assert posted in reason(Position(1, 7, 0, running=False))
+    assert posted in reason(Position(1, 8, 0))
+    assert missing in reason(Position(1, 6, 3))
+    assert missing in reason(Position(1, 6, 0, running=False))
+
+
+def test_a_rank_nobody_has_heard_of_counts_as_missing() -> None:
+    assert reasons(Position(0, 0, 1, awaited=0)) == {0: (1,)}
+
+
+def test_a_collective_waits_for_those_who_have_not_come() -> None:
+    plan = module(barrier(MEET, MEET))
+    record = FlightRecord(plan, [Position(0, 0, 1, awaited=0), Position(1, 0, 0)])
+    (blocked,) = record.blocked()
+    assert blocked.on == (1,)
+    assert "rank 1 has not come to barrier 0 of channel 0" in blocked.reason
+    assert record.cycle() == ()
