@@ -1,0 +1,103 @@
+"""Checkpoints of actors that do not depend on how the model was cut.
+
+One folder a checkpoint, one file an actor in it, a manifest written last. A parameter's name is its
+name in the whole model, so any number of ranks can pick up what any other number has written. A
+checkpoint appears under its final name only when it is complete: the folder is written beside it
+and renamed, and `latest` is replaced in one step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import cg
+
+
+def save(folder: Path, actors: list[cg.ActorHandle], step: int, extra: dict[str, Any]) -> None:
+    """Write the actors' parameters and optimizer states as `folder/step-N`.
+
+    Collective: every rank calls it; each writes the actors that it holds.
+    """
+    name = f"step-{step:06d}"
+    partial = folder / f".{name}.partial"
+    if cg.rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    cg.barrier()
+    for actor in actors:
+        if actor.is_local:
+            torch.save(_state(actor.local), partial / f"{actor.name}.pt")
+    cg.barrier()
+    if cg.rank() == 0:
+        manifest = {"step": step, "actors": [actor.name for actor in actors], "extra": extra}
+        (partial / "manifest.json").write_text(json.dumps(manifest))
+        shutil.rmtree(folder / name, ignore_errors=True)
+        partial.rename(folder / name)
+        pointer = folder / ".latest.partial"
+        pointer.write_text(name)
+        os.replace(pointer, folder / "latest")
+    cg.barrier()
+
+
+def load(folder: Path, actors: list[cg.ActorHandle]) -> tuple[int, dict[str, Any]]:
+    """Fill the actors from the newest checkpoint; returns its step and what was saved as extra.
+
+    Raises:
+        FileNotFoundError: there is no complete checkpoint in `folder`.
+        KeyError: the checkpoint lacks a parameter that an actor has.
+    """
+    pointer = folder / "latest"
+    if not pointer.exists():
+        raise FileNotFoundError(f"no checkpoint in {folder}: run without --resume first")
+    path = folder / pointer.read_text()
+    manifest = json.loads((path / "manifest.json").read_text())
+    model: dict[str, torch.Tensor] = {}
+    optimizer: dict[str, dict[str, Any]] = {}
+    for name in manifest["actors"]:
+        part = torch.load(path / f"{name}.pt", mmap=True, weights_only=True)
+        model |= part["model"]
+        optimizer |= part["optimizer"]
+    for actor in actors:
+        if actor.is_local:
+            _restore(actor.local, model, optimizer, manifest["step"])
+    return manifest["step"], manifest["extra"]
+
+
+def _state(stage: Any) -> dict[str, Any]:
+    """Parameters by name, and the optimizer's state of each by the same name."""
+    state = stage.optimizer.state
+    named = {name: state[p] for name, p in stage.named_parameters() if p in state}
+    return {"model": stage.state_dict(), "optimizer": named}
+
+
+def _restore(
+    stage: Any,
+    model: dict[str, torch.Tensor],
+    optimizer: dict[str, dict[str, Any]],
+    step: int,
+) -> None:
+    names = list(stage.state_dict())
+    missing = [name for name in names if name not in model]
+    if missing:
+        raise KeyError(f"the checkpoint has no {missing[0]}: was it of another model?")
+    stage.load_state_dict({name: model[name] for name in names})
+    for name, parameter in stage.named_parameters():
+        if name in optimizer:
+            stage.optimizer.state[parameter] = {
+                key: value.clone() if isinstance(value, torch.Tensor) else value
+                for key, value in optimizer[name].items()
+            }
+    stage.scheduler.last_epoch = step
+    for group, base, scale in zip(
+        stage.optimizer.param_groups,
+        stage.scheduler.base_lrs,
+        stage.scheduler.lr_lambdas,
+        strict=True,
+    ):
+        group["lr"] = base * scale(step)

@@ -1,0 +1,344 @@
+"""Train a byte-level GPT, cut into pipeline stages, on English text that ships with Python.
+
+    python -m cg.launch -n 2 examples/train_gpt.py        # or: mpirun -n 8 python examples/train_gpt.py
+    python examples/train_gpt.py                          # one process plays every rank
+
+Each rank holds one stage. The step below is plain Python over the stages; cg derives the backward,
+inserts the sends and receives, and runs one static schedule on each rank. At the end the same
+stages generate text, and rank 0 has written a checkpoint, a loss curve and the figures to --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import pydoc_data.topics
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import checkpoints
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 (its usual name)
+
+import cg
+
+
+@dataclass(frozen=True)
+class Config:
+    """The shape of the model; bytes are the vocabulary."""
+
+    layers: int = 8
+    width: int = 192
+    heads: int = 6
+    context: int = 128
+    vocabulary: int = 256
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block: [batch, time, width] to the same."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.norm1 = nn.LayerNorm(config.width)
+        self.qkv = nn.Linear(config.width, 3 * config.width)
+        self.out = nn.Linear(config.width, config.width)
+        self.norm2 = nn.LayerNorm(config.width)
+        self.up = nn.Linear(config.width, 4 * config.width)
+        self.down = nn.Linear(4 * config.width, config.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, time_, width = x.shape
+        qkv = self.qkv(self.norm1(x)).view(batch, time_, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, time_, width))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+@cg.actor
+class Stage(nn.Module):
+    """Blocks `layers` of the model, the embedding if it is the first, the head if the last.
+
+    Parameters are named by their place in the whole model, so that a checkpoint does not depend on
+    how the model was cut.
+    """
+
+    def __init__(self, config: Config, layers: range, seed: int, rate: float, steps: int) -> None:
+        super().__init__()
+        if layers.start == 0:
+            torch.manual_seed(seed)
+            self.tokens = nn.Embedding(config.vocabulary, config.width)
+            self.positions = nn.Embedding(config.context, config.width)
+            nn.init.normal_(self.tokens.weight, std=0.02)
+            nn.init.normal_(self.positions.weight, std=0.02)
+        self.blocks = nn.ModuleDict()
+        for layer in layers:
+            torch.manual_seed(seed + 1 + layer)  # the same weights however the model is cut
+            self.blocks[str(layer)] = Block(config)
+        if layers.stop == config.layers:
+            torch.manual_seed(seed + 1 + config.layers)
+            self.norm = nn.LayerNorm(config.width)
+            self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+        self.is_first = layers.start == 0
+        self.is_last = layers.stop == config.layers
+        self.optimizer = torch.optim.AdamW(self.parameters(), lr=rate, betas=(0.9, 0.95))
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: learning_rate(step, steps)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens [batch, time] or activations [batch, time, width] in; the last stage: logits."""
+        if self.is_first:
+            x = self.tokens(x) + self.positions.weight[: x.shape[1]]
+        for block in self.blocks.values():
+            x = block(x)
+        return self.head(self.norm(x)) if self.is_last else x
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy, in nats a byte."""
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def update(self) -> None:
+        """Ordinary PyTorch: it runs on the rank that holds the stage."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+
+
+def learning_rate(step: int, steps: int) -> float:
+    """Linear warm-up over a twentieth of the run, then a cosine down to a tenth."""
+    warmup = max(1, steps // 20)
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = min(1.0, (step - warmup) / max(1, steps - warmup))
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
+
+
+def cut(layers: int, stages: int) -> list[range]:
+    """Contiguous, nearly equal parts of the layers."""
+    bounds = [round(layers * i / stages) for i in range(stages + 1)]
+    return [range(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+
+
+@dataclass(frozen=True)
+class Text:
+    """Bytes to learn from and bytes to be judged on: uint8 tensors of one dimension."""
+
+    train: Tensor
+    validation: Tensor
+
+    @staticmethod
+    def load() -> Text:
+        """The help texts of Python's own documentation, about 460 KB; the last tenth is held out."""
+        topics = pydoc_data.topics.topics
+        data = "\n\n".join(topics[name] for name in sorted(topics)).encode()
+        tokens = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        split = len(tokens) * 9 // 10
+        return Text(tokens[:split], tokens[split:])
+
+    def batch(self, part: Tensor, config: Config, size: int, seed: int) -> tuple[Tensor, Tensor]:
+        """Random windows and the bytes that follow each, int64 [size, context]."""
+        generator = torch.Generator().manual_seed(seed)
+        starts = torch.randint(len(part) - config.context - 1, (size,), generator=generator)
+        windows = torch.stack([part[s : s + config.context + 1] for s in starts.tolist()]).long()
+        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+    def unigram_loss(self) -> float:
+        """Validation loss, nats a byte, of the best model that ignores context (add-one counts)."""
+        counts = torch.bincount(self.train.long(), minlength=256).double() + 1
+        return float(-(counts / counts.sum()).log()[self.validation.long()].mean())
+
+
+@dataclass
+class Record:
+    """What the run has shown so far."""
+
+    losses: list[float] = field(default_factory=list)
+    validation: list[tuple[int, float]] = field(default_factory=list)
+    tokens_per_second: float = 0.0
+    bubble: float = 0.0
+
+
+def make_steps(stages, microbatches: int):
+    """The training step, the validation step and the forward used for sampling."""
+
+    @cg.trace
+    def train(x, y):
+        losses = []
+        for mx, my in cg.microbatches((x, y), microbatches):
+            h = mx
+            for stage in stages:
+                h = stage.forward(h)
+            losses.append(stages[-1].loss(h, my))
+        loss = cg.mean(losses)
+        cg.backward(loss)
+        for stage in stages:
+            stage.update()
+        return loss
+
+    @cg.trace
+    def evaluate(x, y):
+        losses = []
+        for mx, my in cg.microbatches((x, y), microbatches):
+            h = mx
+            for stage in stages:
+                h = stage.forward(h)
+            losses.append(stages[-1].loss(h, my))
+        return cg.mean(losses)
+
+    @cg.trace
+    def predict(x):
+        for stage in stages:
+            x = stage.forward(x)
+        return x[:, -1]
+
+    return train, evaluate, predict
+
+
+def validate(evaluate, text: Text, config: Config, size: int, batches: int = 4) -> float:
+    """Mean loss over fixed windows of the held-out text, nats a byte."""
+    data = (text.batch(text.validation, config, size, seed=-1 - i) for i in range(batches))
+    return sum(float(evaluate(x, y)) for x, y in data) / batches
+
+
+def sample(predict, text: Text, config: Config, length: int) -> str:
+    """Continue the start of the held-out text by `length` bytes, temperature 0.8.
+
+    Every rank draws the same bytes: all get the same logits and use the same generator.
+    """
+    generator = torch.Generator().manual_seed(0)
+    window = text.validation[: config.context].long()[None]
+    out: list[int] = []
+    for _ in range(length):
+        probabilities = torch.softmax(predict(window)[0] / 0.8, dim=-1)
+        byte = torch.multinomial(probabilities, 1, generator=generator)
+        out.append(int(byte))
+        window = torch.cat([window[:, 1:], byte[None]], dim=1)
+    return bytes(out).decode(errors="replace")
+
+
+def bubble(compiled: cg.Compiled) -> float:
+    """Share of the step that the ranks, on average, spent waiting for one another."""
+    shares = cg.allgather(compiled.statistics().blocked_share)
+    return sum(shares) / len(shares)
+
+
+def progress(steps: range, shown: bool) -> Iterator:
+    """A progress bar on rank 0, a bare loop elsewhere."""
+    from tqdm import tqdm
+
+    return tqdm(steps, initial=steps.start, total=steps.stop, disable=not shown, unit="step")
+
+
+def plot(record: Record, unigram: float, file: Path) -> None:
+    """The loss curve as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    axes.plot(range(1, len(record.losses) + 1), record.losses, lw=0.8, label="training")
+    axes.plot(*zip(*record.validation, strict=True), "o-", label="validation")
+    axes.axhline(unigram, ls=":", color="gray", label="unigram model, validation")
+    axes.set(xlabel="step", ylabel="loss, nats a byte")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(file, dpi=120)
+    pyplot.close(figure)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--steps", type=int, default=160, help="steps in all, resumed ones included"
+    )
+    parser.add_argument("--batch", type=int, default=32, help="sequences a step")
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--schedule", default="1f1b", choices=cg.schedules.names())
+    parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate")
+    parser.add_argument("--layers", type=int, default=Config.layers)
+    parser.add_argument("--width", type=int, default=Config.width)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--validate-every", type=int, default=40)
+    parser.add_argument("--save-every", type=int, default=80)
+    parser.add_argument("--sample", type=int, default=200, help="bytes of text to generate")
+    parser.add_argument("--dump", type=Path, help="write the IR after every pass to this folder")
+    parser.add_argument("--out", type=Path, default=Path("runs/train_gpt"))
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    args = parser.parse_args()
+    if args.layers < cg.world_size():
+        parser.error(f"{cg.world_size()} ranks need at least as many --layers, not {args.layers}")
+    if args.batch % args.microbatches:
+        parser.error(f"--batch {args.batch} does not divide into {args.microbatches} microbatches")
+    return args
+
+
+def main() -> None:
+    args = parse()
+    config = Config(layers=args.layers, width=args.width)
+    text = Text.load()
+    parts = cut(config.layers, cg.world_size())
+    stages = [
+        Stage.on(rank)(config, part, args.seed, args.rate, args.steps)
+        for rank, part in enumerate(parts)
+    ]
+    train, evaluate, predict = make_steps(stages, args.microbatches)
+    record, start = Record(), 0
+    if args.resume:
+        start, saved = checkpoints.load(args.out / "checkpoints", stages)
+        record = Record(**saved)
+
+    batch = text.batch(text.train, config, args.batch, seed=0)
+    schedule = cg.schedules.by_name(args.schedule)
+    compiled = train.lower(*batch).compile(schedule=schedule, dump=args.dump)
+    first, talks = start, cg.rank() == 0
+    bar = progress(range(start, args.steps), talks)
+    began = time.perf_counter()
+    for step in bar:
+        x, y = text.batch(text.train, config, args.batch, seed=step)
+        record.losses.append(float(compiled(x, y)))
+        done = step + 1
+        if done % 10 == 0 or done == args.steps:
+            record.bubble = bubble(compiled)
+        record.tokens_per_second = (done - first) * x.numel() / (time.perf_counter() - began)
+        if talks:
+            bar.set_postfix_str(
+                f"loss {record.losses[-1]:.3f}, {record.tokens_per_second:.0f} tokens/s, "
+                f"bubble {record.bubble:.0%}"
+            )
+        if done % args.validate_every == 0 or done == args.steps:
+            record.validation.append((done, validate(evaluate, text, config, args.batch)))
+        if done % args.save_every == 0 or done == args.steps:
+            checkpoints.save(args.out / "checkpoints", stages, done, asdict(record))
+
+    unigram = text.unigram_loss()
+    generated = sample(predict, text, config, args.sample)
+    if talks:
+        report(args, record, unigram, generated)
+
+
+def report(args: argparse.Namespace, record: Record, unigram: float, generated: str) -> None:
+    """Print the outcome and write it beside the checkpoints."""
+    args.out.mkdir(parents=True, exist_ok=True)
+    figures = asdict(record) | {"unigram_validation": unigram, "ranks": cg.world_size()}
+    (args.out / "figures.json").write_text(json.dumps(figures, indent=1))
+    if record.validation:
+        plot(record, unigram, args.out / "loss.png")
+        print(
+            f"validation loss {record.validation[-1][1]:.3f} nats a byte; "
+            f"a unigram model of the same bytes: {unigram:.3f}"
+        )
+    print(f"{record.tokens_per_second:.0f} tokens/s, bubble {record.bubble:.0%}")
+    print(f"checkpoints, loss.png and figures.json are in {args.out}")
+    if generated:
+        print(f"--- sample ---\n{generated}\n--------------")
+
+
+if __name__ == "__main__":
+    main()
