@@ -1,0 +1,138 @@
+"""What a pass is: a small frozen dataclass whose fields are its options.
+
+A pass is data until it runs: its name, the phases it accepts and the phase it leaves are class
+variables that the manager checks before anything runs. It reads no environment and keeps no state.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, dataclass, fields
+from typing import ClassVar, Self, TypeAlias, get_type_hints
+
+from ..ir.module import Module, Phase
+
+
+class OptionError(ValueError):
+    """An option in the text of a pipeline that its pass does not have, or cannot read."""
+
+
+@dataclass(frozen=True)
+class Pass(ABC):
+    """IR to IR, in place.
+
+    A subclass is a frozen dataclass with a default for every field, is decorated with
+    `@register`, and shows in its docstring the IR before and after.
+
+    Attributes:
+        name: kebab-case, unique.
+        requires: the phases that it accepts.
+        ensures: the phase that it leaves, None for the one that it found.
+        optional: whether it is an optimisation, which may be switched off by name.
+        experimental: whether it is off until it is switched on by name.
+    """
+
+    name: ClassVar[str]
+    requires: ClassVar[tuple[Phase, ...]]
+    ensures: ClassVar[Phase | None] = None
+    optional: ClassVar[bool] = False
+    experimental: ClassVar[bool] = False
+
+    @abstractmethod
+    def run(self, module: Module) -> bool:
+        """Rewrite `module`, its phase included; return whether anything changed.
+
+        Raises:
+            IRError: the program cannot be compiled; the message says where and what to do.
+        """
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, str]) -> Self:
+        """Make the pass from the text of its options; fields left out take their defaults.
+
+        A pass with an option that is a Python object overrides this to name such objects.
+
+        Raises:
+            OptionError: an option is unknown or its text cannot be read.
+        """
+        known = {field.name: field for field in fields(cls)}
+        hints = get_type_hints(cls)
+        values: dict[str, object] = {}
+        for key, text in options.items():
+            if key not in known:
+                have = ", ".join(sorted(known)) or "none"
+                raise OptionError(f"pass '{cls.name}' has no option '{key}'; its options: {have}")
+            values[key] = parse_option(cls.name, key, hints[key], text)
+        return cls(**values)
+
+    @classmethod
+    def describe_options(cls) -> str:
+        """The options with their defaults, as `{broadcast_from=3}`; empty if there are none."""
+        parts = [f"{field.name}={_default_text(field)}" for field in fields(cls)]
+        return "{" + ", ".join(parts) + "}" if parts else ""
+
+    def __str__(self) -> str:
+        """The pass as a pipeline's text names it; options at their default are left out."""
+        changed = {f.name: getattr(self, f.name) for f in fields(self)}
+        parts = [
+            f"{key}={option_text(value)}"
+            for key, value in changed.items()
+            if value != _default(type(self), key)
+        ]
+        return self.name + ("{" + ",".join(parts) + "}" if parts else "")
+
+
+Pipeline: TypeAlias = tuple[Pass, ...]
+"""Passes in the order in which they run."""
+
+
+def parse_option(pass_name: str, key: str, hint: object, text: str) -> object:
+    """Read the text of one option as the type of its field: bool, int, float or str.
+
+    Raises:
+        OptionError: the text is not of the type, or the type has no text form.
+    """
+    arguments = getattr(hint, "__args__", ())
+    if type(None) in arguments and len(arguments) == 2:
+        if text == "none":
+            return None
+        (hint,) = (argument for argument in arguments if argument is not type(None))
+    readers: dict[object, object] = {bool: _BOOLS.get, int: int, float: float, str: str}
+    reader = readers.get(hint)
+    if not callable(reader):
+        raise OptionError(
+            f"option '{key}' of pass '{pass_name}' has no text form; give it in Python"
+        )
+    try:
+        value: object = reader(text)
+    except ValueError:
+        value = None
+    if value is None:
+        kind = getattr(hint, "__name__", str(hint))
+        raise OptionError(f"option '{key}' of pass '{pass_name}' is of type {kind}, not '{text}'")
+    return value
+
+
+def option_text(value: object) -> str:
+    """The text form of an option's value, which `parse_option` reads."""
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
+
+
+_BOOLS = {"true": True, "false": False}
+
+
+def _default(cls: type[Pass], name: str) -> object:
+    return next(_field_default(field) for field in fields(cls) if field.name == name)
+
+
+def _field_default(field: Field[object]) -> object:
+    if field.default_factory is not MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def _default_text(field: Field[object]) -> str:
+    return option_text(_field_default(field))

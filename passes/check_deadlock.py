@@ -1,0 +1,151 @@
+"""Refuse scheduled programs that would wait for each other for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..ir.communication import Message, Progress, received_in
+from ..ir.diagnostics import Diagnostic, IRError, error
+from ..ir.module import Module, Phase
+from ..ir.ops import Op, Recv
+from .base import Pass
+from .registry import register
+
+
+@register
+@dataclass(frozen=True)
+class CheckDeadlock(Pass):
+    """Run the programs' communication on paper, and refuse what cannot come to its end.
+
+    The model is that of `ir/communication.py`: waits block their rank, sends complete together with
+    their receives, streams are queues, and a slot takes a message once the last one is freed. A
+    step is run again and again, so a slot that is never freed is refused as well.
+
+    Refused, for instance, as each rank waits for the other to receive::
+
+        program @0(%x: f32[4]) {                  program @1(%x: f32[4]) {
+          %d = send(%x) {chan = 0, ...}             %d = send(%x) {chan = 1, ...}
+          wait(%d)                                  wait(%d)
+          %r = recv() {chan = 1, ...}               %r = recv() {chan = 0, ...}
+          ...                                       ...
+    """
+
+    name: ClassVar[str] = "check-deadlock"
+    requires: ClassVar[tuple[Phase, ...]] = (Phase.SCHEDULED,)
+
+    def run(self, module: Module) -> bool:
+        progress = Progress(module)
+        problems = list(_slots(module, progress))
+        if problems:
+            raise IRError(*problems)
+        if not progress.run():
+            raise _explain(progress)
+        return False
+
+
+def _slots(module: Module, progress: Progress) -> Iterator[Diagnostic]:
+    """Slots that the two ends do not agree on, that there are not, or that stay occupied."""
+    freed = {id(recv) for program in module.programs for _, recv in received_in(program)}
+    for message in progress.messages.values():
+        slots = {getattr(op, "slot", None) for op in message.ends.values()}
+        for rank, op in message.ends.items():
+            if not isinstance(op, Recv):
+                continue
+            program = progress.programs[rank]
+            count = module.channels[op.chan].slots
+            if len(slots) > 1:
+                other = progress.programs[op.peer]
+                send = message.ends[op.peer]
+                yield Diagnostic(
+                    f"the two ends of {message} have different slots",
+                    op,
+                    program,
+                    notes=(Diagnostic("the other end is here", send, other),),
+                )
+            elif op.slot is not None and count is not None and not 0 <= op.slot < count:
+                yield Diagnostic(f"slot {op.slot} of {count} of channel {op.chan}", op, program)
+            elif op.slot is not None and id(op) not in freed:
+                yield Diagnostic(
+                    f"slot {op.slot} of channel {op.chan} is never freed after this, "
+                    "so no later message can use it",
+                    op,
+                    program,
+                    help="free the value that its wait gives, after its last use",
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One reason why things stand still, and what it leads on to."""
+
+    message: str
+    rank: int
+    op: Op
+    cause: Message | None
+
+
+def _explain(progress: Progress) -> IRError:
+    """The error that shows what waits for what."""
+    message: Message | None = next(m for m in progress.messages.values() if not m.done)
+    seen: dict[int, int] = {}
+    steps: list[_Step] = []
+    while message is not None and id(message) not in seen:
+        seen[id(message)] = len(steps)
+        steps.append(_why(progress, message))
+        message = steps[-1].cause
+    if message is None:
+        last = steps[-1]
+        return error(last.message, op=last.op, program=progress.programs[last.rank])
+    circle = steps[seen[id(message)] :]
+    ranks = list(dict.fromkeys(step.rank for step in circle))
+    who = " and ".join(f"rank {rank}" for rank in ranks)
+    return error(
+        f"deadlock: {who} would wait for each other for ever"
+        if len(ranks) > 1
+        else f"deadlock: {who} would wait for itself for ever",
+        help="post receives before waits that their senders depend on, and wait as late as "
+        "possible",
+        notes=tuple(
+            Diagnostic(step.message, step.op, progress.programs[step.rank]) for step in circle
+        ),
+    )
+
+
+def _why(progress: Progress, message: Message) -> _Step:
+    """Why a message is not complete when nothing moves any more."""
+    for rank, op in message.ends.items():
+        if not progress.posted(message, rank):
+            return _stays(
+                progress,
+                rank,
+                f"does not come to {op.opcode} {message.seq} of channel {message.chan}",
+            )
+    previous = message.previous
+    if previous is not None and not previous.freed:
+        rank, recv = next((r, op) for r, op in previous.ends.items() if isinstance(op, Recv))
+        return _stays(
+            progress,
+            rank,
+            f"does not free slot {recv.slot} of channel {message.chan} for {message}",
+        )
+    for rank, op in message.ends.items():
+        head = None if op.stream is None else progress.head(rank, op.stream)
+        if op.stream is not None and head is not None and head is not message:
+            return _Step(
+                f"on rank {rank}, {message} is behind {head} on stream {op.stream.value}",
+                rank,
+                op,
+                head,
+            )
+    raise AssertionError("a message with no reason to wait is complete")
+
+
+def _stays(progress: Progress, rank: int, consequence: str) -> _Step:
+    event = progress.blocked(rank)
+    if event is None:
+        op = progress.programs[rank].ops[-1]
+        return _Step(f"rank {rank} {consequence}", rank, op, None)
+    _, cause, op = event
+    return _Step(f"rank {rank} waits here for {cause}, and so {consequence}", rank, op, cause)

@@ -1,0 +1,163 @@
+"""Post receives early and wait late, so that messages travel while ranks work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..ir.diagnostics import error
+from ..ir.module import Module, Phase, Program
+from ..ir.ops import Barrier, Collective, Free, Op, Recv, Return, Send, Value, Wait
+from ..ir.types import FutureType
+from .base import Pass
+from .registry import register
+
+
+@register
+@dataclass(frozen=True)
+class Overlap(Pass):
+    """Move receives up and waits down, within a bound on messages in flight.
+
+    A receive is posted as soon as its channel has fewer than `lookahead` receives that have been
+    posted and not been waited for. A wait moves down to the first use of what it gives. The wait
+    for a send moves down to just before the send of the same channel that is `lookahead` later, or to
+    the end.
+
+    Why this cannot bring about a deadlock: the receives of a rank keep their order among each
+    other, over all channels; so do its sends; and so do its collectives. Suppose that the programs
+    come from one global order of messages, in which no wait for a message stands before the posting
+    of an earlier one. That still holds afterwards: receives only move up, waits only down. Take the
+    first message in that order that is not complete when nothing moves. A rank that has not
+    posted it stays at a wait for a later message, which would have to stand before it: it does
+    not. Ahead of it on its streams are only earlier messages, and these are complete. So it is
+    complete, too.
+
+    Before::
+
+        %a.recv = recv() {chan = 0, peer = 0, seq = 0} : future<f32[8]>
+        %a = wait(%a.recv) : f32[8]
+        %h = call(%a) {fn = @stage1.forward} : f32[8]
+        %h.send = send(%h) {chan = 1, peer = 2, seq = 0} : future<unit>
+        %h.sent = wait(%h.send) : unit
+        %b.recv = recv() {chan = 0, peer = 0, seq = 1} : future<f32[8]>
+        ...
+
+    After::
+
+        %a.recv = recv() {chan = 0, peer = 0, seq = 0} : future<f32[8]>
+        %b.recv = recv() {chan = 0, peer = 0, seq = 1} : future<f32[8]>
+        %a = wait(%a.recv) : f32[8]
+        %h = call(%a) {fn = @stage1.forward} : f32[8]
+        %h.send = send(%h) {chan = 1, peer = 2, seq = 0} : future<unit>
+        ...
+        %h.sent = wait(%h.send) : unit
+        return()
+
+    Attributes:
+        lookahead: how many messages of a channel may be in flight at each end.
+    """
+
+    lookahead: int = 2
+
+    name: ClassVar[str] = "overlap"
+    requires: ClassVar[tuple[Phase, ...]] = (Phase.SCHEDULED,)
+    optional: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.lookahead < 1:
+            raise ValueError(f"lookahead is at least 1, not {self.lookahead}")
+
+    def run(self, module: Module) -> bool:
+        changed = False
+        for program in module.programs:
+            _refuse_planned(program)
+            ops = _post_early(_wait_late(program.ops, self.lookahead), self.lookahead)
+            changed = changed or any(a is not b for a, b in zip(ops, program.ops, strict=True))
+            program.ops[:] = ops
+        return changed
+
+
+def _refuse_planned(program: Program) -> None:
+    for op in program.ops:
+        if isinstance(op, Free) or (isinstance(op, Recv) and op.slot is not None):
+            raise error(
+                "overlap cannot move messages whose buffers are planned already",
+                op=op,
+                program=program,
+                help="run overlap before plan-buffers",
+            )
+
+
+def _wait_late(ops: Sequence[Op], lookahead: int) -> list[Op]:
+    """Move each wait for a future to where it is needed."""
+    barriers = {op.results[0] for op in ops if isinstance(op, Barrier) and op.results}
+    sends = {op.result: op for op in ops if isinstance(op, Send)}
+    used = {value for op in ops for value in op.operands}
+    moved: list[Op] = []
+    held: dict[Value, Wait] = {}  # by what the wait gives, or its future if that is not used
+    in_flight: dict[int, list[Value]] = {}
+    for op in ops:
+        for value in op.operands:
+            if value in held:
+                moved.append(held.pop(value))
+        if isinstance(op, Wait) and _may_wait_late(op, barriers):
+            future = op.operands[0]
+            if op.results and op.results[0] in used:
+                held[op.results[0]] = op
+            else:
+                held[future] = op
+            continue
+        if isinstance(op, Send):
+            earlier = in_flight.setdefault(op.chan, [])
+            earlier.append(op.result)
+            if len(earlier) > lookahead:
+                moved += _release(held, earlier.pop(0))
+        elif isinstance(op, Return):
+            moved += held.values()
+        moved.append(op)
+    return moved
+
+
+def _release(held: dict[Value, Wait], future: Value) -> Iterator[Wait]:
+    wait = held.pop(future, None)
+    if wait is not None:
+        yield wait
+
+
+def _may_wait_late(op: Wait, barriers: set[Value]) -> bool:
+    return isinstance(op.operands[0].type, FutureType) and op.operands[0] not in barriers
+
+
+def _post_early(ops: Sequence[Op], lookahead: int) -> list[Op]:
+    """Move each receive to where its channel has room for it, without overtaking another."""
+    receives = [op for op in ops if isinstance(op, Recv)]
+    channels = {op.result: op.chan for op in receives}
+    moved: list[Op] = []
+    posted = 0
+    in_flight: dict[int, int] = {}
+
+    def post_while_there_is_room(until: int) -> None:
+        """Post receives as the bound allows, and those before `until` in any case."""
+        nonlocal posted
+        while posted < len(receives):
+            op = receives[posted]
+            count = in_flight.get(op.chan, 0)
+            if posted >= until and (count >= lookahead or op.operands):
+                break
+            in_flight[op.chan] = count + 1
+            moved.append(op)
+            posted += 1
+
+    seen = 0
+    post_while_there_is_room(0)
+    for op in ops:
+        if isinstance(op, Recv):
+            seen += 1
+            post_while_there_is_room(seen)
+            continue
+        moved.append(op)
+        if isinstance(op, Wait) and op.operands[0] in channels:
+            in_flight[channels[op.operands[0]]] -= 1
+            post_while_there_is_room(seen)
+    return moved

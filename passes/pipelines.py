@@ -1,0 +1,62 @@
+"""The pipeline that `compile` runs, and why each pass stands where it does."""
+
+from __future__ import annotations
+
+from .assign_stages import AssignStages
+from .assign_streams import AssignStreams
+from .base import Pass, Pipeline
+from .check_deadlock import CheckDeadlock
+from .check_types import CheckTypes
+from .cse import CommonSubexpressionElimination
+from .dce import DeadCodeElimination
+from .differentiate import Differentiate
+from .insert_transfers import InsertTransfers
+from .overlap import Overlap
+from .place import PlaceReplicated
+from .plan_buffers import PlanBuffers
+from .registry import Switches
+from .schedule import SchedulePrograms
+from .schedules import Schedule, one_f_one_b
+from .split_transfers import SplitTransfers
+
+
+def default_pipeline(
+    schedule: Schedule | None = None, switches: Switches | None = None
+) -> Pipeline:
+    """From a traced module to one checked program for each rank.
+
+    Args:
+        schedule: in which order each rank runs its tasks; 1F1B if there is none.
+        switches: optional passes to leave out and experimental ones to take in.
+    """
+    steps: list[Pass] = [
+        # What the user made and did not use would count as work of its stage.
+        DeadCodeElimination(),
+        # Stages are cut along the forward program, as it was written; what is derived from a
+        # call is labelled after it.
+        AssignStages(),
+        # Gradients come before any value is brought anywhere: cotangents travel, too.
+        Differentiate(),
+        # The fewer values there are, the fewer travel.
+        CommonSubexpressionElimination(),
+        # Equal work is one by now, so what is wanted of it is known.
+        PlaceReplicated(),
+        # Drops the functions that `differentiate` has replaced.
+        DeadCodeElimination(),
+        # Places are final: what is used where it is not has to travel.
+        InsertTransfers(),
+        # A schedule can put other work between the start of a transfer and its end.
+        SplitTransfers(),
+        # Needs all communication in sight, to keep it in one order on all ranks.
+        SchedulePrograms(schedule if schedule is not None else one_f_one_b()),
+        # One rank at a time from here on: receives are posted early, waits sink to first uses.
+        Overlap(),
+        # Where ops stand is final, so what crosses streams is known.
+        AssignStreams(),
+        # Storage lives from where it is made to its last use, waits for sends included.
+        PlanBuffers(),
+        # The rest proves things about the programs that will run, and changes nothing.
+        CheckTypes(),
+        CheckDeadlock(),
+    ]
+    return (switches if switches is not None else Switches()).apply(tuple(steps))

@@ -1,0 +1,152 @@
+"""Which passes there are, by name, and the text form of pipelines and switches.
+
+A pipeline's text is `dce,split-transfers{eager=false}`; options stand in braces, separated by
+commas. Importing the package `passes` registers every pass.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import dataclass
+from typing import TypeVar
+
+from .base import OptionError, Pass, Pipeline
+
+P = TypeVar("P", bound=type[Pass])
+
+_PASSES: dict[str, type[Pass]] = {}
+_NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
+_ITEM = re.compile(r"\s*([^\s,{}]+)\s*(?:\{([^{}]*)\})?\s*(,|$)")
+
+
+class UnknownPassError(ValueError):
+    """A name that no pass has."""
+
+
+def register(cls: P) -> P:
+    """Class decorator: make a pass known by its name.
+
+    Raises:
+        ValueError: the name is taken, or is not kebab-case.
+    """
+    if _NAME.fullmatch(cls.name) is None:
+        raise ValueError(f"'{cls.name}' is no name for a pass; write it in kebab-case")
+    if cls.name in _PASSES:
+        raise ValueError(f"two passes are called '{cls.name}'")
+    _PASSES[cls.name] = cls
+    return cls
+
+
+def names() -> tuple[str, ...]:
+    """The names of all passes, sorted."""
+    return tuple(sorted(_PASSES))
+
+
+def lookup(name: str) -> type[Pass]:
+    """The pass of a name.
+
+    Raises:
+        UnknownPassError: there is none; the message lists those that there are.
+    """
+    if name not in _PASSES:
+        raise UnknownPassError(f"there is no pass '{name}'; the passes are {', '.join(names())}")
+    return _PASSES[name]
+
+
+def summary(name: str) -> str:
+    """The first line of a pass's documentation."""
+    return documentation(name).partition("\n")[0]
+
+
+def documentation(name: str) -> str:
+    """What a pass does, with the IR before and after."""
+    return inspect.cleandoc(lookup(name).__doc__ or "")
+
+
+def parse_pipeline(text: str) -> Pipeline:
+    """Read a pipeline; `""` is the empty one.
+
+    Raises:
+        UnknownPassError: a name is not a pass's.
+        OptionError: an option is unknown or unreadable, or the text is malformed.
+    """
+    passes: list[Pass] = []
+    at = 0
+    while at < len(text.rstrip()):
+        item = _ITEM.match(text, at)
+        if item is None:
+            raise OptionError(
+                f"cannot read the pipeline at '{text[at:].strip()}'; "
+                "write pass,pass{option=value,option=value}"
+            )
+        name, options, _ = item.groups()
+        passes.append(lookup(name).from_options(_parse_options(name, options or "")))
+        at = item.end()
+    return tuple(passes)
+
+
+def format_pipeline(pipeline: Pipeline) -> str:
+    """The text that `parse_pipeline` reads."""
+    return ",".join(map(str, pipeline))
+
+
+def _parse_options(name: str, text: str) -> dict[str, str]:
+    options: dict[str, str] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or not key:
+            raise OptionError(f"cannot read option '{part}' of pass '{name}'; write option=value")
+        if key in options:
+            raise OptionError(f"option '{key}' of pass '{name}' is given twice")
+        options[key] = value
+    return options
+
+
+@dataclass(frozen=True)
+class Switches:
+    """Passes that were switched on or off by name, as in `-overlap,+ipc`."""
+
+    on: frozenset[str] = frozenset()
+    off: frozenset[str] = frozenset()
+
+    def keeps(self, pass_: Pass) -> bool:
+        """Whether a pass of a pipeline is to run."""
+        if pass_.experimental:
+            return pass_.name in self.on
+        return pass_.name not in self.off
+
+    def apply(self, pipeline: Pipeline) -> Pipeline:
+        """The passes of a pipeline that are to run."""
+        return tuple(filter(self.keeps, pipeline))
+
+
+def parse_switches(text: str) -> Switches:
+    """Read switches: `+name` switches a pass on, `-name` off; `""` changes nothing.
+
+    Raises:
+        UnknownPassError: a name is not a pass's.
+        OptionError: a sign is missing, a name has both signs, or the pass is not optional.
+    """
+    chosen: dict[str, str] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        sign, name = part[0], part[1:].strip()
+        if sign not in "+-":
+            raise OptionError(f"switch '{part}' has no sign; write +{part} or -{part}")
+        cls = lookup(name)
+        if sign == "-" and not _can_switch(cls):
+            can = ", ".join(n for n in names() if _can_switch(_PASSES[n]))
+            raise OptionError(
+                f"pass '{name}' cannot be switched off: no program runs without it; "
+                f"those that can are {can or 'none'}"
+            )
+        if chosen.setdefault(name, sign) != sign:
+            raise OptionError(f"pass '{name}' is switched both on and off")
+    return Switches(
+        frozenset(name for name, sign in chosen.items() if sign == "+"),
+        frozenset(name for name, sign in chosen.items() if sign == "-"),
+    )
+
+
+def _can_switch(cls: type[Pass]) -> bool:
+    return cls.optional or cls.experimental
