@@ -1,0 +1,101 @@
+"""Where things lie in shared memory: a machine's control block, and the slots of a channel.
+
+All words are 8 bytes, and each has exactly one process that writes it. What different processes
+write lies in different cache lines (64 bytes).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LINE = 64
+WORDS = 8  # words in a cache line
+
+# -- control block: one row per rank of the world ------------------------------------------------
+
+ROW = 5 * WORDS  # words of a row
+# First two lines: where the rank is, read in slow paths only. Written by the rank or, for a rank
+# of another machine, by the leader of this one.
+STATE, EPOCH, PLAN, EXECUTION, AT, AWAITED, RUNNING, BEAT = range(8)
+STATUS_WORDS = 8
+# Second line: the last epoch of which the rank has reached each meeting.
+REACHED = WORDS
+# Third line: the epoch that has failed here, and the bytes of the pickled error, if it began here.
+# An error larger than its room in the block lies in a segment.
+FAILED, ERROR_KEY, ERROR_BYTES = (2 * WORDS + index for index in range(3))
+# Fourth line: whether the rank sleeps or is about to.
+WAITING = 3 * WORDS
+# After all rows, each rank has room for an error.
+ERROR_ROOM = 16 * 1024
+
+
+def block_bytes(ranks: int) -> int:
+    """Bytes of the control block of a world."""
+    return ranks * (8 * ROW + ERROR_ROOM)
+
+
+def error_at(rank: int, ranks: int) -> int:
+    """Byte offset of a rank's room for an error."""
+    return ranks * 8 * ROW + rank * ERROR_ROOM
+
+
+# -- slots of a channel --------------------------------------------------------------------------
+
+# A slot's header, written by the sender: number of the message in it, its bytes, and, where these
+# did not fit into the slot, the segment that holds them.
+FULL, NBYTES, OVERFLOW_KEY, OVERFLOW_BYTES = range(4)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotLayout:
+    """A channel's segment: slot headers, then what each reader has consumed, then payloads.
+
+    The first slots are those that the plan gave out; after them comes a ring, used in turn by
+    the messages that have no slot.
+
+    Attributes:
+        planned: number of planned slots.
+        planned_bytes: room in each, a multiple of the cache line.
+        ring: number of slots of the ring.
+        ring_bytes: room in each, a multiple of the cache line.
+        readers: number of processes that read every message.
+    """
+
+    planned: int
+    planned_bytes: int
+    ring: int
+    ring_bytes: int
+    readers: int
+
+    @property
+    def slots(self) -> int:
+        """Number of all slots."""
+        return self.planned + self.ring
+
+    def room(self, slot: int) -> int:
+        """Bytes that fit into a slot."""
+        return self.planned_bytes if slot < self.planned else self.ring_bytes
+
+    def header(self, slot: int) -> int:
+        """Word index of a slot's header."""
+        return slot * WORDS
+
+    def consumed(self, reader: int, slot: int) -> int:
+        """Word index of the number of the last message in `slot` that `reader` is done with."""
+        return self.slots * WORDS + reader * round_up(self.slots, WORDS) + slot
+
+    def payload(self, slot: int) -> int:
+        """Byte offset of a slot's payload."""
+        start = 8 * self.consumed(self.readers, 0)
+        ring_slots = max(slot - self.planned, 0)
+        return start + (slot - ring_slots) * self.planned_bytes + ring_slots * self.ring_bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole segment."""
+        return self.payload(self.slots)
+
+
+def round_up(count: int, unit: int = LINE) -> int:
+    """The next multiple of `unit`."""
+    return -(-count // unit) * unit

@@ -1,0 +1,271 @@
+"""Lanes inside a machine: slots in shared memory, one writer and one or more readers.
+
+A slot carries one message at a time. The sender counts the messages it has put into a slot, and
+each reader those it is done with; a slot is free when all counts are equal. Both counts only grow
+and each has one writer, so a late reader can never mistake one message for another.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from ..errors import TransportError
+from .layout import (
+    FULL,
+    NBYTES,
+    OVERFLOW_BYTES,
+    OVERFLOW_KEY,
+    SlotLayout,
+    round_up,
+)
+from .messages import Active, Incoming, Outgoing
+from .node import Node
+from .segments import Segment
+
+
+class LocalSender:
+    """Writes the slots of one segment.
+
+    Args:
+        node: this machine.
+        layout: of the segment.
+        memory: the segment.
+        readers: the ranks that read it, in the order of the layout's readers.
+        active: where to register while messages are queued.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        layout: SlotLayout,
+        memory: memoryview,
+        readers: Sequence[int],
+        active: Active,
+    ) -> None:
+        self._node = node
+        self._layout = layout
+        self._memory = memory
+        self._words = memory.cast("Q")
+        self._readers = tuple(readers)
+        self._active = active
+        self._queue: deque[Outgoing] = deque()
+        self._sent = [0] * layout.slots
+        self._next = 0
+        self._consumed = [
+            tuple(layout.consumed(reader, slot) for reader in range(layout.readers))
+            for slot in range(layout.slots)
+        ]
+        self._places = [(layout.header(s), layout.payload(s)) for s in range(layout.slots)]
+        self._overflow: dict[int, tuple[Segment, memoryview]] = {}
+
+    def push(self, message: Outgoing) -> None:
+        """See `SendLane`."""
+        if self._queue or not self._send(message):
+            self._queue.append(message)
+            self._active[self] = None
+
+    def progress(self) -> None:
+        """See `SendLane`."""
+        queue = self._queue
+        while queue and self._send(queue[0]):
+            queue.popleft()
+        if not queue:
+            self._active.pop(self, None)
+
+    def reset(self) -> None:
+        """Forget all messages; the readers reset in the same pause."""
+        self._queue.clear()
+        self._active.pop(self, None)
+        self._sent = [0] * self._layout.slots
+        self._next = 0
+        for header, _ in self._places:
+            for word in (FULL, NBYTES, OVERFLOW_KEY, OVERFLOW_BYTES):
+                self._words[header + word] = 0
+        self._drop_overflow()
+
+    def close(self) -> None:
+        """Withdraw what nobody has opened yet."""
+        self._queue.clear()
+        self._active.pop(self, None)
+        self._drop_overflow()
+
+    def _send(self, message: Outgoing) -> bool:
+        """Write a message if its slot is free."""
+        slot = message.slot
+        if slot is None:
+            slot = self._layout.planned + self._next % self._layout.ring
+        sent, words = self._sent[slot], self._words
+        for word in self._consumed[slot]:
+            if words[word] != sent:
+                return False
+        node = self._node
+        if node.order is not None:
+            node.order()
+        header, payload = self._places[slot]
+        if message.nbytes <= self._layout.room(slot):
+            message.write(slot, self._memory, payload)
+        else:
+            message.write(slot, self._grow(slot, message.nbytes), 0)
+        words[header + NBYTES] = message.nbytes
+        if node.order is not None:
+            node.order()
+        words[header + FULL] = self._sent[slot] = sent + 1
+        if message.slot is None:
+            self._next += 1
+        message.finish()
+        for rank in self._readers:
+            node.wake(rank)
+        return True
+
+    def _grow(self, slot: int, nbytes: int) -> memoryview:
+        """Memory beside the slot for a message that does not fit into it."""
+        current = self._overflow.get(slot)
+        if current is not None and current[1].nbytes >= nbytes:
+            return current[1]
+        if current is not None:
+            self._node.segments.seal(current[0].key)
+            nbytes = max(nbytes, current[1].nbytes * 3 // 2)
+        try:
+            segment = self._node.segments.create(round_up(nbytes, 4096))
+        except OSError as error:
+            raise TransportError(
+                f"there is no shared memory for a message of {nbytes} bytes to rank(s) "
+                f"{', '.join(map(str, self._readers))}: {error}"
+            ) from error
+        memory = memoryview(segment.memory)
+        self._overflow[slot] = (segment, memory)
+        header = self._places[slot][0]
+        self._words[header + OVERFLOW_KEY] = segment.key
+        self._words[header + OVERFLOW_BYTES] = memory.nbytes
+        return memory
+
+    def _drop_overflow(self) -> None:
+        for segment, _ in self._overflow.values():
+            self._node.segments.seal(segment.key)
+        self._overflow.clear()
+
+
+class LocalReceiver:
+    """Reads the slots of a segment that another process writes.
+
+    Args:
+        node: this machine.
+        layout: of the segment.
+        memory: the segment.
+        sender: the rank that writes it.
+        reader: which of the layout's readers this is.
+        active: where to register while messages are awaited.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        layout: SlotLayout,
+        memory: memoryview,
+        sender: int,
+        reader: int,
+        active: Active,
+    ) -> None:
+        self.node = node
+        self.sender = sender
+        self._layout = layout
+        self._memory = memory
+        self.words = memory.cast("Q")
+        self._active = active
+        self._pending: deque[Incoming] = deque()
+        self._posted = [0] * layout.slots
+        self._next = 0
+        self._places = [
+            (layout.header(s), layout.consumed(reader, s), layout.payload(s))
+            for s in range(layout.slots)
+        ]
+        self._overflow: dict[int, tuple[int, int, memoryview]] = {}
+
+    def post(self, message: Incoming) -> None:
+        """See `ReceiveLane`."""
+        message.clear()
+        slot = message.slot
+        if slot is None:
+            slot = self._layout.planned + self._next % self._layout.ring
+            self._next += 1
+        message.at = (slot, self.next_number(slot))
+        self._pending.append(message)
+        self._active[self] = None
+
+    def progress(self) -> None:
+        """See `ReceiveLane`."""
+        pending, words = self._pending, self.words
+        while pending:
+            message = pending[0]
+            slot, number = message.at
+            header = self._places[slot][0]
+            if words[header + FULL] < number:
+                return
+            if self.node.order is not None:
+                self.node.order()
+            memory, at = self._find(slot)
+            message.arrive(memory, at, words[header + NBYTES], False)
+            pending.popleft()
+            if not message.hold or message.error is not None:
+                self.release(message)
+        self._active.pop(self, None)
+
+    def release(self, message: Incoming) -> None:
+        """See `ReceiveLane`."""
+        slot, number = message.at
+        self.consume(self._places[slot][1], number)
+
+    def next_number(self, slot: int) -> int:
+        """The number of the next message in `slot` that nobody has asked for yet."""
+        self._posted[slot] += 1
+        return self._posted[slot]
+
+    def words_of(self, slot: int) -> tuple[int, int]:
+        """Word indices of a slot's message number and of what this reader has consumed."""
+        header, consumed, _ = self._places[slot]
+        return header + FULL, consumed
+
+    def payload_of(self, slot: int) -> tuple[memoryview, int]:
+        """Memory and byte offset of a slot's payload where it fits into the slot."""
+        return self._memory, self._places[slot][2]
+
+    def consume(self, word: int, number: int) -> None:
+        """Say that the message `number` of the slot of `word` may be overwritten."""
+        if self.node.order is not None:
+            self.node.order()
+        self.words[word] = number
+        self.node.wake(self.sender)
+
+    def reset(self) -> None:
+        """Forget all messages; the sender resets in the same pause."""
+        self._pending.clear()
+        self._active.pop(self, None)
+        self._posted = [0] * self._layout.slots
+        self._next = 0
+        self._overflow.clear()
+        for _, consumed, _ in self._places:
+            self.words[consumed] = 0
+
+    def close(self) -> None:
+        """Let go of the sender's memory."""
+        self._pending.clear()
+        self._active.pop(self, None)
+        self._overflow.clear()
+
+    def _find(self, slot: int) -> tuple[memoryview, int]:
+        """Memory and offset of the message in `slot`, wherever its sender has put it."""
+        header, _, payload = self._places[slot]
+        if self.words[header + NBYTES] <= self._layout.room(slot):
+            return self._memory, payload
+        key, nbytes = self.words[header + OVERFLOW_KEY], self.words[header + OVERFLOW_BYTES]
+        known = self._overflow.get(slot)
+        if known is None or known[:2] != (key, nbytes):
+            try:
+                memory = self.node.segments.open(self.node.pids[self.sender], key, nbytes)
+            except OSError as error:
+                raise TransportError(
+                    f"a message of rank {self.sender} cannot be opened; has it ended? {error}"
+                ) from error
+            known = self._overflow[slot] = (key, nbytes, memoryview(memory))
+        return known[2], 0

@@ -1,0 +1,159 @@
+"""Messages on their way out and in, and what carries them: the lanes.
+
+A lane is one direction between two ranks (or from one to several of its machine) on one channel.
+Its messages keep their order. Lanes never block: what cannot move yet is queued, and moves when
+somebody calls `progress`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from .codecs import Codec, TensorCodec
+
+
+class Outgoing:
+    """One message to be sent, used again for each execution.
+
+    Attributes:
+        codec: how its value is written.
+        slot: the planned slot that carries it; None for the next of the ring.
+        prepared: what is to be written.
+        nbytes: bytes of the message.
+        done: whether it has been written, so that the value may be changed.
+    """
+
+    __slots__ = ("codec", "done", "nbytes", "prepared", "slot")
+
+    def __init__(self, codec: Codec, slot: int | None = None) -> None:
+        self.codec = codec
+        self.slot = slot
+        self.prepared: Any = None
+        self.nbytes = 0
+        self.done = False
+
+    def load(self, value: Any) -> None:
+        """Take the value to be sent.
+
+        Raises:
+            TransportError: it is not of the message's type, or cannot be pickled.
+        """
+        self.done = False
+        self.prepared, self.nbytes = self.codec.prepare(value)
+
+    def write(self, slot: int, target: memoryview, at: int) -> None:
+        """Write the message at byte `at` of `target`, the memory of `slot`."""
+        self.codec.write(self.prepared, target, at)
+
+    def finish(self) -> None:
+        """The message is out."""
+        self.prepared = None
+        self.done = True
+
+
+class OutgoingTensor(Outgoing):
+    """A tensor to be sent; keeps a view of each slot that it has been written to."""
+
+    __slots__ = ("_views",)
+
+    def __init__(self, codec: TensorCodec, slot: int | None = None) -> None:
+        super().__init__(codec, slot)
+        self._views: dict[int, tuple[memoryview, Tensor]] = {}
+
+    def write(self, slot: int, target: memoryview, at: int) -> None:
+        """See `Outgoing`."""
+        cached = self._views.get(slot)
+        if cached is None or cached[0] is not target:
+            cached = self._views[slot] = (target, self.codec.view(target, at, 0, False))
+        cached[1].copy_(self.prepared)
+
+
+class Incoming:
+    """One message to be received, used again for each execution.
+
+    Attributes:
+        codec: how its value is read.
+        slot: the planned slot that carries it; None for the next of the ring.
+        hold: whether the value stays in the lane's memory until it is released.
+        into: a tensor to receive into, or None.
+        at: where the lane expects it; the lane's own business.
+        done: whether it has arrived.
+        value: the value, once it has.
+    """
+
+    __slots__ = ("at", "codec", "done", "error", "hold", "into", "slot", "value")
+
+    def __init__(self, codec: Codec, slot: int | None = None, hold: bool = False) -> None:
+        self.codec = codec
+        self.slot = slot
+        self.hold = hold
+        self.into: Tensor | None = None
+        self.at: Any = None
+        self.clear()
+
+    def clear(self) -> None:
+        """Be ready for the next message."""
+        self.done = False
+        self.value: Any = None
+        self.error: Exception | None = None
+
+    def arrive(self, source: memoryview, at: int, nbytes: int, private: bool) -> None:
+        """Read the message at byte `at` of `source`.
+
+        Args:
+            private: whether the value may keep the memory of `source`.
+        """
+        try:
+            value = self.codec.view(source, at, nbytes, private)
+            if isinstance(value, Tensor) and isinstance(self.codec, TensorCodec):
+                value = self._settle(value, private)
+            self.value = value
+        except Exception as error:  # raised again by `take`, where the executor can say whose it is
+            self.error = error
+        self.done = True
+
+    def take(self) -> Any:
+        """The value.
+
+        Raises:
+            TransportError: it could not be read.
+        """
+        if self.error is not None:
+            raise self.error
+        value, self.value = self.value, None
+        return value
+
+    def _settle(self, view: Tensor, private: bool) -> Tensor:
+        if self.into is not None:
+            self.into.copy_(view)
+            return self.into
+        return view if self.hold or private else view.clone()
+
+
+class SendLane(Protocol):
+    """The sender's side of a lane."""
+
+    def push(self, message: Outgoing) -> None:
+        """Send a loaded message, after all those pushed before."""
+
+    def progress(self) -> None:
+        """Move on what is queued."""
+
+
+class ReceiveLane(Protocol):
+    """The receiver's side of a lane."""
+
+    def post(self, message: Incoming) -> None:
+        """Receive the next message into `message`."""
+
+    def progress(self) -> None:
+        """Note what has arrived."""
+
+    def release(self, message: Incoming) -> None:
+        """Give back the memory of a message that was held."""
+
+
+Active = dict[Any, None]
+"""The lanes that need `progress`, in the order in which they came to need it."""

@@ -1,0 +1,173 @@
+"""The processes of one machine, seen by one of them: who they are, how to share and to wake."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from ..base import World
+from ..errors import TransportError
+from .doorbell import Doorbell
+from .fences import full_fence, publish_fence
+from .layout import ROW, WAITING, block_bytes
+from .mpi import module_of
+from .segments import MemoryFiles, NamedFiles, Segment, Segments
+
+
+class MpiWorld(World, Protocol):
+    """A world of processes, with MPI between them if there is more than one machine."""
+
+    @property
+    def comm(self) -> Any:
+        """The mpi4py communicator over all ranks, or None where there is no MPI."""
+
+
+class Node:
+    """What a process shares with the others of its machine. Making one is collective.
+
+    Attributes:
+        world: the ranks that run together.
+        rank, size: this process's, in the world.
+        local: the ranks on this machine, ascending.
+        leader: the first of them.
+        leaders: the leader of every machine, ascending.
+        pids: process ids by rank; of use on this machine only.
+        cores: how many cores the processes of this machine may use between them.
+        segments: the kind of shared memory that works here.
+        block: the control block of this machine (`layout.py`).
+        words: the same as words of 8 bytes; row r belongs to rank r.
+        fence: a full memory fence.
+        order: what must stand between a payload and its flag, if anything.
+        bell: wakes and is woken; knows which processes have died.
+        comm: a communicator of this package's own for payloads, None if there is one machine.
+    """
+
+    def __init__(self, world: MpiWorld, segments: Sequence[Segments] | None = None) -> None:
+        """Meet the other ranks.
+
+        Args:
+            world: the ranks that run together.
+            segments: kinds of shared memory to try, in this order.
+
+        Raises:
+            TransportError: none of the kinds works, or there are several machines and no MPI.
+        """
+        self.world = world
+        self.rank, self.size = world.rank, world.size
+        here = world.nodes[self.rank]
+        self.local = tuple(rank for rank in range(self.size) if world.nodes[rank] == here)
+        self.leader = self.local[0]
+        first = {node: rank for rank, node in reversed(list(enumerate(world.nodes)))}
+        self.leaders = tuple(sorted(first.values()))
+        self.bell = Doorbell()
+        mine = (os.getpid(), self.bell.address, os.sched_getaffinity(0))
+        everyone = world.allgather(mine)
+        self.pids = [pid for pid, _, _ in everyone]
+        self._addresses = [address for _, address, _ in everyone]
+        self.cores = len(set[int]().union(*(everyone[rank][2] for rank in self.local)))
+        self.fence, self._end_fence = full_fence(world.comm)
+        self.order = publish_fence(self.fence)
+        self.segments, self.block = self._share_block(segments or (MemoryFiles(), NamedFiles()))
+        self.words = self.block.cast("Q")
+        self._waiting = [rank * ROW + WAITING for rank in range(self.size)]
+        for rank in self.local:
+            if rank != self.rank:
+                self.bell.watch(rank, self.pids[rank])
+        self.comm = self._own_communicator()
+        self._next_tag = 0
+
+    def node_of(self, rank: int) -> int:
+        """The number of the machine that `rank` runs on."""
+        return self.world.nodes[rank]
+
+    def is_local(self, rank: int) -> bool:
+        """Whether `rank` runs on this machine."""
+        return self.world.nodes[rank] == self.world.nodes[self.rank]
+
+    def wake(self, rank: int) -> None:
+        """Wake a local rank if it sleeps; call it after a store that it may wait for."""
+        self.fence()
+        if self.words[self._waiting[rank]]:
+            self.bell.ring(self._addresses[rank])
+
+    def wake_all(self) -> None:
+        """Wake every other local rank that sleeps."""
+        self.fence()
+        for rank in self.local:
+            if rank != self.rank and self.words[self._waiting[rank]]:
+                self.bell.ring(self._addresses[rank])
+
+    def reserve_tags(self, count: int) -> int:
+        """The first of `count` message tags of `comm` that nobody else uses.
+
+        All ranks reserve in the same order.
+
+        Raises:
+            TransportError: MPI has no more tags.
+        """
+        first = self._next_tag
+        self._next_tag += count
+        if self.comm is not None:
+            limit = self.comm.Get_attr(module_of(self.comm).TAG_UB)
+            if self._next_tag > limit:
+                raise TransportError(
+                    f"the compiled steps of this process use more channels between machines than "
+                    f"MPI has tags ({limit}); compile fewer steps"
+                )
+        return first
+
+    def close(self) -> None:
+        """Give back what this process holds; idempotent."""
+        self.bell.close()
+        self._end_fence()
+        self._end_fence = _nothing
+
+    def _own_communicator(self) -> Any:
+        if len(self.leaders) == 1:
+            return None
+        if self.world.comm is None:
+            raise TransportError("ranks on several machines need MPI, and MPI is not started")
+        return self.world.comm.Dup()
+
+    def _share_block(self, kinds: Sequence[Segments]) -> tuple[Segments, memoryview]:
+        """Map the control block, by the first kind of memory that works on every rank."""
+        problems: list[str | None] = []
+        for kind in kinds:
+            memory, problem = self._try_block(kind)
+            problems = self.world.allgather(problem)
+            if memory is not None and not any(problems):
+                return kind, memory
+        reasons = "; ".join(f"rank {r}: {text}" for r, text in enumerate(problems) if text)
+        raise TransportError(
+            f"the processes of a machine cannot share memory: {reasons}. They need /proc of each "
+            "other, or a common /dev/shm"
+        )
+
+    def _try_block(self, kind: Segments) -> tuple[memoryview | None, str | None]:
+        nbytes = block_bytes(self.size)
+        own: Segment | None = None
+        memory: mmap.mmap | None = None
+        problem = None
+        try:
+            own = kind.create(nbytes) if self.rank == self.leader else None
+        except OSError as error:
+            problem = str(error)
+        keys = self.world.allgather(own.key if own is not None else None)
+        key = keys[self.leader]
+        try:
+            if own is not None:
+                memory = own.memory
+            elif key is not None:
+                memory = kind.open(self.pids[self.leader], key, nbytes)
+        except OSError as error:
+            problem = str(error)
+        self.world.barrier()
+        if own is not None:
+            kind.seal(own.key)
+        return None if memory is None else memoryview(memory), problem
+
+
+def _nothing() -> None:
+    """Nothing to give back."""

@@ -1,0 +1,149 @@
+"""Python objects as bytes: pickle protocol 5, with the bulk data left where it is.
+
+A message is: the length of the pickle and the number of buffers (8 bytes each), the buffers'
+lengths (8 bytes each), the pickle, and the buffers, each at a multiple of 64 bytes. Tensors
+travel as buffers; torch's own pickling would copy them through the pickle several times. Tensors
+that share storage do so no longer on the other side, unless they are one and the same object.
+"""
+
+from __future__ import annotations
+
+import collections
+import copyreg
+import io
+import pickle
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ..errors import TransportError
+from .layout import round_up
+
+_HEAD = struct.Struct("<QQ")
+_PLAIN = frozenset({bytes, str, int, float, bool, type(None)})
+
+
+class Encoded:
+    """A pickled object, ready to be written somewhere once."""
+
+    __slots__ = ("_buffers", "_head", "_pickle", "nbytes")
+
+    def __init__(self, stream: bytes | memoryview, buffers: list[memoryview]) -> None:
+        lengths = [buffer.nbytes for buffer in buffers]
+        self._head = _HEAD.pack(len(stream), len(buffers))
+        if buffers:
+            self._head += struct.pack(f"<{len(buffers)}Q", *lengths)
+        self._pickle = stream
+        self._buffers = buffers
+        self.nbytes = len(self._head) + len(stream)
+        for length in lengths:
+            self.nbytes = round_up(self.nbytes) + length
+
+    def write(self, target: memoryview, at: int) -> None:
+        """Write the message at byte `at` of `target`, which is a multiple of 64."""
+        head = at + len(self._head)
+        end = head + len(self._pickle)
+        target[at:head] = self._head
+        target[head:end] = self._pickle
+        for buffer in self._buffers:
+            begin = at + round_up(end - at)
+            end = begin + buffer.nbytes
+            target[begin:end] = buffer
+
+
+def encode(value: Any) -> Encoded:
+    """Pickle `value`.
+
+    Raises:
+        TransportError: it cannot be pickled.
+    """
+    try:
+        if type(value) in _PLAIN:
+            return Encoded(pickle.dumps(value, 5), [])
+        stream = io.BytesIO()
+        buffers: list[pickle.PickleBuffer] = []
+        pickler = pickle.Pickler(stream, 5, buffer_callback=buffers.append)
+        pickler.dispatch_table = _REDUCERS
+        pickler.dump(value)
+        return Encoded(stream.getbuffer(), [buffer.raw() for buffer in buffers])
+    except Exception as error:
+        raise TransportError(
+            f"an object of type {type(value).__qualname__} cannot be pickled, so it cannot go to "
+            f"another rank: {error}. Send tensors and plain data, and make what cannot be "
+            "pickled (files, locks, lambdas) on the rank that uses it"
+        ) from error
+
+
+def decode(source: memoryview, at: int, nbytes: int, private: bool) -> Any:
+    """Make the object of the message of `nbytes` at byte `at` of `source`.
+
+    Args:
+        private: whether the object may keep the memory of `source`.
+
+    Raises:
+        TransportError: it cannot be unpickled.
+    """
+    length, count = _HEAD.unpack_from(source, at)
+    try:
+        if not count:
+            begin = at + _HEAD.size
+            return pickle.loads(source[begin : begin + length])
+        message = source[at : at + nbytes]
+        if not private:
+            message = memoryview(bytearray(message))
+        return _loads(message, length, count)
+    except Exception as error:
+        raise TransportError(
+            f"an object from another rank cannot be unpickled: {type(error).__name__}: {error}. "
+            "Its class must be importable under the same name on every rank"
+        ) from error
+
+
+def _loads(message: memoryview, length: int, count: int) -> Any:
+    lengths = struct.unpack_from(f"<{count}Q", message, _HEAD.size)
+    begin = _HEAD.size + 8 * count
+    end = begin + length
+    stream = message[begin:end]
+    buffers = []
+    for size in lengths:
+        start = round_up(end)
+        end = start + size
+        buffers.append(message[start:end])
+    return pickle.loads(stream, buffers=buffers)
+
+
+def _reduce_tensor(tensor: Tensor) -> Any:
+    """A tensor as (its bytes, dtype, shape); torch's own way where that would lose something."""
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.__dict__:
+        torchs_own: Callable[[int], Any] = tensor.__reduce_ex__
+        return torchs_own(5)
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    content = pickle.PickleBuffer(plain.view(-1).view(torch.uint8).numpy().data)
+    state = (content, plain.dtype, tuple(plain.shape), tensor.requires_grad)
+    return (_make_parameter if type(tensor) is Parameter else _make_tensor), state
+
+
+def _make_tensor(
+    content: memoryview, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool
+) -> Tensor:
+    if len(content):
+        tensor = torch.frombuffer(content, dtype=dtype).view(shape)
+    else:
+        tensor = torch.empty(shape, dtype=dtype)
+    return tensor.requires_grad_() if requires_grad else tensor
+
+
+def _make_parameter(
+    content: memoryview, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool
+) -> Tensor:
+    return Parameter(_make_tensor(content, dtype, shape, False), requires_grad)
+
+
+_Reducer = Callable[[Any], Any]
+_REDUCERS: collections.ChainMap[type, _Reducer] = collections.ChainMap(
+    {Tensor: _reduce_tensor, Parameter: _reduce_tensor}, copyreg.dispatch_table
+)

@@ -1,0 +1,113 @@
+"""The ports of `send` and `recv`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .codecs import Codec, TensorCodec
+from .local import LocalReceiver
+from .messages import Incoming, Outgoing, OutgoingTensor, ReceiveLane, SendLane
+
+
+def outgoing(codec: Codec, slot: int | None = None) -> Outgoing:
+    """A message to be sent, of the kind that suits the codec."""
+    return OutgoingTensor(codec, slot) if isinstance(codec, TensorCodec) else Outgoing(codec, slot)
+
+
+class SendPort:
+    """Sends one message; done when its value may be changed."""
+
+    __slots__ = ("_lane", "_message")
+
+    def __init__(self, lane: SendLane, message: Outgoing) -> None:
+        self._lane = lane
+        self._message = message
+
+    def start(self, value: Any) -> None:
+        """See `Port`."""
+        message = self._message
+        message.load(value)
+        self._lane.push(message)
+
+    def poll(self) -> bool:
+        """See `Port`."""
+        message = self._message
+        if not message.done:
+            self._lane.progress()
+        return message.done
+
+    def take(self) -> None:
+        """See `Port`."""
+
+    def release(self) -> None:
+        """See `Port`."""
+
+
+class RecvPort:
+    """Receives one message: into storage of its own, into the operand, or into a held slot."""
+
+    __slots__ = ("_lane", "_message")
+
+    def __init__(self, lane: ReceiveLane, message: Incoming) -> None:
+        self._lane = lane
+        self._message = message
+
+    def start(self, value: Any) -> None:
+        """See `Port`."""
+        self._message.into = value
+        self._lane.post(self._message)
+
+    def poll(self) -> bool:
+        """See `Port`."""
+        message = self._message
+        if not message.done:
+            self._lane.progress()
+        return message.done
+
+    def take(self) -> Any:
+        """See `Port`."""
+        message = self._message
+        message.into = None
+        return message.take()
+
+    def release(self) -> None:
+        """See `Port`."""
+        message = self._message
+        if message.hold:
+            self._lane.release(message)
+
+
+class SlotRecvPort:
+    """Receives a tensor in its planned slot of shared memory: no copy, and nothing to look up."""
+
+    __slots__ = ("_consumed", "_full", "_lane", "_number", "_order", "_slot", "_view", "_words")
+
+    def __init__(self, lane: LocalReceiver, codec: TensorCodec, slot: int) -> None:
+        self._lane = lane
+        self._slot = slot
+        self._words = lane.words
+        self._order = lane.node.order
+        self._full, self._consumed = lane.words_of(slot)
+        self._number = 0
+        memory, at = lane.payload_of(slot)
+        self._view = codec.view(memory, at, 0, False)
+
+    def start(self, value: Any) -> None:
+        """See `Port`."""
+        self._number = self._lane.next_number(self._slot)
+
+    def poll(self) -> bool:
+        """See `Port`."""
+        if self._words[self._full] < self._number:
+            return False
+        if self._order is not None:
+            self._order()
+        return True
+
+    def take(self) -> Any:
+        """See `Port`."""
+        return self._view
+
+    def release(self) -> None:
+        """See `Port`."""
+        self._lane.consume(self._consumed, self._number)

@@ -1,0 +1,117 @@
+"""Shared memory between the processes of one machine, with no name left behind.
+
+A segment is identified by a key of 64 bits that its creator tells the others. Two kinds exist:
+anonymous memory files, which others open through the creator's entry in /proc and which vanish
+with their last user; and, where /proc cannot be used, files in /dev/shm, unlinked as soon as all
+have opened them.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+_SHM = Path("/dev/shm")
+_FLAGS = mmap.MAP_SHARED | mmap.MAP_POPULATE  # MAP_POPULATE touches every page now, not in a step
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Memory that this process has created and others can open by `key`."""
+
+    key: int
+    memory: mmap.mmap
+
+
+class Segments(Protocol):
+    """One kind of shared memory."""
+
+    def create(self, nbytes: int) -> Segment:
+        """Zeroed memory of `nbytes` (at least 1), all of its pages touched.
+
+        Raises:
+            OSError: the machine has no such memory left, or does not offer it.
+        """
+
+    def open(self, pid: int, key: int, nbytes: int) -> mmap.mmap:
+        """Map the segment `key` of process `pid`.
+
+        Raises:
+            OSError: it is gone, or may not be opened.
+        """
+
+    def seal(self, key: int) -> None:
+        """Withdraw the key of an own segment: who has opened it keeps it. Idempotent."""
+
+
+class MemoryFiles:
+    """Anonymous files (`memfd_create`); a key is the file descriptor of the creator."""
+
+    def __init__(self) -> None:
+        self._open: set[int] = set()
+
+    def create(self, nbytes: int) -> Segment:
+        """See `Segments`."""
+        descriptor = os.memfd_create("cg", os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(descriptor, 0, nbytes)  # an error now, not a signal later
+            memory = mmap.mmap(descriptor, nbytes, flags=_FLAGS)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._open.add(descriptor)
+        return Segment(descriptor, memory)
+
+    def open(self, pid: int, key: int, nbytes: int) -> mmap.mmap:
+        """See `Segments`."""
+        return _map(f"/proc/{pid}/fd/{key}", nbytes)
+
+    def seal(self, key: int) -> None:
+        """See `Segments`."""
+        if key in self._open:
+            self._open.remove(key)
+            os.close(key)
+
+
+class NamedFiles:
+    """Files in a memory file system; a key is the random part of the name."""
+
+    def __init__(self, folder: Path = _SHM) -> None:
+        self._folder = folder
+
+    def create(self, nbytes: int) -> Segment:
+        """See `Segments`."""
+        key = secrets.randbits(63)
+        path = self._path(key)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, nbytes)  # an error now, not a signal later
+            return Segment(key, mmap.mmap(descriptor, nbytes, flags=_FLAGS))
+        except BaseException:
+            path.unlink()
+            raise
+        finally:
+            os.close(descriptor)
+
+    def open(self, pid: int, key: int, nbytes: int) -> mmap.mmap:
+        """See `Segments`."""
+        return _map(self._path(key), nbytes)
+
+    def seal(self, key: int) -> None:
+        """See `Segments`."""
+        self._path(key).unlink(missing_ok=True)
+
+    def _path(self, key: int) -> Path:
+        return self._folder / f"cg-{key:016x}"
+
+
+def _map(path: str | Path, nbytes: int) -> mmap.mmap:
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return mmap.mmap(descriptor, nbytes, flags=_FLAGS)
+    finally:
+        os.close(descriptor)

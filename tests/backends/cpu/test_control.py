@@ -1,0 +1,256 @@
+"""Executions end together on all ranks, or fail with one error; ranks here are threads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from cg.backends.cpu.control import Control, PeerLost
+from cg.backends.cpu.node import Node
+from cg.backends.cpu.waiting import WaitPolicy
+from cg.backends.errors import Failure, PlanMismatch, RemoteError, StepTimeout
+from cg.backends.flight import Position
+
+from .world import ThreadWorld, run_ranks
+
+PLAN = 0x1234
+
+
+def run_controls(size: int, body: Callable[[Control, ThreadWorld], Any]) -> list[Any]:
+    def run(world: ThreadWorld) -> Any:
+        node = Node(world)
+        control = Control(node, WaitPolicy(sleep=0.02))
+        try:
+            return body(control, world)
+        finally:
+            world.barrier()
+            control.close()
+            node.close()
+
+    return run_ranks(size, run)
+
+
+def at(rank: int, op: int = 0, awaited: int | None = None) -> Callable[[], Position]:
+    return lambda: Position(rank, 0, op, awaited)
+
+
+def failure(rank: int, message: str = "boom") -> RemoteError:
+    return RemoteError(Failure("ValueError", message, rank, "call(@stage.forward)"))
+
+
+def wait_for_trouble(control: Control) -> BaseException:
+    """The error that a rank notices that waits in vain."""
+    with pytest.raises((RemoteError, StepTimeout, PeerLost, PlanMismatch)) as info:
+        for polls in range(1, 100_000):
+            control.pause(polls)
+    return control.fail(info.value)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_commit_returns_when_all_have_come(size: int) -> None:
+    entered = [0] * size
+
+    def body(control: Control, world: ThreadWorld) -> list[int]:
+        for execution in range(1, 30):
+            assert control.begin(PLAN, at(world.rank)) == execution
+            time.sleep(0.001 * ((world.rank + execution) % 3))
+            entered[world.rank] = execution
+            control.commit()
+            assert min(entered) >= execution
+        return entered
+
+    run_controls(size, body)
+
+
+def test_commit_makes_progress_for_others() -> None:
+    def body(control: Control, world: ThreadWorld) -> int:
+        calls = []
+        control.begin(PLAN, at(world.rank))
+        if world.rank == 1:
+            while not progressed.is_set():
+                time.sleep(0.001)
+        control.commit([lambda: calls.append(progressed.set())])
+        return len(calls)
+
+    progressed = threading.Event()
+    assert run_controls(2, body)[0] > 0
+
+
+def test_a_failure_reaches_all_ranks_and_the_next_execution_is_even() -> None:
+    def body(control: Control, world: ThreadWorld) -> Any:
+        seen = []
+        for failing in (2, 0, None, 1):
+            if control.failed:
+                control.recover([lambda: seen.append("reset")])
+            control.begin(PLAN, at(world.rank))
+            if failing is None:
+                control.commit()
+                continue
+            if world.rank == failing:
+                error = control.fail(failure(world.rank))
+            else:
+                error = wait_for_trouble(control)
+            assert isinstance(error, RemoteError)
+            seen.append((error.rank, error.failure.message))
+        return seen
+
+    expected = [(2, "boom"), "reset", (0, "boom"), "reset", (1, "boom")]
+    assert run_controls(3, body) == [expected] * 3
+
+
+def test_a_failure_ends_a_commit() -> None:
+    def body(control: Control, world: ThreadWorld) -> Any:
+        control.begin(PLAN, at(world.rank))
+        if world.rank == 1:
+            time.sleep(0.05)
+            return control.fail(failure(1))
+        with pytest.raises(RemoteError) as info:
+            control.commit()
+        assert control.failed
+        return control.fail(info.value)
+
+    errors = run_controls(3, body)
+    assert [error.rank for error in errors] == [1, 1, 1]
+
+
+def test_of_several_failures_all_ranks_raise_the_same() -> None:
+    def body(control: Control, world: ThreadWorld) -> Any:
+        for _ in range(10):
+            control.begin(PLAN, at(world.rank))
+            world.barrier()
+            if world.rank in (1, 3):
+                error = control.fail(failure(world.rank))
+            else:
+                error = wait_for_trouble(control)
+            assert isinstance(error, RemoteError)
+            assert error.rank == 1
+            control.recover()
+
+    run_controls(4, body)
+
+
+class Unpicklable(Exception):
+    def __reduce__(self) -> Any:
+        raise TypeError("no")
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (failure(0, "x" * 100_000), "x" * 100_000),
+        (Unpicklable("odd"), "odd"),
+        (StepTimeout("too late"), "too late"),
+    ],
+    ids=["large", "unpicklable", "timeout"],
+)
+def test_errors_of_all_kinds_are_told(error: Exception, text: str) -> None:
+    def body(control: Control, world: ThreadWorld) -> Any:
+        for _ in range(2):
+            control.begin(PLAN, at(world.rank))
+            told = control.fail(error) if world.rank == 0 else wait_for_trouble(control)
+            assert text in str(told)
+            control.recover()
+        return type(told)
+
+    kinds = run_controls(2, body)
+    assert kinds[0] is type(error)
+    assert kinds[1] is (RemoteError if isinstance(error, Unpicklable) else type(error))
+
+
+def test_a_failed_execution_must_be_recovered_from() -> None:
+    def body(control: Control, world: ThreadWorld) -> None:
+        control.begin(PLAN, at(world.rank))
+        control.fail(failure(world.rank))
+        with pytest.raises(RuntimeError, match=r"has failed on all ranks: recover\(\) first"):
+            control.begin(PLAN, at(world.rank))
+
+    run_controls(2, body)
+
+
+def test_another_plan_in_the_same_execution_is_an_error_not_a_hang() -> None:
+    def body(control: Control, world: ThreadWorld) -> str:
+        control.begin(0xAAAA if world.rank == 1 else 0xBBBB, at(world.rank))
+        return str(wait_for_trouble(control))
+
+    messages = run_controls(2, body)
+    assert messages[0] == messages[1]
+    plans = "of plan 000000000000bbbb on rank 0, and of plan 000000000000aaaa on rank 1"
+    assert f"execution 1 is {plans}" in messages[0]
+    assert "look for a call that depends on the rank" in messages[0]
+
+
+def test_a_rank_that_has_ended_is_an_error_not_a_hang() -> None:
+    def body(control: Control, world: ThreadWorld) -> str | None:
+        control.begin(PLAN, at(world.rank))
+        control.commit()
+        if world.rank == 1:
+            control.close()
+            return None
+        control.begin(PLAN, at(world.rank))
+        return str(wait_for_trouble(control))
+
+    message = run_controls(2, body)[0]
+    assert "rank 1 has ended after execution 1, and the other ranks are in execution 2" in message
+
+
+def test_a_rank_that_ends_after_the_last_step_is_fine() -> None:
+    def body(control: Control, world: ThreadWorld) -> None:
+        control.begin(PLAN, at(world.rank))
+        if world.rank == 0:
+            time.sleep(0.1)
+        control.commit()
+        control.close()
+
+    run_controls(3, body)
+
+
+def test_a_timeout_says_where_every_rank_is() -> None:
+    def describe(positions: Sequence[Position]) -> str:
+        return "\n".join(f"rank {p.rank} at {p.op} awaits {p.awaited}" for p in positions)
+
+    def body(control: Control, world: ThreadWorld) -> str | None:
+        control.begin(PLAN, at(world.rank))
+        control.commit()
+        if world.rank == 2:  # never enters the second execution
+            world.barrier()
+            return None
+        control.begin(PLAN, at(world.rank, 10 + world.rank, 7), describe, timeout=0.3)
+        message = str(wait_for_trouble(control))
+        world.barrier()
+        return message
+
+    first, second, _ = run_controls(3, body)
+    assert first == second
+    assert "has not ended after 0.3 s" in first
+    assert "rank 0 at 10 awaits 7\nrank 1 at 11 awaits 7" in first
+    assert "rank 2 is outside of executions, after execution 1" in first
+
+
+def test_recovery_does_not_wait_for_ever() -> None:
+    def body(control: Control, world: ThreadWorld) -> None:
+        control.begin(PLAN, at(world.rank))
+        if world.rank == 0:
+            control.fail(failure(0))
+            with pytest.raises(StepTimeout, match=r"rank 0 has waited 0\.2 s for the other ranks"):
+                control.recover(timeout=0.2)
+        else:
+            wait_for_trouble(control)
+        world.barrier()
+
+    run_controls(2, body)
+
+
+def test_an_idle_rank_sleeps_and_wakes_at_once() -> None:
+    def body(control: Control, world: ThreadWorld) -> int:
+        control.pause._policy = WaitPolicy(sleep=1000.0)  # only a ring can end it
+        polls: list[None] = []
+        control.begin(PLAN, at(world.rank))
+        if world.rank == 1:
+            time.sleep(0.3)
+        control.commit([lambda: polls.append(None)])
+        return len(polls)
+
+    assert run_controls(2, body)[0] < 300

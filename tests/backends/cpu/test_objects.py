@@ -1,0 +1,136 @@
+"""Objects as bytes: round trips, what is copied and what is shared, and errors."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cg.backends.cpu.objects import decode, encode
+from cg.backends.errors import TransportError
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+
+def round_trip(value: Any, private: bool = False) -> Any:
+    encoded = encode(value)
+    memory = memoryview(bytearray(64 + encoded.nbytes))
+    encoded.write(memory, 64)
+    result = decode(memory, 64, encoded.nbytes, private)
+    if not private:
+        memory[:] = b"\xff" * len(memory)  # the slot is used again
+    return result
+
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner) | st.tuples(inner, inner),
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(plain)
+def test_plain_data(value: Any) -> None:
+    assert round_trip(value) == value
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn,
+        torch.float8_e5m2, torch.complex64, torch.complex128, torch.int64, torch.int32,
+        torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool,
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (5,), (2, 3, 4)])
+def test_tensors_of_all_dtypes_and_shapes(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    value = torch.arange(int(np.prod(shape))).reshape(shape).to(dtype)
+    result = round_trip({"x": value, "y": [value]})
+    for got in (result["x"], result["y"][0]):
+        assert got.dtype is dtype
+        assert got.shape == value.shape
+        assert torch.equal(got.to(torch.complex128), value.to(torch.complex128))
+    assert result["x"] is result["y"][0]
+
+
+def test_non_contiguous_and_conjugated_tensors() -> None:
+    value = torch.arange(24.0).reshape(2, 3, 4)
+    for view in (value.transpose(0, 2), value[:, ::2], value[1:, :, 1].expand(5, 3)):
+        assert torch.equal(round_trip((view,))[0], view)
+    conjugate = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    assert torch.equal(round_trip((conjugate,))[0], conjugate)
+
+
+def test_requires_grad_and_parameters_stay_what_they_are() -> None:
+    leaf = torch.ones(3, requires_grad=True)
+    weight = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    got_leaf, got_inner, got_weight = round_trip((leaf, leaf * 2, weight))
+    assert got_leaf.requires_grad
+    assert got_leaf.is_leaf
+    assert got_inner.requires_grad
+    assert type(got_weight) is torch.nn.Parameter
+    assert not got_weight.requires_grad
+
+
+def test_state_dicts_and_modules() -> None:
+    module = torch.nn.Linear(3, 2)
+    state, copy = round_trip((OrderedDict(module.state_dict()), module))
+    assert list(state) == ["weight", "bias"]
+    assert torch.equal(state["weight"], module.weight)
+    assert torch.equal(copy(torch.ones(3)), module(torch.ones(3)))
+
+
+def test_tensors_with_attributes_and_sparse_ones_go_torchs_own_way() -> None:
+    tagged = torch.ones(2)
+    tagged.tag = "kept"  # type: ignore[attr-defined]
+    sparse = torch.eye(3).to_sparse()
+    got_tagged, got_sparse = round_trip((tagged, sparse))
+    assert got_tagged.tag == "kept"
+    assert torch.equal(got_sparse.to_dense(), torch.eye(3))
+
+
+def test_what_arrives_is_the_receivers_own_and_can_be_written() -> None:
+    tensor, array = round_trip((torch.ones(1000), np.ones(1000)))
+    tensor += 1
+    array += 1
+    assert tensor.sum() == array.sum() == 2000
+
+
+def test_private_memory_is_kept_without_a_copy() -> None:
+    value = (torch.arange(100.0), "text")
+    encoded = encode(value)
+    memory = memoryview(bytearray(encoded.nbytes))
+    encoded.write(memory, 0)
+    tensor, _ = decode(memory, 0, encoded.nbytes, True)
+    memory[encoded.nbytes - 4 :] = b"\0\0\0\0"
+    assert tensor[99] == 0
+
+
+def test_bulk_data_stays_out_of_the_pickle() -> None:
+    value = {"x": torch.zeros(1 << 20), "y": np.zeros(1 << 20)}
+    encoded = encode(value)
+    assert encoded.nbytes < (4 + 8 << 20) + 2000
+    assert len(encoded._pickle) < 1000
+
+
+def test_what_cannot_be_pickled_is_named() -> None:
+    with pytest.raises(TransportError, match=r"object of type dict cannot be pickled.*lock"):
+        encode({"lock": threading.Lock()})
+
+
+class Strange:
+    def __reduce__(self) -> Any:
+        return _explode, ()
+
+
+def _explode() -> None:
+    raise ModuleNotFoundError("No module named 'theirs'")
+
+
+def test_what_cannot_be_unpickled_is_explained() -> None:
+    message = r"cannot be unpickled: ModuleNotFoundError: No module named 'theirs'.*importable"
+    with pytest.raises(TransportError, match=message):
+        round_trip([Strange()])

@@ -1,0 +1,369 @@
+"""What each rank of a job does in the tests of the CPU transport (`test_cpu_transport.py`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path[0] = str(Path(__file__).parent)
+
+import torch  # noqa: E402
+from cg.backends import collectives as definition  # noqa: E402
+from cg.backends.base import Port  # noqa: E402
+from cg.backends.cpu.communicator import CpuCommunicator  # noqa: E402
+from cg.backends.cpu.transport import CpuTransport  # noqa: E402
+from cg.backends.cpu.waiting import WaitPolicy  # noqa: E402
+from cg.backends.dtypes import TORCH_DTYPES  # noqa: E402
+from cg.backends.errors import Failure, RemoteError, StepTimeout, TransportError  # noqa: E402
+from cg.backends.flight import Position  # noqa: E402
+from cg.ir.attributes import ReduceOp  # noqa: E402
+from cg.ir.module import Channel  # noqa: E402
+from cg.ir.ops import (  # noqa: E402
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Barrier,
+    Broadcast,
+    Collective,
+    Recv,
+    ReduceScatter,
+    Send,
+    Value,
+)
+from cg.ir.types import (  # noqa: E402
+    DType,
+    FutureType,
+    ObjectType,
+    Place,
+    TensorType,
+    UnitType,
+    ValueType,
+)
+from cpu_world import TestWorld, report  # noqa: E402
+
+F32 = TensorType(DType.F32, (8,))
+OBJECT = ObjectType()
+Make = Callable[..., Port]
+
+
+class Rank:
+    """This rank, its transport, and how it waits."""
+
+    def __init__(self, world: TestWorld) -> None:
+        self.world = world
+        self.rank = world.rank
+        self.transport = CpuTransport(world, WaitPolicy(yields=20))
+        self.control = self.transport.control
+        self.communicators: list[CpuCommunicator] = []
+
+    def connect(self, channels: Sequence[Channel]) -> CpuCommunicator:
+        communicator = CpuCommunicator(self.transport.node, channels)
+        self.communicators.append(communicator)
+        return communicator
+
+    def watch(self, op: int = 0, awaited: int | None = None) -> Callable[[], Position]:
+        return lambda: Position(self.rank, self.control.epoch, op, awaited)
+
+    def wait(self, *ports: Port) -> None:
+        polls = 0
+        while not all([port.poll() for port in ports]):
+            for communicator in self.communicators:
+                communicator.progress()
+            polls += 1
+            self.transport.pause(polls)
+
+    def get(self, port: Port, into: Any = None) -> Any:
+        port.start(into)
+        self.wait(port)
+        value = port.take()
+        port.release()
+        return value
+
+    def put(self, port: Port, value: Any) -> None:
+        port.start(value)
+        self.wait(port)
+
+
+def ends(communicator: CpuCommunicator, channel: Channel) -> tuple[Make, Make]:
+    """How to make the ports of an edge."""
+    source, destination = channel.ranks
+
+    def send(type_: ValueType, slot: int | None = None) -> Port:
+        results = (Value("s", FutureType(UnitType())),)
+        op = Send((Value("x", type_),), results, chan=channel.id, peer=destination, slot=slot)
+        return communicator.send_port(op, channel, type_)
+
+    def recv(type_: ValueType, slot: int | None = None, into: bool = False) -> Port:
+        operands = (Value("b", type_),) if into else ()
+        results = (Value("r", FutureType(type_)),)
+        op = Recv(operands, results, chan=channel.id, peer=source, slot=slot)
+        return communicator.recv_port(op, channel, type_)
+
+    return send, recv
+
+
+def tensor(type_: TensorType) -> torch.Tensor:
+    return torch.arange(type_.numel).reshape(type_.shape).to(TORCH_DTYPES[type_.dtype])
+
+
+# -- messages ------------------------------------------------------------------------------------
+
+
+def messages(me: Rank) -> Any:
+    """All kinds of messages, from rank 0 to the last."""
+    last = me.world.size - 1
+    channel = Channel(3, (0, last), slots=2, slot_bytes=4096)
+    send, recv = ends(me.connect([channel]), channel)
+    if me.rank == 0:
+        return _send_all(me, send)
+    return _receive_all(me, recv) if me.rank == last else None
+
+
+TYPES = [
+    TensorType(dtype, shape)
+    for dtype in (DType.F32, DType.BF16, DType.I64, DType.BOOL, DType.F8E4M3)
+    for shape in ((), (0, 3), (3, 5))
+]
+SIZES = [0, 1, 4000, 4080, 4096, 100_000, 3_000_000, 10]
+ROUNDS = 40
+
+
+def _send_all(me: Rank, send: Make) -> None:
+    ordered = [send(OBJECT) for _ in range(ROUNDS)]
+    for index, port in enumerate(ordered):
+        port.start(index)
+    me.wait(*ordered)
+    for size in SIZES:
+        me.put(send(OBJECT), {"bytes": bytes(size), "tensor": torch.ones(size)})
+    for type_ in TYPES:
+        for slot in (None, 1):
+            me.put(send(type_, slot), tensor(type_))
+    slots = [send(F32, slot=slot) for slot in (0, 1)]
+    for index in range(ROUNDS):
+        for slot, port in enumerate(slots):
+            port.start(torch.full((8,), float(2 * index + slot)).expand(8))
+        me.wait(*slots)
+    me.put(send(F32), torch.arange(16.0)[::2])
+
+
+def _receive_all(me: Rank, recv: Make) -> Any:
+    ordered = [recv(OBJECT) for _ in range(ROUNDS)]
+    for port in ordered:
+        port.start(None)
+    me.wait(*ordered)
+    assert [port.take() for port in ordered] == list(range(ROUNDS))
+    for size in SIZES:
+        value = me.get(recv(OBJECT))
+        assert len(value["bytes"]) == value["tensor"].numel() == size
+        value["tensor"] += 1
+    for type_ in TYPES:
+        for slot in (None, 1):
+            port = recv(type_, slot)
+            port.start(None)
+            me.wait(port)
+            value, expected = port.take(), tensor(type_)
+            assert value.dtype is expected.dtype
+            assert torch.equal(value.float(), expected.float())
+            port.release()
+    slots = [recv(F32, slot=slot) for slot in (0, 1)]
+    seen, addresses = [], set()
+    for _ in range(ROUNDS):
+        for port in slots:
+            port.start(None)
+        me.wait(*slots)
+        for port in slots:
+            value = port.take()
+            seen.append(value[7].item())
+            addresses.add(value.data_ptr())
+            port.release()
+    assert seen == list(map(float, range(2 * ROUNDS)))
+    assert len(addresses) == 2
+    buffer = torch.empty(8)
+    assert me.get(recv(F32, into=True), buffer) is buffer
+    return buffer.tolist()
+
+
+def reset(me: Rank) -> Any:
+    """Messages under way in a failed execution are not seen by the next."""
+    channel = Channel(0, (0, 1), slots=2, slot_bytes=64)
+    communicator = me.connect([channel])
+    send, recv = ends(communicator, channel)
+    make = send if me.rank == 0 else recv
+    objects = [make(OBJECT) for _ in range(6)]
+    slots = [make(F32, slot=slot) for slot in (0, 1)]
+    for execution in range(4):
+        me.control.begin(1, me.watch())
+        # One side issues more than the other, first the sender and then the receiver.
+        many = (me.rank == 0) == (execution % 2 == 0)
+        for index, port in enumerate(objects if many else objects[:2]):
+            port.start(bytes(50_000 * index) if me.rank == 0 else None)
+        for port in slots if many else slots[:1]:
+            port.start(torch.zeros(8) if me.rank == 0 else None)
+        error = me.control.fail(_failure(me.rank))
+        assert isinstance(error, RemoteError)
+        assert error.rank == 0
+        me.control.recover([communicator.reset])
+    me.control.begin(1, me.watch())
+    if me.rank == 0:
+        me.put(slots[0], torch.ones(8))
+        me.put(objects[0], "fresh")
+        me.control.commit([communicator.progress])
+        return None
+    received = me.get(slots[0]).tolist(), me.get(objects[0])
+    me.control.commit([communicator.progress])
+    return received
+
+
+def collectives(me: Rank) -> Any:
+    """Every collective over all ranks, in reverse order, against its definition."""
+    group = tuple(reversed(range(me.world.size)))
+    channel = Channel(0, group, collective=True)
+    communicator = me.connect([channel])
+    index, count = group.index(me.rank), len(group)
+    place = Place(group)
+    for numel in (count, 200_000 * count):
+        type_ = TensorType(DType.F32, (numel,))
+        generator = torch.Generator().manual_seed(1)
+        values = [torch.randn(numel, generator=generator) for _ in group]
+        cases: list[tuple[Collective, list[torch.Tensor]]] = [
+            (AllReduce(group=place), definition.all_reduce(values, ReduceOp.SUM)),
+            (AllGather(group=place), definition.all_gather(values, 0)),
+            (ReduceScatter(group=place), definition.reduce_scatter(values, ReduceOp.SUM, 0)),
+            (AllToAll(group=place), definition.all_to_all(values, 0)),
+            (Broadcast(group=place, root=group[0]), [values[0]] * count),
+        ]
+        for op, expected in cases:
+            result = TensorType(DType.F32, tuple(expected[index].shape))
+            is_silent = isinstance(op, Broadcast) and me.rank != op.root
+            operand = None if is_silent else type_
+            port = communicator.collective_port(op, channel, operand, result)
+            for _ in range(3):
+                got = me.get(port, None if is_silent else values[index])
+                assert torch.equal(got, expected[index]), op.opcode
+    unit = communicator.collective_port(Barrier(group=place), channel, None, UnitType())
+    me.get(unit)
+    op = Broadcast(group=place, root=0)
+    operand_type = OBJECT if me.rank == 0 else None
+    port = communicator.collective_port(op, channel, operand_type, OBJECT)
+    sent = {"text": "x" * 10_000, "tensor": torch.ones(3)}
+    value = me.get(port, sent if me.rank == 0 else None)
+    return [len(value["text"]), value["tensor"].sum().item()]
+
+
+# -- control -------------------------------------------------------------------------------------
+
+
+def _failure(rank: int) -> RemoteError:
+    return RemoteError(Failure("ValueError", "boom", rank, "call(@stage.forward)"))
+
+
+def _wait_in_vain(me: Rank) -> BaseException:
+    polls = 0
+    try:
+        while True:
+            polls += 1
+            me.transport.pause(polls)
+    except (RemoteError, StepTimeout, TransportError, RuntimeError) as error:
+        return me.control.fail(error)
+
+
+def commits(me: Rank) -> Any:
+    """Executions end together."""
+    for _ in range(200):
+        me.control.begin(1, me.watch())
+        me.control.commit()
+    return me.control.epoch
+
+
+def failures(me: Rank) -> Any:
+    """A failure on one rank is raised by all, again and again; seconds from raise to notice."""
+    slowest = 0.0
+    for failing in (0, me.world.size - 1, 1):
+        me.control.begin(1, me.watch())
+        me.world.barrier()
+        began = time.monotonic()
+        if me.rank == failing:
+            error = me.control.fail(_failure(me.rank))
+        else:
+            error = _wait_in_vain(me)
+        slowest = max(slowest, time.monotonic() - began)
+        assert isinstance(error, RemoteError)
+        assert error.rank == failing
+        me.control.recover()
+        me.control.begin(1, me.watch())
+        me.control.commit()
+    return slowest
+
+
+def killed(me: Rank) -> Any:
+    """Rank 1 is killed; the launcher leaves the others alone."""
+    me.control.begin(1, me.watch())
+    if me.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    report(me.rank, str(_wait_in_vain(me)))
+    os._exit(0)
+
+
+def left(me: Rank) -> Any:
+    """Rank 1 makes a step less than the others."""
+    me.control.begin(1, me.watch())
+    me.control.commit()
+    if me.rank == 1:
+        return None
+    me.control.begin(1, me.watch())
+    return str(_wait_in_vain(me))
+
+
+def diverged(me: Rank) -> Any:
+    """Rank 1 calls another step than the others."""
+    me.control.begin(7 if me.rank == 1 else 8, me.watch())
+    return str(_wait_in_vain(me))
+
+
+def late(me: Rank) -> Any:
+    """Rank 1 never comes back from its own work."""
+    describe = _describe
+    if me.rank == 1:
+        me.control.begin(1, me.watch(op=3), describe)
+        time.sleep(2.5)
+        return str(_wait_in_vain(me))
+    me.control.begin(1, me.watch(op=4, awaited=2), describe, timeout=1.5)
+    return str(_wait_in_vain(me))
+
+
+def _describe(positions: Sequence[Position]) -> str:
+    return "; ".join(f"rank {p.rank} at {p.op} awaits {p.awaited}" for p in positions)
+
+
+def idle(me: Rank) -> Any:
+    """Share of a core that a waiting rank uses."""
+    me.control.begin(1, me.watch())
+    if me.rank == 1:
+        time.sleep(2.0)
+        me.control.commit()
+        return None
+    cpu, wall = time.process_time(), time.monotonic()
+    me.control.commit()
+    return (time.process_time() - cpu) / (time.monotonic() - wall)
+
+
+def main() -> None:
+    from mpi4py import MPI
+
+    scenario, nodes = sys.argv[1], json.loads(sys.argv[2])
+    torch.set_num_threads(1)
+    me = Rank(TestWorld(MPI.COMM_WORLD, nodes))
+    report(me.rank, globals()[scenario](me))
+    for communicator in me.communicators:
+        communicator.close()
+    me.transport.close()
+
+
+if __name__ == "__main__":
+    main()
