@@ -1,7 +1,8 @@
 """Train a byte-level GPT, cut into pipeline stages, on English text that ships with Python.
 
-    python -m cg.launch -n 2 examples/train_gpt.py        # or: mpirun -n 8 python examples/train_gpt.py
-    python examples/train_gpt.py                          # one process plays every rank
+    python -m cg.launch -n 2 examples/train_gpt.py
+    mpirun -n 8 python examples/train_gpt.py
+    python examples/train_gpt.py                      # one process plays every rank
 
 Each rank holds one stage. The step below is plain Python over the stages; cg derives the backward,
 inserts the sends and receives, and runs one static schedule on each rank. At the end the same
@@ -11,6 +12,7 @@ stages generate text, and rank 0 has written a checkpoint, a loss curve and the 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import pydoc_data.topics
@@ -122,7 +124,7 @@ def learning_rate(step: int, steps: int) -> float:
 def cut(layers: int, stages: int) -> list[range]:
     """Contiguous, nearly equal parts of the layers."""
     bounds = [round(layers * i / stages) for i in range(stages + 1)]
-    return [range(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [range(a, b) for a, b in itertools.pairwise(bounds)]
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ class Text:
 
     @staticmethod
     def load() -> Text:
-        """The help texts of Python's own documentation, about 460 KB; the last tenth is held out."""
+        """The help texts of Python itself, about 460 KB; the last tenth is held out."""
         topics = pydoc_data.topics.topics
         data = "\n\n".join(topics[name] for name in sorted(topics)).encode()
         tokens = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -224,7 +226,7 @@ def sample(predict, text: Text, config: Config, length: int) -> str:
 
 def bubble(compiled: cg.Compiled) -> float:
     """Share of the step that the ranks, on average, spent waiting for one another."""
-    shares = cg.allgather(compiled.statistics().blocked_share)
+    shares = cg.allgather(compiled.statistics().bubble)
     return sum(shares) / len(shares)
 
 

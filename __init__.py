@@ -1,0 +1,117 @@
+"""cg: a distributed PyTorch step, traced over actors, compiled to one static schedule per rank.
+
+The public names, and nothing else. They are loaded on first use, so that `cg-opt` and `cg-sim`,
+which need only the IR, start without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .backends.errors import DeadlockError, PlanMismatch, RemoteError, StepTimeout
+    from .ir.diagnostics import IRError
+    from .ir.types import Place
+    from .launch.api import Compiled, Lowered, Step, actor, allgather, barrier, on, trace
+    from .launch.world import rank, world_size
+    from .passes import schedules
+    from .tracer.actors import ActorHandle
+    from .tracer.collectives import (
+        all_gather,
+        all_reduce,
+        all_to_all,
+        broadcast,
+        reduce_scatter,
+    )
+    from .tracer.errors import TraceError
+    from .tracer.gradients import backward
+    from .tracer.microbatches import mean, microbatches
+    from .tracer.opaque import opaque
+    from .tracer.trace import InputError
+    from .tracer.values import OBJECT as object  # noqa: A004 - users write cg.object
+
+# Where each public name lives: room.module, and the name there if it is another.
+_HOMES = {
+    # Writing a program
+    "actor": "launch.api",
+    "trace": "launch.api",
+    "opaque": "tracer.opaque",
+    "on": "launch.api",
+    "object": "tracer.values:OBJECT",
+    "microbatches": "tracer.microbatches",
+    "mean": "tracer.microbatches",
+    "backward": "tracer.gradients",
+    "all_reduce": "tracer.collectives",
+    "all_gather": "tracer.collectives",
+    "reduce_scatter": "tracer.collectives",
+    "all_to_all": "tracer.collectives",
+    "broadcast": "tracer.collectives",
+    # The world
+    "rank": "launch.world",
+    "world_size": "launch.world",
+    "barrier": "launch.api",
+    "allgather": "launch.api",
+    # What compiling gives
+    "schedules": "passes:schedules",
+    "Step": "launch.api",
+    "Lowered": "launch.api",
+    "Compiled": "launch.api",
+    "ActorHandle": "tracer.actors",
+    "Place": "ir.types",
+    # What can go wrong
+    "TraceError": "tracer.errors",
+    "IRError": "ir.diagnostics",
+    "InputError": "tracer.trace",
+    "RemoteError": "backends.errors",
+    "StepTimeout": "backends.errors",
+    "PlanMismatch": "backends.errors",
+    "DeadlockError": "backends.errors",
+}
+
+__all__ = [  # noqa: F822 - the names are found by __getattr__
+    "actor",
+    "trace",
+    "opaque",
+    "on",
+    "object",
+    "microbatches",
+    "mean",
+    "backward",
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "rank",
+    "world_size",
+    "barrier",
+    "allgather",
+    "schedules",
+    "Step",
+    "Lowered",
+    "Compiled",
+    "ActorHandle",
+    "Place",
+    "TraceError",
+    "IRError",
+    "InputError",
+    "RemoteError",
+    "StepTimeout",
+    "PlanMismatch",
+    "DeadlockError",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'cg' has no attribute '{name}'")
+    module, _, other = home.partition(":")
+    value = getattr(importlib.import_module(f"{__name__}.{module}"), other or name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,182 @@
+"""The launcher: `python -m cg.launch -n 8 train.py --steps 100`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from .config import THREAD_VARIABLES, Config, ConfigError, environment, table
+from .job import Job
+from .launcher import Launcher, LaunchError, command, find, variables
+from .segments import remove_unused
+from .threads import settings
+from .topology import allowed_cpus, core_count, cpu_quota, read_cores
+
+BAD_USAGE = 2
+"""Exit code where nothing was started."""
+
+DESCRIPTION = """\
+Start PROGRAM on N ranks under MPI, each with its share of the cores.
+
+Finds the mpirun beside this Python, or else on PATH; works as root and with more ranks than
+cores. When a rank fails, or on Ctrl-C, the whole job ends. One rank needs no MPI."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the launcher and return the job's exit code; see `--help`."""
+    options = _parser().parse_args(arguments)
+    if options.help_env:
+        print(table())
+        return 0
+    try:
+        return _run(options)
+    except (LaunchError, ConfigError) as error:
+        print(f"cg.launch: {error}", file=sys.stderr)
+        return BAD_USAGE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m cg.launch",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("-n", "--ranks", metavar="N", help="how many ranks to start")
+    add("-m", "--module", action="store_true", help="PROGRAM is a module, as in python -m")
+    add("--virtual", action="store_true", help="no MPI: one process plays all ranks")
+    add("--mpirun", metavar="PATH", help="the launcher to use")
+    add("--mpi-arg", metavar="ARG", action="append", default=[], help="pass ARG to it (repeatable)")
+    add("--timeout", metavar="S", help="seconds that a rank waits for another; 0: for ever")
+    add("--dump", metavar="DIR", help="write what compilation does into DIR")
+    add("--passes", metavar="LIST", help="switch passes off and on: --passes=-overlap,+ipc")
+    add("--no-thread-cap", action="store_true", help="leave thread pools as they are")
+    add("--no-affinity", action="store_true", help="do not bind ranks to cores")
+    add("--no-bind-devices", action="store_true", help="do not select devices by local rank")
+    add(
+        "-x",
+        "--env",
+        metavar="NAME[=VALUE]",
+        action="append",
+        default=[],
+        help="carry a variable to all ranks, also on other machines (repeatable)",
+    )
+    add("-v", "--verbose", action="store_true", help="print the command on standard error")
+    add("--help-env", action="store_true", help="describe the environment variables, and exit")
+    add("program", metavar="PROGRAM", nargs="?", help="the script that every rank runs")
+    add("arguments", metavar="...", nargs=argparse.REMAINDER, help="its arguments")
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    ranks = _rank_count(options.ranks)
+    program = _program(options)
+    inherited = environment()
+    ours = _variables(options, inherited)
+    Config.from_environ({**inherited, **ours})  # complain here, rather than on every rank
+    if options.virtual or (ranks == 1 and options.mpirun is None):
+        ours["CG_RANKS"] = str(ranks)
+        _show(options, program, ours)
+        sys.stdout.flush()
+        os.execve(program[0], program, {**inherited, **ours})
+    launcher = find(options.mpirun, _beside(), inherited.get("PATH", os.defpath))
+    cores = core_count(read_cores(allowed_cpus()), cpu_quota())
+    if not options.no_thread_cap and not options.mpi_arg:
+        preset = {name for name in THREAD_VARIABLES if inherited.get(name)}
+        ours.update(settings(max(1, cores // ranks), preset))
+    ours.setdefault("PYTHONUNBUFFERED", inherited.get("PYTHONUNBUFFERED", "1"))
+    inherited.pop("CG_RANKS", None)
+    line = command(
+        launcher,
+        ranks,
+        program,
+        exported=[*ours, *(name for name in ("PYTHONPATH",) if name in inherited)],
+        oversubscribe=ranks > cores,
+        leave_unbound=not options.no_affinity,
+        extra=options.mpi_arg,
+    )
+    _show(options, line, ours, launcher)
+    return _supervise(line, {**inherited, **ours, **variables(launcher, os.geteuid() == 0)}, ranks)
+
+
+def _supervise(line: Sequence[str], variables_: Mapping[str, str], ranks: int) -> int:
+    started = time.time()
+    job = Job()
+    code = job.run(line, variables_)
+    if job.ended_by is not None:
+        print(f"cg.launch: {job.ended_by.name} ended all {ranks} ranks", file=sys.stderr)
+    if code != 0:
+        remove_unused(since=started)
+    return code
+
+
+def _rank_count(text: str | None) -> int:
+    if text is None:
+        raise LaunchError("say how many ranks to start: -n N")
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise LaunchError(f"-n {text}: the number of ranks is a whole number of at least 1")
+    return int(text)
+
+
+def _program(options: argparse.Namespace) -> list[str]:
+    """What each rank runs."""
+    if options.program is None:
+        raise LaunchError("say what to run: python -m cg.launch -n N script.py ...")
+    if options.module:
+        return [sys.executable, "-m", options.program, *options.arguments]
+    path = Path(options.program)
+    if path.is_dir() and not (path / "__main__.py").is_file():
+        raise LaunchError(f"{path} is a directory; give a script")
+    if not path.exists():
+        raise LaunchError(f"{path}: no such script (in {Path.cwd()})")
+    return [sys.executable, options.program, *options.arguments]
+
+
+def _variables(options: argparse.Namespace, inherited: Mapping[str, str]) -> dict[str, str]:
+    """The variables that the options stand for."""
+    chosen: dict[str, str] = {}
+    for item in options.env:
+        name, given, value = item.partition("=")
+        if not name or not (given or name in inherited):
+            raise LaunchError(f"-x {item}: {name or 'the name'} is not set; use -x NAME=VALUE")
+        chosen[name] = value if given else inherited[name]
+    for name, value in (
+        ("CG_TIMEOUT", options.timeout),
+        ("CG_DUMP", options.dump and str(Path(options.dump).absolute())),
+        ("CG_PASSES", options.passes),
+        ("CG_THREAD_CAP", options.no_thread_cap and "0"),
+        ("CG_AFFINITY", options.no_affinity and "0"),
+        ("CG_BIND_DEVICES", options.no_bind_devices and "0"),
+    ):
+        if value:
+            chosen[name] = value
+    return chosen
+
+
+def _beside() -> list[Path]:
+    """Where the scripts of this Python's packages are: of its virtual environment first."""
+    python = Path(sys.executable)
+    return list(dict.fromkeys([python.parent, python.resolve().parent]))
+
+
+def _show(
+    options: argparse.Namespace,
+    line: Sequence[str],
+    ours: Mapping[str, str],
+    launcher: Launcher | None = None,
+) -> None:
+    if not options.verbose:
+        return
+    if launcher is not None:
+        print(f"cg.launch: {launcher.flavour.value}: {launcher.version}", file=sys.stderr)
+    assignments = [f"{name}={shlex.quote(value)}" for name, value in sorted(ours.items())]
+    print("cg.launch: " + " ".join([*assignments, shlex.join(line)]), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,274 @@
+"""Environment variables: the one module that reads them, and the table that documents them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .detect import Launch, detect
+
+THREAD_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+)
+"""What the thread pools under torch and numpy read when they are loaded."""
+
+
+class ConfigError(ValueError):
+    """An environment variable, or an option of the launcher, has a value that means nothing."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """What the environment asks for. The variable of each field is in `VARIABLES`."""
+
+    ranks: int | None = None
+    """Ranks of the virtual world; None: not said."""
+    dump: Path | None = None
+    """Where compilation writes what it did; None: nowhere."""
+    dump_passes: re.Pattern[str] | None = None
+    """Which passes write, by a search in their names; None: all that changed something."""
+    dump_ranks: frozenset[int] | None = frozenset({0})
+    """Which ranks write; None: all."""
+    passes: str = ""
+    """Passes to switch off and on, as in `-overlap,+ipc`."""
+    timeout: float | None = 300.0
+    """Seconds after which waiting for another rank is an error; None: never."""
+    seed: int = 0
+    """Seed of the random numbers of traced steps."""
+    thread_cap: bool = True
+    """Whether each rank's thread pools are held to its share of the cores."""
+    affinity: bool = True
+    """Whether each rank is bound to its share of the cores."""
+    bind_devices: bool = True
+    """Whether each rank selects the accelerator of its local rank."""
+    launch: Launch | None = None
+    """How an MPI launcher started this process; None: it did not."""
+    preset_threads: frozenset[str] = frozenset()
+    """Those of `THREAD_VARIABLES` that are set already."""
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> Config:
+        """Read `environ`. A variable that is set to nothing counts as not set.
+
+        Raises:
+            ConfigError: a value is not what its variable takes.
+        """
+        fields: dict[str, Any] = {}
+        for variable in VARIABLES:
+            text = environ.get(variable.name, "").strip()
+            if text:
+                fields[variable.field] = variable.value(text)
+        return cls(
+            **fields,
+            launch=_launch(environ),
+            preset_threads=frozenset(name for name in THREAD_VARIABLES if environ.get(name)),
+        )
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable of ours."""
+
+    name: str
+    field: str
+    takes: str
+    default: str
+    meaning: str
+    parse: Callable[[str], object]
+
+    def value(self, text: str) -> object:
+        """The field's value.
+
+        Raises:
+            ConfigError: `text` is not what the variable takes.
+        """
+        try:
+            return self.parse(text)
+        except ValueError as error:
+            why = f" ({error})" if isinstance(error, re.error) else ""
+            raise ConfigError(f"{self.name}={text!r}: it takes {self.takes}{why}") from error
+
+
+def config() -> Config:
+    """What this process's environment asks for now.
+
+    Raises:
+        ConfigError: a variable's value is not what it takes.
+    """
+    return Config.from_environ(os.environ)
+
+
+def environment() -> dict[str, str]:
+    """A copy of this process's environment, to start another process with."""
+    return dict(os.environ)
+
+
+def export(variables: Mapping[str, str]) -> None:
+    """Set variables for libraries that this process has yet to load."""
+    os.environ.update(variables)
+
+
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """Names in `environ` that look like ours but are not: misspelt, most likely."""
+    known = {variable.name for variable in VARIABLES}
+    return sorted(name for name in environ if name.startswith("CG_") and name not in known)
+
+
+def table() -> str:
+    """All variables as a Markdown table."""
+    rows = [("variable", "takes", "default", "meaning"), ("---",) * 4]
+    rows += [(f"`{v.name}`", v.takes, v.default, v.meaning) for v in VARIABLES]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def parse_ranks(text: str) -> frozenset[int] | None:
+    """`0,2-5` as a set of ranks; `all` as None.
+
+    Raises:
+        ValueError: `text` is neither.
+    """
+    if text == "all":
+        return None
+    return frozenset(_members(text))
+
+
+def _members(text: str) -> Iterator[int]:
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        low = _whole(first)
+        high = _whole(last) if dash else low
+        if high < low:
+            raise ValueError(part)
+        yield from range(low, high + 1)
+
+
+def _whole(text: str) -> int:
+    if not re.fullmatch(r"[0-9]+", text.strip()):
+        raise ValueError(text)
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    if (value := _whole(text)) < 1:
+        raise ValueError(text)
+    return value
+
+
+def _seconds(text: str) -> float | None:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise ValueError(text)
+    return value or None
+
+
+def _switch(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError(text)
+    return text == "1"
+
+
+def _switches(text: str) -> str:
+    if not all(re.fullmatch(r"\s*[+-][a-z0-9][a-z0-9-]*\s*", item) for item in text.split(",")):
+        raise ValueError(text)
+    return text.replace(" ", "")
+
+
+def _launch(environ: Mapping[str, str]) -> Launch | None:
+    try:
+        return detect(environ)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+_ON = "`0` or `1`"
+
+VARIABLES = (
+    Variable(
+        "CG_RANKS",
+        "ranks",
+        "a whole number of at least 1",
+        "1",
+        "Ranks of the virtual world, where no MPI launcher has started the program: "
+        "one process plays them all.",
+        _positive,
+    ),
+    Variable(
+        "CG_DUMP",
+        "dump",
+        "a directory, which is made where it does not exist",
+        "none",
+        "Where every pass that changes something writes the program.",
+        Path,
+    ),
+    Variable(
+        "CG_DUMP_PASSES",
+        "dump_passes",
+        "a regular expression",
+        "all",
+        "Which passes write, by a search in their names.",
+        re.compile,
+    ),
+    Variable(
+        "CG_DUMP_RANKS",
+        "dump_ranks",
+        "ranks such as `0,2-5`, or `all`",
+        "0",
+        "Which ranks write.",
+        parse_ranks,
+    ),
+    Variable(
+        "CG_PASSES",
+        "passes",
+        "names of passes, each after a `+` or a `-`, with commas between them",
+        "none",
+        "Optimisations to switch on and off, as in `-overlap,+ipc`.",
+        _switches,
+    ),
+    Variable(
+        "CG_TIMEOUT",
+        "timeout",
+        "a number of seconds, or 0 for no limit",
+        "300",
+        "How long a rank waits for another one before that is an error.",
+        _seconds,
+    ),
+    Variable(
+        "CG_SEED",
+        "seed",
+        "a whole number of at least 0",
+        "0",
+        "Seed of the random numbers that traced steps draw.",
+        _whole,
+    ),
+    Variable(
+        "CG_THREAD_CAP",
+        "thread_cap",
+        _ON,
+        "1",
+        "Whether a rank's thread pools are held to its share of the machine's cores.",
+        _switch,
+    ),
+    Variable(
+        "CG_AFFINITY",
+        "affinity",
+        _ON,
+        "1",
+        "Whether a rank is bound to its share of the machine's cores.",
+        _switch,
+    ),
+    Variable(
+        "CG_BIND_DEVICES",
+        "bind_devices",
+        _ON,
+        "1",
+        "Whether a rank selects the accelerator of its local rank.",
+        _switch,
+    ),
+)

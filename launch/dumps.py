@@ -1,0 +1,58 @@
+"""What compilation writes to a directory: the module after each pass, the grid, the costs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..ir.module import Module
+from ..passes.grid import format_grid
+from ..passes.manager import PassReport, format_reports
+from .config import Config
+
+
+@dataclass(frozen=True)
+class Dump:
+    """A directory, and what the files of one compilation are called.
+
+    Attributes:
+        directory: made if it does not exist.
+        prefix: the step's name; the n-th compilation of a step adds `-n`.
+        passes: which passes write their module, by a search in the names; None for all.
+    """
+
+    directory: Path
+    prefix: str
+    passes: re.Pattern[str] | None = None
+
+    def write(self, step: int, label: str, text: str) -> None:
+        """Write `prefix.005.after-split-transfers.cg`; see `DumpSink`."""
+        if self.passes is None or self.passes.search(label.removeprefix("after-")):
+            self._write(f"{step:03d}.{label}.cg", text)
+
+    def finish(self, module: Module, reports: Sequence[PassReport]) -> None:
+        """Write the schedule as a grid, and what each pass did and cost."""
+        self._write("grid.txt", format_grid(module))
+        self._write("passes.txt", format_reports(list(reports)))
+
+    def _write(self, name: str, text: str) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        (self.directory / f"{self.prefix}.{name}").write_text(text, encoding="utf-8")
+
+
+def make_dump(settings: Config, directory: Path | None, name: str, rank: int) -> Dump | None:
+    """Where a compilation on `rank` writes, if it does.
+
+    Args:
+        settings: the environment's wishes.
+        directory: the caller's wish, which comes before the environment's.
+        name: what the files are called.
+        rank: this process's; others than rank 0 add it to the name.
+    """
+    directory = directory or settings.dump
+    wanted = settings.dump_ranks is None or rank in settings.dump_ranks
+    if directory is None or not wanted:
+        return None
+    return Dump(directory, name if rank == 0 else f"{name}.rank{rank}", settings.dump_passes)

