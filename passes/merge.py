@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
@@ -267,17 +267,27 @@ def _circle(
     return error(
         f"schedule '{schedule.name}' cannot run this step: its tasks wait for each other",
         program=work.program,
-        help=_HELP,
+        help=_help(ops[node] for node in circle),
         notes=tuple(notes[:_SHOWN]),
     )
 
 
 _SHOWN = 12
-_HELP = (
-    "a backward that depends on the forwards of later microbatches (say, of a loss that is "
-    "divided by a sum over all of them) can only start after all forwards: use the schedule "
-    "'gpipe', or divide by a number that is known before"
-)
+
+
+def _help(circle: Iterable[Op]) -> str:
+    if any(op.task is not None and op.task.action is not Action.FORWARD for op in circle):
+        return (
+            "a backward that must follow the forwards of later microbatches can only start "
+            "after all forwards. If it is a loss divided by a sum over all microbatches, divide by a "
+            "number that is known before; if it is an actor's method that writes to its state, "
+            "keep that method out of the microbatches; or use the schedule 'gpipe'"
+        )
+    return (
+        "one microbatch must be through before the next may start, so there is nothing to "
+        "pipeline. If it is for an actor's method that writes to its state, give each stage an "
+        "actor of its own, or make the method traceable"
+    )
 
 
 def _describe(op: Op) -> str:

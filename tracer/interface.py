@@ -95,7 +95,9 @@ class TracedVjp:
 class FunctionTracer(Protocol):
     """Implemented by `functions.py`."""
 
-    def trace(self, target: Target, signature: Tree, name: str, loc: Location | None) -> TracedFunction:
+    def trace(
+        self, target: Target, signature: Tree, name: str, loc: Location | None
+    ) -> TracedFunction:
         """Trace a call with the given arguments, a pytree `(args, kwargs)`.
 
         Raises:

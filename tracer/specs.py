@@ -34,24 +34,35 @@ class ObjectSpec:
 class Static:
     """A Python value that is part of the signature: it is the same in every execution.
 
-    Values compare with their types, so `1`, `True` and `1.0` are three signatures. A value that
-    is not hashable compares by identity.
+    Values compare as `static_key` says, so `1`, `True` and `1.0` are three signatures.
     """
 
     value: Any
 
-    def _key(self) -> tuple[Any, ...]:
-        try:
-            hash(self.value)
-        except TypeError:
-            return (type(self.value), id(self.value))
-        return (type(self.value), self.value)
-
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Static) and self._key() == other._key()
+        return isinstance(other, Static) and static_key(self.value) == static_key(other.value)
 
     def __hash__(self) -> int:
-        return hash(self._key())
+        return hash(static_key(self.value))
+
+
+def static_key(value: Any) -> tuple[Any, ...]:
+    """What equal static values have in common; hashable.
+
+    Values compare with their types. A float compares by its digits: `-0.0` is not `0.0`, and
+    `nan` is `nan`. A slice compares by its parts. A value that is not hashable compares by
+    identity.
+    """
+    kind = type(value)
+    if kind is float or kind is complex:
+        return (kind, repr(value))
+    if kind is slice:
+        return (kind, *map(static_key, (value.start, value.stop, value.step)))
+    try:
+        hash(value)
+    except TypeError:
+        return (kind, id(value))
+    return (kind, value)
 
 
 Leaf: TypeAlias = TensorSpec | ObjectSpec | Static

@@ -197,14 +197,15 @@ def reset(me: Rank) -> Any:
     make = send if me.rank == 0 else recv
     objects = [make(OBJECT) for _ in range(6)]
     slots = [make(F32, slot=slot) for slot in (0, 1)]
+    plan = [slots[0], *objects[:3], slots[1], *objects[3:]]
+    values = [torch.zeros(8), *map(bytes, SIZES[:3]), torch.zeros(8), *map(bytes, SIZES[3:6])]
     for execution in range(4):
         me.control.begin(1, me.watch())
         # One side issues more than the other, first the sender and then the receiver.
         many = (me.rank == 0) == (execution % 2 == 0)
-        for index, port in enumerate(objects if many else objects[:2]):
-            port.start(bytes(50_000 * index) if me.rank == 0 else None)
-        for port in slots if many else slots[:1]:
-            port.start(torch.zeros(8) if me.rank == 0 else None)
+        count = len(plan) if many else execution
+        for port, value in list(zip(plan, values, strict=True))[:count]:
+            port.start(value if me.rank == 0 else None)
         error = me.control.fail(_failure(me.rank))
         assert isinstance(error, RemoteError)
         assert error.rank == 0

@@ -70,17 +70,20 @@ def drawn_steps(draw: Callable[..., object]) -> Drawn:
 
     world, count = number(1, 4), number(1, 6)
     actors = [number(0, world - 1) for _ in range(number(1, 6))]
+    stages = [number(0, len(actors) - 1) for _ in range(count)]
+    # An opaque stage shares its actor with none: the microbatches could not overlap at all.
+    alone = [s for s in range(count) if stages.count(stages[s]) == 1 and stages[s] != stages[-1]]
     return Drawn(
         world=world,
         microbatches=number(1, 8),
         actors=actors,
-        stages=[number(0, len(actors) - 1) for _ in range(count)],
+        stages=stages,
         skips=[sorted({number(0, s) for _ in range(number(0, 2))}) for s in range(count)],
         mixes=[number(0, 3) == 0 for _ in range(count)],
         summed=coin(),
         reduced=number(0, 3) == 0,
         trained=number(0, 3) > 0,
-        opaque=number(0, count - 1) if number(0, 3) == 0 else None,
+        opaque=alone[0] if alone and number(0, 3) == 0 else None,
         saves=coin(),
         gathered=coin(),
     )
@@ -156,7 +159,8 @@ class Maker:
         out: TensorType = HIDDEN,
     ) -> Value:
         owner = None if actor is None else f"actor{actor}"
-        full = name if owner is None else f"{owner}.{name}"
+        mask = "".join("g" if self.has_gradient(value) else "n" for value in operands)
+        full = f"{name}.{mask}" if owner is None else f"{owner}.{name}"
         inputs = tuple(relocate(value.type, None) for value in operands)
         if full not in self.module.functions:
             self.derive(full, owner, inputs, operands, out)
@@ -191,7 +195,7 @@ class Maker:
         if opaque or not self.drawn.trained:
             return
         # Sums and means save nothing, as then no backward has to wait for all forwards.
-        saves = owner is not None or (full == "mix" and self.drawn.saves)
+        saves = owner is not None or (full.startswith("mix") and self.drawn.saves)
         saved = (HIDDEN,) if saves else ()
         flowing = tuple(i for i, value in enumerate(operands) if self.has_gradient(value))
         if owner is None and not flowing:

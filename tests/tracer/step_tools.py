@@ -7,12 +7,15 @@ torch.fx, and stands for the definition that the real tracer is held against.
 
 from __future__ import annotations
 
+import linecache
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from cg.ir.attributes import Effect
 from cg.ir.module import Function, FunctionKind, Vjp
+from cg.ir.ops import Call
+from cg.ir.printer import format_op
 from cg.ir.types import ObjectType, Place
 from cg.tracer.actors import ActorFactory
 from cg.tracer.errors import TraceError
@@ -22,7 +25,7 @@ from cg.tracer.step import trace_step
 from cg.tracer.trace import Trace
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten
 
 
 class Solo:
@@ -244,4 +247,17 @@ def refusal(bench: Bench, fn: Any, *args: Any, **kwargs: Any) -> TraceError:
     raise AssertionError("the step was traced")
 
 
-__all__ = ["Bench", "EagerTracer", "Opaque", "Real", "Solo", "opaque", "refusal", "tree_unflatten", "writes"]
+def calls(trace: Trace) -> list[str]:
+    """The functions that a traced step calls, in order."""
+    return [op.fn.name for op in trace.module.program.ops if isinstance(op, Call)]
+
+
+def text(trace: Trace) -> list[str]:
+    """The ops of a traced step, one line for each."""
+    return [format_op(op) for op in trace.module.program.ops]
+
+
+def line_of(error: TraceError) -> str:
+    """The source line that an error names, as the user sees it."""
+    assert error.loc is not None
+    return linecache.getline(error.loc.file, error.loc.line).strip()

@@ -1,0 +1,157 @@
+"""Functions that are called as they are: opaque methods, and methods that work on gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ..ir.location import Location
+from .errors import TraceError
+from .interface import Body
+from .opaque import OpaqueMark
+from .results import describe
+from .specs import Leaf, ObjectSpec, Static, TensorSpec, Tree
+
+
+def opaque_results(
+    mark: OpaqueMark,
+    instance: Any,
+    signature: Tree,
+    what: str,
+    loc: Location | None,
+    device: torch.device,
+) -> Tree:
+    """What an opaque call returns, as its mark says.
+
+    Raises:
+        TraceError: the mark's `fake` fails, or returns a tensor that is not fake.
+    """
+    if mark.fake is not None:
+        return _faked(mark.fake, instance, signature, what, loc, device)
+    leaf = ObjectSpec()
+    leaves, spec = pytree.tree_flatten(leaf if mark.returns is None else (leaf,) * mark.returns)
+    return Tree(tuple(leaves), spec)
+
+
+def _faked(
+    fake: Callable[..., Any],
+    instance: Any,
+    signature: Tree,
+    what: str,
+    loc: Location | None,
+    device: torch.device,
+) -> Tree:
+    with FakeTensorMode(allow_non_fake_inputs=True, shape_env=None), torch.no_grad():
+        values = [_stand_in(signature.leaves[i], device) for i in signature.values]
+        args, kwargs = signature.fill(values)
+        try:
+            result = fake(instance, *args, **kwargs)
+        except Exception as error:
+            raise TraceError(
+                f"the fake of the opaque {what} raised {type(error).__name__}: {error}",
+                loc=loc,
+                remedy="it gets the method's arguments, self included, with fake tensors, and "
+                "returns fake tensors of the right shapes and dtypes",
+            ) from error
+    leaves, spec = pytree.tree_flatten(result)
+    return Tree(
+        tuple(
+            describe(leaf, what, loc) if isinstance(leaf, torch.Tensor) else ObjectSpec()
+            for leaf in leaves
+        ),
+        spec,
+    )
+
+
+def _stand_in(leaf: Leaf, device: torch.device) -> Any:
+    if isinstance(leaf, TensorSpec):
+        return torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
+    return leaf
+
+
+def opaque_body(
+    function: Callable[..., Any], mark: OpaqueMark, signature: Tree, results: Tree, what: str
+) -> Body:
+    """A body that calls `function` with the filled-in signature, gradients enabled.
+
+    Raises (when it runs):
+        TypeError: the function returns something else than its mark says.
+    """
+    call = _caller(function, signature)
+    if mark.fake is not None:
+        return _checked(call, results, what)
+    many = mark.returns
+    if many is None:
+
+        def one(*inputs: Any) -> Sequence[Any]:
+            with torch.enable_grad():
+                return (call(inputs),)
+
+        return one
+
+    def several(*inputs: Any) -> Sequence[Any]:
+        with torch.enable_grad():
+            result = call(inputs)
+        if not isinstance(result, (tuple, list)) or len(result) != many:
+            raise TypeError(
+                f"{what} is marked @cg.opaque(returns={many}), but it returned "
+                f"{_words(result)}"
+            )
+        return tuple(result)
+
+    return several
+
+
+def _words(result: Any) -> str:
+    if isinstance(result, (tuple, list)):
+        return f"a {type(result).__name__} of {len(result)}"
+    return f"a {type(result).__name__}"
+
+
+def _caller(
+    function: Callable[..., Any], signature: Tree
+) -> Callable[[tuple[Any, ...]], Any]:
+    """Calls `function` with values in their places; without pytrees where none are needed."""
+    args, kwargs = pytree.tree_unflatten(range(len(signature.leaves)), signature.spec)
+    flat = all(type(i) is int for i in (*args, *kwargs.values()))
+    if flat and not kwargs and len(signature.values) == len(signature.leaves):
+        return lambda inputs: function(*inputs)
+
+    def general(inputs: tuple[Any, ...]) -> Any:
+        args, kwargs = signature.fill(inputs)
+        return function(*args, **kwargs)
+
+    return general
+
+
+def _checked(
+    call: Callable[[tuple[Any, ...]], Any], results: Tree, what: str
+) -> Body:
+    def body(*inputs: Any) -> Sequence[Any]:
+        with torch.enable_grad():
+            result = call(inputs)
+        leaves, spec = pytree.tree_flatten(result)
+        if spec != results.spec:
+            raise TypeError(f"{what} returned {spec}, but its fake promised {results.spec}")
+        return tuple(
+            _as_promised(value, leaf, what) for value, leaf in zip(leaves, results.leaves)
+        )
+
+    return body
+
+
+def _as_promised(value: Any, leaf: Leaf, what: str) -> Any:
+    if isinstance(leaf, (ObjectSpec, Static)):
+        return value
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{what} returned {_words(value)}, but its fake promised a tensor")
+    if value.dtype != leaf.dtype or tuple(value.shape) != leaf.shape:
+        raise TypeError(
+            f"{what} returned a tensor {value.dtype} {list(value.shape)}, but its fake promised "
+            f"{leaf.dtype} {list(leaf.shape)}"
+        )
+    return value.detach().contiguous()

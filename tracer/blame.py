@@ -1,0 +1,128 @@
+"""Turning what goes wrong inside a traced call into an error that names the user's line."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import traceback
+from collections.abc import Iterable, Iterator
+from types import CodeType, FrameType, TracebackType
+
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
+
+from ..ir.location import Location
+from .errors import TraceError
+from .source import is_user_file
+
+OPAQUE_REMEDY = (
+    "mark the method with @cg.opaque to call it as it is, or make what it depends on a static "
+    "(plain Python) value"
+)
+
+_VALUE_OPS = {
+    "aten._local_scalar_dense.default": "the value of a tensor becomes a Python value",
+    "aten.equal.default": "torch.equal compares the values of tensors",
+    "aten.allclose.default": "torch.allclose compares the values of tensors",
+    "aten.is_nonzero.default": "a Python condition depends on the value of a tensor",
+}
+_SHAPE_OPS = {
+    "aten.nonzero.default": (
+        "the shape of a result depends on the values of a tensor (nonzero, a boolean mask as "
+        "index, or torch.where with one argument)"
+    ),
+}
+
+_is_user_file = functools.lru_cache(maxsize=None)(is_user_file)
+
+
+@functools.lru_cache(maxsize=None)
+def _is_installed(file: str) -> bool:
+    return "site-packages" in file or "dist-packages" in file
+
+
+def best_location(places: Iterable[tuple[CodeType, int]]) -> tuple[Location | None, str]:
+    """The line to blame, and a note about the library line beneath it.
+
+    The user's own innermost line is better than a line of an installed package; the latter is
+    better than none, and is added in words where both exist.
+
+    Args:
+        places: code and line of each frame, innermost first.
+    """
+    library: Location | None = None
+    for code, line in places:
+        file = code.co_filename
+        if not _is_user_file(file):
+            continue
+        where = Location(file, line, code.co_name)
+        if not _is_installed(file):
+            return where, f" (in {library})" if library else ""
+        library = library or where
+    return library, ""
+
+
+def current_location(until: CodeType | None) -> tuple[Location | None, str]:
+    """`best_location` of the frames that run now, up to the one whose code is `until`."""
+    return best_location(_live(sys._getframe(1), until))
+
+
+def _live(frame: FrameType | None, until: CodeType | None) -> Iterator[tuple[CodeType, int]]:
+    while frame is not None and frame.f_code is not until:
+        yield frame.f_code, frame.f_lineno
+        frame = frame.f_back
+
+
+def exception_location(error: BaseException, until: CodeType) -> tuple[Location | None, str]:
+    """`best_location` of an exception's traceback, below the frame whose code is `until`."""
+    return best_location(_raised(error.__traceback__, until))
+
+
+def _raised(tb: TracebackType | None, until: CodeType) -> list[tuple[CodeType, int]]:
+    frames: list[tuple[CodeType, int]] = []
+    for frame, line in traceback.walk_tb(tb):
+        if frame.f_code is until:
+            frames.clear()
+        else:
+            frames.append((frame.f_code, line))
+    return frames[::-1]
+
+
+def translate(
+    error: Exception, what: str, until: CodeType, call_loc: Location | None
+) -> TraceError:
+    """The `TraceError` for an exception that a traced call has raised.
+
+    Args:
+        what: the call in words, such as `Stage.forward`.
+        until: code of the frame that called into the user's code.
+        call_loc: where the step made the call, for exceptions without a line of the method.
+    """
+    if isinstance(error, TraceError):
+        if error.loc is not None or call_loc is None:
+            return error
+        return type(error)(error.reason, loc=call_loc, remedy=error.remedy)
+    loc, note = exception_location(error, until)
+    reason, remedy = _explain(error)
+    return TraceError(
+        f"{what} cannot be traced: {reason}{note}", loc=loc or call_loc, remedy=remedy
+    )
+
+
+def _explain(error: Exception) -> tuple[str, str]:
+    if isinstance(error, DataDependentOutputException):
+        op = str(error.func)
+        reason = _VALUE_OPS.get(op, f"{op} needs the value of a tensor")
+        return f"{reason}, which is not known while tracing", OPAQUE_REMEDY
+    if isinstance(error, DynamicOutputShapeException):
+        op = str(error.func)
+        reason = _SHAPE_OPS.get(op, f"the shape of the result of {op} depends on values")
+        remedy = (
+            "shapes are static in a step: use torch.where or a mask that is multiplied in, "
+            "or mark the method with @cg.opaque"
+        )
+        return reason, remedy
+    message = str(error).strip() or "no message"
+    return f"it raised {type(error).__name__}: {message}", ""

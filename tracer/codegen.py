@@ -1,0 +1,233 @@
+"""From a piece of a graph to a Python function: the body that a rank runs.
+
+The source holds one line for each operator, calls operators without attribute look-ups, looks
+parameters up where they live, and drops each value after its last use. Each line knows the user's
+line that it stems from.
+"""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+import math
+import operator
+import re
+from collections.abc import Callable, Iterator, Sequence
+from types import CodeType, TracebackType
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from ..ir.location import Location
+from .graphs import Gradient, Piece
+from .lifting import Slot, StateTensor
+
+
+class GraphBody(Protocol):
+    """The body of a traced function.
+
+    Attributes:
+        locate: the user's line that stands behind a traceback through the body, or None.
+        graph: the graph that it runs.
+    """
+
+    locate: Callable[[TracebackType | None], Location | None]
+    graph: fx.Graph
+
+    def __call__(self, *inputs: Any) -> Sequence[Any]: ...
+
+
+_serial = itertools.count()
+
+
+def make_body(piece: Piece, name: str) -> GraphBody:
+    """Generate the body of a piece.
+
+    It takes the piece's inputs and returns a tuple. It runs under `torch.no_grad` and without
+    autocast, whatever the caller's mode.
+    """
+    writer = _Writer(piece, re.sub(r"\W", "_", name))
+    lines = list(writer.lines())
+    source = "\n".join(text for text, _ in lines) + "\n"
+    file = f"<cg {name} #{next(_serial)}>"
+    code = compile(source, file, "exec")
+    exec(code, writer.globals)
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    body = writer.globals[writer.name]
+    locations = {i: loc for i, (_, loc) in enumerate(lines, start=1) if loc is not None}
+    body.locate = _Locator(body.__code__, locations)
+    body.graph = piece.graph
+    return body  # type: ignore[no-any-return]
+
+
+class _Locator:
+    """Maps a line of generated code to the user's line."""
+
+    def __init__(self, code: CodeType, locations: dict[int, Location]) -> None:
+        self._code = code
+        self._locations = locations
+
+    def __call__(self, tb: TracebackType | None) -> Location | None:
+        found = None
+        while tb is not None:
+            if tb.tb_frame.f_code is self._code:
+                found = self._locations.get(tb.tb_lineno, found)
+            tb = tb.tb_next
+        return found
+
+
+_Line = tuple[str, Location | None]
+
+
+class _Writer:
+    """Writes the source of one body; `globals` holds what the source refers to."""
+
+    def __init__(self, piece: Piece, name: str) -> None:
+        self.piece = piece
+        self.name = f"cg_{name}"
+        self.globals: dict[str, Any] = {
+            "GRAD_ON": torch.is_grad_enabled,
+            "NO_GRAD": torch.no_grad,
+            "AUTOCAST_ON": torch.is_autocast_enabled,
+            "AUTOCAST": torch.autocast,
+            "ACCUMULATE": accumulate,
+        }
+        self._known: dict[int, str] = {}
+        self._last_use = _last_uses(piece.graph)
+        nodes = [n for n in piece.graph.nodes if n.op == "placeholder"]
+        self._state = nodes[: len(piece.state)]
+        self._inputs = nodes[len(piece.state) :]
+
+    def lines(self) -> Iterator[_Line]:
+        """The lines of the source, each with the user's line."""
+        arguments = ", ".join(n.name for n in self._inputs)
+        yield f"def {self.name}({arguments}):", None
+        yield from ((text, None) for text in self._prelude(arguments))
+        for node in self.piece.graph.nodes:
+            if node.op in ("call_function", "get_attr"):
+                yield self._statement(node), self.piece.locations.get(node)
+        yield from ((text, None) for text in self._epilogue())
+
+    def _prelude(self, arguments: str) -> Iterator[str]:
+        again = f"return {self.name}({arguments})"
+        yield "    if GRAD_ON():"
+        yield f"        with NO_GRAD(): {again}"
+        for device in sorted(_devices(self.piece.graph)):
+            yield f"    if AUTOCAST_ON({device!r}):"
+            yield f"        with AUTOCAST({device!r}, enabled=False): {again}"
+        for node, dense in zip(self._inputs, self.piece.dense):
+            if dense:
+                yield f"    if not {node.name}.is_contiguous(): {node.name} = {node.name}.contiguous()"
+        for node, tensor in zip(self._state, self.piece.state):
+            yield f"    {node.name} = {self._slot(tensor.slots[0])}"
+
+    def _slot(self, slot: Slot) -> str:
+        within = "".join(f"[{i}]" for i in slot.within)
+        return f"{self._global(slot.holder)}[{self._literal(slot.key)}]{within}"
+
+    def _statement(self, node: fx.Node) -> str:
+        drop = "; ".join(f"del {n.name}" for n in self._last_use.get(node, ()))
+        return f"    {node.name} = {self._expression(node)}" + (f"; {drop}" if drop else "")
+
+    def _expression(self, node: fx.Node) -> str:
+        if node.op == "get_attr":
+            assert isinstance(node.target, str)
+            return self._global(operator.attrgetter(node.target)(self.piece.owner))
+        if node.target is operator.getitem:
+            value, index = node.args
+            return f"{self._literal(value)}[{self._literal(index)}]"
+        args = [self._literal(a) for a in node.args]
+        args += [f"{k}={self._literal(v)}" for k, v in node.kwargs.items()]
+        return f"{self._global(_callable(node.target))}({', '.join(args)})"
+
+    def _epilogue(self) -> Iterator[str]:
+        piece = self.piece
+        values = [self._literal(v) for v in _results(piece.graph)]
+        returned, rest = values[: piece.returned], values[piece.returned :]
+        for slot, value in zip(piece.rebinds, rest):
+            yield f"    {self._slot(slot)} = {value}"
+        gradients = rest[len(piece.rebinds) :]
+        if gradients:
+            owned = self._global(tuple(g.owned for g in piece.gradients))
+            params = ", ".join(self._slot(g.tensor.slots[0]) for g in piece.gradients)
+            yield f"    ACCUMULATE([{params}], [{', '.join(gradients)}], {owned})"
+        yield f"    return ({', '.join(returned)}{',' if returned else ''})"
+
+    def _literal(self, value: Any) -> str:
+        if isinstance(value, fx.Node):
+            return value.name
+        if value is None or type(value) in (bool, int, str):
+            return repr(value)
+        if type(value) is float and math.isfinite(value):
+            return repr(value)
+        if isinstance(value, (list, fx.immutable_collections.immutable_list)):
+            return "[" + ", ".join(map(self._literal, value)) + "]"
+        if type(value) is tuple:
+            return "(" + "".join(f"{self._literal(v)}, " for v in value) + ")"
+        return self._global(value)
+
+    def _global(self, value: Any) -> str:
+        known = self._known.get(id(value))
+        if known is None:
+            known = self._known[id(value)] = f"G{len(self._known)}"
+            self.globals[known] = value
+        return known
+
+
+def _callable(target: Any) -> Any:
+    """What to call for an operator: below its Python wrapper, where there is one."""
+    if type(target) is torch._ops.OpOverload:
+        return getattr(target, "_op", target)
+    return target
+
+
+def _results(graph: fx.Graph) -> Sequence[Any]:
+    (values,) = graph.output_node().args
+    assert isinstance(values, (tuple, list))
+    return values
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """For each node, the values that nobody needs once it has run."""
+    found: dict[fx.Node, list[fx.Node]] = {}
+    seen: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.op == "placeholder":
+            continue
+        for source in node.all_input_nodes:
+            if source not in seen:
+                seen.add(source)
+                if node.op != "output":
+                    found.setdefault(node, []).append(source)
+        if node not in seen and node.op != "output":  # run for its effect alone
+            found.setdefault(node, []).append(node)
+    return found
+
+
+def _devices(graph: fx.Graph) -> set[str]:
+    values = (node.meta.get("val") for node in graph.nodes)
+    return {v.device.type for v in values if isinstance(v, torch.Tensor)} or {"cpu"}
+
+
+def accumulate(
+    params: list[torch.Tensor], gradients: list[torch.Tensor], owned: tuple[bool, ...]
+) -> None:
+    """Add gradients to `.grad` of parameters, as autograd does.
+
+    A parameter without one takes over the gradient itself if nobody else refers to its memory
+    and it has the parameter's strides; else it gets a copy with those strides.
+    """
+    held: list[torch.Tensor] = []
+    new: list[torch.Tensor] = []
+    for param, gradient, is_owned in zip(params, gradients, owned):
+        existing = param.grad
+        if existing is not None:
+            held.append(existing)
+            new.append(gradient)
+        elif is_owned and (gradient.is_sparse or gradient.stride() == param.stride()):
+            param.grad = gradient
+        else:
+            param.grad = torch.empty_like(param).copy_(gradient)
+    if held:
+        torch._foreach_add_(held, new)

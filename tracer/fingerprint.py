@@ -1,0 +1,121 @@
+"""Snapshots of an actor's attributes: what a traced call changed, and how to put it back.
+
+A snapshot is a shallow copy of every container that the actor reaches, so it costs no copy of a
+tensor. Comparing goes by identity, and by value where a value says everything about itself.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from .lifting import SCALARS
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+MISSING = _Missing()
+"""Stands for the value of a key that is not there."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Change:
+    """One difference between a snapshot and now.
+
+    Attributes:
+        container: the dict, list, set or deque that changed.
+        key: the key or index; None where the container changed as a whole.
+        path: in words, from the actor: `hist` or `blocks.0.step`.
+        before, after: the values; `MISSING` where there was, or is, none.
+    """
+
+    container: Any
+    key: Any
+    path: str
+    before: Any
+    after: Any
+
+
+class Snapshot:
+    """The contents of containers at one moment."""
+
+    def __init__(self, containers: Iterable[tuple[Any, str]]) -> None:
+        self._copies = [(c, path, _shallow(c)) for c, path in containers]
+
+    def restore(self) -> None:
+        """Put every container back to what it held."""
+        for container, _, copy in self._copies:
+            if not _identical(container, copy):
+                _refill(container, copy)
+
+    def changes(self) -> list[Change]:
+        """What has changed since."""
+        found: list[Change] = []
+        for container, path, copy in self._copies:
+            if not _identical(container, copy):
+                found.extend(_differences(container, path, copy))
+        return found
+
+
+def _shallow(container: Any) -> Any:
+    return dict(container) if isinstance(container, dict) else list(container)
+
+
+def _identical(container: Any, copy: Any) -> bool:
+    if len(container) != len(copy):
+        return False
+    if isinstance(container, dict):
+        return all(a is b and x is y for (a, x), (b, y) in zip(container.items(), copy.items()))
+    return all(x is y for x, y in zip(container, copy))
+
+
+def _refill(container: Any, copy: Any) -> None:
+    if isinstance(container, list):
+        container[:] = copy
+        return
+    container.clear()
+    if isinstance(container, collections.deque):
+        container.extend(copy)
+    else:
+        container.update(copy)
+
+
+def _differences(container: Any, path: str, copy: Any) -> Iterator[Change]:
+    if isinstance(container, dict):
+        for key in {**copy, **container}:
+            before, after = copy.get(key, MISSING), container.get(key, MISSING)
+            if not same(before, after):
+                yield Change(container, key, _path(path, key), before, after)
+    elif isinstance(container, list) and len(container) == len(copy):
+        for index, (before, after) in enumerate(zip(copy, container)):
+            if not same(before, after):
+                yield Change(container, index, _path(path, index), before, after)
+    else:
+        yield Change(container, None, path or "a container", copy, container)
+
+
+def _path(path: str, key: object) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+def same(before: Any, after: Any) -> bool:
+    """Whether two values are one object, or equal values that consist of plain data alone."""
+    if before is after:
+        return True
+    return type(before) is type(after) and is_plain(before) and bool(before == after)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is a scalar, or a tuple, list or dict of nothing but such."""
+    if isinstance(value, SCALARS):
+        return True
+    if isinstance(value, (tuple, list)):
+        return all(map(is_plain, value))
+    if isinstance(value, dict):
+        return all(map(is_plain, value.values()))
+    return False

@@ -1,0 +1,263 @@
+"""The function half of the tracer: from what a step calls to declarations and bodies.
+
+A method is traced to a graph with the actor's state lifted out; one that is marked opaque, or that
+works on gradients (an optimizer, `.grad`, `.backward()`), is called as it is. A derivative is traced
+as one joint graph of forward and backward, which is then split.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..ir.attributes import Effect
+from ..ir.location import Location
+from ..ir.module import Function, FunctionKind, Vjp
+from ..ir.types import TensorType
+from .as_is import opaque_body, opaque_results
+from .call import Call
+from .codegen import make_body
+from .errors import TraceError
+from .graphs import Piece, fake_of
+from .interface import MethodTarget, Target, TracedFunction, TracedVjp
+from .joint import Joint, Wanted, trace_call
+from .lifting import ActorState, collect
+from .opaque import OpaqueMark, opaque_mark
+from .partition import forward_piece, split
+from .specs import Tree, ir_dtype
+from .staleness import build_guard
+from .watch import RunAsIs
+
+
+class Functions:
+    """Traces the functions that a step calls; implements `FunctionTracer`.
+
+    Attributes:
+        device: where values live; None: on the device of an actor's first tensor, or the CPU.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.device = device
+
+    def trace(
+        self, target: Target, signature: Tree, name: str, loc: Location | None
+    ) -> TracedFunction:
+        """Trace a call with the given arguments, a pytree `(args, kwargs)`.
+
+        Gradients are tracked as the ambient `torch.is_grad_enabled()` says.
+
+        Raises:
+            TraceError: the function cannot be traced; state of the actor is as before.
+        """
+        function = _function_of(target, loc)
+        mark = opaque_mark(function)
+        if mark is not None:
+            return self._opaque(target, function, mark, signature, name, loc)
+        call = self._call(target, function, signature, loc)
+        try:
+            joint = trace_call(call)
+        except RunAsIs:
+            return self._opaque(target, function, OpaqueMark(), signature, name, loc)
+        piece = forward_piece(joint)
+        _refuse_history(call, piece)
+        declaration = _declare(target, call, joint, piece, name)
+        guard = None
+        if isinstance(target, MethodTarget):
+            who = type(target.instance).__qualname__
+            guard = build_guard(call.state, joint.reads, piece.state, who)
+        body = make_body(piece, name)
+        return TracedFunction(declaration, joint.results, piece.state_outputs, body, guard)
+
+    def trace_vjp(
+        self,
+        target: Target,
+        signature: Tree,
+        name: str,
+        grad_outputs: tuple[int, ...],
+        grad_inputs: tuple[int, ...],
+        loc: Location | None,
+    ) -> TracedVjp:
+        """Trace forward and backward of the same call as one joint graph, and split it.
+
+        The vjp is called `name`, its functions `name.forward` and `name.backward`. An input that
+        the outputs do not depend on has zeros as its cotangent; a parameter that they do not
+        depend on keeps its `.grad` as it is.
+
+        Raises:
+            TraceError: as in `trace`; or the function is opaque, its backward would draw random
+                numbers again, or a parameter has gradient hooks.
+        """
+        function = _function_of(target, loc)
+        call = self._call(target, function, signature, loc)
+        if opaque_mark(function) is not None:
+            raise _no_derivative(call)
+        _refuse_hooks(call)
+        joint = trace_call(call, Wanted(grad_outputs, grad_inputs))
+        parts = split(joint)
+        _refuse_history(call, parts.forward)
+        forward = _declare(target, call, joint, parts.forward, f"{name}.forward", parts.saved)
+        backward = Function(
+            f"{name}.backward",
+            inputs=tuple(map(_type, (*parts.saved, *joint.cotangents))),
+            outputs=tuple(forward.inputs[i] for i in grad_inputs),
+            effect=_backward_effect(joint, parts.backward),
+            actor=target.actor if isinstance(target, MethodTarget) else None,
+            aliases=parts.backward.aliases,
+            loc=forward.loc,
+        )
+        return TracedVjp(
+            Vjp(name, forward.name, backward.name, grad_outputs, grad_inputs),
+            forward,
+            backward,
+            make_body(parts.forward, forward.name),
+            make_body(parts.backward, backward.name),
+        )
+
+    def _call(
+        self,
+        target: Target,
+        function: Callable[..., Any],
+        signature: Tree,
+        loc: Location | None,
+    ) -> Call:
+        is_method = isinstance(target, MethodTarget)
+        state = collect(target.instance) if isinstance(target, MethodTarget) else ActorState()
+        device = self.device
+        if device is None:
+            device = state.tensors[0].tensor.device if state.tensors else torch.device("cpu")
+        return Call(
+            what=_words(target),
+            function=function,
+            state=state,
+            signature=signature,
+            device=device,
+            loc=loc,
+            home=definition_of(function) if is_method else None,
+        )
+
+    def _opaque(
+        self,
+        target: Target,
+        function: Callable[..., Any],
+        mark: OpaqueMark,
+        signature: Tree,
+        name: str,
+        loc: Location | None,
+    ) -> TracedFunction:
+        """A call of a method as it is: it may do anything, so it counts as a write."""
+        what, home = _words(target), definition_of(function)
+        instance = target.instance if isinstance(target, MethodTarget) else None
+        device = self.device or torch.device("cpu")
+        results = opaque_results(mark, instance, signature, what, home or loc, device)
+        declaration = Function(
+            name,
+            inputs=signature.types(),
+            outputs=results.types(),
+            kind=FunctionKind.OPAQUE,
+            effect=Effect.WRITE,
+            actor=target.actor if isinstance(target, MethodTarget) else None,
+            loc=home or loc,
+        )
+        body = opaque_body(function, mark, signature, results, what)
+        return TracedFunction(declaration, results, (), body, None)
+
+
+def definition_of(function: Callable[..., Any]) -> Location | None:
+    """Where a Python function is defined, decorators looked through."""
+    function = inspect.unwrap(getattr(function, "__func__", function))
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return None
+    return Location(code.co_filename, code.co_firstlineno, code.co_name)
+
+
+def _words(target: Target) -> str:
+    if isinstance(target, MethodTarget):
+        return f"{type(target.instance).__qualname__}.{target.method}"
+    return target.name
+
+
+def _function_of(target: Target, loc: Location | None) -> Callable[..., Any]:
+    if not isinstance(target, MethodTarget):
+        return target.callable
+    function = getattr(target.instance, target.method, None)
+    if callable(function):
+        return function  # type: ignore[no-any-return]
+    raise TraceError(
+        f"{type(target.instance).__qualname__} has no method '{target.method}'",
+        loc=loc,
+        remedy="call a method that the actor's class defines",
+    )
+
+
+def _declare(
+    target: Target,
+    call: Call,
+    joint: Joint,
+    piece: Piece,
+    name: str,
+    saved: Sequence[torch.fx.Node] = (),
+) -> Function:
+    if not isinstance(target, MethodTarget):
+        effect = Effect.PURE
+    elif joint.written or joint.rebinds:
+        effect = Effect.WRITE
+    else:
+        effect = Effect.READ if piece.state else Effect.PURE
+    return Function(
+        name,
+        inputs=call.signature.types(),
+        outputs=joint.results.types() + tuple(map(_type, saved)),
+        effect=effect,
+        actor=target.actor if isinstance(target, MethodTarget) else None,
+        random=joint.recorder.draws,
+        aliases=piece.aliases,
+        loc=call.blame,
+    )
+
+
+def _type(node: torch.fx.Node) -> TensorType:
+    fake = fake_of(node)
+    return TensorType(ir_dtype(fake.dtype), tuple(fake.shape))
+
+
+def _backward_effect(joint: Joint, backward: Piece) -> Effect:
+    if joint.backward_written:
+        return Effect.WRITE
+    if backward.gradients:
+        return Effect.ACCUMULATE
+    return Effect.READ if backward.state else Effect.PURE
+
+
+def _no_derivative(call: Call) -> TraceError:
+    return TraceError(
+        f"{call.what} is opaque, so it has no derivative, but a loss depends on its result",
+        loc=call.loc,
+        remedy="remove @cg.opaque, so that the method is traced; or detach its result",
+    )
+
+
+def _refuse_history(call: Call, piece: Piece) -> None:
+    for state in piece.state:
+        if state.tensor.requires_grad and not state.tensor.is_leaf:
+            raise TraceError(
+                f"{call.what} cannot be traced: it uses '{state.path}', which carries gradient "
+                "history from outside the step",
+                loc=call.blame,
+                remedy="keep x.detach() in the attribute, or an nn.Parameter",
+            )
+
+
+def _refuse_hooks(call: Call) -> None:
+    for state in call.state.tensors:
+        tensor = state.tensor
+        if state.is_trained and (tensor._backward_hooks or tensor._post_accumulate_grad_hooks):
+            raise TraceError(
+                f"{call.what} cannot be differentiated: '{state.path}' has a gradient hook, which "
+                "would see the gradient of each call instead of their sum",
+                loc=call.blame,
+                remedy="do the hook's work in the method that uses the optimizer",
+            )

@@ -1,0 +1,245 @@
+"""Finding the state of an actor: every tensor that its attributes reach, and what holds each.
+
+An actor is a `torch.nn.Module` or any other object. Its state is found by walking attributes,
+modules, lists, dicts, tuples and plain objects. What holds a tensor is remembered as a `Slot`, so
+that tracing can put a fake in its place and a body can look the live tensor up again.
+"""
+
+from __future__ import annotations
+
+import collections
+import enum
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn.parameter import UninitializedTensorMixin
+
+from .errors import TraceError
+
+SCALARS: tuple[type, ...] = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    enum.Enum,
+    range,
+    slice,
+    type,
+    type(Ellipsis),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
+"""Types whose values say everything about them."""
+
+TRAINERS: tuple[type, ...] = (
+    torch.optim.Optimizer,
+    torch.optim.lr_scheduler.LRScheduler,
+    torch.optim.lr_scheduler.ReduceLROnPlateau,
+    torch.amp.GradScaler,
+)
+"""Objects that work on gradients; a method that touches one is called as it is."""
+
+_MANY = 10_000
+_OWN_ROOMS = tuple(
+    f"{__name__.rpartition('.tracer.')[0]}.{room}."
+    for room in ("ir", "tracer", "backends", "launch")
+)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Slot:
+    """Where a tensor of the actor's state hangs.
+
+    Attributes:
+        holder: the dict or list that holds it: a module's `_parameters`, an object's `__dict__`.
+        key: its key or index there.
+        within: indices on the way in, where the holder holds a (nested) tuple.
+        path: in words, from the actor: `blocks.0.weight`.
+    """
+
+    holder: Any
+    key: Any
+    within: tuple[int, ...]
+    path: str
+
+    def get(self) -> Any:
+        """What is there now.
+
+        Raises:
+            LookupError: nothing is.
+        """
+        value = self.holder[self.key]
+        for index in self.within:
+            value = value[index]
+        return value
+
+    def put(self, value: Any) -> None:
+        """Put `value` there."""
+        old = self.holder[self.key] if self.within else None
+        self.holder[self.key] = _replaced(old, self.within, value)
+
+
+def _replaced(old: Any, within: tuple[int, ...], value: Any) -> Any:
+    if not within:
+        return value
+    items = list(old)
+    items[within[0]] = _replaced(items[within[0]], within[1:], value)
+    return type(old)(*items) if hasattr(old, "_fields") else type(old)(items)
+
+
+@dataclass(eq=False, slots=True)
+class StateTensor:
+    """One tensor of the state with all the slots that hold it (several: a tied tensor)."""
+
+    tensor: torch.Tensor
+    slots: list[Slot]
+
+    @property
+    def path(self) -> str:
+        return self.slots[0].path
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether a backward accumulates into its `.grad`."""
+        return self.tensor.requires_grad and self.tensor.is_leaf
+
+
+@dataclass(eq=False, slots=True)
+class ActorState:
+    """Everything that an actor's attributes reach.
+
+    Attributes:
+        tensors: its tensors, each once.
+        objects: (object, path): what has attributes: the actor, its modules, its plain objects.
+        containers: (container, path): every dict, list, set and deque, `__dict__`s included.
+        trainers: optimizers and the like, which are not walked.
+    """
+
+    tensors: list[StateTensor] = field(default_factory=list)
+    objects: list[tuple[Any, str]] = field(default_factory=list)
+    containers: list[tuple[Any, str]] = field(default_factory=list)
+    trainers: list[Any] = field(default_factory=list)
+
+
+def collect(actor: Any) -> ActorState:
+    """Walk an actor's attributes.
+
+    Raises:
+        TraceError: a parameter is not initialised yet (a lazy module).
+    """
+    walk = _Walk()
+    walk.visit_object(actor, "")
+    return walk.state
+
+
+def holds_tensor(value: Any) -> bool:
+    """Whether a tensor can be reached from a value that is no tensor itself."""
+    walk = _Walk()
+    walk.visit(value, "", None)
+    return bool(walk.state.tensors) or walk.loose
+
+
+class _Walk:
+    def __init__(self) -> None:
+        self.state = ActorState()
+        self.loose = False
+        self._seen: set[int] = set()
+        self._tensors: dict[int, StateTensor] = {}
+
+    def visit(self, value: Any, path: str, slot: tuple[Any, Any, tuple[int, ...]] | None) -> None:
+        if isinstance(value, torch.Tensor):
+            self._visit_tensor(value, path, slot)
+        elif isinstance(value, SCALARS) or id(value) in self._seen:
+            return
+        elif isinstance(value, tuple):
+            self._visit_tuple(value, path, slot)
+        elif isinstance(value, (dict, list, set, frozenset, collections.deque)):
+            self._visit_container(value, path)
+        elif isinstance(value, TRAINERS):
+            self._seen.add(id(value))
+            self.state.trainers.append(value)
+        elif _is_walked(value):
+            self.visit_object(value, path)
+
+    def visit_object(self, value: Any, path: str) -> None:
+        self._seen.add(id(value))
+        self.state.objects.append((value, path))
+        self._visit_container(vars(value) if hasattr(value, "__dict__") else {}, path)
+
+    def _visit_tensor(
+        self, tensor: torch.Tensor, path: str, slot: tuple[Any, Any, tuple[int, ...]] | None
+    ) -> None:
+        if slot is None:
+            self.loose = True
+            return
+        if isinstance(tensor, UninitializedTensorMixin):
+            raise TraceError(
+                f"parameter '{path}' is not initialised yet",
+                remedy="run the lazy module once on an example before the step is traced",
+            )
+        known = self._tensors.get(id(tensor))
+        if known is None:
+            known = self._tensors[id(tensor)] = StateTensor(tensor, [])
+            self.state.tensors.append(known)
+        known.slots.append(Slot(*slot, path))
+
+    def _visit_tuple(
+        self, value: tuple[Any, ...], path: str, slot: tuple[Any, Any, tuple[int, ...]] | None
+    ) -> None:
+        for index, item in enumerate(value):
+            inner = None if slot is None else (slot[0], slot[1], (*slot[2], index))
+            self.visit(item, _join(path, index), inner)
+
+    def _visit_container(self, container: Any, path: str) -> None:
+        self._seen.add(id(container))
+        if not isinstance(container, frozenset):
+            self.state.containers.append((container, path))
+        if len(container) > _MANY:
+            return
+        items = container.items() if isinstance(container, dict) else enumerate(container)
+        addressable = isinstance(container, (dict, list))
+        for key, item in list(items):
+            if isinstance(item, SCALARS):
+                continue
+            here = (
+                path if key in _MODULE_DICTS and isinstance(container, dict) else _join(path, key)
+            )
+            self.visit(item, here, (container, key, ()) if addressable else None)
+
+
+_MODULE_DICTS = frozenset({"_parameters", "_buffers", "_modules"})
+
+
+def _join(path: str, key: object) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+def _is_walked(value: Any) -> bool:
+    """Whether an object's attributes count as the actor's own."""
+    if isinstance(value, (torch.nn.Module, types.SimpleNamespace)):
+        return True
+    cls = type(value)
+    module = cls.__module__ + "."
+    root = module.partition(".")[0]
+    return (
+        isinstance(getattr(value, "__dict__", None), dict)
+        and root not in ("torch", "numpy")
+        and (root not in sys.stdlib_module_names or root == "__main__")
+        and not module.startswith(_OWN_ROOMS)
+    )
+
+
+def slots_of(state: ActorState) -> Iterator[tuple[StateTensor, Slot]]:
+    """Every slot of the state with its tensor."""
+    for tensor in state.tensors:
+        for slot in tensor.slots:
+            yield tensor, slot

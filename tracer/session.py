@@ -1,0 +1,219 @@
+"""The one object that describes a trace in progress, and how code inside the step finds it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from ..ir.builder import Names
+from ..ir.module import Module, Phase, Program
+from ..ir.ops import Op, Value
+from ..ir.types import Place, Type
+from .callee import Callee
+from .errors import TraceError
+from .interface import Body, FunctionTracer, Guard, Peers
+from .source import caller_location
+from .specs import ObjectSpec, TensorSpec
+from .tape import Tape
+from .values import (
+    ObjectValue,
+    Storage,
+    Traced,
+    TracedTensor,
+    escaped,
+    is_consistent,
+    make_tensor,
+)
+
+O = TypeVar("O", bound=Op)  # noqa: E741 - the type of op that is being recorded
+
+
+@dataclass(eq=False)
+class Session:
+    """A step while it is being traced.
+
+    Attributes:
+        peers: the world that the step will run in.
+        tracer: turns what the step calls into functions.
+        module: what has been recorded so far.
+        bodies, constants, guards: as in `Trace`.
+        tape: the calls through which gradients flow.
+        mb: the microbatch that the step is at, if any.
+        paused: why torch functions are not recorded now, if they are not.
+        writes: how often the state of each actor has been written to.
+        callees: the functions traced so far, by what was called and the signature.
+    """
+
+    peers: Peers
+    tracer: FunctionTracer
+    module: Module
+    bodies: dict[str, Body] = field(default_factory=dict)
+    constants: dict[str, Any] = field(default_factory=dict)
+    guards: list[Guard] = field(default_factory=list)
+    tape: Tape = field(default_factory=Tape)
+    mb: int | None = None
+    paused: str | None = None
+    writes: dict[str, int] = field(default_factory=dict)
+    callees: dict[Any, Callee] = field(default_factory=dict)
+    function_names: Names = field(default_factory=Names)
+    value_names: Names = field(default_factory=Names)
+    _values: int = 0
+    _keys: int = 0
+
+    @staticmethod
+    def start(name: str, peers: Peers, tracer: FunctionTracer) -> Session:
+        """A session that has recorded nothing yet."""
+        module = Module(name, Phase.TRACED, peers.size, programs=[Program(name)])
+        return Session(peers, tracer, module)
+
+    @property
+    def everywhere(self) -> Place:
+        """The place of all ranks."""
+        return self.module.everywhere
+
+    @contextmanager
+    def pause(self, why: str) -> Iterator[None]:
+        """Let torch functions run as usual, and refuse to record, inside the `with` block."""
+        before, self.paused = self.paused, why
+        try:
+            yield
+        finally:
+            self.paused = before
+
+    def emit(self, op: O) -> O:
+        """Append an op to the program."""
+        self.module.program.ops.append(op)
+        return op
+
+    def next_key(self) -> int:
+        """The key of the next call that draws random numbers."""
+        self._keys += 1
+        return self._keys - 1
+
+    def new_value(self, base: str, type_: Type) -> Value:
+        """A value with a name that is not in use."""
+        return Value(self.value_names.fresh(base), type_)
+
+    def hold(self, value: Value, spec: TensorSpec | ObjectSpec) -> TracedTensor | ObjectValue:
+        """What the step's Python holds for a value of the program."""
+        self._values += 1
+        traced = Traced(self, value, spec, self._values)
+        if type(spec) is TensorSpec:
+            return make_tensor(traced, spec)
+        return ObjectValue(traced)
+
+    def rebind(self, tensor: TracedTensor, value: Value, spec: TensorSpec) -> None:
+        """Let a tensor that has been written to stand for its new value."""
+        self._values += 1
+        traced = tensor.traced
+        traced.value, traced.spec, traced.order = value, spec, self._values
+
+    def use(self, value: TracedTensor | ObjectValue) -> Traced:
+        """What the tracer knows of a value that the step is about to use.
+
+        Must be called where torch functions are not intercepted.
+
+        Raises:
+            TraceError: it is of another trace, or stands for something that has changed since.
+        """
+        traced = value.traced
+        if traced.trace is not self:
+            raise escaped("this step uses")
+        if type(value) is TracedTensor and not is_consistent(value):
+            raise TraceError(
+                f"%{traced.value.name} came out of a torch.autograd.Function, whose gradient the "
+                "trace of the step does not see",
+                loc=caller_location(),
+                remedy="apply the autograd function in an actor's method",
+            )
+        if traced.storage is not None and traced.storage.actor is not None:
+            self._check_fresh(traced, traced.storage)
+        return traced
+
+    def _check_fresh(self, traced: Traced, storage: Storage) -> None:
+        actor = storage.actor
+        if actor is not None and self.writes.get(actor, 0) != storage.writes:
+            raise TraceError(
+                f"%{traced.value.name} is state of {actor} itself, and {actor} has been written to "
+                "since: plain Python would see the new state here, the compiled step the old",
+                loc=caller_location(),
+                remedy="return a .clone() of the state from the method, or read it again",
+            )
+
+
+_CURRENT: ContextVar[Session | None] = ContextVar("cg_session", default=None)
+
+
+def current() -> Session | None:
+    """The trace in progress, if any."""
+    return _CURRENT.get()
+
+
+def is_tracing() -> bool:
+    """Whether a step is being traced right now."""
+    return _CURRENT.get() is not None
+
+
+def recording(what: str) -> Session | None:
+    """The trace in progress, if any, which must be ready to record.
+
+    Raises:
+        TraceError: a method of an actor is being traced; `what` belongs into the step.
+    """
+    session = _CURRENT.get()
+    if session is not None and session.paused is not None:
+        raise TraceError(
+            f"{what} inside {session.paused}",
+            loc=caller_location(),
+            remedy="do this in the step, between calls of actors' methods",
+        )
+    return session
+
+
+@contextmanager
+def entered(session: Session) -> Iterator[None]:
+    """Make `session` the trace in progress inside the `with` block."""
+    token = _CURRENT.set(session)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
+def placed(values: Sequence[Traced], everywhere: Place) -> Place:
+    """Where a torch operation of the step runs, by its operands.
+
+    Where the operands are; if they are on different single ranks, on the rank of the operand that
+    was made last; if all are replicated, on the ranks that all of them share.
+    """
+    single: Traced | None = None
+    for traced in values:
+        place = traced.value.type.place
+        if (
+            place is not None
+            and place.is_single
+            and (single is None or traced.order > single.order)
+        ):
+            single = traced
+    if single is not None:
+        place = single.value.type.place
+        assert place is not None
+        return place
+    return _common(values, everywhere)
+
+
+def _common(values: Sequence[Traced], everywhere: Place) -> Place:
+    ranks = everywhere.ranks
+    for traced in values:
+        place = traced.value.type.place
+        assert place is not None, "every value of a trace has a place"
+        shared = tuple(rank for rank in place.ranks if rank in ranks)
+        if not shared:
+            latest = max(values, key=lambda value: value.order).value.type.place
+            assert latest is not None
+            return latest
+        ranks = shared
+    return everywhere if ranks == everywhere.ranks else Place(ranks)

@@ -1,0 +1,179 @@
+"""Trace a step: run its Python once over values without elements, and record what it does."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten
+
+from ..ir.location import Location
+from ..ir.ops import Return, Value
+from ..ir.types import Place
+from ..ir.verifier import verify
+from .errors import TraceError
+from .interface import FunctionTracer, Peers
+from .recorder import Recorder
+from .session import Session, current, entered
+from .specs import Leaf, Static, Tree, ir_type
+from .trace import InputError, InputSpec, OutputSpec, Trace, leaf_spec, name_leaves
+from .values import NotAValue, ObjectValue, TracedTensor, storage_of
+
+
+def trace_step(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    peers: Peers,
+    inputs: Place | None = None,
+    outputs: Place | None = None,
+    name: str,
+    tracer: FunctionTracer,
+) -> Trace:
+    """Trace a step for arguments like `args` and `kwargs`. All ranks call this alike.
+
+    Args:
+        fn: the step.
+        args, kwargs: pytrees of tensors (of which only dtype, shape and `requires_grad` matter),
+            of `OBJECT`, and of static values.
+        peers: the world.
+        inputs: the ranks that call the step with arguments; all if None.
+        outputs: the ranks that get what the step returns; all if None.
+        name: what the module is called.
+        tracer: traces actors' methods and torch functions.
+
+    Raises:
+        TraceError: the step does something that cannot be compiled.
+        InputError: the step cannot take these arguments.
+    """
+    if current() is not None:
+        raise TraceError(
+            f"step {name} is traced inside another step that is being traced",
+            remedy="call the plain Python function from the step",
+        )
+    session = Session.start(_symbol(name), peers, tracer)
+    source = _place(session, inputs, "inputs", name)
+    target = _place(session, outputs, "outputs", name)
+    spec = _describe_inputs(fn, args, kwargs, name, source)
+    held_args, held_kwargs = spec.tree.fill(_parameters(session, spec))
+    before = torch.get_rng_state()
+    with entered(session), Recorder(session):
+        result = fn(*held_args, **held_kwargs)
+    loc = _definition(fn)
+    if not torch.equal(before, torch.get_rng_state()):
+        torch.set_rng_state(before)
+        raise TraceError(
+            f"step {name} seeded or drew from torch's random generator while it was traced, which "
+            "would not happen again when it runs",
+            loc=loc,
+            remedy="seed before the step; draw by torch functions called in the step itself",
+        )
+    returned = _return(session, result, target, loc)
+    verify(session.module)
+    return Trace(
+        session.module,
+        session.bodies,
+        session.constants,
+        spec,
+        OutputSpec(returned, target),
+        tuple(session.guards),
+    )
+
+
+def _symbol(name: str) -> str:
+    """The name as one word of the text form."""
+    return re.sub(r"[^\w.]", "_", name)
+
+
+def _place(session: Session, place: Place | None, what: str, name: str) -> Place:
+    if place is None:
+        return session.everywhere
+    lacking = [rank for rank in place.ranks if not 0 <= rank < session.peers.size]
+    if lacking:
+        raise TraceError(
+            f"{what} of step {name} at rank {lacking[0]}, but the world has ranks "
+            f"0..{session.peers.size - 1}",
+            remedy="start more ranks, or name existing ones",
+        )
+    return place
+
+
+def _describe_inputs(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str, place: Place
+) -> InputSpec:
+    leaves, spec = tree_flatten((args, kwargs))
+    tree = Tree(tuple(map(leaf_spec, leaves)), spec)
+    signature = inspect.signature(fn)
+    return InputSpec(name, tree, name_leaves(signature, spec), place, signature)
+
+
+def _parameters(session: Session, spec: InputSpec) -> list[TracedTensor | ObjectValue]:
+    """Make the parameters of the program; what the step's Python gets for them."""
+    held = []
+    for index in spec.tree.values:
+        leaf, name = spec.tree.leaves[index], spec.names[index]
+        assert not isinstance(leaf, Static)
+        try:
+            type_ = ir_type(leaf, spec.place)
+        except ValueError as error:
+            raise InputError(f"argument {name} of {spec.step}(): {error}") from None
+        value = session.new_value(_symbol(name), type_)
+        session.module.program.params.append(value)
+        given = session.hold(value, leaf)
+        if isinstance(given, TracedTensor):
+            storage_of(given).pinned = "it is an input of the step, which the caller holds"
+        held.append(given)
+    return held
+
+
+def _definition(fn: Callable[..., Any]) -> Location | None:
+    code = getattr(inspect.unwrap(fn), "__code__", None)
+    if code is None:
+        return None
+    return Location(code.co_filename, code.co_firstlineno, code.co_name)
+
+
+_STATIC_OUTPUTS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.Size)
+
+
+def _return(session: Session, result: Any, at: Place, loc: Location | None) -> Tree:
+    """Append the `return`; the pytree of what the step returns."""
+    leaves, spec = tree_flatten(result)
+    values: list[Value] = []
+    specs: list[Leaf] = []
+    for leaf in leaves:
+        if isinstance(leaf, TracedTensor | ObjectValue):
+            traced = session.use(leaf)
+            values.append(traced.value)
+            specs.append(traced.spec)
+        else:
+            specs.append(_static_output(leaf, session.module.name, loc))
+    session.emit(Return(tuple(values), (), at=at))
+    return Tree(tuple(specs), spec)
+
+
+def _static_output(leaf: Any, name: str, loc: Location | None) -> Leaf:
+    if isinstance(leaf, torch.Tensor):
+        raise TraceError(
+            f"step {name} returns a real tensor that nothing in the step has made",
+            loc=loc,
+            remedy="pass the tensor to the step as an argument, or do not return it",
+        )
+    if isinstance(leaf, NotAValue):
+        raise TraceError(
+            f"step {name} returns {leaf!r}, {leaf.what_it_is}",
+            loc=loc,
+            remedy="return what its methods return",
+        )
+    if not isinstance(leaf, _STATIC_OUTPUTS):
+        raise TraceError(
+            f"step {name} returns a {type(leaf).__name__}, which nothing in the step has made",
+            loc=loc,
+            remedy="return tensors, objects that actors' methods returned, numbers or strings, in "
+            "tuples, lists or dictionaries",
+        )
+    return Static(leaf)

@@ -1,0 +1,297 @@
+"""What tracing a step gives: a module, and what it takes to call it like the Python function."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._pytree import TreeSpec, tree_flatten
+
+from ..ir.module import Module
+from ..ir.types import Place
+from .interface import Body, Guard
+from .specs import Leaf, ObjectSpec, Static, TensorSpec, Tree, static_key
+from .values import ObjectMarker
+
+
+class InputError(TypeError):
+    """A step is called with arguments that it was not traced for, or that no step can take."""
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """The arguments of a traced step.
+
+    Attributes:
+        step: the step's name, for messages.
+        tree: the pytree `(args, kwargs)`; its value leaves are the program's parameters.
+        names: how messages name each leaf, as `batch.tokens`.
+        place: the ranks that call the step with arguments.
+        signature: the parameters of the step's Python function.
+    """
+
+    step: str
+    tree: Tree
+    names: tuple[str, ...]
+    place: Place
+    signature: inspect.Signature
+    _count: int = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        flat = tree_flatten(((0,) * len(self.tree.leaves), {}))[1]
+        is_flat = flat == self.tree.spec
+        object.__setattr__(self, "_count", len(self.tree.leaves) if is_flat else -1)
+
+    def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """The values for the program's parameters, in order.
+
+        Raises:
+            InputError: an argument is missing, or is not what the step was traced for.
+        """
+        if kwargs or len(args) != self._count:
+            leaves = self._flatten(args, kwargs)
+        else:
+            leaves = list(args)
+        values = []
+        for index, (spec, leaf) in enumerate(zip(self.tree.leaves, leaves, strict=True)):
+            if isinstance(spec, TensorSpec):
+                if (
+                    not isinstance(leaf, torch.Tensor)
+                    or leaf.dtype is not spec.dtype
+                    or leaf.shape != spec.shape
+                    or leaf.requires_grad > spec.requires_grad
+                ):
+                    raise self._misfit(index, leaf)
+                values.append(leaf)
+            elif isinstance(spec, ObjectSpec):
+                values.append(leaf)
+            elif static_key(leaf) != static_key(spec.value):
+                raise self._misfit(index, leaf)
+        return values
+
+    def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        try:
+            return self.tree.spec.flatten_up_to((args, kwargs))
+        except ValueError:
+            pass  # the same arguments may be given by position here, and by name there
+        bound = self._bind(args, kwargs)
+        try:
+            return self.tree.spec.flatten_up_to(bound)
+        except ValueError as error:
+            raise InputError(
+                f"{self.step}() was traced for arguments of another structure: {error}; lower it "
+                "again for these"
+            ) from None
+
+    def _bind(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, each given as it was when the step was traced."""
+        example: tuple[tuple[Any, ...], dict[str, Any]]
+        example = torch.utils._pytree.tree_unflatten(list(self.names), self.tree.spec)
+        try:
+            given = self.signature.bind(*args, **kwargs).arguments
+            traced = self.signature.bind(*example[0], **example[1])
+        except TypeError as error:
+            raise InputError(f"{self.step}(): {error}") from None
+        if set(given) != set(traced.arguments):
+            missing = sorted(set(traced.arguments) - set(given))
+            extra = sorted(set(given) - set(traced.arguments))
+            what = f"without {', '.join(extra)}" if extra else f"with {', '.join(missing)}"
+            raise InputError(
+                f"{self.step}() was traced {what}; give the same arguments, or lower it again"
+            )
+        traced.arguments.update(given)
+        return traced.args, traced.kwargs
+
+    def _misfit(self, index: int, leaf: Any) -> InputError:
+        spec, name = self.tree.leaves[index], self.names[index]
+        if isinstance(spec, Static):
+            return InputError(
+                f"argument {name} of {self.step}() is static: it was {spec.value!r} when the step "
+                f"was traced and is {_shortened(leaf)} now; lower the step again for it"
+            )
+        assert isinstance(spec, TensorSpec)
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad > spec.requires_grad:
+            return InputError(
+                f"argument {name} of {self.step}() requires a gradient, which a compiled step "
+                f"does not give to its inputs; pass {name}.detach()"
+            )
+        expected = describe(spec.dtype, spec.shape)
+        got = (
+            describe(leaf.dtype, leaf.shape) if isinstance(leaf, torch.Tensor) else _shortened(leaf)
+        )
+        return InputError(
+            f"argument {name} of {self.step}() must be {expected}, as when the step was traced, "
+            f"and is {got}; lower the step again for it"
+        )
+
+
+@dataclass(frozen=True)
+class OutputSpec:
+    """What a traced step returns.
+
+    Attributes:
+        tree: its pytree; the value leaves are the program's outputs.
+        place: the ranks that get it.
+    """
+
+    tree: Tree
+    place: Place
+    _is_single: bool = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        single = self.tree.spec.is_leaf() and not isinstance(self.tree.leaves[0], Static)
+        object.__setattr__(self, "_is_single", single)
+
+    def rebuild(self, values: Sequence[Any]) -> Any:
+        """What the step's Python would have returned, from the program's outputs."""
+        return values[0] if self._is_single else self.tree.fill(values)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A traced step.
+
+    Attributes:
+        module: the step, in phase TRACED; equal on all ranks.
+        bodies: what to run, by function name, for those functions that can run in this process.
+        constants: the tensors that `constant` ops refer to, by name.
+        inputs, outputs: the pytrees of arguments and result.
+        guards: what the traces of this process's actors rely on; each says how it is broken.
+    """
+
+    module: Module
+    bodies: dict[str, Body]
+    constants: dict[str, Any]
+    inputs: InputSpec
+    outputs: OutputSpec
+    guards: tuple[Guard, ...]
+
+    def check_guards(self) -> None:
+        """Return if this process's actors are still as they were traced.
+
+        Raises:
+            RuntimeError: one has changed in a way that the trace cannot follow.
+        """
+        for guard in self.guards:
+            change = guard()
+            if change is not None:
+                raise RuntimeError(
+                    f"{change}; step {self.module.name} was traced before that, lower it again"
+                )
+
+
+_ATOMS = frozenset({int, float, bool, str, bytes, type(None), torch.dtype, ObjectMarker})
+
+
+def signature_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """What decides whether one trace serves two calls of a step; hashable.
+
+    Two calls have equal signatures if their arguments have the same structure, their tensors the
+    same dtype, shape and `requires_grad`, and their other leaves equal values, and if gradients
+    are on for both or for neither.
+
+    Raises:
+        InputError: an argument is neither a tensor nor a value that can be compared.
+    """
+    key: list[Any] = [torch.is_grad_enabled()]
+    leaves: Sequence[Any] = args
+    if kwargs or not all(isinstance(a, torch.Tensor) or type(a) in _ATOMS for a in args):
+        leaves, spec = tree_flatten((args, kwargs))
+        key.append(spec)
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            key.append((leaf.dtype, leaf.shape, leaf.requires_grad))
+        else:
+            key.append(static_key(static_argument(leaf)))
+    return tuple(key)
+
+
+def static_argument(leaf: Any) -> Any:
+    """The leaf, if it can be part of a step's signature.
+
+    Raises:
+        InputError: it is an array, or can change without comparing unequal.
+    """
+    if isinstance(leaf, np.ndarray):
+        raise InputError(
+            "a step takes a numpy array as an argument; pass torch.from_numpy(array), or lower "
+            "the step with cg.object in its place"
+        )
+    if type(leaf) is not slice:
+        try:
+            hash(leaf)
+        except TypeError:
+            raise InputError(
+                f"a step takes {_shortened(leaf)} as an argument, which is neither a tensor nor "
+                "hashable, so it cannot be static; pass tensors, make it hashable (a frozen "
+                "dataclass, a tuple), or lower the step with cg.object in its place"
+            ) from None
+    return leaf
+
+
+def leaf_spec(leaf: Any) -> Leaf:
+    """The spec of an argument of a step.
+
+    Raises:
+        InputError: a step cannot take it.
+    """
+    if isinstance(leaf, ObjectMarker):
+        return ObjectSpec()
+    if isinstance(leaf, TensorSpec):
+        return leaf
+    if isinstance(leaf, torch.Tensor):
+        if leaf.layout is not torch.strided or leaf.is_quantized or leaf.is_nested:
+            raise InputError("a step takes dense tensors only; pass tensor.to_dense()")
+        return TensorSpec(leaf.dtype, tuple(leaf.shape), leaf.requires_grad)
+    return Static(static_argument(leaf))
+
+
+def name_leaves(signature: inspect.Signature, spec: TreeSpec) -> tuple[str, ...]:
+    """A name for each leaf of `(args, kwargs)`, from the parameters: `batch.tokens`, `x`.
+
+    Raises:
+        InputError: the arguments do not fit the parameters.
+    """
+    indices = list(range(spec.num_leaves))
+    args, kwargs = torch.utils._pytree.tree_unflatten(indices, spec)
+    try:
+        bound = signature.bind(*args, **kwargs).arguments
+    except TypeError as error:
+        raise InputError(str(error)) from None
+    names: dict[int, str] = {}
+    for parameter, argument in bound.items():
+        _collect(parameter, signature.parameters[parameter].kind, argument, names)
+    return tuple(names[index] for index in indices)
+
+
+def _collect(name: str, kind: Any, argument: Any, names: dict[int, str]) -> None:
+    paths, _ = torch.utils._pytree.tree_flatten_with_path(argument)
+    for path, index in paths:
+        parts = [str(_part(entry)) for entry in path]
+        if kind is not inspect.Parameter.VAR_KEYWORD:
+            parts.insert(0, name)
+        names[index] = ".".join(parts)
+
+
+def _part(entry: Any) -> Any:
+    """What a key of a path says: an index, a dictionary's key, or a field's name."""
+    for attribute in ("key", "idx", "name"):
+        if hasattr(entry, attribute):
+            return getattr(entry, attribute)
+    return entry
+
+
+def describe(dtype: torch.dtype, shape: Sequence[int]) -> str:
+    """A dtype and a shape in words of torch: `float32[2,8]`."""
+    return f"{str(dtype).removeprefix('torch.')}[{','.join(map(str, shape))}]"
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
