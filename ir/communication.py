@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -27,6 +27,7 @@ from .channel_rules import unmatched
 from .diagnostics import IRError
 from .module import Module, Program
 from .ops import Collective, Free, Op, Recv, Send, Value, Wait
+from .types import FutureType
 
 CommOp: TypeAlias = Send | Recv | Collective
 
@@ -122,23 +123,12 @@ def _link_slots(messages: dict[tuple[int, int], Message]) -> None:
                 last[message.chan, slot] = message
 
 
-def received_in(program: Program) -> Iterator[tuple[Op, Recv]]:
-    """Each `free` that gives back what a receive has brought, with that receive."""
-    origins: dict[Value, Recv] = {}
-    for op in program.ops:
-        if isinstance(op, Recv):
-            origins[op.result] = op
-        elif isinstance(op, Wait) and op.results and op.operands[0] in origins:
-            origins[op.result] = origins[op.operands[0]]
-        elif isinstance(op, Free) and op.operands[0] in origins:
-            yield op, origins[op.operands[0]]
-
-
 class Progress:
     """The programs of a module on their way, as far as they get.
 
     Attributes:
         messages: by channel and number.
+        freed: the messages that their receiver frees at some point.
         at: for each rank, how many of its events have happened.
         clocks: for each rank, how late it is.
         spans: when each op ran that takes time, by rank in program order.
@@ -152,6 +142,7 @@ class Progress:
         """
         self.programs = {program.rank or 0: program for program in module.programs}
         self.messages = match(module)
+        self.freed: set[Message] = set()
         self.events = {rank: self._read(program, cost) for rank, program in self.programs.items()}
         self.at = dict.fromkeys(self.programs, 0)
         self.clocks = dict.fromkeys(self.programs, 0.0)
@@ -183,23 +174,27 @@ class Progress:
         return any(event[2] is op for event in self.events[rank][: self.at[rank]])
 
     def _read(self, program: Program, cost: Callable[[Op], float] | None) -> list[Event]:
-        rank = program.rank or 0
-        promised: dict[Value, Message] = {}
-        frees = {id(op): recv for op, recv in received_in(program)}
+        """The events of a program: what communicates, and what takes time."""
+        # What has been promised by a message, or received by it: waits pass it on.
+        origins: dict[Value, Message] = {}
         events: list[Event] = []
         for op in program.ops:
-            if isinstance(op, Send | Recv | Collective):
+            if isinstance(op, Wait):
+                message = origins.get(op.operands[0])
+                if message is not None:
+                    if isinstance(op.operands[0].type, FutureType):
+                        events.append((Kind.WAIT, message, op))
+                    if op.results:
+                        origins[op.result] = message
+            elif isinstance(op, Send | Recv | Collective):
                 message = self.messages[op.chan or 0, op.seq or 0]
-                assert message.ends[rank] is op, "a channel numbers its messages once"
-                promised.update(dict.fromkeys(op.results, message))
+                origins[op.results[0]] = message
                 events.append((Kind.POST, message, op))
-            elif isinstance(op, Wait):
-                if op.operands[0] in promised:
-                    events.append((Kind.WAIT, promised[op.operands[0]], op))
             elif isinstance(op, Free):
-                recv = frees.get(id(op))
-                if recv is not None:
-                    events.append((Kind.FREE, self.messages[recv.chan, recv.seq], op))
+                message = origins.get(op.operands[0])
+                if message is not None:
+                    self.freed.add(message)
+                    events.append((Kind.FREE, message, op))
             elif cost is not None:
                 events.append((Kind.WORK, None, op))
         return events

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -83,10 +84,18 @@ class Costs:
         """Time of a transfer between `stage` and the next, if they are on different ranks."""
         return _pick("tcomm", self.tcomm, stage)
 
-    def per_chunk(self, chunks: int) -> Costs:
-        """The costs of each of `chunks` equal parts of what these are the costs of."""
-        parts = {name: _divide(getattr(self, name), chunks) for name in ("tf", "tb", "tw")}
-        return Costs(**parts, tcomm=self.tcomm, mw=self.mw, link=self.link, channels=self.channels)
+    def shared(self, stage_ranks: Sequence[int]) -> Costs:
+        """The costs of each stage, where `tf`, `tb` and `tw` are those of all stages of a rank.
+
+        What is given for each stage stays as it is.
+        """
+        counts = Counter(stage_ranks)
+        shares: dict[str, PerStage] = {}
+        for name in ("tf", "tb", "tw"):
+            value = getattr(self, name)
+            if not isinstance(value, tuple):
+                shares[name] = tuple(value / counts[rank] for rank in stage_ranks)
+        return replace(self, **shares)  # type: ignore[arg-type]
 
     def to_json(self) -> str:
         """The form that `from_json` reads; what has its default is left out."""
@@ -136,12 +145,6 @@ def _pick(name: str, value: PerStage, stage: int) -> float:
     if stage >= len(value):
         raise ValueError(f"costs: {name} is given for {len(value)} stages, but there is a {stage}")
     return value[stage]
-
-
-def _divide(value: PerStage, chunks: int) -> PerStage:
-    if isinstance(value, tuple):
-        return tuple(part / chunks for part in value)
-    return value / chunks
 
 
 def _plain(costs: Costs) -> dict[str, Any]:

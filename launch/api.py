@@ -23,7 +23,7 @@ from ..passes.plan_buffers import MemoryPlan, memory_plan
 from ..passes.registry import parse_switches
 from ..passes.schedules import Schedule
 from ..tracer.actors import ActorFactory
-from ..tracer.functions import MethodTracer
+from ..tracer.functions import Functions
 from ..tracer.step import trace_step
 from ..tracer.trace import Trace, signature_of
 from .analysis import Cost, cost_of
@@ -139,7 +139,7 @@ class Step:
             inputs=self._inputs,
             outputs=self._outputs,
             name=self.__name__,
-            tracer=MethodTracer(),
+            tracer=Functions(),
         )
         return Lowered(self, traced, here)
 

@@ -91,7 +91,7 @@ class Variable:
         """
         try:
             return self.parse(text)
-        except ValueError as error:
+        except (ValueError, re.error) as error:
             why = f" ({error})" if isinstance(error, re.error) else ""
             raise ConfigError(f"{self.name}={text!r}: it takes {self.takes}{why}") from error
 

@@ -10,6 +10,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+OPEN_MPI = "Open MPI"
+HYDRA = "Hydra (MPICH or Intel MPI)"
+SLURM = "Slurm"
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -44,16 +48,14 @@ class _Source:
 # set by srun alone. PMIx itself gives a rank and no size.
 _SOURCES = (
     _Source(
-        "Open MPI",
+        OPEN_MPI,
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
         "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
-    _Source(
-        "Hydra (MPICH or Intel MPI)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"
-    ),
-    _Source("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
+    _Source(HYDRA, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    _Source(SLURM, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
     _Source("PMIx", "PMIX_RANK", "", "", ""),
 )
 
@@ -67,9 +69,9 @@ def detect(environ: Mapping[str, str]) -> Launch | None:
     for source in _SOURCES:
         rank = _number(environ, source.rank)
         size = _number(environ, source.size)
-        if rank is None or (source.launcher == "Slurm" and size is None):
+        if rank is None or (source.launcher == SLURM and size is None):
             continue
-        hydra = source.rank == "PMI_RANK" and "MPI_LOCALRANKID" in environ
+        hydra = source.launcher == HYDRA and "MPI_LOCALRANKID" in environ
         local_rank = _number(environ, source.local_rank)
         if local_rank is None:
             local_rank = _number(environ, "SLURM_LOCALID")

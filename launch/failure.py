@@ -7,6 +7,7 @@ uncaught exception, in any thread, with that rank's traceback; for `sys.exit` wi
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -27,6 +28,9 @@ INTERRUPTED = 128 + signal.SIGINT
 
 DRAIN_SECONDS = 0.1
 """How long the launcher gets to forward what a failing rank wrote, before it kills the rank."""
+
+KILL_SECONDS = 5.0
+"""How long the launcher gets to end the job that a rank has asked it to abort."""
 
 
 @dataclass
@@ -169,8 +173,10 @@ def _end_before_mpi(launch: Launch) -> Callable[[int], None]:
         if launch.pmi_socket is None or not _is_socket(launch.pmi_socket):
             return
         with socket.socket(fileno=os.dup(launch.pmi_socket)) as link:
-            link.sendall(f"cmd=abort exitcode={code}\n".encode())
-        time.sleep(5)  # the launcher kills this process meanwhile
+            link.settimeout(KILL_SECONDS)
+            with contextlib.suppress(OSError):
+                link.sendall(f"cmd=abort exitcode={code}\n".encode())
+                link.recv(1)  # nothing comes: the launcher kills this process
 
     return end
 

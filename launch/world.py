@@ -16,9 +16,17 @@ from ..backends.base import World
 from ..backends.virtual import VirtualWorld
 from . import devices, failure
 from .config import Config, config
-from .detect import Launch
+from .detect import HYDRA, OPEN_MPI, Launch
 from .mpi import MpiWorld
 from .waiting import WorldError
+
+FOREIGN = {OPEN_MPI: ("MPICH", "Intel"), HYDRA: ("Open MPI",)}
+"""How the versions of libraries begin that cannot talk to a kind of launcher."""
+
+OTHER_MPI = (
+    "The launcher belongs to another MPI. Use the mpirun of the MPI that is installed for this "
+    "Python (python -m cg.launch finds it), or set MPI4PY_LIBMPI to the launcher's libmpi"
+)
 
 _current: World | None = None
 
@@ -63,8 +71,12 @@ def _start(settings: Config) -> World:
     if launch is None or launch.size == 1:
         return VirtualWorld(settings.ranks or 1)
     guard = failure.install(launch)
-    mpi = _load_on_every_rank(launch, settings.timeout)
-    check_size(launch, mpi.COMM_WORLD.size, settings.ranks, _library(mpi))
+    check_ranks(launch, launch.size, settings.ranks)
+    mpi = _load(launch)
+    check_library(launch, _library(mpi))
+    _initialise_on_every_rank(mpi, settings.timeout)
+    check_size(launch, mpi.COMM_WORLD.size, _library(mpi))
+    check_ranks(launch, mpi.COMM_WORLD.size, settings.ranks)
     guard.end_job = mpi.COMM_WORLD.Abort
     started = MpiWorld(mpi, settings.timeout)
     atexit.register(_leave, started, guard)
@@ -75,18 +87,16 @@ def _start(settings: Config) -> World:
     return started
 
 
-def _load_on_every_rank(launch: Launch, timeout: float | None) -> Any:
-    """Import `mpi4py.MPI`, which initialises MPI.
+def _load(launch: Launch) -> Any:
+    """Import `mpi4py.MPI` without initialising MPI.
 
-    That blocks, with the interpreter's lock, until every rank does it; so only a watch outside
-    the interpreter can end it. Importing takes place here since it has that effect, and since
-    no MPI is needed elsewhere.
+    This is not at the top of the file since importing loads the MPI library, which a process that
+    no launcher started needs not have.
     """
     try:
         mpi4py = importlib.import_module("mpi4py")
+        mpi4py.rc.initialize = False
         mpi4py.rc.finalize = False  # ranks first meet; see `_leave`
-        if timeout is not None:
-            faulthandler.dump_traceback_later(timeout, exit=True, file=2)
         return importlib.import_module("mpi4py.MPI")
     except (ImportError, RuntimeError) as error:
         raise WorldError(
@@ -95,12 +105,41 @@ def _load_on_every_rank(launch: Launch, timeout: float | None) -> Any:
             "or set MPI4PY_LIBMPI to its libmpi. Without MPI, start the program by plain python; "
             "CG_RANKS=N then plays N ranks in one process"
         ) from error
+
+
+def _initialise_on_every_rank(mpi: Any, timeout: float | None) -> None:
+    """Initialise MPI, unless the program has.
+
+    That blocks, and keeps the interpreter's lock, until every rank does it. Only a watch outside
+    the interpreter can end it, and that can say no more than where we are: here.
+    """
+    if mpi.Is_initialized():
+        return
+    if timeout is not None:
+        faulthandler.dump_traceback_later(timeout, exit=True, file=2)
+    try:
+        mpi.Init_thread(mpi.THREAD_MULTIPLE)
     finally:
         faulthandler.cancel_dump_traceback_later()
 
 
-def check_size(launch: Launch, size: int, virtual_ranks: int | None, library: str) -> None:
-    """Refuse a world that is not the one that was asked for.
+def check_library(launch: Launch, library: str) -> None:
+    """Refuse, before it is initialised, an MPI that cannot talk to the launcher.
+
+    Args:
+        launch: what the launcher told us.
+        library: the version text of the MPI that was loaded.
+
+    Raises:
+        WorldError: the launcher belongs to another MPI.
+    """
+    for launcher, libraries in FOREIGN.items():
+        if launch.launcher == launcher and library.startswith(libraries):
+            raise WorldError(f"{_started_as(launch)}, but mpi4py loaded {library}. {OTHER_MPI}")
+
+
+def check_size(launch: Launch, size: int, library: str) -> None:
+    """Refuse a world that is not the one that the launcher has started.
 
     Processes that one MPI's launcher has started, and that load another MPI, know nothing of
     each other: each would run the whole program by itself.
@@ -108,8 +147,7 @@ def check_size(launch: Launch, size: int, virtual_ranks: int | None, library: st
     Args:
         launch: what the launcher told us.
         size: how many ranks MPI says that there are.
-        virtual_ranks: CG_RANKS, or None.
-        library: which MPI was loaded, for the message.
+        library: the version text of the MPI that was loaded.
 
     Raises:
         WorldError: they do not agree.
@@ -117,11 +155,17 @@ def check_size(launch: Launch, size: int, virtual_ranks: int | None, library: st
     if size != launch.size and (launch.size is not None or launch.rank >= size):
         raise WorldError(
             f"{_started_as(launch)}, but in the MPI that mpi4py loaded the world has size {size}: "
-            f"{library}. The launcher belongs to another MPI. Use the mpirun of that library "
-            "(python -m cg.launch finds the one beside this Python), or set MPI4PY_LIBMPI to the "
-            "launcher's libmpi"
+            f"{library}. {OTHER_MPI}"
         )
-    if virtual_ranks not in (None, size):
+
+
+def check_ranks(launch: Launch, size: int | None, virtual_ranks: int | None) -> None:
+    """Refuse a virtual world of another size than the launcher's.
+
+    Raises:
+        WorldError: both are known, and differ.
+    """
+    if None not in (size, virtual_ranks) and size != virtual_ranks:
         raise WorldError(
             f"CG_RANKS={virtual_ranks} asks for ranks in one process, but {launch.launcher} has "
             f"started {size} of them: unset CG_RANKS, or start one process by plain python"

@@ -39,7 +39,8 @@ class AssignStreams(Pass):
     requires: ClassVar[tuple[Phase, ...]] = (Phase.SCHEDULED,)
 
     def run(self, module: Module) -> bool:
-        return any([_assign(program) for program in module.programs])
+        changed = [_assign(program) for program in module.programs]
+        return any(changed)
 
 
 def _stream_of(op: Op) -> Stream | None:

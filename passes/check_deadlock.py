@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..ir.communication import Message, Progress, received_in
+from ..ir.communication import Message, Progress
 from ..ir.diagnostics import Diagnostic, IRError, error
 from ..ir.module import Module, Phase
-from ..ir.ops import Op, Recv
+from ..ir.ops import Op, Recv, Send
 from .base import Pass
 from .registry import register
 
@@ -47,33 +47,36 @@ class CheckDeadlock(Pass):
 
 def _slots(module: Module, progress: Progress) -> Iterator[Diagnostic]:
     """Slots that the two ends do not agree on, that there are not, or that stay occupied."""
-    freed = {id(recv) for program in module.programs for _, recv in received_in(program)}
     for message in progress.messages.values():
-        slots = {getattr(op, "slot", None) for op in message.ends.values()}
-        for rank, op in message.ends.items():
-            if not isinstance(op, Recv):
-                continue
-            program = progress.programs[rank]
-            count = module.channels[op.chan].slots
-            if len(slots) > 1:
-                other = progress.programs[op.peer]
-                send = message.ends[op.peer]
-                yield Diagnostic(
-                    f"the two ends of {message} have different slots",
-                    op,
-                    program,
-                    notes=(Diagnostic("the other end is here", send, other),),
-                )
-            elif op.slot is not None and count is not None and not 0 <= op.slot < count:
-                yield Diagnostic(f"slot {op.slot} of {count} of channel {op.chan}", op, program)
-            elif op.slot is not None and id(op) not in freed:
-                yield Diagnostic(
-                    f"slot {op.slot} of channel {op.chan} is never freed after this, "
-                    "so no later message can use it",
-                    op,
-                    program,
-                    help="free the value that its wait gives, after its last use",
-                )
+        channel = module.channels[message.chan]
+        if channel.collective:
+            continue
+        source, destination = channel.ranks
+        send, recv = message.ends[source], message.ends[destination]
+        assert isinstance(send, Send), "an edge has no collectives"
+        assert isinstance(recv, Recv), "an edge has no collectives"
+        program = progress.programs[destination]
+        if send.slot != recv.slot:
+            other = Diagnostic("the other end is here", send, progress.programs[source])
+            yield Diagnostic(
+                f"the two ends of {message} have different slots", recv, program, notes=(other,)
+            )
+        elif recv.slot is None:
+            continue
+        elif channel.slots is not None and not 0 <= recv.slot < channel.slots:
+            yield Diagnostic(
+                f"channel {channel.id} has no slot {recv.slot}, only 0..{channel.slots - 1}",
+                recv,
+                program,
+            )
+        elif message not in progress.freed:
+            yield Diagnostic(
+                f"slot {recv.slot} of channel {channel.id} is never freed after this, "
+                "so no later message can use it",
+                recv,
+                program,
+                help="free the value that its wait gives, after its last use",
+            )
 
 
 @dataclass(frozen=True, slots=True)

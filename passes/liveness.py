@@ -1,4 +1,4 @@
-"""Which values of a rank's program share storage, and when each storage is used for the last time."""
+"""Which values of a rank's program share storage, and when a storage is last used."""
 
 from __future__ import annotations
 
@@ -6,7 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..ir.module import Function, Program
-from ..ir.ops import Broadcast, Call, Collective, Constant, Op, Recv, Return, Send, Value, View, Wait
+from ..ir.ops import (
+    Broadcast,
+    Call,
+    Collective,
+    Constant,
+    Op,
+    Recv,
+    Return,
+    Send,
+    Value,
+    View,
+    Wait,
+)
 from ..ir.types import FutureType, TensorType, UnitType
 
 

@@ -63,7 +63,11 @@ def sort_work(module: Module) -> Work:
             sends[op.chan, op.seq] = index
         elif type(op) is Recv:
             before = (*before, sends[op.chan, op.seq])
-        _note_stage(work, op, rounds.enter(op, before, _is_forward(op)))
+        task = op.task
+        forward = task is not None and task.action is Action.FORWARD
+        round_ = rounds.enter(op, before, forward)
+        if task is not None and forward:
+            _note_stage(work, op, task, round_)
         if len(before) == 1:
             follows = reach[before[0]]
         else:
@@ -77,15 +81,10 @@ def sort_work(module: Module) -> Work:
     return work
 
 
-def _is_forward(op: Op) -> bool:
-    return op.task is not None and op.task.action is Action.FORWARD
-
-
-def _note_stage(work: Work, op: Op, round_: int) -> None:
-    if op.task is None or not _is_forward(op) or op.place is None:
-        return
-    known, rank = work.stages.get(op.task.stage, (round_, op.place.ranks[0]))
-    work.stages[op.task.stage] = (max(known, round_), rank)
+def _note_stage(work: Work, op: Op, task: Task, round_: int) -> None:
+    if op.place is not None:
+        known, rank = work.stages.get(task.stage, (round_, op.place.ranks[0]))
+        work.stages[task.stage] = (max(known, round_), rank)
 
 
 def _classify(work: Work, module: Module, index: int, op: Op, follows: Sequence[int]) -> bool:
@@ -116,8 +115,8 @@ def global_order(work: Work, schedule: Schedule) -> list[int]:
 
     Every rank runs its tasks in the order of `schedule`, each round for itself. Work outside of
     the tasks runs as soon as what it follows has run, but gives way to a task that could start
-    at the same time. Time is counted in units: a task takes one, and so does an actor's call outside
-    of tasks.
+    at the same time. Time is counted in units: a task takes one, and so does an actor's call
+    outside of tasks.
 
     Raises:
         IRError: the schedule contradicts the step; the message shows tasks in a circle.
@@ -155,7 +154,7 @@ def _orders(work: Work, schedule: Schedule) -> list[Order]:
         if task.stage in work.stages:
             round_, _ = work.stages[task.stage]
             microbatches.setdefault(round_, set()).add(task.microbatch)
-    orders = []
+    orders: list[Order] = []
     for round_, stages in rounds.items():
         if found := sorted(microbatches.get(round_, ())):
             ranks = tuple(work.stages[stage][1] for stage in stages)
@@ -260,8 +259,7 @@ def _circle(
     for one, other in zip(circle, [*circle[1:], circle[0]], strict=True):
         if ops[one].task is not None and ops[one].task == ops[other].task:
             continue
-        by_schedule = chained.get(one) == other and other not in work.follows[one]
-        why = f"by the order of '{schedule.name}'" if by_schedule else "to have what it made"
+        why = _why(work, one, other, chained.get(one) == other, schedule)
         message = f"{_describe(ops[one])} waits for {_describe(ops[other])}, {why}"
         notes.append(Diagnostic(message, op=ops[one]))
     return error(
@@ -272,6 +270,24 @@ def _circle(
     )
 
 
+def _why(work: Work, one: int, other: int, chained: bool, schedule: Schedule) -> str:
+    """Why a node follows another."""
+    if chained and other not in work.follows[one]:
+        return f"by the order of '{schedule.name}'"
+    ops = work.program.ops
+    made = set(ops[other].results)
+    sent: set[tuple[int, int]] = set()
+    # It may have come by way of views and messages, which are not nodes of the circle.
+    for op in ops[other + 1 : one]:
+        taken = not made.isdisjoint(op.operands)
+        if taken and isinstance(op, Send):
+            sent.add((op.chan, op.seq))
+        if taken or (isinstance(op, Recv) and (op.chan, op.seq) in sent):
+            made.update(op.results)
+    by_value = not made.isdisjoint(ops[one].operands)
+    return "to have what it made" if by_value else "for the state of their actor"
+
+
 _SHOWN = 12
 
 
@@ -279,8 +295,8 @@ def _help(circle: Iterable[Op]) -> str:
     if any(op.task is not None and op.task.action is not Action.FORWARD for op in circle):
         return (
             "a backward that must follow the forwards of later microbatches can only start "
-            "after all forwards. If it is a loss divided by a sum over all microbatches, divide by a "
-            "number that is known before; if it is an actor's method that writes to its state, "
+            "after all forwards. If it is a loss divided by a sum over all microbatches, divide by "
+            "a number that is known before; if it is an actor's method that writes to its state, "
             "keep that method out of the microbatches; or use the schedule 'gpipe'"
         )
     return (

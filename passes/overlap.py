@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from ..ir.diagnostics import error
 from ..ir.module import Module, Phase, Program
-from ..ir.ops import Barrier, Collective, Free, Op, Recv, Return, Send, Value, Wait
+from ..ir.ops import Barrier, Free, Op, Recv, Return, Send, Value, Wait
 from ..ir.types import FutureType
 from .base import Pass
 from .registry import register
@@ -20,9 +20,9 @@ class Overlap(Pass):
     """Move receives up and waits down, within a bound on messages in flight.
 
     A receive is posted as soon as its channel has fewer than `lookahead` receives that have been
-    posted and not been waited for. A wait moves down to the first use of what it gives. The wait
-    for a send moves down to just before the send of the same channel that is `lookahead` later, or to
-    the end.
+    posted and not been waited for; one that is posted earlier stays. A wait moves down to the first
+    use of what it gives. The wait for a send moves down to just before the send of the same channel
+    that is `lookahead` later, or to the end.
 
     Why this cannot bring about a deadlock: the receives of a rank keep their order among each
     other, over all channels; so do its sends; and so do its collectives. Suppose that the programs
@@ -55,7 +55,7 @@ class Overlap(Pass):
         return()
 
     Attributes:
-        lookahead: how many messages of a channel may be in flight at each end.
+        lookahead: how many messages of a channel this pass lets be in flight at each end.
     """
 
     lookahead: int = 2
@@ -92,7 +92,6 @@ def _refuse_planned(program: Program) -> None:
 def _wait_late(ops: Sequence[Op], lookahead: int) -> list[Op]:
     """Move each wait for a future to where it is needed."""
     barriers = {op.results[0] for op in ops if isinstance(op, Barrier) and op.results}
-    sends = {op.result: op for op in ops if isinstance(op, Send)}
     used = {value for op in ops for value in op.operands}
     moved: list[Op] = []
     held: dict[Value, Wait] = {}  # by what the wait gives, or its future if that is not used

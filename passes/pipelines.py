@@ -30,11 +30,12 @@ def default_pipeline(
         switches: optional passes to leave out and experimental ones to take in.
     """
     steps: list[Pass] = [
-        # What the user made and did not use would count as work of its stage.
-        DeadCodeElimination(),
         # Stages are cut along the forward program, as it was written; what is derived from a
         # call is labelled after it.
         AssignStages(),
+        # After the stages: a result may be used of some microbatches alone, which still all go
+        # through the same stages.
+        DeadCodeElimination(),
         # Gradients come before any value is brought anywhere: cotangents travel, too.
         Differentiate(),
         # The fewer values there are, the fewer travel.

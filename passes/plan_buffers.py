@@ -10,7 +10,7 @@ from typing import ClassVar
 from ..ir.attributes import Stream
 from ..ir.builder import Names
 from ..ir.module import Function, FunctionKind, Module, Phase, Program
-from ..ir.ops import Call, Copy, Free, Op, Recv, Return, Send, Value, Wait
+from ..ir.ops import Call, Copy, Free, Op, Recv, Return, Send, Value
 from ..ir.types import FutureType, TensorType, relocate
 from .base import Pass
 from .liveness import Storages
@@ -60,9 +60,10 @@ class PlanBuffers(Pass):
         sizes: dict[int, tuple[int, int]] = {}
         before = sum(len(program.ops) for program in module.programs)
         for program in module.programs:
-            _copy_escaping(program, module.functions)
-            freed = _insert_frees(program, module.functions)
-            _choose_slots(program, freed, slots, sizes)
+            storages = Storages(program, module.functions)
+            if _copy_escaping(program, module.functions, storages):
+                storages = Storages(program, module.functions)
+            _choose_slots(program, _insert_frees(program, storages), slots, sizes)
         for program in module.programs:
             for op in program.ops:
                 if isinstance(op, Send):
@@ -81,9 +82,11 @@ def _is_planned(module: Module) -> bool:
     return any(isinstance(op, Free) for program in module.programs for op in program.ops)
 
 
-def _copy_escaping(program: Program, functions: Mapping[str, Function]) -> None:
-    """Copy what lives in a slot before it is handed out; uses from there on take the copy."""
-    storages = Storages(program, functions)
+def _copy_escaping(program: Program, functions: Mapping[str, Function], storages: Storages) -> bool:
+    """Copy what lives in a slot before it is handed out; uses from there on take the copy.
+
+    Returns whether there was any such use.
+    """
     names: Names | None = None
     copies: dict[Value, Value] = {}
     ops: list[Op] = []
@@ -105,6 +108,7 @@ def _copy_escaping(program: Program, functions: Mapping[str, Function]) -> None:
             op.operands = tuple([copies.get(value, value) for value in op.operands])
         ops.append(op)
     program.ops[:] = ops
+    return bool(copies)
 
 
 def _stream_of_copy(op: Op, before: list[Op]) -> Stream | None:
@@ -120,13 +124,11 @@ def _hands_out(op: Op, functions: Mapping[str, Function]) -> bool:
     return isinstance(op, Return)
 
 
-def _insert_frees(
-    program: Program, functions: Mapping[str, Function]
-) -> dict[Op, tuple[Recv, ...]]:
-    """Free every storage that does not escape; for each `free`, the receives whose slots it ends."""
+def _insert_frees(program: Program, storages: Storages) -> dict[Op, tuple[Recv, ...]]:
+    """Free every storage that does not escape; the receives whose slots each `free` ends."""
     due: dict[int, list[Free]] = {}
     ends: dict[Op, tuple[Recv, ...]] = {}
-    for storage in Storages(program, functions).all():
+    for storage in storages.all():
         if storage.escapes or not storage.owners:
             continue
         frees = [Free((owner, *storage.reads)) for owner in storage.owners]
@@ -158,7 +160,8 @@ def _choose_slots(
     for op in program.ops:
         if isinstance(op, Recv) and op in slotted:
             (future,) = op.results
-            assert isinstance(future.type, FutureType) and isinstance(future.type.value, TensorType)
+            assert isinstance(future.type, FutureType)
+            assert isinstance(future.type.value, TensorType), "objects have no slot"
             count, size = sizes.get(op.chan, (0, 0))
             if free.setdefault(op.chan, []):
                 op.slot = heappop(free[op.chan])

@@ -21,7 +21,7 @@ from ..ir.ops import (
     Value,
     Wait,
 )
-from ..ir.types import Type, relocate
+from ..ir.types import FutureType, TensorType, Type, relocate
 from .merge import Work
 
 
@@ -53,7 +53,8 @@ class _Projector:
     def __init__(self, module: Module, work: Work) -> None:
         ranks = range(module.world)
         self._ops = work.program.ops
-        self._types: dict[int, Type] = {}
+        self._types: dict[object, Type] = {}
+        self._futures: dict[object, Type] = {}
         self._sequence: dict[int, int] = {}
         self.programs: list[list[Op]] = [[] for _ in ranks]
         self.params: list[list[Value]] = [[] for _ in ranks]
@@ -109,7 +110,8 @@ class _Projector:
         task = self._tasks.get(op.operands[0])
         sent = self._append(op, sender, task)
         received = self._append(recv, receiver, None)
-        assert isinstance(sent, Send) and isinstance(received, Recv)
+        assert isinstance(sent, Send)
+        assert isinstance(received, Recv)
         sent.seq = received.seq = number
         self._pending[receiver][recv.result] = received
         self._wait(op.result, sender, task)
@@ -175,16 +177,25 @@ class _Projector:
         return values[value]
 
     def _define(self, rank: int, originals: Sequence[Value]) -> tuple[Value, ...]:
-        values, types = self._values[rank], self._types
+        values = self._values[rank]
         made = []
         for value in originals:
-            type_ = types.get(id(value.type))
-            if type_ is None:
-                # Keyed by identity, as hashing costs more; the old program keeps the types alive.
-                type_ = types[id(value.type)] = relocate(value.type, None)
-            new = values[value] = Value(value.name, type_)
+            new = values[value] = Value(value.name, self._bare(value.type))
             made.append(new)
         return tuple(made)
+
+    def _bare(self, type_: Type) -> Type:
+        """A type without its place; equal ones are one, and hashing whole types is avoided."""
+        inner = type_.value if isinstance(type_, FutureType) else type_
+        key: object = type(inner)
+        if isinstance(inner, TensorType):
+            # A dtype is the only one of its kind, and its identity hashes fast.
+            key = (id(inner.dtype), inner.shape)
+        table = self._types if inner is type_ else self._futures
+        found = table.get(key)
+        if found is None:
+            found = table[key] = relocate(type_, None)
+        return found
 
 
 _ATTRIBUTES: dict[type[Op], tuple[str, ...]] = {

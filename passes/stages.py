@@ -9,7 +9,6 @@ from ..ir.attributes import Action, Task
 from ..ir.diagnostics import Diagnostic, IRError, error
 from ..ir.module import Module
 from ..ir.ops import Call, Collective, Constant, Copy, Op, Recv, Send, Transfer, Value, View, Wait
-from .effects import dependencies
 
 _TRANSPARENT = (Constant, View, Copy, Transfer, Send, Recv, Wait, Collective)
 
@@ -46,11 +45,11 @@ def backward_of(task: Task | None) -> Task | None:
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """A stage as one microbatch opens it: the actor (or, without one, the rank) and the round."""
+    """A stage as one microbatch opens it: the actor (or, without one, the rank) and the loop."""
 
     actor: str | None
     rank: int
-    round: int
+    loop: int
 
     def __str__(self) -> str:
         return f"rank {self.rank}" if self.actor is None else f"actor {self.actor}"
@@ -70,11 +69,10 @@ def label(module: Module) -> bool:
         IRError: two microbatches do not go through the same stages.
     """
     program = module.program
-    edges = dependencies(program.ops, module.functions)
     labeller = _Labeller(module)
     changed = False
-    for op, before in zip(program.ops, edges, strict=True):
-        stage = labeller.enter(op, before)
+    for op in program.ops:
+        stage = labeller.enter(op)
         task = None
         if stage is not None and op.mb is not None:
             task = Task(stage, Action.FORWARD, op.mb)
@@ -85,42 +83,56 @@ def label(module: Module) -> bool:
 
 
 class _Labeller:
-    """Walks the program; knows the stages so far and where each microbatch is among them."""
+    """Walks the program; knows the stages so far and where each microbatch is among them.
+
+    A *loop* is a loop over microbatches as the user wrote it. Loops need not have anything in
+    common, not even the number of microbatches, also where they are one round.
+    """
 
     def __init__(self, module: Module) -> None:
         self._program = module.program
         self._functions = module.functions
-        self._rounds = Rounds()
         self._stages: list[_Stage] = []
-        self._by_round: dict[int, list[int]] = {}
-        # For each (round, microbatch): the op that opened each of its stages.
+        self._by_loop: dict[int, list[int]] = {}
+        # For each loop and microbatch: the op that opened each of its stages.
         self._opened: dict[tuple[int, int], list[Op]] = {}
         self._latest: dict[tuple[int, _Stage], int] = {}
-        self._made_by: dict[Value, tuple[int | None, int]] = {}
+        # For each value the number of its loop, its microbatch and its stage.
+        self._made_by: dict[Value, tuple[int, int | None, int]] = {}
+        self._loop = 0
+        self._mb: int | None = None
+        self._is_between = False
 
-    def enter(self, op: Op, before: Sequence[int]) -> int | None:
+    def enter(self, op: Op) -> int | None:
         """The stage of the next op of the program, None if it has none."""
+        self._follow_loops(op)
         latest = self._latest_operand(op)
         stage = None
         if isinstance(op, Call) and op.mb is not None:
             actor = self._functions[op.fn.name].actor
-            forward = actor is not None or latest is not None
-            round_ = self._rounds.enter(op, before, forward)
-            if forward:
-                stage = self._stage_of_call(op, op.mb, actor, latest, round_)
-        else:
-            self._rounds.enter(op, before, False)
+            if actor is not None or latest is not None:
+                stage = self._stage_of_call(op, op.mb, actor, latest)
         reached = latest if stage is None else stage
         if reached is not None:
-            self._made_by.update(dict.fromkeys(op.results, (op.mb, reached)))
+            self._made_by.update(dict.fromkeys(op.results, (self._loop, op.mb, reached)))
         return stage
+
+    def _follow_loops(self, op: Op) -> None:
+        """Notice when the next loop over microbatches begins: they are numbered from 0 again."""
+        if op.mb is None:
+            self._is_between = True
+            return
+        if self._mb is not None:
+            again = self._is_between and op.mb == self._mb
+            self._loop += again or op.mb < self._mb
+        self._mb, self._is_between = op.mb, False
 
     def finish(self) -> None:
         """Check that every microbatch of a round has gone through all its stages."""
-        for (round_, mb), openers in self._opened.items():
-            missing = self._by_round[round_][len(openers) :]
+        for (loop, mb), openers in self._opened.items():
+            missing = self._by_loop[loop][len(openers) :]
             if missing:
-                first, there = self._reference(round_)
+                first, there = self._reference(loop)
                 raise self._mismatch(
                     f"microbatch {mb} never comes to {self._stages[missing[0]]}, "
                     f"microbatch {first} does",
@@ -129,16 +141,17 @@ class _Labeller:
                 )
 
     def _latest_operand(self, op: Op) -> int | None:
-        """The last of the stages, in this microbatch, that the operands come from."""
+        """The last of the stages, in this microbatch and loop, that the operands come from."""
         latest = None
         for value in op.operands:
-            mb, stage = self._made_by.get(value, (None, -1))
-            if mb is not None and mb == op.mb and (latest is None or stage > latest):
+            loop, mb, stage = self._made_by.get(value, (0, None, -1))
+            here = mb is not None and mb == op.mb and loop == self._loop
+            if here and (latest is None or stage > latest):
                 latest = stage
         return latest
 
     def _stage_of_call(
-        self, op: Call, mb: int, actor: str | None, latest: int | None, round_: int
+        self, op: Call, mb: int, actor: str | None, latest: int | None
     ) -> int | None:
         place = op.place
         if place is None:
@@ -148,7 +161,7 @@ class _Labeller:
                 return latest
             if not place.is_single:
                 return None
-        stage = _Stage(actor, place.ranks[0], round_)
+        stage = _Stage(actor, place.ranks[0], self._loop)
         known = self._latest.get((mb, stage))
         if known is None or (latest is not None and latest > known):
             known = self._open(op, mb, stage)
@@ -157,9 +170,9 @@ class _Labeller:
 
     def _open(self, op: Call, mb: int, stage: _Stage) -> int:
         """The number of the stage that a microbatch opens now."""
-        numbers = self._by_round.setdefault(stage.round, [])
-        openers = self._opened.setdefault((stage.round, mb), [])
-        first, there = self._reference(stage.round)
+        numbers = self._by_loop.setdefault(stage.loop, [])
+        openers = self._opened.setdefault((stage.loop, mb), [])
+        first, there = self._reference(stage.loop)
         position = len(openers)
         openers.append(op)
         if mb == first:
@@ -178,9 +191,9 @@ class _Labeller:
             )
         return numbers[position]
 
-    def _reference(self, round_: int) -> tuple[int, list[Op]]:
-        """The first microbatch of a round, which the others are compared with."""
-        return next((mb, ops) for (other, mb), ops in self._opened.items() if other == round_)
+    def _reference(self, loop: int) -> tuple[int, list[Op]]:
+        """The first microbatch of a loop, which the others are compared with."""
+        return next((mb, ops) for (other, mb), ops in self._opened.items() if other == loop)
 
     def _mismatch(self, message: str, op: Op, reference: Op) -> IRError:
         return error(

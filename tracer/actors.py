@@ -260,7 +260,8 @@ class ActorMethod(NotAValue):
 
 
 def _is_method(cls: type[Any], name: str) -> bool:
-    found = inspect.getattr_static(cls, name, None)
+    # Not getattr_static, which would find methods of the metaclass, too.
+    found = next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
     if isinstance(found, staticmethod | classmethod):
         return True
     return callable(found) and not isinstance(found, type)

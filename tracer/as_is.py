@@ -98,8 +98,7 @@ def opaque_body(
             result = call(inputs)
         if not isinstance(result, (tuple, list)) or len(result) != many:
             raise TypeError(
-                f"{what} is marked @cg.opaque(returns={many}), but it returned "
-                f"{_words(result)}"
+                f"{what} is marked @cg.opaque(returns={many}), but it returned {_words(result)}"
             )
         return tuple(result)
 
@@ -112,9 +111,7 @@ def _words(result: Any) -> str:
     return f"a {type(result).__name__}"
 
 
-def _caller(
-    function: Callable[..., Any], signature: Tree
-) -> Callable[[tuple[Any, ...]], Any]:
+def _caller(function: Callable[..., Any], signature: Tree) -> Callable[[tuple[Any, ...]], Any]:
     """Calls `function` with values in their places; without pytrees where none are needed."""
     args, kwargs = pytree.tree_unflatten(range(len(signature.leaves)), signature.spec)
     flat = all(type(i) is int for i in (*args, *kwargs.values()))
@@ -128,9 +125,7 @@ def _caller(
     return general
 
 
-def _checked(
-    call: Callable[[tuple[Any, ...]], Any], results: Tree, what: str
-) -> Body:
+def _checked(call: Callable[[tuple[Any, ...]], Any], results: Tree, what: str) -> Body:
     def body(*inputs: Any) -> Sequence[Any]:
         with torch.enable_grad():
             result = call(inputs)
@@ -138,7 +133,7 @@ def _checked(
         if spec != results.spec:
             raise TypeError(f"{what} returned {spec}, but its fake promised {results.spec}")
         return tuple(
-            _as_promised(value, leaf, what) for value, leaf in zip(leaves, results.leaves)
+            _as_promised(v, leaf, what) for v, leaf in zip(leaves, results.leaves, strict=True)
         )
 
     return body

@@ -38,7 +38,7 @@ _SHAPE_OPS = {
 _is_user_file = functools.lru_cache(maxsize=None)(is_user_file)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _is_installed(file: str) -> bool:
     return "site-packages" in file or "dist-packages" in file
 
@@ -90,25 +90,21 @@ def _raised(tb: TracebackType | None, until: CodeType) -> list[tuple[CodeType, i
     return frames[::-1]
 
 
-def translate(
-    error: Exception, what: str, until: CodeType, call_loc: Location | None
-) -> TraceError:
+def translate(error: Exception, what: str, until: CodeType, blame: Location | None) -> TraceError:
     """The `TraceError` for an exception that a traced call has raised.
 
     Args:
         what: the call in words, such as `Stage.forward`.
         until: code of the frame that called into the user's code.
-        call_loc: where the step made the call, for exceptions without a line of the method.
+        blame: the line to name for an exception without a line of the method's body.
     """
     if isinstance(error, TraceError):
-        if error.loc is not None or call_loc is None:
+        if error.loc is not None or blame is None:
             return error
-        return type(error)(error.reason, loc=call_loc, remedy=error.remedy)
+        return type(error)(error.reason, loc=blame, remedy=error.remedy)
     loc, note = exception_location(error, until)
     reason, remedy = _explain(error)
-    return TraceError(
-        f"{what} cannot be traced: {reason}{note}", loc=loc or call_loc, remedy=remedy
-    )
+    return TraceError(f"{what} cannot be traced: {reason}{note}", loc=loc or blame, remedy=remedy)
 
 
 def _explain(error: Exception) -> tuple[str, str]:

@@ -55,5 +55,5 @@ def argument_name(signature: Tree, index: int) -> str:
     numbered = pytree.tree_unflatten(range(len(signature.leaves)), signature.spec)
     path, _ = pytree.tree_flatten_with_path(numbered)[0][index]
     _, where, *inner = path
-    name = repr(where.key) if isinstance(where, pytree.MappingKey) else str(where.idx)
-    return f"argument {name}" + (f" at {pytree.keystr(tuple(inner))}" if inner else "")
+    within = f" at {pytree.keystr(tuple(inner))}" if inner else ""
+    return f"argument {pytree.keystr((where,))[1:-1]}{within}"

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from torch.utils._pytree import tree_structure, tree_unflatten
+
 from ..ir.attributes import Effect, Symbol
 from ..ir.location import Location
 from ..ir.module import Function, FunctionKind
@@ -18,7 +20,7 @@ from .errors import TraceError
 from .interface import Body, Peers, Target, TracedFunction
 from .session import Session
 from .source import traceback_location
-from .specs import ObjectSpec, TensorSpec, Tree
+from .specs import Leaf, ObjectSpec, TensorSpec, Tree
 from .tape import Entry
 from .values import ObjectValue, Traced, TracedTensor, share, storage_of
 
@@ -43,11 +45,22 @@ class Subject:
 
 @dataclass(frozen=True)
 class _Public:
-    """What every rank learns of a traced function."""
+    """What every rank learns of a traced function; `skeleton` is the pytree of its results."""
 
     declaration: Function
-    results: Tree
+    leaves: tuple[Leaf, ...]
+    skeleton: Any
     state_outputs: tuple[int, ...]
+
+    @staticmethod
+    def of(traced: TracedFunction) -> _Public:
+        results = traced.results
+        skeleton = tree_unflatten(list(range(len(results.leaves))), results.spec)
+        return _Public(traced.declaration, results.leaves, skeleton, traced.state_outputs)
+
+    @property
+    def results(self) -> Tree:
+        return Tree(self.leaves, tree_structure(self.skeleton))
 
 
 def declare(
@@ -65,20 +78,21 @@ def declare(
         assert target is not None, "only the owner of an actor traces its methods"
         with tracing(session, name, loc):
             traced = session.tracer.trace(target, signature, name, loc)
-        return traced, _Public(traced.declaration, traced.results, traced.state_outputs)
+        return traced, _Public.of(traced)
 
     mine, public = agree(session.peers, subject.owner, trace, name, loc)
     enter(session, public.declaration, None if mine is None else mine.body)
     if mine is not None and mine.guard is not None:
         session.guards.append(mine.guard)
-    specs = value_leaves(public.results)
+    results = public.results
+    specs = value_leaves(results)
     if not grad:
         specs = tuple(_without_grad(spec) for spec in specs)
     declaration = session.module.functions[name]
     needed = tuple(grad and requires_grad(spec) for spec in value_leaves(signature))
     return Callee(
         declaration=declaration,
-        results=public.results,
+        results=results,
         state_outputs=public.state_outputs,
         signature=signature,
         target=target,
@@ -90,7 +104,7 @@ def declare(
         passes_on=grad and subject.name not in _DETACHING,
         symbol=Symbol(name),
         base=subject.name.rpartition(".")[2],
-        is_single=len(specs) == 1 and public.results.spec.is_leaf(),
+        is_single=len(specs) == 1 and results.spec.is_leaf(),
         shares=_shares(declaration, specs, public.state_outputs),
     )
 

@@ -67,7 +67,7 @@ def sort_changes(
     new = [storage_key(r.value) for r in rebinds]
     return [
         Rebind(r.tensor, r.slot, r.value, shared=key in taken or new.count(key) > 1)
-        for r, key in zip(rebinds, new)
+        for r, key in zip(rebinds, new, strict=True)
     ]
 
 
@@ -75,8 +75,7 @@ class _Judge:
     def __init__(self, call: Call, fakes: Sequence[torch.Tensor], watch: Watch) -> None:
         self.call = call
         self.watch = watch
-        self.state = {id(f): t for f, t in zip(fakes, call.state.tensors)}
-        self.owners = _owners(call.state)
+        self.state = {id(f): t for f, t in zip(fakes, call.state.tensors, strict=True)}
 
     def judge(self, change: Change) -> Rebind:
         tensor = self.state.get(id(change.before))
@@ -123,7 +122,7 @@ class _Judge:
         return self._error(change, reason, _ATTRIBUTE_REMEDY)
 
     def _error(self, change: Change, reason: str, remedy: str) -> TraceError:
-        owner = self.owners.get(id(change.container))
+        owner = _owners(self.call.state).get(id(change.container))
         loc = self.watch.writes.get((owner, str(change.key))) if owner is not None else None
         return TraceError(
             f"{self.call.what} cannot be traced: {reason}",
@@ -175,6 +174,7 @@ class Leaks:
             zip(
                 getattr(getattr(function, "__code__", None), "co_freevars", ()),
                 getattr(function, "__closure__", None) or (),
+                strict=True,
             )
         )
         self._cell_values = {name: _content(cell) for name, cell in self._cells.items()}

@@ -20,8 +20,8 @@ import torch
 from torch import fx
 
 from ..ir.location import Location
-from .graphs import Gradient, Piece
-from .lifting import Slot, StateTensor
+from .graphs import Piece
+from .lifting import Slot
 
 
 class GraphBody(Protocol):
@@ -116,10 +116,11 @@ class _Writer:
         for device in sorted(_devices(self.piece.graph)):
             yield f"    if AUTOCAST_ON({device!r}):"
             yield f"        with AUTOCAST({device!r}, enabled=False): {again}"
-        for node, dense in zip(self._inputs, self.piece.dense):
+        for node, dense in zip(self._inputs, self.piece.dense, strict=True):
             if dense:
-                yield f"    if not {node.name}.is_contiguous(): {node.name} = {node.name}.contiguous()"
-        for node, tensor in zip(self._state, self.piece.state):
+                name = node.name
+                yield f"    if not {name}.is_contiguous(): {name} = {name}.contiguous()"
+        for node, tensor in zip(self._state, self.piece.state, strict=True):
             yield f"    {node.name} = {self._slot(tensor.slots[0])}"
 
     def _slot(self, slot: Slot) -> str:
@@ -127,8 +128,8 @@ class _Writer:
         return f"{self._global(slot.holder)}[{self._literal(slot.key)}]{within}"
 
     def _statement(self, node: fx.Node) -> str:
-        drop = "; ".join(f"del {n.name}" for n in self._last_use.get(node, ()))
-        return f"    {node.name} = {self._expression(node)}" + (f"; {drop}" if drop else "")
+        drop = ", ".join(n.name for n in self._last_use.get(node, ()))
+        return f"    {node.name} = {self._expression(node)}" + (f"; del {drop}" if drop else "")
 
     def _expression(self, node: fx.Node) -> str:
         if node.op == "get_attr":
@@ -145,7 +146,7 @@ class _Writer:
         piece = self.piece
         values = [self._literal(v) for v in _results(piece.graph)]
         returned, rest = values[: piece.returned], values[piece.returned :]
-        for slot, value in zip(piece.rebinds, rest):
+        for slot, value in zip(piece.rebinds, rest, strict=False):
             yield f"    {self._slot(slot)} = {value}"
         gradients = rest[len(piece.rebinds) :]
         if gradients:
@@ -220,7 +221,7 @@ def accumulate(
     """
     held: list[torch.Tensor] = []
     new: list[torch.Tensor] = []
-    for param, gradient, is_owned in zip(params, gradients, owned):
+    for param, gradient, is_owned in zip(params, gradients, owned, strict=True):
         existing = param.grad
         if existing is not None:
             held.append(existing)

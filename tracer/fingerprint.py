@@ -7,6 +7,7 @@ tensor. Comparing goes by identity, and by value where a value says everything a
 from __future__ import annotations
 
 import collections
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -70,8 +71,9 @@ def _identical(container: Any, copy: Any) -> bool:
     if len(container) != len(copy):
         return False
     if isinstance(container, dict):
-        return all(a is b and x is y for (a, x), (b, y) in zip(container.items(), copy.items()))
-    return all(x is y for x, y in zip(container, copy))
+        pairs = zip(container.items(), copy.items(), strict=True)
+        return all(a is b and x is y for (a, x), (b, y) in pairs)
+    return all(x is y for x, y in zip(container, copy, strict=True))
 
 
 def _refill(container: Any, copy: Any) -> None:
@@ -92,7 +94,7 @@ def _differences(container: Any, path: str, copy: Any) -> Iterator[Change]:
             if not same(before, after):
                 yield Change(container, key, _path(path, key), before, after)
     elif isinstance(container, list) and len(container) == len(copy):
-        for index, (before, after) in enumerate(zip(copy, container)):
+        for index, (before, after) in enumerate(zip(copy, container, strict=True)):
             if not same(before, after):
                 yield Change(container, index, _path(path, index), before, after)
     else:
@@ -104,18 +106,19 @@ def _path(path: str, key: object) -> str:
 
 
 def same(before: Any, after: Any) -> bool:
-    """Whether two values are one object, or equal values that consist of plain data alone."""
+    """Whether two values are one object, or alike: equal plain data in containers of one kind.
+
+    Weak references count as alike, whatever they refer to: a module that keeps some to its
+    parameters (`nn.LSTM`) renews them when it meets the fakes, and gets its own back.
+    """
     if before is after:
         return True
-    return type(before) is type(after) and is_plain(before) and bool(before == after)
-
-
-def is_plain(value: Any) -> bool:
-    """Whether a value is a scalar, or a tuple, list or dict of nothing but such."""
-    if isinstance(value, SCALARS):
+    if type(before) is not type(after):
+        return False
+    if isinstance(before, (tuple, list)):
+        return len(before) == len(after) and all(map(same, before, after))
+    if isinstance(before, dict):
+        return before.keys() == after.keys() and all(same(before[k], after[k]) for k in before)
+    if isinstance(before, weakref.ref):
         return True
-    if isinstance(value, (tuple, list)):
-        return all(map(is_plain, value))
-    if isinstance(value, dict):
-        return all(map(is_plain, value.values()))
-    return False
+    return isinstance(before, SCALARS) and bool(before == after)

@@ -1,8 +1,8 @@
 """The function half of the tracer: from what a step calls to declarations and bodies.
 
-A method is traced to a graph with the actor's state lifted out; one that is marked opaque, or that
-works on gradients (an optimizer, `.grad`, `.backward()`), is called as it is. A derivative is traced
-as one joint graph of forward and backward, which is then split.
+A method is traced to a graph with the actor's state lifted out; one that is marked opaque, or
+that works on gradients (an optimizer, `.grad`, `.backward()`), is called as it is. A derivative
+is traced as one joint graph of forward and backward, which is then split.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from .lifting import Slot, StateTensor
 
 _ATEN = torch.ops.aten
 _SAME = (_ATEN.alias.default, _ATEN.detach.default)
+_TRANSPOSES = (_ATEN.t.default, _ATEN.transpose.int)
 _RESHAPING_IN_PLACE = frozenset(
     {
         "as_strided_",
@@ -99,7 +100,7 @@ def memory_of(node: fx.Node) -> int | None:
 
 
 def simplify(graph: fx.Graph) -> None:
-    """Remove what does nothing at run time: `detach` and `alias`, in place.
+    """Remove what does nothing at run time, in place: `detach`, `alias`, a transpose undone.
 
     They stay where the graph changes shape or strides of a tensor in place, since then the two
     sides of an alias differ.
@@ -110,9 +111,18 @@ def simplify(graph: fx.Graph) -> None:
     if reshapes_in_place(graph):
         return
     for node in list(graph.nodes):
-        if node.target in _SAME:
-            node.replace_all_uses_with(node.args[0])
+        same = node.args[0] if node.target in _SAME else _transposed_twice(node)
+        if isinstance(same, fx.Node):
+            node.replace_all_uses_with(same)
             graph.erase_node(node)
+
+
+def _transposed_twice(node: fx.Node) -> object:
+    """What a transpose of a transpose is a transpose of, or None."""
+    inner = node.args[0] if node.target in _TRANSPOSES else None
+    if isinstance(inner, fx.Node) and inner.target is node.target:
+        return inner.args[0] if inner.args[1:] == node.args[1:] else None
+    return None
 
 
 def reshapes_in_place(graph: fx.Graph) -> bool:
@@ -244,7 +254,9 @@ class Builder:
             dense: whether to make it contiguous; else it keeps its strides where it can.
         """
         layout = torch.contiguous_format if dense else torch.preserve_format
-        return self._add(node, _ATEN.clone.default, (self._copies[node],), {"memory_format": layout})
+        return self._add(
+            node, _ATEN.clone.default, (self._copies[node],), {"memory_format": layout}
+        )
 
     def zeros(self, like: fx.Node) -> fx.Node:
         """Zeros in the shape of a node of the joint graph."""
@@ -252,7 +264,9 @@ class Builder:
         kind = {"dtype": fake.dtype, "device": fake.device}
         return self._add(like, _ATEN.zeros.default, (list(fake.shape),), kind)
 
-    def _add(self, at: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+    def _add(
+        self, at: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> fx.Node:
         new = self.graph.call_function(target, args, kwargs)
         location = self._by_name.get(at.name)
         if location is not None:

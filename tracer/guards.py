@@ -47,10 +47,10 @@ def is_random(op: object) -> bool:
     return isinstance(op, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in op.tags
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _written_arguments(op: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
     """Positions and names of the arguments that an operator writes to."""
-    hidden = _HIDDEN_WRITES.get(op.name().partition(".")[0], ())
+    hidden = _HIDDEN_WRITES.get(op._schema.name, ())
     return tuple(
         (i, a.name)
         for i, a in enumerate(op._schema.arguments)
@@ -59,7 +59,7 @@ def _written_arguments(op: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]
 
 
 _RUNNING = ("running_mean", "running_var")
-_HIDDEN_WRITES = {
+_HIDDEN_WRITES: dict[str, tuple[str, ...]] = {
     "aten::native_batch_norm": _RUNNING,
     "aten::cudnn_batch_norm": _RUNNING,
     "aten::miopen_batch_norm": _RUNNING,
@@ -71,7 +71,7 @@ def written_values(op: object, args: Any, kwargs: Any) -> Iterator[Any]:
     """What a call of an operator writes to: tensors while tracing, nodes in a graph."""
     if not isinstance(op, torch._ops.OpOverload):
         return
-    if op.name().partition(".")[0] in _HIDDEN_WRITES and not _is_training(op, args, kwargs):
+    if op._schema.name in _HIDDEN_WRITES and not _is_training(op, args, kwargs):
         return
     for position, name in _written_arguments(op):
         value = args[position] if position < len(args) else kwargs.get(name)
@@ -92,7 +92,7 @@ def writes_in_secret(op: object, args: Any, kwargs: Any) -> bool:
     )
 
 
-class OpRecorder(TorchDispatchMode):
+class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes what each operator of a traced call does, and refuses what would be lost.
 
     Attributes:
@@ -115,7 +115,7 @@ class OpRecorder(TorchDispatchMode):
         inputs: dict[int | None, str],
         state: frozenset[int | None],
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.what = what
         self.until = until
         self.inputs = inputs
@@ -234,7 +234,7 @@ def _autograd_node() -> Any:
 
 
 def _next_sequence_number() -> int:
-    return int(torch.autograd._get_sequence_nr())
+    return int(torch._C._autograd._get_sequence_nr())
 
 
 def _flat(values: Any) -> Iterator[Any]:
@@ -272,10 +272,12 @@ class FunctionGuard(TorchFunctionMode):
 
 
 _T = torch.Tensor
+_GRAD: Any = torch.Tensor.grad
+_DATA: Any = torch.Tensor.data
 _GRADIENT_WORK: dict[Any, str] = {
-    _T.grad.__get__: "Tensor.grad",  # type: ignore[attr-defined]
-    _T.grad.__set__: "Tensor.grad",  # type: ignore[attr-defined]
-    _T.grad.__delete__: "Tensor.grad",  # type: ignore[attr-defined]
+    _GRAD.__get__: "Tensor.grad",
+    _GRAD.__set__: "Tensor.grad",
+    _GRAD.__delete__: "Tensor.grad",
     _T.backward: "Tensor.backward",
     torch.autograd.backward: "torch.autograd.backward",
 }
@@ -295,8 +297,8 @@ _ADDRESS = (
     OPAQUE_REMEDY,
 )
 _REFUSED: dict[Any, tuple[str, str]] = {
-    _T.item: _takes_value("Tensor.item()"),
-    _T.tolist: _takes_value("Tensor.tolist()"),
+    _T.item: _takes_value("Tensor.item() or Tensor.tolist()"),
+    _T.tolist: _takes_value("Tensor.item() or Tensor.tolist()"),
     _T.__bool__: (
         "a Python condition (if, while, assert, and, or, not) depends on the value of a tensor, "
         "which is not known while tracing",
@@ -313,7 +315,7 @@ _REFUSED: dict[Any, tuple[str, str]] = {
     _T.__repr__: _SHOWS,
     _T.__format__: _SHOWS,
     _T.data_ptr: _ADDRESS,
-    _T.data.__set__: (  # type: ignore[attr-defined]
+    _DATA.__set__: (
         "it sets Tensor.data",
         "copy into the tensor under torch.no_grad() (p.copy_(...)), or mark the method with "
         "@cg.opaque",

@@ -87,16 +87,21 @@ def trace_call(call: Call, wanted: Wanted | None = None) -> Joint:
     try:
         with random_state_watched(call.what, call.blame):
             return _Run(call, wanted).trace()
-    except RunAsIs as signal:
+    except RunAsIs:
         if wanted is None:
             raise
-        raise TraceError(
-            f"{call.what} cannot be differentiated: in its backward, {signal}",
-            loc=call.blame,
-            remedy="if that is torch.utils.checkpoint, use it with use_reentrant=False",
-        ) from None
+        raise _works_on_gradients(call) from None
     except Exception as error:
-        raise translate(error, call.what, _call_user.__code__, call.loc) from error
+        raise translate(error, call.what, _call_user.__code__, call.blame) from error
+
+
+def _works_on_gradients(call: Call) -> TraceError:
+    return TraceError(
+        f"{call.what} cannot be differentiated: it works on gradients (Tensor.grad, .backward()) "
+        "in its forward or backward",
+        loc=call.blame,
+        remedy="compute gradients inside a differentiated method with torch.autograd.grad",
+    )
 
 
 def _call_user(function: Callable[..., Any], arguments: Any) -> Any:
@@ -115,7 +120,7 @@ class _Run:
         self.state = [self._fake_state(t) for t in call.state.tensors]
         values = call.values()
         self.inputs = [self._fake_input(i, leaf, name) for i, (leaf, name) in enumerate(values)]
-        named = {storage_key(t): name for t, (_, name) in zip(self.inputs, values)}
+        named = {storage_key(t): name for t, (_, name) in zip(self.inputs, values, strict=True)}
         state = frozenset(map(storage_key, self.state))
         self.recorder = OpRecorder(call.what, _call_user.__code__, named, state)
         self.watch = Watch(call.state, _call_user.__code__)
@@ -133,7 +138,7 @@ class _Run:
         try:
             for (_, slot), fake in self._slots():
                 slot.put(fake)
-            with self.mode, self.watch:
+            with self.mode, self.watch, _without_fused_recurrence():
                 owner = make_fx(lambda s, i: self._traced(s, i))(self.state, self.inputs)
             leaks.check(self.call.what, self.call.blame)
         finally:
@@ -142,7 +147,7 @@ class _Run:
         return self._joint(owner)
 
     def _slots(self) -> Iterator[tuple[tuple[StateTensor, Any], torch.Tensor]]:
-        fakes = {id(t): fake for t, fake in zip(self.call.state.tensors, self.state)}
+        fakes = {id(t): fake for t, fake in zip(self.call.state.tensors, self.state, strict=True)}
         for tensor, slot in slots_of(self.call.state):
             yield (tensor, slot), fakes[id(tensor)]
 
@@ -184,9 +189,7 @@ class _Run:
     def _finish_forward(self, result: Any, expected: Snapshot) -> list[torch.Tensor]:
         leaves, spec = pytree.tree_flatten(result)
         where = self.call.blame
-        self.results = Tree(
-            tuple(describe(leaf, self.call.what, where) for leaf in leaves), spec
-        )
+        self.results = Tree(tuple(describe(leaf, self.call.what, where) for leaf in leaves), spec)
         outputs = [leaves[i] for i in self.results.values]
         self.rebinds = sort_changes(
             expected.changes(), self.call, self.state, outputs, self.inputs, self.watch
@@ -196,7 +199,7 @@ class _Run:
         return outputs
 
     def _check_state_metadata(self) -> None:
-        for tensor, fake in zip(self.call.state.tensors, self.state):
+        for tensor, fake in zip(self.call.state.tensors, self.state, strict=True):
             real = tensor.tensor
             if fake.shape != real.shape or fake.requires_grad != (
                 real.requires_grad and real.is_leaf
@@ -211,7 +214,7 @@ class _Run:
     def _backward(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
         assert self.wanted is not None
         chosen = [outputs[i] for i in self.wanted.outputs]
-        for index, output in zip(self.wanted.outputs, chosen):
+        for index, output in zip(self.wanted.outputs, chosen, strict=True):
             if not output.requires_grad:
                 raise TraceError(
                     f"{self.call.what}: output {index} does not depend on anything that requires a "
@@ -226,13 +229,16 @@ class _Run:
             return []
         cotangents = [self._cotangent(output) for output in chosen]
         self.recorder.backward = True
+        held = [fake.grad for fake in self.state]
         with self.recorder, FunctionGuard(self.call.what, _call_user.__code__):
             found = _call_user(
                 torch.autograd.grad, ((chosen, sources, cotangents), {"allow_unused": True})
             )
+        if any(fake.grad is not grad for fake, grad in zip(self.state, held, strict=True)):
+            raise _works_on_gradients(self.call)
         many = len(self.wanted.inputs)
         self.dependent = [i for i, g in enumerate(found[:many]) if g is not None]
-        self.graded = [i for i, g in zip(trained, found[many:]) if g is not None]
+        self.graded = [i for i, g in zip(trained, found[many:], strict=True) if g is not None]
         return [g for g in found if g is not None]
 
     def _cotangent(self, output: torch.Tensor) -> torch.Tensor:
@@ -247,7 +253,7 @@ class _Run:
         nodes = {node.name: node for node in owner.graph.nodes}
         placeholders = [n for n in owner.graph.nodes if n.op == "placeholder"]
         returned = iter(_returned(owner.graph))
-        state = tuple(zip(placeholders, self.call.state.tensors))
+        state = tuple(zip(placeholders, self.call.state.tensors, strict=False))
         outputs = tuple(next(returned) for _ in range(self.counts[0]))
         rebinds = tuple((r, next(returned)) for r in self.rebinds)
         wanted = self.wanted.inputs if self.wanted is not None else ()
@@ -272,7 +278,7 @@ class _Run:
             reads=self.watch.reads,
         )
 
-    def _indices(self, keys: set[int]) -> frozenset[int]:
+    def _indices(self, keys: set[int | None]) -> frozenset[int]:
         return frozenset(i for i, t in enumerate(self.state) if storage_key(t) in keys)
 
 
@@ -288,7 +294,21 @@ def _graph() -> fx.Graph:
 
 
 @contextmanager
+def _without_fused_recurrence() -> Iterator[None]:
+    """Trace LSTM and GRU as the operations that they consist of.
+
+    oneDNN's kernels save for the backward only where gradients are enabled when they run.
+    """
+    flags: Any = torch.backends.mkldnn
+    before = flags.enabled
+    flags.enabled = False
+    try:
+        yield
+    finally:
+        flags.enabled = before
+
+
+@contextmanager
 def _grad_mode(needed: bool) -> Iterator[None]:
     with torch.set_grad_enabled(needed or torch.is_grad_enabled()):
         yield
-

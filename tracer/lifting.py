@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.nn.parameter import UninitializedTensorMixin
 
 from .errors import TraceError
 
@@ -181,7 +180,7 @@ class _Walk:
         if slot is None:
             self.loose = True
             return
-        if isinstance(tensor, UninitializedTensorMixin):
+        if torch.nn.parameter.is_lazy(tensor):
             raise TraceError(
                 f"parameter '{path}' is not initialised yet",
                 remedy="run the lazy module once on an example before the step is traced",

@@ -232,7 +232,7 @@ def _with_zeros(
     supply = iter(values)
     position: list[int] = []
     returned: list[fx.Node] = []
-    for index, node in zip(joint.wanted_inputs, joint.input_grads):
+    for index, node in zip(joint.wanted_inputs, joint.input_grads, strict=True):
         if node is None:
             returned.append(builder.zeros(joint.inputs[index]))
         else:

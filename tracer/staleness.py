@@ -43,7 +43,7 @@ def build_guard(
         None if the trace relied on nothing.
     """
     checks = [c for obj, path in state.objects for c in _object_checks(obj, path, reads[id(obj)])]
-    tensors = [t for t in used]
+    tensors = list(used)
     ties = [t for t in tensors if len(t.slots) > 1]
     plain = [_tensor_check(t) for t in tensors]
     paths = [t.path for t in tensors]
@@ -114,7 +114,7 @@ def _dict_checks(values: dict[str, Any], keys: list[str], path: str) -> list[_Ch
         value = values[key]
         if isinstance(value, torch.Tensor):
             continue  # state: looked up live, and checked as a tensor
-        if isinstance(value, (dict, list, tuple)) and _has_tensor(value):
+        if _is_array(value) or (isinstance(value, (dict, list, tuple)) and _has_tensor(value)):
             found.extend(_nested_checks(values, key, value, path))
         else:
             names.append(key)
@@ -127,7 +127,7 @@ def _dict_checks(values: dict[str, Any], keys: list[str], path: str) -> list[_Ch
 
 
 def _nested_checks(values: dict[str, Any], key: str, value: Any, path: str) -> list[_Check]:
-    """Checks of a container with tensors: its structure, and all in it that is no tensor."""
+    """Checks of a container with tensors, or of an array: structure, and all that is baked in."""
 
     def shape_of(attributes: dict[str, Any]) -> tuple[Any, ...]:
         return (_skeleton(attributes[key]),)
@@ -148,6 +148,11 @@ def _frozen(value: Any) -> Any:
     return value
 
 
+def _is_array(value: Any) -> bool:
+    """Whether a value is a NumPy array (which this package may not be able to import)."""
+    return type(value).__module__ == "numpy" and hasattr(value, "tobytes") and value.ndim > 0
+
+
 def _has_tensor(value: Any) -> bool:
     if isinstance(value, dict):
         value = value.values()
@@ -159,6 +164,8 @@ def _has_tensor(value: Any) -> bool:
 def _skeleton(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return "tensor"
+    if _is_array(value):
+        return (value.dtype, value.shape, value.tobytes() if value.nbytes <= _MANY else id(value))
     if isinstance(value, (list, tuple)):
         return [_skeleton(v) for v in value]
     if isinstance(value, dict):
@@ -168,16 +175,27 @@ def _skeleton(value: Any) -> Any:
 
 def _explain(checks: list[_Check], who: str) -> str:
     for attributes, getter, expected, names, path in checks:
-        for name, before in zip(names, expected):
+        for name in names:
             if name not in attributes:
                 return f"{who} has lost the attribute '{_join(path, name)}'; {_AGAIN}"
-            after = getter(attributes)[names.index(name)]
+        for name, before, after in zip(names, expected, getter(attributes), strict=True):
             if not _equal(before, after):
+                where, before, after = _pinpoint(_join(path, name), before, after)
                 return (
-                    f"{who}: '{_join(path, name)}' was {_short(before)} when it was traced and is "
+                    f"{who}: '{where}' was {_short(before)} when it was traced and is "
                     f"{_short(after)} now; {_AGAIN}"
                 )
     return f"{who} has changed since it was traced; {_AGAIN}"
+
+
+def _pinpoint(path: str, before: Any, after: Any) -> tuple[str, Any, Any]:
+    """The entry that differs, of two dicts with the same keys."""
+    if isinstance(before, dict) and isinstance(after, dict) and before.keys() == after.keys():
+        for key in before:
+            if not _equal(before[key], after[key]):
+                path = path.removesuffix("_modules").removesuffix(".")
+                return _pinpoint(_join(path, str(key)), before[key], after[key])
+    return path, before, after
 
 
 def _equal(before: Any, after: Any) -> bool:

@@ -95,18 +95,22 @@ class InputSpec:
         example = torch.utils._pytree.tree_unflatten(list(self.names), self.tree.spec)
         try:
             given = self.signature.bind(*args, **kwargs).arguments
-            traced = self.signature.bind(*example[0], **example[1])
         except TypeError as error:
             raise InputError(f"{self.step}(): {error}") from None
-        if set(given) != set(traced.arguments):
-            missing = sorted(set(traced.arguments) - set(given))
-            extra = sorted(set(given) - set(traced.arguments))
+        traced = self.signature.bind(*example[0], **example[1]).arguments
+        named = _by_name(given, self.signature)
+        missing = sorted(_by_name(traced, self.signature).keys() - named.keys())
+        extra = sorted(named.keys() - _by_name(traced, self.signature).keys())
+        if missing or extra:
             what = f"without {', '.join(extra)}" if extra else f"with {', '.join(missing)}"
             raise InputError(
                 f"{self.step}() was traced {what}; give the same arguments, or lower it again"
             )
-        traced.arguments.update(given)
-        return traced.args, traced.kwargs
+        positional: list[Any] = []
+        for name in self.signature.bind_partial(*example[0]).arguments:
+            several = self.signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL
+            positional.extend(given[name] if several else (given[name],))
+        return tuple(positional), {name: named[name] for name in example[1]}
 
     def _misfit(self, index: int, leaf: Any) -> InputError:
         spec, name = self.tree.leaves[index], self.names[index]
@@ -129,6 +133,15 @@ class InputSpec:
             f"argument {name} of {self.step}() must be {expected}, as when the step was traced, "
             f"and is {got}; lower the step again for it"
         )
+
+
+def _by_name(given: dict[str, Any], signature: inspect.Signature) -> dict[str, Any]:
+    """Bound arguments with those of `**kwargs` among the others."""
+    found = dict(given)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            found.update(found.pop(name, {}))
+    return found
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ them to the IR.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -100,10 +101,11 @@ class TracedTensor(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         if torch._C._is_torch_function_mode_enabled():
-            return torch.Tensor.__repr__(self)  # which the recorder refuses
+            return _REPR(self)  # which the recorder refuses
         return f"<value %{self.traced.value.name} of a traced step: {self.traced.value.type}>"
 
 
+_REPR: Callable[[torch.Tensor], str] = torch.Tensor.__repr__
 _WRAP = torch.Tensor._make_wrapper_subclass
 _CPU = torch.device("cpu")
 

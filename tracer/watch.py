@@ -86,11 +86,12 @@ class Watch:
 
     def _noting(self, cls: type) -> dict[str, Any]:
         reads, writes, until = self.reads, self.writes, self._until
-        get: Callable[[Any, str], Any] = cls.__getattribute__
-        put: Callable[[Any, str, Any], None] = cls.__setattr__
-        drop: Callable[[Any, str], None] = cls.__delattr__
+        # Taken from the class, so they are plain functions of (object, name, ...).
+        get: Callable[..., Any] = cls.__getattribute__
+        put: Callable[..., None] = cls.__setattr__
+        drop: Callable[..., None] = cls.__delattr__
 
-        def __getattribute__(self: Any, name: str) -> Any:
+        def get_attribute(self: Any, name: str) -> Any:
             if name == "__class__":
                 return cls
             if name != EVERYTHING or not _called_by_torch():
@@ -99,30 +100,30 @@ class Watch:
                     names.add(name)
             return get(self, name)
 
-        def __setattr__(self: Any, name: str, value: Any) -> None:
+        def set_attribute(self: Any, name: str, value: Any) -> None:
             writes[id(self), name] = current_location(until)[0]
             put(self, name, value)
 
-        def __delattr__(self: Any, name: str) -> None:
+        def delete_attribute(self: Any, name: str) -> None:
             writes[id(self), name] = current_location(until)[0]
             drop(self, name)
 
         return {
-            "__getattribute__": __getattribute__,
-            "__setattr__": __setattr__,
-            "__delattr__": __delattr__,
+            "__getattribute__": get_attribute,
+            "__setattr__": set_attribute,
+            "__delattr__": delete_attribute,
         }
 
     def _forbidding(self, cls: type) -> dict[str, Any]:
-        def __getattribute__(self: Any, name: str) -> Any:
+        def get_attribute(self: Any, name: str) -> Any:
             if name == "__class__":
                 return cls
             raise RunAsIs(f"it uses {cls.__name__}.{name}")
 
-        def __setattr__(self: Any, name: str, value: Any) -> NoReturn:
+        def set_attribute(self: Any, name: str, value: Any) -> NoReturn:
             raise RunAsIs(f"it sets {cls.__name__}.{name}")
 
-        return {"__getattribute__": __getattribute__, "__setattr__": __setattr__}
+        return {"__getattribute__": get_attribute, "__setattr__": set_attribute}
 
 
 def _called_by_torch() -> bool:

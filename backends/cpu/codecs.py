@@ -72,7 +72,8 @@ class TensorCodec:
         if not self.nbytes:
             return torch.empty(self.shape, dtype=self.dtype)
         count = self.shape.numel()
-        return torch.frombuffer(source, dtype=self.dtype, count=count, offset=at).view(self.shape)
+        flat = torch.frombuffer(source, dtype=self.dtype, count=count, offset=at)
+        return flat if len(self.shape) == 1 else flat.view(self.shape)
 
     def contiguous_bytes(self, prepared: Tensor) -> memoryview:
         """The bytes of the tensor: its own memory where that is contiguous, else of a copy."""

@@ -28,8 +28,7 @@ from ...ir.types import TensorType, ValueType
 from ..collectives import reduce, split
 from ..errors import BindError
 from .codecs import Codec, TensorCodec, UnitCodec, codec_of
-from .messages import Active, Incoming, ReceiveLane, SendLane
-from .ports import outgoing
+from .messages import Active, ReceiveLane, SendLane, incoming, outgoing
 
 Steps = Generator[None, None, Any]
 
@@ -65,7 +64,7 @@ class Gathering:
     """One message from each of some other members, held in place until `release`."""
 
     def __init__(self, lanes: Mapping[int, ReceiveLane], codec: Codec) -> None:
-        self._pairs = {rank: (lane, Incoming(codec, hold=True)) for rank, lane in lanes.items()}
+        self._pairs = {rank: (lane, incoming(codec, hold=True)) for rank, lane in lanes.items()}
 
     def post(self) -> None:
         """Start receiving."""

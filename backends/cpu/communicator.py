@@ -16,9 +16,9 @@ from .codecs import TensorCodec, codec_of
 from .collectives import CollectivePort, Group
 from .layout import LINE, SlotLayout, round_up
 from .local import LocalReceiver, LocalSender
-from .messages import Active, Incoming, ReceiveLane, SendLane
+from .messages import Active, ReceiveLane, SendLane, incoming, outgoing
 from .node import Node
-from .ports import RecvPort, SendPort, SlotRecvPort, outgoing
+from .ports import RecvPort, SendPort, SlotRecvPort
 from .remote import Counts, RemoteReceiver, RemoteSender
 
 RING_SLOTS = 4
@@ -102,10 +102,10 @@ class CpuCommunicator:
         lane = self._receivers[channel.id, op.peer]
         codec = codec_of(type_)
         if op.slot is None or op.operands or not isinstance(codec, TensorCodec):
-            return RecvPort(lane, Incoming(codec, op.slot))
+            return RecvPort(lane, incoming(codec, op.slot))
         if isinstance(lane, LocalReceiver):
             return SlotRecvPort(lane, codec, op.slot)
-        return RecvPort(lane, Incoming(codec, op.slot, hold=True))
+        return RecvPort(lane, incoming(codec, op.slot, hold=True))
 
     def collective_port(
         self,

@@ -48,6 +48,7 @@ class LocalSender:
         self._memory = memory
         self._words = memory.cast("Q")
         self._readers = tuple(readers)
+        self._sleepers = [(node.waiting(rank), rank) for rank in readers]
         self._active = active
         self._queue: deque[Outgoing] = deque()
         self._sent = [0] * layout.slots
@@ -114,8 +115,10 @@ class LocalSender:
         if message.slot is None:
             self._next += 1
         message.finish()
-        for rank in self._readers:
-            node.wake(rank)
+        node.fence()
+        for word, rank in self._sleepers:
+            if node.words[word]:
+                node.ring(rank)
         return True
 
     def _grow(self, slot: int, nbytes: int) -> memoryview:
@@ -169,6 +172,7 @@ class LocalReceiver:
     ) -> None:
         self.node = node
         self.sender = sender
+        self._sleeper = node.waiting(sender)
         self._layout = layout
         self._memory = memory
         self.words = memory.cast("Q")
@@ -205,7 +209,7 @@ class LocalReceiver:
             if self.node.order is not None:
                 self.node.order()
             memory, at = self._find(slot)
-            message.arrive(memory, at, words[header + NBYTES], False)
+            message.arrive(slot, memory, at, words[header + NBYTES], False)
             pending.popleft()
             if not message.hold or message.error is not None:
                 self.release(message)
@@ -232,10 +236,13 @@ class LocalReceiver:
 
     def consume(self, word: int, number: int) -> None:
         """Say that the message `number` of the slot of `word` may be overwritten."""
-        if self.node.order is not None:
-            self.node.order()
+        node = self.node
+        if node.order is not None:
+            node.order()
         self.words[word] = number
-        self.node.wake(self.sender)
+        node.fence()
+        if node.words[self._sleeper]:
+            node.ring(self.sender)
 
     def reset(self) -> None:
         """Forget all messages; the sender resets in the same pause."""

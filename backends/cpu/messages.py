@@ -70,6 +70,11 @@ class OutgoingTensor(Outgoing):
         cached[1].copy_(self.prepared)
 
 
+def outgoing(codec: Codec, slot: int | None = None) -> Outgoing:
+    """A message to be sent, of the kind that suits the codec."""
+    return OutgoingTensor(codec, slot) if isinstance(codec, TensorCodec) else Outgoing(codec, slot)
+
+
 class Incoming:
     """One message to be received, used again for each execution.
 
@@ -99,20 +104,21 @@ class Incoming:
         self.value: Any = None
         self.error: Exception | None = None
 
-    def arrive(self, source: memoryview, at: int, nbytes: int, private: bool) -> None:
-        """Read the message at byte `at` of `source`.
+    def arrive(self, slot: int, source: memoryview, at: int, nbytes: int, private: bool) -> None:
+        """Read the message at byte `at` of `source`, the memory of `slot`.
 
         Args:
             private: whether the value may keep the memory of `source`.
         """
         try:
-            value = self.codec.view(source, at, nbytes, private)
-            if isinstance(value, Tensor) and isinstance(self.codec, TensorCodec):
-                value = self._settle(value, private)
-            self.value = value
+            self.value = self.read(slot, source, at, nbytes, private)
         except Exception as error:  # raised again by `take`, where the executor can say whose it is
             self.error = error
         self.done = True
+
+    def read(self, slot: int, source: memoryview, at: int, nbytes: int, private: bool) -> Any:
+        """The value of the message."""
+        return self.codec.view(source, at, nbytes, private)
 
     def take(self) -> Any:
         """The value.
@@ -125,11 +131,39 @@ class Incoming:
         value, self.value = self.value, None
         return value
 
-    def _settle(self, view: Tensor, private: bool) -> Tensor:
+
+class IncomingTensor(Incoming):
+    """A tensor to be received; keeps a view of each slot that it has been read from."""
+
+    __slots__ = ("_views",)
+
+    def __init__(self, codec: TensorCodec, slot: int | None = None, hold: bool = False) -> None:
+        super().__init__(codec, slot, hold)
+        self._views: dict[int, tuple[memoryview, Tensor]] = {}
+
+    def read(self, slot: int, source: memoryview, at: int, nbytes: int, private: bool) -> Tensor:
+        """See `Incoming`."""
+        view: Tensor
+        if private:
+            view = self.codec.view(source, at, nbytes, private)
+        else:
+            cached = self._views.get(slot)
+            if cached is None or cached[0] is not source:
+                view = self.codec.view(source, at, nbytes, private)
+                cached = self._views[slot] = (source, view)
+            view = cached[1]
         if self.into is not None:
-            self.into.copy_(view)
-            return self.into
-        return view if self.hold or private else view.clone()
+            return self.into.copy_(view)
+        if self.hold or private:
+            return view
+        return view.clone()
+
+
+def incoming(codec: Codec, slot: int | None = None, hold: bool = False) -> Incoming:
+    """A message to be received, of the kind that suits the codec."""
+    if isinstance(codec, TensorCodec):
+        return IncomingTensor(codec, slot, hold)
+    return Incoming(codec, slot, hold)
 
 
 class SendLane(Protocol):

@@ -71,7 +71,6 @@ class Node:
         self.order = publish_fence(self.fence)
         self.segments, self.block = self._share_block(segments or (MemoryFiles(), NamedFiles()))
         self.words = self.block.cast("Q")
-        self._waiting = [rank * ROW + WAITING for rank in range(self.size)]
         for rank in self.local:
             if rank != self.rank:
                 self.bell.watch(rank, self.pids[rank])
@@ -86,18 +85,23 @@ class Node:
         """Whether `rank` runs on this machine."""
         return self.world.nodes[rank] == self.world.nodes[self.rank]
 
-    def wake(self, rank: int) -> None:
-        """Wake a local rank if it sleeps; call it after a store that it may wait for."""
-        self.fence()
-        if self.words[self._waiting[rank]]:
-            self.bell.ring(self._addresses[rank])
+    def waiting(self, rank: int) -> int:
+        """Index of the word that is not 0 while `rank` sleeps.
+
+        After a store that it may wait for: `fence`, read the word, and `ring` if it is not 0.
+        """
+        return rank * ROW + WAITING
+
+    def ring(self, rank: int) -> None:
+        """Wake a local rank."""
+        self.bell.ring(self._addresses[rank])
 
     def wake_all(self) -> None:
         """Wake every other local rank that sleeps."""
         self.fence()
         for rank in self.local:
-            if rank != self.rank and self.words[self._waiting[rank]]:
-                self.bell.ring(self._addresses[rank])
+            if rank != self.rank and self.words[self.waiting(rank)]:
+                self.ring(rank)
 
     def reserve_tags(self, count: int) -> int:
         """The first of `count` message tags of `comm` that nobody else uses.

@@ -8,7 +8,6 @@ that share storage do so no longer on the other side, unless they are one and th
 
 from __future__ import annotations
 
-import collections
 import copyreg
 import io
 import pickle
@@ -25,6 +24,9 @@ from .layout import round_up
 
 _HEAD = struct.Struct("<QQ")
 _PLAIN = frozenset({bytes, str, int, float, bool, type(None)})
+_NUMPY = frozenset(
+    {torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool}
+)
 
 
 class Encoded:
@@ -118,32 +120,43 @@ def _loads(message: memoryview, length: int, count: int) -> Any:
 
 def _reduce_tensor(tensor: Tensor) -> Any:
     """A tensor as (its bytes, dtype, shape); torch's own way where that would lose something."""
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.__dict__:
+    if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.__dict__:
         torchs_own: Callable[[int], Any] = tensor.__reduce_ex__
         return torchs_own(5)
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    content = pickle.PickleBuffer(plain.view(-1).view(torch.uint8).numpy().data)
-    state = (content, plain.dtype, tuple(plain.shape), tensor.requires_grad)
+    array = plain.numpy() if plain.dtype in _NUMPY else plain.view(-1).view(torch.uint8).numpy()
+    name = str(plain.dtype).removeprefix("torch.")
+    state = (pickle.PickleBuffer(array.data), name, tuple(plain.shape), tensor.requires_grad)
     return (_make_parameter if type(tensor) is Parameter else _make_tensor), state
 
 
 def _make_tensor(
-    content: memoryview, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool
+    content: memoryview, dtype_name: str, shape: tuple[int, ...], requires_grad: bool
 ) -> Tensor:
-    if len(content):
-        tensor = torch.frombuffer(content, dtype=dtype).view(shape)
+    dtype = getattr(torch, dtype_name)
+    if content.nbytes:
+        tensor = torch.frombuffer(content, dtype=dtype)
+        if len(shape) != 1:
+            tensor = tensor.view(shape)
     else:
         tensor = torch.empty(shape, dtype=dtype)
     return tensor.requires_grad_() if requires_grad else tensor
 
 
 def _make_parameter(
-    content: memoryview, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool
+    content: memoryview, dtype_name: str, shape: tuple[int, ...], requires_grad: bool
 ) -> Tensor:
-    return Parameter(_make_tensor(content, dtype, shape, False), requires_grad)
+    return Parameter(_make_tensor(content, dtype_name, shape, False), requires_grad)
 
 
 _Reducer = Callable[[Any], Any]
-_REDUCERS: collections.ChainMap[type, _Reducer] = collections.ChainMap(
-    {Tensor: _reduce_tensor, Parameter: _reduce_tensor}, copyreg.dispatch_table
-)
+
+
+class _Reducers(dict[type, _Reducer]):
+    """Ours, and behind them those registered with `copyreg`."""
+
+    def __missing__(self, cls: type) -> _Reducer:
+        return copyreg.dispatch_table[cls]
+
+
+_REDUCERS = _Reducers({Tensor: _reduce_tensor, Parameter: _reduce_tensor})

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .codecs import Codec, TensorCodec
+from .codecs import TensorCodec
 from .local import LocalReceiver
-from .messages import Incoming, Outgoing, OutgoingTensor, ReceiveLane, SendLane
-
-
-def outgoing(codec: Codec, slot: int | None = None) -> Outgoing:
-    """A message to be sent, of the kind that suits the codec."""
-    return OutgoingTensor(codec, slot) if isinstance(codec, TensorCodec) else Outgoing(codec, slot)
+from .messages import Incoming, Outgoing, ReceiveLane, SendLane
 
 
 class SendPort:

@@ -207,7 +207,8 @@ class RemoteReceiver:
                 continue
             expected.popleft()
             message = head.message
-            message.arrive(head.buffer, 0, head.nbytes, message.slot is None)
+            slot = -1 if message.slot is None else message.slot
+            message.arrive(slot, head.buffer, 0, head.nbytes, slot < 0)
             if message.slot is not None and (not message.hold or message.error is not None):
                 self.release(message)
         if not expected and not self._queue:

@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .layout import ROW, WAITING
 from .node import Node
 
 
@@ -56,7 +55,7 @@ class Waiter:
         self._yield_after = policy.polls
         self._sleep_after = policy.polls + policy.yields
         self._spans = len(node.leaders) > 1
-        self._flag = node.rank * ROW + WAITING
+        self._flag = node.waiting(node.rank)
         self._armed = False
 
     def __call__(self, polls: int, /) -> None:

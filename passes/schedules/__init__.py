@@ -1,14 +1,48 @@
-"""Pipeline schedules: pure functions from a pipeline to each rank's order of tasks."""
+"""Pipeline schedules: pure functions from a pipeline to each rank's order of tasks.
+
+One of your own is a function in a `Schedule`, or a `table` of tasks. All go through `validate`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
-from .base import Order, Pipeline, Schedule, validate
+from ...ir.costs import Costs
+from ...ir.order import Order
+from .auto_order import auto_order
+from .base import Pipeline, Schedule, validate
+from .dualpipe_v_order import dualpipe_v_order
 from .gpipe_order import gpipe_order
+from .interleaved_order import interleaved_order
+from .looped_bfs_order import looped_bfs_order
 from .one_f_one_b_order import one_f_one_b_order
+from .text_table import format_table, parse_table, table_order, table_pipeline
+from .zb_h1_order import zb_h1_order
+from .zb_h2_order import zb_h2_order
+from .zb_v_order import zb_v_order
 
-__all__ = ["Order", "Pipeline", "Schedule", "by_name", "gpipe", "one_f_one_b", "validate"]
+__all__ = [
+    "Order",
+    "Pipeline",
+    "Schedule",
+    "validate",
+    "gpipe",
+    "one_f_one_b",
+    "interleaved",
+    "looped_bfs",
+    "zb_h1",
+    "zb_h2",
+    "zb_v",
+    "dualpipe_v",
+    "auto",
+    "table",
+    "table_pipeline",
+    "from_file",
+    "format_table",
+    "by_name",
+    "names",
+]
 
 
 def gpipe() -> Schedule:
@@ -21,7 +55,85 @@ def one_f_one_b() -> Schedule:
     return Schedule("1f1b", one_f_one_b_order)
 
 
-_FACTORIES: dict[str, Callable[[], Schedule]] = {"gpipe": gpipe, "1f1b": one_f_one_b}
+def interleaved(chunks: int | None = None) -> Schedule:
+    """1F1B over several chunks a rank (None: as many as there are): a smaller bubble."""
+    return Schedule("interleaved", interleaved_order, (("chunks", chunks),))
+
+
+def looped_bfs(chunks: int | None = None) -> Schedule:
+    """GPipe over several chunks a rank (None: as many as there are): few, large gradient sums."""
+    return Schedule("looped-bfs", looped_bfs_order, (("chunks", chunks),))
+
+
+def zb_h1() -> Schedule:
+    """1F1B with W in the gaps: a third of its bubble at equal times, in the same memory."""
+    return Schedule("zb-h1", zb_h1_order)
+
+
+def zb_h2() -> Schedule:
+    """No bubble at equal times, in twice the memory of 1F1B."""
+    return Schedule("zb-h2", zb_h2_order)
+
+
+def zb_v() -> Schedule:
+    """No bubble at equal times, in the memory of 1F1B; stages go down the ranks and up again."""
+    return Schedule("zb-v", zb_v_order)
+
+
+def dualpipe_v() -> Schedule:
+    """Pairs of forwards and backwards that hide communication, on stages as for `zb_v`."""
+    return Schedule("dualpipe-v", dualpipe_v_order)
+
+
+def auto(max_activations: float | None = None, costs: Costs | None = None) -> Schedule:
+    """The fastest order that a search finds in a given memory.
+
+    Args:
+        max_activations: of how many microbatches a rank may hold the activations at once; None
+            for as many as there are ranks, which is what 1F1B holds.
+        costs: what tasks and transfers cost; all tasks the same, and transfers nothing, without.
+    """
+    return Schedule("auto", auto_order, (("max_activations", max_activations), ("costs", costs)))
+
+
+def table(text: str, name: str = "table") -> Schedule:
+    """The schedule that a text spells out: a line for each rank, tasks as in `2F0 1B3 0W3`.
+
+    It is of one pipeline only: of its stages and microbatches.
+
+    Raises:
+        ValueError: the text is not a table; the message names the line.
+    """
+    parse_table(text, name)
+    return Schedule(name, table_order, (("text", text), ("file", name)))
+
+
+def from_file(path: str | Path) -> Schedule:
+    """The schedule in a text file; see `table`.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it does not hold a table; the message names the line.
+    """
+    return table(Path(path).read_text(encoding="utf-8"), str(path))
+
+
+_FACTORIES: dict[str, Callable[[], Schedule]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "looped-bfs": looped_bfs,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+    "zb-v": zb_v,
+    "dualpipe-v": dualpipe_v,
+    "auto": auto,
+}
+
+
+def names() -> list[str]:
+    """The names of all schedules that need nothing but a pipeline."""
+    return list(_FACTORIES)
 
 
 def by_name(name: str) -> Schedule:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from itertools import groupby
+from typing import Any
 
 from ...ir.attributes import Action, Task
-
-Order: TypeAlias = dict[int, list[Task]]
-"""For each rank that hosts a stage, its tasks in the order in which it runs them."""
+from ...ir.order import ACTIONS, Order, Row, numbers, splits_backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +39,11 @@ class Pipeline:
         return len(self.stage_ranks)
 
     @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that host a stage, in the order in which a microbatch first comes to them."""
+        return tuple(dict.fromkeys(self.stage_ranks))
+
+    @property
     def depths(self) -> tuple[int, ...]:
         """For each stage, how often the work changes ranks on its way there.
 
@@ -54,6 +57,12 @@ class Pipeline:
             depths.append(depth)
         return tuple(depths)
 
+    @property
+    def parts(self) -> tuple[tuple[int, ...], ...]:
+        """The stages, neighbours of one rank together: what runs back to back, as one."""
+        runs = groupby(range(self.stages), key=self.stage_ranks.__getitem__)
+        return tuple(tuple(run) for _, run in runs)
+
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
@@ -61,11 +70,13 @@ class Schedule:
 
     Attributes:
         name: what `by_name` finds it by, and what dumps and benchmark rows call it.
-        order: the rule, a pure function.
+        order: the rule, a pure function of a pipeline and the options.
+        options: keyword arguments of the rule.
     """
 
     name: str
-    order: Callable[[Pipeline], Order] = field(repr=False)
+    order: Callable[..., Order] = field(repr=False)
+    options: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
         return self.name
@@ -74,34 +85,80 @@ class Schedule:
         """Order the tasks of `pipeline`, and check the result.
 
         Raises:
-            ValueError: the rule's result is not a schedule of this pipeline.
+            ValueError: the rule does not apply to this pipeline, or its result is not a schedule
+                of it.
         """
-        order = self.order(pipeline)
+        order = self.order(pipeline, **dict(self.options))
         validate(pipeline, order, self.name)
         return order
 
 
-def from_clock(pipeline: Pipeline, clock: Mapping[Task, int]) -> Order:
+def spell(pipeline: Pipeline, chunks: Sequence[Sequence[int]], word: Iterable[str]) -> Row:
+    """The tasks of one rank, written as a word: `FFBFBB`, or `F0 F1 B1 B0` as a list.
+
+    A letter is an action and the chunk that it is for, the first one if none is named. It takes
+    the chunk's next microbatch, so each action goes through the microbatches in order; what comes
+    after the last one is left out. A chunk of several stages runs forwards down and backwards up.
+
+    Args:
+        pipeline: what the tasks are of.
+        chunks: the stages of each chunk that the rank hosts.
+        word: the letters.
+    """
+    count = pipeline.microbatches
+    upcoming: dict[str, list[Iterator[int]]] = {}
+    for chunk, stages in enumerate(chunks):
+        for index, action in enumerate(ACTIONS):
+            ordered = stages if action is Action.FORWARD else tuple(reversed(stages))
+            lanes = [index * pipeline.stages + stage for stage in ordered]
+            upcoming[f"{action.value}{chunk}"] = [
+                iter(range(lane * count, (lane + 1) * count)) for lane in lanes
+            ]
+    upcoming |= {action.value: upcoming[f"{action.value}0"] for action in ACTIONS}
+    tasks = [
+        number
+        for letter in word
+        for lane in upcoming[letter]
+        if (number := next(lane, None)) is not None
+    ]
+    return Row(tasks, pipeline.stages, count)
+
+
+def from_clock(pipeline: Pipeline, clock: Mapping[tuple[Action, int], Sequence[int]]) -> Order:
     """Give each rank its tasks by ascending clock.
 
-    Tasks of one rank and one clock run oldest microbatch first, forwards down the pipeline and
-    backwards up. If the clock of a task is never under that of a task that it needs, and if
-    equal clocks of dependent tasks stay on one rank, the orders of the ranks cannot block each
-    other: sorting all tasks by clock is a global order that they all follow.
+    Tasks of one rank and one clock run oldest microbatch first, backwards before forwards,
+    forwards down the pipeline and backwards up. If the clock of a task is never under that of a
+    task that it needs, and if equal clocks of dependent tasks stay on one rank, the orders of the
+    ranks cannot block each other: sorting all tasks by clock is a global order that they all
+    follow.
+
+    Args:
+        pipeline: what the tasks are of.
+        clock: for each action and stage, the clocks of the microbatches.
     """
 
-    def key(task: Task) -> tuple[int, int, str, int]:
-        downwards = task.action is Action.FORWARD
-        stage = task.stage if downwards else -task.stage
-        return (clock[task], task.microbatch, task.action.value, stage)
+    def turn(lane: tuple[Action, int]) -> tuple[str, int]:
+        action, stage = lane
+        return action.value, stage if action is Action.FORWARD else -stage
 
-    order: Order = {rank: [] for rank in pipeline.stage_ranks}
-    for task in sorted(clock, key=key):
-        order[pipeline.stage_ranks[task.stage]].append(task)
+    count = pipeline.microbatches
+    order: dict[int, Row] = {}
+    for rank in pipeline.ranks:
+        keys: list[int] = []
+        tasks: list[int] = []
+        lanes = (lane for lane in clock if pipeline.stage_ranks[lane[1]] == rank)
+        for action, stage in sorted(lanes, key=turn):
+            keys += [time * count + mb for mb, time in enumerate(clock[action, stage])]
+            first = (ACTIONS.index(action) * pipeline.stages + stage) * count
+            tasks += range(first, first + count)
+        # The sort is stable: among equals, the order of the lanes stays.
+        by_key = sorted(range(len(keys)), key=keys.__getitem__)
+        order[rank] = Row([tasks[index] for index in by_key], pipeline.stages, count)
     return order
 
 
-def validate(pipeline: Pipeline, order: Mapping[int, Sequence[Task]], name: str) -> None:
+def validate(pipeline: Pipeline, order: Order, name: str) -> None:
     """Check that `order` is a schedule of `pipeline`.
 
     Every rank runs the tasks of its own stages and no others; for each stage and microbatch it
@@ -110,37 +167,49 @@ def validate(pipeline: Pipeline, order: Mapping[int, Sequence[Task]], name: str)
     Raises:
         ValueError: it is not; the message names the schedule, the rank and the task.
     """
-    counts: Counter[Task] = Counter()
-    split = any(task.action is Action.WEIGHT for tasks in order.values() for task in tasks)
+    count, cells = pipeline.microbatches, pipeline.stages * pipeline.microbatches
+    done = bytearray(cells)  # how many of F, B and W a stage has run of a microbatch
     for rank, tasks in order.items():
-        for task in tasks:
-            _check_task(pipeline, rank, task, counts, name)
-            counts[task] += 1
-    for stage, rank in enumerate(pipeline.stage_ranks):
-        for mb in range(pipeline.microbatches):
-            for action in Action:
-                task = Task(stage, action, mb)
-                if (action is not Action.WEIGHT or split) and not counts[task]:
-                    raise ValueError(f"schedule '{name}': rank {rank} never runs {task}")
+        _check_range(pipeline, rank, tasks, name)
+        foreign = [home != rank for home in pipeline.stage_ranks]
+        for number in numbers(tasks, pipeline.stages, count):
+            action, cell = divmod(number, cells)
+            if done[cell] != action or foreign[cell // count]:
+                raise _misplaced(pipeline, rank, number, done, name)
+            done[cell] = action + 1
+    needed = 3 if splits_backward(order) else 2
+    if cells != done.count(needed):
+        cell = next(cell for cell in range(cells) if done[cell] != needed)
+        stage, mb = divmod(cell, count)
+        missing = Task(stage, ACTIONS[done[cell]], mb)
+        rank = pipeline.stage_ranks[stage]
+        raise ValueError(f"schedule '{name}': rank {rank} never runs {missing}")
 
 
-_BEFORE = {Action.BACKWARD: Action.FORWARD, Action.WEIGHT: Action.BACKWARD}
+def _check_range(pipeline: Pipeline, rank: int, tasks: Sequence[Task], name: str) -> None:
+    shape = (pipeline.stages, pipeline.microbatches)
+    if isinstance(tasks, Row) and (tasks.stages, tasks.microbatches) == shape:
+        return
+    for task in tasks:
+        if not task.stage < pipeline.stages or not task.microbatch < pipeline.microbatches:
+            raise ValueError(
+                f"schedule '{name}': rank {rank} runs {task}, but the pipeline has stages "
+                f"0..{pipeline.stages - 1} and microbatches 0..{pipeline.microbatches - 1}"
+            )
 
 
-def _check_task(pipeline: Pipeline, rank: int, task: Task, seen: Counter[Task], name: str) -> None:
-    """Check one task of `rank`, given the tasks that ran before it."""
-    where = f"schedule '{name}': rank {rank}"
-    if not task.stage < pipeline.stages or not task.microbatch < pipeline.microbatches:
-        raise ValueError(
-            f"{where} runs {task}, but the pipeline has stages 0..{pipeline.stages - 1} "
-            f"and microbatches 0..{pipeline.microbatches - 1}"
-        )
+def _misplaced(
+    pipeline: Pipeline, rank: int, number: int, done: Sequence[int], name: str
+) -> ValueError:
+    """The error of a task that stands where it must not; `done` is what ran before it."""
+    cells = pipeline.stages * pipeline.microbatches
+    (task,) = Row((number,), pipeline.stages, pipeline.microbatches)
+    action, cell = divmod(number, cells)
     home = pipeline.stage_ranks[task.stage]
+    where = f"schedule '{name}': rank {rank} runs {task}"
     if home != rank:
-        raise ValueError(f"{where} runs {task}, but stage {task.stage} is on rank {home}")
-    if seen[task]:
-        raise ValueError(f"{where} runs {task} twice")
-    if task.action in _BEFORE:
-        needed = Task(task.stage, _BEFORE[task.action], task.microbatch)
-        if not seen[needed]:
-            raise ValueError(f"{where} runs {task} before {needed}")
+        return ValueError(f"{where}, but stage {task.stage} is on rank {home}")
+    if done[cell] > action:
+        return ValueError(f"{where} twice")
+    needed = Task(task.stage, ACTIONS[action - 1], task.microbatch)
+    return ValueError(f"{where} before {needed}")

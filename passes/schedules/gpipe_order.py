@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from ...ir.attributes import Action, Task
-from .base import Order, Pipeline, from_clock
+from ...ir.attributes import Action
+from ...ir.order import Order
+from .base import Pipeline, from_clock
 
 
 def gpipe_order(pipeline: Pipeline) -> Order:
@@ -16,11 +17,10 @@ def gpipe_order(pipeline: Pipeline) -> Order:
     Source: Huang et al., GPipe, arXiv 1811.06965.
     """
     depths = pipeline.depths
-    last = depths[-1]
-    turn = pipeline.microbatches + last
-    clock: dict[Task, int] = {}
+    last, m = depths[-1], pipeline.microbatches
+    clock: dict[tuple[Action, int], range] = {}
     for stage, depth in enumerate(depths):
-        for mb in range(pipeline.microbatches):
-            clock[Task(stage, Action.FORWARD, mb)] = depth + mb
-            clock[Task(stage, Action.BACKWARD, mb)] = turn + last - depth + mb
+        back = m + 2 * last - depth
+        clock[Action.FORWARD, stage] = range(depth, depth + m)
+        clock[Action.BACKWARD, stage] = range(back, back + m)
     return from_clock(pipeline, clock)

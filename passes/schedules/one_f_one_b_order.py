@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from ...ir.attributes import Action, Task
-from .base import Order, Pipeline, from_clock
+from collections.abc import Sequence
+
+from ...ir.attributes import Action
+from ...ir.order import Order
+from .base import Pipeline, from_clock
 
 
 def one_f_one_b_order(pipeline: Pipeline) -> Order:
@@ -18,12 +21,13 @@ def one_f_one_b_order(pipeline: Pipeline) -> Order:
     arXiv 2104.04473.
     """
     depths = pipeline.depths
-    ranks = depths[-1] + 1
-    clock: dict[Task, int] = {}
+    ranks, m = depths[-1] + 1, pipeline.microbatches
+    clock: dict[tuple[Action, int], Sequence[int]] = {}
     for stage, depth in enumerate(depths):
-        warm_up = ranks - depth
-        for mb in range(pipeline.microbatches):
-            forward = depth + mb if mb < warm_up else depth + 2 * mb
-            clock[Task(stage, Action.FORWARD, mb)] = forward
-            clock[Task(stage, Action.BACKWARD, mb)] = 2 * ranks - 1 - depth + 2 * mb
+        warm_up, back = min(m, ranks - depth), 2 * ranks - 1 - depth
+        clock[Action.FORWARD, stage] = [
+            *range(depth, depth + warm_up),
+            *range(depth + 2 * warm_up, depth + 2 * m, 2),
+        ]
+        clock[Action.BACKWARD, stage] = range(back, back + 2 * m, 2)
     return from_clock(pipeline, clock)

@@ -8,23 +8,24 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-sys.path[0] = str(Path(__file__).parent)
+import torch
+from cpu_world import FileWorld, TestWorld, report
 
-import torch  # noqa: E402
-from cg.backends import collectives as definition  # noqa: E402
-from cg.backends.base import Port  # noqa: E402
-from cg.backends.cpu.communicator import CpuCommunicator  # noqa: E402
-from cg.backends.cpu.transport import CpuTransport  # noqa: E402
-from cg.backends.cpu.waiting import WaitPolicy  # noqa: E402
-from cg.backends.dtypes import TORCH_DTYPES  # noqa: E402
-from cg.backends.errors import Failure, RemoteError, StepTimeout, TransportError  # noqa: E402
-from cg.backends.flight import Position  # noqa: E402
-from cg.ir.attributes import ReduceOp  # noqa: E402
-from cg.ir.module import Channel  # noqa: E402
-from cg.ir.ops import (  # noqa: E402
+from cg.backends import collectives as definition
+from cg.backends.base import Port
+from cg.backends.cpu.communicator import CpuCommunicator
+from cg.backends.cpu.transport import CpuTransport
+from cg.backends.cpu.waiting import WaitPolicy
+from cg.backends.dtypes import TORCH_DTYPES
+from cg.backends.errors import Failure, RemoteError, StepTimeout, TransportError
+from cg.backends.flight import Position
+from cg.ir.attributes import ReduceOp
+from cg.ir.module import Channel
+from cg.ir.ops import (
     AllGather,
     AllReduce,
     AllToAll,
@@ -36,7 +37,7 @@ from cg.ir.ops import (  # noqa: E402
     Send,
     Value,
 )
-from cg.ir.types import (  # noqa: E402
+from cg.ir.types import (
     DType,
     FutureType,
     ObjectType,
@@ -45,7 +46,6 @@ from cg.ir.types import (  # noqa: E402
     UnitType,
     ValueType,
 )
-from cpu_world import TestWorld, report  # noqa: E402
 
 F32 = TensorType(DType.F32, (8,))
 OBJECT = ObjectType()
@@ -72,7 +72,7 @@ class Rank:
 
     def wait(self, *ports: Port) -> None:
         polls = 0
-        while not all([port.poll() for port in ports]):
+        while not all(port.poll() for port in ports):
             for communicator in self.communicators:
                 communicator.progress()
             polls += 1
@@ -193,18 +193,17 @@ def reset(me: Rank) -> Any:
     """Messages under way in a failed execution are not seen by the next."""
     channel = Channel(0, (0, 1), slots=2, slot_bytes=64)
     communicator = me.connect([channel])
-    send, recv = ends(communicator, channel)
-    make = send if me.rank == 0 else recv
-    objects = [make(OBJECT) for _ in range(6)]
-    slots = [make(F32, slot=slot) for slot in (0, 1)]
-    plan = [slots[0], *objects[:3], slots[1], *objects[3:]]
+    make = ends(communicator, channel)[min(me.rank, 1)]
+    objects = [make(OBJECT) for _ in range(6)] if me.rank < 2 else []
+    slots = [make(F32, slot=slot) for slot in (0, 1)] if me.rank < 2 else []
+    plan = [*slots[:1], *objects[:3], *slots[1:], *objects[3:]]
     values = [torch.zeros(8), *map(bytes, SIZES[:3]), torch.zeros(8), *map(bytes, SIZES[3:6])]
     for execution in range(4):
         me.control.begin(1, me.watch())
         # One side issues more than the other, first the sender and then the receiver.
         many = (me.rank == 0) == (execution % 2 == 0)
         count = len(plan) if many else execution
-        for port, value in list(zip(plan, values, strict=True))[:count]:
+        for port, value in list(zip(plan, values, strict=False))[:count]:
             port.start(value if me.rank == 0 else None)
         error = me.control.fail(_failure(me.rank))
         assert isinstance(error, RemoteError)
@@ -214,9 +213,7 @@ def reset(me: Rank) -> Any:
     if me.rank == 0:
         me.put(slots[0], torch.ones(8))
         me.put(objects[0], "fresh")
-        me.control.commit([communicator.progress])
-        return None
-    received = me.get(slots[0]).tolist(), me.get(objects[0])
+    received = (me.get(slots[0]).tolist(), me.get(objects[0])) if me.rank == 1 else None
     me.control.commit([communicator.progress])
     return received
 
@@ -276,10 +273,11 @@ def _wait_in_vain(me: Rank) -> BaseException:
 
 def commits(me: Rank) -> Any:
     """Executions end together."""
+    first = me.control.epoch
     for _ in range(200):
         me.control.begin(1, me.watch())
         me.control.commit()
-    return me.control.epoch
+    return me.control.epoch - first
 
 
 def failures(me: Rank) -> Any:
@@ -303,12 +301,18 @@ def failures(me: Rank) -> Any:
 
 
 def killed(me: Rank) -> Any:
-    """Rank 1 is killed; the launcher leaves the others alone."""
+    """Rank 1 is killed, with messages under way; nobody ends the others."""
+    channel = Channel(0, (1, 0))
+    send, _ = ends(me.connect([channel]), channel)
     me.control.begin(1, me.watch())
     if me.rank == 1:
+        for _ in range(10):
+            send(OBJECT).start(bytes(1_000_000))
         os.kill(os.getpid(), signal.SIGKILL)
-    report(me.rank, str(_wait_in_vain(me)))
-    os._exit(0)
+    error = _wait_in_vain(me)
+    with suppress(TransportError):
+        me.control.recover()
+    return str(error)
 
 
 def left(me: Rank) -> Any:
@@ -324,18 +328,21 @@ def left(me: Rank) -> Any:
 def diverged(me: Rank) -> Any:
     """Rank 1 calls another step than the others."""
     me.control.begin(7 if me.rank == 1 else 8, me.watch())
-    return str(_wait_in_vain(me))
+    error = _wait_in_vain(me)
+    me.control.recover()
+    return str(error)
 
 
 def late(me: Rank) -> Any:
     """Rank 1 never comes back from its own work."""
-    describe = _describe
     if me.rank == 1:
-        me.control.begin(1, me.watch(op=3), describe)
+        me.control.begin(1, me.watch(op=3), _describe)
         time.sleep(2.5)
-        return str(_wait_in_vain(me))
-    me.control.begin(1, me.watch(op=4, awaited=2), describe, timeout=1.5)
-    return str(_wait_in_vain(me))
+    else:
+        me.control.begin(1, me.watch(op=4, awaited=2), _describe, timeout=1.5)
+    error = _wait_in_vain(me)
+    me.control.recover()
+    return str(error)
 
 
 def _describe(positions: Sequence[Position]) -> str:
@@ -354,15 +361,23 @@ def idle(me: Rank) -> Any:
     return (time.process_time() - cpu) / (time.monotonic() - wall)
 
 
-def main() -> None:
-    from mpi4py import MPI
+def _world(nodes: Sequence[int]) -> TestWorld:
+    if len(sys.argv) > 4:
+        return FileWorld(Path(sys.argv[3]), int(sys.argv[4]), nodes)
+    from mpi4py import MPI  # which starts it
 
-    scenario, nodes = sys.argv[1], json.loads(sys.argv[2])
+    return TestWorld(MPI.COMM_WORLD, nodes)
+
+
+def main() -> None:
+    scenarios, nodes = sys.argv[1].split(","), json.loads(sys.argv[2])
     torch.set_num_threads(1)
-    me = Rank(TestWorld(MPI.COMM_WORLD, nodes))
-    report(me.rank, globals()[scenario](me))
-    for communicator in me.communicators:
-        communicator.close()
+    me = Rank(_world(nodes))
+    for scenario in scenarios:
+        report(me.rank, scenario, globals()[scenario](me))
+        for communicator in me.communicators:
+            communicator.close()
+        me.communicators.clear()
     me.transport.close()
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -45,52 +48,107 @@ class TestWorld:
         self.comm.Barrier()
 
 
+class FileWorld(TestWorld):
+    """Ranks that meet through files in a folder; there is no MPI, and nobody to end the job."""
+
+    def __init__(self, folder: Path, rank: int, nodes: Sequence[int]) -> None:
+        self.comm = None
+        self.rank = rank
+        self.size = len(nodes)
+        self.nodes = tuple(nodes)
+        self._folder = folder
+        self._calls = 0
+
+    def broadcast(self, value: T | None, root: int) -> T:
+        found = self.allgather(value)[root]
+        assert found is not None
+        return found
+
+    def allgather(self, value: T) -> list[T]:
+        self._calls += 1
+        mine = self._file(self.rank).with_suffix(".part")
+        mine.write_bytes(pickle.dumps(value))
+        mine.rename(self._file(self.rank))
+        while not all(self._file(rank).exists() for rank in range(self.size)):
+            time.sleep(0.001)
+        return [pickle.loads(self._file(rank).read_bytes()) for rank in range(self.size)]
+
+    def barrier(self) -> None:
+        self.allgather(None)
+
+    def _file(self, rank: int) -> Path:
+        return self._folder / f"call-{self._calls}-{rank}.pickle"
+
+
 def run_job(
-    scenario: str, nodes: Sequence[int], *, code: int = 0, survive: bool = False, seconds: int = 60
-) -> dict[int, Any]:
-    """Run a scenario on one rank for each entry of `nodes`.
+    scenarios: Sequence[str], nodes: Sequence[int], *, launched: bool = True, seconds: int = 120
+) -> dict[str, dict[int, Any]]:
+    """Run scenarios, one after the other, on one rank for each entry of `nodes`.
 
     Args:
-        scenario: name of a function of `cpu_scenarios.py`.
+        scenarios: names of functions of `cpu_scenarios.py`.
         nodes: for each rank the machine that it pretends to be on.
-        code: the exit code that the job must have.
-        survive: whether the launcher leaves other ranks alone when one dies.
+        launched: whether by mpiexec. Without it there is no MPI, the ranks meet through files,
+            and nobody ends the other ranks when one dies.
         seconds: after which the job is killed and the test fails.
 
     Returns:
-        What each rank reported.
+        What each rank reported, by scenario.
     """
-    mpiexec = Path(sys.executable).with_name("mpiexec")
-    launcher = str(mpiexec) if mpiexec.exists() else shutil.which("mpiexec")
-    assert launcher is not None, "the tests need an MPI: pip install mpich"
-    command = [launcher, "-n", str(len(nodes))]
-    if survive:
-        command.append("-disable-auto-cleanup")
-    folder = tempfile.TemporaryDirectory()
-    command += [sys.executable, str(SCENARIOS), scenario, json.dumps(list(nodes)), folder.name]
+    with tempfile.TemporaryDirectory() as folder:
+        names = ",".join(scenarios)
+        script = [sys.executable, str(SCENARIOS), names, json.dumps(list(nodes)), folder]
+        if launched:
+            commands = [[_launcher(), "-n", str(len(nodes)), *script]]
+        else:
+            commands = [[*script, str(rank)] for rank in range(len(nodes))]
+        before = shared_files()
+        _run(commands, seconds)
+        assert shared_files() <= before
+        reports: dict[str, dict[int, Any]] = {name: {} for name in scenarios}
+        for file in Path(folder).glob("report-*"):
+            _, scenario, rank = file.name.split("-")
+            reports[scenario][int(rank)] = json.loads(file.read_text())
+        return reports
+
+
+def _launcher() -> str:
+    beside = Path(sys.executable).with_name("mpiexec")
+    found = str(beside) if beside.exists() else shutil.which("mpiexec")
+    assert found is not None, "the tests need an MPI: pip install mpich"
+    return found
+
+
+def _run(commands: Sequence[Sequence[str]], seconds: float) -> None:
+    """Run processes to their ends; all must exit by 0, or by the signal that they sent."""
     root = Path(cg.__file__).resolve().parent
     package = root.parent if root.name == "cg" else root / ".dev"
     path = os.pathsep.join([str(package), os.environ.get("PYTHONPATH", "")])
-    before = shared_files()
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-    )
-    try:
-        out, err = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
-        out, err = process.communicate()
-        raise AssertionError(f"{scenario} did not end in {seconds} s\n{out}\n{err}") from None
-    assert process.returncode == code, f"{scenario}: {process.returncode}\n{out}\n{err}"
-    assert shared_files() <= before
-    with folder:
-        files = list(Path(folder.name).iterdir())
-        return {int(file.name): json.loads(file.read_text()) for file in files}
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    deadline = time.monotonic() + seconds
+    processes = [
+        subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )
+        for command in commands
+    ]
+    problems = []
+    for process in processes:
+        try:
+            output, _ = process.communicate(timeout=max(deadline - time.monotonic(), 0.1))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+            problems.append(f"killed after {seconds} s:\n{output}")
+        else:
+            if process.returncode not in (0, -signal.SIGKILL):
+                problems.append(f"exit code {process.returncode}:\n{output}")
+    assert not problems, "\n".join(problems)
 
 
 def shared_files() -> set[str]:
@@ -98,6 +156,6 @@ def shared_files() -> set[str]:
     return {path.name for path in Path("/dev/shm").glob("cg-*")}
 
 
-def report(rank: int, value: Any) -> None:
+def report(rank: int, scenario: str, value: Any) -> None:
     """Give a JSON value to the test, through a file: a launcher may lose what is printed."""
-    Path(sys.argv[3], str(rank)).write_text(json.dumps(value))
+    Path(sys.argv[3], f"report-{scenario}-{rank}").write_text(json.dumps(value))

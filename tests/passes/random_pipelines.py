@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
+
 from cg.ir.attributes import Effect, ReduceOp, Symbol
 from cg.ir.location import Location
 from cg.ir.module import Function, FunctionKind, Module, Phase, Program, Vjp
@@ -345,6 +346,14 @@ class Machine:
         self.received: dict[Value, tuple[tuple[int, int], Slot]] = {}
         self.returned: dict[int, tuple[Meaning, ...]] = {}
         self.aliases: dict[int, list[Slot]] = {}
+        self.ops = [module.program_of(rank).ops for rank in ranks]
+        self.keys = {
+            value: (op.chan or 0, op.seq or 0)
+            for ops in self.ops
+            for op in ops
+            if isinstance(op, Send | Recv | Collective)
+            for value in op.results
+        }
 
     def run(self) -> bool:
         """Whether all ranks return, with no message in flight and no slot in use."""
@@ -363,20 +372,13 @@ class Machine:
         return len(self.returned) == self.module.world and not in_flight and not self.occupied
 
     def op(self, rank: int) -> Op:
-        return self.module.program_of(rank).ops[self.at[rank]]
-
-    def future_key(self, rank: int, value: Value) -> tuple[int, int] | None:
-        for op in self.module.program_of(rank).ops:
-            if value in op.results and isinstance(op, Send | Recv | Collective):
-                assert op.chan is not None and op.seq is not None
-                return op.chan, op.seq
-        return None
+        return self.ops[rank][self.at[rank]]
 
     def can_step(self, rank: int) -> bool:
         op = self.op(rank)
         if not isinstance(op, Wait):
             return True
-        key = self.future_key(rank, op.operands[0])
+        key = self.keys.get(op.operands[0])
         return key is None or key in self.complete
 
     def can_complete(self, key: tuple[int, int]) -> bool:
@@ -387,10 +389,17 @@ class Machine:
         for rank, op in ends.items():
             if op.stream is not None and self.queues[rank, op.stream][0] != key:
                 return False
-            if isinstance(op, Recv) and op.slot is not None:
-                if (op.chan, op.slot) in self.occupied:
-                    return False
+            if isinstance(op, Recv) and op.slot is not None and not self.is_next_in_slot(rank, op):
+                return False
         return True
+
+    def is_next_in_slot(self, rank: int, recv: Recv) -> bool:
+        """Whether a slot is empty, and all messages that it takes before this one have come."""
+        for op in self.ops[rank]:
+            same = isinstance(op, Recv) and (op.chan, op.slot) == (recv.chan, recv.slot)
+            if same and op.seq < recv.seq and (op.chan, op.seq) not in self.complete:
+                return False
+        return (recv.chan, recv.slot) not in self.occupied
 
     def finish(self, key: tuple[int, int]) -> None:
         self.complete.add(key)
@@ -463,7 +472,7 @@ class Machine:
 
     def wait(self, rank: int, op: Wait) -> None:
         source = op.operands[0]
-        key = self.future_key(rank, source)
+        key = self.keys.get(source)
         if not op.results:
             return
         if key is None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from cg.ir.attributes import Action, Task
 from cg.passes import schedules
 from cg.passes.schedules import Pipeline, Schedule
-from hypothesis import given
-from hypothesis import strategies as st
 
 ALL = (schedules.gpipe(), schedules.one_f_one_b())
 SIZES = [(1, 1), (1, 5), (2, 1), (4, 2), (4, 4), (4, 6), (5, 8), (8, 24)]

@@ -11,7 +11,12 @@ import linecache
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
 from cg.ir.attributes import Effect
 from cg.ir.module import Function, FunctionKind, Vjp
 from cg.ir.ops import Call
@@ -23,9 +28,6 @@ from cg.tracer.interface import MethodTarget, TracedFunction, TracedVjp
 from cg.tracer.specs import ObjectSpec, Static, TensorSpec, Tree
 from cg.tracer.step import trace_step
 from cg.tracer.trace import Trace
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 
 class Solo:
@@ -119,6 +121,8 @@ class EagerTracer:
         call, _, _, actor = _described(target)
         primal = traced.declaration
         saved = ObjectType()
+        module = getattr(target, "instance", torch.nn.Module())
+        parameters = [p for p in module.parameters() if p.requires_grad]
         forward = Function(
             f"{name}.fwd",
             primal.inputs,
@@ -139,13 +143,26 @@ class EagerTracer:
             with torch.enable_grad():
                 leaves = [_leaf(v, i in grad_inputs) for i, v in enumerate(values)]
                 outputs = _run(call, signature, leaves)
-            plain = [x.detach() if isinstance(x, torch.Tensor) else x for x in outputs]
+            # Copies: the IR does not know that autograd's graph holds the results, too.
+            plain = [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in outputs]
             return [*plain, (leaves, outputs)]
 
         def backward_body(saved: Any, *cotangents: Any) -> Any:
+            # May run again on the same saved values, where equal forwards have become one.
             leaves, outputs = saved
-            torch.autograd.backward([outputs[i] for i in grad_outputs], cotangents)
-            return [leaves[i].grad for i in grad_inputs]
+            wanted = [leaves[i] for i in grad_inputs] + parameters
+            found = torch.autograd.grad(
+                [outputs[i] for i in grad_outputs],
+                wanted,
+                cotangents,
+                retain_graph=True,
+                allow_unused=True,
+            )
+            for parameter, gradient in zip(parameters, found[len(grad_inputs) :], strict=True):
+                if gradient is not None:
+                    before = parameter.grad
+                    parameter.grad = gradient.clone() if before is None else before + gradient
+            return [gradient.clone() for gradient in found[: len(grad_inputs)]]
 
         vjp = Vjp(name, forward.name, backward.name, grad_outputs, grad_inputs)
         return TracedVjp(vjp, forward, backward, forward_body, backward_body)
@@ -191,7 +208,7 @@ def _aliases(outputs: list[Any], inputs: list[Any]) -> tuple[tuple[int, int], ..
 def _run(call: Callable[..., Any], signature: Tree, values: Any) -> list[Any]:
     args, kwargs = signature.fill(values)
     leaves = tree_flatten(call(*args, **kwargs))[0]
-    return [x for x in leaves if isinstance(x, torch.Tensor) or isinstance(x, Real)]
+    return [x for x in leaves if isinstance(x, torch.Tensor | Real)]
 
 
 class Real:
@@ -237,14 +254,13 @@ class Bench:
 
 def refusal(bench: Bench, fn: Any, *args: Any, **kwargs: Any) -> TraceError:
     """The error that tracing a step raises; it names a line of a test, and a remedy."""
-    try:
+    with pytest.raises(TraceError) as caught:
         bench.trace(fn, *args, **kwargs)
-    except TraceError as error:
-        assert error.loc is not None, "no line"
-        assert "test_" in error.loc.file, error.loc.file
-        assert error.remedy, "no remedy"
-        return error
-    raise AssertionError("the step was traced")
+    error = caught.value
+    assert error.loc is not None, "no line"
+    assert "test_" in error.loc.file, error.loc.file
+    assert error.remedy, "no remedy"
+    return error
 
 
 def calls(trace: Trace) -> list[str]:

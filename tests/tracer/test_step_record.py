@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+
 from cg.ir.module import Phase
 from cg.ir.ops import Call, Constant
 from cg.ir.parser import parse_module
@@ -432,7 +433,7 @@ def test_a_value_that_needs_a_gradient_is_cut_by_a_torch_function(bench: Bench) 
     first, *_ = stages(bench)
 
     def step(x: Any) -> Any:
-        return [part for part in microbatches(first.forward(x), 2)]
+        return list(microbatches(first.forward(x), 2))
 
     trace = bench.trace(step, X)
     assert calls(trace) == ["stage0.forward", "torch.narrow", "torch.narrow.1"]

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from cg.backends import collectives as definition
 from cg.backends.base import Port
 from cg.backends.cpu.collectives import SPLIT_BYTES
@@ -18,7 +20,6 @@ from cg.ir.attributes import ReduceOp
 from cg.ir.module import Channel
 from cg.ir.ops import AllGather, AllReduce, AllToAll, Barrier, Broadcast, Collective, ReduceScatter
 from cg.ir.types import DType, ObjectType, Place, TensorType, UnitType, ValueType
-from torch import Tensor
 
 from .world import ThreadWorld, run_communicators, wait
 

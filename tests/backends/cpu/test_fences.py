@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 
 import pytest
+
 from cg.backends.cpu import fences
 
 

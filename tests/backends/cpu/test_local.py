@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 from typing import Any
 
 import pytest
 import torch
+
 from cg.backends.cpu.communicator import RING_BYTES, RING_SLOTS, CpuCommunicator
 from cg.backends.cpu.layout import SlotLayout
 from cg.backends.cpu.node import Node
@@ -32,7 +34,7 @@ def test_layout_keeps_writers_apart() -> None:
     assert layout.consumed(1, 0) // 8 > layout.consumed(0, 12) // 8
     starts = [layout.payload(slot) for slot in range(14)]
     assert all(start % 64 == 0 for start in starts)
-    assert [b - a for a, b in zip(starts, starts[1:], strict=False)] == [128] * 3 + [64] * 10
+    assert [b - a for a, b in itertools.pairwise(starts)] == [128] * 3 + [64] * 10
     assert layout.nbytes == starts[-1]
 
 

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cg.backends.cpu.objects import decode, encode
-from cg.backends.errors import TransportError
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from cg.backends.cpu.objects import decode, encode
+from cg.backends.errors import TransportError
 
 
 def round_trip(value: Any, private: bool = False) -> Any:
@@ -26,7 +27,12 @@ def round_trip(value: Any, private: bool = False) -> Any:
 
 
 plain = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner) | st.tuples(inner, inner),
 )
 

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+
 from cg.backends.cpu.segments import MemoryFiles, NamedFiles, Segments
 
 

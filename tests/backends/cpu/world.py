@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -137,7 +137,7 @@ def wait(*ports: Port, communicator: CpuCommunicator | None = None) -> None:
     for _ in range(int(SECONDS / 0.0002)):
         if communicator is not None:
             communicator.progress()
-        if all([port.poll() for port in ports]):
+        if all(port.poll() for port in ports):
             return
         pause.wait(0.0002)
     raise AssertionError("a port was not done in time")
@@ -156,10 +156,3 @@ def put(port: Port, value: Any) -> None:
     """One message, sent from start to end."""
     port.start(value)
     wait(port)
-
-
-def each(*pairs: tuple[Port, Any]) -> Iterable[Port]:
-    """Start ports with values."""
-    for port, value in pairs:
-        port.start(value)
-        yield port

@@ -1,0 +1,118 @@
+"""The public names, with their docstrings, in the groups in which `__init__.py` lists them."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import cg
+
+from .docstrings import to_markdown
+
+_GROUP = re.compile(r'^    # (.+)$|^    "(\w+)": ', re.MULTILINE)
+
+
+def reference() -> str:
+    """Every name of `cg.__all__`."""
+    parts: list[str] = []
+    listed: list[str] = []
+    for title, names in _groups():
+        parts.append(f"## {title}")
+        for name in names:
+            parts.append(f"### cg.{name}\n\n{_describe(name, getattr(cg, name))}")
+            listed.append(name)
+    if sorted(listed) != sorted(cg.__all__):
+        raise KeyError(f"in one of __all__ and _HOMES only: {set(listed) ^ set(cg.__all__)}")
+    return "\n\n".join(parts)
+
+
+def _groups() -> Iterator[tuple[str, list[str]]]:
+    source = Path(inspect.getfile(cg)).read_text(encoding="utf-8")
+    body = source.partition("_HOMES = {\n")[2].partition("\n}")[0]
+    title, names = "", list[str]()
+    for match in _GROUP.finditer(body):
+        if match[1] is None:
+            names.append(match[2])
+            continue
+        if names:
+            yield title, names
+        title, names = match[1], []
+    yield title, names
+
+
+def _describe(name: str, value: Any) -> str:
+    if isinstance(value, ModuleType):
+        return _module(name, value)
+    if isinstance(value, type):
+        return _class(name, value)
+    if inspect.isfunction(value):
+        return f"{_code(f'cg.{name}', value)}\n\n{to_markdown(value.__doc__)}"
+    return to_markdown(type(value).__doc__, skip=("Args",))
+
+
+def _module(name: str, module: ModuleType) -> str:
+    parts = [to_markdown(module.__doc__)]
+    for member in module.__all__:
+        value = getattr(module, member)
+        if inspect.isfunction(value):
+            code = _code(f"cg.{name}.{member}", value)
+            parts.append(f"{code}\n\n{to_markdown(value.__doc__)}")
+        elif isinstance(value, type):
+            parts.append(f"#### cg.{name}.{member}\n\n{_class(f'{name}.{member}', value)}")
+    return "\n\n".join(parts)
+
+
+def _class(name: str, cls: type) -> str:
+    parts = [to_markdown(cls.__doc__)]
+    if issubclass(cls, BaseException):
+        bases = ", ".join(f"`{base.__name__}`" for base in cls.__bases__)
+        parts.insert(0, f"An exception, of {bases}.")
+    for member, value in vars(cls).items():
+        if member.startswith("_") and member != "__call__":
+            continue
+        shown = f"{name.rpartition('.')[2].lower()}.{member}"
+        if member == "__call__":
+            shown = name.rpartition(".")[2].lower()
+        if isinstance(value, property):
+            if value.fget is not None and value.fget.__doc__:
+                parts.append(f"**`{shown}`**: {to_markdown(value.fget.__doc__)}")
+            continue
+        function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
+        if inspect.isfunction(function) and function.__doc__:
+            parts.append(f"{_code(shown, function)}\n\n{to_markdown(function.__doc__)}")
+    return "\n\n".join(parts)
+
+
+def _code(name: str, function: Callable[..., Any]) -> str:
+    """The signature as a code block, on as many lines as it needs."""
+    parameters, result = _signature(function)
+    text = f"{name}({', '.join(parameters)}){result}"
+    if len(text) > 96:
+        text = f"{name}(\n    " + ",\n    ".join(parameters) + f",\n){result}"
+    return f"```python\n{text}\n```"
+
+
+def _signature(function: Callable[..., Any]) -> tuple[list[str], str]:
+    signature = inspect.signature(function)
+    parameters: list[str] = []
+    starred = False
+    for parameter in signature.parameters.values():
+        if parameter.name == "self":
+            continue
+        if parameter.kind is parameter.KEYWORD_ONLY and not starred:
+            parameters.append("*")
+            starred = True
+        prefix = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        starred = starred or parameter.kind is parameter.VAR_POSITIONAL
+        text = prefix + parameter.name
+        if parameter.annotation is not parameter.empty:
+            text += f": {parameter.annotation}"
+        if parameter.default is not parameter.empty:
+            text += f" = {parameter.default!r}"
+        parameters.append(text)
+    result = signature.return_annotation
+    return parameters, "" if result is signature.empty else f" -> {result}"

@@ -1,0 +1,50 @@
+"""The pages, and how one is brought up to date."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from . import api, operations, passes, tables
+from .snippets import run_page
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PAGES = (
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+)
+
+SECTIONS: dict[str, Callable[[], str]] = {
+    "api": api.reference,
+    "environment": tables.environment,
+    "ops": operations.reference,
+    "phases": operations.phases,
+    "types": tables.element_types,
+    "enums": tables.enumerations,
+    "declarations": tables.declarations,
+    "pipeline": passes.pipeline,
+    "passes": passes.reference,
+    "schedules": tables.schedules,
+}
+"""What may stand between `<!-- generated: name -->` and `<!-- end -->`."""
+
+_SECTION = re.compile(r"(<!-- generated: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+
+def render(page: Path) -> str:
+    """The text that the page should have: sections generated anew, snippets run again.
+
+    Raises:
+        KeyError: the page asks for a section that there is not.
+        SnippetError: a snippet does not do what it should.
+    """
+
+    def section(match: re.Match[str]) -> str:
+        head, name, _, end = match.groups()
+        return f"{head}\n{SECTIONS[name]().strip()}\n\n{end}"
+
+    text = _SECTION.sub(section, page.read_text(encoding="utf-8"))
+    return run_page(text, page.relative_to(ROOT))

@@ -1,0 +1,71 @@
+"""How stages lie on ranks, for schedules that want them in a certain way."""
+
+from __future__ import annotations
+
+from .base import Pipeline
+
+Chunks = list[tuple[int, ...]]
+"""The stages of each chunk that a rank hosts."""
+
+
+def line(pipeline: Pipeline, name: str) -> list[tuple[int, ...]]:
+    """The stages of each rank, down the pipeline, where each rank hosts one part of it.
+
+    Raises:
+        ValueError: a rank hosts stages that are not neighbours.
+    """
+    parts = pipeline.parts
+    if len(parts) != len(pipeline.ranks):
+        raise ValueError(
+            f"schedule '{name}' wants the stages of a rank side by side, but they lie on ranks "
+            f"{_spell(pipeline)}; move them, or use 1f1b, interleaved or auto"
+        )
+    return list(parts)
+
+
+def loop(pipeline: Pipeline, chunks: int | None, name: str) -> list[Chunks]:
+    """The chunks of each rank, where the pipeline goes round the ranks again and again.
+
+    Args:
+        pipeline: what goes round them.
+        chunks: how often; None for as often as it does.
+        name: the schedule, for messages.
+
+    Raises:
+        ValueError: it does not go round all ranks in the same order, or not so often.
+    """
+    ranks = pipeline.ranks
+    # With one rank there is no telling where a round ends, so each stage is one.
+    parts = pipeline.parts if len(ranks) > 1 else tuple((s,) for s in range(pipeline.stages))
+    rounds = len(parts) // len(ranks)
+    homes = tuple(pipeline.stage_ranks[part[0]] for part in parts)
+    wanted = rounds if chunks is None else chunks
+    if homes != ranks * wanted:
+        many = "chunks" if chunks is None else f"{chunks} chunk{'s' * (chunks != 1)}"
+        sum_ = "" if chunks is None else f", {chunks * len(ranks)} stages"
+        raise ValueError(
+            f"schedule '{name}' wants {many} on each of {len(ranks)} ranks{sum_}, that go round "
+            f"the ranks as in 0,1,0,1; but the stages lie on ranks {_spell(pipeline)}"
+        )
+    return [[parts[turn * len(ranks) + at] for turn in range(rounds)] for at in range(len(ranks))]
+
+
+def vee(pipeline: Pipeline, name: str) -> list[Chunks]:
+    """The two chunks of each rank, where the pipeline goes down the ranks and up again.
+
+    Raises:
+        ValueError: it does not.
+    """
+    ranks = pipeline.ranks
+    if pipeline.stage_ranks != ranks + ranks[::-1]:
+        raise ValueError(
+            f"schedule '{name}' wants 2 stages on each of {len(ranks)} ranks, "
+            f"{2 * len(ranks)} stages, that go down the ranks and up again as in 0,1,1,0; but the "
+            f"stages lie on ranks {_spell(pipeline)}"
+        )
+    last = pipeline.stages - 1
+    return [[(at,), (last - at,)] for at in range(len(ranks))]
+
+
+def _spell(pipeline: Pipeline) -> str:
+    return ",".join(map(str, pipeline.stage_ranks))

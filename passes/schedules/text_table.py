@@ -1,0 +1,63 @@
+"""Schedules as text: one line for each rank, its tasks in order."""
+
+from __future__ import annotations
+
+from ...ir.attributes import Task
+from ...ir.order import Order
+from .base import Pipeline
+
+
+def parse_table(text: str, file: str = "table") -> dict[int, list[Task]]:
+    """Read a table.
+
+    The lines are those of ranks 0, 1, ... in turn, or begin with their rank: `2: 2F0 2B0`. What
+    follows a `#`, and lines with nothing else, are comments.
+
+    Raises:
+        ValueError: a word is not a task, or a rank has two lines; the message names `file` and
+            the line.
+    """
+    order: dict[int, list[Task]] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        content = line.partition("#")[0]
+        label, colon, tasks = content.rpartition(":")
+        if not content.strip():
+            continue
+        if colon and not label.strip().isdecimal():
+            raise ValueError(f"{file}:{number}: '{label.strip()}' is not a rank; write 0: 0F0 0B0")
+        rank = int(label) if colon else len(order)
+        if rank in order:
+            raise ValueError(f"{file}:{number}: rank {rank} has a line already")
+        try:
+            order[rank] = [Task.parse(word) for word in tasks.split()]
+        except ValueError as error:
+            raise ValueError(f"{file}:{number}: {error}") from error
+    if not order:
+        raise ValueError(f"{file}: no rank has a line")
+    return order
+
+
+def format_table(order: Order) -> str:
+    """Write an order as a table; `parse_table` reads it back."""
+    lines = (f"{rank}: {' '.join(map(str, order[rank]))}" for rank in sorted(order))
+    return "\n".join(lines) + "\n"
+
+
+def table_pipeline(text: str, file: str = "table") -> Pipeline:
+    """The pipeline that a table is for: each stage is on the rank that runs it.
+
+    Raises:
+        ValueError: the text is not a table, or leaves out a stage.
+    """
+    order = parse_table(text, file)
+    homes = {task.stage: rank for rank, tasks in order.items() for task in tasks}
+    for stage in range(max(homes, default=0) + 1):
+        if stage not in homes:
+            raise ValueError(f"{file}: no rank runs stage {stage}")
+    microbatches = 1 + max(task.microbatch for tasks in order.values() for task in tasks)
+    return Pipeline(tuple(homes[stage] for stage in sorted(homes)), microbatches)
+
+
+def table_order(pipeline: Pipeline, text: str, file: str = "table") -> Order:
+    """The order that a table says, whatever the pipeline; `validate` holds it against that."""
+    return parse_table(text, file)

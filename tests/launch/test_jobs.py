@@ -1,0 +1,180 @@
+"""Whole jobs under the launcher: whatever a rank does, the job ends, with its code and message."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from cg.launch.launcher import Flavour, find
+
+from .conftest import PROGRAMS, Start
+
+pytestmark = pytest.mark.timeout(180)
+
+FAILURE = r"\[rank 1\] ValueError: this rank is bad"
+
+
+def mpi_launcher() -> tuple[Path, Flavour]:
+    launcher = find(None, [Path(sys.executable).parent], os.environ["PATH"])
+    return launcher.path, launcher.flavour
+
+
+def test_ranks_talk_and_leave_nothing(launch: Start) -> None:
+    job = launch(3, "behave.py", "talk", "3")
+    assert job.finish() == 0, job.output
+    assert job.segments() == []
+    assert job.output.count("threads=1") == 3
+
+
+@pytest.mark.parametrize("mode", ["early", "early_asleep", "in_collective", "asleep"])
+def test_an_exception_on_one_rank_ends_the_job(launch: Start, mode: str) -> None:
+    job = launch(2, "behave.py", mode)
+    assert job.finish() == 1, job.output
+    assert re.search(FAILURE, job.output)
+    assert "behave.py" in job.output
+    assert "[rank 0]" not in job.output
+
+
+def test_an_exception_in_a_thread_ends_the_job(launch: Start) -> None:
+    job = launch(2, "behave.py", "in_thread")
+    assert job.finish() == 1, job.output
+    assert "[rank 1] in thread helper:" in job.output
+    assert re.search(FAILURE, job.output)
+
+
+def test_an_exception_ends_the_job_where_the_program_has_its_own_hook(launch: Start) -> None:
+    job = launch(2, "behave.py", "hook_replaced")
+    assert job.finish() == 1, job.output
+    assert "ValueError: this rank is bad" in job.output
+
+
+@pytest.mark.parametrize("mode", ["exit_three", "exit_three_early", "raise_exit"])
+def test_the_code_of_one_ranks_exit_is_the_jobs(launch: Start, mode: str) -> None:
+    job = launch(2, "behave.py", mode)
+    assert job.finish() == 3, job.output
+
+
+def test_an_exit_that_is_caught_does_not_end_the_job(launch: Start) -> None:
+    job = launch(2, "behave.py", "catch")
+    assert job.finish() == 0, job.output
+    assert job.output.count("caught=3") == 2
+
+
+def test_a_rank_that_leaves_early_is_named(launch: Start) -> None:
+    job = launch(2, "behave.py", "leave")
+    assert job.finish() == 1, job.output
+    assert re.search(
+        r"rank 0 waits in barrier at \S+behave.py:\d+, but the program of rank 1 has ended. "
+        "Every rank must make the same calls in the same order",
+        job.output,
+    )
+
+
+def test_ranks_in_different_calls_are_told_so(launch: Start) -> None:
+    job = launch(2, "behave.py", "diverge", options=["--timeout", "4"])
+    assert job.finish() == 1, job.output
+    assert re.search(r"barrier at \S+behave.py:\d+", job.output)
+    assert "Every rank must make the same calls in the same order" in job.output
+
+
+def test_a_rank_that_does_not_come_is_named(launch: Start) -> None:
+    job = launch(3, "behave.py", "late", options=["--timeout", "2"])
+    assert job.finish() == 1, job.output
+    assert re.search(
+        r"gave up barrier at \S+behave.py:\d+ after 2 s: rank 1 did not come. Look at what is "
+        "slow or stuck there; CG_TIMEOUT sets the limit",
+        job.output,
+    )
+
+
+def test_a_rank_that_outstays_the_others_is_an_error(launch: Start) -> None:
+    job = launch(2, "behave.py", "outstay", options=["--timeout", "2"])
+    assert job.finish() == 1, job.output
+    assert "[rank 0] the program of rank 0 ended 2 s ago, but another rank's still" in job.output
+
+
+def test_a_rank_that_never_starts_is_waited_for_no_longer_than_the_deadline(launch: Start) -> None:
+    job = launch(2, "behave.py", "never_start", options=["--timeout", "3"])
+    assert job.finish() == 1, job.output
+    # Open MPI's launcher sees by itself that a rank has ended without initialising.
+    assert "_initialise_on_every_rank" in job.output or "init" in job.output
+
+
+def test_ranks_may_end_at_different_times(launch: Start) -> None:
+    job = launch(2, "behave.py", "skew")
+    assert job.finish() == 0, job.output
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_launcher_ends_the_job(launch: Start, number: signal.Signals) -> None:
+    job = launch(3, "behave.py", "wait")
+    job.wait_for("ready", 3)
+    job.process.send_signal(number)
+    assert job.finish() == 128 + number, job.output
+    assert f"cg.launch: {number.name} ended all 3 ranks" in job.output
+
+
+def test_ctrl_c_reaches_ranks_under_plain_mpirun(start: Start) -> None:
+    path, flavour = mpi_launcher()
+    root = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+    options = ["--map-by", ":OVERSUBSCRIBE"] if flavour is Flavour.OPEN_MPI else []
+    job = start(
+        [path, "-n", "2", *options, sys.executable, "-u", PROGRAMS / "behave.py", "wait"],
+        **dict.fromkeys(root, "1"),
+    )
+    job.wait_for("ready", 2)
+    os.killpg(job.process.pid, signal.SIGINT)
+    assert job.finish() != 0, job.output
+
+
+def test_a_rank_that_is_killed_ends_the_job(launch: Start) -> None:
+    job = launch(3, "behave.py", "wait")
+    job.wait_for("ready", 3)
+    victim = re.search(r"process=2:(\d+)", job.output)
+    assert victim is not None
+    os.kill(int(victim[1]), signal.SIGKILL)
+    assert job.finish() in (9, 137), job.output
+
+
+def test_killing_the_launcher_ends_the_job(launch: Start) -> None:
+    job = launch(2, "behave.py", "wait")
+    job.wait_for("ready", 2)
+    job.process.kill()
+    assert job.finish() == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks"), [(["-n", "4", "--virtual"], 4), (["-n", "1"], 1)], ids=["virtual", "one"]
+)
+def test_one_process_needs_no_mpi(start: Start, options: list[str], ranks: int) -> None:
+    job = start([sys.executable, "-m", "cg.launch", *options, PROGRAMS / "behave.py", "virtual"])
+    assert job.finish() == 0, job.output
+    assert f"virtual={ranks} False" in job.output
+
+
+def test_plain_python_plays_the_ranks_that_it_is_told_to(start: Start) -> None:
+    job = start([sys.executable, PROGRAMS / "behave.py", "virtual"], CG_RANKS="3")
+    assert job.finish() == 0, job.output
+    assert "virtual=3 False" in job.output
+
+
+def test_virtual_ranks_under_an_mpi_launcher_are_an_error(start: Start) -> None:
+    path, _ = mpi_launcher()
+    root = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+    variables = {**dict.fromkeys(root, "1"), "CG_RANKS": "5"}
+    job = start([path, "-n", "2", sys.executable, PROGRAMS / "behave.py", "talk"], **variables)
+    assert job.finish() == 1, job.output
+    assert "CG_RANKS=5 asks for ranks in one process" in job.output
+
+
+def test_a_library_that_does_not_exist_is_an_error(launch: Start, start: Start) -> None:
+    command = [sys.executable, "-m", "cg.launch", "-n", "2", PROGRAMS / "behave.py", "talk", "2"]
+    job = start(command, MPI4PY_LIBMPI="/nowhere/libmpi.so")
+    assert job.finish() == 1, job.output
+    assert "but MPI cannot be loaded" in job.output
+    assert "pip install mpi4py mpich" in job.output

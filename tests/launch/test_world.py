@@ -1,0 +1,130 @@
+"""Which world a process is part of, and what is refused; MPI's own is in `test_jobs.py`."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cg.backends.virtual import VirtualWorld
+from cg.launch import world as worlds
+from cg.launch.config import Config
+from cg.launch.detect import HYDRA, OPEN_MPI, Launch
+from cg.launch.job import descendants
+from cg.launch.waiting import WorldError, user_line, wait_until
+
+HYDRA_RANK = Launch(HYDRA, "PMI_RANK", 3, 8, 3, 8)
+OPEN_MPI_RANK = Launch(OPEN_MPI, "OMPI_COMM_WORLD_RANK", 3, 8, 3, 8)
+
+
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [
+        (Config(), 1),
+        (Config(ranks=4), 4),
+        (Config(launch=Launch(HYDRA, "PMI_RANK", 0, 1)), 1),
+        (Config(ranks=3, launch=Launch(HYDRA, "PMI_RANK", 0, 1)), 3),
+    ],
+)
+def test_without_other_processes_the_world_is_virtual(config: Config, size: int) -> None:
+    world = worlds._start(config)
+    assert isinstance(world, VirtualWorld)
+    assert world.size == size
+
+
+def test_the_world_starts_once_and_can_be_another_for_a_while() -> None:
+    other = VirtualWorld(5)
+    with worlds.use_world(other):
+        assert worlds.world() is other
+        assert (worlds.rank(), worlds.world_size()) == (0, 5)
+    assert worlds.world() is worlds.world() is not other
+
+
+@pytest.mark.parametrize(
+    ("launch", "library", "started"),
+    [
+        (OPEN_MPI_RANK, "MPICH Version: 5.0.2, /v/libmpi.so.12", "Open MPI started this process"),
+        (HYDRA_RANK, "Open MPI v5.0.11, /v/libmpi.so.40", "Hydra (MPICH or Intel MPI) started"),
+    ],
+)
+def test_the_launcher_of_another_mpi_is_refused(launch: Launch, library: str, started: str) -> None:
+    with pytest.raises(WorldError) as caught:
+        worlds.check_library(launch, library)
+    message = str(caught.value)
+    assert message.startswith(started)
+    assert "as rank 3 of 8" in message
+    assert library in message
+    assert "The launcher belongs to another MPI. Use the mpirun of the MPI" in message
+
+
+def test_the_launchers_own_mpi_is_accepted() -> None:
+    worlds.check_library(HYDRA_RANK, "MPICH Version: 5.0.2")
+    worlds.check_library(OPEN_MPI_RANK, "Open MPI v5.0.11")
+    worlds.check_library(Launch("Slurm", "SLURM_PROCID", 0, 2), "MPICH Version: 5.0.2")
+
+
+@pytest.mark.parametrize(
+    "launch", [HYDRA_RANK, Launch("PMIx", "PMIX_RANK", 3)], ids=["size-known", "size-unknown"]
+)
+def test_ranks_that_are_alone_are_refused(launch: Launch) -> None:
+    with pytest.raises(WorldError, match=r"the world has size 1: MPICH.*belongs to another MPI"):
+        worlds.check_size(launch, 1, "MPICH Version: 5.0.2")
+
+
+def test_a_world_of_the_right_size_is_accepted() -> None:
+    worlds.check_size(HYDRA_RANK, 8, "MPICH")
+    worlds.check_size(Launch("PMIx", "PMIX_RANK", 3), 8, "MPICH")
+    worlds.check_ranks(HYDRA_RANK, 8, 8)
+    worlds.check_ranks(HYDRA_RANK, None, 4)
+
+
+def test_virtual_ranks_beside_a_launchers_are_refused() -> None:
+    with pytest.raises(WorldError, match=r"CG_RANKS=4 asks for ranks in one process.*started 8"):
+        worlds.check_ranks(HYDRA_RANK, 8, 4)
+
+
+def test_mpi4py_that_is_missing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(WorldError, match=r"MPI cannot be loaded.*\n.*pip install mpi4py mpich"):
+        worlds._start(Config(launch=HYDRA_RANK))
+
+
+def test_waiting_polls_until_it_is_done() -> None:
+    calls = iter(range(3000))
+    assert wait_until(lambda: next(calls) > 1200, None, lambda waited: None)
+
+
+def test_waiting_ends_at_the_deadline_and_looks_around_meanwhile() -> None:
+    glances: list[float] = []
+    assert not wait_until(lambda: False, 0.3, glances.append)
+    assert glances == sorted(glances)
+    assert glances
+
+
+def test_a_users_line_is_outside_the_package() -> None:
+    assert re.fullmatch(rf"{re.escape(__file__)}:\d+", user_line())
+
+
+def test_descendants_come_from_the_process_table(tmp_path: Path) -> None:
+    for process, (name, state, parent) in {
+        2: ("sh", "S", 1),
+        3: ("odd ) name (", "R", 2),
+        4: ("gone", "Z", 2),
+        5: ("python", "S", 3),
+        6: ("other", "S", 1),
+    }.items():
+        path = tmp_path / f"proc/{process}/stat"
+        path.parent.mkdir(parents=True)
+        path.write_text(f"{process} ({name}) {state} {parent} 0 0")
+    assert descendants(2, tmp_path) == [3, 5]
+    assert descendants(1, tmp_path) == [2, 6, 3, 5]
+
+
+def test_descendants_of_this_process() -> None:
+    with subprocess.Popen(["sleep", "60"]) as child:
+        assert child.pid in descendants(os.getpid())
+        child.kill()

@@ -1,0 +1,185 @@
+"""Calling a traced step: signatures, taking arguments apart, putting results together."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from cg.ir.types import Place
+from cg.tracer.specs import TensorSpec
+from cg.tracer.trace import InputError, InputSpec, Trace, signature_of
+from cg.tracer.values import OBJECT
+
+from .step_tools import Bench
+
+
+class Batch(NamedTuple):
+    tokens: Any
+    labels: Any
+
+
+X = torch.ones(2, 3)
+Y = torch.ones(2, dtype=torch.long)
+
+
+def spec(fn: Any, *args: Any, **kwargs: Any) -> InputSpec:
+    return Bench(2).trace(fn, *args, **kwargs).inputs
+
+
+def flat(x: Any, y: Any = None, n: Any = 3) -> Any:
+    return x
+
+
+def test_values_come_in_the_order_of_parameters() -> None:
+    inputs = spec(flat, Batch(X, {"k": Y}), n=4)
+    assert inputs.names == ("x.tokens", "x.labels.k", "n")
+    a, b = torch.zeros(2, 3), torch.zeros(2, dtype=torch.long)
+    assert inputs.flatten((Batch(a, {"k": b}),), {"n": 4}) == [a, b]
+    assert spec(flat, X, Y).flatten((a, b), {}) == [a, b]
+
+
+def test_arguments_may_be_given_by_name_or_by_position() -> None:
+    inputs = spec(flat, X, y=Y)
+    for args, kwargs in (((X, Y), {}), ((X,), {"y": Y}), ((), {"y": Y, "x": X})):
+        assert [id(v) for v in inputs.flatten(args, kwargs)] == [id(X), id(Y)]
+
+    def star(x: Any, *rest: Any, **more: Any) -> Any:
+        return x
+
+    inputs = spec(star, X, Y, 3, z=X, w=Y)
+    found = inputs.flatten((X, Y, 3), {"w": Y, "z": X})
+    assert [id(v) for v in found] == [id(X), id(Y), id(X), id(Y)]
+    with pytest.raises(InputError, match=r"step\(\) was traced with z; give the same arguments"):
+        inputs.flatten((X, Y, 3), {"w": Y})
+    with pytest.raises(InputError, match=r"step\(\) was traced without v; give the same"):
+        inputs.flatten((X, Y, 3), {"w": Y, "z": X, "v": X})
+    with pytest.raises(InputError, match=r"step\(\) was traced for arguments of another structure"):
+        inputs.flatten((X, Y, 3, 4), {"w": Y, "z": X})
+
+
+def test_objects_may_be_anything() -> None:
+    inputs = spec(flat, OBJECT, {"o": OBJECT})
+    assert inputs.flatten(("word", {"o": [1, {"a": 2}]}), {}) == ["word", [1, {"a": 2}]]
+
+
+def test_wrong_arguments_are_named() -> None:
+    inputs = spec(flat, X, Batch(Y, 7))
+    good = Batch(Y, 7)
+    cases: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
+        ((), {}, r"step\(\): missing a required argument: 'x'"),
+        ((X, good, 1, 2), {}, r"step\(\): too many positional arguments"),
+        ((X, good), {"z": 1}, r"step\(\): got an unexpected keyword argument 'z'"),
+        ((X,), {}, r"step\(\) was traced with y; give the same arguments, or lower it again"),
+        ((X, good, 3), {}, r"step\(\) was traced without n; give the same arguments"),
+        ((X, (Y, 7)), {}, r"step\(\) was traced for arguments of another structure: "),
+        (
+            (torch.ones(3, 2), good),
+            {},
+            r"x of step\(\) must be float32\[2,3\], .* is float32\[3,2\]",
+        ),
+        ((Y, good), {}, r"argument x of step\(\) must be float32\[2,3\], .* and is int64\[2\]"),
+        ((X.double(), good), {}, r"must be float32\[2,3\], as when .* and is float64\[2,3\]"),
+        (("text", good), {}, r"argument x of step\(\) must be float32\[2,3\], .* and is 'text'"),
+        ((X, Batch(None, 7)), {}, r"argument y.tokens of step\(\) must be int64\[2\], .* is None"),
+        ((X, Batch(Y, 8)), {}, r"y.labels of step\(\) is static: it was 7 .* and is 8 now"),
+        ((X, Batch(Y, 7.0)), {}, r"y.labels of step\(\) is static: it was 7 .* and is 7.0 now"),
+        (
+            (X.clone().requires_grad_(), good),
+            {},
+            r"x of step\(\) requires a gradient.*x.detach\(\)",
+        ),
+    ]
+    for args, kwargs, message in cases:
+        with pytest.raises(InputError, match=message):
+            inputs.flatten(args, kwargs)
+
+
+def test_arguments_that_no_step_takes() -> None:
+    cases: list[tuple[Any, str]] = [
+        (np.ones(2), r"a numpy array as an argument; pass torch.from_numpy\(array\)"),
+        ({1, 2}, r"takes \{1, 2\} as an argument, which is neither a tensor nor hashable"),
+        (torch.ones(2).to_sparse(), r"dense tensors only; pass tensor.to_dense\(\)"),
+    ]
+    for argument, message in cases:
+        with pytest.raises(InputError, match=message):
+            Bench(2).trace(flat, argument)
+    for argument, message in cases[:2]:
+        with pytest.raises(InputError, match=message):
+            signature_of((argument,), {})
+    with pytest.raises(
+        InputError, match=r"argument x of step\(\): torch.float8_e4m3fnuz is not supported"
+    ):
+        Bench(2).trace(flat, torch.ones(2, dtype=torch.float8_e4m3fnuz))
+    with pytest.raises(InputError, match="too many positional arguments"):
+        Bench(2).trace(lambda x: x, X, X)
+
+
+def test_only_types_of_examples_matter() -> None:
+    examples = (TensorSpec(torch.float32, (2, 3)), torch.empty(2, 3, device="meta"))
+    for example in examples:
+        inputs = spec(flat, example)
+        assert [id(v) for v in inputs.flatten((X,), {})] == [id(X)]
+
+
+def test_signatures_tell_steps_apart() -> None:
+    def key(*args: Any, **kwargs: Any) -> Any:
+        found = signature_of(args, kwargs)
+        assert hash(found) == hash(signature_of(args, kwargs))
+        return found
+
+    assert key(X, Y) == key(torch.zeros(2, 3), Y)
+    assert key({"a": X}, [1, None]) == key({"a": X}, [1, None])
+    different = [
+        key(X),
+        key(X, Y),
+        key(X, X),
+        key((X, Y)),
+        key([X, Y]),
+        key(X, y=Y),
+        key(X.double()),
+        key(X.clone().requires_grad_()),
+        key(X.T),
+        key(X, 1),
+        key(X, 1.0),
+        key(X, True),
+        key(X, "1"),
+        key(X, 0.0),
+        key(X, -0.0),
+        key(X, None),
+        key(X, OBJECT),
+    ]
+    with torch.no_grad():
+        different.append(key(X))
+    assert len(set(different)) == len(different)
+
+
+def test_results_are_put_together() -> None:
+    def step(x: Any, y: Any) -> Any:
+        return Batch({"x": x, "n": 3}, [y, None, x])
+
+    trace = Bench(2).trace_at(step, (X, Y), inputs=Place.of(0), outputs=Place.of(1))
+    assert trace.outputs.rebuild((1, 2, 3)) == Batch({"x": 1, "n": 3}, [2, None, 3])
+    assert (trace.inputs.place, trace.outputs.place) == (Place.of(0), Place.of(1))
+    assert trace.module.program.ops[-1].place == Place.of(1)
+    single = Bench(2).trace(flat, X)
+    assert single.outputs.rebuild((5,)) == 5
+    constant = Bench(2).trace(lambda x: 3, X)
+    assert constant.outputs.rebuild(()) == 3
+
+
+def test_broken_guards_are_told() -> None:
+    trace = Bench(2).trace(flat, X)
+    trace.check_guards()
+    broken = Trace(
+        trace.module,
+        trace.bodies,
+        trace.constants,
+        trace.inputs,
+        trace.outputs,
+        (lambda: None, lambda: "stage0.depth was 3 and is 4"),
+    )
+    with pytest.raises(RuntimeError, match=r"was 3 and is 4; step step was traced before that"):
+        broken.check_guards()
