@@ -175,7 +175,9 @@ def _read(data: Any) -> Costs:
     for key in data:
         if key not in known:
             raise ValueError(f"there is no cost '{key}'; choose from {', '.join(known)}")
-    read = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+    read: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in data.items()
+    }
     if "functions" in read and not isinstance(read["functions"], dict):
         raise ValueError("functions are an object of milliseconds by name")
     if read.get("link") is not None:

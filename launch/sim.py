@@ -127,11 +127,10 @@ def _from_name(options: argparse.Namespace, costs: Costs) -> _Problem:
 def _layout(options: argparse.Namespace) -> tuple[int, ...]:
     """The rank of each stage."""
     name = options.schedule
-    line: tuple[int, ...] = tuple(range(options.stages))
+    line = tuple(range(options.stages))
     usual = _LAYOUTS.get(name, "loop")
-    chunks = options.chunks
-    if chunks is None:
-        chunks = 2 if name in _LAYOUTS or options.layout == "vee" else 1
+    usual_chunks = 2 if name in _LAYOUTS or options.layout == "vee" else 1
+    chunks: int = usual_chunks if options.chunks is None else options.chunks
     if chunks < 1:
         raise ValueError(f"--chunks {chunks}: there must be at least 1")
     if (options.layout or usual) == "loop":

@@ -128,7 +128,7 @@ class _Labeller:
         self._mb, self._is_between = op.mb, False
 
     def finish(self) -> None:
-        """Check that every microbatch of a round has gone through all its stages."""
+        """Check that every microbatch of a loop has gone through all its stages."""
         for (loop, mb), openers in self._opened.items():
             missing = self._by_loop[loop][len(openers) :]
             if missing:

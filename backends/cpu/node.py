@@ -97,8 +97,12 @@ class Node:
         self.bell.ring(self._addresses[rank])
 
     def wake_all(self) -> None:
-        """Wake every other local rank that sleeps."""
+        """Wake every other local rank that sleeps; call it after a store that they may wait for."""
         self.fence()
+        self.ring_sleepers()
+
+    def ring_sleepers(self) -> None:
+        """Wake every other local rank that is seen to sleep; after a `fence`."""
         for rank in self.local:
             if rank != self.rank and self.words[self.waiting(rank)]:
                 self.ring(rank)

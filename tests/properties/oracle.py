@@ -34,6 +34,10 @@ from .steps import inputs, make_step, without_microbatches
 from .traces import SharedTraces
 
 
+BASIC = ("gpipe", "1f1b")
+"""Schedules that apply to every pipeline."""
+
+
 @dataclass
 class Pool:
     """Instances that many steps use one after another, so that their methods are traced once."""
@@ -79,6 +83,8 @@ def check(recipe: Recipe, pool: Pool | None = None) -> str:
             return recipe.schedule
         except IRError as error:
             _expect_refusal(error, not recipe.must_overlap)
+        except ValueError as error:
+            _expect_misfit(error, recipe)
         try:
             _check_all(recipe, "gpipe", world, pool)
             return "gpipe, where the schedule has refused"
@@ -100,6 +106,12 @@ def _tracing_with(pool: Pool | None) -> Iterator[None]:
 def _expect_refusal(error: IRError, allowed: bool) -> None:
     """Return if a schedule may refuse the step, and has done so."""
     if not allowed or "cannot run this step" not in str(error):
+        raise error
+
+
+def _expect_misfit(error: ValueError, recipe: Recipe) -> None:
+    """Return if a schedule says that it is for other pipelines; the two basic ones fit all."""
+    if recipe.schedule in BASIC or f"schedule '{recipe.schedule}'" not in str(error):
         raise error
 
 

@@ -89,7 +89,7 @@ def run_eager(actor: Any, method: str, args: Any, kwargs: Any, seed: int) -> Run
 def cotangents(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(7)
     return [
-        torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o.dtype) for o in outputs
+        torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o) for o in outputs
     ]
 
 

