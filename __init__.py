@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .launch.bootstrap import prepare as _prepare
+
 if TYPE_CHECKING:
     from .backends.errors import DeadlockError, PlanMismatch, RemoteError, StepTimeout
     from .ir.diagnostics import IRError
@@ -101,6 +103,11 @@ __all__ = [  # noqa: F822 - the names are found by __getattr__
     "PlanMismatch",
     "DeadlockError",
 ]
+
+
+# Under an MPI launcher: hold thread pools to this rank's cores before torch is loaded, bind it, and
+# see to it that an exception ends the whole job. Does nothing otherwise.
+_prepare()
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,6 @@
 """What the executor costs: microseconds for each instruction of a rank's program.
 
-    python benchmarks/executor_overhead.py [--instructions 1000] [--repeats 30] [--json]
+    python benchmarks/executor_overhead.py [--instructions 1000] [--repeats 30] [--json FILE]
 
 Programs of one rank repeat one kind of op that does as little as it can. The fixed cost of an
 execution is that of an empty program; it is taken off the others. Figures are medians over the
@@ -13,10 +13,12 @@ import argparse
 import json
 import statistics
 from collections.abc import Sequence
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
+
 from cg.backends.executor import Executable, bind, poll_only
 from cg.backends.fabric import VirtualFabric
 from cg.ir.parser import parse_module
@@ -103,12 +105,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--instructions", type=int, default=1000, help="ops in each program")
     parser.add_argument("--repeats", type=int, default=30, help="executions of each program")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--json", type=Path, help="write the figures to this file, too")
     arguments = parser.parse_args()
     found = rows(arguments.instructions, arguments.repeats)
     if arguments.json:
-        print(json.dumps({"instructions": arguments.instructions, "rows": found}, indent=2))
-        return
+        text = json.dumps({"instructions": arguments.instructions, "rows": found}, indent=1)
+        arguments.json.write_text(text)
     print(f"{'µs per op':<32}{'median':>10}{'min':>10}")
     for row in found:
         print(f"{row['case']:<32}{row['median_us']:>10.3f}{row['min_us']:>10.3f}")

@@ -91,7 +91,7 @@ def main() -> None:
         ratio = medians["cg"] / medians["mpi4py"]
         print(f"{'arm':8} {'median µs':>10} {'range':>16}")
         for name, values in figures.items():
-            print(f"{name:8} {medians[name]:10.1f} {min(values):7.1f} – {max(values):.1f}")
+            print(f"{name:8} {medians[name]:10.1f} {min(values):7.1f} to {max(values):.1f}")
         print(f"cg / mpi4py: {ratio:.2f}")
         if args.json:
             with open(args.json, "w") as file:

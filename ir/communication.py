@@ -45,6 +45,7 @@ class Message:
         done: whether it is complete.
         freed: whether the receiver has freed the slot.
         ready: when the last end was posted, or, once done, when it was complete.
+        start: once done, when it began to travel.
     """
 
     chan: int
@@ -57,6 +58,7 @@ class Message:
     done: bool = False
     freed: bool = False
     ready: float = 0.0
+    start: float = 0.0
 
     def __str__(self) -> str:
         op = next(iter(self.ends.values()))
@@ -82,6 +84,16 @@ class Span:
 
     rank: int
     op: Op
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """When a wait blocked its rank, and for which message."""
+
+    rank: int
+    message: Message
     start: float
     end: float
 
@@ -132,10 +144,21 @@ class Progress:
         at: for each rank, how many of its events have happened.
         clocks: for each rank, how late it is.
         spans: when each op ran that takes time, by rank in program order.
+        stalls: when each rank was blocked, by rank in program order.
     """
 
-    def __init__(self, module: Module, cost: Callable[[Op], float] | None = None) -> None:
-        """Prepare to run `module`, scheduled; `cost` says how long an op occupies its rank.
+    def __init__(
+        self,
+        module: Module,
+        cost: Callable[[Op], float] | None = None,
+        transfer: Callable[[Message], float] | None = None,
+    ) -> None:
+        """Prepare to run `module`, scheduled.
+
+        Args:
+            module: the programs.
+            cost: how long an op occupies its rank; no time without.
+            transfer: how long a message travels, and occupies its streams; no time without.
 
         Raises:
             IRError: an op has no other end, or the two ends do not agree.
@@ -147,7 +170,10 @@ class Progress:
         self.at = dict.fromkeys(self.programs, 0)
         self.clocks = dict.fromkeys(self.programs, 0.0)
         self.spans: list[Span] = []
+        self.stalls: list[Stall] = []
         self._cost = cost
+        self._transfer = transfer
+        self._free_at: dict[tuple[int, Stream], float] = {}
         self._queues: dict[tuple[int, Stream], deque[Message]] = {}
 
     def run(self) -> bool:
@@ -212,7 +238,9 @@ class Progress:
             elif kind is Kind.FREE:
                 freed += self._free(rank, message)
             elif message.done:
-                self.clocks[rank] = max(self.clocks[rank], message.ready)
+                if message.ready > self.clocks[rank]:
+                    self.stalls.append(Stall(rank, message, self.clocks[rank], message.ready))
+                    self.clocks[rank] = message.ready
             else:
                 message.waiting.append(rank)
                 break
@@ -251,7 +279,7 @@ class Progress:
             message = candidates.pop()
             if message.done or not self._can_complete(message):
                 continue
-            message.done = True
+            self._travel(message)
             woken += message.waiting
             message.waiting.clear()
             for rank, op in message.ends.items():
@@ -259,9 +287,19 @@ class Progress:
                     queue = self._queues[rank, op.stream]
                     queue.popleft()
                     if queue:
-                        queue[0].ready = max(queue[0].ready, message.ready)
                         candidates.append(queue[0])
         return woken
+
+    def _travel(self, message: Message) -> None:
+        """Complete a message as soon as its ends and their streams allow."""
+        streams = [(rank, op.stream) for rank, op in message.ends.items() if op.stream is not None]
+        busy = (self._free_at.get(stream, 0.0) for stream in streams)
+        message.start = max(message.ready, *busy, 0.0)
+        message.ready = message.start
+        if self._transfer is not None:
+            message.ready += self._transfer(message)
+        self._free_at.update(dict.fromkeys(streams, message.ready))
+        message.done = True
 
     def _can_complete(self, message: Message) -> bool:
         if message.missing or (message.previous is not None and not message.previous.freed):

@@ -6,8 +6,12 @@ from pathlib import Path
 
 import cg
 import pytest
+from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parent.parent
+
+# For `pytest --hypothesis-profile=thorough`; tests/properties draws in proportion to it.
+settings.register_profile("thorough", max_examples=2000, deadline=None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -7,7 +7,6 @@ tensor. Comparing goes by identity, and by value where a value says everything a
 from __future__ import annotations
 
 import collections
-import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -106,11 +105,7 @@ def _path(path: str, key: object) -> str:
 
 
 def same(before: Any, after: Any) -> bool:
-    """Whether two values are one object, or alike: equal plain data in containers of one kind.
-
-    Weak references count as alike, whatever they refer to: a module that keeps some to its
-    parameters (`nn.LSTM`) renews them when it meets the fakes, and gets its own back.
-    """
+    """Whether two values are one object, or alike: equal plain data in containers of one kind."""
     if before is after:
         return True
     if type(before) is not type(after):
@@ -119,6 +114,4 @@ def same(before: Any, after: Any) -> bool:
         return len(before) == len(after) and all(map(same, before, after))
     if isinstance(before, dict):
         return before.keys() == after.keys() and all(same(before[k], after[k]) for k in before)
-    if isinstance(before, weakref.ref):
-        return True
     return isinstance(before, SCALARS) and bool(before == after)

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from ..ir.location import Location
-from .guards import is_random, storage_key, writes_in_secret
+from .guards import argument_of, is_random, storage_key, writes_in_secret
 from .lifting import Slot, StateTensor
 
 _ATEN = torch.ops.aten
@@ -142,10 +142,10 @@ def _drop_running_statistics(node: fx.Node) -> None:
     Otherwise it would seem to read a buffer that the forward writes to.
     """
     assert isinstance(node.target, torch._ops.OpOverload)
+    if argument_of(node.target, node.args, node.kwargs, "train") is False:
+        return
     names = [a.name for a in node.target._schema.arguments]
     args = list(node.args)
-    if "train" in names and args[names.index("train")] is False:
-        return
     for name in ("running_mean", "running_var"):
         if name in names:
             args[names.index(name)] = None
@@ -207,7 +207,7 @@ def _has_effect(node: fx.Node) -> bool:
     if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
         return True
     return (
-        is_random(target)
+        is_random(target, node.args, node.kwargs)
         or writes_in_secret(target, node.args, node.kwargs)
         or bool(node.is_impure())
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import pickle
 import random
 import sys
@@ -42,9 +43,26 @@ def storage_key(tensor: torch.Tensor) -> int | None:
     return int(tensor.untyped_storage()._cdata)
 
 
-def is_random(op: object) -> bool:
-    """Whether an operator draws from a random number generator."""
-    return isinstance(op, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in op.tags
+def is_random(op: object, args: Any, kwargs: Any) -> bool:
+    """Whether a call of an operator draws from a random number generator.
+
+    Attention counts only if it drops something out. A backward does not draw: it is given what
+    its forward has drawn.
+    """
+    if not isinstance(op, torch._ops.OpOverload):
+        return False
+    if torch.Tag.nondeterministic_seeded not in op.tags or op._schema.name.endswith("_backward"):
+        return False
+    return argument_of(op, args, kwargs, "dropout_p") != 0.0
+
+
+def argument_of(op: torch._ops.OpOverload, args: Any, kwargs: Any, name: str) -> Any:
+    """An argument of a call by name; its default, or None if the operator has no such argument."""
+    for position, argument in enumerate(op._schema.arguments):
+        if argument.name == name:
+            given = args[position] if position < len(args) else kwargs.get(name)
+            return argument.default_value if given is None else given
+    return None
 
 
 @functools.cache
@@ -79,8 +97,7 @@ def written_values(op: object, args: Any, kwargs: Any) -> Iterator[Any]:
 
 
 def _is_training(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> bool:
-    position = [a.name for a in op._schema.arguments].index("training")
-    return bool(args[position] if position < len(args) else kwargs.get("training"))
+    return bool(argument_of(op, args, kwargs, "training"))
 
 
 def writes_in_secret(op: object, args: Any, kwargs: Any) -> bool:
@@ -141,7 +158,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         self._refuse_generators(func, args, kwargs)
         self._refuse_foreign_tensors(func, args, kwargs)
-        self._note_random(func)
+        self._note_random(func, args, kwargs)
         self._note_writes(func, args, kwargs)
         nodes = _nodes()
         before = len(nodes)
@@ -169,8 +186,8 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     BUFFER_REMEDY,
                 )
 
-    def _note_random(self, func: torch._ops.OpOverload) -> None:
-        if not is_random(func):
+    def _note_random(self, func: torch._ops.OpOverload, args: Any, kwargs: Any) -> None:
+        if not is_random(func, args, kwargs):
             return
         if self.backward:
             raise self._error(
@@ -262,6 +279,8 @@ class FunctionGuard(TorchFunctionMode):
     ) -> Any:
         if func in _GRADIENT_WORK:
             raise RunAsIs(f"it uses {_GRADIENT_WORK[func]}")
+        if func == _T.data_ptr and sys._getframe(1).f_code.co_filename.startswith(_TORCH):
+            return 0  # torch's own modules ask whether weights lie side by side
         if func in _REFUSED:
             reason, remedy = _REFUSED[func]
             loc, note = current_location(self.until)
@@ -271,6 +290,7 @@ class FunctionGuard(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _T = torch.Tensor
 _GRAD: Any = torch.Tensor.grad
 _DATA: Any = torch.Tensor.data

@@ -25,7 +25,7 @@ from .errors import TraceError
 from .fingerprint import Snapshot
 from .graphs import simplify
 from .guards import FunctionGuard, OpRecorder, random_state_watched, storage_key
-from .lifting import StateTensor, slots_of
+from .lifting import StateTensor, put_state
 from .results import describe
 from .specs import ObjectSpec, TensorSpec, Tree
 from .watch import RunAsIs, Watch
@@ -136,8 +136,7 @@ class _Run:
         original = Snapshot(self.call.state.containers)
         leaks = Leaks(self.call.function)
         try:
-            for (_, slot), fake in self._slots():
-                slot.put(fake)
+            put_state(self.call.state, self.state)
             with self.mode, self.watch, _without_fused_recurrence():
                 owner = make_fx(lambda s, i: self._traced(s, i))(self.state, self.inputs)
             leaks.check(self.call.what, self.call.blame)
@@ -145,11 +144,6 @@ class _Run:
             leaks.undo()
             original.restore()
         return self._joint(owner)
-
-    def _slots(self) -> Iterator[tuple[tuple[StateTensor, Any], torch.Tensor]]:
-        fakes = {id(t): fake for t, fake in zip(self.call.state.tensors, self.state, strict=True)}
-        for tensor, slot in slots_of(self.call.state):
-            yield (tensor, slot), fakes[id(tensor)]
 
     def _fake_state(self, tensor: StateTensor) -> torch.Tensor:
         real = tensor.tensor

@@ -11,7 +11,8 @@ import collections
 import enum
 import sys
 import types
-from collections.abc import Iterator
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -157,7 +158,7 @@ class _Walk:
     def visit(self, value: Any, path: str, slot: tuple[Any, Any, tuple[int, ...]] | None) -> None:
         if isinstance(value, torch.Tensor):
             self._visit_tensor(value, path, slot)
-        elif isinstance(value, SCALARS) or id(value) in self._seen:
+        elif isinstance(value, (*SCALARS, weakref.ref)) or id(value) in self._seen:
             return
         elif isinstance(value, tuple):
             self._visit_tuple(value, path, slot)
@@ -237,8 +238,20 @@ def _is_walked(value: Any) -> bool:
     )
 
 
-def slots_of(state: ActorState) -> Iterator[tuple[StateTensor, Slot]]:
-    """Every slot of the state with its tensor."""
+def put_state(state: ActorState, values: Sequence[torch.Tensor]) -> None:
+    """Put other tensors into all slots of an actor's state.
+
+    Weak references in lists follow: `nn.LSTM` keeps some, and compares.
+
+    Args:
+        values: one for each of `state.tensors`.
+    """
+    instead = {id(t.tensor): value for t, value in zip(state.tensors, values, strict=True)}
     for tensor in state.tensors:
         for slot in tensor.slots:
-            yield tensor, slot
+            slot.put(instead[id(tensor.tensor)])
+    for container, _ in state.containers:
+        if isinstance(container, list):
+            for index, item in enumerate(container):
+                if isinstance(item, weakref.ref) and id(item()) in instead:
+                    container[index] = weakref.ref(instead[id(item())])

@@ -1,1 +1,1 @@
-"""cpu."""
+"""CPU ranks: shared memory inside a machine, MPI between machines, executions that end together."""

@@ -321,9 +321,17 @@ class Control:
         while monotonic() < until and not all(map(self._has_voted, range(size))):
             polls += 1
             self.pause(polls)
-        contents = [(r, c) for r in range(size) if (c := self._errors.content(r, epoch))]
-        origin, first = contents[0]
-        self._agreed = error if error is not None and origin == rank else unpickled(first, origin)
+        contents = ((r, c) for r in range(size) if (c := self._errors.content(r, epoch)))
+        origin, first = next(contents, (rank, None))
+        if first is None:
+            self._agreed = TransportError(
+                f"execution {epoch} has failed on another rank, and its error has not come within "
+                f"{GRACE} s; see the output of the other ranks"
+            )
+        elif error is not None and origin == rank:
+            self._agreed = error
+        else:
+            self._agreed = unpickled(first, origin)
         return self._agreed
 
     def _has_voted(self, rank: int) -> bool:

@@ -41,7 +41,11 @@ _BLOCK = re.compile(
     r"```(?P<language>\w+)\n(?P<body>.*?)^```$",
     re.DOTALL | re.MULTILINE,
 )
-_SHELL = 'python() { "$PYTHON" "$@"; }; cg-opt() { python -m cg.launch.opt "$@"; };\n'
+_SHELL = """
+python() { "$PYTHON" "$@"; }
+cg-opt() { python -m cg.launch.opt "$@"; }
+cg-sim() { python -m cg.launch.sim "$@"; }
+"""
 _IMPORTABLE = [str(Path(entry).resolve()) for entry in sys.path if entry]
 _SECONDS = 120
 

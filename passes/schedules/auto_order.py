@@ -13,6 +13,7 @@ from .dualpipe_v_order import dualpipe_v_order
 from .gpipe_order import gpipe_order
 from .greedy import Policy, greedy_order
 from .interleaved_order import interleaved_order
+from .layouts import LayoutError
 from .one_f_one_b_order import one_f_one_b_order
 from .zb_h1_order import lagging, zb_h1_order
 from .zb_h2_order import zb_h2_order
@@ -39,8 +40,8 @@ def auto_order(
     """Try the known schedules and a grid of greedy ones, each on paper, and take the best.
 
     The best is the one with the shortest makespan, then the one that ends first, then the one
-    that holds least. It is never worse than a known schedule that fits into the memory, nor than
-    a 1F1B that is made to fit.
+    that holds least. It is never worse than a known schedule that fits into the memory nor,
+    where the stages of each rank are neighbours, than 1F1B with as few forwards ahead as fit.
 
     Args:
         pipeline: any stages on any ranks.
@@ -51,7 +52,7 @@ def auto_order(
     Raises:
         ValueError: `max_activations` is under 1: not one microbatch could pass.
 
-    Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 3.1.
+    Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241.
     """
     memory = len(pipeline.ranks) if max_activations is None else max_activations
     costs = costs or Costs()
@@ -77,12 +78,12 @@ def _known(pipeline: Pipeline, memory: float) -> Iterator[Order]:
     for rule in _KNOWN:
         try:
             yield rule(pipeline)
-        except ValueError:
-            continue  # it wants another layout
+        except LayoutError:
+            continue
     parts = pipeline.parts
     if len(parts) != len(pipeline.ranks):
         return
-    # 1F1B with split backwards, W at once or put off, in the given memory.
+    # 1F1B with split backwards, W at once or put off, with as few forwards ahead as fit.
     for put_off in (0, len(parts)):
         order: dict[int, Row] = {}
         for at, part in enumerate(parts):

@@ -10,9 +10,16 @@ from .base import Pipeline, from_clock
 def gpipe_order(pipeline: Pipeline) -> Order:
     """Run the forwards of all microbatches, then their backwards, oldest microbatch first.
 
-    With one stage on each of p ranks and m microbatches of tf and tb, the step takes
-    (m + p - 1) (tf + tb), and each stage holds m activations at its peak. The clock is the
-    time at which a task starts if every task takes one unit.
+    Four ranks, eight microbatches; digits are F, letters are B::
+
+        rank 0  01234567.........aabbccddeeffgghh
+        rank 1  .01234567......aabbccddeeffgghh..
+        rank 2  ..01234567...aabbccddeeffgghh....
+        rank 3  ...01234567aabbccddeeffgghh......
+
+    On p ranks, m microbatches of tf, tb and tw take (m + p - 1) (tf + tb + tw), and each stage
+    holds m activations at its peak. The clock is the time at which a task starts if every task
+    takes one unit.
 
     Source: Huang et al., GPipe, arXiv 1811.06965.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
@@ -37,9 +38,9 @@ def greedy_order(pipeline: Pipeline, max_activations: float, costs: Costs, polic
     """Let every rank run B if it can, else F if it can and there is memory, else W.
 
     All times and all memory are known as in the real run, so the result never holds more than it
-    may. The last part's tasks come first, as they free memory soonest. A part of the pipeline
-    whose rank hosts later ones leaves one unit of memory for each of these, so the microbatch that
-    has come furthest can always go on.
+    may. The last part's tasks come first, as they free memory soonest. A part whose rank hosts
+    later ones leaves room for a microbatch in each of these, so the microbatch that has come
+    furthest can always go on.
 
     Args:
         pipeline: any stages on any ranks.
@@ -52,11 +53,11 @@ def greedy_order(pipeline: Pipeline, max_activations: float, costs: Costs, polic
     one rule for all phases and for several parts a rank; list scheduling, Graham 1966.
     """
     parts = _parts(pipeline, costs, policy)
-    ranks = {rank: _Rank(max_activations) for rank in pipeline.ranks}
+    ranks = {rank: _Rank() for rank in pipeline.ranks}
     for part in reversed(parts):
         ranks[part.rank].parts.append(part)
     for rank in ranks.values():
-        rank.capacity = max_activations * len(rank.parts) + _SLACK
+        rank.capacity = max_activations * sum(part.size for part in rank.parts) + _SLACK
     _run(parts, ranks, costs.mw, policy)
     stages = pipeline.parts
     return {
@@ -71,9 +72,10 @@ class _Part:
 
     Attributes:
         index, rank, chunk: its place in the pipeline, its rank, and its place among the rank's.
+        size: how many stages it has, which is the memory that a microbatch takes.
         times: of F, B and W, by these letters.
         down, up: times of transfers to the next part and to the one before.
-        reserve: units of memory that its F leaves to later parts of its rank.
+        reserve: memory that its F leaves, for one microbatch in each later part of its rank.
         limit: how far its forwards may be ahead of its backwards.
         forwards, backwards: when what each F, or B, needs comes, as far as that is known.
         f, b, w: how many of each have run.
@@ -82,6 +84,7 @@ class _Part:
     index: int
     rank: int
     chunk: int
+    size: int
     times: dict[str, float]
     down: float
     up: float
@@ -98,7 +101,7 @@ class _Part:
 class _Rank:
     """A rank: its parts, last first; its memory; until when it is busy; what it has run."""
 
-    capacity: float
+    capacity: float = 0.0
     parts: list[_Part] = field(default_factory=list)
     held: float = 0.0
     free: float = 0.0
@@ -115,10 +118,12 @@ def _parts(pipeline: Pipeline, costs: Costs, policy: Policy) -> list[_Part]:
         times = {a.value: sum(costs.of(a, s, split=True) for s in stages) for a in Action}
         down = costs.between(stages[-1]) if stages[-1] + 1 < pipeline.stages else 0.0
         up = costs.between(stages[0] - 1) if index else 0.0
-        parts.append(_Part(index, rank, chunk, times, down, up))
+        parts.append(_Part(index, rank, chunk, len(stages), times, down, up))
+    later: Counter[int] = Counter()
     there_and_back = 0.0
     for part in reversed(parts):
-        part.reserve = chunks[part.rank] - part.chunk
+        part.reserve = later[part.rank]
+        later[part.rank] += part.size
         tf = part.times["F"]
         there_and_back += tf
         if policy.ahead is not None and tf:
@@ -143,7 +148,7 @@ def _run(parts: list[_Part], ranks: dict[int, _Rank], mw: float, policy: Policy)
             continue
         action, part = choice
         rank.word.append(f"{action}{part.chunk}")
-        rank.held += grows[action]
+        rank.held += grows[action] * part.size
         if action != "W":
             rank.last = action
         rank.free = end = now + part.times[action]
@@ -167,7 +172,7 @@ def _choose(rank: _Rank, now: float, policy: Policy) -> tuple[str, _Part] | None
                 backward = part
         if part.f < len(part.forwards) and part.f - part.b < part.limit:
             time = part.forwards[part.f]
-            room = rank.held + 1 + part.reserve <= rank.capacity
+            room = rank.held + part.size + part.reserve <= rank.capacity
             if time > now:
                 next_forward = min(next_forward, time) if room else next_forward
             elif not room:

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from .base import Pipeline
 
+
+class LayoutError(ValueError):
+    """The stages do not lie as a schedule wants them."""
+
+
 Chunks = list[tuple[int, ...]]
 """The stages of each chunk that a rank hosts."""
 
@@ -12,11 +17,11 @@ def line(pipeline: Pipeline, name: str) -> list[tuple[int, ...]]:
     """The stages of each rank, down the pipeline, where each rank hosts one part of it.
 
     Raises:
-        ValueError: a rank hosts stages that are not neighbours.
+        LayoutError: a rank hosts stages that are not neighbours.
     """
     parts = pipeline.parts
     if len(parts) != len(pipeline.ranks):
-        raise ValueError(
+        raise LayoutError(
             f"schedule '{name}' wants the stages of a rank side by side, but they lie on ranks "
             f"{_spell(pipeline)}; move them, or use 1f1b, interleaved or auto"
         )
@@ -32,7 +37,7 @@ def loop(pipeline: Pipeline, chunks: int | None, name: str) -> list[Chunks]:
         name: the schedule, for messages.
 
     Raises:
-        ValueError: it does not go round all ranks in the same order, or not so often.
+        LayoutError: it does not go round all ranks in the same order, or not so often.
     """
     ranks = pipeline.ranks
     # With one rank there is no telling where a round ends, so each stage is one.
@@ -43,7 +48,7 @@ def loop(pipeline: Pipeline, chunks: int | None, name: str) -> list[Chunks]:
     if homes != ranks * wanted:
         many = "chunks" if chunks is None else f"{chunks} chunk{'s' * (chunks != 1)}"
         sum_ = "" if chunks is None else f", {chunks * len(ranks)} stages"
-        raise ValueError(
+        raise LayoutError(
             f"schedule '{name}' wants {many} on each of {len(ranks)} ranks{sum_}, that go round "
             f"the ranks as in 0,1,0,1; but the stages lie on ranks {_spell(pipeline)}"
         )
@@ -54,11 +59,11 @@ def vee(pipeline: Pipeline, name: str) -> list[Chunks]:
     """The two chunks of each rank, where the pipeline goes down the ranks and up again.
 
     Raises:
-        ValueError: it does not.
+        LayoutError: it does not.
     """
     ranks = pipeline.ranks
     if pipeline.stage_ranks != ranks + ranks[::-1]:
-        raise ValueError(
+        raise LayoutError(
             f"schedule '{name}' wants 2 stages on each of {len(ranks)} ranks, "
             f"{2 * len(ranks)} stages, that go down the ranks and up again as in 0,1,1,0; but the "
             f"stages lie on ranks {_spell(pipeline)}"

@@ -8,7 +8,29 @@ from .layouts import vee
 
 
 def zb_v_order(pipeline: Pipeline) -> Order:
-    """Order the two chunks of each rank, 0 going down the ranks and 1 coming up again."""
+    """Order the two chunks of each rank: 0 goes down the ranks, and 1 comes up again.
+
+    Four ranks of two chunks, a line each, and eight microbatches; digits are F, small letters B,
+    capitals W::
+
+        rank 0  0123456            7aA   bB   cC   dD   eEfFgGhH...
+                       0aA1bB2cC3dD   4eE  5fF  6gG  7hH        ...
+        rank 1  .01234 5         6aA   7bB   cC   dD   e fEgFhG H..
+                .     0 1aA2bB3cC   4dD   5eE  6fF  7gG h      H ..
+        rank 2  ..012 3 4      5aA   6bB   7cC   dD   e f gEhF  GH.
+                ..   0 1 2aA3bB   4cC   5dD   6eE  7fF g h    GH  .
+        rank 3  ...0 1 2 3   4aA   5bB   6cC   7dD   e f g hE   FGH
+                ... 0 1 2 3aA   4bB   5cC   6dD   7eE f g h  FGH
+
+    The last stage is on the first rank, which so has B's to run as soon as microbatches are
+    through, and every rank holds at most p microbatches, as 1F1B does on its first. With equal
+    times there is no bubble for m >= 2p - 1.
+
+    Raises:
+        ValueError: the stages do not lie as in 0,1,2,2,1,0.
+
+    Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241.
+    """
     chunks = vee(pipeline, "zb-v")
     p = len(chunks)
     # A shorter step is what is left of one in which every rank comes to its steady state.

@@ -161,6 +161,16 @@ def test_a_parent_has_our_cpus_unless_someone_bound_us() -> None:
     assert affinity.parent_cpus() == frozenset(os.sched_getaffinity(os.getppid()))
 
 
+def test_binding_leaves_the_cores_that_were_given() -> None:
+    before = os.sched_getaffinity(0)
+    core = read_cores(before)[-1]
+    try:
+        affinity.bind([core])
+        assert os.sched_getaffinity(0) == set(core.cpus)
+    finally:
+        os.sched_setaffinity(0, before)
+
+
 def test_lists_of_cpus() -> None:
     assert parse_list("0-2,5, 7-7\n") == {0, 1, 2, 5, 7}
     assert parse_list("") == set()

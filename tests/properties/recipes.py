@@ -52,6 +52,7 @@ class Block:
         kept: which value goes on to the next block, for all microbatches together.
         last: a value of the last microbatch alone that the step returns; None for no such value.
         trained: whether each microbatch ends with a backward of its own losses.
+        carried: whether each microbatch takes what the same one of the block before has kept.
     """
 
     microbatches: int
@@ -59,6 +60,7 @@ class Block:
     kept: int
     last: int | None
     trained: bool
+    carried: bool
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ class Flavour:
     methods: Sequence[str]
     worlds: Sequence[int] = (1, 2, 3, 4, 5, 6)
     microbatches: Sequence[int] = (0, 2, 4)
-    blocks: int = 2
+    blocks: int = 3
     lines: int = 6
     trained: bool = True
     optional: Sequence[str] = ("overlap", "cse", "dce", "place")
@@ -172,7 +174,8 @@ def draw_recipe(number: Number, flavour: Flavour, schedules: Sequence[str], acto
     def block() -> Block:
         count = flavour.microbatches[number(0, len(flavour.microbatches) - 1)]
         trained = flavour.trained and coin(5)
-        return Block(count, lines(), number(0, 3), number(0, 3) if coin(6) else None, trained)
+        last = number(0, 3) if coin(6) else None
+        return Block(count, lines(), number(0, 3), last, trained, coin(3))
 
     def place() -> tuple[int, ...] | None:
         if not coin(3):

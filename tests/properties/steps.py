@@ -22,6 +22,7 @@ class Values:
     weights: list[Tensor] = field(default_factory=list)
     objects: list[Any] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
+    carried: list[Tensor] = field(default_factory=list)
 
     def at(self, index: int) -> Tensor:
         """A hidden value, counted from the latest one."""
@@ -80,16 +81,24 @@ def _run_block(
         # Its backward ends here: a later one must not come through the same calls.
         x = x.detach()
         values.weights.clear()
+        values.carried.clear()
     if not block.microbatches:
         parts = [_run_lines(block, actors, values.inner(x, k), ends)]
     else:
         pieces = cg.microbatches((x, k), block.microbatches)
-        parts = [_run_lines(block, actors, values.inner(mx, mk), ends) for mx, mk in pieces]
+        given = values.carried if len(values.carried) == block.microbatches else []
+        parts = []
+        for index, (mx, mk) in enumerate(pieces):
+            inner = values.inner(mx, mk)
+            if block.carried and given:
+                inner.hidden.append(given[index])
+            parts.append(_run_lines(block, actors, inner, ends))
     kept = [part.at(block.kept) for part in parts]
     joined = kept[0] if len(kept) == 1 else torch.cat(kept)
     if block.trained:
         joined = joined.detach()
     else:
+        values.carried = kept
         values.losses += [loss for part in parts for loss in part.losses]
     values.hidden.append(joined)
     values.integers.append(torch.cat([part.integers[-1] for part in parts]))

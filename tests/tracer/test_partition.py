@@ -222,3 +222,9 @@ def test_values_in_constants() -> None:
 
     x = torch.tensor([-1.0, 1.0])
     assert torch.equal(trace(Constants(), "forward", x).body(x)[0], Constants().forward(x))
+
+
+def test_attention_is_random_only_with_dropout() -> None:
+    x = rand(2, 6, 32)
+    assert not trace(Block(), "forward", x).declaration.random
+    assert trace(Block(dropout=0.1), "forward", x).declaration.random

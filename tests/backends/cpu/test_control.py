@@ -9,10 +9,17 @@ from typing import Any
 
 import pytest
 
-from cg.backends.cpu.control import Control, PeerLost
+from cg.backends.cpu.control import Control
 from cg.backends.cpu.node import Node
+from cg.backends.cpu.rows import Meeting
 from cg.backends.cpu.waiting import WaitPolicy
-from cg.backends.errors import Failure, PlanMismatch, RemoteError, StepTimeout
+from cg.backends.errors import (
+    Failure,
+    PlanMismatch,
+    RemoteError,
+    StepTimeout,
+    TransportError,
+)
 from cg.backends.flight import Position
 
 from .world import ThreadWorld, run_ranks
@@ -47,7 +54,7 @@ def wait_for_trouble(control: Control) -> BaseException:
     try:
         for polls in range(1, 100_000):
             control.pause(polls)
-    except (RemoteError, StepTimeout, PeerLost, PlanMismatch) as error:
+    except (RemoteError, StepTimeout, TransportError, PlanMismatch) as error:
         return control.fail(error)
     raise AssertionError("nothing was noticed")
 
@@ -197,6 +204,37 @@ def test_a_rank_that_has_ended_is_an_error_not_a_hang() -> None:
 
     message = run_controls(2, body)[0]
     assert "rank 1 has ended after execution 1, and the other ranks are in execution 2" in message
+
+
+def test_a_rank_that_gives_up_while_the_others_go_on_is_named() -> None:
+    def body(control: Control, world: ThreadWorld) -> str | None:
+        control.begin(PLAN, at(world.rank))
+        if world.rank == 1:
+            control._rows.reach(Meeting.COMMIT, 1)
+            world.barrier()
+            control.fail(StepTimeout("in the same moment"))
+            world.barrier()
+            return None
+        control.commit()
+        world.barrier()
+        world.barrier()
+        control.begin(PLAN, at(world.rank))
+        return str(wait_for_trouble(control))
+
+    message = run_controls(2, body)[0]
+    assert "rank 1 has given up execution 1, which the other ranks have finished" in message
+
+
+def test_an_error_that_does_not_come_in_time_is_said_to_be_missing() -> None:
+    def body(control: Control, world: ThreadWorld) -> str | None:
+        control.begin(PLAN, at(world.rank))
+        if world.rank == 1:
+            control._errors.publish(1, None)  # as after an error of a third rank
+            return None
+        return str(wait_for_trouble(control))
+
+    message = run_controls(2, body)[0]
+    assert "execution 1 has failed on another rank, and its error has not come" in message
 
 
 def test_a_rank_that_ends_after_the_last_step_is_fine() -> None:

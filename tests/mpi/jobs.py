@@ -1,0 +1,126 @@
+"""Starts programs under mpiexec, with a deadline, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import cg
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def launcher() -> str | None:
+    """The mpiexec beside this Python, or else on PATH."""
+    beside = Path(sys.executable).with_name("mpiexec")
+    return str(beside) if beside.exists() else shutil.which("mpiexec")
+
+
+needs_mpi = [
+    pytest.mark.mpi,
+    pytest.mark.skipif(
+        launcher() is None, reason="no mpiexec beside this Python or on PATH: pip install mpich"
+    ),
+]
+"""For `pytestmark` of modules that start jobs."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a job has ended.
+
+    Attributes:
+        code: its exit code.
+        output: what all ranks wrote, to standard output and error.
+        seconds: how long it took.
+    """
+
+    code: int
+    output: str
+    seconds: float
+
+
+def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """For programs that import `cg` as this process does, one thread each."""
+    package = Path(cg.__file__).resolve().parent
+    found = package.parent if package.name == "cg" else package / ".dev"
+    path = [str(found), *filter(None, [os.environ.get("PYTHONPATH")])]
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("CG_")}
+    return {
+        **inherited,
+        "PYTHONPATH": os.pathsep.join(path),
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": "1",
+        # What Open MPI wants to be told before it does what MPICH does.
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        **(extra or {}),
+    }
+
+
+def start(
+    ranks: int,
+    program: Sequence[str],
+    *,
+    variables: Mapping[str, str] | None = None,
+    folder: Path = ROOT,
+) -> subprocess.Popen[str]:
+    """Start a Python program (its arguments after `python`) on so many ranks; 0: without MPI."""
+    found = launcher()
+    assert found is not None or ranks == 0
+    command = [] if ranks == 0 else [str(found), "-n", str(ranks)]
+    return subprocess.Popen(
+        [*command, sys.executable, *program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment(variables),
+        cwd=folder,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], seconds: float) -> Ended:
+    """Wait for a job to end by itself.
+
+    Raises:
+        AssertionError: it has not ended in so many seconds, and has been killed.
+    """
+    began = time.monotonic()
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        output = _kill(process)
+        raise AssertionError(f"the job has not ended in {seconds} s; it wrote:\n{output}") from None
+    return Ended(process.returncode, output, time.monotonic() - began)
+
+
+def _kill(process: subprocess.Popen[str]) -> str:
+    """End a job: by the launcher if it does so, which knows its ranks, else the hard way."""
+    process.send_signal(signal.SIGTERM)
+    try:
+        return process.communicate(timeout=5)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return process.communicate()[0]
+
+
+def run(
+    ranks: int,
+    program: Sequence[str],
+    *,
+    seconds: float,
+    variables: Mapping[str, str] | None = None,
+    folder: Path = ROOT,
+) -> Ended:
+    """Run a job to its end; see `start` and `finish`."""
+    return finish(start(ranks, program, variables=variables, folder=folder), seconds)

@@ -1,0 +1,66 @@
+"""Runs random steps on the ranks of a job, each against its own Python: see tests/properties.
+
+    mpiexec -n 4 python -m tests.mpi.oracle_job 0 30
+
+Every rank draws the same recipes, and runs each step eagerly by itself, with actors of its own.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+
+import cg
+import torch
+from cg.backends.virtual import VirtualWorld
+from cg.ir.diagnostics import IRError
+from cg.launch.world import use_world
+
+from tests.properties.actors import KINDS
+from tests.properties.oracle import BASIC, compare, compare_states, lower, new_actors
+from tests.properties.recipes import ALL, Flavour, Recipe, draw_recipe
+from tests.properties.steps import inputs, make_step
+
+
+def main() -> None:
+    first, last = map(int, sys.argv[1:])
+    torch.set_num_threads(1)
+    flavour = Flavour(ALL, worlds=(cg.world_size(),))
+    passed = 0
+    for seed in range(first, last):
+        recipe = draw_recipe(random.Random(seed).randint, flavour, BASIC, KINDS)
+        try:
+            passed += check(recipe)
+        except BaseException as error:
+            error.add_note(f"seed {seed}: {recipe}")
+            raise
+    print(f"rank {cg.rank()}: {passed} of {last - first} agree")
+
+
+def check(recipe: Recipe) -> bool:
+    """Compare two executions on this rank; whether the schedule has taken the step."""
+    with use_world(VirtualWorld(cg.world_size())):
+        eager_actors = new_actors(recipe)
+    eager = make_step(recipe, eager_actors)
+    actors = new_actors(recipe)
+    lowered = lower(recipe, actors)
+    schedule = cg.schedules.by_name(recipe.schedule)
+    try:
+        compiled = lowered.compile(schedule=schedule, passes=recipe.passes)
+    except IRError:
+        if recipe.must_overlap:
+            raise
+        return False
+    for execution in (0, 1):
+        expected, actual = eager(*inputs(execution)), compiled(*inputs(execution))
+        gets = recipe.outputs is None or cg.rank() in recipe.outputs
+        assert (actual is not None) == gets
+        if gets:
+            compare(f"rank {cg.rank()}", expected, actual)
+        compare_states(f"rank {cg.rank()}", eager_actors, actors)
+    compiled.close()
+    return True
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,22 @@
+"""Random steps mean on MPI ranks what their Python means."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from .jobs import needs_mpi, run
+
+pytestmark = [*needs_mpi, pytest.mark.timeout(150)]
+
+
+@pytest.mark.parametrize(("ranks", "seeds"), [(4, (0, 30)), (2, (30, 50))])
+def test_random_steps(ranks: int, seeds: tuple[int, int]) -> None:
+    ended = run(ranks, ["-m", "tests.mpi.oracle_job", *map(str, seeds)], seconds=120)
+    assert ended.code == 0, ended.output
+    passed = [int(n) for n in re.findall(r"rank \d: (\d+) of", ended.output)]
+    # Some of the steps cannot be pipelined, and are refused, by all ranks alike.
+    assert len(passed) == ranks
+    assert len(set(passed)) == 1
+    assert passed[0] >= 0.8 * (seeds[1] - seeds[0])
