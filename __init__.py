@@ -13,12 +13,15 @@ from .launch.bootstrap import prepare as _prepare
 
 if TYPE_CHECKING:
     from .backends.errors import DeadlockError, PlanMismatch, RemoteError, StepTimeout
+    from .backends.futures import CapacityError, Future
     from .ir.diagnostics import IRError
     from .ir.types import Place
-    from .launch.api import Compiled, Lowered, Step, actor, allgather, barrier, on, trace
+    from .launch.api import Lowered, Step, actor, allgather, barrier, on, trace
+    from .launch.carry import carry
+    from .launch.compiled import Compiled
     from .launch.world import rank, world_size
     from .passes import schedules
-    from .tracer.actors import ActorHandle
+    from .tracer.actors import ActorHandle, remat
     from .tracer.collectives import (
         all_gather,
         all_reduce,
@@ -39,6 +42,8 @@ _HOMES = {
     "actor": "launch.api",
     "trace": "launch.api",
     "opaque": "tracer.opaque",
+    "carry": "launch.carry",
+    "remat": "tracer.actors",
     "on": "launch.api",
     "object": "tracer.values:OBJECT",
     "microbatches": "tracer.microbatches",
@@ -58,7 +63,8 @@ _HOMES = {
     "schedules": "passes:schedules",
     "Step": "launch.api",
     "Lowered": "launch.api",
-    "Compiled": "launch.api",
+    "Compiled": "launch.compiled",
+    "Future": "backends.futures",
     "ActorHandle": "tracer.actors",
     "Place": "ir.types",
     # What can go wrong
@@ -66,6 +72,7 @@ _HOMES = {
     "IRError": "ir.diagnostics",
     "InputError": "tracer.trace",
     "RemoteError": "backends.errors",
+    "CapacityError": "backends.futures",
     "StepTimeout": "backends.errors",
     "PlanMismatch": "backends.errors",
     "DeadlockError": "backends.errors",
@@ -75,6 +82,8 @@ __all__ = [  # noqa: F822 - the names are found by __getattr__
     "actor",
     "trace",
     "opaque",
+    "carry",
+    "remat",
     "on",
     "object",
     "microbatches",
@@ -93,12 +102,14 @@ __all__ = [  # noqa: F822 - the names are found by __getattr__
     "Step",
     "Lowered",
     "Compiled",
+    "Future",
     "ActorHandle",
     "Place",
     "TraceError",
     "IRError",
     "InputError",
     "RemoteError",
+    "CapacityError",
     "StepTimeout",
     "PlanMismatch",
     "DeadlockError",

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 from ..ir.module import Channel
 from ..ir.ops import Collective, Recv, Send
 from ..ir.types import ValueType
+from .poison import Poison
 
 T = TypeVar("T")
 
@@ -21,8 +22,8 @@ T = TypeVar("T")
 class Port(Protocol):
     """One communication op of one rank, bound to its buffers, used once per execution.
 
-    The calls come in this order: `start`, `poll` until it is true, `take`, `release`. None of
-    them blocks. `take` and `release` are left out where the op makes no value (`send`,
+    The calls come in this order: `start` or `fail`, `poll` until it is true, `take`, `release`.
+    None of them blocks. `take` and `release` are left out where the op makes no value (`send`,
     `barrier`). An execution that fails leaves its ports where they are; the communicator's
     `reset` makes them ready for `start` again.
 
@@ -37,11 +38,23 @@ class Port(Protocol):
         it. Until `poll` has returned true, `value` must not be changed.
         """
 
+    def fail(self, poison: Poison) -> None:
+        """Issue the op with an error in place of its operand.
+
+        It takes the place of the message that was expected: whoever receives it, in a collective
+        every rank of the group, gets the poison raised by `take`.
+        """
+
     def poll(self) -> bool:
         """Whether the op is complete; makes progress on it if that is needed."""
 
     def take(self) -> Any:
-        """The value that the op made (None for a unit)."""
+        """The value that the op made (None for a unit).
+
+        Raises:
+            Poison: another rank has failed to make it.
+            TransportError: it cannot be read.
+        """
 
     def release(self) -> None:
         """Let the port's buffer be overwritten by a later execution or message."""

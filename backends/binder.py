@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from ..ir.attributes import Effect
 from ..ir.diagnostics import Diagnostic
 from ..ir.module import Channel, FunctionKind, Module, Program
 from ..ir.ops import (
@@ -40,6 +41,8 @@ from .errors import BindError
 from .instructions import Instruction, Registers
 from .layout import Layout, lay_out
 from .random import seeded
+from .steps import KEEP, Role, Step
+from .turnstiles import Tickets
 
 
 @dataclass(slots=True)
@@ -53,12 +56,14 @@ class Code:
             index into the program; None for one that never blocks.
         registers: the list that the instructions work on.
         template: what the registers hold before the inputs are written.
+        steps: for each instruction what it reads, writes and starts.
         outputs: registers that the program returns.
     """
 
     instructions: list[Instruction] = field(default_factory=list)
     ops: list[int] = field(default_factory=list)
     awaited: list[int | None] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
     registers: Registers = field(default_factory=list)
     template: Registers = field(default_factory=list)
     outputs: tuple[int, ...] = ()
@@ -75,6 +80,8 @@ class Binder:
         communicators: by channel id.
         seed: of all random numbers.
         execution: gives the number of the execution in progress.
+        tickets: of a program several executions of which may be in flight; None for one that runs
+            alone on its actors.
     """
 
     def __init__(
@@ -86,7 +93,9 @@ class Binder:
         communicators: Mapping[int, Communicator],
         seed: int,
         execution: Callable[[], int],
+        tickets: Tickets | None = None,
     ) -> None:
+        self._tickets = tickets
         self._program = program
         self._module = module
         self._bodies = bodies
@@ -112,8 +121,11 @@ class Binder:
         code.registers = [None] * self._layout.size
         code.template = [None] * self._layout.size
         arena = self._make_arena()
+        gates, passages = self._make_gates()
         for index, op in enumerate(self._program.ops):
             self._at = index
+            if index in gates:
+                self._emit(gates[index], KEEP)
             if isinstance(op, Alloc):
                 self._bind_alloc(op, arena)
             elif isinstance(op, Collective):
@@ -122,6 +134,8 @@ class Binder:
                 _BINDERS[type(op)](self, op)
             else:
                 self._fail(op, f"no backend runs `{op.opcode}`", "compile the step first")
+            for passage in passages.get(index, ()):
+                self._emit(passage, KEEP)
         self._finish()
         return code
 
@@ -130,10 +144,11 @@ class Binder:
     def _fail(self, op: Op, message: str, help_: str = "") -> NoReturn:
         raise BindError(Diagnostic(message, op, self._program, help=help_).render())
 
-    def _emit(self, instruction: Instruction, awaited: int | None = None) -> None:
+    def _emit(self, instruction: Instruction, step: Step, awaited: int | None = None) -> None:
         self._code.instructions.append(instruction)
         self._code.ops.append(self._at)
         self._code.awaited.append(awaited)
+        self._code.steps.append(step)
 
     def _register(self, value: Value) -> int:
         return self._layout.registers[value]
@@ -142,6 +157,27 @@ class Binder:
         for op in self._program.ops:
             if isinstance(op, Call) and op.fn.name not in self._module.functions:
                 self._fail(op, f"the module declares no function @{op.fn.name}")
+
+    def _make_gates(self) -> tuple[dict[int, Instruction], dict[int, list[Instruction]]]:
+        """What waits for an actor before its first call, and what lets others pass after its last.
+
+        Calls that touch no state need neither.
+        """
+        gates: dict[int, Instruction] = {}
+        passages: dict[int, list[Instruction]] = {}
+        if self._tickets is None:
+            return gates, passages
+        calls: dict[str, list[int]] = {}
+        for index, op in enumerate(self._program.ops):
+            if isinstance(op, Call):
+                function = self._module.functions[op.fn.name]
+                if function.actor is not None and function.effect is not Effect.PURE:
+                    calls.setdefault(function.actor, []).append(index)
+        for actor, indices in calls.items():
+            gate, passage = self._tickets.gate(actor)
+            gates[indices[0]] = gate
+            passages.setdefault(indices[-1], []).append(passage)
+        return gates, passages
 
     def _make_arena(self) -> Tensor:
         ends = [
@@ -179,21 +215,26 @@ class Binder:
         make = instructions.filled(type_, op.fill)
         if op.result in self._layout.escaping:
             # A user may change it, or keep it: each execution gets its own.
-            self._emit(instructions.store(self._code.registers, register, make))
+            step = Step(Role.COMPUTE, (), (register,))
+            self._emit(instructions.store(self._code.registers, register, make), step)
         else:
             self._code.template[register] = make()
 
     def _bind_view(self, op: View) -> None:
         source, target = self._register(op.operands[0]), self._register(op.result)
         self._emit(
-            instructions.view(self._code.registers, source, target, op.dim, op.start, op.length)
+            instructions.view(self._code.registers, source, target, op.dim, op.start, op.length),
+            Step(Role.COMPUTE, (source,), (target,)),
         )
 
     def _bind_copy(self, op: Copy) -> None:
         source, target = self._register(op.operands[0]), self._register(op.result)
         tensor = isinstance(op.result.type, TensorType)
         duplicate: Callable[[Any], Any] = torch.clone if tensor else deepcopy
-        self._emit(instructions.apply(self._code.registers, source, target, duplicate))
+        self._emit(
+            instructions.apply(self._code.registers, source, target, duplicate),
+            Step(Role.COMPUTE, (source,), (target,)),
+        )
 
     # -- calls ------------------------------------------------------------------------------
 
@@ -219,7 +260,10 @@ class Binder:
             body = seeded(body, self._seed, op.key, self._execution)
         inputs = [self._register(value) for value in op.operands]
         outputs = [self._register(value) for value in op.results]
-        self._emit(instructions.call(body, self._code.registers, inputs, outputs))
+        self._emit(
+            instructions.call(body, self._code.registers, inputs, outputs),
+            Step(Role.COMPUTE, tuple(inputs), tuple(outputs), function=function),
+        )
 
     # -- communication ----------------------------------------------------------------------
 
@@ -253,7 +297,9 @@ class Binder:
         self._ports[op.result] = port
         self._indices[op.result] = self._at
         source = self._register(op.operands[0]) if op.operands else None
-        self._emit(instructions.issue(port, self._code.registers, source))
+        sources = () if source is None else (source,)
+        step = Step(Role.ISSUE, sources, port=port)
+        self._emit(instructions.issue(port, self._code.registers, source), step)
 
     def _bind_wait(self, op: Wait) -> None:
         future = op.operands[0]
@@ -261,22 +307,23 @@ class Binder:
             return  # The value is in its register already: streams are one on a host.
         port, awaited = self._ports[future], self._indices[future]
         if isinstance(_promised(future), UnitType):
-            self._emit(port.poll, awaited)
+            self._emit(port.poll, Step(Role.AWAIT), awaited)
         else:
             target = self._register(op.result)
-            self._emit(instructions.wait(port, self._code.registers, target), awaited)
+            step = Step(Role.AWAIT, (), (target,))
+            self._emit(instructions.wait(port, self._code.registers, target), step, awaited)
 
     def _bind_free(self, op: Free) -> None:
         register = self._layout.clears.get(self._at)
         if register is not None:
-            self._emit(instructions.clear(self._code.registers, register))
+            self._emit(instructions.clear(self._code.registers, register), KEEP)
         for future in self._layout.releases.get(self._at, ()):
             self._release(future)
 
     def _release(self, future: Value) -> None:
         port = self._ports.pop(future)
         if not isinstance(_promised(future), UnitType):
-            self._emit(instructions.release(port))
+            self._emit(instructions.release(port), KEEP)
 
     def _bind_return(self, op: Return) -> None:
         self._code.outputs = tuple(self._register(value) for value in op.operands)
@@ -285,7 +332,7 @@ class Binder:
         """Await what nobody waited for, and release what nobody freed."""
         for future, port in self._ports.items():
             if future not in self._layout.first_waits:
-                self._emit(port.poll, self._indices[future])
+                self._emit(port.poll, Step(Role.AWAIT), self._indices[future])
         for future in tuple(self._ports):
             self._release(future)
 

@@ -133,9 +133,11 @@ def type_name(error: BaseException) -> str:
 def traceback_text(error: BaseException) -> str:
     """The formatted traceback, without the frames of this package that lead to the method."""
     trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_HERE):
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OURS):
         trace = trace.tb_next
     return "".join(traceback.format_exception(type(error), error, trace))
 
 
-_HERE = str(Path(__file__).parent) + os.sep
+_OURS = tuple(
+    str(Path(__file__).parent.parent / room) + os.sep for room in ("backends", "tracer")
+)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from operator import length_hint
@@ -12,12 +11,12 @@ from typing import Any
 import torch
 
 from ..ir.module import Module, Program
-from ..ir.ops import Call, Op
 from ..ir.printer import format_op
 from .base import Body, Communicator, Pause
 from .binder import Binder
 from .checks import InputCheck
-from .errors import Failure, RemoteError, StepTimeout, traceback_text, type_name
+from .errors import RemoteError, StepTimeout
+from .failures import failure_at
 from .flight import FlightRecord, Position
 from .instructions import Instruction
 from .statistics import ProfileEntry, Statistics
@@ -261,35 +260,12 @@ class Executable:
 
     def _fail(self, error: Exception) -> RemoteError:
         self._failed = True
-        return RemoteError(self._failure(error))
+        op = self.program.ops[self.position().op]
+        return RemoteError(failure_at(op, self.program, self.module, error))
 
     def _timeout(self, timeout: float | None) -> StepTimeout:
         where = FlightRecord(self.module, [self.position()]).describe().strip()
         return StepTimeout(f"the step has not ended after {timeout} s: {where}")
-
-    def _failure(self, error: Exception) -> Failure:
-        op = self.program.ops[self.position().op]
-        actor, method = self._method(op)
-        source = linecache.getline(op.loc.file, op.loc.line).strip() if op.loc else ""
-        return Failure(
-            type_name=type_name(error),
-            message=str(error),
-            rank=self.rank,
-            op=format_op(op),
-            actor=actor,
-            method=method,
-            location=op.loc,
-            source=source,
-            traceback=traceback_text(error),
-        )
-
-    def _method(self, op: Op) -> tuple[str | None, str | None]:
-        if not isinstance(op, Call):
-            return None, None
-        function = self.module.functions[op.fn.name]
-        if function.actor is None:
-            return None, function.name
-        return function.actor, function.name.removeprefix(f"{function.actor}.")
 
 
 class _Timer:

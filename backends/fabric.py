@@ -16,6 +16,7 @@ from ..ir.printer import format_op
 from ..ir.types import ValueType
 from .errors import BindError, TransportError
 from .meetings import CollectivePort, Meetings
+from .poison import Poison
 from .values import duplicate, spoil
 
 
@@ -117,6 +118,10 @@ class SendPort:
         self._edge.sends.append(self)
         self._edge.match()
 
+    def fail(self, poison: Poison) -> None:
+        """Offer an error in place of the message."""
+        self.start(poison)
+
     def poll(self) -> bool:
         """Whether the receiver has its copy."""
         return self.done
@@ -137,6 +142,7 @@ class RecvPort:
         self.done = False
         self._buffer: Any = None
         self._value: Any = None
+        self._error: Exception | None = None
         self._edge = edge
 
     def start(self, value: Any) -> None:
@@ -146,13 +152,24 @@ class RecvPort:
         self._edge.recvs.append(self)
         self._edge.match()
 
+    def fail(self, poison: Poison) -> None:
+        """Ask for the message all the same; there is nothing to receive it into."""
+        self.start(None)
+
     def deliver(self, value: Any) -> None:
         """Take over a copy of what was sent."""
-        copied = duplicate(value, self.type)
+        self.done = True
+        self._error = value if isinstance(value, Poison) else None
+        if self._error is not None:
+            return
+        try:
+            copied = duplicate(value, self.type)
+        except Exception as error:  # raised by `take`, where the executor can say whose it is
+            self._error = error
+            return
         if self._buffer is not None:
             copied = self._buffer.copy_(copied)
         self._value = copied
-        self.done = True
 
     def poll(self) -> bool:
         """Whether the message has come."""
@@ -160,6 +177,8 @@ class RecvPort:
 
     def take(self) -> Any:
         """The message."""
+        if self._error is not None:
+            raise self._error
         return self._value
 
     def release(self) -> None:

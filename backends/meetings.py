@@ -22,6 +22,7 @@ from ..ir.printer import format_op
 from ..ir.types import ValueType
 from . import collectives
 from .errors import TransportError
+from .poison import Poison
 from .values import duplicate
 
 
@@ -34,6 +35,7 @@ class CollectivePort:
         self.type = result
         self.done = False
         self.value: Any = None
+        self.error: Exception | None = None
         self._meetings = meetings
 
     def start(self, value: Any) -> None:
@@ -42,6 +44,10 @@ class CollectivePort:
         self.done = False
         self._meetings.join(self)
 
+    def fail(self, poison: Poison) -> None:
+        """Come to the meeting with an error, which every rank then gets."""
+        self.start(poison)
+
     def poll(self) -> bool:
         """Whether all have come."""
         return self.done
@@ -49,10 +55,19 @@ class CollectivePort:
     def finish(self, result: Any) -> None:
         """Take over the result."""
         self.value = result
+        self.error = None
+        self.done = True
+
+    def break_off(self, error: Exception) -> None:
+        """Take over what has gone wrong instead."""
+        self.value = None
+        self.error = error
         self.done = True
 
     def take(self) -> Any:
         """This rank's result, in storage of its own."""
+        if self.error is not None:
+            raise self.error
         return self.value
 
     def release(self) -> None:
@@ -90,7 +105,15 @@ class Meetings:
         compute = _COLLECTIVES.get(type(first))
         if compute is None:
             raise TransportError(f"`{format_op(first)}` is no collective known here")
-        results = compute(first, ports)
+        try:
+            for port in ports:
+                if isinstance(port.value, Poison):
+                    raise port.value
+            results = compute(first, ports)
+        except Exception as error:  # raised by `take` on every rank, as it would be elsewhere
+            for port in ports:
+                port.break_off(error)
+            return
         for port, result in zip(ports, results, strict=True):
             port.finish(result)
 

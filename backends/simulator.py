@@ -47,7 +47,7 @@ def simulate(
     The model is that of `ir/timing.py`.
 
     Args:
-        order: for each rank its tasks, as a schedule makes them.
+        order: for each rank its tasks, as a schedule makes and checks them.
         stage_ranks: the rank of each stage.
         microbatches: how many there are.
         costs: of each stage's tasks and of transfers; one unit for each task without them.

@@ -11,6 +11,7 @@ class Statistics:
 
     Attributes:
         executions: how many have ended.
+        failures: how many of them have failed, as far as the rank has learnt of it.
         total: from start to end.
         blocked: waiting for other ranks. In a virtual world, where one process plays every rank,
             that includes the other ranks' work.
@@ -22,6 +23,7 @@ class Statistics:
     blocked: float = 0.0
     last_total: float = 0.0
     last_blocked: float = 0.0
+    failures: int = 0
 
     @property
     def bubble(self) -> float:
@@ -32,6 +34,18 @@ class Statistics:
     def last_bubble(self) -> float:
         """The same of the last execution."""
         return self.last_blocked / self.last_total if self.last_total else 0.0
+
+    def __add__(self, other: Statistics) -> Statistics:
+        """Both together; the last execution is that of `other`, if it has one."""
+        last = other if other.executions else self
+        return Statistics(
+            self.executions + other.executions,
+            self.total + other.total,
+            self.blocked + other.blocked,
+            last.last_total,
+            last.last_blocked,
+            self.failures + other.failures,
+        )
 
     def record(self, total: float, blocked: float) -> None:
         """Count one execution."""

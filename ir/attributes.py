@@ -10,21 +10,30 @@ from dataclasses import dataclass
 class Effect(enum.Enum):
     """What a function does to the state of its actor.
 
-    PURE touches no state. READ reads it. ACCUMULATE adds to the actor's gradients: such calls
-    commute with reads and with each other, not with writes. WRITE may do anything: it keeps its
-    program order against every other call on the actor.
+    PURE touches no state. READ reads it. ACCUMULATE adds to the actor's gradients, and reads
+    nothing that an UPDATE changes: such calls commute with all but WRITE. UPDATE reads state and
+    changes some of it that no backward reads, as batch norm does with its statistics: it keeps its
+    program order against all but ACCUMULATE. WRITE may do anything: it keeps its program order
+    against every other call on the actor.
     """
 
     PURE = "pure"
     READ = "read"
     ACCUMULATE = "accumulate"
+    UPDATE = "update"
     WRITE = "write"
+
+    @property
+    def changes_state(self) -> bool:
+        """Whether a call may leave state behind that later calls read; gradients aside."""
+        return self in (Effect.UPDATE, Effect.WRITE)
 
     def conflicts_with(self, other: Effect) -> bool:
         """Whether two calls on one actor with these effects must keep their program order."""
-        if Effect.PURE in (self, other):
+        pair = (self, other)
+        if Effect.PURE in pair:
             return False
-        return Effect.WRITE in (self, other)
+        return Effect.WRITE in pair or (Effect.UPDATE in pair and Effect.ACCUMULATE not in pair)
 
 
 class Stream(enum.Enum):

@@ -76,11 +76,20 @@ class Vjp:
     cotangents of `grad_inputs` (or `unit`, where there are none); the gradients of the actor's
     parameters it accumulates itself.
 
+    A backward may also come in two halves, for schedules that put off the second. `input` takes
+    what `backward` takes, and returns the cotangents of `grad_inputs`, then values that it leaves
+    to `weight`. `weight` takes those inputs of `backward` that `kept` names, then these values, and
+    returns `unit`. Both may accumulate gradients, each of other parameters. Where nobody waits for
+    a cotangent, there is no `input`, and `weight` is `backward`. Where nothing can be put off there
+    is neither.
+
     Attributes:
         name: unique in the module, without the `@`.
         forward, backward: names of functions.
         grad_outputs: indices of the outputs whose cotangents `backward` takes, ascending.
         grad_inputs: indices of the inputs whose cotangents `backward` returns, ascending.
+        input, weight: names of functions, where there are halves.
+        kept: indices of inputs of `backward` that `weight` takes, ascending.
     """
 
     name: str
@@ -88,6 +97,15 @@ class Vjp:
     backward: str
     grad_outputs: tuple[int, ...]
     grad_inputs: tuple[int, ...]
+    input: str | None = None
+    weight: str | None = None
+    kept: tuple[int, ...] = ()
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        """The names of all its functions, each once."""
+        names = (self.forward, self.backward, self.input, self.weight)
+        return tuple(dict.fromkeys(name for name in names if name is not None))
 
 
 @dataclass(frozen=True, slots=True)

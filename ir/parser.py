@@ -71,7 +71,9 @@ def _symbol_name(text: str) -> str:
 _OPS = {opcode: (cls, _op_attributes(cls)) for opcode, cls in OP_CLASSES.items()}
 _FUNCTION = _declaration_attributes(Function, {"name", "inputs", "outputs", "loc"})
 _CHANNEL = _declaration_attributes(Channel, {"id"})
-_VJP = _declaration_attributes(Vjp, {"name"}, forward=_symbol_name, backward=_symbol_name)
+_VJP = _declaration_attributes(
+    Vjp, {"name"}, **dict.fromkeys(("forward", "backward", "input", "weight"), _symbol_name)
+)
 
 
 class _Parser:

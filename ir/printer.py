@@ -134,13 +134,18 @@ def _function(function: Function, locations: bool) -> str:
 
 
 def _vjp(vjp: Vjp) -> str:
-    found = {
+    found: dict[str, Any] = {
         "backward": Symbol(vjp.backward),
         "forward": Symbol(vjp.forward),
         "grad_inputs": vjp.grad_inputs,
         "grad_outputs": vjp.grad_outputs,
+        "input": None if vjp.input is None else Symbol(vjp.input),
+        "kept": vjp.kept or None,
+        "weight": None if vjp.weight is None else Symbol(vjp.weight),
     }
-    attributes = ", ".join(f"{name} = {format_attribute(value)}" for name, value in found.items())
+    attributes = ", ".join(
+        f"{name} = {format_attribute(value)}" for name, value in found.items() if value is not None
+    )
     return f"vjp {_symbol(vjp.name)} {{{attributes}}}"
 
 

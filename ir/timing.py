@@ -129,7 +129,7 @@ def play(
     """Run an order on paper, in time linear in the number of its tasks.
 
     Args:
-        order: an order of this pipeline's tasks.
+        order: of this pipeline's tasks, each stage's F before its B and that before its W.
         stage_ranks: the rank of each stage of the chain.
         microbatches: how many there are.
         costs: of tasks and transfers; one unit for each task without them.
@@ -149,20 +149,22 @@ def play(
     return Timeline(tuple(stage_ranks), microbatches, split, rows, starts, lanes.durations)
 
 
-def _sources(stages: int, microbatches: int, split: bool) -> list[float | None]:
-    """For each task, when what it needs from other stages is there; None if not yet."""
-    cells = stages * microbatches
-    unknown: list[float | None] = [None] * (cells - microbatches)
-    known: list[float | None] = [0.0] * microbatches
+_UNKNOWN = -1.0
+
+
+def _sources(stages: int, microbatches: int, split: bool) -> array[float]:
+    """For each task, when what it needs from other stages is there, as far as that is known."""
+    unknown = array("d", [_UNKNOWN]) * ((stages - 1) * microbatches)
+    known = array("d", [0.0]) * microbatches
     # F of the first stage and B of the last need no other stage, nor does any W.
-    return known + unknown + unknown + known + (known * stages if split else [])
+    return known + unknown + unknown + known + known * (stages if split else 0)
 
 
 def _advance(
     rows: Mapping[int, Sequence[int]],
     starts: Mapping[int, array[float]],
     lanes: Lanes,
-    arrivals: list[float | None],
+    arrivals: array[float],
     microbatches: int,
 ) -> dict[int, int]:
     """Fill in `starts`; return for each rank the task that it stays at, -1 for none.
@@ -187,7 +189,7 @@ def _advance(
         heads[rank] = -1
         while number >= 0:
             start = arrivals[number]
-            if start is None:
+            if start < 0.0:
                 break
             if start < clock:
                 start = clock

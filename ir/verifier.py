@@ -11,7 +11,7 @@ from .op_rules import RULES, Context, Problem
 from .ops import Call, Collective, Free, Op, Recv, Return, Send, Value, Wait
 from .phases import LEGAL, REMEDIES, has_futures, has_places
 from .place_rules import check_op_places, check_value_place
-from .types import FutureType, Place, UnitType
+from .types import FutureType, Place, UnitType, ValueType
 
 
 def verify(module: Module) -> None:
@@ -86,6 +86,34 @@ def _vjp(name: str, vjp: Vjp, module: Module) -> str | None:
     gradients = tuple(forward.inputs[index] for index in vjp.grad_inputs)
     if backward.outputs != gradients and (gradients or backward.outputs != (UnitType(),)):
         return f"the outputs of @{backward.name} are not the cotangents of grad_inputs"
+    return _halves(vjp, backward, module)
+
+
+def _halves(vjp: Vjp, backward: Function, module: Module) -> str | None:
+    """What is wrong with the halves of a backward."""
+    names = [name for name in (vjp.input, vjp.weight) if name is not None]
+    for name in names:
+        if name not in module.functions:
+            return f"the module does not declare its function @{name}"
+    if vjp.weight is None:
+        return "it has input, but no weight" if names or vjp.kept else None
+    if not _are_indices(vjp.kept, len(backward.inputs)):
+        return f"kept are not ascending indices of the {len(backward.inputs)} inputs of backward"
+    left: tuple[ValueType, ...] = ()
+    if vjp.input is not None:
+        first, count = module.functions[vjp.input], len(vjp.grad_inputs)
+        if first.inputs != backward.inputs:
+            return f"@{first.name} does not take what @{backward.name} takes"
+        if not count or first.outputs[:count] != backward.outputs:
+            return f"the outputs of @{first.name} do not begin with the cotangents of grad_inputs"
+        left = first.outputs[count:]
+    elif vjp.grad_inputs:
+        return "it has weight and grad_inputs, but no input"
+    weight = module.functions[vjp.weight]
+    if weight.inputs != tuple(backward.inputs[i] for i in vjp.kept) + left:
+        return f"the inputs of @{weight.name} are not what is kept, then what input leaves to it"
+    if weight.outputs != (UnitType(),):
+        return f"@{weight.name} does not return unit"
     return None
 
 

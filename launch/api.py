@@ -7,29 +7,26 @@ schedule made from that trace, bound to the ranks that this process plays.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
 from ..backends.base import World
-from ..backends.statistics import Statistics
 from ..ir.clone import clone
 from ..ir.module import Module, Phase
-from ..ir.printer import format_module, format_program
+from ..ir.printer import format_module
 from ..ir.types import Place
-from ..passes.manager import PassManager, PassReport
+from ..passes.manager import PassManager
 from ..passes.pipelines import default_pipeline
-from ..passes.plan_buffers import MemoryPlan, memory_plan
 from ..passes.registry import parse_switches
 from ..passes.schedules import Schedule
 from ..tracer.actors import ActorFactory
 from ..tracer.functions import Functions
 from ..tracer.step import trace_step
 from ..tracer.trace import Trace, signature_of
-from .analysis import Cost, cost_of
+from .compiled import Compiled, Variant
 from .config import config
 from .dumps import make_dump
-from .runtime import make_runtime
 from .world import world
 
 T = TypeVar("T")
@@ -117,7 +114,8 @@ class Step:
         key = signature_of(args, kwargs)
         compiled = self._compiled.get(key)
         if compiled is None:
-            compiled = self._compiled[key] = self.lower(*args, **kwargs).compile()
+            compiled = self.lower(*args, **kwargs)._compile(None, "", None, None, None, None)
+            self._compiled[key] = compiled
         return compiled(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
@@ -130,18 +128,48 @@ class Step:
         Raises:
             TraceError: the function, or a method that it calls, cannot be traced.
         """
-        here = world()
-        traced = trace_step(
+        return Lowered(self, [self._trace(args, kwargs)], world())
+
+    def lower_many(self, signatures: Sequence[Any]) -> Lowered:
+        """Trace the step for each of several sets of arguments; collective.
+
+        Compiled, they are one graph: each call takes the variant that fits its arguments.
+
+        Args:
+            signatures: for each variant a tuple of positional arguments, a dictionary of keyword
+                arguments, or the one argument; otherwise as in `lower`.
+
+        Raises:
+            TraceError: the function, or a method that it calls, cannot be traced.
+            ValueError: there is no signature.
+        """
+        if not signatures:
+            raise ValueError("lower_many() takes at least one set of arguments")
+        traces = []
+        for given in signatures:
+            if isinstance(given, dict):
+                traces.append(self._trace((), given))
+            else:
+                traces.append(self._trace(given if isinstance(given, tuple) else (given,), {}))
+        return Lowered(self, traces, world())
+
+    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
+        return trace_step(
             self.__wrapped__,
             args,
             kwargs,
-            peers=here,
+            peers=world(),
             inputs=self._inputs,
             outputs=self._outputs,
             name=self.__name__,
             tracer=Functions(),
         )
-        return Lowered(self, traced, here)
+
+    @property
+    def _driver(self) -> int | None:
+        """The rank that may start executions, if there is one."""
+        inputs = self._inputs
+        return inputs.rank if inputs is not None and inputs.is_single else None
 
     def _next_name(self) -> str:
         """What files of the next compilation are called."""
@@ -151,28 +179,35 @@ class Step:
 
 
 class Lowered:
-    """One trace of a step.
+    """One trace of a step, or several for as many signatures.
 
     Attributes:
-        trace: the traced module, and what it takes to run it.
+        traces: the traced modules, and what it takes to run them.
     """
 
-    def __init__(self, step: Step, trace: Trace, world: World) -> None:
-        self.trace = trace
+    def __init__(self, step: Step, traces: Sequence[Trace], world: World) -> None:
+        self.traces = tuple(traces)
         self._step = step
         self._world = world
 
-    def as_text(self, phase: str = "traced", *, locations: bool = False) -> str:
+    @property
+    def trace(self) -> Trace:
+        """The first of the traces."""
+        return self.traces[0]
+
+    def as_text(self, phase: str = "traced", *, locations: bool = False, variant: int = 0) -> str:
         """The IR at a phase, compiled with the defaults as far as that phase.
 
         Args:
             phase: `traced`, `placed`, `async` or `scheduled`.
             locations: whether to print where in the source each op came from.
+            variant: which of the signatures.
 
         Raises:
             ValueError: there is no such phase.
         """
-        return format_module(self._module_at(Phase(phase)), locations=locations)
+        module = self._module_at(Phase(phase), self.traces[variant])
+        return format_module(module, locations=locations)
 
     def compile(
         self,
@@ -182,6 +217,7 @@ class Lowered:
         dump: Path | str | None = None,
         seed: int | None = None,
         timeout: float | None = None,
+        max_inflight: int = 8,
     ) -> Compiled:
         """Make every rank's schedule, prove it, and bind it; collective.
 
@@ -191,117 +227,52 @@ class Lowered:
                 those of CG_PASSES.
             dump: a directory to write the IR after every pass to; that of CG_DUMP if None.
             seed: of the random numbers that the step draws; CG_SEED if None.
-            timeout: seconds that an execution may take; CG_TIMEOUT if None.
+            timeout: seconds that a call on all ranks may take; CG_TIMEOUT if None.
+            max_inflight: of a step with `inputs=cg.on(rank)`: how many of its executions may be in
+                flight; each has registers and channels of its own on all ranks.
 
         Raises:
             IRError: the step cannot be compiled; the message shows the IR and the source line.
             PlanMismatch: the ranks have compiled different plans.
+            ValueError: `max_inflight` is less than 1.
         """
+        return self._compile(schedule, passes, dump, seed, timeout, max_inflight)
+
+    def _compile(
+        self,
+        schedule: Schedule | None,
+        passes: str,
+        dump: Path | str | None,
+        seed: int | None,
+        timeout: float | None,
+        max_inflight: int | None,
+    ) -> Compiled:
         settings = config()
         switches = parse_switches(",".join(filter(None, (settings.passes, passes))))
-        name = self._step._next_name()
-        sink = make_dump(settings, None if dump is None else Path(dump), name, self._world.rank)
-        module = clone(self.trace.module)
-        manager = PassManager(default_pipeline(schedule, switches), dump=sink)
-        reports = manager.run(module)
-        if sink is not None:
-            sink.finish(module, reports)
+        variants = []
+        for trace in self.traces:
+            name = self._step._next_name()
+            folder = None if dump is None else Path(dump)
+            sink = make_dump(settings, folder, name, self._world.rank)
+            module = clone(trace.module)
+            reports = PassManager(default_pipeline(schedule, switches), dump=sink).run(module)
+            if sink is not None:
+                sink.finish(module, reports)
+            variants.append(Variant(trace, module, reports))
         return Compiled(
-            self.trace,
-            module,
-            reports,
+            variants,
             self._world,
             seed=settings.seed if seed is None else seed,
             timeout=settings.timeout if timeout is None else timeout,
+            driver=None if max_inflight is None else self._step._driver,
+            max_inflight=max_inflight or 0,
         )
 
-    def _module_at(self, phase: Phase) -> Module:
-        module = clone(self.trace.module)
+    def _module_at(self, phase: Phase, trace: Trace) -> Module:
+        module = clone(trace.module)
         if module.phase is phase:
             return module
         pipeline = default_pipeline()
         reached = [index for index, p in enumerate(pipeline) if p.ensures is phase]
         PassManager(pipeline[: reached[0] + 1]).run(module)
         return module
-
-
-class Compiled:
-    """Every rank's schedule of a step, bound to the ranks that this process plays.
-
-    Attributes:
-        module: the scheduled module, the same on all ranks.
-        reports: what each pass did.
-    """
-
-    def __init__(
-        self,
-        trace: Trace,
-        module: Module,
-        reports: list[PassReport],
-        world: World,
-        *,
-        seed: int,
-        timeout: float | None,
-    ) -> None:
-        self.module = module
-        self.reports = reports
-        self._trace = trace
-        self._world = world
-        self._runtime = make_runtime(
-            world,
-            module,
-            [value.name for value in trace.module.program.params],
-            trace.bodies,
-            trace.constants,
-            seed=seed,
-            timeout=timeout,
-        )
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step on all ranks; collective.
-
-        Returns:
-            What the function returns; None on ranks that get no outputs.
-
-        Raises:
-            InputError: the arguments are not of the types that were traced; nothing was sent.
-            RemoteError: a method or an op raised, on any rank; every rank raises it, and the step
-                can be called again.
-            StepTimeout: a rank has waited too long; the message says where every rank is.
-            TransportError: a rank has ended.
-        """
-        outputs = self._runtime.run(lambda: self._inputs(args, kwargs))
-        return None if outputs is None else self._trace.outputs.rebuild(outputs)
-
-    def _inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        self._trace.check_guards()
-        return self._trace.inputs.flatten(args, kwargs)
-
-    def as_text(self, rank: int | None = None, *, locations: bool = False) -> str:
-        """The program of a rank, this process's by default.
-
-        Raises:
-            ValueError: there is no such rank.
-        """
-        chosen = self._world.rank if rank is None else rank
-        return format_program(self.module.program_of(chosen), locations=locations)
-
-    def statistics(self, rank: int | None = None) -> Statistics:
-        """What a rank that this process plays has measured of its executions.
-
-        Raises:
-            ValueError: another process plays that rank.
-        """
-        return self._runtime.statistics(self._world.rank if rank is None else rank)
-
-    def memory_analysis(self) -> list[MemoryPlan]:
-        """What each rank's program holds at its peak, by the buffer plan, without weights."""
-        return [memory_plan(self.module, rank) for rank in range(self.module.world)]
-
-    def cost_analysis(self) -> list[Cost]:
-        """What each rank's program does: calls, messages and bytes, by rank."""
-        return [cost_of(self.module, rank) for rank in range(self.module.world)]
-
-    def close(self) -> None:
-        """Give back the step's buffers; idempotent. It cannot be called after that."""
-        self._runtime.close()

@@ -10,7 +10,6 @@ from weakref import WeakKeyDictionary
 from ..backends.base import Body, World
 from ..backends.cpu.node import MpiWorld
 from ..backends.cpu.transport import CpuTransport
-from ..backends.errors import StepTimeout, TransportError
 from ..backends.executor import Executable, bind
 from ..backends.flight import FlightRecord
 from ..backends.plan import check_plan
@@ -97,8 +96,9 @@ class CpuRuntime:
     ) -> None:
         self._plan = int(check_plan(module, world)[:16], 16)
         self._timeout = timeout
-        self._control = (transport := transport_of(world)).control
-        self._communicator = transport.communicator(world, list(module.channels.values()))
+        self._transport = transport_of(world)
+        self._control = self._transport.control
+        self._communicator = self._transport.communicator(world, list(module.channels.values()))
         serving = dict.fromkeys(module.channels, self._communicator)
         program = module.program_of(world.rank)
         self._executable: Executable = bind(program, module, bodies, constants, serving, seed)
@@ -110,6 +110,7 @@ class CpuRuntime:
     def run(self, inputs: Inputs) -> tuple[Any, ...] | None:
         """See `Runtime`. Collective; all ranks return, or all raise the same error."""
         control, executable = self._control, self._executable
+        self._transport.recover_if_due()
         execution, self._executions = self._executions, self._executions + 1
         control.begin(self._plan, executable.position, self._describe, self._timeout)
         try:
@@ -118,17 +119,9 @@ class CpuRuntime:
             outputs = executable.run(mine, control.pause, execution=execution)
             control.commit((self._communicator.progress,))
         except Exception as error:
-            raise self._recover(error) from error.__cause__
+            resets = (executable.reset, self._communicator.reset)
+            raise self._transport.fail(error, resets) from error.__cause__
         return outputs if self._gets_outputs else None
-
-    def _recover(self, error: Exception) -> BaseException:
-        """Agree with all ranks on what went wrong, and make the step ready to run again."""
-        agreed = self._control.fail(error)
-        try:
-            self._control.recover((self._executable.reset, self._communicator.reset))
-        except (TransportError, StepTimeout) as lost:
-            agreed.add_note(f"and the step cannot be run again: {lost}")
-        return agreed
 
     def statistics(self, rank: int) -> Statistics:
         """See `Runtime`."""

@@ -85,7 +85,7 @@ def _simulate(options: argparse.Namespace) -> str:
     costs = costs.shared(pipeline.stage_ranks)
     found = simulate(problem.order, pipeline.stage_ranks, pipeline.microbatches, costs)
     result: dict[str, object] = {
-        "makespan_ms": round(found.makespan, 9),
+        "makespan_ms": round(found.makespan, 6),
         "bubble_ratio": round(found.bubble_ratio, 9),
         "peak_activations": [_number(peak) for peak in found.peak_activations],
     }

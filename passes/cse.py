@@ -72,7 +72,7 @@ def _key(module: Module, op: Op, versions: dict[str | None, int]) -> Hashable | 
     version = 0
     if isinstance(op, Call):
         function = module.functions[op.fn.name]
-        if function.effect is Effect.WRITE:
+        if function.effect.changes_state:
             versions[function.actor] = versions.get(function.actor, 0) + 1
         if not _is_repeatable(function):
             return None

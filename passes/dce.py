@@ -61,7 +61,8 @@ def _live(module: Module, ops: list[Op]) -> list[Op]:
 
 def _is_root(module: Module, op: Op) -> bool:
     if isinstance(op, Call):
-        return effect_of(op, module.functions) in (Effect.WRITE, Effect.ACCUMULATE)
+        effect = effect_of(op, module.functions)
+        return effect.changes_state or effect is Effect.ACCUMULATE
     return isinstance(op, (Return, Backward, Barrier))
 
 
@@ -70,7 +71,7 @@ def _drop_declarations(module: Module) -> bool:
     vjps = {op.vjp.name for op in calls if op.vjp is not None}
     functions = {op.fn.name for op in calls}
     for name in vjps:
-        functions.update((module.vjps[name].forward, module.vjps[name].backward))
+        functions.update(module.vjps[name].functions)
     before = len(module.functions) + len(module.vjps)
     for name in module.vjps.keys() - vjps:
         del module.vjps[name]

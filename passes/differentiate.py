@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import ClassVar
 
-from ..ir.attributes import Symbol
+from ..ir.attributes import Symbol, Task
 from ..ir.builder import Names
 from ..ir.diagnostics import Diagnostic, IRError, error
 from ..ir.module import Module, Phase, Program, Vjp
 from ..ir.ops import Backward, Call, Op, Value
-from ..ir.types import relocate
+from ..ir.types import UnitType, relocate
 from .adjoints import pull_back
 from .base import Pass
 from .cotangents import Cotangents, seed
 from .registry import register
-from .stages import backward_of
+from .stages import backward_of, weight_of
 
 
 @register
@@ -31,6 +31,13 @@ class Differentiate(Pass):
     that a sum crosses ranks once. New ops belong to the microbatch of the op that they derive, and
     the backward of a call to its stage.
 
+    With `split_backward` the backward of a call in a stage is two calls where its derivative has
+    halves: the task B computes what an earlier stage waits for, and the task W, which may come any
+    time later, the gradients of parameters that nothing else needs::
+
+        %h.grad, %l.left.0 = call(%l.saved.0, %l.grad) {fn = @stage1.loss.b, task = 1B0} : ...
+        %l.done = call(%l.left.0) {fn = @stage1.loss.w, task = 1W0} : unit@1
+
     Before::
 
         %h = call(%x) {fn = @stage0.forward, mb = 0, vjp = @stage0.forward.vjp} : f32[2,8]@0
@@ -44,7 +51,12 @@ class Differentiate(Pass):
         %l.grad = constant() {fill = 1.0, mb = 0} : f32[]@1
         %h.grad = call(%l.saved.0, %l.grad) {fn = @stage1.loss.bwd, mb = 0} : f32[2,8]@1
         %h.done = call(%h.saved.0, %h.grad) {fn = @stage0.forward.bwd, mb = 0} : unit@0
+
+    Attributes:
+        split_backward: whether the schedule has tasks W.
     """
+
+    split_backward: bool = False
 
     name: ClassVar[str] = "differentiate"
     requires: ClassVar[tuple[Phase, ...]] = (Phase.TRACED,)
@@ -52,7 +64,7 @@ class Differentiate(Pass):
     def run(self, module: Module) -> bool:
         program = module.program
         changed = bool(module.vjps)
-        tape = _Tape(module, program)
+        tape = _Tape(module, program, self.split_backward)
         ops: list[Op] = []
         for op in program.ops:
             if isinstance(op, Backward):
@@ -77,9 +89,10 @@ def _forget(module: Module) -> bool:
 class _Tape:
     """The ops so far through which gradients can flow, as autograd's tape."""
 
-    def __init__(self, module: Module, program: Program) -> None:
+    def __init__(self, module: Module, program: Program, split: bool) -> None:
         self._module = module
         self._program = program
+        self._split = split
         self._names = Names.of(program)
         self._makers: dict[Value, int] = {}
         self._ops: list[Op] = []
@@ -162,27 +175,46 @@ class _Tape:
         self._check_masks(op, vjp, cotangents)
         saved = self._save(op, vjp)
         incoming = tuple(cotangents.total(op.results[i], op) for i in vjp.grad_outputs)
+        operands = saved + incoming
         primals = [op.operands[i] for i in vjp.grad_inputs]
-        types = self._module.functions[vjp.backward].outputs
-        if primals:
-            names = [f"{primal.name}.grad" for primal in primals]
-        else:  # nothing but the parameters has a gradient: a unit says that they have it
-            names = [f"{op.results[0].name}.done"] * len(types)
+        name, task = vjp.backward, backward_of(op.task)
+        deferred = vjp.weight if self._split and op.task is not None else None
+        left: tuple[Value, ...] = ()
+        results: tuple[Value, ...] = ()
+        if deferred is not None:
+            name = vjp.input or ""
+        if name:
+            made = self._derived(op, name, operands, task, primals)
+            cotangents.ops.append(made)
+            results, left = made.results[: len(primals)], made.results[len(primals) :]
+        if deferred is not None:
+            assert op.task is not None, "only a stage has a task to put work off to"
+            kept = tuple(operands[i] for i in vjp.kept) + left
+            cotangents.ops.append(self._derived(op, deferred, kept, weight_of(op.task), []))
+        return list(zip(primals, results, strict=True))
+
+    def _derived(
+        self,
+        op: Call,
+        name: str,
+        operands: tuple[Value, ...],
+        task: Task | None,
+        primals: list[Value],
+    ) -> Call:
+        """A call of a function of a derivative, whose first results are gradients of `primals`."""
+        types = self._module.functions[name].outputs
+        base = op.results[0].name
+        names = [f"{primal.name}.grad" for primal in primals]
+        # Without such results, a unit says that the parameters have their gradients.
+        names += [
+            f"{base}.done" if isinstance(type_, UnitType) else f"{base}.left.{number}"
+            for number, type_ in enumerate(types[len(primals) :])
+        ]
         results = tuple(
             Value(self._names.fresh(name), relocate(type_, op.place))
             for name, type_ in zip(names, types, strict=True)
         )
-        cotangents.ops.append(
-            Call(
-                saved + incoming,
-                results,
-                fn=Symbol(vjp.backward),
-                loc=op.loc,
-                mb=op.mb,
-                task=backward_of(op.task),
-            )
-        )
-        return list(zip(primals, results, strict=False))
+        return Call(operands, results, fn=Symbol(name), loc=op.loc, mb=op.mb, task=task)
 
     def _save(self, op: Call, vjp: Vjp) -> tuple[Value, ...]:
         """Make a call save what its backward needs; the values that it saves."""

@@ -23,20 +23,28 @@ def effect_of(op: Op, functions: Mapping[str, Function]) -> Effect:
 
 @dataclass(slots=True)
 class _History:
-    """What has touched a state since its last write, and that write."""
+    """What has touched a state.
+
+    Attributes:
+        write: the last write.
+        update: the last update since then.
+        reads: since the last write or update.
+        accumulates: since the last write.
+    """
 
     write: int | None = None
-    others: list[int] = field(default_factory=list)
+    update: int | None = None
+    reads: list[int] = field(default_factory=list)
+    accumulates: list[int] = field(default_factory=list)
 
 
 def dependencies(ops: Sequence[Op], functions: Mapping[str, Function]) -> list[tuple[int, ...]]:
     """For each op the indices of earlier ops that it has to follow, ascending.
 
-    An op follows the makers of its operands. A call that writes to an actor follows every call on
-    that actor since the last write, or that write; one that reads or accumulates follows the last
-    write. A call with an effect but without an actor is ordered against its like on the same
-    ranks, and a barrier against all effects on its ranks. Order that others imply is left out,
-    so edges are about as many as operands, and the whole is near-linear in time.
+    An op follows the makers of its operands, and earlier calls on the same actor as
+    `Effect.conflicts_with` says. A call with an effect but without an actor is ordered against its
+    like on the same ranks, and a barrier against all effects on its ranks. Order that others imply
+    is left out, so edges are about as many as operands, and the whole is near-linear in time.
     """
     makers: dict[Value, int] = {}
     histories: dict[State, _History] = {}
@@ -72,10 +80,21 @@ def _touches(op: Op, functions: Mapping[str, Function]) -> list[tuple[State, Eff
 
 def _follow(history: _History, effect: Effect, index: int) -> list[int]:
     """Enter an effect into a state's history; what it has to follow."""
-    last = [] if history.write is None else [history.write]
-    if effect is not Effect.WRITE:
-        history.others.append(index)
-        return last
-    before = history.others or last
-    history.write, history.others = index, []
+    written = [] if history.write is None else [history.write]
+    if effect is Effect.ACCUMULATE:
+        history.accumulates.append(index)
+        return written
+    changed = written if history.update is None else [history.update]
+    if effect is Effect.READ:
+        history.reads.append(index)
+        return changed
+    read = history.reads or changed
+    if effect is Effect.UPDATE:
+        history.update, history.reads = index, []
+        return read
+    if history.accumulates and read is written:
+        read = []
+    before = history.accumulates + read
+    history.write, history.update = index, None
+    history.reads, history.accumulates = [], []
     return before

@@ -10,6 +10,7 @@ from ..ir.attributes import Action, Effect, Task
 from ..ir.diagnostics import Diagnostic, IRError, error
 from ..ir.module import Module, Program
 from ..ir.ops import Barrier, Call, Collective, Constant, Op, Recv, Return, Send, View, Wait
+from ..ir.order import splits_backward
 from .effects import dependencies, effect_of
 from .schedules import Order, Pipeline, Schedule
 from .stages import Rounds
@@ -159,13 +160,25 @@ def _orders(work: Work, schedule: Schedule) -> list[Order]:
         if found := sorted(microbatches.get(round_, ())):
             ranks = tuple(work.stages[stage][1] for stage in stages)
             order = schedule(Pipeline(ranks, len(found)))
+            together = schedule.splits and not splits_backward(order)
             orders.append(
                 {
-                    rank: [Task(stages[t.stage], t.action, found[t.microbatch]) for t in tasks]
+                    rank: [
+                        Task(stages[task.stage], action, found[task.microbatch])
+                        for task in tasks
+                        for action in _actions(task, together)
+                    ]
                     for rank, tasks in order.items()
                 }
             )
     return orders
+
+
+def _actions(task: Task, together: bool) -> tuple[Action, ...]:
+    """What a task stands for; `together`: where backwards are split, B is followed by its W."""
+    if together and task.action is Action.BACKWARD:
+        return Action.BACKWARD, Action.WEIGHT
+    return (task.action,)
 
 
 def _list_schedule(work: Work, chained: dict[int, int]) -> dict[int, int]:

@@ -29,6 +29,7 @@ def default_pipeline(
         schedule: in which order each rank runs its tasks; 1F1B if there is none.
         switches: optional passes to leave out and experimental ones to take in.
     """
+    schedule = schedule if schedule is not None else one_f_one_b()
     steps: list[Pass] = [
         # Stages are cut along the forward program, as it was written; what is derived from a
         # call is labelled after it.
@@ -37,7 +38,7 @@ def default_pipeline(
         # through the same stages.
         DeadCodeElimination(),
         # Gradients come before any value is brought anywhere: cotangents travel, too.
-        Differentiate(),
+        Differentiate(schedule.splits),
         # The fewer values there are, the fewer travel.
         CommonSubexpressionElimination(),
         # Equal work is one by now, so what is wanted of it is known.
@@ -49,7 +50,7 @@ def default_pipeline(
         # A schedule can put other work between the start of a transfer and its end.
         SplitTransfers(),
         # Needs all communication in sight, to keep it in one order on all ranks.
-        SchedulePrograms(schedule if schedule is not None else one_f_one_b()),
+        SchedulePrograms(schedule),
         # One rank at a time from here on: receives are posted early, waits sink to first uses.
         Overlap(),
         # Where ops stand is final, so what crosses streams is known.

@@ -25,6 +25,8 @@ class Rounds:
     def __init__(self) -> None:
         # 2r: in round r. 2r + 1: after ops of round r, but outside of it. -1: before all.
         self._states: list[int] = []
+        # The first stage of each round.
+        self._first: dict[int, int] = {}
 
     def enter(self, op: Op, before: Sequence[int], forward: bool) -> int:
         """The round of the next op, which follows those with the indices `before`."""
@@ -32,15 +34,32 @@ class Rounds:
         state = max([states[index] for index in before], default=-1)
         if forward:
             state = max(state + state % 2, 0)
+            if op.task is not None:
+                state = self._after_earlier_stages(op.task.stage, state)
         elif op.mb is None and state >= 0 and not isinstance(op, _TRANSPARENT):
             state |= 1
         states.append(state)
         return state // 2
 
+    def _after_earlier_stages(self, stage: int, state: int) -> int:
+        """The state of work of a stage: of no earlier round than the stages before it.
+
+        A rank may run work of theirs first that the schedule has put into the same task.
+        """
+        floors = [2 * round_ for round_, first in self._first.items() if first <= stage]
+        state = max([state, *floors])
+        self._first[state // 2] = min(stage, self._first.get(state // 2, stage))
+        return state
+
 
 def backward_of(task: Task | None) -> Task | None:
     """The task of the derivative of work of `task`."""
     return None if task is None else Task(task.stage, Action.BACKWARD, task.microbatch)
+
+
+def weight_of(task: Task) -> Task:
+    """The task of what the derivative of work of `task` may put off."""
+    return Task(task.stage, Action.WEIGHT, task.microbatch)
 
 
 @dataclass(frozen=True, slots=True)

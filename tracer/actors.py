@@ -10,7 +10,6 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from ..ir.attributes import Effect
 from ..ir.location import Location
 from ..ir.types import Place
 from .arguments import Arguments, take_apart
@@ -231,16 +230,25 @@ _RESERVED = {"name", "rank", "cls", "place", "local", "is_local"}
 
 
 class ActorMethod(NotAValue):
-    """A method of an actor, to be called."""
+    """A method of an actor, to be called; `remat`: as by `cg.remat`."""
 
-    __slots__ = ("handle", "name", "shown")
+    __slots__ = ("_rematerialized", "handle", "name", "remat", "shown")
 
     what_it_is = "a method of an actor, which is not a value"
 
-    def __init__(self, handle: ActorHandle, name: str) -> None:
+    def __init__(self, handle: ActorHandle, name: str, remat: bool = False) -> None:
         self.handle = handle
         self.name = name
         self.shown = f"{handle.name}.{name.strip('_') or name}"
+        self.remat = remat
+        self._rematerialized: ActorMethod | None = self if remat else None
+
+    @property
+    def rematerialized(self) -> ActorMethod:
+        """The same method, whose backward computes its forward again; always the same object."""
+        if self._rematerialized is None:
+            self._rematerialized = ActorMethod(self.handle, self.name, remat=True)
+        return self._rematerialized
 
     def __repr__(self) -> str:
         return f"<method {self.shown}>"
@@ -257,6 +265,29 @@ class ActorMethod(NotAValue):
                 f"(@cg.trace), or only where {handle.name}.is_local"
             )
         return getattr(handle.local, self.name)(*args, **kwargs)
+
+
+def remat(method: ActorMethod | ActorHandle) -> ActorMethod:
+    """The method, of which a step saves nothing but inputs for the backward.
+
+    `cg.remat(stage.forward)(x)` gives the values and gradients of `stage.forward(x)`, bit for bit.
+    The backward computes the forward once more, for less memory in between.
+
+    Args:
+        method: a method of an actor, or an actor that can be called itself. When the step is
+            traced, a method that draws random numbers, or changes its actor's state, is an error.
+
+    Raises:
+        TypeError: `method` is something else.
+    """
+    if isinstance(method, ActorHandle) and _is_method(method.cls, "__call__"):
+        method = method.__getattr__("__call__")
+    if not isinstance(method, ActorMethod):
+        raise TypeError(
+            "cg.remat takes a method of an actor, as in cg.remat(stage.forward)(x), not "
+            f"{method!r}; inside of a method, use torch.utils.checkpoint"
+        )
+    return method.rematerialized
 
 
 def _is_method(cls: type[Any], name: str) -> bool:
@@ -306,7 +337,7 @@ def _record(
     session: Session, callee: Callee, arguments: Arguments, place: Place, loc: Location | None
 ) -> Any:
     results = record(session, callee, arguments.operands, place, loc)
-    if callee.declaration.effect is Effect.WRITE:
+    if callee.declaration.effect.changes_state:
         note_effect(session, callee)
     if callee.shares:
         note_sharing(session, callee, arguments.values, results)
@@ -325,7 +356,7 @@ def _declare(
     handle = method.handle
     target = None
     if handle.is_local:
-        target = MethodTarget(handle.name, handle.local, method.name)
+        target = MethodTarget(handle.name, handle.local, method.name, method.remat)
     subject = Subject(target, handle.rank, method.shown)
     return declare(session, subject, arguments.signature(), grad, loc)
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from torch.utils._pytree import tree_structure, tree_unflatten
 
-from ..ir.attributes import Effect, Symbol
+from ..ir.attributes import Symbol
 from ..ir.location import Location
 from ..ir.module import Function, FunctionKind
 from ..ir.ops import Call
@@ -275,8 +275,8 @@ def _join(results: Sequence[TracedTensor | ObjectValue]) -> None:
 
 
 def note_effect(session: Session, callee: Callee) -> None:
-    """Note a write to an actor's state."""
+    """Note a change of an actor's state."""
     declaration = callee.declaration
-    if declaration.effect is Effect.WRITE and declaration.actor is not None:
+    if declaration.effect.changes_state and declaration.actor is not None:
         writes = session.writes
         writes[declaration.actor] = writes.get(declaration.actor, 0) + 1

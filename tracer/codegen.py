@@ -12,6 +12,7 @@ import linecache
 import math
 import operator
 import re
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType, TracebackType
 from typing import Any, Protocol
@@ -55,6 +56,7 @@ def make_body(piece: Piece, name: str) -> GraphBody:
     exec(code, writer.globals)
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     body = writer.globals[writer.name]
+    weakref.finalize(body, linecache.cache.pop, file, None)
     locations = {i: loc for i, (_, loc) in enumerate(lines, start=1) if loc is not None}
     body.locate = _Locator(body.__code__, locations)
     body.graph = piece.graph

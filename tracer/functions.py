@@ -1,7 +1,8 @@
 """The function half of the tracer: from what a step calls to declarations and bodies.
 
-A method is traced to a graph with the actor's state lifted out; one that is marked opaque, or
-that works on gradients (an optimizer, `.grad`, `.backward()`), is called as it is. A derivative
+A method is traced to a graph with the actor's state lifted out; one that is marked opaque, that
+takes an object, or that works on gradients (an optimizer, `.grad`, `.backward()`), is called as it
+is. A derivative
 is traced as one joint graph of forward and backward, which is then split.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,14 +22,16 @@ from ..ir.types import TensorType
 from .as_is import opaque_body, opaque_results
 from .call import Call
 from .codegen import make_body
+from .effects import ActorEffects
 from .errors import TraceError
 from .graphs import Piece, fake_of
-from .interface import MethodTarget, Target, TracedFunction, TracedVjp
+from .halves import Halves
+from .interface import MethodTarget, Target, TracedFunction, TracedHalf, TracedVjp
 from .joint import Joint, Wanted, trace_call
 from .lifting import ActorState, collect
 from .opaque import OpaqueMark, opaque_mark
 from .partition import forward_piece, split
-from .specs import Tree, ir_dtype
+from .specs import ObjectSpec, Tree, ir_dtype
 from .staleness import build_guard
 from .watch import RunAsIs
 
@@ -35,12 +39,15 @@ from .watch import RunAsIs
 class Functions:
     """Traces the functions that a step calls; implements `FunctionTracer`.
 
+    One of these serves one step: effects of an actor's functions are judged against each other.
+
     Attributes:
         device: where values live; None: on the device of an actor's first tensor, or the CPU.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.device = device
+        self._effects: dict[str, ActorEffects] = {}
 
     def trace(
         self, target: Target, signature: Tree, name: str, loc: Location | None
@@ -54,6 +61,8 @@ class Functions:
         """
         function = _function_of(target, loc)
         mark = opaque_mark(function)
+        if mark is None and isinstance(target, MethodTarget) and _takes_objects(signature):
+            mark = OpaqueMark()  # nothing can be traced of what is known only at run time
         if mark is not None:
             return self._opaque(target, function, mark, signature, name, loc)
         call = self._call(target, function, signature, loc)
@@ -63,7 +72,7 @@ class Functions:
             return self._opaque(target, function, OpaqueMark(), signature, name, loc)
         piece = forward_piece(joint)
         _refuse_history(call, piece)
-        declaration = _declare(target, call, joint, piece, name)
+        declaration = self._declare(target, call, joint, piece, name)
         guard = None
         if isinstance(target, MethodTarget):
             who = type(target.instance).__qualname__
@@ -82,13 +91,14 @@ class Functions:
     ) -> TracedVjp:
         """Trace forward and backward of the same call as one joint graph, and split it.
 
-        The vjp is called `name`, its functions `name.forward` and `name.backward`. An input that
-        the outputs do not depend on has zeros as its cotangent; a parameter that they do not
-        depend on keeps its `.grad` as it is.
+        The vjp is called `name`, its functions `name.forward`, `name.backward`, `name.input` and
+        `name.weight`. An input that the outputs do not depend on has zeros as its cotangent; a
+        parameter that they do not depend on keeps its `.grad` as it is.
 
         Raises:
             TraceError: as in `trace`; or the function is opaque, its backward would draw random
-                numbers again, or a parameter has gradient hooks.
+                numbers again, a parameter has gradient hooks, or the call is to be computed again
+                in the backward and cannot be.
         """
         function = _function_of(target, loc)
         call = self._call(target, function, signature, loc)
@@ -96,24 +106,33 @@ class Functions:
             raise _no_derivative(call)
         _refuse_hooks(call)
         joint = trace_call(call, Wanted(grad_outputs, grad_inputs))
-        parts = split(joint)
+        remat = isinstance(target, MethodTarget) and target.remat
+        if remat:
+            _refuse_remat(call, joint)
+        effects = self._effects_on(target)
+        parts = split(joint, effects.volatile(joint), remat)
         _refuse_history(call, parts.forward)
-        forward = _declare(target, call, joint, parts.forward, f"{name}.forward", parts.saved)
+        forward = self._declare(target, call, joint, parts.forward, f"{name}.forward", parts.saved)
         backward = Function(
             f"{name}.backward",
             inputs=tuple(map(_type, (*parts.saved, *joint.cotangents))),
             outputs=tuple(forward.inputs[i] for i in grad_inputs),
-            effect=_backward_effect(joint, parts.backward),
-            actor=target.actor if isinstance(target, MethodTarget) else None,
+            effect=effects.of_backward(joint, parts.backward),
+            actor=_actor(target),
             aliases=parts.backward.aliases,
             loc=forward.loc,
         )
+        vjp = Vjp(name, forward.name, backward.name, grad_outputs, grad_inputs)
+        halves: tuple[TracedHalf, ...] = ()
+        if parts.halves is not None:
+            vjp, halves = _trace_halves(vjp, parts.halves, backward, joint, effects)
         return TracedVjp(
-            Vjp(name, forward.name, backward.name, grad_outputs, grad_inputs),
+            vjp,
             forward,
             backward,
             make_body(parts.forward, forward.name),
             make_body(parts.backward, backward.name),
+            halves,
         )
 
     def _call(
@@ -138,6 +157,31 @@ class Functions:
             home=definition_of(function) if is_method else None,
         )
 
+    def _declare(
+        self,
+        target: Target,
+        call: Call,
+        joint: Joint,
+        piece: Piece,
+        name: str,
+        saved: Sequence[torch.fx.Node] = (),
+    ) -> Function:
+        return Function(
+            name,
+            inputs=call.signature.types(),
+            outputs=joint.results.types() + tuple(map(_type, saved)),
+            effect=self._effects_on(target).of_forward(joint, piece),
+            actor=_actor(target),
+            random=joint.recorder.draws,
+            aliases=piece.aliases,
+            loc=call.blame,
+        )
+
+    def _effects_on(self, target: Target) -> ActorEffects:
+        """What is known of the actor; of a function of values alone, nothing needs to be."""
+        actor = _actor(target)
+        return ActorEffects() if actor is None else self._effects.setdefault(actor, ActorEffects())
+
     def _opaque(
         self,
         target: Target,
@@ -158,11 +202,15 @@ class Functions:
             outputs=results.types(),
             kind=FunctionKind.OPAQUE,
             effect=Effect.WRITE,
-            actor=target.actor if isinstance(target, MethodTarget) else None,
+            actor=_actor(target),
             loc=home or loc,
         )
         body = opaque_body(function, mark, signature, results, what)
         return TracedFunction(declaration, results, (), body, None)
+
+
+def _takes_objects(signature: Tree) -> bool:
+    return any(isinstance(leaf, ObjectSpec) for leaf in signature.leaves)
 
 
 def definition_of(function: Callable[..., Any]) -> Location | None:
@@ -172,6 +220,10 @@ def definition_of(function: Callable[..., Any]) -> Location | None:
     if code is None:
         return None
     return Location(code.co_filename, code.co_firstlineno, code.co_name)
+
+
+def _actor(target: Target) -> str | None:
+    return target.actor if isinstance(target, MethodTarget) else None
 
 
 def _words(target: Target) -> str:
@@ -193,43 +245,50 @@ def _function_of(target: Target, loc: Location | None) -> Callable[..., Any]:
     )
 
 
-def _declare(
-    target: Target,
-    call: Call,
-    joint: Joint,
-    piece: Piece,
-    name: str,
-    saved: Sequence[torch.fx.Node] = (),
-) -> Function:
-    if not isinstance(target, MethodTarget):
-        effect = Effect.PURE
-    elif joint.written or joint.rebinds:
-        effect = Effect.WRITE
-    else:
-        effect = Effect.READ if piece.state else Effect.PURE
-    return Function(
-        name,
-        inputs=call.signature.types(),
-        outputs=joint.results.types() + tuple(map(_type, saved)),
-        effect=effect,
-        actor=target.actor if isinstance(target, MethodTarget) else None,
-        random=joint.recorder.draws,
-        aliases=piece.aliases,
-        loc=call.blame,
-    )
-
-
 def _type(node: torch.fx.Node) -> TensorType:
     fake = fake_of(node)
     return TensorType(ir_dtype(fake.dtype), tuple(fake.shape))
 
 
-def _backward_effect(joint: Joint, backward: Piece) -> Effect:
-    if joint.backward_written:
-        return Effect.WRITE
-    if backward.gradients:
-        return Effect.ACCUMULATE
-    return Effect.READ if backward.state else Effect.PURE
+def _trace_halves(
+    vjp: Vjp, halves: Halves, backward: Function, joint: Joint, effects: ActorEffects
+) -> tuple[Vjp, tuple[TracedHalf, ...]]:
+    """The vjp with the halves of its backward, and these."""
+    if halves.input is None:
+        return replace(vjp, weight=backward.name, kept=halves.kept), ()
+    left = tuple(map(_type, halves.left))
+    input_ = replace(
+        backward,
+        name=f"{vjp.name}.input",
+        outputs=backward.outputs + left,
+        effect=effects.of_backward(joint, halves.input),
+        aliases=halves.input.aliases,
+    )
+    weight = replace(
+        backward,
+        name=f"{vjp.name}.weight",
+        inputs=tuple(backward.inputs[i] for i in halves.kept) + left,
+        outputs=(),
+        effect=effects.of_backward(joint, halves.weight),
+        aliases=(),
+    )
+    pieces = ((input_, halves.input), (weight, halves.weight))
+    made = tuple(TracedHalf(f, make_body(piece, f.name)) for f, piece in pieces)
+    return replace(vjp, input=input_.name, weight=weight.name, kept=halves.kept), made
+
+
+def _refuse_remat(call: Call, joint: Joint) -> None:
+    if joint.recorder.draws:
+        does = "draws random numbers, which would not be the same again"
+    elif joint.written or joint.rebinds:
+        does = "changes the actor's state, which would happen twice"
+    else:
+        return
+    raise TraceError(
+        f"{call.what} cannot be computed again in the backward: it {does}",
+        loc=call.loc,
+        remedy="call it without cg.remat, or move that part into a method of its own",
+    )
 
 
 def _no_derivative(call: Call) -> TraceError:

@@ -121,6 +121,7 @@ class _Public:
     vjp: Vjp
     forward: Function
     backward: Function
+    halves: tuple[Function, ...]
 
 
 @dataclass(frozen=True)
@@ -175,10 +176,13 @@ def _tell(session: Session, wanted: _Wanted, loc: Location | None) -> None:
         if isinstance(wanted.made, TraceError):
             raise wanted.made
         traced = wanted.made
-        return traced, _Public(traced.vjp, traced.forward, traced.backward)
+        halves = tuple(half.declaration for half in traced.halves)
+        return traced, _Public(traced.vjp, traced.forward, traced.backward, halves)
 
     owner = wanted.reached.callee.owner
     mine, public = agree(session.peers, owner, made, wanted.name, loc)
     session.module.vjps[public.vjp.name] = public.vjp
     enter(session, public.forward, None if mine is None else mine.forward_body)
     enter(session, public.backward, None if mine is None else mine.backward_body)
+    for index, half in enumerate(public.halves):
+        enter(session, half, None if mine is None else mine.halves[index].body)

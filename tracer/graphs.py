@@ -194,13 +194,14 @@ def live_nodes(graph: fx.Graph, roots: Iterable[fx.Node]) -> set[fx.Node]:
     for node in reversed(graph.nodes):
         if node.op == "output":
             continue
-        if node in live or _has_effect(node):
+        if node in live or has_effect(node):
             live.add(node)
             live.update(node.all_input_nodes)
     return live
 
 
-def _has_effect(node: fx.Node) -> bool:
+def has_effect(node: fx.Node) -> bool:
+    """Whether a node does something besides computing its value."""
     if node.op != "call_function":
         return False
     target = node.target
@@ -209,7 +210,7 @@ def _has_effect(node: fx.Node) -> bool:
     return (
         is_random(target, node.args, node.kwargs)
         or writes_in_secret(target, node.args, node.kwargs)
-        or bool(node.is_impure())
+        or bool(node.is_impure(impure_random=False))
     )
 
 

@@ -53,7 +53,7 @@ def is_random(op: object, args: Any, kwargs: Any) -> bool:
         return False
     if torch.Tag.nondeterministic_seeded not in op.tags or op._schema.name.endswith("_backward"):
         return False
-    return argument_of(op, args, kwargs, "dropout_p") != 0.0
+    return bool(argument_of(op, args, kwargs, "dropout_p") != 0.0)
 
 
 def argument_of(op: torch._ops.OpOverload, args: Any, kwargs: Any, name: str) -> Any:

@@ -39,11 +39,15 @@ class Peers(Protocol):
 
 @dataclass(frozen=True)
 class MethodTarget:
-    """A method of an actor that lives in this process."""
+    """A method of an actor that lives in this process.
+
+    `remat`: whether its derivative computes again what it needs of the forward.
+    """
 
     actor: str
     instance: Any
     method: str
+    remat: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,11 +82,19 @@ class TracedFunction:
 
 
 @dataclass(frozen=True)
+class TracedHalf:
+    """One of the halves of a backward, as `Vjp` defines them."""
+
+    declaration: Function
+    body: Body
+
+
+@dataclass(frozen=True)
 class TracedVjp:
     """The derivative of a traced function for one choice of outputs and inputs.
 
-    `forward` and `backward` are the declarations that `vjp` names; the bodies stay in the process
-    that traced them.
+    `forward` and `backward` are the declarations that `vjp` names, `halves` those of its further
+    functions; the bodies stay in the process that traced them.
     """
 
     vjp: Vjp
@@ -90,6 +102,7 @@ class TracedVjp:
     backward: Function
     forward_body: Body
     backward_body: Body
+    halves: tuple[TracedHalf, ...] = ()
 
 
 class FunctionTracer(Protocol):

@@ -25,7 +25,7 @@ from .errors import TraceError
 from .fingerprint import Snapshot
 from .graphs import simplify
 from .guards import FunctionGuard, OpRecorder, random_state_watched, storage_key
-from .lifting import StateTensor, put_state
+from .lifting import ActorState, StateTensor, put_state
 from .results import describe
 from .specs import ObjectSpec, TensorSpec, Tree
 from .watch import RunAsIs, Watch
@@ -137,7 +137,7 @@ class _Run:
         leaks = Leaks(self.call.function)
         try:
             put_state(self.call.state, self.state)
-            with self.mode, self.watch, _without_fused_recurrence():
+            with self.mode, self.watch, _without_fused_recurrence(self.call.state):
                 owner = make_fx(lambda s, i: self._traced(s, i))(self.state, self.inputs)
             leaks.check(self.call.what, self.call.blame)
         finally:
@@ -288,18 +288,22 @@ def _graph() -> fx.Graph:
 
 
 @contextmanager
-def _without_fused_recurrence() -> Iterator[None]:
-    """Trace LSTM and GRU as the operations that they consist of.
+def _without_fused_recurrence(state: ActorState) -> Iterator[None]:
+    """Trace LSTM and GRU step by step, in actors that have such modules.
 
-    oneDNN's kernels save for the backward only where gradients are enabled when they run.
+    oneDNN's fused kernels save for the backward only where gradients are enabled when they run,
+    and cuDNN's arrange the memory of their weights, which a graph cannot.
     """
-    flags: Any = torch.backends.mkldnn
-    before = flags.enabled
-    flags.enabled = False
+    recurrent = any(isinstance(obj, torch.nn.RNNBase) for obj, _ in state.objects)
+    backends: list[Any] = [torch.backends.mkldnn, torch.backends.cudnn] if recurrent else []
+    before = [backend.enabled for backend in backends]
+    for backend in backends:
+        backend.enabled = False
     try:
         yield
     finally:
-        flags.enabled = before
+        for backend, enabled in zip(backends, before, strict=True):
+            backend.enabled = enabled
 
 
 @contextmanager

@@ -37,6 +37,7 @@ SCALARS: tuple[type, ...] = (
     torch.device,
     torch.layout,
     torch.memory_format,
+    torch.Size,
 )
 """Types whose values say everything about them."""
 
@@ -141,17 +142,9 @@ def collect(actor: Any) -> ActorState:
     return walk.state
 
 
-def holds_tensor(value: Any) -> bool:
-    """Whether a tensor can be reached from a value that is no tensor itself."""
-    walk = _Walk()
-    walk.visit(value, "", None)
-    return bool(walk.state.tensors) or walk.loose
-
-
 class _Walk:
     def __init__(self) -> None:
         self.state = ActorState()
-        self.loose = False
         self._seen: set[int] = set()
         self._tensors: dict[int, StateTensor] = {}
 
@@ -179,8 +172,7 @@ class _Walk:
         self, tensor: torch.Tensor, path: str, slot: tuple[Any, Any, tuple[int, ...]] | None
     ) -> None:
         if slot is None:
-            self.loose = True
-            return
+            return  # in a set: not part of the state
         if torch.nn.parameter.is_lazy(tensor):
             raise TraceError(
                 f"parameter '{path}' is not initialised yet",

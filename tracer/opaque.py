@@ -53,6 +53,7 @@ def opaque(
 
     Raises:
         ValueError: both `fake` and `returns` are given, or `returns` is negative.
+        TypeError: it stands above `@staticmethod`, `@classmethod` or `@property`.
     """
     if fake is not None and returns is not None:
         raise ValueError("@cg.opaque takes `fake` or `returns`, not both: `fake` says it all")
@@ -60,6 +61,9 @@ def opaque(
         raise ValueError(f"@cg.opaque(returns={returns}): the number of results is not negative")
 
     def mark(method: F) -> F:
+        if isinstance(method, (staticmethod, classmethod, property)):
+            kind = type(method).__name__
+            raise TypeError(f"write @cg.opaque below @{kind}, next to the function")
         setattr(method, _MARK, OpaqueMark(fake, returns))
         return method
 

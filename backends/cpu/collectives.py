@@ -27,6 +27,7 @@ from ...ir.ops import (
 from ...ir.types import TensorType, ValueType
 from ..collectives import reduce, split
 from ..errors import BindError
+from ..poison import Poison
 from .codecs import Codec, TensorCodec, UnitCodec, codec_of
 from .messages import Active, ReceiveLane, SendLane, incoming, outgoing
 
@@ -44,9 +45,12 @@ class Fan:
         self._pairs = [(lane, outgoing(codec)) for lane in lanes]
 
     def send(self, value: Any) -> None:
-        """Start sending `value` to every other member."""
+        """Start sending `value`, or the error that it is, to every other member."""
         for lane, message in self._pairs:
-            message.load(value)
+            if isinstance(value, Poison):
+                message.fail(value)
+            else:
+                message.load(value)
             lane.push(message)
 
     @property
@@ -163,6 +167,10 @@ class CollectivePort:
         self._steps = self._algorithm.run(value)
         self._group.enter(self)
 
+    def fail(self, poison: Poison) -> None:
+        """See `Port`."""
+        self.start(poison)
+
     def poll(self) -> bool:
         """See `Port`."""
         if not self._done:
@@ -204,12 +212,22 @@ class _Exchange:
         self._gathering = Gathering(group.into, codec)
 
     def run(self, value: Any) -> Generator[None, None, list[Any]]:
-        """Values in group order, those of others in place until `release`."""
+        """Values in group order, those of others in place until `release`.
+
+        Raises:
+            Poison: some member has none; the same members learn of it in the same exchange.
+        """
         self._gathering.post()
         self._fan.send(value)
         while not (self._fan.done & self._gathering.done):
             yield
-        values = self._gathering.take()
+        try:
+            values = self._gathering.take()
+            if isinstance(value, Poison):
+                raise value
+        except Exception:
+            self.release()
+            raise
         values[self._group.rank] = value
         return [values[rank] for rank in self._group.ranks]
 
@@ -241,15 +259,17 @@ class _Broadcast:
             self._fan.send(value)
             while not self._fan.done:
                 yield
+            if isinstance(value, Poison):
+                raise value
             return value.clone() if isinstance(value, Tensor) else value
         self._gathering.post()
         while not self._gathering.done:
             yield
-        received = self._gathering.take()[self._root]
-        if isinstance(received, Tensor):
-            received = received.clone()
-        self._gathering.release()
-        return received
+        try:
+            received = self._gathering.take()[self._root]
+            return received.clone() if isinstance(received, Tensor) else received
+        finally:
+            self._gathering.release()
 
 
 class _Combine:

@@ -51,6 +51,10 @@ class Doorbell:
             self._watched[descriptor] = rank
             self._poll.register(descriptor, select.EPOLLIN)
 
+    def fileno(self) -> int:
+        """A descriptor that is readable when `wait` would return at once."""
+        return self._poll.fileno()
+
     def wait(self, seconds: float) -> None:
         """Sleep until somebody rings, a watched process ends, or the time is up."""
         for descriptor, _ in self._poll.poll(seconds):

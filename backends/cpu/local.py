@@ -11,11 +11,13 @@ from collections import deque
 from collections.abc import Sequence
 
 from ..errors import TransportError
+from ..poison import Poison
 from .layout import (
     FULL,
     NBYTES,
     OVERFLOW_BYTES,
     OVERFLOW_KEY,
+    SIZE_MASK,
     SlotLayout,
     round_up,
 )
@@ -108,7 +110,7 @@ class LocalSender:
             message.write(slot, self._memory, payload)
         else:
             message.write(slot, self._grow(slot, message.nbytes), 0)
-        words[header + NBYTES] = message.nbytes
+        words[header + NBYTES] = message.nbytes | message.mark
         if node.order is not None:
             node.order()
         words[header + FULL] = self._sent[slot] = sent + 1
@@ -208,8 +210,12 @@ class LocalReceiver:
                 return
             if self.node.order is not None:
                 self.node.order()
-            memory, at = self._find(slot)
-            message.arrive(slot, memory, at, words[header + NBYTES], False)
+            nbytes = words[header + NBYTES]
+            mark = nbytes & ~SIZE_MASK
+            if mark:
+                nbytes &= SIZE_MASK
+            memory, at = self._find(slot, nbytes)
+            message.arrive(slot, memory, at, nbytes, False, mark)
             pending.popleft()
             if not message.hold or message.error is not None:
                 self.release(message)
@@ -225,10 +231,10 @@ class LocalReceiver:
         self._posted[slot] += 1
         return self._posted[slot]
 
-    def words_of(self, slot: int) -> tuple[int, int]:
-        """Word indices of a slot's message number and of what this reader has consumed."""
+    def words_of(self, slot: int) -> tuple[int, int, int]:
+        """Word indices of a slot's message number, its size, and what this reader has consumed."""
         header, consumed, _ = self._places[slot]
-        return header + FULL, consumed
+        return header + FULL, header + NBYTES, consumed
 
     def payload_of(self, slot: int) -> tuple[memoryview, int]:
         """Memory and byte offset of a slot's payload where it fits into the slot."""
@@ -260,19 +266,25 @@ class LocalReceiver:
         self._active.pop(self, None)
         self._overflow.clear()
 
-    def _find(self, slot: int) -> tuple[memoryview, int]:
+    def read_poison(self, slot: int) -> Poison:
+        """The error that is in `slot` in place of a value."""
+        nbytes = self.words[self._places[slot][0] + NBYTES] & SIZE_MASK
+        memory, at = self._find(slot, nbytes)
+        return Poison.from_bytes(memory[at : at + nbytes])
+
+    def _find(self, slot: int, nbytes: int) -> tuple[memoryview, int]:
         """Memory and offset of the message in `slot`, wherever its sender has put it."""
         header, _, payload = self._places[slot]
-        if self.words[header + NBYTES] <= self._layout.room(slot):
+        if nbytes <= self._layout.room(slot):
             return self._memory, payload
-        key, nbytes = self.words[header + OVERFLOW_KEY], self.words[header + OVERFLOW_BYTES]
+        key, room = self.words[header + OVERFLOW_KEY], self.words[header + OVERFLOW_BYTES]
         known = self._overflow.get(slot)
-        if known is None or known[:2] != (key, nbytes):
+        if known is None or known[:2] != (key, room):
             try:
-                memory = self.node.segments.open(self.node.pids[self.sender], key, nbytes)
+                memory = self.node.segments.open(self.node.pids[self.sender], key, room)
             except OSError as error:
                 raise TransportError(
                     f"a message of rank {self.sender} cannot be opened; has it ended? {error}"
                 ) from error
-            known = self._overflow[slot] = (key, nbytes, memoryview(memory))
+            known = self._overflow[slot] = (key, room, memoryview(memory))
         return known[2], 0

@@ -11,7 +11,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from ..poison import Poison
 from .codecs import Codec, TensorCodec
+from .layout import POISON
 
 
 class Outgoing:
@@ -22,16 +24,18 @@ class Outgoing:
         slot: the planned slot that carries it; None for the next of the ring.
         prepared: what is to be written.
         nbytes: bytes of the message.
+        mark: what it is (`layout.py`), if it is not a value of the codec's.
         done: whether it has been written, so that the value may be changed.
     """
 
-    __slots__ = ("codec", "done", "nbytes", "prepared", "slot")
+    __slots__ = ("codec", "done", "mark", "nbytes", "prepared", "slot")
 
     def __init__(self, codec: Codec, slot: int | None = None) -> None:
         self.codec = codec
         self.slot = slot
         self.prepared: Any = None
         self.nbytes = 0
+        self.mark = 0
         self.done = False
 
     def load(self, value: Any) -> None:
@@ -41,11 +45,22 @@ class Outgoing:
             TransportError: it is not of the message's type, or cannot be pickled.
         """
         self.done = False
+        self.mark = 0
         self.prepared, self.nbytes = self.codec.prepare(value)
+
+    def fail(self, poison: Poison) -> None:
+        """Take an error to be sent in place of the value."""
+        self.done = False
+        self.mark = POISON
+        self.prepared = poison.to_bytes()
+        self.nbytes = len(self.prepared)
 
     def write(self, slot: int, target: memoryview, at: int) -> None:
         """Write the message at byte `at` of `target`, the memory of `slot`."""
-        self.codec.write(self.prepared, target, at)
+        if self.mark:
+            target[at : at + self.nbytes] = self.prepared
+        else:
+            self.codec.write(self.prepared, target, at)
 
     def finish(self) -> None:
         """The message is out."""
@@ -64,6 +79,9 @@ class OutgoingTensor(Outgoing):
 
     def write(self, slot: int, target: memoryview, at: int) -> None:
         """See `Outgoing`."""
+        if self.mark:
+            super().write(slot, target, at)
+            return
         cached = self._views.get(slot)
         if cached is None or cached[0] is not target:
             cached = self._views[slot] = (target, self.codec.view(target, at, 0, False))
@@ -104,13 +122,24 @@ class Incoming:
         self.value: Any = None
         self.error: Exception | None = None
 
-    def arrive(self, slot: int, source: memoryview, at: int, nbytes: int, private: bool) -> None:
+    def arrive(
+        self,
+        slot: int,
+        source: memoryview,
+        at: int,
+        nbytes: int,
+        private: bool,
+        mark: int = 0,
+    ) -> None:
         """Read the message at byte `at` of `source`, the memory of `slot`.
 
         Args:
             private: whether the value may keep the memory of `source`.
+            mark: what the message is (`layout.py`), if it is not a value of the codec's.
         """
         try:
+            if mark:
+                raise Poison.from_bytes(source[at : at + nbytes])
             self.value = self.read(slot, source, at, nbytes, private)
         except Exception as error:  # raised again by `take`, where the executor can say whose it is
             self.error = error
@@ -125,6 +154,7 @@ class Incoming:
 
         Raises:
             TransportError: it could not be read.
+            Poison: its sender has sent an error instead.
         """
         if self.error is not None:
             raise self.error

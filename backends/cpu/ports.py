@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..poison import Poison
 from .codecs import TensorCodec
+from .layout import POISON
 from .local import LocalReceiver
 from .messages import Incoming, Outgoing, ReceiveLane, SendLane
 
@@ -22,6 +24,12 @@ class SendPort:
         """See `Port`."""
         message = self._message
         message.load(value)
+        self._lane.push(message)
+
+    def fail(self, poison: Poison) -> None:
+        """See `Port`."""
+        message = self._message
+        message.fail(poison)
         self._lane.push(message)
 
     def poll(self) -> bool:
@@ -52,6 +60,10 @@ class RecvPort:
         self._message.into = value
         self._lane.post(self._message)
 
+    def fail(self, poison: Poison) -> None:
+        """See `Port`."""
+        self.start(None)
+
     def poll(self) -> bool:
         """See `Port`."""
         message = self._message
@@ -68,21 +80,31 @@ class RecvPort:
     def release(self) -> None:
         """See `Port`."""
         message = self._message
-        if message.hold:
+        if message.hold and message.error is None:
             self._lane.release(message)
 
 
 class SlotRecvPort:
     """Receives a tensor in its planned slot of shared memory: no copy, and nothing to look up."""
 
-    __slots__ = ("_consumed", "_full", "_lane", "_number", "_order", "_slot", "_view", "_words")
+    __slots__ = (
+        "_consumed",
+        "_full",
+        "_lane",
+        "_nbytes",
+        "_number",
+        "_order",
+        "_slot",
+        "_view",
+        "_words",
+    )
 
     def __init__(self, lane: LocalReceiver, codec: TensorCodec, slot: int) -> None:
         self._lane = lane
         self._slot = slot
         self._words = lane.words
         self._order = lane.node.order
-        self._full, self._consumed = lane.words_of(slot)
+        self._full, self._nbytes, self._consumed = lane.words_of(slot)
         self._number = 0
         memory, at = lane.payload_of(slot)
         self._view = codec.view(memory, at, 0, False)
@@ -90,6 +112,10 @@ class SlotRecvPort:
     def start(self, value: Any) -> None:
         """See `Port`."""
         self._number = self._lane.next_number(self._slot)
+
+    def fail(self, poison: Poison) -> None:
+        """See `Port`."""
+        self.start(None)
 
     def poll(self) -> bool:
         """See `Port`."""
@@ -101,6 +127,8 @@ class SlotRecvPort:
 
     def take(self) -> Any:
         """See `Port`."""
+        if self._words[self._nbytes] >= POISON:
+            raise self._lane.read_poison(self._slot)
         return self._view
 
     def release(self) -> None:

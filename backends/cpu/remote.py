@@ -2,11 +2,13 @@
 
 A tensor with a planned slot goes through a persistent request on a buffer of that slot. Any other
 tensor is sent from and received into storage of its own. An object is a head of bounded size,
-which carries its length and its beginning, and then the rest, if any, under a second tag.
+which carries its length and its beginning, and then the rest, if any, under a second tag. An error
+in place of a tensor is an empty message, followed by its length and its bytes under the second tag.
 """
 
 from __future__ import annotations
 
+import enum
 import struct
 from collections import deque
 from dataclasses import dataclass, field
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 
 from .codecs import TensorCodec, UnitCodec
+from .layout import POISON, SIZE_MASK
 from .messages import Active, Incoming, Outgoing
 from .mpi import module_of
 
@@ -129,8 +132,10 @@ class RemoteSender:
         codec = message.codec
         if not isinstance(codec, TensorCodec):
             return self._start_object(message)
+        if message.mark:
+            return self._start_poison(message)
         if message.slot is None:
-            content = codec.contiguous_bytes(message.prepared)
+            content = codec.contiguous_bytes(message.prepared) if message.nbytes else storage(1)
             request = self._comm.Isend(content, self.peer, self._tag)
             return _Sent(message, [request], [content])
         request, buffer = self._persistent_for(message.slot, message.nbytes)
@@ -139,9 +144,23 @@ class RemoteSender:
         request.Start()
         return _Sent(message, [request])
 
-    def _start_object(self, message: Outgoing) -> _Sent:
+    def _start_poison(self, message: Outgoing) -> _Sent:
+        if message.slot is not None:
+            self._busy.add(message.slot)
         content = storage(_LENGTH.size + message.nbytes)
         _LENGTH.pack_into(content, 0, message.nbytes)
+        message.write(-1, content, _LENGTH.size)
+        self.counts.rests += 2
+        parts = (content[:0], content[: _LENGTH.size], content[_LENGTH.size :])
+        tags = (self._tag, self._tag + 1, self._tag + 1)
+        requests = [
+            self._comm.Isend(part, self.peer, tag) for part, tag in zip(parts, tags, strict=True)
+        ]
+        return _Sent(message, requests, [content])
+
+    def _start_object(self, message: Outgoing) -> _Sent:
+        content = storage(_LENGTH.size + message.nbytes)
+        _LENGTH.pack_into(content, 0, message.nbytes | message.mark)
         message.write(-1, content, _LENGTH.size)
         requests = [self._comm.Isend(content[:HEAD_BYTES], self.peer, self._tag)]
         if message.nbytes > _INLINE:
@@ -152,10 +171,19 @@ class RemoteSender:
     def _persistent_for(self, slot: int, nbytes: int) -> tuple[Any, memoryview]:
         known = self._persistent.get((slot, nbytes))
         if known is None:
-            buffer = storage(nbytes)
+            buffer = storage(max(nbytes, 1))
             request = self._comm.Send_init(buffer, self.peer, self._tag)
             known = self._persistent[slot, nbytes] = (request, buffer)
         return known
+
+
+class _Stage(enum.Enum):
+    """What the request of a message that has been asked for will bring."""
+
+    TENSOR = enum.auto()
+    HEAD = enum.auto()
+    LENGTH = enum.auto()
+    REST = enum.auto()
 
 
 @dataclass(slots=True)
@@ -166,7 +194,8 @@ class _Expected:
     request: Any
     buffer: memoryview
     nbytes: int
-    in_head: bool
+    stage: _Stage
+    mark: int = 0
 
 
 class RemoteReceiver:
@@ -185,6 +214,9 @@ class RemoteReceiver:
         self._comm = comm
         self._tag = tag
         self._active = active
+        mpi = module_of(comm)
+        self._status = mpi.Status()
+        self._byte = mpi.BYTE
         self._queue: deque[Incoming] = deque()
         self._expected: deque[_Expected] = deque()
         self._busy: set[int] = set()
@@ -201,14 +233,14 @@ class RemoteReceiver:
         """See `ReceiveLane`."""
         self._issue()
         expected = self._expected
-        while expected and expected[0].request.Test():
+        while expected and expected[0].request.Test(self._status):
             head = expected[0]
-            if head.in_head and not self._read_head(head):
+            if not self._is_whole(head):
                 continue
             expected.popleft()
             message = head.message
             slot = -1 if message.slot is None else message.slot
-            message.arrive(slot, head.buffer, 0, head.nbytes, slot < 0)
+            message.arrive(slot, head.buffer, 0, head.nbytes, slot < 0, head.mark)
             if message.slot is not None and (not message.hold or message.error is not None):
                 self.release(message)
         if not expected and not self._queue:
@@ -267,24 +299,45 @@ class RemoteReceiver:
         if not isinstance(codec, TensorCodec):
             buffer = storage(HEAD_BYTES)
             request = self._comm.Irecv(buffer, self.peer, self._tag)
-            return _Expected(message, request, buffer, 0, True)
+            return _Expected(message, request, buffer, 0, _Stage.HEAD)
         assert codec.nbytes is not None
         if message.slot is None:
-            buffer = storage(codec.nbytes)
+            buffer = storage(max(codec.nbytes, 1))
             request = self._comm.Irecv(buffer, self.peer, self._tag)
-            return _Expected(message, request, buffer, codec.nbytes, False)
+            return _Expected(message, request, buffer, codec.nbytes, _Stage.TENSOR)
         request, buffer = self._persistent_for(message.slot, codec.nbytes)
         self._busy.add(message.slot)
         request.Start()
-        return _Expected(message, request, buffer, codec.nbytes, False)
+        return _Expected(message, request, buffer, codec.nbytes, _Stage.TENSOR)
+
+    def _is_whole(self, expected: _Expected) -> bool:
+        """Take in what a request has brought; ask for what is still to come, if anything is."""
+        if expected.stage is _Stage.HEAD:
+            return self._read_head(expected)
+        if expected.stage is _Stage.LENGTH:
+            (nbytes,) = _LENGTH.unpack_from(expected.buffer, 0)
+            self._ask(expected, storage(nbytes), nbytes, _Stage.REST)
+            return False
+        if expected.stage is _Stage.TENSOR and not self._status.Get_count(self._byte):
+            expected.mark = POISON
+            self._ask(expected, storage(_LENGTH.size), 0, _Stage.LENGTH)
+            return False
+        return True
+
+    def _ask(self, expected: _Expected, buffer: memoryview, nbytes: int, stage: _Stage) -> None:
+        self.counts.rests += 1
+        expected.buffer, expected.nbytes, expected.stage = buffer, nbytes, stage
+        expected.request = self._comm.Irecv(buffer, self.peer, self._tag + 1)
 
     def _read_head(self, expected: _Expected) -> bool:
         """Turn an object's head into the message; ask for the rest if there is one."""
-        (nbytes,) = _LENGTH.unpack_from(expected.buffer, 0)
+        (length,) = _LENGTH.unpack_from(expected.buffer, 0)
+        nbytes = length & SIZE_MASK
         whole = storage(nbytes)
         inline = min(nbytes, _INLINE)
         whole[:inline] = expected.buffer[_LENGTH.size : _LENGTH.size + inline]
-        expected.buffer, expected.nbytes, expected.in_head = whole, nbytes, False
+        expected.buffer, expected.nbytes, expected.stage = whole, nbytes, _Stage.REST
+        expected.mark = length & ~SIZE_MASK
         if nbytes <= _INLINE:
             return True
         self.counts.rests += 1
@@ -294,7 +347,7 @@ class RemoteReceiver:
     def _persistent_for(self, slot: int, nbytes: int) -> tuple[Any, memoryview]:
         known = self._persistent.get((slot, nbytes))
         if known is None:
-            buffer = storage(nbytes)
+            buffer = storage(max(nbytes, 1))
             request = self._comm.Recv_init(buffer, self.peer, self._tag)
             known = self._persistent[slot, nbytes] = (request, buffer)
         return known

@@ -33,6 +33,7 @@ class State(enum.IntEnum):
     RUNNING = 1
     FAILED = 2
     EXITED = 3
+    SERVING = 4
 
 
 class Meeting(enum.IntEnum):
@@ -141,6 +142,8 @@ class Rows:
         if self.has_ended(rank):
             return f"rank {rank} has ended"
         state = self.state(rank)
+        if state is State.SERVING:
+            return f"rank {rank} serves graphs, until their driver closes them"
         if state is State.IDLE:
             last = self.reached(rank, Meeting.COMMIT)
             return f"rank {rank} is outside of executions, after execution {last}"

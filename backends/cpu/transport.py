@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ...ir.module import Channel
 from ..base import Communicator, World
@@ -27,6 +27,7 @@ class CpuTransport:
     def __init__(self, world: MpiWorld, policy: WaitPolicy | None = None) -> None:
         self.node = Node(world)
         self.control = Control(self.node, policy)
+        self._resets: tuple[Callable[[], None], ...] = ()
 
     @property
     def pause(self) -> Waiter:
@@ -36,6 +37,28 @@ class CpuTransport:
     def communicator(self, world: World, channels: Sequence[Channel]) -> Communicator:
         """The factory of communicators (`CommunicatorFactory`); collective."""
         return CpuCommunicator(self.node, channels)
+
+    def fail(self, error: BaseException, resets: Sequence[Callable[[], None]]) -> BaseException:
+        """Tell every rank that the execution has failed here; which error all of them raise.
+
+        Args:
+            error: what was raised here.
+            resets: what makes this rank ready for another execution, once all ranks are there.
+        """
+        self._resets = tuple(resets)
+        return self.control.fail(error)
+
+    def recover_if_due(self) -> None:
+        """Start afresh if the last execution has failed; every rank calls it before the next.
+
+        That it is the next execution which waits for the others, and not the failed one, lets a
+        rank raise at once while another is still busy.
+
+        Raises:
+            StepTimeout, TransportError: a rank does not come.
+        """
+        if self.control.failed:
+            self.control.recover(self._resets)
 
     def close(self) -> None:
         """Say goodbye to the other ranks, and give everything back; idempotent."""

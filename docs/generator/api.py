@@ -10,6 +10,9 @@ from types import ModuleType
 from typing import Any
 
 import cg
+from cg.backends.statistics import Statistics
+from cg.launch.analysis import Cost
+from cg.passes.plan_buffers import MemoryPlan
 
 from .docstrings import to_markdown
 
@@ -27,6 +30,9 @@ def reference() -> str:
             listed.append(name)
     if sorted(listed) != sorted(cg.__all__):
         raise KeyError(f"in one of __all__ and _HOMES only: {set(listed) ^ set(cg.__all__)}")
+    parts.append("## What `Compiled` tells about itself")
+    for cls in (Statistics, MemoryPlan, Cost):
+        parts.append(f"### {cls.__name__}\n\n{_class(cls.__name__, cls)}")
     return "\n\n".join(parts)
 
 
@@ -74,9 +80,7 @@ def _class(name: str, cls: type) -> str:
     for member, value in vars(cls).items():
         if member.startswith("_") and member != "__call__":
             continue
-        shown = f"{name.rpartition('.')[2].lower()}.{member}"
-        if member == "__call__":
-            shown = name.rpartition(".")[2].lower()
+        shown = _instance(name, cls) + ("" if member == "__call__" else f".{member}")
         if isinstance(value, property):
             if value.fget is not None and value.fget.__doc__:
                 parts.append(f"**`{shown}`**: {to_markdown(value.fget.__doc__)}")
@@ -85,6 +89,19 @@ def _class(name: str, cls: type) -> str:
         if inspect.isfunction(function) and function.__doc__:
             parts.append(f"{_code(shown, function)}\n\n{to_markdown(function.__doc__)}")
     return "\n\n".join(parts)
+
+
+_PREFIXES: dict[object, str] = {
+    inspect.Parameter.VAR_POSITIONAL: "*",
+    inspect.Parameter.VAR_KEYWORD: "**",
+}
+
+
+def _instance(name: str, cls: type) -> str:
+    """What signatures call an instance of a class."""
+    if issubclass(cls, BaseException):
+        return "error"
+    return name.rpartition(".")[2].lower().removeprefix("actor")
 
 
 def _code(name: str, function: Callable[..., Any]) -> str:
@@ -106,7 +123,7 @@ def _signature(function: Callable[..., Any]) -> tuple[list[str], str]:
         if parameter.kind is parameter.KEYWORD_ONLY and not starred:
             parameters.append("*")
             starred = True
-        prefix = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        prefix = _PREFIXES.get(parameter.kind, "")
         starred = starred or parameter.kind is parameter.VAR_POSITIONAL
         text = prefix + parameter.name
         if parameter.annotation is not parameter.empty:

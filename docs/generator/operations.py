@@ -11,6 +11,8 @@ from cg.ir.phases import LEGAL, REMEDIES
 
 from .tables import describe, table
 
+_EACH = "one tensor for each rank, all of one type"
+
 OPERANDS = {
     "constant": ("none", "one; a tensor if `fill` is given"),
     "call": ("the function's inputs", "the function's outputs"),
@@ -19,10 +21,16 @@ OPERANDS = {
     "transfer": ("a value", "the same type at another place"),
     "send": ("a value", "`future<unit>`"),
     "recv": ("none, or a buffer of the type that is promised", "`future<T>`"),
-    "all_reduce": ("one tensor for each rank, all of one type", "that type, at the group"),
-    "all_gather": ("one tensor for each rank, all of one type", "`dim` times the ranks, at the group"),
-    "reduce_scatter": ("one tensor for each rank, all of one type", "for each rank its part of `dim`"),
-    "all_to_all": ("one tensor for each rank, all of one type", "for each rank the same type"),
+    "all_reduce": (_EACH, "that type, at the group"),
+    "all_gather": (
+        _EACH,
+        "`dim` times the ranks, at the group",
+    ),
+    "reduce_scatter": (
+        _EACH,
+        "for each rank its part of `dim`",
+    ),
+    "all_to_all": (_EACH, "for each rank the same type"),
     "broadcast": ("the root's value", "the same type, at the group"),
     "barrier": ("none", "`unit`, at the group"),
     "wait": ("a future, or a value of another stream", "the value; none is needed for a unit"),

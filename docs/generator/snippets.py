@@ -28,8 +28,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import cg
 import torch
+
+import cg
 from cg.backends.virtual import VirtualWorld
 from cg.ir.parser import parse_module
 from cg.ir.verifier import verify

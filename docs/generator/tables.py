@@ -13,13 +13,14 @@ from cg.ir.module import Channel, Function, FunctionKind, Vjp
 from cg.ir.types import DType
 from cg.launch import config
 
-from .docstrings import first_sentence
+from .docstrings import first_sentence, to_markdown
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    cells = (" | ".join(cell.replace("|", "\\|") for cell in line) for line in lines)
+    return "\n".join(f"| {line} |" for line in cells)
 
 
 def environment() -> str:
@@ -71,9 +72,9 @@ def declarations() -> str:
         for f in sorted(fields(cls), key=lambda f: f.name):
             if f.name in _SYNTAX[cls]:
                 continue
-            kind = "Symbol" if cls is Vjp and f.type == "str" else str(f.type)
+            kind = str(f.type).replace("str", "Symbol") if cls is Vjp else str(f.type)
             rows.append((f"`{f.name}`", describe(kind), _default(f.default), meanings[f.name]))
-        parts.append(f"### `{word}`\n\n{first_sentence(cls.__doc__)}\n")
+        parts.append(f"### `{word}`\n\n{to_markdown(cls.__doc__, skip=('Attributes',))}\n")
         parts.append(table(("attribute", "is", "default", "meaning"), rows) + "\n")
     return "\n".join(parts)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ...ir.costs import Costs
-from ...ir.order import Order
+from ...ir.order import Order, splits_backward
 from .auto_order import auto_order
 from .base import Pipeline, Schedule, validate
 from .dualpipe_v_order import dualpipe_v_order
@@ -67,22 +67,22 @@ def looped_bfs(chunks: int | None = None) -> Schedule:
 
 def zb_h1() -> Schedule:
     """1F1B with W in the gaps: a third of its bubble at equal times, in the same memory."""
-    return Schedule("zb-h1", zb_h1_order)
+    return Schedule("zb-h1", zb_h1_order, splits=True)
 
 
 def zb_h2() -> Schedule:
     """No bubble at equal times, in twice the memory of 1F1B."""
-    return Schedule("zb-h2", zb_h2_order)
+    return Schedule("zb-h2", zb_h2_order, splits=True)
 
 
 def zb_v() -> Schedule:
     """No bubble at equal times, in the memory of 1F1B; stages go down the ranks and up again."""
-    return Schedule("zb-v", zb_v_order)
+    return Schedule("zb-v", zb_v_order, splits=True)
 
 
 def dualpipe_v() -> Schedule:
     """Pairs of forwards and backwards that hide communication, on stages as for `zb_v`."""
-    return Schedule("dualpipe-v", dualpipe_v_order)
+    return Schedule("dualpipe-v", dualpipe_v_order, splits=True)
 
 
 def auto(max_activations: float | None = None, costs: Costs | None = None) -> Schedule:
@@ -93,7 +93,8 @@ def auto(max_activations: float | None = None, costs: Costs | None = None) -> Sc
             for as many as there are ranks, which is what 1F1B holds.
         costs: what tasks and transfers cost; all tasks the same, and transfers nothing, without.
     """
-    return Schedule("auto", auto_order, (("max_activations", max_activations), ("costs", costs)))
+    options = (("max_activations", max_activations), ("costs", costs))
+    return Schedule("auto", auto_order, options, splits=True)
 
 
 def table(text: str, name: str = "table") -> Schedule:
@@ -104,8 +105,8 @@ def table(text: str, name: str = "table") -> Schedule:
     Raises:
         ValueError: the text is not a table; the message names the line.
     """
-    parse_table(text, name)
-    return Schedule(name, table_order, (("text", text), ("file", name)))
+    splits = splits_backward(parse_table(text, name))
+    return Schedule(name, table_order, (("text", text), ("file", name)), splits)
 
 
 def from_file(path: str | Path) -> Schedule:

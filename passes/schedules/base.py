@@ -72,11 +72,14 @@ class Schedule:
         name: what `by_name` finds it by, and what dumps and benchmark rows call it.
         order: the rule, a pure function of a pipeline and the options.
         options: keyword arguments of the rule.
+        splits: whether its orders may have tasks W. A step is then compiled with backwards in two
+            halves; where an order has none after all, each W follows its B.
     """
 
     name: str
     order: Callable[..., Order] = field(repr=False)
     options: tuple[tuple[str, Any], ...] = ()
+    splits: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -90,6 +93,11 @@ class Schedule:
         """
         order = self.order(pipeline, **dict(self.options))
         validate(pipeline, order, self.name)
+        if not self.splits and splits_backward(order):
+            raise ValueError(
+                f"schedule '{self.name}' has tasks W, but does not say so; make it with "
+                "Schedule(..., splits=True)"
+            )
         return order
 
 

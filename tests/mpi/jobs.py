@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import cg
 import pytest
+
+import cg
 
 ROOT = Path(__file__).resolve().parents[2]
 

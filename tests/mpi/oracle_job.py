@@ -10,12 +10,12 @@ from __future__ import annotations
 import random
 import sys
 
-import cg
 import torch
+
+import cg
 from cg.backends.virtual import VirtualWorld
 from cg.ir.diagnostics import IRError
 from cg.launch.world import use_world
-
 from tests.properties.actors import KINDS
 from tests.properties.oracle import BASIC, compare, compare_states, lower, new_actors
 from tests.properties.recipes import ALL, Flavour, Recipe, draw_recipe

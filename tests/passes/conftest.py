@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from cg.ir.module import Module
 from cg.ir.parser import parse_module
 from cg.ir.printer import format_program

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import hypothesis.strategies as st
+from hypothesis import given
+
 from cg.ir.attributes import Effect, Symbol
 from cg.ir.module import Function, Module
 from cg.ir.ops import Barrier, Call, Op, Value
 from cg.ir.types import Place, UnitType
 from cg.passes.effects import dependencies, effect_of
-from hypothesis import given
 
 FUNCTIONS = {
     f"{actor}.{effect.value}": Function(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+
 from cg.ir.clone import clone
 from cg.ir.module import Module, Phase
 from cg.ir.ops import Call

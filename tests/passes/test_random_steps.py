@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
 import pytest
+from hypothesis import given, settings
+
 from cg.ir.attributes import Effect, Symbol
 from cg.ir.clone import clone
 from cg.ir.module import Function, FunctionKind, Module, Phase, Program, Vjp
@@ -37,7 +39,6 @@ from cg.ir.printer import format_module
 from cg.ir.types import DType, Place, TensorType, UnitType, relocate
 from cg.passes.manager import PassManager
 from cg.passes.registry import parse_pipeline
-from hypothesis import given, settings
 
 SCALAR = TensorType(DType.F32, ())
 ACTORS = 4

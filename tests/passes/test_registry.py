@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
+
 from cg.ir.module import Module, Phase
 from cg.passes import registry
 from cg.passes.base import OptionError, Pass

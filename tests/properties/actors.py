@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import cg
 import torch
 from torch import Tensor, nn
+
+import cg
 
 from .recipes import WIDTH
 

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-import cg
 import torch
+from torch.utils._pytree import tree_flatten
+
+import cg
 from cg.backends.base import World
 from cg.backends.virtual import VirtualExecutable, VirtualWorld
 from cg.ir.clone import clone
@@ -26,13 +28,11 @@ from cg.passes.manager import PassManager, PassReport
 from cg.passes.pipelines import default_pipeline
 from cg.passes.registry import parse_switches
 from cg.tracer.actors import ActorHandle
-from torch.utils._pytree import tree_flatten
 
 from .actors import KINDS, Node
 from .recipes import Recipe
 from .steps import inputs, make_step, without_microbatches
 from .traces import SharedTraces
-
 
 BASIC = ("gpipe", "1f1b")
 """Schedules that apply to every pipeline."""
@@ -99,7 +99,7 @@ def _tracing_with(pool: Pool | None) -> Iterator[None]:
     if pool is None:
         yield
         return
-    with mock.patch("cg.launch.api.Functions", lambda: pool.traces):
+    with mock.patch("cg.launch.api.Functions", return_value=pool.traces):
         yield
 
 
@@ -161,9 +161,7 @@ def check_phases(lowered: Lowered, compiled: Compiled, schedule: str, passes: st
     CheckDeadlock().run(module)
 
 
-def _shuffled(
-    lowered: Lowered, compiled: Compiled, recipe: Recipe
-) -> list[tuple[int | None, Any]]:
+def _shuffled(lowered: Lowered, compiled: Compiled, recipe: Recipe) -> list[tuple[int | None, Any]]:
     """What each rank returns when ranks take turns at random and freed memory is poisoned."""
     trace, module = lowered.trace, compiled.module
     executable = VirtualExecutable(

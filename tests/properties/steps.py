@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import cg
 import torch
 from torch import Tensor
 
-from .recipes import ROWS, WIDTH, Block, Line, Recipe
+import cg
+
+from .recipes import ROWS, WIDTH, WRITES, Block, Line, Recipe
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight, its actor, and how often that had been written to when the weight was read."""
+
+    value: Tensor
+    actor: int
+    writes: int
 
 
 @dataclass
@@ -19,10 +30,11 @@ class Values:
 
     hidden: list[Tensor]
     integers: list[Tensor]
-    weights: list[Tensor] = field(default_factory=list)
+    weights: list[Weight] = field(default_factory=list)
     objects: list[Any] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
     carried: list[Tensor] = field(default_factory=list)
+    writes: Counter[int] = field(default_factory=Counter)
 
     def at(self, index: int) -> Tensor:
         """A hidden value, counted from the latest one."""
@@ -30,7 +42,15 @@ class Values:
 
     def inner(self, x: Tensor, k: Tensor) -> Values:
         """What is at hand in a microbatch."""
-        return Values([x], [k], list(self.weights), list(self.objects))
+        return Values([x], [k], list(self.weights), list(self.objects), writes=self.writes)
+
+    def read_weight(self, actors: Sequence[Any], index: int) -> None:
+        """Let an actor give its weight away."""
+        self.weights.append(Weight(actors[index].weight(), index, self.writes[index]))
+
+    def fresh_weights(self) -> list[Tensor]:
+        """The weights of actors that have not been written to since; a step may use no others."""
+        return [w.value for w in self.weights if w.writes == self.writes[w.actor]]
 
 
 def make_step(recipe: Recipe, actors: Sequence[Any]) -> Callable[..., Any]:
@@ -113,6 +133,7 @@ def _run_block(
 def _run_lines(block: Block, actors: Sequence[Any], values: Values, ends: bool) -> Values:
     for line in block.lines:
         _LINES[line.what](line, actors, values)
+        values.writes[line.actor] += line.what in WRITES
     if ends:
         values.losses.append(actors[0].loss(values.hidden[-1]))
     if block.trained:
@@ -181,14 +202,15 @@ def _draft(line: Line, actors: Sequence[Any], values: Values) -> None:
 
 @_line
 def _weight(line: Line, actors: Sequence[Any], values: Values) -> None:
-    values.weights.append(actors[line.actor].weight())
+    values.read_weight(actors, line.actor)
 
 
 @_line
 def _project(line: Line, actors: Sequence[Any], values: Values) -> None:
-    if not values.weights:
-        values.weights.append(actors[line.second % len(actors)].weight())
-    weight = values.weights[line.second % len(values.weights)]
+    if not values.fresh_weights():
+        values.read_weight(actors, line.second % len(actors))
+    weights = values.fresh_weights()
+    weight = weights[line.second % len(weights)]
     values.hidden.append(actors[line.actor].project(values.at(line.first), weight))
 
 

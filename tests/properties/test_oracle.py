@@ -14,11 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import cg
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import HealthCheck, event, given, settings
+
+import cg
 
 from .actors import KINDS
 from .oracle import BASIC, Pool, check

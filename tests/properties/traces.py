@@ -10,7 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+
 from cg.ir.location import Location
+from cg.ir.module import Function
 from cg.tracer.functions import Functions
 from cg.tracer.interface import MethodTarget, Target, TracedFunction, TracedVjp
 from cg.tracer.specs import Tree
@@ -50,18 +52,35 @@ class SharedTraces:
                 target, signature, name, grad_outputs, grad_inputs, loc
             )
         made = self._vjps[key]
-        forward, backward = f"{name}.forward", f"{name}.backward"
+        old = made.vjp.name
+
+        def renamed(function: Function) -> Function:
+            return replace(function, name=_rename(function.name, old, name))
+
+        vjp = made.vjp
         return replace(
             made,
-            vjp=replace(made.vjp, name=name, forward=forward, backward=backward),
-            forward=replace(made.forward, name=forward),
-            backward=replace(made.backward, name=backward),
+            vjp=replace(
+                vjp,
+                name=name,
+                forward=_rename(vjp.forward, old, name),
+                backward=_rename(vjp.backward, old, name),
+                input=vjp.input and _rename(vjp.input, old, name),
+                weight=vjp.weight and _rename(vjp.weight, old, name),
+            ),
+            forward=renamed(made.forward),
+            backward=renamed(made.backward),
+            halves=tuple(replace(h, declaration=renamed(h.declaration)) for h in made.halves),
         )
+
+
+def _rename(function: str, old: str, new: str) -> str:
+    return new + function.removeprefix(old)
 
 
 def _key(target: Target, signature: Tree) -> tuple[Any, ...]:
     if isinstance(target, MethodTarget):
-        what: tuple[Any, ...] = (id(target.instance), target.actor, target.method)
+        what: tuple[Any, ...] = (id(target.instance), target.actor, target.method, target.remat)
     else:
         what = (target.callable, target.name)
     return (*what, signature, torch.is_grad_enabled())

@@ -88,9 +88,7 @@ def run_eager(actor: Any, method: str, args: Any, kwargs: Any, seed: int) -> Run
 
 def cotangents(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(7)
-    return [
-        torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o) for o in outputs
-    ]
+    return [torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o) for o in outputs]
 
 
 def run_traced(actor: Any, method: str, args: Any, kwargs: Any, seed: int) -> Run:

@@ -251,6 +251,31 @@ def test_inside_a_method(method: str) -> None:
     check_equal(Contexts(), method, rand(3, 8))
 
 
+def test_custom_operators() -> None:
+    class Actor(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Size]:
+            return twice(self.linear(x)), x.shape
+
+    check_equal(Actor(), "forward", rand(3, 8))
+
+
+@torch.library.custom_op("cg_tests::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(x.numpy() * 2)
+
+
+@twice.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+twice.register_autograd(lambda ctx, grad: grad * 2)
+
+
 def test_dtypes_other_than_float32() -> None:
     check_equal(mlp().double(), "forward", rand(5, 8).detach().double().requires_grad_())
     check_equal(mlp().bfloat16(), "forward", rand(5, 8).detach().bfloat16().requires_grad_())

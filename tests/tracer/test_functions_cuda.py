@@ -43,7 +43,8 @@ def test_batch_norm_statistics() -> None:
 
 
 def test_recurrent_network() -> None:
-    check_equal(nn.LSTM(4, 6).cuda(), "forward", rand(5, 3, 4), tolerance=1e-5)
+    # cuDNN's fused kernel, which eager PyTorch runs, computes in TF32.
+    check_equal(nn.LSTM(4, 6).cuda(), "forward", rand(5, 3, 4), tolerance=2e-3)
 
 
 def test_gradients_live_on_the_device() -> None:

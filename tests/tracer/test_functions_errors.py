@@ -274,18 +274,15 @@ def test_gradient_hooks_on_parameters() -> None:
         trace_vjp(actor, "good", (0,), (), torch.ones(2, 3))
 
 
-def test_object_arguments() -> None:
-    leaves, spec = pytree.tree_flatten(((0, {"mask": 0}), {"extra": 0}))
+def test_a_method_that_takes_an_object_is_called_as_it_is() -> None:
     target = MethodTarget("actor", Actor(), "good")
-    here = Location("train.py", 3)
-    for i, words in enumerate(["argument 0", "argument 1 at ['mask']", "argument 'extra'"]):
+    _, spec = pytree.tree_flatten(((0, {"mask": 0}), {"extra": 0}))
+    for i in range(3):
         values = tuple(ObjectSpec() if j == i else signature(1).leaves[0] for j in range(3))
-        with pytest.raises(TraceError) as caught:
-            Functions().trace(target, Tree(values, spec), "good", here)
-        assert f"{words} is an object that is known only at run time" in caught.value.reason
-        assert caught.value.loc == here
-        assert "@cg.opaque" in caught.value.remedy
-    assert len(leaves) == 3
+        traced = Functions().trace(target, Tree(values, spec), "good", None)
+        assert traced.declaration.kind is FunctionKind.OPAQUE
+        assert traced.declaration.effect is Effect.WRITE
+        assert traced.results.leaves == (ObjectSpec(),)
 
 
 def test_a_method_that_does_not_exist() -> None:

@@ -13,12 +13,15 @@ from torch.utils.checkpoint import checkpoint
 
 from cg.ir.attributes import Effect
 from cg.tracer.errors import TraceError
+from cg.tracer.functions import Functions
+from cg.tracer.interface import MethodTarget
 
 from .function_tools import (
     assert_same_run,
     check_equal,
     run_eager,
     run_traced,
+    signature,
     state_of,
     trace,
     trace_vjp,
@@ -88,11 +91,11 @@ class Stateful(nn.Module):
     [
         ("pure", Effect.PURE),
         ("read", Effect.READ),
-        ("rebind", Effect.WRITE),
-        ("in_place", Effect.WRITE),
-        ("swap", Effect.WRITE),
-        ("store_input", Effect.WRITE),
-        ("old_value_in_backward", Effect.WRITE),
+        ("rebind", Effect.UPDATE),
+        ("in_place", Effect.UPDATE),
+        ("swap", Effect.UPDATE),
+        ("store_input", Effect.UPDATE),
+        ("old_value_in_backward", Effect.UPDATE),
         ("clip", Effect.WRITE),
     ],
 )
@@ -159,7 +162,7 @@ def test_batch_norm_whose_result_is_not_used() -> None:
             return x + 1
 
     check_equal(Probe(), "forward", X.clone().requires_grad_())
-    assert trace(Probe(), "forward", X).declaration.effect is Effect.WRITE
+    assert trace(Probe(), "forward", X).declaration.effect is Effect.UPDATE
 
 
 def test_batch_norm_in_training_saves_no_statistics() -> None:
@@ -371,3 +374,33 @@ def test_tied_weights_sum_their_gradients() -> None:
     check_equal(Tied(), "forward", X.clone().requires_grad_())
     run = run_traced(Tied(), "forward", (X,), {}, 0)
     assert len([g for g in run.grads.values() if g is not None]) == 3
+
+
+class Scaled(nn.Module):
+    """One method whose backward reads a buffer, and one that updates it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("scale", torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.scale
+
+    def adapt(self, x: torch.Tensor) -> None:
+        self.scale.mul_(0.9).add_(x.mean(0), alpha=0.1)
+
+
+def test_an_update_may_not_overtake_a_backward_that_reads_what_it_changes() -> None:
+    sign, actor = signature(X.clone().requires_grad_()), Scaled()
+    forward, adapt = (MethodTarget("actor", actor, name) for name in ("forward", "adapt"))
+
+    functions = Functions()
+    assert functions.trace(adapt, signature(X), "adapt", None).declaration.effect is Effect.UPDATE
+    vjp = functions.trace_vjp(forward, sign, "v", (0,), (0,), None)
+    assert vjp.backward.effect is Effect.WRITE
+
+    functions = Functions()
+    vjp = functions.trace_vjp(forward, sign, "v", (0,), (0,), None)
+    assert vjp.backward.effect is Effect.ACCUMULATE
+    assert functions.trace(adapt, signature(X), "adapt", None).declaration.effect is Effect.WRITE

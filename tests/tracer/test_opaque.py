@@ -152,6 +152,8 @@ def test_marks_that_make_no_sense() -> None:
         opaque(fake=lambda x: x, returns=1)
     with pytest.raises(ValueError, match="not negative"):
         opaque(returns=-1)
+    with pytest.raises(TypeError, match="below @staticmethod"):
+        opaque(staticmethod(len))
 
 
 def test_the_mark_leaves_the_method_as_it_is() -> None:

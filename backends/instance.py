@@ -1,0 +1,313 @@
+"""One of the executions of a graph that may be in flight at a time, on one rank.
+
+It runs the same instructions as a step that all ranks run together (`executor.py`), but it ends by
+itself: there is no commit, and an exception is data that travels to whoever started the execution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from operator import itemgetter, length_hint
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from ..ir.module import FunctionKind, Module, Program
+from ..ir.ops import Call, Collective, Constant, Copy, View
+from .base import Body, Communicator, Port
+from .binder import Binder
+from .careful import Careful
+from .checks import InputCheck
+from .flight import Position
+from .instructions import Instruction
+from .poison import Poison
+from .statistics import Statistics
+from .steps import KEEP, Role, Step
+from .turnstiles import Tickets, Turnstiles
+
+Guard = Callable[[], str | None]
+"""Says how an actor has changed since it was traced, if it has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reports:
+    """How a rank whose failures would reach nobody by values tells the driver that it has ended.
+
+    Attributes:
+        send: on such a rank, where to send the report.
+        receive: on the driver, where the reports come in.
+    """
+
+    send: Port | None = None
+    receive: tuple[Port, ...] = ()
+
+
+class Instance:
+    """A rank's program, bound to registers and channels of its own.
+
+    One execution of it is in progress at a time: `start`, then `advance` until it is true, then
+    `outputs` and `poison`.
+
+    Args:
+        program, module, bodies, constants, communicators, seed: as in `executor.bind`.
+        turnstiles: of the rank; they order the executions of all graphs.
+        statistics: counts the executions of all instances of the graph on this rank.
+        guards: checked before each execution; where one is broken, all calls of the execution
+            fail.
+        reports: what the rank sends or receives beside the program's own messages.
+
+    Attributes:
+        pending: the instruction that it waits at, if it waits.
+        running: whether an execution is in progress.
+        outputs: what the last execution has returned; a poison stands where a value failed.
+        poison: what failed first in the last execution, as far as this rank has learnt of it.
+        on_end: called when an execution has ended.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        module: Module,
+        bodies: Mapping[str, Body],
+        constants: Mapping[str, Any],
+        communicators: Mapping[int, Communicator],
+        seed: int,
+        turnstiles: Turnstiles,
+        statistics: Statistics,
+        guards: Sequence[Guard] = (),
+        reports: Reports | None = None,
+    ) -> None:
+        self.program = program
+        self.module = module
+        self.execution = -1
+        self.pending: Instruction | None = None
+        self.running = False
+        self.outputs: tuple[Any, ...] = ()
+        self.poison: Poison | None = None
+        self.on_end: Callable[[Instance], None] | None = None
+        self._tickets = Tickets(turnstiles)
+        self._code = Binder(
+            program,
+            module,
+            bodies,
+            constants,
+            communicators,
+            seed,
+            lambda: self.execution,
+            self._tickets,
+        ).bind()
+        self._add_reports(reports or Reports())
+        self._instructions = self._code.instructions
+        self._registers = self._code.registers
+        self._template = self._code.template
+        self._registers[:] = self._template
+        self._count = len(program.params)
+        self._get_outputs = _getter(self._code.outputs)
+        unique = {id(communicator): communicator for communicator in communicators.values()}
+        self._progress = tuple(communicator.progress for communicator in unique.values())
+        self._guards = tuple(guards)
+        self._needs_no_grad = needs_no_grad(program, module)
+        self._statistics = statistics
+        self._careful: Careful | None = None
+        self._rest: Iterator[Instruction] = iter(())
+        self._started = self._since = self._blocked = 0.0
+        self.check_inputs = InputCheck(program)
+
+    @property
+    def rank(self) -> int:
+        """The rank whose program this is."""
+        return self.program.rank or 0
+
+    def start(self, inputs: Sequence[Any], execution: int) -> None:
+        """Begin an execution; the inputs have been checked.
+
+        Args:
+            inputs: one value for each parameter of the program.
+            execution: its number, which random numbers depend on.
+        """
+        self.execution = execution
+        self.running = True
+        self.poison = None
+        self._registers[: self._count] = inputs
+        self._tickets.take()
+        self._blocked = 0.0
+        self._started = perf_counter()
+        self._rest = iter(self._instructions)
+        for guard in self._guards:
+            change = guard()
+            if change is not None:
+                self._distrust(RuntimeError(f"{change}; compile the step again"))
+                break
+
+    def advance(self, limit: int | None = None) -> bool:
+        """Go on until the program ends or has to wait, or `limit` instructions have run.
+
+        Returns:
+            Whether the execution has ended.
+        """
+        if self._needs_no_grad and torch.is_grad_enabled():
+            with torch.no_grad():
+                return self._advance(limit)
+        return self._advance(limit)
+
+    def position(self) -> Position:
+        """Where it is."""
+        if not self.running:
+            return Position(self.rank, self.execution, 0, None, running=False)
+        at = self._index()
+        awaited = self._code.awaited[at] if self.pending is not None else None
+        return Position(self.rank, self.execution, self._code.ops[at], awaited)
+
+    def _advance(self, limit: int | None) -> bool:
+        if self._careful is not None:
+            return self._advance_with_care(limit)
+        try:
+            pending = self.pending
+            if pending is not None:
+                if not pending():
+                    for move_on in self._progress:
+                        move_on()
+                    return False
+                self.pending = None
+                self._blocked += perf_counter() - self._since
+            rest = self._rest
+            for instruction in rest if limit is None else islice(rest, limit):
+                if not instruction():
+                    self.pending = instruction
+                    self._since = perf_counter()
+                    return False
+        except Exception as error:
+            self._take_care(self._index(), error)
+            return self._advance_with_care(limit)
+        except BaseException as interruption:
+            self._interrupt(self._index(), interruption)
+            raise
+        if limit is not None and length_hint(rest):
+            return False
+        self._end()
+        return True
+
+    def _index(self) -> int:
+        """Index of the instruction that was begun last."""
+        if self._careful is not None:
+            return min(self._careful.at, len(self._code.steps) - 1)
+        return max(len(self._instructions) - length_hint(self._rest) - 1, 0)
+
+    def _end(self) -> None:
+        registers = self._registers
+        self.outputs = self._get_outputs(registers)
+        registers[:] = self._template
+        self.running = False
+        self._statistics.record(perf_counter() - self._started, self._blocked)
+        if self.on_end is not None:
+            self.on_end(self)
+
+    # -- after a failure --------------------------------------------------------------------
+
+    def _take_care(self, index: int, error: BaseException) -> None:
+        if self.pending is not None:
+            self.pending = None
+            self._blocked += perf_counter() - self._since
+        self._careful = Careful(self._code, self.program, self.module)
+        self._careful.fail(index, error)
+        self.poison = self._careful.poison
+
+    def _interrupt(self, index: int, interruption: BaseException) -> None:
+        """Be ready to go on after Ctrl-C: give up a method, try anything else again."""
+        if self._code.steps[index].role is Role.COMPUTE:
+            self._take_care(index, interruption)
+        else:
+            self.pending = self._instructions[index]
+            self._since = perf_counter()
+
+    def _distrust(self, error: Exception) -> None:
+        """Run nothing of what the graph calls on this rank."""
+        self._careful = Careful(self._code, self.program, self.module)
+        self._careful.distrust(error)
+        self.poison = self._careful.poison
+
+    def _advance_with_care(self, limit: int | None) -> bool:
+        careful = self._careful
+        assert careful is not None
+        if self.pending is not None:
+            self.pending = None
+            self._blocked += perf_counter() - self._since
+            for move_on in self._progress:
+                move_on()
+        ended = careful.advance(limit)
+        self.poison = careful.poison
+        if ended:
+            self._careful = None
+            self._statistics.failures += 1
+            self._end()
+        elif careful.waits:
+            self.pending = careful.waits
+            self._since = perf_counter()
+        return ended
+
+    # -- reports ----------------------------------------------------------------------------
+
+    def _add_reports(self, reports: Reports) -> None:
+        """Post the receives first of all, await them last; send when all else is done."""
+        for port in reports.receive:
+            self._insert(0, partial(_start, port), Step(Role.ISSUE, port=port))
+            self._insert(None, partial(_take, port), Step(Role.AWAIT))
+        if reports.send is not None:
+            self._insert(None, partial(self._report, reports.send), KEEP)
+            self._insert(None, reports.send.poll, KEEP)
+
+    def _insert(self, at: int | None, instruction: Instruction, step: Step) -> None:
+        code = self._code
+        index = len(code.instructions) if at is None else at
+        code.instructions.insert(index, instruction)
+        code.steps.insert(index, step)
+        code.ops.insert(index, 0 if at == 0 else max(len(self.program.ops) - 1, 0))
+        code.awaited.insert(index, None)
+
+    def _report(self, port: Port) -> bool:
+        poison = self._careful.poison if self._careful is not None else None
+        if poison is None:
+            port.start(None)
+        else:
+            port.fail(poison)
+        return True
+
+
+def needs_no_grad(program: Program, module: Module) -> bool:
+    """Whether autograd must be off while the program runs.
+
+    It costs a microsecond to switch it off; what only calls opaque methods and passes values on
+    does without.
+    """
+    for op in program.ops:
+        if isinstance(op, (Collective, Constant, Copy, View)):
+            return True
+        if isinstance(op, Call) and (module.functions[op.fn.name].kind is not FunctionKind.OPAQUE):
+            return True
+    return False
+
+
+def _getter(indices: Sequence[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
+    if not indices:
+        return lambda registers: ()
+    if len(indices) == 1:
+        (index,) = indices
+        return lambda registers: (registers[index],)
+    return itemgetter(*indices)
+
+
+def _start(port: Port) -> bool:
+    port.start(None)
+    return True
+
+
+def _take(port: Port) -> bool:
+    if not port.poll():
+        return False
+    port.take()
+    port.release()
+    return True

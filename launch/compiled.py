@@ -1,0 +1,324 @@
+"""A compiled step: called on all ranks together, or driven from one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from ..backends.base import World
+from ..backends.futures import Future
+from ..backends.statistics import Statistics
+from ..ir.module import Module
+from ..ir.printer import format_program
+from ..passes.manager import PassReport
+from ..passes.plan_buffers import MemoryPlan, memory_plan
+from ..tracer.trace import Trace
+from . import graphs
+from .analysis import Cost, cost_of
+from .runtime import Runtime, make_runtime
+from .selection import selection
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A step, compiled for one signature.
+
+    Attributes:
+        trace: of the step.
+        module: scheduled.
+        reports: what each pass did.
+    """
+
+    trace: Trace
+    module: Module
+    reports: list[PassReport]
+
+
+class Compiled:
+    """Every rank's schedule of a step, bound to the ranks that this process plays.
+
+    A step is called on all ranks together. One with `inputs=cg.on(rank)` is a graph as well: that
+    rank, its driver, starts executions by `execute` while the other ranks are in `serve`. Both may
+    be used in one program, but not at the same time.
+
+    As a context manager, it ends with the block: the driver closes it, the other ranks serve until
+    then.
+
+    Attributes:
+        variants: one for each signature that it was compiled for.
+    """
+
+    def __init__(
+        self,
+        variants: Sequence[Variant],
+        world: World,
+        *,
+        seed: int,
+        timeout: float | None,
+        driver: int | None,
+        max_inflight: int,
+    ) -> None:
+        self.variants = tuple(variants)
+        self._world = world
+        self._seed = seed
+        self._timeout = timeout
+        self._driver = driver
+        self._select = selection([variant.trace.inputs for variant in variants])
+        self._runtimes: list[Runtime | None] = [None] * len(variants)
+        self._closed = False
+        self._made: graphs.Made | None = None
+        if driver is None:
+            for index in range(len(variants)):
+                self._runtime(index)
+        else:
+            self._made = self._make_graph(driver, max_inflight)
+            self._guards = [variant.trace.guards for variant in variants]
+            self._picks = [self._pick(variant, driver) for variant in variants]
+
+    @property
+    def module(self) -> Module:
+        """The scheduled module (of the first signature), the same on all ranks."""
+        return self.variants[0].module
+
+    @property
+    def reports(self) -> list[PassReport]:
+        """What each pass did (for the first signature)."""
+        return self.variants[0].reports
+
+    # -- on all ranks together --------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step on all ranks; collective.
+
+        Returns:
+            What the function returns; None on ranks that get no outputs.
+
+        Raises:
+            InputError: the arguments are not of the types that were traced; nothing was sent.
+            RemoteError: a method or an op raised, on any rank; every rank raises it, and the step
+                can be called again.
+            RuntimeError: executions are in flight on this rank, or the step has been closed.
+            StepTimeout: a rank has waited too long; the message says where every rank is.
+            TransportError: a rank has ended.
+        """
+        if self._closed:
+            raise self._closed_error()
+        graphs.check_idle(self._world)
+        variant, runtime = 0, self._runtimes[0]
+        if runtime is None or len(self.variants) > 1:
+            variant = self._select(args, kwargs)[0] if len(self.variants) > 1 else 0
+            runtime = self._runtime(variant)
+        trace = self.variants[variant].trace
+        outputs = runtime.run(lambda: _checked_inputs(trace, args, kwargs))
+        return None if outputs is None else trace.outputs.rebuild(outputs)
+
+    # -- from the driver --------------------------------------------------------------------
+
+    def execute(self, *args: Any, block: bool = True, **kwargs: Any) -> Future:
+        """Start an execution; on the driver, while the other ranks are in `serve`.
+
+        Executions go through each actor in the order in which they were started, whatever graph
+        they are of. The arguments are read until the future is done: do not change them before.
+
+        Args:
+            args, kwargs: as the step takes them.
+            block: whether to wait if `max_inflight` executions are in flight.
+
+        Returns:
+            The future of what the step returns on the driver; None is its result if `outputs`
+            are on other ranks. It is done when everything that the execution calls has run.
+
+        Raises:
+            InputError: the arguments are not of the types that were traced; nothing was sent.
+            CapacityError: `max_inflight` executions are in flight, and `block` is false.
+            RuntimeError: this rank is not the driver, the graph has been closed, or an actor of
+                this rank has changed since it was traced.
+            TransportError: a rank has ended.
+        """
+        made = self._made
+        if made is None or self._closed or made.graph.driver not in made.executions.residents:
+            raise self._cannot_execute()
+        variant, values = self._select(args, kwargs)
+        if self._guards[variant]:
+            self.variants[variant].trace.check_guards()
+        pick = self._picks[variant]
+        if pick is not None:
+            values = [values[index] for index in pick]
+        return made.executions.execute(made.graph, variant, values, block)
+
+    def serve(self) -> None:
+        """Run executions until the driver closes the graph; on every rank but the driver.
+
+        Executions of other graphs of the driver are run as well. Returns at once if the graph has
+        been closed, and in a virtual world, where one process plays all ranks.
+
+        Raises:
+            RuntimeError: this rank is the driver, or the step has none.
+            TransportError: a rank has ended without closing the graph.
+        """
+        made = self._made
+        if made is None:
+            raise self._no_driver("serve()")
+        if self._world.is_virtual:
+            return
+        if made.graph.driver == self._world.rank:
+            raise RuntimeError(
+                f"rank {self._world.rank} drives '{self._name}': it calls execute() and close(), "
+                "and the other ranks serve()"
+            )
+        made.executions.serve(made.graph)
+        self._close_runtimes()
+
+    def close(self) -> None:
+        """End the step, and give back its buffers; idempotent. It cannot be used after that.
+
+        The driver of a graph waits for the executions in flight, and then lets all ranks leave
+        `serve`. On another rank this is `serve`, if the driver has not closed the graph yet.
+
+        Raises:
+            TransportError: a rank has ended while the driver waited for it.
+        """
+        if self._closed:
+            return
+        made = self._made
+        if made is not None:
+            if made.graph.driver in made.executions.residents:
+                made.executions.close(made.graph)
+            else:
+                self.serve()
+        self._close_runtimes()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        made = self._made
+        drives = made is None or made.graph.driver in made.executions.residents
+        if drives or kind is None:
+            self.close()
+
+    # -- looking at it ----------------------------------------------------------------------
+
+    def as_text(self, rank: int | None = None, *, locations: bool = False, variant: int = 0) -> str:
+        """The program of a rank, this process's by default.
+
+        Raises:
+            ValueError: there is no such rank.
+        """
+        chosen = self._world.rank if rank is None else rank
+        program = self.variants[variant].module.program_of(chosen)
+        return format_program(program, locations=locations)
+
+    def statistics(self, rank: int | None = None) -> Statistics:
+        """What a rank that this process plays has measured of its executions.
+
+        Raises:
+            ValueError: another process plays that rank.
+        """
+        chosen = self._world.rank if rank is None else rank
+        runtimes = [runtime for runtime in self._runtimes if runtime is not None]
+        if self._made is None:
+            found = runtimes[0].statistics(chosen)
+            others = runtimes[1:]
+        else:
+            if chosen not in self._made.statistics:
+                raise ValueError(
+                    f"this is rank {self._world.rank}, and it has no statistics of rank {chosen}; "
+                    "cg.allgather() exchanges them"
+                )
+            found, others = self._made.statistics[chosen], runtimes
+        for runtime in others:
+            found = runtime.statistics(chosen) + found
+        return found
+
+    def memory_analysis(self) -> list[MemoryPlan]:
+        """What each rank's program holds at its peak, by the buffer plan, without weights.
+
+        A graph has `max_inflight` times as much.
+        """
+        return [memory_plan(self.module, rank) for rank in range(self.module.world)]
+
+    def cost_analysis(self) -> list[Cost]:
+        """What each rank's program does: calls, messages and bytes, by rank."""
+        return [cost_of(self.module, rank) for rank in range(self.module.world)]
+
+    # -- making it --------------------------------------------------------------------------
+
+    @property
+    def _name(self) -> str:
+        return self.module.name
+
+    def _runtime(self, index: int) -> Runtime:
+        """What runs a variant on all ranks; for a graph made when it is first called so."""
+        runtime = self._runtimes[index]
+        if runtime is None:
+            variant = self.variants[index]
+            runtime = self._runtimes[index] = make_runtime(
+                self._world,
+                variant.module,
+                [value.name for value in variant.trace.module.program.params],
+                variant.trace.bodies,
+                variant.trace.constants,
+                seed=self._seed,
+                timeout=self._timeout,
+            )
+        return runtime
+
+    def _make_graph(self, driver: int, max_inflight: int) -> graphs.Made:
+        variants = [
+            graphs.Variant(
+                variant.module,
+                variant.trace.bodies,
+                variant.trace.constants,
+                variant.trace.guards,
+                variant.trace.outputs.rebuild if driver in variant.trace.outputs.place else None,
+            )
+            for variant in self.variants
+        ]
+        return graphs.make_graph(
+            self._world, self._name, driver, variants, max_inflight, self._seed
+        )
+
+    def _pick(self, variant: Variant, driver: int) -> list[int] | None:
+        """For each parameter of the driver's program its index among the step's; None if equal."""
+        names = [value.name for value in variant.trace.module.program.params]
+        mine = [value.name for value in variant.module.program_of(driver).params]
+        return None if mine == names else [names.index(name) for name in mine]
+
+    def _close_runtimes(self) -> None:
+        self._closed = True
+        for runtime in self._runtimes:
+            if runtime is not None:
+                runtime.close()
+
+    def _cannot_execute(self) -> RuntimeError:
+        made = self._made
+        if made is None:
+            return self._no_driver("execute()")
+        if made.graph.driver not in made.executions.residents:
+            return RuntimeError(
+                f"rank {made.graph.driver} drives '{self._name}', and this is rank "
+                f"{self._world.rank}: call serve() here"
+            )
+        return self._closed_error()
+
+    def _no_driver(self, what: str) -> RuntimeError:
+        return RuntimeError(
+            f"{what} needs a rank that drives '{self._name}': trace it with "
+            "@cg.trace(inputs=cg.on(rank)), then lower() and compile() it"
+        )
+
+    def _closed_error(self) -> RuntimeError:
+        return RuntimeError(f"'{self._name}' has been closed: compile it again")
+
+
+def _checked_inputs(trace: Trace, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    trace.check_guards()
+    return trace.inputs.flatten(args, kwargs)

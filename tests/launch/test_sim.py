@@ -1,0 +1,150 @@
+"""cg-sim: one JSON object, from a name or a table, without torch or MPI."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cg.launch.sim import main
+
+TABLE = "0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1\n"
+
+
+def run(capsys: pytest.CaptureFixture[str], line: str) -> dict[str, Any]:
+    assert main(line.split()) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert isinstance(found, dict)
+    return found
+
+
+def refused(capsys: pytest.CaptureFixture[str], line: str) -> str:
+    assert main(line.split()) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return captured.err
+
+
+def test_it_prints_one_object(capsys: pytest.CaptureFixture[str]) -> None:
+    found = run(
+        capsys,
+        "--schedule zb-h1 --stages 8 --microbatches 24 --tf 18.522 --tb 18.086 --tw 9.337 "
+        "--tcomm 0.601",
+    )
+    assert found == {
+        "makespan_ms": 1310.405,
+        "bubble_ratio": pytest.approx(0.1585, abs=5e-5),
+        "peak_activations": [8] * 8,
+    }
+    busy = 24 * (18.522 + 18.086 + 9.337)
+    ratio = (found["makespan_ms"] - busy) / found["makespan_ms"]
+    assert found["bubble_ratio"] == pytest.approx(ratio, abs=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "makespan", "peaks"),
+    [
+        ("--schedule gpipe", 33, [8, 8, 8, 8]),
+        ("--schedule 1f1b", 33, [4, 3, 2, 1]),
+        ("--schedule interleaved", 28.5, [5.5, 4.5, 3.5, 2.5]),
+        ("--schedule interleaved --chunks 4", 26.25, [4.75, 4.25, 3.75, 3.25]),
+        ("--schedule looped-bfs --chunks 3", 27, [8, 8, 8, 8]),
+        ("--schedule zb-h1", 27, [4, 4, 4, 4]),
+        ("--schedule zb-h2", 24, [7, 7, 7, 7]),
+        ("--schedule zb-v", 24, [4, 4, 4, 4]),
+        ("--schedule dualpipe-v", 25.5, [4.5, 4.5, 4.5, 4.5]),
+        ("--schedule auto", 27, [4, 4, 4, 4]),
+        ("--schedule auto --max-activations 7", 24, [7, 7, 7, 7]),
+        ("--schedule auto --layout vee", 24, [4, 4, 4, 4]),
+        ("", 33, [4, 3, 2, 1]),
+    ],
+)
+def test_every_schedule(
+    capsys: pytest.CaptureFixture[str], arguments: str, makespan: float, peaks: list[float]
+) -> None:
+    found = run(capsys, f"{arguments} --stages 4 --microbatches 8")
+    assert found["makespan_ms"] == pytest.approx(makespan)
+    assert found["peak_activations"] == peaks
+
+
+def test_the_memory_of_w_is_an_option(capsys: pytest.CaptureFixture[str]) -> None:
+    found = run(capsys, "--schedule zb-h1 --stages 4 --microbatches 8 --mw 0.5")
+    assert found["peak_activations"] == [4, 3.5, 3, 2.5]
+
+
+def test_the_grid_is_a_key_and_goes_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--schedule", "zb-h1", "--stages", "2", "--microbatches", "2", "--grid"]) == 0
+    captured = capsys.readouterr()
+    drawn = "0 | 0F0 0F1 ....0B0 0W0 0B1 0W1 \n1 | ....1F0 1B0 1F1 1B1 1W0 1W1 \n"
+    assert json.loads(captured.out)["grid"] == drawn
+    assert captured.err == drawn
+
+
+def test_a_table_says_what_its_pipeline_is(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.txt"
+    path.write_text(TABLE)
+    found = run(capsys, f"--table {path} --tb 2")
+    assert found["makespan_ms"] == 12
+    assert found["peak_activations"] == [2, 1]
+    assert run(capsys, f"--table {path} --tb 2 --stages 2 --microbatches 2") == found
+    assert "--stages 3: the table" in refused(capsys, f"--table {path} --stages 3")
+    assert "--chunks is not for a --table" in refused(capsys, f"--table {path} --chunks 2")
+
+
+def test_costs_come_from_a_file_and_options_come_first(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text('{"tf": [1, 2], "tw": 5}')
+    found = run(capsys, f"--schedule gpipe --stages 2 --microbatches 1 --costs {path} --tw 0")
+    assert found["makespan_ms"] == 5
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--schedule 1f1b --microbatches 2", "say how many stages there are: --stages N"),
+        ("--stages 2", "say how many microbatches there are: --microbatches N"),
+        ("--stages 0 --microbatches 2", "--stages 0: there must be at least 1"),
+        ("--stages 2 --microbatches 2 --chunks 0", "--chunks 0: there must be at least 1"),
+        ("--stages 2 --microbatches 2 --tf -1", "tf is -1.0; it must be finite"),
+        ("--schedule zb-v --stages 2 --microbatches 2 --chunks 3", "--chunks 3: a pipeline that"),
+        ("--schedule zb-h1 --stages 2 --microbatches 2 --chunks 2", "stages of a rank side by"),
+        ("--schedule 1f1b --stages 2 --microbatches 2 --max-activations 2", "is for auto"),
+        ("--schedule auto --stages 2 --microbatches 2 --max-activations 0", "at least 1"),
+        ("--table /no/such/file", "No such file"),
+        ("--stages 2 --microbatches 2 --costs /no/such/file", "No such file"),
+    ],
+)
+def test_errors_say_what_to_do(capsys: pytest.CaptureFixture[str], line: str, message: str) -> None:
+    error = refused(capsys, line)
+    assert error.startswith("cg-sim: error: ")
+    assert message in error
+
+
+def test_a_table_that_waits_for_itself_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.txt"
+    path.write_text("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1\n")
+    assert "rank 0 stays at 0B0, which needs 1B0" in refused(capsys, f"--table {path}")
+
+
+def test_it_needs_neither_torch_nor_mpi_nor_numpy() -> None:
+    program = (
+        "import sys\n"
+        "for name in ('torch', 'mpi4py', 'numpy'): sys.modules[name] = None\n"
+        "from cg.launch.sim import main\n"
+        "sys.exit(main('--schedule auto --stages 2 --microbatches 3'.split()))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["peak_activations"] == [2, 2]

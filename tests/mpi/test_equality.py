@@ -1,0 +1,18 @@
+"""Compiled training equals a plain PyTorch loop, on MPI ranks; see tests/equality.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from .jobs import needs_mpi, run
+
+pytestmark = [*needs_mpi, pytest.mark.timeout(200)]
+
+
+@pytest.mark.parametrize(("ranks", "comparisons"), [(1, 4), (2, 13), (4, 4), (8, 4)])
+def test_losses_and_gradients_are_those_of_a_plain_loop(ranks: int, comparisons: int) -> None:
+    every = ["every"] if ranks == 2 else []
+    ended = run(ranks, ["-m", "tests.equality", *every], seconds=180)
+    assert ended.code == 0, ended.output
+    for rank in range(ranks):
+        assert ended.output.count(f"rank {rank}: ") == comparisons

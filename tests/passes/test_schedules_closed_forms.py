@@ -1,0 +1,102 @@
+"""Makespans of schedules on paper against the closed forms of the papers, for any costs."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from cg.ir.costs import Costs
+from cg.ir.timing import play
+from cg.passes import schedules
+from cg.passes.schedules import Pipeline, Schedule
+
+times = st.integers(1, 1000).map(float)
+ranks = st.integers(1, 8)
+counts = st.integers(1, 24)
+
+
+def bubble(schedule: Schedule, stage_ranks: tuple[int, ...], m: int, costs: Costs) -> float:
+    """The makespan less the work of a rank; `costs` are those of a whole rank."""
+    order = schedule(Pipeline(stage_ranks, m))
+    timeline = play(order, stage_ranks, m, costs.shared(stage_ranks))
+    assert isinstance(costs.tf, float)
+    assert isinstance(costs.tb, float)
+    assert isinstance(costs.tw, float)
+    return timeline.makespan - m * (costs.tf + costs.tb + costs.tw)
+
+
+@given(ranks, counts, times, times, times, st.sampled_from(["gpipe", "1f1b"]))
+def test_gpipe_and_1f1b(p: int, m: int, tf: float, tb: float, tw: float, name: str) -> None:
+    found = bubble(schedules.by_name(name), tuple(range(p)), m, Costs(tf, tb, tw))
+    assert found == (p - 1) * (tf + tb + tw)
+
+
+@given(ranks, counts, st.integers(1, 4), times, times, times)
+def test_chunks_divide_the_bubble_once_each_rank_has_a_microbatch(
+    p: int, m: int, v: int, tf: float, tb: float, tw: float
+) -> None:
+    assume(m >= p)
+    for schedule in (schedules.interleaved(v), schedules.looped_bfs(v)):
+        found = bubble(schedule, tuple(range(p)) * v, m, Costs(tf, tb, tw))
+        assert found == pytest.approx((p - 1) * (tf + tb + tw) / v, abs=1e-6)
+
+
+@given(ranks, counts, times, times, times)
+def test_zb_h1_if_w_is_no_longer_than_f(p: int, m: int, tf: float, tb: float, tw: float) -> None:
+    assume(m >= p)
+    tw = min(tw, tf)
+    found = bubble(schedules.zb_h1(), tuple(range(p)), m, Costs(tf, tb, tw))
+    assert found == (p - 1) * (tf + tb - tw)
+
+
+@given(ranks, counts, times, times, times)
+def test_zb_h2_if_w_is_no_longer_than_f_and_b(
+    p: int, m: int, tf: float, tb: float, tw: float
+) -> None:
+    assume(m >= 2 * p - 1)
+    tw = min(tw, tf, tb)
+    found = bubble(schedules.zb_h2(), tuple(range(p)), m, Costs(tf, tb, tw))
+    assert found == (p - 1) * (tf + tb - 2 * tw)
+
+
+@given(ranks, st.integers(1, 32), times)
+def test_zb_v_has_no_bubble_at_equal_times(p: int, m: int, time: float) -> None:
+    assume(m >= 2 * p - 1)
+    stage_ranks = tuple(range(p)) + tuple(range(p))[::-1]
+    costs = Costs(time, time, time)
+    assert bubble(schedules.zb_v(), stage_ranks, m, costs) == pytest.approx(0, abs=1e-6)
+
+
+@given(ranks, st.integers(1, 32), times)
+def test_dualpipe_v_is_idle_for_half_an_action_a_rank(p: int, m: int, time: float) -> None:
+    assume(m >= 2 * p)
+    stage_ranks = tuple(range(p)) + tuple(range(p))[::-1]
+    costs = Costs(time, time, time)
+    assert bubble(schedules.dualpipe_v(), stage_ranks, m, costs) == pytest.approx(
+        (p - 1) * time / 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "costs", "one_f_one_b", "zb_h1", "zb_h2"),
+    [
+        (8, 24, Costs(18.522, 18.086, 9.337, 0.601), 0.2431, 0.1585, 0.1083),
+        (8, 24, Costs(29.718, 29.444, 19.927, 0.527), 0.2347, 0.1323, 0.0698),
+        (16, 48, Costs(11.347, 11.248, 8.132, 0.377), 0.2552, 0.1397, 0.0672),
+        (32, 96, Costs(10.419, 10.207, 7.715, 0.408), 0.2646, 0.1421, 0.0641),
+    ],
+)
+def test_published_bubble_rates_of_measured_costs(
+    p: int, m: int, costs: Costs, one_f_one_b: float, zb_h1: float, zb_h2: float
+) -> None:
+    """Bubble rates and the costs behind them as in arXiv 2401.10241, for four models."""
+    stage_ranks = tuple(range(p))
+    for schedule, published in (
+        (schedules.one_f_one_b(), one_f_one_b),
+        (schedules.zb_h1(), zb_h1),
+        (schedules.zb_h2(), zb_h2),
+    ):
+        timeline = play(schedule(Pipeline(stage_ranks, m)), stage_ranks, m, costs)
+        found = 1 - timeline.busy(0) / timeline.makespan
+        assert found == pytest.approx(published, abs=5e-5)

@@ -1,0 +1,210 @@
+"""Every schedule, of every pipeline that it takes, gives the gradients of the plain loop.
+
+The losses and gradients of schedules that split backwards are moreover those of 1F1B bit for bit,
+as each stage adds up its microbatches in the same order.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import cg
+from cg.backends.virtual import VirtualExecutable, VirtualWorld
+from cg.ir.attributes import Action, Effect
+from cg.ir.ops import Call
+from cg.launch.api import Compiled
+from cg.launch.world import use_world
+from cg.passes.schedules import Pipeline
+from cg.tracer.actors import ActorHandle
+
+from .pipelines import WIDTH, Pipe, Stage, assert_close, draw_pipe, gradients, inputs, make_step
+from .traces import SharedTraces
+
+pytestmark = pytest.mark.timeout(300)
+
+STAGES = 16
+
+
+class Pool:
+    """Instances that many pipelines use one after another, so that methods are traced once."""
+
+    def __init__(self) -> None:
+        self.instances = [Stage(number) for number in range(STAGES)]
+        self.traces = SharedTraces()
+
+    def place(self, ranks: Sequence[int], world: VirtualWorld) -> list[Any]:
+        return [
+            ActorHandle(f"stage{i}", rank, Stage, world, self.instances[i])
+            for i, rank in enumerate(ranks)
+        ]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Pool:
+    return Pool()
+
+
+@contextmanager
+def tracing_with(pool: Pool) -> Iterator[None]:
+    with mock.patch("cg.launch.api.Functions", return_value=pool.traces):
+        yield
+
+
+def run(pipe: Pipe, pool: Pool) -> tuple[Compiled, Tensor, dict[str, Tensor | None]]:
+    """Compile and run a pipeline; hold it against the plain loop."""
+    world = VirtualWorld(pipe.world)
+    with use_world(world), tracing_with(pool):
+        stages = pool.place(pipe.ranks, world)
+        plain = make_step(pipe, stages)
+        expected = plain(*inputs(pipe)).detach()
+        wanted = gradients(stages)
+        step = cg.trace(plain)
+        lowered = step.lower(*inputs(pipe))
+        compiled = lowered.compile(schedule=cg.schedules.by_name(pipe.schedule))
+        loss = compiled(*inputs(pipe))
+        found = gradients(stages)
+        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+        assert_close(found, wanted, 1e-10)
+        # Again, with ranks that take turns at random and poison in freed slots.
+        executable = VirtualExecutable(
+            compiled.module, lowered.trace.bodies, lowered.trace.constants, poison=True, shuffle=3
+        )
+        given = dict(zip("xy", inputs(pipe), strict=True))
+        executable.run([[given[v.name] for v in p.params] for p in compiled.module.programs])
+        assert_close(gradients(stages), found, 0)
+        return compiled, loss, found
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@given(seed=st.integers(0, 10**9))
+def test_gradients_are_those_of_the_plain_loop(seed: int, pool: Pool) -> None:
+    run(draw_pipe(random.Random(seed).randint, 8, STAGES), pool)
+
+
+@pytest.mark.parametrize("schedule", cg.schedules.names())
+@pytest.mark.parametrize(("p", "m"), [(1, 1), (2, 5), (3, 2), (4, 8)])
+def test_every_schedule(schedule: str, p: int, m: int, pool: Pool) -> None:
+    vee = schedule in ("zb-v", "dualpipe-v")
+    ranks = (*range(p), *reversed(range(p))) if vee else tuple(range(p))
+    last = len(ranks) - 1
+    skips = ((0, last),) if last else ()
+    compiled, _, _ = run(Pipe(ranks, m, skips, tied=True, schedule=schedule), pool)
+    assert_order(compiled, ranks, m, schedule)
+
+
+def assert_order(compiled: Compiled, ranks: Sequence[int], m: int, schedule: str) -> None:
+    """Hold the tasks of each rank's program against what the schedule says."""
+    order = cg.schedules.by_name(schedule)(Pipeline(tuple(ranks), m))
+    for program in compiled.module.programs:
+        calls = [op for op in program.ops if isinstance(op, Call)]
+        functions = compiled.module.functions
+        tasks = [op.task for op in calls if op.task and functions[op.fn.name].actor]
+        seen = list(dict.fromkeys(tasks))
+        wanted = [task for task in order.get(program.rank or 0, ()) if task in seen]
+        assert [task for task in seen if task in wanted] == wanted
+        extra = {task.action for task in seen if task not in wanted}
+        assert extra <= {Action.WEIGHT}
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-h2", "auto"])
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 3), (4, 10)])
+def test_split_backwards_change_no_bit(schedule: str, p: int, m: int, pool: Pool) -> None:
+    pipe = Pipe(tuple(range(p)), m, ((0, p - 1),) if p > 2 else (), tied=True)
+    _, loss, found = run(pipe, pool)
+    compiled, other, split = run(replace(pipe, schedule=schedule), pool)
+    assert torch.equal(loss, other)
+    assert_close(split, found, 0)
+    assert any(
+        op.task and op.task.action is Action.WEIGHT for op in compiled.module.programs[1].ops
+    )
+
+
+def test_recomputing_needs_less_memory(pool: Pool) -> None:
+    pipe = Pipe((0, 1), 8, schedule="gpipe")
+    plain, _, found = run(pipe, pool)
+    remat, _, again = run(replace(pipe, remat=frozenset({0, 1})), pool)
+    assert_close(again, found, 0)
+    before, after = (c.memory_analysis()[0].values for c in (plain, remat))
+    assert before - after == 8 * WIDTH * 8  # the tanh of each microbatch
+
+
+@cg.actor
+class Normed(nn.Module):
+    """Each call updates the statistics of a batch norm, and a buffer that another method reads."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        torch.manual_seed(number)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.register_buffer("scale", torch.ones(WIDTH))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.norm(self.linear(x)))
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return self.linear(x * self.scale)
+
+    def track(self, x: Tensor) -> Tensor:
+        self.scale = 0.9 * self.scale + x.detach().abs().mean(0)
+        return x
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return ((x - y) ** 2).mean()
+
+
+def normed_step(stages: Sequence[Any], m: int, scaled: bool) -> Callable[..., Tensor]:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        losses = []
+        for part, target in cg.microbatches((x, y), m):
+            for stage in stages:
+                part = stage.forward(part)
+                if scaled:
+                    part = stage.scaled(stage.track(part))
+            losses.append(stages[-1].loss(part, target))
+        loss = cg.mean(losses)
+        cg.backward(loss)
+        return loss
+
+    return step
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "gpipe"])
+def test_updates_of_buffers_do_not_hold_up_backwards(schedule: str, scaled: bool) -> None:
+    """Statistics change in the order of the microbatches, before earlier backwards have run.
+
+    What a backward needs of a buffer is what it was when its forward ran.
+    """
+    p, m = 3, 5
+    x, y = (torch.randn(3 * m, WIDTH, dtype=torch.float64) for _ in range(2))
+    with use_world(VirtualWorld(p)):
+        eager, stages = ([Normed.on(i)(i) for i in range(p)] for _ in range(2))
+        expected = normed_step(eager, m, scaled)(x, y)
+        lowered = cg.trace(normed_step(stages, m, scaled)).lower(x, y)
+        compiled = lowered.compile(schedule=cg.schedules.by_name(schedule))
+        torch.testing.assert_close(compiled(x, y), expected.detach(), rtol=1e-12, atol=0)
+        for one, other in zip(eager, stages, strict=True):
+            state = other.local.state_dict()
+            for name, value in one.local.state_dict().items():
+                torch.testing.assert_close(state[name], value, rtol=1e-12, atol=1e-14)
+        assert_close(gradients(stages), gradients(eager), 1e-10)
+    effects = {f.name.partition(".")[2]: f.effect for f in compiled.module.functions.values()}
+    assert effects["forward.vjp.forward"] is Effect.UPDATE

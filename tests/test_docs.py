@@ -1,0 +1,119 @@
+"""What the documentation says is so: generated parts, snippets and their output, links."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "docs"))  # the generator is no part of the package
+
+from generator.docstrings import to_markdown  # noqa: E402
+from generator.pages import PAGES, render  # noqa: E402
+from generator.snippets import SnippetError, run_page  # noqa: E402
+
+IDS = [str(page.relative_to(ROOT)) for page in PAGES]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_pages_are_up_to_date(page: Path) -> None:
+    """Runs the page's snippets in the virtual world, too."""
+    lines, written = render(page).splitlines(), page.read_text(encoding="utf-8").splitlines()
+    for number, (line, old) in enumerate(zip(lines, written, strict=False), 1):
+        assert line == old, f"{page}:{number} is out of date: run python docs/generate.py"
+    assert len(lines) == len(written), f"{page} is out of date: run python docs/generate.py"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in links(page):
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{page} links to {target}: there is no {file}"
+        if anchor:
+            assert anchor in anchors(file), f"{page} links to {target}: no such heading"
+
+
+def links(page: Path) -> list[str]:
+    """The relative links of a page, without those inside of code."""
+    text = prose(page)
+    found = re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`\B", "", text))
+    return [link for link in found if not re.match(r"[a-z]+:", link)]
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and MkDocs make them."""
+    headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
+    kept = (re.sub(r"[^\w\s-]", "", heading.replace("`", "")).strip() for heading in headings)
+    return {re.sub(r"\s+", "-", heading.lower()) for heading in kept}
+
+
+def prose(page: Path) -> str:
+    return re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    listed = set(re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    assert listed == pages
+
+
+def run(text: str) -> str:
+    return run_page(text, Path("page.md"))
+
+
+def test_output_is_put_where_it_belongs() -> None:
+    page = "<!-- run -->\n```python\nprint(6 * 7)\n```\n\n<!-- output -->\n```text\nold\n```\n"
+    assert run(page) == page.replace("old", "42")
+
+
+def test_snippets_of_a_page_share_names_and_directory() -> None:
+    run(
+        "<!-- run -->\n```python\nopen('note.txt', 'w').write(name := 'x')\n```\n"
+        "<!-- run -->\n```sh\ntest -f note.txt\n```\n"
+        "<!-- run -->\n```python\nassert name == 'x'\n```\n"
+    )
+
+
+def test_the_world_has_the_size_that_the_page_asks_for() -> None:
+    run("<!-- run ranks=5 -->\n```python\nimport cg\nassert cg.world_size() == 5\n```\n")
+
+
+@pytest.mark.parametrize(
+    ("page", "message"),
+    [
+        ("<!-- run -->\n```python\n1 / 0\n```\n", "snippet 1 failed:\nZeroDivisionError"),
+        ("<!-- run -->\n```sh\nexit 3\n```\n", "snippet 1 failed"),
+        ("<!-- run raises -->\n```python\npass\n```\n", "snippet 1 did not fail"),
+        ("<!-- output -->\n```text\n```\n", "no snippet has run before it"),
+    ],
+)
+def test_a_snippet_that_does_something_else_is_an_error(page: str, message: str) -> None:
+    with pytest.raises(SnippetError, match=message):
+        run(page)
+
+
+def test_docstrings_become_markdown() -> None:
+    doc = """Do it.
+
+    As in::
+
+        %x = copy(%y)
+
+    Args:
+        x: a thing, which goes
+            on here.
+        y, z: two more.
+
+    Returns:
+        The rest.
+    """
+    assert to_markdown(doc) == (
+        "Do it.\n\nAs in:\n\n```text\n%x = copy(%y)\n```\n\n"
+        "*Arguments*:\n\n- `x`: a thing, which goes on here.\n- `y`, `z`: two more.\n\n"
+        "*Returns*: The rest."
+    )
+    assert "Returns" not in to_markdown(doc, skip=("Returns",))

@@ -1,0 +1,32 @@
+"""Compiled training equals a plain PyTorch loop, with all ranks played by one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import cg
+from cg.backends.virtual import VirtualWorld
+from cg.launch.world import use_world
+
+from .equality import compare_all, layouts
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+def test_losses_and_gradients_are_those_of_a_plain_loop(world: int) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with use_world(VirtualWorld(world)):
+            assert len(compare_all(every=True)) == expected(world)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def expected(world: int) -> int:
+    """How many comparisons there are: float64 with every schedule, float32 with the basic two."""
+    return 2 + sum(len(layout.schedules) for layout in layouts(world, True))
+
+
+def test_every_schedule_is_compared() -> None:
+    assert {n for layout in layouts(2, True) for n in layout.schedules} == set(cg.schedules.names())
