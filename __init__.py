@@ -12,16 +12,24 @@ from typing import TYPE_CHECKING, Any
 from .launch.bootstrap import prepare as _prepare
 
 if TYPE_CHECKING:
-    from .backends.errors import DeadlockError, PlanMismatch, RemoteError, StepTimeout
+    from .backends.errors import (
+        DeadlockError,
+        PlanMismatch,
+        RemoteError,
+        StepTimeout,
+        TransportError,
+    )
     from .backends.futures import CapacityError, Future
     from .ir.diagnostics import IRError
     from .ir.types import Place
     from .launch.api import Lowered, Step, actor, allgather, barrier, on, trace
     from .launch.carry import carry
     from .launch.compiled import Compiled
+    from .launch.config import ConfigError
+    from .launch.waiting import WorldError
     from .launch.world import rank, world_size
     from .passes import schedules
-    from .tracer.actors import ActorHandle, remat
+    from .tracer.actors import ActorError, ActorHandle, remat
     from .tracer.collectives import (
         all_gather,
         all_reduce,
@@ -76,6 +84,10 @@ _HOMES = {
     "StepTimeout": "backends.errors",
     "PlanMismatch": "backends.errors",
     "DeadlockError": "backends.errors",
+    "TransportError": "backends.errors",
+    "ActorError": "tracer.actors",
+    "WorldError": "launch.waiting",
+    "ConfigError": "launch.config",
 }
 
 __all__ = [  # noqa: F822 - the names are found by __getattr__
@@ -113,6 +125,10 @@ __all__ = [  # noqa: F822 - the names are found by __getattr__
     "StepTimeout",
     "PlanMismatch",
     "DeadlockError",
+    "TransportError",
+    "ActorError",
+    "WorldError",
+    "ConfigError",
 ]
 
 

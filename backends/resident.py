@@ -52,8 +52,9 @@ class Resident:
         """Start an execution, and go on with it as far as it comes."""
         instance = seat.instances[variant]
         instance.start(inputs, execution)
-        if self._random is not None or not instance.advance():
-            self.in_flight.append(instance)
+        self.in_flight.append(instance)
+        if self._random is None and instance.advance():
+            self.in_flight.pop()
 
     def turn(self) -> bool:
         """Go on with each execution until it has to wait; whether any has moved."""

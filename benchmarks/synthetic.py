@@ -71,8 +71,21 @@ def _declare_stage(module: Module, rank: int) -> None:
         f"{name}.bwd", (_HIDDEN, _HIDDEN), (cotangent,), effect=Effect.ACCUMULATE, actor=actor
     )
     grad_inputs = () if rank == 0 else (0,)
-    _declare(module, forward, backward)
-    module.vjps[f"{name}.vjp"] = Vjp(f"{name}.vjp", forward.name, backward.name, (0,), grad_inputs)
+    weight = Function(
+        f"{name}.w", backward.inputs, (UnitType(),), effect=Effect.ACCUMULATE, actor=actor
+    )
+    _declare(module, forward, backward, weight)
+    # As a traced stage: the second half takes what is saved, and the cotangent.
+    module.vjps[f"{name}.vjp"] = Vjp(
+        f"{name}.vjp",
+        forward.name,
+        backward.name,
+        (0,),
+        grad_inputs,
+        input=backward.name if rank else None,
+        weight=weight.name if rank else backward.name,
+        kept=(0, 1),
+    )
     update = Function(f"{actor}.update", (), (UnitType(),), effect=Effect.WRITE, actor=actor)
     _declare(module, update)
 

@@ -118,6 +118,16 @@ class Step:
             self._compiled[key] = compiled
         return compiled(*args, **kwargs)
 
+    def clear_cache(self) -> None:
+        """Forget what calls have compiled, so that the next call traces again; on all ranks.
+
+        Needed when an actor has changed in a way that the trace relied on, such as by `eval()`.
+        What `lower(...).compile()` has returned is not affected.
+        """
+        for compiled in self._compiled.values():
+            compiled.close()
+        self._compiled.clear()
+
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Trace the step for arguments like these; collective.
 

@@ -6,7 +6,7 @@ import atexit
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from ..backends.base import Body, Communicator, World
 from ..backends.cpu.node import MpiWorld
@@ -87,14 +87,18 @@ def check_idle(world: World) -> None:
 def use_executions(world: World, executions: Executions) -> None:
     """Let a world's graphs be those of `executions`; before any graph of it is compiled."""
     _worlds[world] = executions
-    atexit.register(close_all, executions)
+    # After the hook of the transport, which therefore runs later.
+    atexit.register(_close_all, ref(executions))
 
 
-def close_all(executions: Executions) -> None:
+def _close_all(executions: ref[Executions]) -> None:
     """At the interpreter's exit: as the driver, close every graph that is still open."""
-    for graph in tuple(executions.graphs.values()):
-        if graph.driver in executions.residents:
-            executions.close(graph)
+    alive = executions()
+    if alive is None:
+        return
+    for graph in tuple(alive.graphs.values()):
+        if graph.driver in alive.residents:
+            alive.close(graph)
 
 
 def make_graph(

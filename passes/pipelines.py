@@ -6,6 +6,7 @@ from .assign_stages import AssignStages
 from .assign_streams import AssignStreams
 from .base import Pass, Pipeline
 from .check_deadlock import CheckDeadlock
+from .check_races import CheckRaces
 from .check_types import CheckTypes
 from .cse import CommonSubexpressionElimination
 from .dce import DeadCodeElimination
@@ -60,5 +61,7 @@ def default_pipeline(
         # The rest proves things about the programs that will run, and changes nothing.
         CheckTypes(),
         CheckDeadlock(),
+        # Programs that come to their end have an order, which the proof rests on.
+        CheckRaces(),
     ]
     return (switches if switches is not None else Switches()).apply(tuple(steps))

@@ -86,12 +86,7 @@ def opaque_body(
         return _checked(call, results, what)
     many = mark.returns
     if many is None:
-
-        def one(*inputs: Any) -> Sequence[Any]:
-            with torch.enable_grad():
-                return (call(inputs),)
-
-        return one
+        return _for_one(function, call, _is_flat(signature))
 
     def several(*inputs: Any) -> Sequence[Any]:
         with torch.enable_grad():
@@ -105,6 +100,27 @@ def opaque_body(
     return several
 
 
+def _for_one(
+    function: Callable[..., Any], call: Callable[[tuple[Any, ...]], Any], flat: bool
+) -> Body:
+    """A body for one object. Switching gradients on costs more than a short method."""
+    if flat:
+
+        def short(*inputs: Any) -> Sequence[Any]:
+            if torch.is_grad_enabled():
+                return (function(*inputs),)
+            with torch.enable_grad():
+                return (function(*inputs),)
+
+        return short
+
+    def one(*inputs: Any) -> Sequence[Any]:
+        with torch.enable_grad():
+            return (call(inputs),)
+
+    return one
+
+
 def _words(result: Any) -> str:
     if isinstance(result, (tuple, list)):
         return f"a {type(result).__name__} of {len(result)}"
@@ -113,9 +129,7 @@ def _words(result: Any) -> str:
 
 def _caller(function: Callable[..., Any], signature: Tree) -> Callable[[tuple[Any, ...]], Any]:
     """Calls `function` with values in their places; without pytrees where none are needed."""
-    args, kwargs = pytree.tree_unflatten(range(len(signature.leaves)), signature.spec)
-    flat = all(type(i) is int for i in (*args, *kwargs.values()))
-    if flat and not kwargs and len(signature.values) == len(signature.leaves):
+    if _is_flat(signature):
         return lambda inputs: function(*inputs)
 
     def general(inputs: tuple[Any, ...]) -> Any:
@@ -123,6 +137,13 @@ def _caller(function: Callable[..., Any], signature: Tree) -> Callable[[tuple[An
         return function(*args, **kwargs)
 
     return general
+
+
+def _is_flat(signature: Tree) -> bool:
+    """Whether the values are the positional arguments, and there are no others."""
+    args, kwargs = pytree.tree_unflatten(range(len(signature.leaves)), signature.spec)
+    flat = not kwargs and all(type(i) is int for i in args)
+    return flat and len(signature.values) == len(signature.leaves)
 
 
 def _checked(call: Callable[[tuple[Any, ...]], Any], results: Tree, what: str) -> Body:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -176,8 +177,15 @@ def agree(
         raise heard
     if mine is not None:
         return mine
-    unpacked: P = pickle.loads(heard)
+    unpacked: P = _unpacked(heard)
     return None, unpacked
+
+
+def _unpacked(content: bytes) -> Any:
+    """What `_packed` has packed, without torch's warnings about how its own tree specs load."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return pickle.loads(content)
 
 
 def _packed(value: object, name: str, loc: Location | None) -> bytes:

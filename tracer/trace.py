@@ -195,7 +195,8 @@ class Trace:
             change = guard()
             if change is not None:
                 raise RuntimeError(
-                    f"{change}; step {self.module.name} was traced before that, lower it again"
+                    f"{change}; step {self.module.name} was traced before that. Lower it again; a "
+                    "step that is called without lower() needs clear_cache() on all ranks"
                 )
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ..ir.location import Location
 from ..ir.ops import Value
@@ -172,6 +173,20 @@ class ObjectValue:
 
     def __init__(self, traced: Traced) -> None:
         self.traced = traced
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> NoReturn:
+        given = (*tree_leaves(args), *tree_leaves(kwargs or {}))
+        value = next(leaf for leaf in given if isinstance(leaf, cls))
+        raise TraceError(
+            f"torch.{getattr(func, '__name__', func)} of %{value.traced.value.name}, an object "
+            "that is known only when the step runs",
+            loc=caller_location(),
+            remedy="say that the method returns tensors, by @cg.opaque(fake=...), or compute with "
+            "the object in an actor's method",
+        )
 
     def __repr__(self) -> str:
         return f"<value %{self.traced.value.name} of a traced step: {self.traced.value.type}>"

@@ -9,7 +9,7 @@ from time import monotonic
 
 from ...ir.module import Channel
 from ...ir.ops import Collective, Recv, Send
-from ...ir.types import TensorType, ValueType
+from ...ir.types import ObjectType, TensorType, ValueType
 from ..base import Port
 from ..errors import BindError, StepTimeout, TransportError
 from .codecs import TensorCodec, codec_of
@@ -18,6 +18,7 @@ from .layout import LINE, SlotLayout, round_up
 from .local import LocalReceiver, LocalSender
 from .messages import Active, ReceiveLane, SendLane, incoming, outgoing
 from .node import Node
+from .object_ports import ObjectRecvPort, ObjectSendPort
 from .ports import RecvPort, SendPort, SlotRecvPort
 from .remote import Counts, RemoteReceiver, RemoteSender
 
@@ -90,6 +91,8 @@ class CpuCommunicator:
         """
         self._check_slot(op, channel, type_)
         lane = self._fans[channel.id][0]
+        if isinstance(type_, ObjectType) and isinstance(lane, LocalSender):
+            return ObjectSendPort(lane)
         return SendPort(lane, outgoing(codec_of(type_), op.slot))
 
     def recv_port(self, op: Recv, channel: Channel, type_: ValueType) -> Port:
@@ -100,6 +103,8 @@ class CpuCommunicator:
         """
         self._check_slot(op, channel, type_)
         lane = self._receivers[channel.id, op.peer]
+        if isinstance(type_, ObjectType) and isinstance(lane, LocalReceiver):
+            return ObjectRecvPort(lane)
         codec = codec_of(type_)
         if op.slot is None or op.operands or not isinstance(codec, TensorCodec):
             return RecvPort(lane, incoming(codec, op.slot))

@@ -7,7 +7,7 @@ deaths and deadlines are looked for only by ranks that have waited for some time
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import monotonic
 
 from ..errors import PlanMismatch, StepTimeout, TransportError
@@ -108,6 +108,10 @@ class Control:
             RemoteError, StepTimeout, PeerLost, PlanMismatch: as `check`.
         """
         self._meet(Meeting.COMMIT, tuple(progress))
+        strangers = self._rows.of_another_plan(self.epoch)
+        if strangers:
+            ranks = sorted((self._node.rank, strangers[0]))
+            raise self._mismatch({rank: self._rows.plan_of(rank, self.epoch) for rank in ranks})
         self._rows.set_state(State.IDLE)
         self._guarded = False
 
@@ -177,7 +181,11 @@ class Control:
         """Where every rank is, in words."""
         self._report()
         positions, rows, describe = self.positions(), self._rows, self._describe
-        here = [p for p in positions if describe and rows.epoch(p.rank) == self.epoch]
+        here = [
+            p
+            for p in positions
+            if describe and rows.epoch(p.rank) == self.epoch and rows.has_reported(p.rank)
+        ]
         lines = [describe(here)] if describe else []
         lines += [f"  {rows.whereabouts(p.rank)}" for p in positions if p not in here]
         return "\n".join(lines)
@@ -265,10 +273,11 @@ class Control:
             return
         self._node.fence()
         if rows.plan(rank) != rows.plan(self._node.rank):
-            raise self._mismatch(sorted((self._node.rank, rank)))
+            ranks = sorted((self._node.rank, rank))
+            raise self._mismatch({rank: rows.plan(rank) for rank in ranks})
 
-    def _mismatch(self, ranks: Sequence[int]) -> PlanMismatch:
-        first, second = (f"{self._rows.plan(rank):016x} on rank {rank}" for rank in ranks)
+    def _mismatch(self, plans: Mapping[int, int]) -> PlanMismatch:
+        first, second = (f"{plan:016x} on rank {rank}" for rank, plan in plans.items())
         return PlanMismatch(
             f"execution {self.epoch} is of plan {first}, and of plan {second}. Every rank must "
             "call the same compiled steps, with inputs of the same types, in the same order; look "

@@ -18,8 +18,10 @@ ROW = 5 * WORDS  # words of a row
 # of another machine, by the leader of this one.
 STATE, EPOCH, PLAN, EXECUTION, AT, AWAITED, RUNNING, BEAT = range(8)
 STATUS_WORDS = 8
-# Second line: the last epoch of which the rank has reached each meeting.
+# Second line: the last epoch of which the rank has reached each meeting; and the plans of its last
+# two executions, that of an odd epoch second. A rank is never two ahead of another one.
 REACHED = WORDS
+PLANS = WORDS + 4
 # Third line: the epoch that has failed here, and the bytes of the pickled error, if it began here.
 # An error larger than its room in the block lies in a segment.
 FAILED, ERROR_KEY, ERROR_BYTES = (2 * WORDS + index for index in range(3))

@@ -60,7 +60,42 @@ class LocalSender:
             for slot in range(layout.slots)
         ]
         self._places = [(layout.header(s), layout.payload(s)) for s in range(layout.slots)]
+        # For each place in the ring: its slot, the readers' words, those of its header, its payload.
+        self._ring = [
+            (slot, self._consumed[slot], header + NBYTES, header + FULL, payload)
+            for slot, (header, payload) in enumerate(self._places)
+            if slot >= layout.planned
+        ]
+        self._ring_room = layout.ring_bytes
+        self._after = [*range(1, layout.ring), 0]
         self._overflow: dict[int, tuple[Segment, memoryview]] = {}
+
+    def put(self, content: bytes, mark: int) -> bool:
+        """Write a small message into the ring at once; whether its slot was free."""
+        ring = self._next
+        slot, words_consumed, nbytes_word, full_word, at = self._ring[ring]
+        sent, words = self._sent[slot], self._words
+        for word in words_consumed:
+            if words[word] != sent:
+                return False
+        nbytes = len(content)
+        if nbytes > self._ring_room or self._queue:
+            return False
+        node = self._node
+        if node.order is not None:
+            node.order()
+        self._memory[at : at + nbytes] = content
+        words[nbytes_word] = nbytes | mark
+        if node.order is not None:
+            node.order()
+        words[full_word] = self._sent[slot] = sent + 1
+        self._next = self._after[ring]
+        node.fence()
+        waiting = node.words
+        for word, rank in self._sleepers:
+            if waiting[word]:
+                node.ring(rank)
+        return True
 
     def push(self, message: Outgoing) -> None:
         """See `SendLane`."""
@@ -97,7 +132,7 @@ class LocalSender:
         """Write a message if its slot is free."""
         slot = message.slot
         if slot is None:
-            slot = self._layout.planned + self._next % self._layout.ring
+            slot = self._ring[self._next][0]
         sent, words = self._sent[slot], self._words
         for word in self._consumed[slot]:
             if words[word] != sent:
@@ -115,7 +150,7 @@ class LocalSender:
             node.order()
         words[header + FULL] = self._sent[slot] = sent + 1
         if message.slot is None:
-            self._next += 1
+            self._next = self._after[self._next]
         message.finish()
         node.fence()
         for word, rank in self._sleepers:
@@ -176,7 +211,6 @@ class LocalReceiver:
         self.sender = sender
         self._sleeper = node.waiting(sender)
         self._layout = layout
-        self._memory = memory
         self.words = memory.cast("Q")
         self._active = active
         self._pending: deque[Incoming] = deque()
@@ -187,15 +221,23 @@ class LocalReceiver:
             for s in range(layout.slots)
         ]
         self._overflow: dict[int, tuple[int, int, memoryview]] = {}
+        self._after = [*range(1, layout.ring), 0]
+        self._ring = [
+            (slot, header + FULL, header + NBYTES, consumed, payload)
+            for slot, (header, consumed, payload) in enumerate(self._places)
+            if slot >= layout.planned
+        ]
+        self.memory = memory
+        self.ring_room = layout.ring_bytes
 
     def post(self, message: Incoming) -> None:
         """See `ReceiveLane`."""
         message.clear()
         slot = message.slot
         if slot is None:
-            slot = self._layout.planned + self._next % self._layout.ring
-            self._next += 1
-        message.at = (slot, self.next_number(slot))
+            message.at = self.claim()[:2]
+        else:
+            message.at = (slot, self.next_number(slot))
         self._pending.append(message)
         self._active[self] = None
 
@@ -214,7 +256,7 @@ class LocalReceiver:
             mark = nbytes & ~SIZE_MASK
             if mark:
                 nbytes &= SIZE_MASK
-            memory, at = self._find(slot, nbytes)
+            memory, at = self.find(slot, nbytes)
             message.arrive(slot, memory, at, nbytes, False, mark)
             pending.popleft()
             if not message.hold or message.error is not None:
@@ -225,6 +267,19 @@ class LocalReceiver:
         """See `ReceiveLane`."""
         slot, number = message.at
         self.consume(self._places[slot][1], number)
+
+    def claim(self) -> tuple[int, int, int, int, int, int]:
+        """Where the next message of the ring that nobody has asked for will be.
+
+        Returns:
+            Its slot and its number there, the words of that slot's number, size, and consumption,
+            and the byte at which the payload begins.
+        """
+        ring = self._next
+        self._next = self._after[ring]
+        slot, full, nbytes, consumed, payload = self._ring[ring]
+        number = self._posted[slot] = self._posted[slot] + 1
+        return slot, number, full, nbytes, consumed, payload
 
     def next_number(self, slot: int) -> int:
         """The number of the next message in `slot` that nobody has asked for yet."""
@@ -238,7 +293,7 @@ class LocalReceiver:
 
     def payload_of(self, slot: int) -> tuple[memoryview, int]:
         """Memory and byte offset of a slot's payload where it fits into the slot."""
-        return self._memory, self._places[slot][2]
+        return self.memory, self._places[slot][2]
 
     def consume(self, word: int, number: int) -> None:
         """Say that the message `number` of the slot of `word` may be overwritten."""
@@ -269,14 +324,14 @@ class LocalReceiver:
     def read_poison(self, slot: int) -> Poison:
         """The error that is in `slot` in place of a value."""
         nbytes = self.words[self._places[slot][0] + NBYTES] & SIZE_MASK
-        memory, at = self._find(slot, nbytes)
+        memory, at = self.find(slot, nbytes)
         return Poison.from_bytes(memory[at : at + nbytes])
 
-    def _find(self, slot: int, nbytes: int) -> tuple[memoryview, int]:
+    def find(self, slot: int, nbytes: int) -> tuple[memoryview, int]:
         """Memory and offset of the message in `slot`, wherever its sender has put it."""
         header, _, payload = self._places[slot]
         if nbytes <= self._layout.room(slot):
-            return self._memory, payload
+            return self.memory, payload
         key, room = self.words[header + OVERFLOW_KEY], self.words[header + OVERFLOW_BYTES]
         known = self._overflow.get(slot)
         if known is None or known[:2] != (key, room):

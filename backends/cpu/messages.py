@@ -50,10 +50,14 @@ class Outgoing:
 
     def fail(self, poison: Poison) -> None:
         """Take an error to be sent in place of the value."""
+        self.load_raw(poison.to_bytes(), POISON)
+
+    def load_raw(self, content: bytes, mark: int) -> None:
+        """Take bytes to be sent as they are."""
         self.done = False
-        self.mark = POISON
-        self.prepared = poison.to_bytes()
-        self.nbytes = len(self.prepared)
+        self.mark = mark
+        self.prepared = content
+        self.nbytes = len(content)
 
     def write(self, slot: int, target: memoryview, at: int) -> None:
         """Write the message at byte `at` of `target`, the memory of `slot`."""

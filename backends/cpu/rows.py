@@ -14,6 +14,7 @@ from .layout import (
     EPOCH,
     EXECUTION,
     PLAN,
+    PLANS,
     REACHED,
     ROW,
     RUNNING,
@@ -24,6 +25,9 @@ from .node import Node
 
 _STALE = 500_000_000
 """Nanoseconds after which a rank that has not reported is taken to be at work, not waiting."""
+
+_NOWHERE = (1 << 64) - 1
+"""The position of a rank that has not waited in its execution, and so has not reported."""
 
 
 class State(enum.IntEnum):
@@ -63,7 +67,8 @@ class Rows:
     def enter(self, epoch: int, plan: int) -> None:
         """Say that this rank is in an execution of a plan."""
         words, row = self._words, self._mine
-        words[row + PLAN] = plan
+        words[row + PLAN] = words[row + PLANS + (epoch & 1)] = plan
+        words[row + AT] = _NOWHERE
         if self._node.order is not None:
             self._node.order()  # who sees the epoch also sees its plan
         words[row + EPOCH] = epoch
@@ -128,6 +133,22 @@ class Rows:
         """The plan of that epoch."""
         return self._words[rank * ROW + PLAN]
 
+    def of_another_plan(self, epoch: int) -> list[int]:
+        """The ranks of this machine that have ended this epoch with another plan than this one."""
+        words, at = self._words, PLANS + (epoch & 1)
+        if self._node.order is not None:
+            self._node.fence()  # who sees that a rank has reached the end also sees its plan
+        mine = words[self._mine + at]
+        return [rank for rank in self._node.local if words[rank * ROW + at] != mine]
+
+    def plan_of(self, rank: int, epoch: int) -> int:
+        """The plan of this epoch, or of the next; of ranks of this machine."""
+        return self._words[rank * ROW + PLANS + (epoch & 1)]
+
+    def has_reported(self, rank: int) -> bool:
+        """Whether a rank has said where it is since it entered its execution."""
+        return self._words[rank * ROW + AT] != _NOWHERE
+
     def has_ended(self, rank: int) -> bool:
         """Whether a rank has said goodbye, or has died."""
         return self.state(rank) is State.EXITED or rank in self._node.bell.dead
@@ -147,6 +168,11 @@ class Rows:
         if state is State.IDLE:
             last = self.reached(rank, Meeting.COMMIT)
             return f"rank {rank} is outside of executions, after execution {last}"
+        if not self.has_reported(rank):
+            return (
+                f"rank {rank} is at work in execution {self.epoch(rank)}, and has not waited for "
+                "another rank in it"
+            )
         return (
             f"rank {rank} is in execution {self.epoch(rank)} ({state.name.lower()}) of plan "
             f"{self.plan(rank):016x}, at op {self._words[rank * ROW + AT]}"

@@ -1,6 +1,6 @@
 """Programs that fail, each in one way, as a user would write them.
 
-    mpiexec -n 4 python tests/mpi/failure_job.py SCENARIO [FOLDER]
+    mpiexec -n 4 python tests/mpi/failure_job.py SCENARIO[,SCENARIO...] [FILE]
 
 A rank says what it has seen as a line of JSON, after its number.
 """
@@ -63,7 +63,7 @@ class Stage(nn.Module):
 
 def say(**what: Any) -> None:
     """Report to the test, in one piece."""
-    sys.stdout.write(f"rank {cg.rank()}: {json.dumps(what)}\n")
+    sys.stdout.write(f"rank {cg.rank()} in {scenario}: {json.dumps(what)}\n")
     sys.stdout.flush()
 
 
@@ -139,7 +139,7 @@ def killed() -> None:
         compiled(X * n)
 
 
-def killed_outside() -> None:
+def killed_between() -> None:
     """Rank 1 is killed between two steps."""
     compiled = checked.lower(X).compile()
     compiled(X)
@@ -160,6 +160,7 @@ def wrong_shape() -> None:
         except (cg.InputError, cg.RemoteError) as error:
             say(**seen(error))
         compiled(X)
+    say(done=True)
 
 
 def other_shape() -> None:
@@ -174,11 +175,16 @@ def other(x: Tensor) -> Tensor:
 
 
 def diverge() -> None:
-    """Rank 1 calls another step than the others, which wait for it."""
-    one, two = slow.lower(X).compile(), other.lower(X).compile()
-    one(X * 0)
-    two(X)
-    (two if cg.rank() == 1 else one)(X * 0)
+    """Rank 1 calls another step: one for which the others wait, then one that they do not need."""
+    two = other.lower(X).compile()
+    for step in (slow, checked):
+        one = step.lower(X * 0).compile()
+        one(X * 0)
+        try:
+            (two if cg.rank() == 1 else one)(X * 0)
+        except cg.PlanMismatch as error:
+            say(**seen(error))
+        one(X * 0)
 
 
 def leave() -> None:
@@ -210,4 +216,5 @@ def late() -> None:
 
 
 if __name__ == "__main__":
-    globals()[sys.argv[1]]()
+    for scenario in sys.argv[1].split(","):
+        globals()[scenario]()

@@ -114,7 +114,7 @@ def test_an_unknown_pass_lists_those_there_are() -> None:
 
 
 def test_every_pass_says_what_it_does_with_ir() -> None:
-    shows = {"check-types": "Refused", "check-deadlock": "Refused"}
+    shows = dict.fromkeys(("check-types", "check-deadlock", "check-races"), "Refused")
     for name in registry.names():
         if name in ("probe", "trial"):
             continue

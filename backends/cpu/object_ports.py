@@ -1,0 +1,144 @@
+"""The ports of objects between two processes of one machine, made for small ones.
+
+Numbers and text go as a bare pickle, bytes as they are, straight into the next slot of the ring; all
+else takes the way of every message (`ports.py`). Which of these it was stands in the slot's header.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+from ..poison import Poison
+from .codecs import ObjectCodec
+from .layout import PICKLE, POISON, RAW, SIZE_MASK
+from .local import LocalReceiver, LocalSender
+from .messages import Outgoing
+from .objects import decode
+
+_NUMBERS_AND_TEXT = frozenset({str, int, float, bool, type(None)})
+
+
+class ObjectSendPort:
+    """Sends one object; done when it may be changed."""
+
+    __slots__ = ("_lane", "_message", "_put")
+
+    def __init__(self, lane: LocalSender) -> None:
+        self._lane = lane
+        self._message = Outgoing(ObjectCodec())
+        self._message.done = True
+        self._put = lane.put
+
+    def start(self, value: Any) -> None:
+        """See `Port`."""
+        kind = type(value)
+        message = self._message
+        if kind is bytes:
+            if self._put(value, RAW):
+                return
+            message.load_raw(value, RAW)
+        elif kind in _NUMBERS_AND_TEXT:
+            content = pickle.dumps(value, 5)
+            if self._put(content, PICKLE):
+                return
+            message.load_raw(content, PICKLE)
+        else:
+            message.load(value)
+        self._lane.push(message)
+
+    def fail(self, poison: Poison) -> None:
+        """See `Port`."""
+        self._message.fail(poison)
+        self._lane.push(self._message)
+
+    def poll(self) -> bool:
+        """See `Port`."""
+        if not self._message.done:
+            self._lane.progress()
+        return self._message.done
+
+    def take(self) -> None:
+        """See `Port`."""
+
+    def release(self) -> None:
+        """See `Port`."""
+
+
+class ObjectRecvPort:
+    """Receives one object. Its slot is known when it is asked for, so no queue is needed."""
+
+    __slots__ = (
+        "_consumed",
+        "_full",
+        "_lane",
+        "_memory",
+        "_nbytes",
+        "_number",
+        "_order",
+        "_payload",
+        "_room",
+        "_slot",
+        "_words",
+    )
+
+    def __init__(self, lane: LocalReceiver) -> None:
+        self._lane = lane
+        self._words = lane.words
+        self._order = lane.node.order
+        self._memory, self._room = lane.memory, lane.ring_room
+        self._slot = self._number = 0
+        self._full = self._nbytes = self._consumed = self._payload = 0
+
+    def start(self, value: Any) -> None:
+        """See `Port`."""
+        self._slot, self._number, self._full, self._nbytes, self._consumed, self._payload = (
+            self._lane.claim()
+        )
+
+    def fail(self, poison: Poison) -> None:
+        """See `Port`."""
+        self.start(None)
+
+    def poll(self) -> bool:
+        """See `Port`."""
+        if self._words[self._full] < self._number:
+            return False
+        if self._order is not None:
+            self._order()
+        return True
+
+    def take(self) -> Any:
+        """See `Port`."""
+        size = self._words[self._nbytes]
+        nbytes = size & SIZE_MASK
+        at = self._payload
+        try:
+            if nbytes > self._room:
+                memory, at = self._lane.find(self._slot, nbytes)
+                return _value(size, memory, at, nbytes)
+            if size >= PICKLE and size < POISON:
+                return pickle.loads(self._memory[at : at + nbytes])
+            return _value(size, self._memory, at, nbytes)
+        finally:
+            self._lane.consume(self._consumed, self._number)
+
+    def release(self) -> None:
+        """See `Port`."""
+
+
+def _value(size: int, memory: memoryview, at: int, nbytes: int) -> Any:
+    """The object of a message, by what its header says that it is.
+
+    Raises:
+        Poison: it is an error.
+        TransportError: it cannot be unpickled.
+    """
+    content = memory[at : at + nbytes]
+    if size & RAW:
+        return bytes(content)
+    if size & POISON:
+        raise Poison.from_bytes(content)
+    if size & PICKLE:
+        return pickle.loads(content)
+    return decode(memory, at, nbytes, False)

@@ -1,0 +1,129 @@
+"""What users see when something fails on a rank, through the public names: see failure_job.py."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .jobs import Ended, finish, needs_mpi, run, start
+
+pytestmark = [*needs_mpi, pytest.mark.timeout(120)]
+
+JOB = Path(__file__).with_name("failure_job.py")
+SECONDS = 90.0
+
+
+Reports = dict[int, list[dict[str, Any]]]
+"""What each rank has said."""
+
+
+def fail(scenarios: str, *arguments: str, variables: dict[str, str] | None = None) -> Ended:
+    """Run scenarios on four ranks, one after the other."""
+    return run(4, [str(JOB), scenarios, *arguments], seconds=SECONDS, variables=variables)
+
+
+@pytest.fixture(scope="module")
+def survived() -> dict[str, Reports]:
+    """What was said in each of the scenarios that leave all ranks in a state to go on."""
+    names = ("raises", "raises_in_graph", "wrong_shape", "diverge", "late")
+    ended = fail(",".join(names))
+    assert ended.code == 0, ended.output
+    found: dict[str, Reports] = {name: {rank: [] for rank in range(4)} for name in names}
+    said = re.findall(r"^rank (\d) in (\w+): (\{.*\})$", ended.output, re.MULTILINE)
+    for rank, scenario, line in said:
+        found[scenario][int(rank)].append(json.loads(line))
+    return found
+
+
+def test_an_exception_reaches_every_rank_and_the_step_can_run_again(
+    survived: dict[str, Reports],
+) -> None:
+    for rank, (*errors, last) in survived["raises"].items():
+        assert len(errors) == 3
+        for error in errors:
+            assert error["error"] == "RemoteError"
+            assert error["late"] < 1.0
+            assert (error["rank"], error["actor"], error["method"]) == (2, "stage2", "check")
+            assert error["type"] == "ValueError"
+            assert error["cause"] == ("ValueError" if rank == 2 else "NoneType")
+            message = error["message"]
+            assert message.startswith("ValueError on rank 2 in stage2.check: negative at ")
+            assert "called from " + str(JOB) in message
+            assert "h = stages[2].check(x) + h  # the line that calls" in message
+            assert "# the line that raises" in message
+        assert last["calls"] == (7 if rank == 2 else None)
+
+
+def test_an_exception_in_a_traced_line(survived: dict[str, Reports]) -> None:
+    for error, after in survived["raises_in_graph"].values():
+        assert (error["error"], error["type"], error["rank"]) == ("RemoteError", "IndexError", 2)
+        assert error["message"].startswith("IndexError on rank 2 in stage2.look")
+        assert "h = stages[2].look(part)" in error["message"]
+        assert after["loss"] > 0
+
+
+def test_an_uncaught_exception_ends_the_job() -> None:
+    ended = fail("uncaught")
+    assert ended.code != 0
+    assert re.search(
+        r"\[rank \d\] cg\.\S*RemoteError: ValueError on rank 2 in stage2", ended.output
+    )
+
+
+@pytest.mark.parametrize("scenario", ["killed", "killed_between"])
+def test_a_killed_rank_ends_the_job(scenario: str, tmp_path: Path) -> None:
+    when = tmp_path / "when"
+    process = start(4, [str(JOB), scenario, str(when)])
+    ended = finish(process, SECONDS)
+    gone = time.monotonic()
+    assert ended.code != 0
+    assert gone - float(when.read_text()) < 5.0
+
+
+def test_inputs_of_another_shape(survived: dict[str, Reports]) -> None:
+    """On all ranks, then on one: all ranks raise it, and can go on."""
+    for *errors, last in survived["wrong_shape"].values():
+        assert len(errors) == 2
+        assert last == {"done": True}
+        for error in errors:
+            assert "argument x of checked() must be float32[2,4]" in error["message"]
+            assert "is float32[3,4]" in error["message"]
+
+
+def test_a_signature_that_one_rank_alone_traces() -> None:
+    ended = fail("other_shape", variables={"CG_TIMEOUT": "12"})
+    assert ended.code != 0
+    assert re.search(
+        r"did not come|the step has not ended|is in broadcast|PeerLost|waits in", ended.output
+    )
+
+
+def test_ranks_that_call_different_steps(survived: dict[str, Reports]) -> None:
+    for errors in survived["diverge"].values():
+        assert len(errors) == 2
+        for error in errors:
+            assert error["error"] == "PlanMismatch"
+            assert re.search(r"execution \d+ is of plan \w+ on rank \d, and of", error["message"])
+            assert "Every rank must call the same compiled steps" in error["message"]
+
+
+def test_a_rank_that_ends_early() -> None:
+    ended = fail("leave")
+    assert ended.code != 0
+    assert "rank 1 has ended after execution 1" in ended.output
+
+
+def test_a_deadline_names_where_every_rank_is(survived: dict[str, Reports]) -> None:
+    for first, second in survived["late"].values():
+        assert "the step has not ended after 1.0 s" in first["message"]
+        assert "the step has not ended after 1.5 s" in second["message"]
+        for error in (first, second):
+            assert error["error"] == "StepTimeout"
+            assert re.search(r"rank 0 waits at `%.*in slow", error["message"])
+            assert re.search(r"rank 3 waits at `%.*rank 1 has not come to", error["message"])
+            assert re.search(r"rank 1 (runs|is at work)", error["message"])
