@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from .tracer.microbatches import mean, microbatches
     from .tracer.opaque import opaque
     from .tracer.trace import InputError
-    from .tracer.values import OBJECT as object  # noqa: A004 - users write cg.object
+    from .tracer.values import OBJECT as object  # noqa: N811 - users write cg.object
 
 # Where each public name lives: room.module, and the name there if it is another.
 _HOMES = {
@@ -90,7 +90,7 @@ _HOMES = {
     "ConfigError": "launch.config",
 }
 
-__all__ = [  # noqa: F822 - the names are found by __getattr__
+__all__ = [
     "actor",
     "trace",
     "opaque",

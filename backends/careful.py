@@ -7,7 +7,10 @@ message of a poisoned value carries the error. Everything else happens as if not
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ..ir.module import Module, Program
+from .base import Body
 from .binder import Code
 from .failures import failure_at
 from .instructions import Instruction
@@ -24,13 +27,16 @@ class Careful:
         waits: the instruction that it waits at, if it waits.
     """
 
-    def __init__(self, code: Code, program: Program, module: Module) -> None:
+    def __init__(
+        self, code: Code, program: Program, module: Module, bodies: Mapping[str, Body]
+    ) -> None:
         self.at = 0
         self.poison: Poison | None = None
         self.waits: Instruction | None = None
         self._code = code
         self._program = program
         self._module = module
+        self._bodies = bodies
         self._failed: list[tuple[Step, Poison]] = []
         self._distrusted: Poison | None = None
 
@@ -130,7 +136,8 @@ class Careful:
             poison = error
         else:
             op = self._program.ops[self._code.ops[index]]
-            poison = Poison(failure_at(op, self._program, self._module, error), error)
+            failure = failure_at(op, self._program, self._module, error, self._bodies)
+            poison = Poison(failure, error)
         if self.poison is None:
             self.poison = poison
         return poison

@@ -20,10 +20,12 @@ class Failure:
         rank: where it was raised.
         op: the op that raised it, in the IR's text form.
         actor: the actor whose method it was, or None.
-        method: the function, without the actor; None where the op was no call.
+        method: the method, or the function that belongs to no actor; None where the op was no
+            call.
         location: the user's line that asked for the op.
         source: the text of that line.
         traceback: the formatted traceback, beginning in the method.
+        raised: the line of a traced method that raised; the traceback shows generated code then.
     """
 
     type_name: str
@@ -35,6 +37,7 @@ class Failure:
     location: Location | None = None
     source: str = ""
     traceback: str = ""
+    raised: Location | None = None
 
     def describe(self) -> str:
         """The message that a user reads."""
@@ -47,6 +50,8 @@ class Failure:
             lines.append(f"  called from {self.location}")
         if self.source:
             lines.append(f"    {self.source}")
+        if self.raised is not None:
+            lines.append(f"  raised at {self.raised}")
         return "\n".join([*lines, "", self.traceback]).rstrip()
 
 
@@ -138,6 +143,4 @@ def traceback_text(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, trace))
 
 
-_OURS = tuple(
-    str(Path(__file__).parent.parent / room) + os.sep for room in ("backends", "tracer")
-)
+_OURS = tuple(str(Path(__file__).parent.parent / room) + os.sep for room in ("backends", "tracer"))

@@ -10,6 +10,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from time import monotonic
 from typing import Any, Protocol
 
@@ -17,7 +18,7 @@ from .errors import DeadlockError, StepTimeout
 from .flight import FlightRecord
 from .futures import CapacityError, Future
 from .graphs import Graph
-from .records import GRAPHS, SEATS, VARIANTS, Kind, Record, Records, VirtualRecords
+from .records import GRAPHS, SEATS, Kind, Record, Records, VirtualRecords
 from .resident import Resident
 
 
@@ -30,6 +31,9 @@ class Waiting(Protocol):
         Raises:
             TransportError: a rank has ended that executions need.
         """
+
+    def rest(self) -> None:
+        """The wait is over: nobody needs to wake this process."""
 
     def serving(self) -> AbstractContextManager[object]:
         """Around the time in which this process serves."""
@@ -46,6 +50,12 @@ class Executions:
         records: from the driver to the other ranks; made when the driver is known.
         waiting: how to wait.
         shuffle: as in `Resident`.
+
+    Attributes:
+        residents: the ranks that this process plays.
+        graphs: the open ones, by number.
+        driver: the rank that starts executions.
+        has_due: whether futures are done whose callbacks have not been called.
     """
 
     def __init__(
@@ -63,10 +73,13 @@ class Executions:
         self._waiting = waiting
         self._random = shuffle
         self._numbers = 0
-        self._held: dict[int, Record] = {}
+        self._all = tuple(self.residents.values())
+        self._held: dict[int, int] = {}
+        self._orders: dict[tuple[int, int], Callable[[], bool]] = {}
         self._readers: dict[int, Callable[[], int]] = {}
         self._all_readers: dict[int, dict[int, Callable[[], int]]] = {}
         self._due: deque[Future] = deque()
+        self.has_due = False
 
     # -- graphs -----------------------------------------------------------------------------
 
@@ -110,7 +123,9 @@ class Executions:
         if graph.driver in graph.closed:
             return
         self._until(lambda: not graph.in_flight)
-        self._records[graph.driver].put(Record(Kind.CLOSE, graph.number).pack())
+        everyone = range(graph.world)
+        publish = self._records[graph.driver].publisher(everyone)
+        publish(Record(Kind.CLOSE, graph.number).pack())
         self._release(graph, graph.driver)
         while self._readers and self.turn():
             pass
@@ -132,50 +147,22 @@ class Executions:
 
     # -- executions -------------------------------------------------------------------------
 
-    def execute(
-        self, graph: Graph, variant: int, inputs: Sequence[Any], block: bool = True
-    ) -> Future:
-        """On the driver: start an execution.
-
-        Args:
-            graph: which.
-            variant: for which signature.
-            inputs: values for the parameters of the driver's program.
-            block: whether to wait if the graph is at its capacity.
-
-        Raises:
-            InputError: the inputs do not fit; nothing was sent.
-            CapacityError: the graph is at its capacity, and `block` is false.
-            TransportError: a rank has ended.
-        """
-        driver = graph.driver
-        graph.seats[driver][0].instances[variant].check_inputs(inputs)
-        if not graph.free:
-            self._make_room(graph, block)
-        number = graph.started[driver]
-        graph.started[driver] = number + 1
-        index = graph.free.pop()
-        future = graph.futures[index] = Future(self, number)
-        self._records[driver].put(
-            ((Kind.EXECUTE * GRAPHS + graph.number) * VARIANTS + variant) * SEATS + index
-        )
-        self.residents[driver].begin(graph.seats[driver][index], variant, inputs, number)
-        if self._due:
-            self._call_back()
-        return future
+    def launcher(self, graph: Graph) -> Launcher:
+        """Starts executions of an open graph; for the driver."""
+        publish = self._records[graph.driver].publisher(graph.wake)
+        return Launcher(self, graph, publish, self.residents[graph.driver])
 
     def turn(self) -> bool:
         """See `Progress`."""
         moved = False
-        for rank in self._readers:
-            while self._take(rank):
+        for rank, reader in self._readers.items():
+            while self._take(rank, reader):
                 moved = True
-        residents = self.residents.values()
-        for resident in residents if self._random is None else self._shuffled():
+        for resident in self._all if self._random is None else self._shuffled():
             if resident.in_flight and resident.turn():
                 moved = True
-        if self._due:
-            self._call_back()
+        if self.has_due:
+            self.call_back()
         return moved
 
     def wait(self, future: Future, timeout: float | None) -> None:
@@ -186,6 +173,7 @@ class Executions:
     def later(self, future: Future) -> None:
         """See `Progress`."""
         self._due.append(future)
+        self.has_due = True
 
     def watch(self, future: Future) -> Generator[Any, None, None]:
         """See `Progress`."""
@@ -208,9 +196,15 @@ class Executions:
                     return False
             polls += 1
             self._waiting.pause(polls, left)
+        self._waiting.rest()
         return True
 
-    def _make_room(self, graph: Graph, block: bool) -> None:
+    def make_room(self, graph: Graph, block: bool) -> None:
+        """Return when the graph has a free seat.
+
+        Raises:
+            CapacityError: it has none, and `block` is false.
+        """
         self.turn()
         if graph.free:
             return
@@ -221,43 +215,67 @@ class Executions:
             )
         self._until(lambda: bool(graph.free))
 
-    def _take(self, rank: int) -> bool:
+    def _take(self, rank: int, reader: Callable[[], int]) -> bool:
         """Do what the next record asks of a rank; false if there is none, or its time is not come.
 
         What a record waits for are executions before it, so it is always the next to be done.
         """
-        record = self._held.pop(rank, None)
-        if record is None:
-            number = self._readers[rank]()
-            if not number:
-                return False
-            record = Record.unpack(number)
-        graph = self.graphs[record.graph]
-        if record.kind is Kind.CLOSE:
-            if graph.is_idle(rank):
-                self._release(graph, rank)
-                return True
-        else:
-            seat = graph.seats[rank][record.seat]
-            if not seat.busy:
-                number = graph.started[rank]
-                graph.started[rank] = number + 1
-                self.residents[rank].begin(seat, record.variant, (), number)
-                return True
+        record = self._held.pop(rank, 0) or reader()
+        if not record:
+            return False
+        order = self._orders.get((rank, record))
+        if order is None:
+            order = self._orders[rank, record] = self._understand(rank, Record.unpack(record))
+        if order():
+            return True
         self._held[rank] = record
         return False
+
+    def _understand(self, rank: int, record: Record) -> Callable[[], bool]:
+        """What to do for a record; it says whether it could be done."""
+        graph = self.graphs[record.graph]
+        if record.kind is Kind.CLOSE:
+            return partial(self._close_here, graph, rank)
+        seat = graph.seats[rank][record.seat]
+        instance, siblings = seat.instances[record.variant], seat.instances
+        started, resident = graph.started, self.residents[rank]
+        takes_part = rank in graph.participants
+
+        def begin() -> bool:
+            if takes_part:
+                for other in siblings:
+                    if other.running:
+                        return False
+                resident.begin(instance, (), started[rank])
+            started[rank] += 1
+            return True
+
+        return begin
+
+    def _close_here(self, graph: Graph, rank: int) -> bool:
+        if not graph.is_idle(rank):
+            return False
+        self._release(graph, rank)
+        return True
 
     def _release(self, graph: Graph, rank: int) -> None:
         graph.release(rank)
         if len(graph.closed) == len(graph.seats):
             del self.graphs[graph.number]
+            self._orders = {
+                key: order
+                for key, order in self._orders.items()
+                if Record.unpack(key[1]).graph != graph.number
+            }
 
     def _shuffled(self) -> list[Resident]:
         assert self._random is not None
         residents = list(self.residents.values())
         return self._random.sample(residents, self._random.randint(1, len(residents)))
 
-    def _call_back(self) -> None:
+    def call_back(self) -> None:
+        """Call the callbacks of futures that are done."""
+        self.has_due = False
         while self._due:
             self._due.popleft().call_back()
 
@@ -271,6 +289,50 @@ class Executions:
         return "\n".join([f"execution {future.execution} has not ended after {timeout} s", *where])
 
 
+class Launcher:
+    """Starts executions of one graph on its driver."""
+
+    def __init__(
+        self,
+        executions: Executions,
+        graph: Graph,
+        publish: Callable[[int], None],
+        resident: Resident,
+    ) -> None:
+        self._executions = executions
+        self._graph = graph
+        self._publish = publish
+        self._resident = resident
+        self._instances = [seat.instances for seat in graph.seats[graph.driver]]
+        self._record = Record(Kind.EXECUTE, graph.number).pack()
+        self._count = graph.started[graph.driver]
+
+    def __call__(self, variant: int, inputs: Sequence[Any], block: bool) -> Future:
+        """Start an execution.
+
+        Args:
+            variant: for which signature.
+            inputs: values for the parameters of the driver's program, checked.
+            block: whether to wait if the graph is at its capacity.
+
+        Raises:
+            CapacityError: the graph is at its capacity, and `block` is false.
+            TransportError: a rank has ended.
+        """
+        graph, executions = self._graph, self._executions
+        if not graph.free:
+            executions.make_room(graph, block)
+        number = self._count
+        self._count = number + 1
+        seat = graph.free.pop()
+        future = graph.futures[seat] = Future(executions, number)
+        self._publish(self._record + variant * SEATS + seat)
+        self._resident.begin(self._instances[seat][variant], inputs, number)
+        if executions.has_due:
+            executions.call_back()
+        return future
+
+
 class VirtualWaiting:
     """Where one process plays all ranks: if nothing moves, nothing ever will."""
 
@@ -282,6 +344,9 @@ class VirtualWaiting:
         """
         if polls > 1000:  # a shuffled turn may leave out those that could move
             raise DeadlockError("deadlock: no execution in flight can go on")
+
+    def rest(self) -> None:
+        """See `Waiting`."""
 
     def serving(self) -> AbstractContextManager[object]:
         """See `Waiting`."""

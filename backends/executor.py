@@ -71,6 +71,7 @@ class Executable:
         self.module = module
         self.statistics = Statistics()
         self.execution = -1
+        self._bodies = bodies
         self._code = Binder(
             program, module, bodies, constants, communicators, seed, lambda: self.execution
         ).bind()
@@ -261,7 +262,7 @@ class Executable:
     def _fail(self, error: Exception) -> RemoteError:
         self._failed = True
         op = self.program.ops[self.position().op]
-        return RemoteError(failure_at(op, self.program, self.module, error))
+        return RemoteError(failure_at(op, self.program, self.module, error, self._bodies))
 
     def _timeout(self, timeout: float | None) -> StepTimeout:
         where = FlightRecord(self.module, [self.position()]).describe().strip()

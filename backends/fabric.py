@@ -1,8 +1,9 @@
 """Communication inside one process, as strict as any transport may be.
 
-A send completes only when its receive is posted, a collective when all of its group have come. A
-slot of a channel holds one message at a time. Values are copied, objects by way of pickle, so that
-nothing is shared that separate processes could not share.
+A send completes only when its receive is posted, a collective when all of its group have come, and
+what a rank has put on one stream completes in order. A slot of a channel holds one message at a
+time. Values are copied, objects by way of pickle, so that nothing is shared that separate processes
+could not share.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from ..ir.types import ValueType
 from .errors import BindError, TransportError
 from .meetings import CollectivePort, Meetings
 from .poison import Poison
+from .traffic import End, Traffic
 from .values import duplicate, spoil
 
 
@@ -29,6 +31,7 @@ class VirtualFabric:
 
     def __init__(self, poison: bool = False) -> None:
         self.poison = poison
+        self.traffic = Traffic()
         self._edges: dict[int, _Edge] = {}
         self._meetings: dict[int, Meetings] = {}
 
@@ -38,14 +41,26 @@ class VirtualFabric:
 
     def edge(self, channel: Channel) -> _Edge:
         """Where the messages of a point-to-point channel meet."""
-        return self._edges.setdefault(channel.id, _Edge(channel, self.poison))
+        return self._edges.setdefault(channel.id, _Edge(channel, self.poison, self.traffic))
 
     def meetings(self, channel: Channel) -> Meetings:
         """Where the group of a collective channel meets."""
-        return self._meetings.setdefault(channel.id, Meetings(channel))
+        return self._meetings.setdefault(channel.id, Meetings(channel, self.traffic))
+
+    def let_go(self) -> bool:
+        """Let the message that is held complete; whether there was one."""
+        held, self.traffic.held = self.traffic.held, None
+        if held is None:
+            return False
+        for edge in self._edges.values():
+            self.traffic.settle(edge)
+        for meetings in self._meetings.values():
+            self.traffic.settle(meetings)
+        return True
 
     def reset(self) -> None:
         """Forget all messages in flight."""
+        self.traffic.reset()
         for edge in self._edges.values():
             edge.reset()
         for meetings in self._meetings.values():
@@ -62,12 +77,12 @@ class VirtualCommunicator:
     def send_port(self, op: Send, channel: Channel, type_: ValueType) -> SendPort:
         """A port that completes when the receiver has posted its side."""
         self._check_edge(op, channel, (self._rank, op.peer))
-        return SendPort(op, type_, self._fabric.edge(channel))
+        return SendPort(op, type_, self._fabric.edge(channel), self._line(op))
 
     def recv_port(self, op: Recv, channel: Channel, type_: ValueType) -> RecvPort:
         """A port whose value is a copy of what was sent."""
         self._check_edge(op, channel, (op.peer, self._rank))
-        return RecvPort(op, type_, self._fabric.edge(channel))
+        return RecvPort(op, type_, self._fabric.edge(channel), self._line(op))
 
     def collective_port(
         self,
@@ -79,7 +94,8 @@ class VirtualCommunicator:
         """A port that completes when the whole group has come."""
         if not channel.collective or op.group.ranks != channel.ranks:
             raise BindError(f"`{format_op(op)}`: channel {channel.id} is not of this group")
-        return CollectivePort(op, self._rank, result, self._fabric.meetings(channel))
+        meetings = self._fabric.meetings(channel)
+        return CollectivePort(op, self._rank, result, meetings, self._line(op))
 
     def progress(self) -> None:
         """Nothing moves but by the ranks' own steps."""
@@ -90,6 +106,10 @@ class VirtualCommunicator:
 
     def close(self) -> None:
         """Nothing to give back."""
+
+    def _line(self, op: Send | Recv | Collective) -> deque[End] | None:
+        """The stream of an op, which is this communicator's alone."""
+        return None if op.stream is None else self._fabric.traffic.line((id(self), op.stream))
 
     def _check_edge(self, op: Send | Recv, channel: Channel, ranks: tuple[int, int]) -> None:
         if channel.collective or channel.ranks != ranks:
@@ -104,19 +124,21 @@ class VirtualCommunicator:
 class SendPort:
     """The sending side of one message."""
 
-    def __init__(self, op: Send, type_: ValueType, edge: _Edge) -> None:
+    def __init__(self, op: Send, type_: ValueType, edge: _Edge, line: deque[End] | None) -> None:
         self.op = op
         self.type = type_
+        self.place = edge
+        self.line = line
+        self.label = (op.seq, op.slot, type_)
         self.value: Any = None
         self.done = False
-        self._edge = edge
 
     def start(self, value: Any) -> None:
         """Offer the message."""
         self.value = value
         self.done = False
-        self._edge.sends.append(self)
-        self._edge.match()
+        self.place.sends.append(self)
+        self.place.traffic.start(self)
 
     def fail(self, poison: Poison) -> None:
         """Offer an error in place of the message."""
@@ -136,21 +158,23 @@ class SendPort:
 class RecvPort:
     """The receiving side of one message."""
 
-    def __init__(self, op: Recv, type_: ValueType, edge: _Edge) -> None:
+    def __init__(self, op: Recv, type_: ValueType, edge: _Edge, line: deque[End] | None) -> None:
         self.op = op
+        self.label = (op.seq, op.slot, type_)
         self.type = type_
+        self.place = edge
+        self.line = line
         self.done = False
         self._buffer: Any = None
         self._value: Any = None
         self._error: Exception | None = None
-        self._edge = edge
 
     def start(self, value: Any) -> None:
         """Ask for the message; `value` is the tensor to receive into, or None."""
         self._buffer = value
         self.done = False
-        self._edge.recvs.append(self)
-        self._edge.match()
+        self.place.recvs.append(self)
+        self.place.traffic.start(self)
 
     def fail(self, poison: Poison) -> None:
         """Ask for the message all the same; there is nothing to receive it into."""
@@ -184,19 +208,20 @@ class RecvPort:
     def release(self) -> None:
         """Let the slot take its next message."""
         if self.op.slot is not None:
-            if self._edge.poison:
+            if self.place.poison:
                 spoil(self._value)
-            self._edge.free(self.op.slot)
+            self.place.free(self.op.slot)
         self._value = self._buffer = None
 
 
 class _Edge:
     """One point-to-point channel: offers and requests, each in order, and the slots in use."""
 
-    def __init__(self, channel: Channel, poison: bool) -> None:
+    def __init__(self, channel: Channel, poison: bool, traffic: Traffic) -> None:
         self.sends: deque[SendPort] = deque()
         self.recvs: deque[RecvPort] = deque()
         self.poison = poison
+        self.traffic = traffic
         self._channel = channel
         self._occupied: set[int] = set()
 
@@ -204,9 +229,9 @@ class _Edge:
         """Hand over as many messages as both sides and the slots allow."""
         while self.sends and self.recvs:
             send, recv = self.sends[0], self.recvs[0]
-            if recv.op.slot in self._occupied:
-                return
             self._check(send, recv)
+            if recv.op.slot in self._occupied or not self.traffic.may_complete((send, recv)):
+                return
             self.sends.popleft()
             self.recvs.popleft()
             if recv.op.slot is not None:
@@ -214,10 +239,11 @@ class _Edge:
             recv.deliver(send.value)
             send.value = None
             send.done = True
+            self.traffic.completed((send, recv))
 
     def free(self, slot: int) -> None:
         self._occupied.discard(slot)
-        self.match()
+        self.traffic.settle(self)
 
     def reset(self) -> None:
         self.sends.clear()
@@ -225,8 +251,7 @@ class _Edge:
         self._occupied.clear()
 
     def _check(self, send: SendPort, recv: RecvPort) -> None:
-        theirs = (send.op.seq, send.op.slot, send.type)
-        if theirs != (recv.op.seq, recv.op.slot, recv.type):
+        if send.label != recv.label:
             raise TransportError(
                 f"messages of channel {self._channel.id} do not match: rank "
                 f"{self._channel.ranks[0]} sends by `{format_op(send.op)}` a {send.type}, rank "

@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import linecache
+from collections.abc import Callable, Mapping
+from types import TracebackType
 
+from ..ir.location import Location
 from ..ir.module import Module, Program
 from ..ir.ops import Call, Op
 from ..ir.printer import format_op
+from .base import Body
 from .errors import Failure, traceback_text, type_name
 
+Locate = Callable[[TracebackType | None], Location | None]
 
-def failure_at(op: Op, program: Program, module: Module, error: BaseException) -> Failure:
-    """What every rank is told of `error`, which `op` of a rank's program has raised."""
+
+def failure_at(
+    op: Op,
+    program: Program,
+    module: Module,
+    error: BaseException,
+    bodies: Mapping[str, Body] | None = None,
+) -> Failure:
+    """What every rank is told of `error`, which `op` of a rank's program has raised.
+
+    A body may have an attribute `locate`, which says what line of the user's a traceback leads to.
+    """
     actor, method = _method(op, module)
     source = linecache.getline(op.loc.file, op.loc.line).strip() if op.loc else ""
     return Failure(
@@ -24,7 +39,15 @@ def failure_at(op: Op, program: Program, module: Module, error: BaseException) -
         location=op.loc,
         source=source,
         traceback=traceback_text(error),
+        raised=_raised(op, error, bodies or {}),
     )
+
+
+def _raised(op: Op, error: BaseException, bodies: Mapping[str, Body]) -> Location | None:
+    locate: Locate | None = None
+    if isinstance(op, Call):
+        locate = getattr(bodies.get(op.fn.name), "locate", None)
+    return None if locate is None else locate(error.__traceback__)
 
 
 def _method(op: Op, module: Module) -> tuple[str | None, str | None]:
@@ -33,4 +56,5 @@ def _method(op: Op, module: Module) -> tuple[str | None, str | None]:
     function = module.functions[op.fn.name]
     if function.actor is None:
         return None, function.name
-    return function.actor, function.name.removeprefix(f"{function.actor}.")
+    # A name of Python has no dots: what follows one tells the functions of a method apart.
+    return function.actor, function.name.removeprefix(f"{function.actor}.").partition(".")[0]

@@ -50,25 +50,16 @@ class Future:
         execution: number of the execution in its graph, from 0.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_callbacks",
-        "_done",
-        "_error",
-        "_poison",
-        "_progress",
-        "_value",
-        "execution",
-    )
+    # Of the class until they are set, so that making a future costs little.
+    _done = False
+    _value: Any = None
+    _poison: Poison | None = None
+    _error: RemoteError | None = None
+    _callbacks: list[Callback] | None = None
 
     def __init__(self, progress: Progress, execution: int) -> None:
         self.execution = execution
         self._progress = progress
-        self._done = False
-        self._value: Any = None
-        self._poison: Poison | None = None
-        self._error: RemoteError | None = None
-        self._callbacks: list[Callback] | None = None
 
     def done(self) -> bool:
         """Whether the execution has ended; moves it on, and does not wait."""
@@ -138,7 +129,8 @@ class Future:
     def resolve(self, value: Any, poison: Poison | None) -> None:
         """The execution has ended."""
         self._value = value
-        self._poison = poison
+        if poison is not None:
+            self._poison = poison
         self._done = True
         if self._callbacks is not None:
             self._progress.later(self)

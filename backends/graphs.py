@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ..ir.module import Module
 from .futures import Future
 from .instance import Instance
+from .participants import participants, woken_by_record
 from .resident import Seat
 
 Rebuild = Callable[[Sequence[Any]], Any]
@@ -19,11 +21,15 @@ class Graph:
     Args:
         name: of the step, for messages.
         driver: the rank that starts executions.
+        modules: scheduled, one for each variant.
         seats: for each rank that this process plays, where its executions run.
         rebuilds: for each variant; None where the driver gets nothing.
 
     Attributes:
         number: of the graph in its world; set when it is opened.
+        world: number of ranks.
+        participants: the ranks besides the driver that executions need.
+        wake: those of them that a record has to wake.
         free: the driver's seats that have no execution.
         started: for each rank, how many executions it has started.
         closed: the ranks on which the graph is closed.
@@ -33,6 +39,7 @@ class Graph:
         self,
         name: str,
         driver: int,
+        modules: Sequence[Module],
         seats: Mapping[int, Sequence[Seat]],
         rebuilds: Sequence[Rebuild | None],
     ) -> None:
@@ -40,6 +47,9 @@ class Graph:
         self.driver = driver
         self.seats = seats
         self.number = -1
+        self.world = modules[0].world
+        self.participants = participants(modules, driver)
+        self.wake = woken_by_record(modules, driver)
         self.started = dict.fromkeys(seats, 0)
         self.closed: set[int] = set()
         mine = seats.get(driver, ())
@@ -50,13 +60,8 @@ class Graph:
                 instance.on_end = self._resolver(index, rebuild)
 
     @property
-    def capacity(self) -> int:
-        """How many executions may be in flight."""
-        return len(next(iter(self.seats.values())))
-
-    @property
     def in_flight(self) -> int:
-        """How many executions are, on the driver."""
+        """How many executions are in flight; for the driver."""
         return len(self.futures) - len(self.free)
 
     def is_idle(self, rank: int) -> bool:
@@ -78,10 +83,12 @@ class Graph:
             free.append(seat)
             assert future is not None
             poison = instance.poison
-            value = None
-            if poison is None and rebuild is not None:
-                value = rebuild(instance.outputs)
+            if poison is not None:
+                future.resolve(None, poison)
+            elif rebuild is None:
+                future.resolve(None, None)
+            else:
+                future.resolve(rebuild(instance.outputs), None)
             instance.outputs = ()
-            future.resolve(value, poison)
 
         return resolve

@@ -89,6 +89,7 @@ class Instance:
         self.outputs: tuple[Any, ...] = ()
         self.poison: Poison | None = None
         self.on_end: Callable[[Instance], None] | None = None
+        self._bodies = bodies
         self._tickets = Tickets(turnstiles)
         self._code = Binder(
             program,
@@ -100,6 +101,7 @@ class Instance:
             lambda: self.execution,
             self._tickets,
         ).bind()
+        self._takes_tickets = not self._tickets.is_empty
         self._add_reports(reports or Reports())
         self._instructions = self._code.instructions
         self._registers = self._code.registers
@@ -110,7 +112,7 @@ class Instance:
         unique = {id(communicator): communicator for communicator in communicators.values()}
         self._progress = tuple(communicator.progress for communicator in unique.values())
         self._guards = tuple(guards)
-        self._needs_no_grad = needs_no_grad(program, module)
+        self._needs_no_grad = self._is_special = needs_no_grad(program, module)
         self._statistics = statistics
         self._careful: Careful | None = None
         self._rest: Iterator[Instruction] = iter(())
@@ -132,8 +134,10 @@ class Instance:
         self.execution = execution
         self.running = True
         self.poison = None
-        self._registers[: self._count] = inputs
-        self._tickets.take()
+        if inputs:
+            self._registers[: self._count] = inputs
+        if self._takes_tickets:
+            self._tickets.take()
         self._blocked = 0.0
         self._started = perf_counter()
         self._rest = iter(self._instructions)
@@ -143,16 +147,39 @@ class Instance:
                 self._distrust(RuntimeError(f"{change}; compile the step again"))
                 break
 
-    def advance(self, limit: int | None = None) -> bool:
-        """Go on until the program ends or has to wait, or `limit` instructions have run.
+    def advance(self) -> bool:
+        """Go on until the program ends or has to wait.
 
         Returns:
             Whether the execution has ended.
         """
+        if self._is_special:
+            return self.advance_by(None)
+        try:
+            pending = self.pending
+            if pending is not None:
+                if not pending():
+                    for move_on in self._progress:
+                        move_on()
+                    return False
+                self.pending = None
+                self._blocked += perf_counter() - self._since
+            for instruction in self._rest:
+                if not instruction():
+                    self.pending = instruction
+                    self._since = perf_counter()
+                    return False
+        except BaseException as error:
+            return self._go_on_after(error, None)
+        self._end()
+        return True
+
+    def advance_by(self, limit: int | None) -> bool:
+        """The same, for no more than `limit` instructions."""
         if self._needs_no_grad and torch.is_grad_enabled():
             with torch.no_grad():
-                return self._advance(limit)
-        return self._advance(limit)
+                return self._advance_by(limit)
+        return self._advance_by(limit)
 
     def position(self) -> Position:
         """Where it is."""
@@ -162,7 +189,7 @@ class Instance:
         awaited = self._code.awaited[at] if self.pending is not None else None
         return Position(self.rank, self.execution, self._code.ops[at], awaited)
 
-    def _advance(self, limit: int | None) -> bool:
+    def _advance_by(self, limit: int | None) -> bool:
         if self._careful is not None:
             return self._advance_with_care(limit)
         try:
@@ -180,12 +207,8 @@ class Instance:
                     self.pending = instruction
                     self._since = perf_counter()
                     return False
-        except Exception as error:
-            self._take_care(self._index(), error)
-            return self._advance_with_care(limit)
-        except BaseException as interruption:
-            self._interrupt(self._index(), interruption)
-            raise
+        except BaseException as error:
+            return self._go_on_after(error, limit)
         if limit is not None and length_hint(rest):
             return False
         self._end()
@@ -199,20 +222,31 @@ class Instance:
 
     def _end(self) -> None:
         registers = self._registers
-        self.outputs = self._get_outputs(registers)
+        on_end = self.on_end
+        if on_end is not None:
+            self.outputs = self._get_outputs(registers)
         registers[:] = self._template
         self.running = False
         self._statistics.record(perf_counter() - self._started, self._blocked)
-        if self.on_end is not None:
-            self.on_end(self)
+        if on_end is not None:
+            on_end(self)
 
     # -- after a failure --------------------------------------------------------------------
+
+    def _go_on_after(self, error: BaseException, limit: int | None) -> bool:
+        """What `advance` does when an instruction has raised."""
+        if not isinstance(error, Exception):
+            self._interrupt(self._index(), error)
+            raise error
+        self._take_care(self._index(), error)
+        return self._advance_with_care(limit)
 
     def _take_care(self, index: int, error: BaseException) -> None:
         if self.pending is not None:
             self.pending = None
             self._blocked += perf_counter() - self._since
-        self._careful = Careful(self._code, self.program, self.module)
+        self._careful = Careful(self._code, self.program, self.module, self._bodies)
+        self._is_special = True
         self._careful.fail(index, error)
         self.poison = self._careful.poison
 
@@ -226,7 +260,8 @@ class Instance:
 
     def _distrust(self, error: Exception) -> None:
         """Run nothing of what the graph calls on this rank."""
-        self._careful = Careful(self._code, self.program, self.module)
+        self._careful = Careful(self._code, self.program, self.module, self._bodies)
+        self._is_special = True
         self._careful.distrust(error)
         self.poison = self._careful.poison
 
@@ -242,6 +277,7 @@ class Instance:
         self.poison = careful.poison
         if ended:
             self._careful = None
+            self._is_special = self._needs_no_grad
             self._statistics.failures += 1
             self._end()
         elif careful.waits:

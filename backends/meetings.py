@@ -23,26 +23,35 @@ from ..ir.types import ValueType
 from . import collectives
 from .errors import TransportError
 from .poison import Poison
+from .traffic import End, Traffic
 from .values import duplicate
 
 
 class CollectivePort:
     """One rank's part of a collective."""
 
-    def __init__(self, op: Collective, rank: int, result: ValueType, meetings: Meetings) -> None:
+    def __init__(
+        self,
+        op: Collective,
+        rank: int,
+        result: ValueType,
+        meetings: Meetings,
+        line: deque[End] | None,
+    ) -> None:
         self.op = op
+        self.place = meetings
+        self.line = line
         self.rank = rank
         self.type = result
         self.done = False
         self.value: Any = None
         self.error: Exception | None = None
-        self._meetings = meetings
 
     def start(self, value: Any) -> None:
         """Come to the meeting with this rank's operand."""
         self.value = value
         self.done = False
-        self._meetings.join(self)
+        self.place.join(self)
 
     def fail(self, poison: Poison) -> None:
         """Come to the meeting with an error, which every rank then gets."""
@@ -78,16 +87,25 @@ class CollectivePort:
 class Meetings:
     """One collective channel: for each rank the collectives that it has come to, in order."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, traffic: Traffic) -> None:
         self._channel = channel
+        self._traffic = traffic
         self._queues: dict[int, deque[CollectivePort]] = {r: deque() for r in channel.ranks}
 
     def join(self, port: CollectivePort) -> None:
         self._queues[port.rank].append(port)
-        if all(self._queues.values()):
-            self._meet([queue[0] for queue in self._queues.values()])
+        self._traffic.start(port)
+
+    def match(self) -> None:
+        """Hold the meetings that all have come to."""
+        while all(self._queues.values()):
+            ports = [queue[0] for queue in self._queues.values()]
+            if not self._traffic.may_complete(ports):
+                return
             for queue in self._queues.values():
                 queue.popleft()
+            self._meet(ports)
+            self._traffic.completed(ports)
 
     def reset(self) -> None:
         for queue in self._queues.values():

@@ -7,7 +7,7 @@ word of 64.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -54,8 +54,14 @@ class Record:
 class Records(Protocol):
     """Carries records from the driver to all other ranks, in order."""
 
-    def put(self, record: int) -> None:
-        """Tell all other ranks; called on the driver. May wait for a rank that lags far behind."""
+    def publisher(self, wake: Sequence[int]) -> Callable[[int], None]:
+        """Tells all other ranks of a record; for the driver.
+
+        It may wait for a rank that lags far behind.
+
+        Args:
+            wake: the ranks that are woken for it if they sleep; the others may take their time.
+        """
 
     def reader(self, rank: int) -> Callable[[], int]:
         """Gives the next record for a rank that this process plays, or 0 if there is none yet."""
@@ -69,9 +75,9 @@ class VirtualRecords:
         self._first = 0
         self._next: dict[int, int] = {}
 
-    def put(self, record: int) -> None:
+    def publisher(self, wake: Sequence[int]) -> Callable[[int], None]:
         """See `Records`."""
-        self._records.append(record)
+        return self._records.append
 
     def reader(self, rank: int) -> Callable[[], int]:
         """See `Records`."""

@@ -48,9 +48,8 @@ class Resident:
         self.in_flight: list[Instance] = []
         self._random = shuffle
 
-    def begin(self, seat: Seat, variant: int, inputs: Sequence[object], execution: int) -> None:
+    def begin(self, instance: Instance, inputs: Sequence[object], execution: int) -> None:
         """Start an execution, and go on with it as far as it comes."""
-        instance = seat.instances[variant]
         instance.start(inputs, execution)
         self.in_flight.append(instance)
         if self._random is None and instance.advance():
@@ -75,7 +74,7 @@ class Resident:
         moved = False
         for instance in source.sample(self.in_flight, len(self.in_flight)):
             before = instance.pending
-            ended = instance.advance(source.randint(1, 4))
+            ended = instance.advance_by(source.randint(1, 4))
             moved = moved or ended or instance.pending is None or instance.pending is not before
         self.in_flight = [instance for instance in self.in_flight if instance.running]
         return moved

@@ -48,6 +48,11 @@ class Tickets:
         self._stiles: list[Turnstile] = []
         self._numbers: list[int] = []
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether the program uses no actor."""
+        return not self._stiles
+
     def take(self) -> None:
         """Take a ticket for each actor."""
         numbers = self._numbers

@@ -107,7 +107,10 @@ class VirtualExecutable:
         self.executables: tuple[Executable, ...] = tuple(executables)
 
     def run(
-        self, inputs: Sequence[Sequence[Any]], execution: int | None = None
+        self,
+        inputs: Sequence[Sequence[Any]],
+        execution: int | None = None,
+        hold: tuple[int, int] | None = None,
     ) -> list[tuple[Any, ...]]:
         """Execute every rank's program once.
 
@@ -115,6 +118,8 @@ class VirtualExecutable:
             inputs: for each rank the values of its program's parameters. A tensor that several
                 ranks are given is copied, so that each has its own.
             execution: as in `Executable.start`.
+            hold: channel and number of a message that completes only when no rank can go on
+                without it: the slowest message that there may be.
 
         Returns:
             For each rank what its program returns.
@@ -124,6 +129,7 @@ class VirtualExecutable:
             RemoteError: an op or a method raised. The next `run` starts afresh.
             DeadlockError: no rank can move. The next `run` starts afresh.
         """
+        self._fabric.traffic.held = hold
         try:
             for executable, values in zip(self.executables, _isolated(inputs), strict=True):
                 executable.start(values, execution)
@@ -149,7 +155,8 @@ class VirtualExecutable:
         while live:
             before = [executable.progress for executable in live]
             ended = {executable for executable in self._order(live) if self._turn(executable)}
-            if not ended and before == [executable.progress for executable in live]:
+            stuck = not ended and before == [executable.progress for executable in live]
+            if stuck and not self._fabric.let_go():
                 raise self._deadlock()
             live = [executable for executable in live if executable not in ended]
 

@@ -24,7 +24,7 @@ from pathlib import Path
 import checkpoints
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812 (its usual name)
+from torch.nn import functional as F
 
 import cg
 
@@ -299,16 +299,17 @@ def main() -> None:
     batch = text.batch(text.train, config, args.batch, seed=0)
     schedule = cg.schedules.by_name(args.schedule)
     compiled = train.lower(*batch).compile(schedule=schedule, dump=args.dump)
-    first, talks = start, cg.rank() == 0
+    talks, seconds = cg.rank() == 0, 0.0
     bar = progress(range(start, args.steps), talks)
-    began = time.perf_counter()
     for step in bar:
         x, y = text.batch(text.train, config, args.batch, seed=step)
+        began = time.perf_counter()
         record.losses.append(float(compiled(x, y)))
+        seconds += time.perf_counter() - began
         done = step + 1
+        record.tokens_per_second = (done - start) * x.numel() / seconds
         if done % 10 == 0 or done == args.steps:
             record.bubble = bubble(compiled)
-        record.tokens_per_second = (done - first) * x.numel() / (time.perf_counter() - began)
         if talks:
             bar.set_postfix_str(
                 f"loss {record.losses[-1]:.3f}, {record.tokens_per_second:.0f} tokens/s, "

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from ..backends.base import World
+from ..backends.executions import Launcher
 from ..backends.futures import Future
 from ..backends.statistics import Statistics
 from ..ir.module import Module
@@ -69,13 +70,17 @@ class Compiled:
         self._runtimes: list[Runtime | None] = [None] * len(variants)
         self._closed = False
         self._made: graphs.Made | None = None
+        self._launch: Launcher | None = None
         if driver is None:
             for index in range(len(variants)):
                 self._runtime(index)
         else:
             self._made = self._make_graph(driver, max_inflight)
-            self._guards = [variant.trace.guards for variant in variants]
+            if driver in self._made.executions.residents:
+                self._launch = self._made.executions.launcher(self._made.graph)
             self._picks = [self._pick(variant, driver) for variant in variants]
+            guarded = any(variant.trace.guards for variant in variants)
+            self._needs_more = guarded or any(pick is not None for pick in self._picks)
 
     @property
     def module(self) -> Module:
@@ -137,16 +142,13 @@ class Compiled:
                 this rank has changed since it was traced.
             TransportError: a rank has ended.
         """
-        made = self._made
-        if made is None or self._closed or made.graph.driver not in made.executions.residents:
+        launch = self._launch
+        if launch is None:
             raise self._cannot_execute()
         variant, values = self._select(args, kwargs)
-        if self._guards[variant]:
-            self.variants[variant].trace.check_guards()
-        pick = self._picks[variant]
-        if pick is not None:
-            values = [values[index] for index in pick]
-        return made.executions.execute(made.graph, variant, values, block)
+        if self._needs_more:
+            values = self._check_and_pick(variant, values)
+        return launch(variant, values, block)
 
     def serve(self) -> None:
         """Run executions until the driver closes the graph; on every rank but the driver.
@@ -292,8 +294,14 @@ class Compiled:
         mine = [value.name for value in variant.module.program_of(driver).params]
         return None if mine == names else [names.index(name) for name in mine]
 
+    def _check_and_pick(self, variant: int, values: Sequence[Any]) -> Sequence[Any]:
+        self.variants[variant].trace.check_guards()
+        pick = self._picks[variant]
+        return values if pick is None else [values[index] for index in pick]
+
     def _close_runtimes(self) -> None:
         self._closed = True
+        self._launch = None
         for runtime in self._runtimes:
             if runtime is not None:
                 runtime.close()

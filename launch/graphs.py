@@ -140,7 +140,7 @@ def make_graph(
         communicators = _communicators(world, everything)
         for rank, resident in executions.residents.items():
             seats[rank].append(maker.seat(resident, communicators[rank]))
-    graph = Graph(name, driver, seats, [variant.rebuild for variant in variants])
+    graph = Graph(name, driver, modules, seats, [variant.rebuild for variant in variants])
     executions.open(graph)
     return Made(executions, graph, statistics)
 
@@ -226,7 +226,7 @@ def _communicators(world: World, channels: Sequence[Channel]) -> Mapping[int, Co
 
 def _cpu_executions(world: MpiWorld) -> Executions:
     transport = transport_of(world)
-    serving = Serving(transport.node, transport.pause)
+    serving = Serving(transport.node)
 
     def records(driver: int) -> RecordRing:
         return RecordRing(transport.node, driver, serving.pause_simply)

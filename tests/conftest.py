@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import cg
 import pytest
 from hypothesis import settings
+
+import cg
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -212,6 +213,7 @@ def enter(session: Session, declaration: Function, body: Body | None) -> None:
 
 
 def _returning_unit(body: Body) -> Body:
+    @functools.wraps(body)
     def run(*inputs: Any) -> Sequence[Any]:
         body(*inputs)
         return (None,)

@@ -28,7 +28,7 @@ from .values import (
     make_tensor,
 )
 
-O = TypeVar("O", bound=Op)  # noqa: E741 - the type of op that is being recorded
+O = TypeVar("O", bound=Op)
 
 
 @dataclass(eq=False)

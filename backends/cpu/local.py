@@ -60,7 +60,7 @@ class LocalSender:
             for slot in range(layout.slots)
         ]
         self._places = [(layout.header(s), layout.payload(s)) for s in range(layout.slots)]
-        # For each place in the ring: its slot, the readers' words, those of its header, its payload.
+        # For each place in the ring: slot, words of the readers, size, number; byte of the payload.
         self._ring = [
             (slot, self._consumed[slot], header + NBYTES, header + FULL, payload)
             for slot, (header, payload) in enumerate(self._places)

@@ -1,7 +1,7 @@
 """The ports of objects between two processes of one machine, made for small ones.
 
-Numbers and text go as a bare pickle, bytes as they are, straight into the next slot of the ring; all
-else takes the way of every message (`ports.py`). Which of these it was stands in the slot's header.
+Numbers and text go as a bare pickle, bytes as they are, straight into the next slot of the ring;
+all else takes the way of every message (`ports.py`). The slot's header says which of these it was.
 """
 
 from __future__ import annotations

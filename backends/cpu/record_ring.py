@@ -8,7 +8,7 @@ times a round, so that the writer does not overtake them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import TransportError
@@ -53,21 +53,29 @@ class RecordRing:
         self._under_way: deque[list[Any]] = deque()
         self._words = self._share()
 
-    def put(self, record: int) -> None:
+    def publisher(self, wake: Sequence[int]) -> Callable[[int], None]:
         """See `Records`."""
-        count = self._count
-        if count - self._floor == SLOTS:
-            self._wait_for_readers()
-        node, words = self._node, self._words
-        words[count % SLOTS] = ((count + 1) & _NUMBER_MASK) << BITS | record
-        self._count = count + 1
-        node.fence()
-        waiting = node.words
-        for word, rank in self._sleepers:
-            if waiting[word]:
-                node.ring(rank)
-        if self._far:
-            self._send(record)
+        node, words, order = self._node, self._words, self._node.order
+        fence, waiting = node.fence, node.words
+        sleepers = tuple(sleeper for sleeper in self._sleepers if sleeper[1] in wake)
+
+        def put(record: int) -> None:
+            count = self._count
+            if count - self._floor == SLOTS:
+                self._wait_for_readers()
+            if order is not None:
+                order()
+            words[count % SLOTS] = ((count + 1) & _NUMBER_MASK) << BITS | record
+            self._count = count + 1
+            if sleepers:
+                fence()
+                for word, rank in sleepers:
+                    if waiting[word]:
+                        node.ring(rank)
+            if self._far:
+                self._send(record)
+
+        return put
 
     def reader(self, rank: int) -> Callable[[], int]:
         """See `Records`."""
@@ -133,6 +141,7 @@ class RecordRing:
             self._floor = min((words[cursor] for cursor in cursors), default=self._count)
             if self._count - self._floor < SLOTS:
                 return
+            self._node.wake_all()
             polls += 1
             self._pause(polls)
 

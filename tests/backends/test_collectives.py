@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from cg.backends import collectives
 from cg.backends.errors import BindError, DeadlockError, RemoteError
 from cg.backends.virtual import VirtualExecutable
 from cg.ir.attributes import ReduceOp
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from .programs import module
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from cg.backends.base import Body
 from cg.backends.errors import BindError, InputError, RemoteError, ResultError, StepTimeout
 from cg.backends.executor import Executable, bind, poll_only

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from cg.backends.flight import FlightRecord, Position
 
 from .programs import CHAIN, exchange, module

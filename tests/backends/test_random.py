@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cg.backends.executor import Executable, bind, poll_only
-from cg.backends.random import call_seed, seeded, splitmix64
 from hypothesis import given
 from hypothesis import strategies as st
+
+from cg.backends.executor import Executable, bind, poll_only
+from cg.backends.random import call_seed, seeded, splitmix64
 
 from .programs import local, module
 

@@ -7,6 +7,7 @@ from importlib import metadata
 from typing import Any
 
 import pytest
+
 from cg.backends import registry
 from cg.backends.base import Communicator, World
 from cg.backends.errors import UnknownCommunicator

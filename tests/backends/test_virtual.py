@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from cg.backends.base import Communicator, World
 from cg.backends.errors import BindError, DeadlockError, InputError, RemoteError
 from cg.backends.fabric import VirtualFabric
 from cg.backends.virtual import VirtualExecutable, VirtualWorld, run_virtual
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from .programs import CHAIN, CHAIN_BODIES, exchange, module, run
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from hypothesis import strategies as st
+
 from cg.ir.attributes import Action, Effect, ReduceOp, Stream, Symbol, Task
 from cg.ir.location import Location
 from cg.ir.module import Channel, Function, FunctionKind, Module, Phase, Program, Vjp
 from cg.ir.ops import Op, Value, attribute_names
 from cg.ir.phases import LEGAL
 from cg.ir.types import DType, FutureType, ObjectType, Place, TensorType, UnitType
-from hypothesis import strategies as st
 
 small = st.integers(0, 9)
 names = st.one_of(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from cg.ir.attributes import Symbol
 from cg.ir.builder import Builder, Names
 from cg.ir.location import Location
@@ -10,8 +13,6 @@ from cg.ir.ops import Call, Return, Value
 from cg.ir.parser import parse_module
 from cg.ir.printer import format_module
 from cg.ir.types import DType, Place, TensorType
-from hypothesis import given
-from hypothesis import strategies as st
 
 T = TensorType(DType.F32, (2,), Place.of(0))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from cg.ir.compare import difference
 from cg.ir.module import Module
 from cg.ir.parser import parse_module

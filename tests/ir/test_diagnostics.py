@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from cg.ir.diagnostics import Diagnostic, IRError, error
 from cg.ir.location import Location
 from cg.ir.parser import parse_module

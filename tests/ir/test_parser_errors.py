@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from cg.ir.diagnostics import IRError
 from cg.ir.parser import parse_module
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
 from cg.ir.compare import difference, equal
 from cg.ir.module import Module, Phase
 from cg.ir.parser import parse_module
 from cg.ir.printer import format_module, format_op, format_program
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from .strategies import modules
 

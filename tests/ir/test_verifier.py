@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from cg.ir.attributes import Symbol
 from cg.ir.diagnostics import IRError
 from cg.ir.module import Module, Phase, Program

@@ -30,7 +30,7 @@ def fail(scenarios: str, *arguments: str, variables: dict[str, str] | None = Non
 @pytest.fixture(scope="module")
 def survived() -> dict[str, Reports]:
     """What was said in each of the scenarios that leave all ranks in a state to go on."""
-    names = ("raises", "raises_in_graph", "wrong_shape", "diverge", "late")
+    names = ("raises", "raises_in_graph", "wrong_shape", "late", "diverge")
     ended = fail(",".join(names))
     assert ended.code == 0, ended.output
     found: dict[str, Reports] = {name: {rank: [] for rank in range(4)} for name in names}
@@ -62,8 +62,9 @@ def test_an_exception_reaches_every_rank_and_the_step_can_run_again(
 def test_an_exception_in_a_traced_line(survived: dict[str, Reports]) -> None:
     for error, after in survived["raises_in_graph"].values():
         assert (error["error"], error["type"], error["rank"]) == ("RemoteError", "IndexError", 2)
-        assert error["message"].startswith("IndexError on rank 2 in stage2.look")
+        assert error["message"].startswith("IndexError on rank 2 in stage2.look: ")
         assert "h = stages[2].look(part)" in error["message"]
+        assert re.search(r"raised at \S+failure_job.py:\d+, in look\n", error["message"])
         assert after["loss"] > 0
 
 
@@ -105,11 +106,13 @@ def test_a_signature_that_one_rank_alone_traces() -> None:
 
 def test_ranks_that_call_different_steps(survived: dict[str, Reports]) -> None:
     for errors in survived["diverge"].values():
-        assert len(errors) == 2
-        for error in errors:
-            assert error["error"] == "PlanMismatch"
-            assert re.search(r"execution \d+ is of plan \w+ on rank \d, and of", error["message"])
-            assert "Every rank must call the same compiled steps" in error["message"]
+        first, second = errors
+        assert first["error"] == "PlanMismatch"
+        assert re.search(r"execution \d+ is of plan \w+ on rank \d, and of", first["message"])
+        assert "Every rank must call the same compiled steps" in first["message"]
+        # What the others have sent is still there: the steps cannot be run again.
+        assert second["error"] == "TransportError"
+        assert "out of step since an earlier error: execution" in second["message"]
 
 
 def test_a_rank_that_ends_early() -> None:

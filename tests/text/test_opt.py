@@ -7,8 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import cg
 import pytest
+
+import cg
 from cg.launch import opt
 from cg.passes import registry
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
+
 from cg.ir.parser import parse_module
 from cg.ir.printer import format_module
 from cg.launch import opt

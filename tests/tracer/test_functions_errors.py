@@ -14,7 +14,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
+from cg.ir.attributes import Effect
 from cg.ir.location import Location
+from cg.ir.module import FunctionKind
 from cg.tracer.errors import TraceError
 from cg.tracer.functions import Functions
 from cg.tracer.interface import MethodTarget, TorchTarget

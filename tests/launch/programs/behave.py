@@ -11,7 +11,7 @@ from cg.launch.detect import detect
 
 prepare()
 
-from cg.launch.world import world  # noqa: E402  (torch comes after the threads are capped)
+from cg.launch.world import world
 
 MODE = sys.argv[1]
 LAUNCH = detect(os.environ)
