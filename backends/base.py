@@ -28,7 +28,8 @@ class Port(Protocol):
     `reset` makes them ready for `start` again.
 
     Where the op has a `slot`, what `take` returns may live in that slot until `release`. Where it
-    has none, the value is the receiver's own and outlives `release`.
+    has none, the value is the receiver's own and outlives `release`. A port may say by an attribute
+    `holds = False` that its `release` does nothing, and so need not be called.
     """
 
     def start(self, value: Any) -> None:

@@ -57,6 +57,7 @@ class Code:
         registers: the list that the instructions work on.
         template: what the registers hold before the inputs are written.
         steps: for each instruction what it reads, writes and starts.
+        clears: indices of the instructions that only empty a register.
         outputs: registers that the program returns.
     """
 
@@ -64,6 +65,7 @@ class Code:
     ops: list[int] = field(default_factory=list)
     awaited: list[int | None] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
+    clears: list[int] = field(default_factory=list)
     registers: Registers = field(default_factory=list)
     template: Registers = field(default_factory=list)
     outputs: tuple[int, ...] = ()
@@ -316,13 +318,14 @@ class Binder:
     def _bind_free(self, op: Free) -> None:
         register = self._layout.clears.get(self._at)
         if register is not None:
+            self._code.clears.append(len(self._code.instructions))
             self._emit(instructions.clear(self._code.registers, register), KEEP)
         for future in self._layout.releases.get(self._at, ()):
             self._release(future)
 
     def _release(self, future: Value) -> None:
         port = self._ports.pop(future)
-        if not isinstance(_promised(future), UnitType):
+        if not isinstance(_promised(future), UnitType) and getattr(port, "holds", True):
             self._emit(instructions.release(port), KEEP)
 
     def _bind_return(self, op: Return) -> None:

@@ -75,7 +75,7 @@ class Executions:
         self._numbers = 0
         self._all = tuple(self.residents.values())
         self._held: dict[int, int] = {}
-        self._orders: dict[tuple[int, int], Callable[[], bool]] = {}
+        self._orders: dict[int, dict[int, Callable[[], bool]]] = {rank: {} for rank in ranks}
         self._readers: dict[int, Callable[[], int]] = {}
         self._all_readers: dict[int, dict[int, Callable[[], int]]] = {}
         self._due: deque[Future] = deque()
@@ -167,8 +167,20 @@ class Executions:
 
     def wait(self, future: Future, timeout: float | None) -> None:
         """See `Progress`."""
-        if not self._until(lambda: future.is_done, timeout):
-            raise StepTimeout(self._lateness(future, timeout))
+        if timeout is not None:
+            if not self._until(lambda: future.is_done, timeout):
+                raise StepTimeout(self._lateness(future, timeout))
+            return
+        turn, pause = self.turn, self._waiting.pause
+        polls = 0
+        while not future.is_done:
+            if turn():
+                polls = 0
+            else:
+                polls += 1
+                pause(polls, None)
+        if polls > 1:
+            self._waiting.rest()
 
     def later(self, future: Future) -> None:
         """See `Progress`."""
@@ -220,12 +232,13 @@ class Executions:
 
         What a record waits for are executions before it, so it is always the next to be done.
         """
-        record = self._held.pop(rank, 0) or reader()
+        record = (self._held.pop(rank, 0) if self._held else 0) or reader()
         if not record:
             return False
-        order = self._orders.get((rank, record))
+        orders = self._orders[rank]
+        order = orders.get(record)
         if order is None:
-            order = self._orders[rank, record] = self._understand(rank, Record.unpack(record))
+            order = orders[record] = self._understand(rank, Record.unpack(record))
         if order():
             return True
         self._held[rank] = record
@@ -260,13 +273,11 @@ class Executions:
 
     def _release(self, graph: Graph, rank: int) -> None:
         graph.release(rank)
+        orders = self._orders[rank]
+        for record in [r for r in orders if Record.unpack(r).graph == graph.number]:
+            del orders[record]
         if len(graph.closed) == len(graph.seats):
             del self.graphs[graph.number]
-            self._orders = {
-                key: order
-                for key, order in self._orders.items()
-                if Record.unpack(key[1]).graph != graph.number
-            }
 
     def _shuffled(self) -> list[Resident]:
         assert self._random is not None

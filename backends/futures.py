@@ -48,10 +48,12 @@ class Future:
 
     Attributes:
         execution: number of the execution in its graph, from 0.
+        is_done: whether it is done, as far as the driver has seen; unlike `done`, this moves
+            nothing on.
     """
 
     # Of the class until they are set, so that making a future costs little.
-    _done = False
+    is_done = False
     _value: Any = None
     _poison: Poison | None = None
     _error: RemoteError | None = None
@@ -63,9 +65,9 @@ class Future:
 
     def done(self) -> bool:
         """Whether the execution has ended; moves it on, and does not wait."""
-        if not self._done:
+        if not self.is_done:
             self._progress.turn()
-        return self._done
+        return self.is_done
 
     def result(self, timeout: float | None = None) -> Any:
         """What the step returns.
@@ -80,7 +82,7 @@ class Future:
                 be asked for again.
             TransportError: a rank has ended.
         """
-        if not self._done:
+        if not self.is_done:
             self._progress.wait(self, timeout)
         if self._poison is not None:
             raise self._made_error(self._poison)
@@ -92,7 +94,7 @@ class Future:
         Raises:
             StepTimeout, TransportError: as `result`.
         """
-        if not self._done:
+        if not self.is_done:
             self._progress.wait(self, timeout)
         return None if self._poison is None else self._made_error(self._poison)
 
@@ -105,33 +107,28 @@ class Future:
         if self._callbacks is None:
             self._callbacks = []
         self._callbacks.append(callback)
-        if self._done:
+        if self.is_done:
             self.call_back()
 
     def __await__(self) -> Generator[Any, None, Any]:
-        if not self._done:
+        if not self.is_done:
             yield from self._progress.watch(self)
         return self.result()
 
     def __repr__(self) -> str:
         state = "pending"
-        if self._done:
+        if self.is_done:
             state = "failed" if self._poison is not None else "done"
         return f"<Future of execution {self.execution}, {state}>"
 
     # -- for those who run the execution ----------------------------------------------------
-
-    @property
-    def is_done(self) -> bool:
-        """Whether it is done, without moving anything on."""
-        return self._done
 
     def resolve(self, value: Any, poison: Poison | None) -> None:
         """The execution has ended."""
         self._value = value
         if poison is not None:
             self._poison = poison
-        self._done = True
+        self.is_done = True
         if self._callbacks is not None:
             self._progress.later(self)
 

@@ -102,6 +102,7 @@ class Instance:
             self._tickets,
         ).bind()
         self._takes_tickets = not self._tickets.is_empty
+        self._leave_out_clears()
         self._add_reports(reports or Reports())
         self._instructions = self._code.instructions
         self._registers = self._code.registers
@@ -158,7 +159,8 @@ class Instance:
         try:
             pending = self.pending
             if pending is not None:
-                if not pending():
+                # A second look costs less than to come back here.
+                if not (pending() or pending()):
                     for move_on in self._progress:
                         move_on()
                     return False
@@ -284,6 +286,14 @@ class Instance:
             self.pending = careful.waits
             self._since = perf_counter()
         return ended
+
+    def _leave_out_clears(self) -> None:
+        """Without what empties registers at the very end: they all are emptied then."""
+        code = self._code
+        while code.clears and code.clears[-1] == len(code.instructions) - 1:
+            code.clears.pop()
+            for list_ in (code.instructions, code.steps, code.ops, code.awaited):
+                list_.pop()
 
     # -- reports ----------------------------------------------------------------------------
 

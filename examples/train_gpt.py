@@ -24,7 +24,7 @@ from pathlib import Path
 import checkpoints
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional as F  # noqa: N812 (its usual name)
 
 import cg
 
@@ -274,6 +274,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/train_gpt"))
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
     args = parser.parse_args()
+    for name in ("steps", "batch", "microbatches", "validate_every", "save_every"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if args.width % Config.heads:
+        parser.error(f"--width {args.width} does not divide into {Config.heads} heads")
     if args.layers < cg.world_size():
         parser.error(f"{cg.world_size()} ranks need at least as many --layers, not {args.layers}")
     if args.batch % args.microbatches:

@@ -11,7 +11,7 @@ from .module import Program
 from .ops import Op, Value
 from .types import Type
 
-O = TypeVar("O", bound=Op)
+O = TypeVar("O", bound=Op)  # noqa: E741 - the type of op that is being made
 
 
 class Names:

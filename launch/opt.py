@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .. import passes
+from .. import passes  # noqa: F401 - importing the package registers every pass
 from ..ir.diagnostics import IRError
 from ..ir.module import Module
 from ..ir.parser import parse_module

@@ -14,6 +14,7 @@ from ..ir.ops import (
     Broadcast,
     Call,
     Collective,
+    Constant,
     Free,
     Op,
     Recv,
@@ -122,6 +123,8 @@ class _Checker:
         self._uses: dict[Storage, _Uses] = {}
         self._allocs: list[Alloc] = []
         self._makers: dict[Value, int] = {}
+        # What the program has been given, and views of it: that is not the program's to free.
+        self._given = set(program.params)
 
     def run(self) -> Iterator[Diagnostic]:
         for index, op in enumerate(self._program.ops):
@@ -129,6 +132,7 @@ class _Checker:
                 yield from self._free(index, op)
             elif isinstance(op, Wait):
                 self._wait(op)
+                self._pass_on(op)
             elif isinstance(op, Recv):
                 for value in op.operands:
                     yield from self._write(index, value)
@@ -138,11 +142,19 @@ class _Checker:
                 for value in op.operands:
                     yield from self._read(index, value)
                 self._make(index, op)
+                if isinstance(op, View) or (isinstance(op, Constant) and op.ref is not None):
+                    self._pass_on(op)
             self._makers.update(dict.fromkeys(op.results, index))
+
+    def _pass_on(self, op: Op) -> None:
+        if self._given.issuperset(op.operands):
+            self._given.update(op.results)
 
     def _of(self, value: Value) -> _Uses | None:
         storage = self._storages.of(value)
-        return None if storage is None else self._uses.setdefault(storage, _Uses())
+        if storage is None or value in self._given:
+            return None
+        return self._uses.setdefault(storage, _Uses())
 
     def _make(self, index: int, op: Op) -> None:
         """Note what an op makes anew: not what it makes of its operands."""
@@ -204,10 +216,8 @@ class _Checker:
 
     def _free(self, index: int, op: Free) -> Iterator[Diagnostic]:
         value = op.operands[0]
-        uses, storage = self._of(value), self._storages.of(value)
-        if uses is None or storage is None:
-            return
-        if not storage.owners:
+        uses = self._of(value)
+        if value in self._given:
             yield self._problem(
                 index,
                 value,
@@ -215,6 +225,8 @@ class _Checker:
                 None,
                 "free only what the program makes or receives",
             )
+        if uses is None:
+            return
         for earlier in {*uses.latest.values(), *uses.written.values()}:
             if not self._is_over(earlier, index):
                 yield self._problem(

@@ -11,9 +11,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "docs"))  # the generator is no part of the package
 
-from generator.docstrings import to_markdown
-from generator.pages import PAGES, render
-from generator.snippets import SnippetError, run_page
+from generator.docstrings import to_markdown  # noqa: E402
+from generator.pages import PAGES, render  # noqa: E402
+from generator.snippets import SnippetError, run_page  # noqa: E402
 
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 

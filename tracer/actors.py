@@ -58,7 +58,7 @@ class ActorFactory:
                 f"class {cls.__name__} has an attribute 'on', which cg.actor would replace; "
                 "rename it"
             )
-        setattr(cls, "on", _On(self))
+        setattr(cls, "on", _On(self))  # noqa: B010 - not an attribute that type checkers know
         return cls
 
     def place(self, cls: type[Any], rank: int) -> Placement:

@@ -28,7 +28,7 @@ from .values import (
     make_tensor,
 )
 
-O = TypeVar("O", bound=Op)
+O = TypeVar("O", bound=Op)  # noqa: E741 - the type of op that is being recorded
 
 
 @dataclass(eq=False)

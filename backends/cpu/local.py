@@ -223,7 +223,15 @@ class LocalReceiver:
         self._overflow: dict[int, tuple[int, int, memoryview]] = {}
         self._after = [*range(1, layout.ring), 0]
         self._ring = [
-            (slot, header + FULL, header + NBYTES, consumed, payload)
+            (
+                slot,
+                header + FULL,
+                header + NBYTES,
+                consumed,
+                payload,
+                (self._places[slot - 1] if slot > layout.planned else self._places[-1])[0] + FULL,
+                int(slot > layout.planned),
+            )
             for slot, (header, consumed, payload) in enumerate(self._places)
             if slot >= layout.planned
         ]
@@ -235,7 +243,8 @@ class LocalReceiver:
         message.clear()
         slot = message.slot
         if slot is None:
-            message.at = self.claim()[:2]
+            number, place = self.claim()
+            message.at = (place[0], number)
         else:
             message.at = (slot, self.next_number(slot))
         self._pending.append(message)
@@ -268,18 +277,19 @@ class LocalReceiver:
         slot, number = message.at
         self.consume(self._places[slot][1], number)
 
-    def claim(self) -> tuple[int, int, int, int, int, int]:
+    def claim(self) -> tuple[int, tuple[int, ...]]:
         """Where the next message of the ring that nobody has asked for will be.
 
         Returns:
-            Its slot and its number there, the words of that slot's number, size, and consumption,
-            and the byte at which the payload begins.
+            Its number in its slot. And of the place: the slot, the words of its number, size, and
+            consumption, the byte at which the payload begins; then, of the message with which the
+            ring will be full, the word of its number, and by how much that number is larger.
         """
         ring = self._next
         self._next = self._after[ring]
-        slot, full, nbytes, consumed, payload = self._ring[ring]
-        number = self._posted[slot] = self._posted[slot] + 1
-        return slot, number, full, nbytes, consumed, payload
+        place = self._ring[ring]
+        number = self._posted[place[0]] = self._posted[place[0]] + 1
+        return number, place
 
     def next_number(self, slot: int) -> int:
         """The number of the next message in `slot` that nobody has asked for yet."""

@@ -24,6 +24,8 @@ class ObjectSendPort:
 
     __slots__ = ("_lane", "_message", "_put")
 
+    holds = False
+
     def __init__(self, lane: LocalSender) -> None:
         self._lane = lane
         self._message = Outgoing(ObjectCodec())
@@ -72,6 +74,8 @@ class ObjectRecvPort:
         "_consumed",
         "_full",
         "_lane",
+        "_last_full",
+        "_last_number",
         "_memory",
         "_nbytes",
         "_number",
@@ -82,6 +86,8 @@ class ObjectRecvPort:
         "_words",
     )
 
+    holds = False
+
     def __init__(self, lane: LocalReceiver) -> None:
         self._lane = lane
         self._words = lane.words
@@ -89,12 +95,14 @@ class ObjectRecvPort:
         self._memory, self._room = lane.memory, lane.ring_room
         self._slot = self._number = 0
         self._full = self._nbytes = self._consumed = self._payload = 0
+        self._last_full = self._last_number = 0
 
     def start(self, value: Any) -> None:
         """See `Port`."""
-        self._slot, self._number, self._full, self._nbytes, self._consumed, self._payload = (
-            self._lane.claim()
-        )
+        number, place = self._lane.claim()
+        self._number = number
+        self._slot, self._full, self._nbytes, self._consumed, self._payload = place[:5]
+        self._last_full, self._last_number = place[5], number + place[6]
 
     def fail(self, poison: Poison) -> None:
         """See `Port`."""
@@ -121,7 +129,13 @@ class ObjectRecvPort:
                 return pickle.loads(self._memory[at : at + nbytes])
             return _value(size, self._memory, at, nbytes)
         finally:
-            self._lane.consume(self._consumed, self._number)
+            words = self._words
+            if words[self._last_full] >= self._last_number or self._order is not None:
+                self._lane.consume(self._consumed, self._number)
+            else:
+                # The ring is not full, so its sender does not wait for this slot. It would look
+                # hundreds of times before it slept, so nothing needs to be ordered either.
+                words[self._consumed] = self._number
 
     def release(self) -> None:
         """See `Port`."""

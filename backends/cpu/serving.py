@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _CHECK_AFTER = 64
 """Fruitless turns after which a process looks whether the others are still there."""
 
-_POLICY = WaitPolicy(polls=1, yields=300)
+_POLICY = WaitPolicy(polls=1, yields=3000)
 """A turn takes about a microsecond, a yield that finds nobody else to run about half of one. Where
 two ranks share a core, each poll before a yield delays the other by as much."""
 

@@ -194,7 +194,7 @@ def test_capacity() -> None:
         graph, (worker,) = chain_of(1, max_inflight=3)
         futures = [graph.execute(i, block=False) for i in range(3)]
         # The virtual world moves on in `execute` where it has to make room, but not before.
-        assert [f._done for f in futures] == [False] * 3
+        assert [f.is_done for f in futures] == [False] * 3
         more = [graph.execute(i) for i in range(3, 20)]
         assert [f.result() for f in futures + more] == list(range(20))
         for bad in (0, -1):

@@ -58,7 +58,6 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     return {
         **inherited,
         "PYTHONPATH": os.pathsep.join(path),
-        "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": "1",
         # What Open MPI wants to be told before it does what MPICH does.
         "OMPI_ALLOW_RUN_AS_ROOT": "1",

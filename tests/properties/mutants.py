@@ -25,7 +25,7 @@ from cg.backends.virtual import VirtualExecutable
 from cg.ir.attributes import Stream, Symbol
 from cg.ir.clone import clone
 from cg.ir.module import Channel, Function, FunctionKind, Module, Program
-from cg.ir.ops import Call, Collective, Constant, Free, Op, Recv, Send, Value, Wait
+from cg.ir.ops import Call, Collective, Constant, Free, Op, Recv, Send, Value, View, Wait
 from cg.ir.types import TensorType, UnitType
 from cg.passes.liveness import Storages
 
@@ -141,7 +141,8 @@ def _retarget_operand(module: Module, program: Program, number: Number) -> None:
         return
     op = ops[number(len(ops))]
     at = number(len(op.operands))
-    values = [v for other in program.ops for v in other.results]
+    # Not inputs and views of them, whose storage is not the program's.
+    values = [v for other in program.ops if not isinstance(other, View) for v in other.results]
     like = [v for v in values if v.type == op.operands[at].type]
     if like:
         chosen = like[number(len(like))]
@@ -220,9 +221,10 @@ class Bench:
             with mock.patch("cg.backends.fabric.duplicate", _refusing_duplicate):
                 for hold in (None, *sorted(messages)):
                     given = [[value.clone() for value in values] for values in inputs]
-                    for values in (*executable.run(given, hold=hold), self.kept):
-                        if any(bool(value.isnan().any()) for value in values):
-                            raise Poisoned
+                    for values in executable.run(given, hold=hold):
+                        _refuse(values)
+                    if any(bool(value.isnan().any()) for value in self.kept):
+                        raise Poisoned
         except (DeadlockError, RemoteError, Poisoned):
             return True
         return False

@@ -44,8 +44,8 @@ PER_EXAMPLE = 16
 def compile_step(drawn: Drawn, back: str) -> Module:
     drawn.world, drawn.microbatches = 2 + drawn.world % 2, min(drawn.microbatches, 2)
     drawn.actors = [(rank + at) % drawn.world for at, rank in enumerate(drawn.actors)]
-    drawn.stages = drawn.stages[:4]
-    drawn.skips, drawn.mixes = drawn.skips[:4], drawn.mixes[:4]
+    drawn.stages = drawn.stages[:3]
+    drawn.skips, drawn.mixes = drawn.skips[:3], drawn.mixes[:3]
     if drawn.opaque is not None and drawn.opaque >= len(drawn.stages) - 1:
         drawn.opaque = None
     module = Maker(drawn).make()
@@ -71,7 +71,7 @@ def test_the_checkers_agree_with_the_virtual_world_on_every_mutant() -> None:
     count: Counter[str] = Counter()
 
     @settings(
-        max_examples=400,
+        max_examples=320,
         deadline=None,
         derandomize=True,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
@@ -83,10 +83,9 @@ def test_the_checkers_agree_with_the_virtual_world_on_every_mutant() -> None:
         number = random.Random(seed).randrange
         for _ in range(PER_EXAMPLE):
             mutant = clone(module)
-            kinds = [mutate(mutant, number) for _ in range(1 + number(3))]
-            if mutant == module:
-                count["unchanged"] += 1
-                continue
+            kinds: list[str] = []
+            while mutant == module:
+                kinds += [mutate(mutant, number) for _ in range(1 + number(3))]
             try:
                 verify(mutant)
             except IRError:

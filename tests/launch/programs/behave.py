@@ -11,7 +11,7 @@ from cg.launch.detect import detect
 
 prepare()
 
-from cg.launch.world import world
+from cg.launch.world import world  # noqa: E402  (torch comes after the threads are capped)
 
 MODE = sys.argv[1]
 LAUNCH = detect(os.environ)

@@ -1,0 +1,42 @@
+"""The first program of the README runs as it is printed there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ..mpi.jobs import ROOT, needs_mpi, run
+
+
+def program(folder: Path) -> str:
+    """The README's first Python block, as a file."""
+    block = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert block is not None
+    file = folder / "step.py"
+    file.write_text(block[1])
+    return str(file)
+
+
+def printed(output: str) -> dict[int, float]:
+    """The loss that each rank has printed."""
+    lines = re.findall(r"^(\d+) (\d+\.\d+)$", output, re.MULTILINE)
+    return {int(rank): float(loss) for rank, loss in lines}
+
+
+@pytest.mark.timeout(100)
+def test_in_one_process(tmp_path: Path) -> None:
+    ended = run(0, [program(tmp_path)], variables={"CG_RANKS": "4"}, folder=tmp_path, seconds=80)
+    assert ended.code == 0, ended.output
+    assert set(printed(ended.output)) == {0}
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=needs_mpi)])
+def test_on_mpi_ranks(ranks: int, tmp_path: Path) -> None:
+    ended = run(ranks, [program(tmp_path)], folder=tmp_path, seconds=80)
+    assert ended.code == 0, ended.output
+    losses = printed(ended.output)
+    assert set(losses) == set(range(ranks))
+    assert len(set(losses.values())) == 1

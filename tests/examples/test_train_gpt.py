@@ -1,0 +1,95 @@
+"""examples/train_gpt.py on a tiny model: every way to start it, checkpoints, what it writes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ..mpi.jobs import ROOT, Ended, needs_mpi, run
+
+pytestmark = pytest.mark.timeout(150)
+
+SCRIPT = str(ROOT / "examples" / "train_gpt.py")
+TINY = "--layers 8 --width 12 --batch 4 --microbatches 2 --rate 1e-2"
+
+
+def train(
+    ranks: int, folder: Path, options: str, *, steps: int = 2, virtual: int | None = None
+) -> Ended:
+    """Train on so many MPI ranks; 0: without MPI, on `virtual` ranks."""
+    given = [*TINY.split(), "--steps", str(steps), "--out", str(folder), *options.split()]
+    variables = {} if virtual is None else {"CG_RANKS": str(virtual)}
+    return run(ranks, [SCRIPT, *given], variables=variables, folder=folder.parent, seconds=120)
+
+
+def figures(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "figures.json").read_text())
+    return found
+
+
+def check_written(folder: Path, ended: Ended, ranks: int, steps: int = 2) -> list[float]:
+    """Hold what a run has written against what it must; its losses."""
+    assert ended.code == 0, ended.output
+    written = figures(folder)
+    assert written["ranks"] == ranks
+    assert len(written["losses"]) == steps
+    assert written["validation"][-1][0] == steps
+    assert 3.0 < written["unigram_validation"] < 3.6
+    assert 0.0 <= written["bubble"] < 1.0
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert "a unigram model of the same bytes" in ended.output
+    losses: list[float] = written["losses"]
+    assert all(4.0 < loss < 7.0 for loss in losses)
+    return losses
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+    """Two steps in one process; its folder and its losses."""
+    folder = tmp_path_factory.mktemp("plain") / "run"
+    ended = train(0, folder, f"--sample 8 --dump {folder / 'dumps'}")
+    assert "--- sample ---" in ended.output
+    return folder, check_written(folder, ended, ranks=1)
+
+
+def test_one_process(plain: tuple[Path, list[float]]) -> None:
+    folder, _ = plain
+    dumps = {file.name for file in (folder / "dumps").iterdir()}
+    assert {"train.000.traced.cg", "train.grid.txt"} <= dumps
+    checkpoint = folder / "checkpoints" / "step-000002"
+    assert (folder / "checkpoints" / "latest").read_text() == checkpoint.name
+    assert {file.name for file in checkpoint.iterdir()} == {"manifest.json", "stage0.pt"}
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(n, marks=needs_mpi) for n in (1, 3, 8)])
+def test_mpi_ranks(ranks: int, plain: tuple[Path, list[float]], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    ended = train(ranks, folder, f"--sample {8 if ranks == 3 else 0}")
+    assert check_written(folder, ended, ranks) == pytest.approx(plain[1], rel=1e-4)
+    assert ended.output.count("--- sample ---") == (ranks == 3)
+
+
+@pytest.mark.parametrize("after", [pytest.param(3, marks=needs_mpi), 0])
+def test_resuming_on_other_ranks(after: int, saved: Path, tmp_path: Path) -> None:
+    """A run of 2 ranks goes on, on others, as if it had not been interrupted."""
+    folder = tmp_path / "run"
+    shutil.copytree(saved, folder)
+    (folder / "checkpoints" / "latest").write_text("step-000003")
+    whole = figures(saved)["losses"]
+    ended = train(after, folder, "--resume --save-every 3 --sample 0", steps=5)
+    assert check_written(folder, ended, max(after, 1), steps=5) == pytest.approx(whole, rel=1e-4)
+    assert (folder / "checkpoints" / "latest").read_text() == "step-000005"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted run of 5 steps on 2 ranks, with a checkpoint after the third."""
+    folder = tmp_path_factory.mktemp("saved") / "run"
+    options = "--schedule gpipe --save-every 3 --sample 0"
+    ended = train(0, folder, options, steps=5, virtual=2)
+    check_written(folder, ended, ranks=2, steps=5)
+    return folder

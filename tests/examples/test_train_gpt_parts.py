@@ -1,0 +1,125 @@
+"""Parts of examples/train_gpt.py, in this process: checkpoints, and what the command line says."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cg.backends.virtual import VirtualWorld
+from cg.launch.world import use_world
+
+from ..mpi.jobs import ROOT
+
+sys.path.insert(0, str(ROOT / "examples"))
+
+import checkpoints
+import train_gpt
+from train_gpt import Config, Stage, cut
+
+CONFIG = Config(layers=4, width=12)
+
+
+@pytest.fixture(autouse=True)
+def _world() -> Iterator[None]:
+    with use_world(VirtualWorld(2)):
+        yield
+
+
+def stages(number: int, layers: int = 4) -> list[Any]:
+    """A model in so many stages, on two ranks."""
+    parts = enumerate(cut(layers, number))
+    config = Config(layers=layers, width=12)
+    return [Stage.on(i % 2)(config, part, 0, 1e-3, 10) for i, part in parts]
+
+
+def parameters(actors: list[Any]) -> dict[str, torch.Tensor]:
+    """All parameters by name."""
+    return {n: p.detach() for a in actors for n, p in a.local.named_parameters()}
+
+
+def change(actors: list[Any]) -> None:
+    """Take an optimizer step on gradients that are all one."""
+    for actor in actors:
+        for parameter in actor.local.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        actor.local.update()
+
+
+def test_a_checkpoint_fits_any_cut(tmp_path: Path) -> None:
+    two, three = stages(2), stages(3)
+    change(two)
+    checkpoints.save(tmp_path, two, 1, {"losses": [1.0]})
+    assert checkpoints.load(tmp_path, three) == (1, {"losses": [1.0]})
+    for _ in range(2):
+        wanted, found = parameters(two), parameters(three)
+        assert wanted.keys() == found.keys()
+        assert all(torch.equal(wanted[name], found[name]) for name in wanted)
+        # Once more, now with the optimizer's moments and the rate that were saved.
+        change(two)
+        change(three)
+
+
+@pytest.mark.parametrize("where", ["torch.save", "Path.rename", "os.replace", "json.dumps"])
+def test_a_crash_while_saving_leaves_the_checkpoint_before(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    actors = stages(2)
+    checkpoints.save(tmp_path, actors, 1, {})
+    wanted = {name: value.clone() for name, value in parameters(actors).items()}
+    change(actors)
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise OSError("no space left on the device")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(f"checkpoints.{where}", fail)
+        with pytest.raises(OSError, match="no space left"):
+            checkpoints.save(tmp_path, actors, 2, {})
+    assert checkpoints.load(tmp_path, actors)[0] == 1
+    found = parameters(actors)
+    assert all(torch.equal(wanted[name], found[name]) for name in wanted)
+
+    change(actors)
+    checkpoints.save(tmp_path, actors, 2, {})  # what the crash has left is no hindrance
+    assert checkpoints.load(tmp_path, actors)[0] == 2
+
+
+def test_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="run without --resume first"):
+        checkpoints.load(tmp_path, stages(2))
+
+
+def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
+    checkpoints.save(tmp_path, stages(2), 1, {})
+    with pytest.raises(KeyError, match=r"the checkpoint has no blocks\.4.*was it of another model"):
+        checkpoints.load(tmp_path, stages(2, layers=5))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--layers 1", "2 ranks need at least as many --layers, not 1"),
+        ("--batch 5 --microbatches 2", "--batch 5 does not divide into 2 microbatches"),
+        ("--schedule none", "invalid choice: 'none' (choose from"),
+        ("--microbatches 0", "--microbatches must be at least 1"),
+        ("--save-every 0", "--save-every must be at least 1"),
+        ("--steps 0", "--steps must be at least 1"),
+        ("--width 13", "--width 13 does not divide into 6 heads"),
+    ],
+)
+def test_bad_arguments(
+    arguments: str,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", *arguments.split()])
+    with pytest.raises(SystemExit) as ended:
+        train_gpt.parse()
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
