@@ -10,7 +10,7 @@ from typing import ClassVar
 from ..ir.attributes import Stream
 from ..ir.builder import Names
 from ..ir.module import Function, FunctionKind, Module, Phase, Program
-from ..ir.ops import Call, Copy, Free, Op, Recv, Return, Send, Value
+from ..ir.ops import Call, Copy, Free, Op, Recv, Return, Send, Value, Wait
 from ..ir.types import FutureType, TensorType, relocate
 from .base import Pass
 from .liveness import Storages
@@ -200,18 +200,22 @@ class MemoryPlan:
 def memory_plan(module: Module, rank: int) -> MemoryPlan:
     """Estimate the memory of one rank of a scheduled module, best after `plan-buffers`.
 
-    Storage counts from the op that makes it to its `free`, or to the end. Two values that may share
-    storage count as two.
+    Storage counts from the op that makes it to its `free`, or to the end. A result that is declared
+    to alias an operand, as saved inputs are, brings in no storage of its own.
     """
     program = module.program_of(rank)
     storages = Storages(program, module.functions)
+    slotted = {op.result for op in program.ops if isinstance(op, Recv) and op.slot is not None}
+    held: dict[Value, int] = {}
     live = most = 0
     for op in program.ops:
         if isinstance(op, Free):
-            live -= _held(op.operands[0], storages)
-        else:
-            live += sum(_held(value, storages) for value in op.results)
-            most = max(most, live)
+            live -= held.pop(op.operands[0], 0)
+            continue
+        for value in _brings(op, module, storages, slotted):
+            held[value] = _nbytes(value)
+            live += held[value]
+        most = max(most, live)
     slots = sum(
         (channel.slots or 0) * (channel.slot_bytes or 0)
         for channel in module.channels.values()
@@ -221,14 +225,18 @@ def memory_plan(module: Module, rank: int) -> MemoryPlan:
     return MemoryPlan(inputs, slots, most, sum(_nbytes(value) for value in program.outputs))
 
 
-def _held(value: Value, storages: Storages) -> int:
-    """Bytes that a value brings in: none if it is a view, is waited for, or is in a slot."""
-    storage = storages.of(value)
-    if storage is None or value not in storage.owners:
-        return 0
-    if any(recv.slot is not None for recv in storage.slots) and len(storage.owners) == 1:
-        return 0
-    return _nbytes(value)
+def _brings(op: Op, module: Module, storages: Storages, slotted: set[Value]) -> list[Value]:
+    """The results of an op that bring in storage: no views, nor what is waited for or in a slot."""
+    aliases = module.functions[op.fn.name].aliases if isinstance(op, Call) else ()
+    shared = {output for output, _ in aliases}
+    if isinstance(op, Wait) and op.operands[0] in slotted:
+        return []
+    found = []
+    for number, value in enumerate(op.results):
+        storage = storages.of(value)
+        if storage is not None and value in storage.owners and number not in shared:
+            found.append(value)
+    return found
 
 
 def _nbytes(value: Value) -> int:

@@ -1,8 +1,8 @@
 """Which effect a traced function has on its actor, given what the actor's other functions do.
 
 An UPDATE may overtake backwards, so the state that it changes must be none that a backward reads.
-Functions are traced one after the other; whichever of two that share state comes second is the
-one that has to be a WRITE.
+Functions are traced one after the other. Of two that share state, a backward that comes second is
+given what its forward has saved of it; an update that comes second has to be a WRITE.
 """
 
 from __future__ import annotations

@@ -56,11 +56,17 @@ def test_an_exception_keeps_its_type_and_says_where() -> None:
             futures[1].result()
         error = caught.value
         assert isinstance(error, RemoteError)
-        assert (error.rank, error.method, error.type_name) == (2, "fail_on", Boom.__module__ + ".Boom")
+        assert (error.rank, error.method, error.type_name) == (
+            2,
+            "fail_on",
+            Boom.__module__ + ".Boom",
+        )
         assert (error.code, error.args) == (7, ("w2 got 'bad' (7)",))
         text = str(error)
         assert "Boom on rank 2 in worker" in text
-        assert 'raise Boom(f"{self.tag} got {x!r}", 7)' in text  # the traceback begins in the method
+        assert (
+            'raise Boom(f"{self.tag} got {x!r}", 7)' in text
+        )  # the traceback begins in the method
         assert "tracer" not in text
         assert "called from" in text
         assert "workers[1].fail_on(x" in text
@@ -270,7 +276,9 @@ def test_random_failures_hit_only_their_own_execution(data: st.DataObject) -> No
             return [worker.fail_on(x, w) for worker in workers]
 
         capacity = data.draw(st.integers(1, 5))
-        graphs = [s.lower(cg.object, cg.object).compile(max_inflight=capacity) for s in (chain, fan)]
+        graphs = [
+            s.lower(cg.object, cg.object).compile(max_inflight=capacity) for s in (chain, fan)
+        ]
         logs: list[list[Any]] = [[], [], []]
         waiting = []
         for number in range(data.draw(st.integers(1, 15))):

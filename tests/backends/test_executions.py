@@ -406,7 +406,7 @@ def test_variants() -> None:
         # One set of channels serves all variants, each slot large enough for the largest.
         sizes = {c.ranks: c.slot_bytes for c in graph.variants[0].module.channels.values()}
         assert sizes[(0, 1)] == 3 * 4 * 4
-        assert 'program' in graph.as_text(1, variant=2)
+        assert "program" in graph.as_text(1, variant=2)
 
 
 def test_a_changed_actor_is_noticed() -> None:

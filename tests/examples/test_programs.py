@@ -70,6 +70,31 @@ def test_training_learns_as_plain_python_does() -> None:
     assert losses[-1][1] < losses[0][1]
 
 
+@cg.actor
+class Normed(Stage):
+    """A stage with statistics, which every microbatch updates."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_batch_norm_in_a_pipeline(schedule: str) -> None:
+    stages, plain = ([Normed.on(r)(r) for r in range(RANKS)] for _ in range(2))
+    x, y = torch.randn(2, 16, 8, generator=torch.Generator().manual_seed(0))
+    eager = training(plain).__wrapped__
+    compiled = training(stages).lower(x, y).compile(schedule=cg.schedules.by_name(schedule))
+    for _ in range(3):
+        assert float(compiled(x, y)) == pytest.approx(float(eager(x, y).detach()), rel=1e-5)
+    for one, two in zip(plain, stages, strict=True):
+        for name, wanted in one.local.state_dict().items():
+            torch.testing.assert_close(two.local.state_dict()[name], wanted)
+
+
 def test_a_step_is_compiled_for_each_signature() -> None:
     stages = [Stage.on(rank)(rank) for rank in range(RANKS)]
     step = training(stages)
@@ -117,6 +142,21 @@ def test_a_chain_of_objects_from_rank_0_to_rank_0() -> None:
     compiled = chain.lower(cg.object).compile()
     assert [compiled(f"hello{i}") for i in range(3)] == [f"hello{i}-1-2-3" for i in range(3)]
     assert actors[2].local.seen == [f"hello{i}-1-2" for i in range(3)]
+
+
+def test_a_chain_with_several_executions_in_flight() -> None:
+    actors = [Worker.on(rank)(str(rank)) for rank in (1, 2, 3)]
+
+    @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
+    def chain(x: Any) -> Any:
+        for actor in actors:
+            x = actor.fwd(x)
+        return x
+
+    graph = chain.lower(cg.object).compile(max_inflight=8)
+    futures = [graph.execute(f"hello{i}") for i in range(8)]
+    assert [f.result(timeout=5) for f in futures] == [f"hello{i}-1-2-3" for i in range(8)]
+    graph.close()
 
 
 def test_scatter_and_gather() -> None:

@@ -64,7 +64,8 @@ functions = st.builds(
     st.lists(st.tuples(small, small), max_size=2).map(tuple),
     st.none() | locations,
 )
-vjps = st.builds(Vjp, names, names, names, indices, indices)
+maybe = st.none() | names
+vjps = st.builds(Vjp, names, names, names, indices, indices, maybe, maybe, indices)
 channels = st.builds(
     Channel, small, indices, st.booleans(), st.none() | words, st.none() | small, st.none() | small
 )

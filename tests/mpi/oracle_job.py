@@ -17,7 +17,14 @@ from cg.backends.virtual import VirtualWorld
 from cg.ir.diagnostics import IRError
 from cg.launch.world import use_world
 from tests.properties.actors import KINDS
-from tests.properties.oracle import BASIC, compare, compare_states, lower, new_actors
+from tests.properties.oracle import (
+    BASIC,
+    check_sharing,
+    compare,
+    compare_states,
+    lower,
+    new_actors,
+)
 from tests.properties.recipes import ALL, Flavour, Recipe, draw_recipe
 from tests.properties.steps import inputs, make_step
 
@@ -52,11 +59,13 @@ def check(recipe: Recipe) -> bool:
             raise
         return False
     for execution in (0, 1):
-        expected, actual = eager(*inputs(execution)), compiled(*inputs(execution))
+        given = inputs(execution)
+        expected, actual = eager(*given), compiled(*given)
         gets = recipe.outputs is None or cg.rank() in recipe.outputs
         assert (actual is not None) == gets
         if gets:
             compare(f"rank {cg.rank()}", expected, actual)
+            check_sharing(f"rank {cg.rank()}", given, expected, actual)
         compare_states(f"rank {cg.rank()}", eager_actors, actors)
     compiled.close()
     return True

@@ -7,7 +7,7 @@ state of the actor that it has read. Two programs that agree on such values agre
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import hypothesis.strategies as st
 
@@ -211,9 +211,25 @@ class Maker:
         self.declare(
             Function(f"{full}.bwd", (*saved, out), grads, FunctionKind.GRAPH, backward, owner)
         )
-        self.module.vjps[f"{full}.vjp"] = Vjp(
-            f"{full}.vjp", f"{full}.fwd", f"{full}.bwd", (0,), flowing
+        vjp = Vjp(f"{full}.vjp", f"{full}.fwd", f"{full}.bwd", (0,), flowing)
+        if owner is not None:
+            vjp = self.halves(vjp, owner)
+        self.module.vjps[vjp.name] = vjp
+
+    def halves(self, vjp: Vjp, owner: str) -> Vjp:
+        """Declare halves of a backward: the second takes the cotangent and a value of the first."""
+        whole = self.module.functions[vjp.backward]
+        last = len(whole.inputs) - 1
+        if not vjp.grad_inputs:
+            return replace(vjp, weight=whole.name, kept=tuple(range(last + 1)))
+        name = vjp.name.removesuffix(".vjp")
+        first = replace(whole, name=f"{name}.b", outputs=(*whole.outputs, HIDDEN))
+        second = replace(
+            whole, name=f"{name}.w", inputs=(whole.inputs[last], HIDDEN), outputs=(UnitType(),)
         )
+        self.declare(first)
+        self.declare(second)
+        return replace(vjp, input=first.name, weight=second.name, kept=(last,))
 
     def has_gradient(self, value: Value) -> bool:
         for op in reversed(self.ops):

@@ -24,6 +24,7 @@ from cg.passes.registry import parse_pipeline
 from .random_pipelines import Drawn, Machine, Maker, World, drawn_steps, run_async
 
 FRONT = "dce,assign-stages,differentiate,cse,place,dce,insert-transfers,split-transfers"
+SPLIT = FRONT.replace("differentiate", "differentiate{split_backward=true}")
 BACKS = [
     "schedule{schedule=%s},check-deadlock",
     "schedule{schedule=%s},overlap,assign-streams,plan-buffers,check-types,check-deadlock",
@@ -31,13 +32,13 @@ BACKS = [
     "schedule{schedule=%s},overlap{lookahead=1},plan-buffers,assign-streams,check-deadlock",
     "schedule{schedule=%s},assign-streams,overlap{lookahead=4},plan-buffers,check-deadlock",
 ]
-SCHEDULES = [schedules.gpipe().name, schedules.one_f_one_b().name]
+SCHEDULES = [schedules.gpipe().name, schedules.one_f_one_b().name, schedules.auto().name]
 
 
 def compile_step(drawn: Drawn, back: str) -> tuple[Module, Module]:
     """The module in phase ASYNC, and what the passes of `back` make of it."""
     module = Maker(drawn).make()
-    PassManager(parse_pipeline(FRONT)).run(module)
+    PassManager(parse_pipeline(SPLIT if "schedule=auto" in back else FRONT)).run(module)
     before = clone(module)
     PassManager(parse_pipeline(back), check=True).run(module)
     return before, module

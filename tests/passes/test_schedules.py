@@ -161,4 +161,13 @@ def test_a_wrong_order_is_refused(first: str, second: str, message: str) -> None
 
 def test_a_schedule_may_split_the_backward() -> None:
     order = {0: [Task.parse(t) for t in ["0F0", "0B0", "0W0"]]}
-    assert Schedule("mine", lambda _: order)(Pipeline((0,), 1)) == order
+    assert Schedule("mine", lambda _: order, splits=True)(Pipeline((0,), 1)) == order
+    with pytest.raises(ValueError, match=r"'mine' has tasks W.*Schedule\(..., splits=True\)"):
+        Schedule("mine", lambda _: order)(Pipeline((0,), 1))
+
+
+def test_which_schedules_split_the_backward() -> None:
+    found = {name for name in schedules.names() if schedules.by_name(name).splits}
+    assert found == {"zb-h1", "zb-h2", "zb-v", "dualpipe-v", "auto"}
+    assert schedules.table("0F0 0B0 0W0").splits
+    assert not schedules.table("0F0 0B0").splits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ from .recipes import Recipe
 from .steps import inputs, make_step, without_microbatches
 from .traces import SharedTraces
 
-BASIC = ("gpipe", "1f1b")
+BASIC = ("gpipe", "1f1b", "auto")
 """Schedules that apply to every pipeline."""
 
 
@@ -123,8 +124,10 @@ def _check_all(recipe: Recipe, schedule: str, world: VirtualWorld, pool: Pool | 
     check_phases(lowered, compiled, schedule, recipe.passes)
 
     eager = make_step(recipe, eager_actors)
-    expected = eager(*inputs(0))
-    compare("the virtual world", expected, compiled(*inputs(0)))
+    given = inputs(0)
+    expected, actual = eager(*given), compiled(*given)
+    compare("the virtual world", expected, actual)
+    check_sharing("the virtual world", given, expected, actual)
     compare_states("the virtual world", eager_actors, actors)
 
     expected = eager(*inputs(1))
@@ -185,6 +188,24 @@ def compare(what: str, expected: Any, actual: Any) -> None:
     assert structure == other, f"{what} returns {other}, eager Python {structure}"
     for index, (one, two) in enumerate(zip(wanted, found, strict=True)):
         assert same(one, two), f"{what}: result {index} is\n{two}\nand in eager Python\n{one}"
+
+
+def check_sharing(what: str, given: Any, expected: Any, actual: Any) -> None:
+    """No two results share memory, with one another or with the arguments, unless they do eagerly.
+
+    A write to one would otherwise be seen in the other.
+    """
+    wanted, found = (_memory(tree_flatten((given, tree))[0]) for tree in (expected, actual))
+    for i, j in itertools.combinations(range(len(found)), 2):
+        if found[i] is not None and found[i] == found[j]:
+            assert wanted[i] == wanted[j], f"{what}: values {i} and {j} share memory"
+
+
+def _memory(leaves: list[Any]) -> list[int | None]:
+    return [
+        leaf.untyped_storage().data_ptr() if isinstance(leaf, torch.Tensor) else None
+        for leaf in leaves
+    ]
 
 
 def same(one: Any, two: Any) -> bool:

@@ -17,7 +17,7 @@ ROWS, WIDTH = 4, 3
 
 READS = ("linear", "mix", "split", "peek", "same", "strided", "join", "half")
 """Methods that only read, or do not touch, the actor's state."""
-WRITES = ("accumulate", "average", "note", "draft", "check")
+WRITES = ("accumulate", "average", "reread", "note", "draft", "check")
 """Methods that write to it: buffers in place, buffers by assignment, a Python list."""
 VALUES = ("weight", "project", "indices", "look", "look_given")
 """Methods around a weight that travels, and around integers."""

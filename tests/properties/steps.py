@@ -79,6 +79,7 @@ def make_step(recipe: Recipe, actors: Sequence[Any]) -> Callable[..., Any]:
         return {
             "loss": total,
             "values": [values.at(index) for index in recipe.returned],
+            "twice": [actors[-1].half(x), actors[-1].half(x)],
             "shown": tuple(shown),
             "integers": values.integers[-1],
             "objects": values.objects[-2:],
@@ -164,6 +165,14 @@ def _unary(name: str) -> None:
 
 for _name in ("linear", "peek", "same", "strided", "half", "accumulate", "average"):
     _unary(_name)
+
+
+@_line
+def _reread(line: Line, actors: Sequence[Any], values: Values) -> None:
+    actor, x = actors[line.actor], values.at(line.first)
+    before = actor.peek(x)
+    actor.accumulate(x)
+    values.hidden += [before, actor.peek(x)]
 
 
 @_line

@@ -31,11 +31,15 @@ from .mutants import Bench, mutate
 
 pytestmark = pytest.mark.timeout(300)
 
-FRONT = "dce,assign-stages,differentiate,cse,place,dce,insert-transfers,split-transfers"
+FRONT = (
+    "dce,assign-stages,differentiate{split_backward=%s},cse,place,dce,insert-transfers,"
+    "split-transfers"
+)
 BACKS = (
     "schedule{schedule=1f1b},overlap,assign-streams,plan-buffers",
     "schedule{schedule=gpipe},assign-streams,plan-buffers",
     "schedule{schedule=1f1b},overlap{lookahead=1},plan-buffers,assign-streams",
+    "schedule{schedule=auto},overlap,assign-streams,plan-buffers",
 )
 WANTED = 2000
 PER_EXAMPLE = 16
@@ -53,7 +57,8 @@ def compile_step(drawn: Drawn, back: str) -> Module:
         # What shares the memory of an input of the step cannot be destroyed when it is freed.
         if ".f0." in name or name.startswith("mix"):
             module.functions[name] = replace(function, aliases=())
-    PassManager(parse_pipeline(f"{FRONT},{back}")).run(module)
+    split = str("schedule=auto" in back).lower()
+    PassManager(parse_pipeline(f"{FRONT % split},{back}")).run(module)
     return module
 
 

@@ -17,6 +17,7 @@ from cg.tracer.functions import Functions
 from cg.tracer.interface import MethodTarget
 
 from .function_tools import (
+    assert_equal,
     assert_same_run,
     check_equal,
     run_eager,
@@ -398,7 +399,13 @@ def test_an_update_may_not_overtake_a_backward_that_reads_what_it_changes() -> N
     functions = Functions()
     assert functions.trace(adapt, signature(X), "adapt", None).declaration.effect is Effect.UPDATE
     vjp = functions.trace_vjp(forward, sign, "v", (0,), (0,), None)
-    assert vjp.backward.effect is Effect.WRITE
+    assert vjp.backward.effect is Effect.ACCUMULATE
+    # It is given a copy of what the buffer was for its forward.
+    result = vjp.forward_body(X)
+    before = vjp.backward_body(*result[1:], torch.ones(X.shape))
+    actor.linear.zero_grad()
+    actor.scale.zero_()
+    assert_equal(vjp.backward_body(*result[1:], torch.ones(X.shape)), before)
 
     functions = Functions()
     vjp = functions.trace_vjp(forward, sign, "v", (0,), (0,), None)

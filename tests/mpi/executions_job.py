@@ -1,0 +1,561 @@
+"""Programs that drive graphs from rank 0, as a user would write them.
+
+    mpiexec -n 4 python tests/mpi/executions_job.py SCENARIO[,SCENARIO...] [NODES]
+
+NODES gives for each rank the machine that it pretends to be on, as in `0011`. Rank 0 says what has
+passed; all ranks end by 0 if everything has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import cg
+from cg.launch.world import use_world, world
+
+torch.set_num_threads(1)
+
+
+class Boom(Exception):
+    """A user's exception, whose constructor does not take its `args`."""
+
+    def __init__(self, what: str, code: int) -> None:
+        super().__init__(f"{what} ({code})")
+        self.code = code
+
+
+class Unloadable:
+    """Can be pickled, but not unpickled."""
+
+    def __reduce__(self) -> Any:
+        return (_refuse, ())
+
+
+def _refuse() -> None:
+    raise LookupError("not here")
+
+
+@cg.actor
+class Worker:
+    """Takes any object."""
+
+    def __init__(self, tag: str = "") -> None:
+        self.tag = tag
+        self.total = 0
+        self.seen: list[Any] = []
+
+    def echo(self, x: Any) -> Any:
+        return x
+
+    def add(self, x: int) -> int:
+        self.total += x
+        return self.total
+
+    def keep(self, x: Any) -> int:
+        self.seen.append(x)
+        return len(self.seen)
+
+    def sums(self, nothing: Any) -> list[float]:
+        return [float(np.sum(x)) for x in self.seen]
+
+    def fail(self, x: Any) -> Any:
+        if x == "boom":
+            raise Boom(f"{self.tag} got {x!r}", 7)
+        return x
+
+    def sleep(self, seconds: float) -> float:
+        time.sleep(seconds)
+        return seconds
+
+    def cpu(self, nothing: Any) -> float:
+        return time.process_time()
+
+    def leave(self, how: Any) -> Any:
+        if how == "exit":
+            sys.exit(5)
+        if how == "kill":
+            os.kill(os.getpid(), 9)
+        return how
+
+    @cg.opaque(fake=lambda self, x: torch.empty_like(x))
+    def shaped(self, x: torch.Tensor) -> torch.Tensor:
+        if (x < 0).any():
+            raise ValueError("negative")
+        return x * 2
+
+
+@cg.actor
+class Scale(torch.nn.Module):
+    def __init__(self, by: float) -> None:
+        super().__init__()
+        self.by = torch.nn.Parameter(torch.full((), by), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.by
+
+
+def workers() -> list[Any]:
+    return [Worker.on(rank)(f"w{rank}") for rank in range(1, cg.world_size())]
+
+
+def graph_of(function: Any, *args: Any, **options: Any) -> Any:
+    step = cg.trace(inputs=cg.on(0), outputs=cg.on(0))(function)
+    return step.lower(*(args or (cg.object,))).compile(**options)
+
+
+def chain_of(actors: list[Any], method: str = "echo", **options: Any) -> Any:
+    def chain(x):
+        for actor in actors:
+            x = getattr(actor, method)(x)
+        return x
+
+    return graph_of(chain, **options)
+
+
+@contextlib.contextmanager
+def raises(kind: type[BaseException], text: str = "") -> Any:
+    try:
+        yield
+    except kind as error:
+        assert text in str(error), error
+    else:
+        raise AssertionError(f"no {kind.__name__} was raised")
+
+
+def equal(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and bool(np.array_equal(a, b))
+
+
+# -- scenarios after which the job goes on -----------------------------------------------------------
+
+
+def values(drives: bool) -> None:
+    """Objects of every kind and size, through shared memory or messages, copied or in place."""
+    with chain_of(workers(), max_inflight=3) as graph:
+        if not drives:
+            return
+        payloads: list[Any] = ["hello", b"x", None, 3, 2.5, True, {"a": [1, (2,)]}, "ä" * 40_000]
+        for size in (0, 1, 1000, 16_384, 16_385, 1 << 20, 5 << 20):
+            payloads += [bytes(size), np.arange(size, dtype=np.uint8), torch.ones(size)]
+        for value in payloads:
+            assert equal(graph.execute(value).result(timeout=60), value)
+        for value in reversed(payloads):
+            assert equal(graph.execute(value).result(timeout=60), value)
+        futures = [graph.execute((i, np.full(70_000, i))) for i in range(20)]
+        for i, future in enumerate(futures):
+            number, array = future.result(timeout=60)
+            assert number == i
+            assert (array == i).all()
+
+
+def kept(drives: bool) -> None:
+    """What somebody keeps is never overwritten, and hinders nobody."""
+    (worker, *_) = workers()
+
+    def step(x):
+        return worker.keep(x), worker.echo(x)
+
+    with graph_of(step, max_inflight=2) as graph, graph_of(worker.sums) as sums:
+        if not drives:
+            return
+        held = [graph.execute(np.full(1000 * i, i)).result(timeout=30)[1] for i in range(1, 40)]
+        expected = [float(1000 * i * i) for i in range(1, 40)]
+        assert [float(array.sum()) for array in held] == expected
+        assert sums.execute(None).result(timeout=30) == expected
+
+
+def tensors(drives: bool) -> None:
+    """Tensors of fixed types, in planned slots and in rings; the caller owns what it gets."""
+    scale, (worker, *_) = Scale.on(cg.world_size() - 1)(3.0), workers()
+
+    def step(x):
+        y = scale(x)
+        return worker.shaped(y), y, scale(y) + 1
+
+    with graph_of(step, torch.zeros(50, 40), max_inflight=3) as graph:
+        if not drives:
+            return
+        futures = [graph.execute(torch.full((50, 40), float(i))) for i in range(10)]
+        for i, future in reversed(list(enumerate(futures))):
+            doubled, scaled, more = future.result(timeout=30)
+            assert [t.unique().item() for t in (doubled, scaled, more)] == [6 * i, 3 * i, 9 * i + 1]
+        with raises(cg.InputError, "must be float32[50,40]"):
+            graph.execute(torch.zeros(50))
+
+
+def flow(drives: bool) -> None:
+    """Capacity, order, results in any order or never, callbacks."""
+    actors = workers()
+
+    def fan(x):
+        return [actor.add(x) for actor in actors]
+
+    graph, slow = graph_of(fan, max_inflight=4), chain_of(actors[:1], "sleep", max_inflight=2)
+    with graph, slow:
+        if not drives:
+            return
+        futures = [graph.execute(1) for _ in range(200)]
+        seen: list[int] = []
+        for future in futures[::3]:
+            future.add_done_callback(lambda f: seen.append(f.result()[0]))
+        for n in (199, 0, 57, 198):
+            assert futures[n].result(timeout=30) == [n + 1] * len(actors)
+        del futures
+        assert graph.execute(0).result(timeout=30)[0] == 200
+        assert seen == list(range(1, 201, 3))
+        pair = [slow.execute(0.2), slow.execute(0.0)]
+        with raises(cg.CapacityError, "2 executions of 'chain' are in flight"):
+            slow.execute(0.0, block=False)
+        assert [f.result(timeout=30) for f in (*pair, slow.execute(0.1))] == [0.2, 0.0, 0.1]
+
+
+def errors(drives: bool) -> None:
+    """Errors of all kinds hit their own execution alone."""
+    actors = workers()
+    last = actors[-1]
+
+    def leaf(x):
+        last.fail(x)
+        return actors[0].echo(x)
+
+    def by_tensor(x):
+        return last.shaped(actors[0].shaped(x)) + 1
+
+    def summed(x):
+        return cg.all_reduce([actor.shaped(x) for actor in actors], op="sum")[0]
+
+    def joined(x, y):
+        parts = [actor.shaped(x if actor is actors[0] else y) for actor in actors]
+        return cg.all_reduce(parts, op="sum")[0]
+
+    objects = [chain_of(actors, "fail", max_inflight=4), graph_of(leaf, max_inflight=4)]
+    one = torch.ones(3)
+    large = torch.ones(100, 100, 100)
+    numbers = [graph_of(by_tensor, one), graph_of(by_tensor, large), graph_of(summed, one)]
+    both = [graph_of(joined, one, one), graph_of(joined, large, large)]
+    echo = chain_of(actors)
+    with contextlib.ExitStack() as stack:
+        for graph in (*objects, *numbers, *both, echo):
+            stack.enter_context(graph)
+        if not drives:
+            return
+        for graph in objects * 2:
+            futures = [graph.execute(x) for x in ("a", "boom", "b", "boom", "c")]
+            assert [futures[i].result(timeout=30) for i in (4, 0, 2)] == ["c", "a", "b"]
+            for i in (3, 1):
+                with raises(Boom, "in worker") as caught:
+                    futures[i].result(timeout=30)
+                error = futures[i].exception()
+                assert isinstance(error, cg.RemoteError)
+                assert error.code == 7
+                assert error.method == "fail"
+                assert "raise Boom(" in str(error), str(error)
+                assert caught is None
+        for graph, x in zip(numbers * 2, (one, large, one) * 2, strict=True):
+            futures = [graph.execute(y) for y in (x, -x, x)]
+            got = [futures[i].result(timeout=30).unique().item() for i in (0, 2)]
+            assert got[0] == got[1] > 0
+            with raises(ValueError, "negative"):
+                futures[1].result(timeout=30)
+        for graph, x in zip(both * 2, (one, large) * 2, strict=True):
+            futures = [graph.execute(x, x), graph.execute(-x, x), graph.execute(x, x)]
+            assert futures[2].result(timeout=30).unique().item() == 2.0 * len(actors)
+            with raises(ValueError, "negative"):
+                futures[1].result(timeout=30)
+        futures = [echo.execute(x) for x in (1, lambda: 0, Unloadable(), 2)]
+        assert [futures[i].result(timeout=30) for i in (0, 3)] == [1, 2]
+        with raises(cg.RemoteError, "cannot be pickled"):
+            futures[1].result(timeout=30)
+        with raises(cg.RemoteError, "LookupError: not here"):
+            futures[2].result(timeout=30)
+
+
+def timeouts(drives: bool) -> None:
+    """A timeout comes in time, and the graph can be used."""
+    with chain_of(workers(), "sleep") as graph:
+        if not drives:
+            return
+        future = graph.execute(0.3)
+        began = time.monotonic()
+        with raises(TimeoutError, "execution 0 has not ended after 0.25 s"):
+            future.result(timeout=0.25)
+        assert 0.2 < time.monotonic() - began < 5
+        with raises(cg.StepTimeout):
+            future.result(timeout=0)
+        assert future.result(timeout=30) == 0.3
+        assert graph.execute(0.0).result(timeout=30) == 0.0
+
+
+def awaits(drives: bool) -> None:
+    """Futures in an event loop, that turns meanwhile, and waits without polling."""
+    actors = workers()
+    graph, slow = chain_of(actors, "fail", max_inflight=4), chain_of(actors[:1], "sleep")
+
+    async def one(x: Any) -> Any:
+        try:
+            return await graph.execute(x)
+        except Boom as error:
+            return error.code
+
+    async def go() -> None:
+        got = await asyncio.gather(*(one("boom" if i % 5 == 3 else i) for i in range(50)))
+        assert got == [7 if i % 5 == 3 else i for i in range(50)]
+        ticks = 0
+
+        async def tick() -> None:
+            nonlocal ticks
+            while True:
+                await asyncio.sleep(0.05)
+                ticks += 1
+
+        task = asyncio.create_task(tick())
+        before = time.process_time()
+        assert await slow.execute(1.0) == 1.0
+        assert time.process_time() - before < 0.5
+        assert ticks >= 5
+        task.cancel()
+        with raises(asyncio.TimeoutError):
+            await asyncio.wait_for(_wrapped(slow.execute(0.5)), 0.1)
+        assert await slow.execute(0.0) == 0.0
+
+    with graph, slow:
+        if drives:
+            asyncio.run(go())
+            assert graph.execute(1).result(timeout=30) == 1
+
+
+async def _wrapped(future: cg.Future) -> Any:
+    return await future
+
+
+def many(drives: bool) -> None:
+    """Random executions of several graphs over the same actors, against plain Python."""
+    actors = workers()
+
+    def forth(x):
+        return [actor.add(x) for actor in actors]
+
+    def through(x):
+        for actor in reversed(actors):
+            x = actor.add(x)
+        return x
+
+    carried = cg.carry(torch.zeros(2), on=cg.world_size() - 1)
+
+    def feedback(x):
+        before = carried.get()
+        carried.set(before + x)
+        return before
+
+    graphs = [
+        graph_of(forth, max_inflight=3),
+        graph_of(through, max_inflight=2),
+        graph_of(feedback, torch.zeros(2)),
+    ]
+    if drives:
+        _drive_many(graphs, len(actors))
+        for graph in graphs:
+            graph.close()
+        with raises(RuntimeError, "'forth' has been closed: compile it again"):
+            graphs[0].execute(1)
+    else:
+        # One serve() runs the executions of all of them.
+        for graph in reversed(graphs):
+            graph.serve()
+
+
+def _drive_many(graphs: list[Any], count: int) -> None:
+    totals, carried = [0] * count, 0
+
+    def add(i: int, x: int) -> int:
+        totals[i] += x
+        return totals[i]
+
+    source = random.Random(3)
+    waiting: list[tuple[Any, Any]] = []
+    for _ in range(300):
+        which, x = source.randrange(3), source.randrange(-9, 10)
+        if which == 0:
+            expected: Any = [add(i, x) for i in range(count)]
+        elif which == 1:
+            expected = x
+            for i in reversed(range(count)):
+                expected = add(i, expected)
+        else:
+            expected, carried = carried, carried + x
+        given = torch.full((2,), float(x)) if which == 2 else x
+        waiting.append((graphs[which].execute(given), expected))
+        while len(waiting) > source.randrange(1, 12):
+            future, expected = waiting.pop(source.randrange(len(waiting)))
+            if source.random() < 0.8:
+                _check(future, expected)
+    for future, expected in waiting:
+        _check(future, expected)
+
+
+def _check(future: cg.Future, expected: Any) -> None:
+    got = future.result(timeout=60)
+    assert (got[0].item() if isinstance(got, torch.Tensor) else got) == expected
+
+
+def variants(drives: bool) -> None:
+    """Signatures compiled ahead, chosen by each execution."""
+    scale = Scale.on(1)(2.0)
+
+    @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
+    def step(x):
+        return scale(x) + 1
+
+    sizes = [(3,), (1000,), (30, 40)]
+    with step.lower_many([torch.zeros(*size) for size in sizes]).compile(max_inflight=2) as graph:
+        if not drives:
+            return
+        futures = [graph.execute(torch.full(sizes[i % 3], float(i))) for i in range(30)]
+        for i, future in enumerate(futures):
+            got = future.result(timeout=30)
+            assert got.shape == sizes[i % 3]
+            assert got.unique().item() == 2 * i + 1
+        with raises(cg.InputError, "no variant of step"):
+            graph.execute(torch.zeros(4))
+
+
+def mixed(drives: bool) -> None:
+    """Steps that all ranks call, and executions, in one program."""
+    actors = workers()
+
+    @cg.trace
+    def together(x):
+        return sum(actor.shaped(x) for actor in actors)
+
+    def total(x):
+        return [actor.add(x) for actor in actors]
+
+    count = len(actors)
+    x = torch.ones(2)
+    graph = graph_of(total)
+    assert together(x).tolist() == [2.0 * count] * 2
+    assert graph(1) == ([1] * count if drives else None)  # a graph is a step as well
+    with graph:
+        if drives:
+            futures = [graph.execute(1) for _ in range(5)]
+            slow = graph.execute(1)
+            if not slow.is_done:
+                with raises(RuntimeError, "executions of a graph are in flight on this rank"):
+                    graph(1)
+            assert [f.result(timeout=30)[0] for f in (*futures, slow)] == [2, 3, 4, 5, 6, 7]
+    assert together(x).tolist() == [2.0 * count] * 2
+    with raises(RuntimeError, "has been closed"):
+        graph(1)
+
+
+def idle(drives: bool) -> None:
+    """Ranks that serve and have nothing to do use no CPU to speak of, and wake up fast."""
+    actors = workers()
+
+    def cpu(x):
+        return [actor.cpu(x) for actor in actors]
+
+    with graph_of(cpu) as graph, chain_of(actors) as echo:
+        if not drives:
+            return
+        for _ in range(200):
+            echo.execute(b"x").result(timeout=30)
+        graph.execute(None).result(timeout=30)
+        time.sleep(1)
+        before = graph.execute(None).result(timeout=30)
+        time.sleep(2)
+        began = time.perf_counter()
+        echo.execute(b"x").result(timeout=30)
+        woken = time.perf_counter() - began
+        after = graph.execute(None).result(timeout=30)
+        shares = [(b - a) / 2 for a, b in zip(before, after, strict=True)]
+        print(f"idle shares {[round(s, 4) for s in shares]}, woken in {woken * 1e3:.2f} ms")
+        assert max(shares) < 0.05, shares
+
+
+# -- scenarios that end the job ------------------------------------------------------------------------
+
+
+def exits(drives: bool) -> None:
+    """The driver ends without closing; nobody hangs."""
+    graph = chain_of(workers())
+    if not drives:
+        graph.serve()
+        return
+    assert graph.execute(1).result(timeout=30) == 1
+    graph.execute(2)  # dropped
+
+
+def forgets(drives: bool) -> None:
+    """A rank ends instead of serving."""
+    graph = chain_of(workers())
+    if cg.rank() == 1:
+        return
+    if not drives:
+        graph.serve()
+        return
+    graph.execute(1).result(timeout=60)
+
+
+def dies(drives: bool) -> None:
+    """A method ends its process by force."""
+    graph = chain_of(workers(), "leave")
+    if not drives:
+        graph.serve()
+        return
+    assert graph.execute("stay").result(timeout=30) == "stay"
+    graph.execute(sys.argv[3]).result(timeout=60)
+
+
+def throws(drives: bool) -> None:
+    """The driver does not catch what a method raises."""
+    graph = chain_of(workers(), "fail")
+    if not drives:
+        graph.serve()
+        return
+    graph.execute("boom").result(timeout=60)
+
+
+def waits(drives: bool) -> None:
+    """Everybody waits, for Ctrl-C."""
+    graph = chain_of(workers(), "sleep")
+    if not drives:
+        graph.serve()
+        return
+    future = graph.execute(60.0)
+    Path(sys.argv[3]).write_text("waiting")
+    future.result()
+
+
+ENDING = ("exits", "forgets", "dies", "throws", "waits")
+
+
+def main() -> None:
+    with contextlib.ExitStack() as stack:
+        if len(sys.argv) > 2 and set(sys.argv[2]) != {"0"}:
+            sys.path.insert(0, str(Path(__file__).parent))
+            from cpu_world import TestWorld
+
+            nodes = [int(digit) for digit in sys.argv[2]]
+            stack.enter_context(use_world(TestWorld(world().comm, nodes)))
+        for name in sys.argv[1].split(","):
+            globals()[name](cg.rank() == 0)
+            if name in ENDING:
+                return
+            cg.barrier()
+            if cg.rank() == 0:
+                print(f"passed {name}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

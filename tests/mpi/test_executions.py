@@ -1,0 +1,80 @@
+"""Graphs driven from one rank, between processes: see executions_job.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from .jobs import Ended, finish, needs_mpi, run, start
+
+pytestmark = [*needs_mpi, pytest.mark.timeout(300)]
+
+JOB = str(Path(__file__).with_name("executions_job.py"))
+SCENARIOS = (
+    "values",
+    "kept",
+    "tensors",
+    "flow",
+    "errors",
+    "timeouts",
+    "awaits",
+    "many",
+    "variants",
+    "mixed",
+    "idle",
+)
+
+
+def drive(scenarios: str, *arguments: str, ranks: int = 4) -> Ended:
+    return run(ranks, [JOB, scenarios, *arguments], seconds=200)
+
+
+@pytest.mark.parametrize("nodes", ["0000", "0011"], ids=["one machine", "two machines"])
+def test_scenarios(nodes: str) -> None:
+    ended = drive(",".join(SCENARIOS), nodes)
+    assert ended.code == 0, ended.output
+    passed = [line.split()[1] for line in ended.output.splitlines() if line.startswith("passed")]
+    assert passed == list(SCENARIOS), ended.output
+
+
+def test_a_driver_that_does_not_close_ends_all_the_same() -> None:
+    ended = drive("exits")
+    assert ended.code == 0, ended.output
+
+
+def test_a_rank_that_does_not_serve_is_named() -> None:
+    ended = drive("forgets", ranks=3)
+    assert ended.code != 0
+    assert "rank 1 has ended while graphs are open" in ended.output
+
+
+@pytest.mark.parametrize("how", ["kill", "exit"])
+def test_a_rank_that_dies_ends_the_job(how: str) -> None:
+    ended = drive("dies", "0000", how)
+    assert ended.code != 0
+    assert ended.seconds < 60
+
+
+def test_an_error_that_nobody_catches_ends_the_job() -> None:
+    ended = drive("throws")
+    assert ended.code != 0
+    assert "Boom on rank 1 in worker" in ended.output
+    assert 'raise Boom(f"{self.tag} got {x!r}", 7)' in ended.output
+
+
+def test_ctrl_c_ends_the_job(tmp_path: Path) -> None:
+    sign = tmp_path / "sign"
+    process = start(3, [JOB, "waits", "000", str(sign)])
+    until = time.monotonic() + 60
+    while not sign.exists() and time.monotonic() < until and process.poll() is None:
+        time.sleep(0.05)
+    assert sign.exists(), finish(process, 10).output
+    time.sleep(0.2)
+    os.kill(process.pid, signal.SIGINT)
+    ended = finish(process, 30)
+    assert ended.code != 0
+    assert ended.seconds < 20

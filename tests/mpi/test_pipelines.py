@@ -1,0 +1,19 @@
+"""Every schedule gives the gradients of the plain loop on MPI ranks, too."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from .jobs import needs_mpi, run
+
+pytestmark = [*needs_mpi, pytest.mark.timeout(150)]
+
+
+@pytest.mark.parametrize(("ranks", "seeds"), [(4, (0, 5)), (2, (9, 12))])
+def test_random_pipelines(ranks: int, seeds: tuple[int, int]) -> None:
+    ended = run(ranks, ["-m", "tests.mpi.pipeline_job", *map(str, seeds)], seconds=120)
+    assert ended.code == 0, ended.output
+    passed = [int(n) for n in re.findall(r"rank \d: (\d+) agree", ended.output)]
+    assert passed == [3 + seeds[1] - seeds[0]] * ranks
