@@ -29,7 +29,9 @@ class Port(Protocol):
 
     Where the op has a `slot`, what `take` returns may live in that slot until `release`. Where it
     has none, the value is the receiver's own and outlives `release`. A port may say by an attribute
-    `holds = False` that its `release` does nothing, and so need not be called.
+    `holds = False` that its `release` does nothing, and so need not be called. The port of a `recv`
+    may have a method `foresee()`, which gives the poison that has come in place of its message,
+    without taking it, or None; an execution then fails before its program comes to it.
     """
 
     def start(self, value: Any) -> None:

@@ -21,6 +21,9 @@ from .graphs import Graph
 from .records import GRAPHS, SEATS, Kind, Record, Records, VirtualRecords
 from .resident import Resident
 
+_FORESEE_EVERY = 64
+"""After how many fruitless turns in a row the driver looks for failures ahead of its programs."""
+
 
 class Waiting(Protocol):
     """How a process waits when nothing moves, and learns that others have ended."""
@@ -178,6 +181,8 @@ class Executions:
                 polls = 0
             else:
                 polls += 1
+                if not polls % _FORESEE_EVERY:
+                    self._foresee()
                 pause(polls, None)
         if polls > 1:
             self._waiting.rest()
@@ -207,9 +212,19 @@ class Executions:
                 if left <= 0:
                     return False
             polls += 1
+            if not polls % _FORESEE_EVERY:
+                self._foresee()
             self._waiting.pause(polls, left)
         self._waiting.rest()
         return True
+
+    def _foresee(self) -> None:
+        """Let futures fail whose executions have, though the driver's program has not come to it."""
+        resident = None if self.driver is None else self.residents.get(self.driver)
+        for instance in tuple(resident.in_flight) if resident is not None else ():
+            instance.foresee()
+        if self.has_due:
+            self.call_back()
 
     def make_room(self, graph: Graph, block: bool) -> None:
         """Return when the graph has a free seat.

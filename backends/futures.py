@@ -56,7 +56,6 @@ class Future:
     is_done = False
     _value: Any = None
     _poison: Poison | None = None
-    _error: RemoteError | None = None
     _callbacks: list[Callback] | None = None
 
     def __init__(self, progress: Progress, execution: int) -> None:
@@ -85,7 +84,9 @@ class Future:
         if not self.is_done:
             self._progress.wait(self, timeout)
         if self._poison is not None:
-            raise self._made_error(self._poison)
+            # A new one each time: its traceback leads to whoever holds the future, so a future that
+            # kept it would be part of a cycle, and of no use to anybody but the garbage collector.
+            raise self._poison.error()
         return self._value
 
     def exception(self, timeout: float | None = None) -> RemoteError | None:
@@ -96,7 +97,7 @@ class Future:
         """
         if not self.is_done:
             self._progress.wait(self, timeout)
-        return None if self._poison is None else self._made_error(self._poison)
+        return None if self._poison is None else self._poison.error()
 
     def add_done_callback(self, callback: Callback) -> None:
         """Call `callback(future)` when the execution has ended; at once if it has.
@@ -140,8 +141,3 @@ class Future:
                 callback(self)
             except Exception:
                 _LOG.exception("exception calling callback %r for %r", callback, self)
-
-    def _made_error(self, poison: Poison) -> RemoteError:
-        if self._error is None:
-            self._error = poison.error()
-        return self._error

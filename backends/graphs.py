@@ -9,6 +9,7 @@ from ..ir.module import Module
 from .futures import Future
 from .instance import Instance
 from .participants import participants, woken_by_record
+from .poison import Poison
 from .resident import Seat
 
 Rebuild = Callable[[Sequence[Any]], Any]
@@ -58,6 +59,7 @@ class Graph:
         for index, seat in enumerate(mine):
             for instance, rebuild in zip(seat.instances, rebuilds, strict=True):
                 instance.on_end = self._resolver(index, rebuild)
+                instance.on_failure = self._failer(index)
 
     @property
     def in_flight(self) -> int:
@@ -82,13 +84,17 @@ class Graph:
             futures[seat] = None
             free.append(seat)
             assert future is not None
-            poison = instance.poison
-            if poison is not None:
-                future.resolve(None, poison)
-            elif rebuild is None:
-                future.resolve(None, None)
-            else:
-                future.resolve(rebuild(instance.outputs), None)
+            if not future.is_done:
+                value = None if rebuild is None else rebuild(instance.outputs)
+                future.resolve(value, None)
             instance.outputs = ()
 
         return resolve
+
+    def _failer(self, seat: int) -> Callable[[Poison], None]:
+        def fail(poison: Poison) -> None:
+            future = self.futures[seat]
+            assert future is not None
+            future.resolve(None, poison)
+
+        return fail

@@ -66,6 +66,7 @@ class Instance:
         outputs: what the last execution has returned; a poison stands where a value failed.
         poison: what failed first in the last execution, as far as this rank has learnt of it.
         on_end: called when an execution has ended.
+        on_failure: called when something has failed in it, which goes on to its end.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Instance:
         self.outputs: tuple[Any, ...] = ()
         self.poison: Poison | None = None
         self.on_end: Callable[[Instance], None] | None = None
+        self.on_failure: Callable[[Poison], None] | None = None
         self._bodies = bodies
         self._tickets = Tickets(turnstiles)
         self._code = Binder(
@@ -183,6 +185,17 @@ class Instance:
                 return self._advance_by(limit)
         return self._advance_by(limit)
 
+    def foresee(self) -> None:
+        """Look for failures among the messages that have come and are not due yet."""
+        if self.poison is not None:
+            return
+        for step in self._code.steps[: self._index() + 1]:
+            look = getattr(step.port, "foresee", None)
+            poison = look() if look is not None else None
+            if poison is not None:
+                self._learn(poison)
+                return
+
     def position(self) -> Position:
         """Where it is."""
         if not self.running:
@@ -250,7 +263,14 @@ class Instance:
         self._careful = Careful(self._code, self.program, self.module, self._bodies)
         self._is_special = True
         self._careful.fail(index, error)
-        self.poison = self._careful.poison
+        self._learn(self._careful.poison)
+
+    def _learn(self, poison: Poison | None) -> None:
+        """Something has failed, here or elsewhere."""
+        if self.poison is None and poison is not None:
+            self.poison = poison
+            if self.on_failure is not None:
+                self.on_failure(poison)
 
     def _interrupt(self, index: int, interruption: BaseException) -> None:
         """Be ready to go on after Ctrl-C: give up a method, try anything else again."""
@@ -265,7 +285,7 @@ class Instance:
         self._careful = Careful(self._code, self.program, self.module, self._bodies)
         self._is_special = True
         self._careful.distrust(error)
-        self.poison = self._careful.poison
+        self._learn(self._careful.poison)
 
     def _advance_with_care(self, limit: int | None) -> bool:
         careful = self._careful
@@ -276,7 +296,6 @@ class Instance:
             for move_on in self._progress:
                 move_on()
         ended = careful.advance(limit)
-        self.poison = careful.poison
         if ended:
             self._careful = None
             self._is_special = self._needs_no_grad

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Protocol
 
 from ..errors import TransportError
 from ..poison import Poison
@@ -186,6 +187,13 @@ class LocalSender:
         self._overflow.clear()
 
 
+class Expected(Protocol):
+    """A port of a message that stays in the ring until it is taken."""
+
+    def keep(self) -> bool:
+        """Move the message out of the ring, if it has arrived; whether it has."""
+
+
 class LocalReceiver:
     """Reads the slots of a segment that another process writes.
 
@@ -237,6 +245,24 @@ class LocalReceiver:
         ]
         self.memory = memory
         self.ring_room = layout.ring_bytes
+        self.expected: deque[Expected] = deque()
+
+    def expect(self, port: Expected) -> None:
+        """Note a port whose message stays in the ring until it is taken.
+
+        The sender may count on a message leaving the ring once it has been asked for, whatever
+        this rank waits for first. So where more are expected than the ring holds, the lane takes
+        part in `progress`.
+        """
+        self.expected.append(port)
+        if len(self.expected) >= self._layout.ring:
+            self._active[self] = None
+
+    def make_room(self) -> None:
+        """Move what has arrived out of the ring, if it might keep out what is waited for."""
+        expected = self.expected
+        while len(expected) >= self._layout.ring and expected[0].keep():
+            expected.popleft()
 
     def post(self, message: Incoming) -> None:
         """See `ReceiveLane`."""
@@ -258,6 +284,7 @@ class LocalReceiver:
             slot, number = message.at
             header = self._places[slot][0]
             if words[header + FULL] < number:
+                self.make_room()
                 return
             if self.node.order is not None:
                 self.node.order()
@@ -270,7 +297,9 @@ class LocalReceiver:
             pending.popleft()
             if not message.hold or message.error is not None:
                 self.release(message)
-        self._active.pop(self, None)
+        self.make_room()
+        if len(self.expected) < self._layout.ring:
+            self._active.pop(self, None)
 
     def release(self, message: Incoming) -> None:
         """See `ReceiveLane`."""
@@ -318,6 +347,7 @@ class LocalReceiver:
     def reset(self) -> None:
         """Forget all messages; the sender resets in the same pause."""
         self._pending.clear()
+        self.expected.clear()
         self._active.pop(self, None)
         self._posted = [0] * self._layout.slots
         self._next = 0

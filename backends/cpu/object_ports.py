@@ -68,11 +68,16 @@ class ObjectSendPort:
 
 
 class ObjectRecvPort:
-    """Receives one object. Its slot is known when it is asked for, so no queue is needed."""
+    """Receives one object. Its slot is known when it is asked for.
+
+    The object stays in its slot until it is taken, or until the lane needs the ring for what comes
+    behind it, and asks for it to be kept elsewhere (`keep`).
+    """
 
     __slots__ = (
         "_consumed",
         "_full",
+        "_kept",
         "_lane",
         "_last_full",
         "_last_number",
@@ -96,6 +101,7 @@ class ObjectRecvPort:
         self._slot = self._number = 0
         self._full = self._nbytes = self._consumed = self._payload = 0
         self._last_full = self._last_number = 0
+        self._kept: Object | Exception | None = None
 
     def start(self, value: Any) -> None:
         """See `Port`."""
@@ -103,6 +109,8 @@ class ObjectRecvPort:
         self._number = number
         self._slot, self._full, self._nbytes, self._consumed, self._payload = place[:5]
         self._last_full, self._last_number = place[5], number + place[6]
+        self._kept = None
+        self._lane.expect(self)
 
     def fail(self, poison: Poison) -> None:
         """See `Port`."""
@@ -111,13 +119,45 @@ class ObjectRecvPort:
     def poll(self) -> bool:
         """See `Port`."""
         if self._words[self._full] < self._number:
+            self._lane.make_room()
             return False
         if self._order is not None:
             self._order()
         return True
 
+    def keep(self) -> bool:
+        """Move the object out of its slot, if it has arrived; whether it has."""
+        if self._words[self._full] < self._number:
+            return False
+        if self._order is not None:
+            self._order()
+        try:
+            self._kept = Object(self._read())
+        except Exception as error:  # raised again by `take`, where the executor can say whose it is
+            self._kept = error
+        return True
+
+    def foresee(self) -> Poison | None:
+        """See `Port`."""
+        if self._kept is not None:
+            return self._kept if isinstance(self._kept, Poison) else None
+        words = self._words
+        if words[self._consumed] >= self._number or not self.poll():
+            return None
+        return self._lane.read_poison(self._slot) if words[self._nbytes] >= POISON else None
+
     def take(self) -> Any:
         """See `Port`."""
+        kept, self._kept = self._kept, None
+        if kept is None:
+            self._lane.expected.remove(self)
+            return self._read()
+        if isinstance(kept, Exception):
+            raise kept
+        return kept.value
+
+    def _read(self) -> Any:
+        """The object, out of its slot, which may be overwritten from then on."""
         size = self._words[self._nbytes]
         nbytes = size & SIZE_MASK
         at = self._payload
@@ -139,6 +179,15 @@ class ObjectRecvPort:
 
     def release(self) -> None:
         """See `Port`."""
+
+
+class Object:
+    """An object that was received and not taken yet; tells it from none."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
 
 
 def _value(size: int, memory: memoryview, at: int, nbytes: int) -> Any:

@@ -77,6 +77,11 @@ class RecvPort:
         message.into = None
         return message.take()
 
+    def foresee(self) -> Poison | None:
+        """See `Port`."""
+        error = self._message.error if self.poll() else None
+        return error if isinstance(error, Poison) else None
+
     def release(self) -> None:
         """See `Port`."""
         message = self._message
@@ -130,6 +135,12 @@ class SlotRecvPort:
         if self._words[self._nbytes] >= POISON:
             raise self._lane.read_poison(self._slot)
         return self._view
+
+    def foresee(self) -> Poison | None:
+        """See `Port`."""
+        if self._words[self._consumed] >= self._number or not self.poll():
+            return None
+        return self._lane.read_poison(self._slot) if self._words[self._nbytes] >= POISON else None
 
     def release(self) -> None:
         """See `Port`."""

@@ -124,19 +124,20 @@ def chain_of(actors: list[Any], method: str = "echo", **options: Any) -> Any:
 
 @contextlib.contextmanager
 def raises(kind: type[BaseException], text: str = "") -> Any:
+    caught: list[BaseException] = []
     try:
-        yield
+        yield caught
     except kind as error:
-        assert text in str(error), error
-    else:
-        raise AssertionError(f"no {kind.__name__} was raised")
+        caught.append(error)
+    assert caught, f"no {kind.__name__} was raised"
+    assert text in str(caught[0]), caught[0]
 
 
 def equal(a: Any, b: Any) -> bool:
     return type(a) is type(b) and bool(np.array_equal(a, b))
 
 
-# -- scenarios after which the job goes on -----------------------------------------------------------
+# -- scenarios after which the job goes on ---------------------------------------------------------
 
 
 def values(drives: bool) -> None:
@@ -255,12 +256,10 @@ def errors(drives: bool) -> None:
             for i in (3, 1):
                 with raises(Boom, "in worker") as caught:
                     futures[i].result(timeout=30)
-                error = futures[i].exception()
+                (error,) = caught
                 assert isinstance(error, cg.RemoteError)
-                assert error.code == 7
-                assert error.method == "fail"
+                assert (error.code, error.method) == (7, "fail")
                 assert "raise Boom(" in str(error), str(error)
-                assert caught is None
         for graph, x in zip(numbers * 2, (one, large, one) * 2, strict=True):
             futures = [graph.execute(y) for y in (x, -x, x)]
             got = [futures[i].result(timeout=30).unique().item() for i in (0, 2)]
@@ -278,6 +277,26 @@ def errors(drives: bool) -> None:
             futures[1].result(timeout=30)
         with raises(cg.RemoteError, "LookupError: not here"):
             futures[2].result(timeout=30)
+
+
+def first_failure(drives: bool) -> None:
+    """A failure is known before what else the execution does has ended."""
+    actors = workers()
+    slow, bad = actors[0], actors[1]
+
+    def both(x, seconds):
+        return slow.sleep(seconds), bad.fail(x)
+
+    with graph_of(both, cg.object, cg.object, max_inflight=2) as graph:
+        if not drives:
+            return
+        assert graph.execute("fine", 0.0).result(timeout=30) == (0.0, "fine")
+        began = time.monotonic()
+        future = graph.execute("boom", 3.0)
+        with raises(Boom, "in worker"):
+            future.result(timeout=30)
+        assert time.monotonic() - began < 2.5
+        assert graph.execute("fine", 0.0).result(timeout=30) == (0.0, "fine")
 
 
 def timeouts(drives: bool) -> None:
@@ -483,7 +502,7 @@ def idle(drives: bool) -> None:
         assert max(shares) < 0.05, shares
 
 
-# -- scenarios that end the job ------------------------------------------------------------------------
+# -- scenarios that end the job -------------------------------------------------------------------
 
 
 def exits(drives: bool) -> None:

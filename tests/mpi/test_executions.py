@@ -20,6 +20,7 @@ SCENARIOS = (
     "tensors",
     "flow",
     "errors",
+    "first_failure",
     "timeouts",
     "awaits",
     "many",
