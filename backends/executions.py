@@ -219,7 +219,7 @@ class Executions:
         return True
 
     def _foresee(self) -> None:
-        """Let futures fail whose executions have, though the driver's program has not come to it."""
+        """Let futures fail whose executions have, before the driver's program comes to it."""
         resident = None if self.driver is None else self.residents.get(self.driver)
         for instance in tuple(resident.in_flight) if resident is not None else ():
             instance.foresee()
@@ -351,8 +351,9 @@ class Launcher:
         number = self._count
         self._count = number + 1
         seat = graph.free.pop()
-        future = graph.futures[seat] = Future(executions, number)
+        # The others are told first: they come on their way while all else is done here.
         self._publish(self._record + variant * SEATS + seat)
+        future = graph.futures[seat] = Future(executions, number)
         self._resident.begin(self._instances[seat][variant], inputs, number)
         if executions.has_due:
             executions.call_back()

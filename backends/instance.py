@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..ir.module import FunctionKind, Module, Program
-from ..ir.ops import Call, Collective, Constant, Copy, View
+from ..ir.ops import Call, Collective, Constant, Copy, Send, View
 from .base import Body, Communicator, Port
 from .binder import Binder
 from .careful import Careful
@@ -105,6 +105,7 @@ class Instance:
         ).bind()
         self._takes_tickets = not self._tickets.is_empty
         self._leave_out_clears()
+        self._send_inputs_first(len(program.params))
         self._add_reports(reports or Reports())
         self._instructions = self._code.instructions
         self._registers = self._code.registers
@@ -313,6 +314,25 @@ class Instance:
             code.clears.pop()
             for list_ in (code.instructions, code.steps, code.ops, code.awaited):
                 list_.pop()
+
+    def _send_inputs_first(self, inputs: int) -> None:
+        """Before anything is asked for: whoever waits for an input can then start.
+
+        Sends keep their order among each other, and so do all other instructions.
+        """
+        code = self._code
+        first = []
+        for index, step in enumerate(code.steps):
+            if step.role is Role.ISSUE and step.sources:
+                sends = isinstance(self.program.ops[code.ops[index]], Send)
+                if not sends or step.sources[0] >= inputs:
+                    break  # what comes later must not overtake it
+                first.append(index)
+        order = [*first, *(i for i in range(len(code.steps)) if i not in set(first))]
+        code.instructions[:] = [code.instructions[i] for i in order]
+        code.steps[:] = [code.steps[i] for i in order]
+        code.ops[:] = [code.ops[i] for i in order]
+        code.awaited[:] = [code.awaited[i] for i in order]
 
     # -- reports ----------------------------------------------------------------------------
 

@@ -144,7 +144,8 @@ class _Checker:
                 self._make(index, op)
                 if isinstance(op, View) or (isinstance(op, Constant) and op.ref is not None):
                     self._pass_on(op)
-            self._makers.update(dict.fromkeys(op.results, index))
+            for value in op.results:
+                self._makers[value] = index
 
     def _pass_on(self, op: Op) -> None:
         if self._given.issuperset(op.operands):

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ..ir.attributes import Stream
-from ..ir.communication import CommOp, Message, match
+from ..ir.communication import Message, match
 from ..ir.module import Module, Program
 from ..ir.ops import Collective, Free, Op, Recv, Send, Value, Wait
 
@@ -38,11 +38,7 @@ def line_of(op: Op, blocking: bool) -> Line:
 
 
 _COMMUNICATION = (Send, Recv, Collective)
-
-
-def starts_on_host(op: CommOp, blocking: bool) -> bool:
-    """Whether a communication starts only after all that the compute stream has done before it."""
-    return blocking or op.stream is None
+_NOTHING: Known = {}
 
 
 def awaited(op: Op) -> tuple[Value, ...]:
@@ -67,20 +63,27 @@ class Clocks:
     @staticmethod
     def of(program: Program, blocking: bool) -> Clocks:
         clocks = Clocks()
-        latest: dict[Line, tuple[int, Known]] = {}
+        lines, knowns = clocks.lines, clocks.known
+        latest: dict[Line, int] = {}
         made: dict[Value, int] = {}
         for index, op in enumerate(program.ops):
             line = line_of(op, blocking)
-            known: Known = latest[line][1] if line in latest else {}
-            for value in awaited(op):
-                if value in made:
-                    known = clocks._joined(known, line, made[value])
-            if isinstance(op, _COMMUNICATION) and starts_on_host(op, blocking) and HOST in latest:
-                known = clocks._joined(known, line, latest[HOST][0])
-            clocks.lines.append(line)
-            clocks.known.append(known)
-            latest[line] = index, known
-            made.update(dict.fromkeys(op.results, index))
+            known = knowns[latest[line]] if line in latest else _NOTHING
+            if isinstance(op, Wait | Free):
+                for value in awaited(op):
+                    if value in made:
+                        known = clocks._joined(known, line, made[value])
+            elif (  # started when the host comes to it
+                (blocking or op.stream is None)
+                and isinstance(op, _COMMUNICATION)
+                and HOST in latest
+            ):
+                known = clocks._joined(known, line, latest[HOST])
+            lines.append(line)
+            knowns.append(known)
+            latest[line] = index
+            for value in op.results:
+                made[value] = index
         return clocks
 
     def is_done(self, earlier: int, later: int) -> bool:
@@ -146,7 +149,8 @@ class Order:
                 self._before[node] = latest[line]
             if isinstance(op, _COMMUNICATION):
                 origins[op.results[0]] = self._messages[op.chan or 0, op.seq or 0]
-                if starts_on_host(op, self._blocking) and HOST in latest:
+                # It is started when the host comes to it.
+                if (self._blocking or op.stream is None) and HOST in latest:
                     self._host[node] = latest[HOST]
             elif isinstance(op, Wait | Free) and op.operands[0] in origins:
                 message = origins[op.operands[0]]

@@ -37,3 +37,12 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(
             f"cg is imported from {cg.__file__}, not from {ROOT}; run make setup in this checkout"
         )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what starts processes under mpirun."""
+    tests = ROOT / "tests"
+    for item in items:
+        file = item.path.relative_to(tests)
+        if file.parts[0] in ("mpi", "examples") or file.name == "test_jobs.py":
+            item.add_marker(pytest.mark.mpi)

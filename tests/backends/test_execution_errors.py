@@ -187,7 +187,7 @@ def test_what_cannot_be_pickled_or_unpickled() -> None:
         assert futures[0].result() == 1
         with pytest.raises(cg.RemoteError, match="cannot be pickled"):
             futures[1].result()
-        with pytest.raises(cg.RemoteError, match="LookupError|not here"):
+        with pytest.raises(cg.RemoteError, match=r"LookupError|not here"):
             futures[2].result()
         assert futures[3].result() == 2
 
