@@ -76,6 +76,7 @@ class Executions:
         self._waiting = waiting
         self._random = shuffle
         self._numbers = 0
+        self._closings = 0
         self._all = tuple(self.residents.values())
         self._held: dict[int, int] = {}
         self._orders: dict[int, dict[int, Callable[[], bool]]] = {rank: {} for rank in ranks}
@@ -140,8 +141,20 @@ class Executions:
             TransportError: a rank has ended.
         """
         mine = [rank for rank in self._readers if rank in graph.seats]
+        turn, pause = self.turn, self._waiting.pause
+        polls, closings = 0, -1
         with self._waiting.serving():
-            self._until(lambda: graph.closed.issuperset(mine))
+            while True:
+                if closings != self._closings:
+                    closings = self._closings
+                    if graph.closed.issuperset(mine):
+                        break
+                if turn():
+                    polls = 0
+                else:
+                    polls += 1
+                    pause(polls, None)
+        self._waiting.rest()
 
     @property
     def is_idle(self) -> bool:
@@ -194,7 +207,7 @@ class Executions:
 
     def watch(self, future: Future) -> Generator[Any, None, None]:
         """See `Progress`."""
-        return self._waiting.watch(self.turn, future)
+        return self._waiting.watch(self._turn_and_foresee, future)
 
     # -- moving on --------------------------------------------------------------------------
 
@@ -217,6 +230,12 @@ class Executions:
             self._waiting.pause(polls, left)
         self._waiting.rest()
         return True
+
+    def _turn_and_foresee(self) -> bool:
+        moved = self.turn()
+        if not moved:
+            self._foresee()
+        return moved
 
     def _foresee(self) -> None:
         """Let futures fail whose executions have, before the driver's program comes to it."""
@@ -288,6 +307,7 @@ class Executions:
 
     def _release(self, graph: Graph, rank: int) -> None:
         graph.release(rank)
+        self._closings += 1
         orders = self._orders[rank]
         for record in [r for r in orders if Record.unpack(r).graph == graph.number]:
             del orders[record]

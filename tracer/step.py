@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..ir.location import Location
 from ..ir.ops import Return, Value
@@ -62,7 +62,7 @@ def trace_step(
     held_args, held_kwargs = spec.tree.fill(_parameters(session, spec))
     before = torch.get_rng_state()
     with entered(session), Recorder(session):
-        result = fn(*held_args, **held_kwargs)
+        result = _separate(fn(*held_args, **held_kwargs))
     loc = _definition(fn)
     if not torch.equal(before, torch.get_rng_state()):
         torch.set_rng_state(before)
@@ -135,6 +135,19 @@ def _definition(fn: Callable[..., Any]) -> Location | None:
     if code is None:
         return None
     return Location(code.co_filename, code.co_firstlineno, code.co_name)
+
+
+def _separate(result: Any) -> Any:
+    """What the step returns, with a copy of a value where it returns that as several tensors.
+
+    A collective gives tensors that are one value, but that plain Python could write to one by one.
+    """
+    leaves, spec = tree_flatten(result)
+    first: dict[Value, TracedTensor] = {}
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, TracedTensor) and first.setdefault(leaf.traced.value, leaf) is not leaf:
+            leaves[index] = leaf.detach().clone()
+    return tree_unflatten(leaves, spec)
 
 
 _STATIC_OUTPUTS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.Size)

@@ -5,27 +5,39 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from time import sleep
+from os import sched_yield
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from .control import PeerLost
 from .layout import ROW, STATE
 from .node import Node
 from .rows import State
-from .waiting import Waiter, WaitPolicy
 
 if TYPE_CHECKING:
     from ..futures import Future
 
-_CHECK_AFTER = 64
-"""Fruitless turns after which a process looks whether the others are still there."""
+_YIELDS = 500
+"""Fruitless turns with a yield of the core after each, before the process sleeps. A turn takes about
+a microsecond, a yield that finds nobody else to run about half of one. Where two ranks share a core,
+each turn without a yield would delay the other by as much."""
 
-_POLICY = WaitPolicy(polls=1, yields=3000)
-"""A turn takes about a microsecond, a yield that finds nobody else to run about half of one. Where
-two ranks share a core, each poll before a yield delays the other by as much."""
+_FEW_YIELDS = 2
+"""The same where something else that does not wait has the core."""
 
-_SHORT = 0.2
-"""Seconds to a deadline under which a wait is not left to the bell, which may sleep past it."""
+_LONG_YIELD = 200e-6
+"""Seconds after which a yield has not given way to a rank, but to somebody who works. The kernel lets
+him go on to the end of his time slice, unless the one who wants the core has slept."""
+
+_CROWDED = 0.05
+"""Seconds for which that is taken to stay so."""
+
+_SLEEP = 0.1
+"""Seconds of one sleep; then the process looks again, in case a ring was lost."""
+
+_NAP, _LONGEST_NAP = 50e-6, 5e-3
+"""Seconds of the first sleep where other machines take part, for nothing rings for them, and of the
+longest; each is twice as long as the one before."""
 
 _TICKS = 64
 """Turns of an event loop in which a future is polled, before the process waits for the bell."""
@@ -33,8 +45,8 @@ _TICKS = 64
 _GLANCE = 0.1
 """Seconds after which an event loop looks again, in case a ring was lost."""
 
-_NAP = 1e-3
-"""The same where other machines take part, for nothing rings for them."""
+_TIMER = 1e-3
+"""The same where other machines take part."""
 
 
 class Serving:
@@ -46,10 +58,12 @@ class Serving:
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._waiter = Waiter(node, _POLICY, _nothing)
         self._flag = node.waiting(node.rank)
-        self._pumps: dict[asyncio.AbstractEventLoop, _Pump] = {}
+        self._spans = len(node.leaders) > 1
+        self._yields = _YIELDS
+        self._crowded_until = 0.0
         self._suspected_at = 0
+        self._pumps: dict[asyncio.AbstractEventLoop, _Pump] = {}
 
     def pause(self, polls: int, seconds: float | None) -> None:
         """See `Waiting`.
@@ -59,17 +73,37 @@ class Serving:
         """
         if polls == 1:
             self.rest()
-        elif polls > _CHECK_AFTER:
-            lost = self._lost()
-            if lost is not None:
-                if polls == self._suspected_at + 1:
-                    raise lost
-                self._suspected_at = polls
-                return
-            if seconds is not None and seconds < _SHORT:
-                sleep(min(seconds, 100e-6))
-                return
-        self._waiter(polls)
+        elif polls <= self._yields:
+            began = perf_counter()
+            sched_yield()
+            ended = perf_counter()
+            if ended - began > _LONG_YIELD:
+                self._yields, self._crowded_until = _FEW_YIELDS, ended + _CROWDED
+        else:
+            self._sleep(polls, seconds)
+
+    def _sleep(self, polls: int, seconds: float | None) -> None:
+        """Ask to be woken; the next time, for what came before that could be seen, sleep."""
+        node = self._node
+        lost = self._lost()
+        if lost is not None:
+            if polls == self._suspected_at + 1:
+                raise lost
+            self._suspected_at = polls
+            return
+        if self._yields == _FEW_YIELDS and perf_counter() > self._crowded_until:
+            self._yields = _YIELDS
+        if not node.words[self._flag]:
+            node.words[self._flag] = 1
+            node.fence()
+            return
+        longest = _SLEEP
+        if self._spans:
+            longest = min(_NAP * 2 ** min((polls - self._yields) // 2, 30), _LONGEST_NAP)
+        try:
+            node.bell.wait(longest if seconds is None else min(longest, seconds))
+        finally:
+            self.rest()
 
     def rest(self) -> None:
         """See `Waiting`."""
@@ -134,21 +168,21 @@ class _Pump:
         self._loop = loop
         self._turn = turn
         self._lost = lost
-        self._waiting: dict[Future, asyncio.Future[None]] = {}
+        self._waiting: dict[asyncio.Future[None], Future] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._spans = len(node.leaders) > 1
 
     def wait(self, future: Future) -> Generator[Any, None, None]:
         """Wait until `future` is done."""
         woken = self._loop.create_future()
-        self._waiting[future] = woken
+        self._waiting[woken] = future
         if len(self._waiting) == 1:
             self._loop.add_reader(self._node.bell.fileno(), self._wake)
         self._look()
         try:
             yield from woken
         finally:
-            self._waiting.pop(future, None)
+            self._waiting.pop(woken, None)
             if not self._waiting:
                 self._disarm()
 
@@ -161,22 +195,26 @@ class _Pump:
         """Ask to be woken, then look once more, for what came before that could be seen."""
         if self._timer is not None:
             self._timer.cancel()
-        while True:
-            self._node.words[self._node.waiting(self._node.rank)] = 1
-            self._node.fence()
-            if not self._turn():
-                break
-        lost = self._lost()
-        if lost is not None:
-            self._turn()  # for what it sent before it ended
-        for future, woken in self._waiting.items():
+        error: Exception | None = None
+        try:
+            while True:
+                self._node.words[self._node.waiting(self._node.rank)] = 1
+                self._node.fence()
+                if not self._turn():
+                    break
+            error = self._lost()
+            if error is not None:
+                self._turn()  # for what the rank has sent before it ended
+        except Exception as raised:
+            error = raised
+        for woken, future in self._waiting.items():
             if woken.done():
                 continue
             if future.is_done:
                 woken.set_result(None)
-            elif lost is not None:
-                woken.set_exception(lost)
-        self._timer = self._loop.call_later(_NAP if self._spans else _GLANCE, self._look)
+            elif error is not None:
+                woken.set_exception(error)
+        self._timer = self._loop.call_later(_TIMER if self._spans else _GLANCE, self._look)
 
     def _disarm(self) -> None:
         self._loop.remove_reader(self._node.bell.fileno())
@@ -184,7 +222,3 @@ class _Pump:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-
-def _nothing() -> None:
-    """`Serving` looks after the others itself."""

@@ -346,6 +346,8 @@ def awaits(drives: bool) -> None:
         with raises(asyncio.TimeoutError):
             await asyncio.wait_for(_wrapped(slow.execute(0.5)), 0.1)
         assert await slow.execute(0.0) == 0.0
+        shared = slow.execute(0.3)
+        assert await asyncio.gather(_wrapped(shared), _wrapped(shared)) == [0.3, 0.3]
 
     with graph, slow:
         if drives:

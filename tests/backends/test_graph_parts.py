@@ -1,0 +1,143 @@
+"""The parts that executions are made of: records, turnstiles, and what is known of a graph."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cg.backends.errors import Failure
+from cg.backends.participants import participants, woken_by_record
+from cg.backends.poison import Poison
+from cg.backends.records import BITS, GRAPHS, SEATS, VARIANTS, Kind, Record, VirtualRecords
+from cg.backends.statistics import Statistics
+from cg.backends.turnstiles import Tickets, Turnstiles
+from cg.backends.variants import share_channels
+from cg.backends.witnesses import witnesses
+from cg.ir.module import Module
+from cg.ir.ops import Recv, Send
+from cg.ir.parser import parse_module
+from cg.ir.verifier import verify
+
+FORKED = """
+module @forked phase=scheduled world=4 {
+  function @a.f(object) -> (object) {actor = a, effect = write, kind = opaque}
+  function @b.g(object) -> (object) {actor = b, effect = write, kind = opaque}
+  channel 3 {ranks = {0..1}}
+  channel 5 {ranks = {1,0}}
+  channel 7 {ranks = {1..2}}
+  program @0(%x: object) {
+    %s = send(%x) {chan = 3, peer = 1, seq = 0} : future<unit>
+    %r = recv() {chan = 5, peer = 1, seq = 0} : future<object>
+    %v = wait(%r) : object
+    wait(%s)
+    return(%v)
+  }
+  program @1() {
+    %r = recv() {chan = 3, peer = 0, seq = 0} : future<object>
+    %v = wait(%r) : object
+    %h = call(%v) {fn = @a.f} : object
+    %s = send(%h) {chan = 5, peer = 0, seq = 0} : future<unit>
+    %t = send(%h) {chan = 7, peer = 2, seq = 0} : future<unit>
+    wait(%s)
+    wait(%t)
+    return()
+  }
+  program @2() {
+    %r = recv() {chan = 7, peer = 1, seq = 0} : future<object>
+    %v = wait(%r) : object
+    %h = call(%v) {fn = @b.g} : object
+    return()
+  }
+  program @3() {
+    return()
+  }
+}
+"""
+
+
+def forked() -> Module:
+    module = parse_module(FORKED)
+    verify(module)
+    return module
+
+
+@given(
+    st.sampled_from(Kind),
+    st.integers(0, GRAPHS - 1),
+    st.integers(0, VARIANTS - 1),
+    st.integers(0, SEATS - 1),
+)
+def test_records_are_numbers(kind: Kind, graph: int, variant: int, seat: int) -> None:
+    record = Record(kind, graph, variant, seat)
+    assert 0 < record.pack() < 1 << BITS
+    assert Record.unpack(record.pack()) == record
+
+
+def test_every_reader_gets_every_record_in_order() -> None:
+    records = VirtualRecords()
+    publish = records.publisher(())
+    publish(7)  # before anybody reads
+    readers = [records.reader(rank) for rank in (1, 2)]
+    for number in range(1, 2001):
+        publish(number)
+        assert readers[0]() == number
+        if number > 300:
+            assert readers[1]() == number - 300
+    assert readers[0]() == 0
+    assert len(records._records) < 1000
+
+
+def test_executions_pass_an_actor_in_the_order_of_their_tickets() -> None:
+    turnstiles = Turnstiles()
+    programs = [Tickets(turnstiles) for _ in range(3)]
+    gates = [tickets.gate("a") for tickets in programs]
+    for tickets in programs:
+        assert not tickets.is_empty
+        tickets.take()
+    assert [wait() for wait, _ in gates] == [True, False, False]
+    gates[0][1]()
+    programs[0].take()  # it comes last now
+    assert [wait() for wait, _ in gates] == [False, True, False]
+    for _, go_on in (gates[1], gates[2]):
+        go_on()
+    assert [wait() for wait, _ in gates] == [True, False, False]
+
+
+def test_who_takes_part_who_is_woken_and_who_has_to_report() -> None:
+    module = forked()
+    assert participants([module], 0) == {1, 2}
+    assert woken_by_record([module], 0) == (2,)  # rank 1 is woken by the input
+    assert witnesses(module, 0) == (2,)  # nothing of its call goes anywhere
+    assert witnesses(module, 2) == ()  # rank 1 sends its result to rank 2
+
+
+def test_modules_share_channels() -> None:
+    one, other = forked(), forked()
+    other.channels = {id_: c for id_, c in other.channels.items() if id_ != 7}
+    other.programs = other.programs[:1]
+    channels = share_channels([one, other])
+    assert [(c.id, c.ranks) for c in channels] == [(0, (0, 1)), (1, (1, 0)), (2, (1, 2))]
+    assert list(one.channels) == [0, 1, 2]
+    assert list(other.channels) == [0, 1]
+    for module in (one, other):
+        used = {op.chan for p in module.programs for op in p.ops if isinstance(op, (Send, Recv))}
+        assert used == set(module.channels)
+
+
+def test_statistics_add_up() -> None:
+    one, other = Statistics(), Statistics()
+    one.record(2.0, 1.0)
+    other.record(4.0, 1.0)
+    other.failures += 1
+    both = one + other
+    assert (both.executions, both.total, both.blocked, both.failures) == (2, 6.0, 2.0, 1)
+    assert both.last_total == 4.0
+    assert (one + Statistics()).last_total == 2.0
+
+
+def test_poison_is_raised_as_it_is() -> None:
+    poison = Poison(Failure("ValueError", "x", 1, "op"), ValueError("x"))
+    with pytest.raises(Poison) as caught:
+        raise poison
+    assert Poison.from_bytes(caught.value.to_bytes()).failure == poison.failure
