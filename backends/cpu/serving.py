@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from ..futures import Future
 
 _YIELDS = 500
-"""Fruitless turns with a yield of the core after each, before the process sleeps. A turn takes about
-a microsecond, a yield that finds nobody else to run about half of one. Where two ranks share a core,
-each turn without a yield would delay the other by as much."""
+"""Fruitless turns with a yield of the core after each, before the process sleeps. A turn takes some
+microsecond, a yield that finds nobody else to run half of one. Where two ranks share a core, each
+turn without a yield would delay the other by as much."""
 
 _FEW_YIELDS = 2
 """The same where something else that does not wait has the core."""
 
 _LONG_YIELD = 200e-6
-"""Seconds after which a yield has not given way to a rank, but to somebody who works. The kernel lets
-him go on to the end of his time slice, unless the one who wants the core has slept."""
+"""Seconds after which a yield has not given way to a rank, but to somebody who works. The kernel
+lets him go on to the end of his time slice, unless the one who wants the core has slept."""
 
 _CROWDED = 0.05
-"""Seconds for which that is taken to stay so."""
+"""Seconds in which that has to happen twice to be taken as the rule, and for which it then is."""
 
 _SLEEP = 0.1
 """Seconds of one sleep; then the process looks again, in case a ring was lost."""
@@ -78,7 +78,9 @@ class Serving:
             sched_yield()
             ended = perf_counter()
             if ended - began > _LONG_YIELD:
-                self._yields, self._crowded_until = _FEW_YIELDS, ended + _CROWDED
+                if ended < self._crowded_until:  # not the first of late
+                    self._yields = _FEW_YIELDS
+                self._crowded_until = ended + _CROWDED
         else:
             self._sleep(polls, seconds)
 

@@ -58,6 +58,7 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     return {
         **inherited,
         "PYTHONPATH": os.pathsep.join(path),
+        "PYTHONUNBUFFERED": "",  # a line is written in one piece, between those of other ranks
         "OMP_NUM_THREADS": "1",
         # What Open MPI wants to be told before it does what MPICH does.
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
