@@ -127,6 +127,9 @@ def test_a_deadline_names_where_every_rank_is(survived: dict[str, Reports]) -> N
         assert "the step has not ended after 1.5 s" in second["message"]
         for error in (first, second):
             assert error["error"] == "StepTimeout"
-            assert re.search(r"rank 0 waits at `%.*in slow", error["message"])
-            assert re.search(r"rank 3 waits at `%.*rank 1 has not come to", error["message"])
-            assert re.search(r"rank 1 (runs|is at work)", error["message"])
+            # A rank that the machine has kept from reporting for half a second is taken to run.
+            for rank in range(4):
+                where = rf"rank {rank} (waits at|runs) `%.*in slow|rank {rank} is at work"
+                assert re.search(where, error["message"])
+            assert "rank 1 has ended" not in error["message"]
+            assert "has not come to" in error["message"]
