@@ -21,10 +21,12 @@ Instruction = Callable[[], bool]
 Registers = list[Any]
 
 
-def filled(type_: TensorType, fill: float | int | bool) -> Callable[[], Tensor]:
+def filled(
+    type_: TensorType, fill: float | int | bool, device: torch.device | None = None
+) -> Callable[[], Tensor]:
     """Makes tensors of `type_` all of whose elements are `fill`."""
     dtype, shape = TORCH_DTYPES[type_.dtype], type_.shape
-    return lambda: torch.full(shape, fill, dtype=dtype)
+    return lambda: torch.full(shape, fill, dtype=dtype, device=device)
 
 
 def store(registers: Registers, target: int, make: Callable[[], Any]) -> Instruction:
@@ -119,7 +121,7 @@ def call(
     """Call `body`; for the common arities without packing a tuple."""
     if len(outputs) == 1:
         return _call_for_one(body, registers, inputs, outputs[0])
-    get = _getter(inputs)
+    get = getter(inputs)
     count = len(outputs)
     first = outputs[0] if outputs else 0
     last = first + count
@@ -153,7 +155,7 @@ def _call_for_one(
             return True
 
         return run_two
-    get = _getter(inputs)
+    get = getter(inputs)
 
     def run_many() -> bool:
         (registers[target],) = body(*get(registers))
@@ -162,7 +164,7 @@ def _call_for_one(
     return run_many
 
 
-def _getter(indices: Sequence[int]) -> Callable[[Registers], tuple[Any, ...]]:
+def getter(indices: Sequence[int]) -> Callable[[Registers], tuple[Any, ...]]:
     """Reads several registers into a tuple."""
     if not indices:
         return lambda registers: ()

@@ -98,7 +98,7 @@ class Control:
         self._guarded = True
         return self.epoch
 
-    def commit(self, progress: Iterable[Callable[[], None]] = ()) -> None:
+    def commit(self, progress: Sequence[Callable[[], None]] = ()) -> None:
         """End the execution: return once every rank has come here.
 
         Args:
@@ -107,10 +107,10 @@ class Control:
         Raises:
             RemoteError, StepTimeout, PeerLost, PlanMismatch: as `check`.
         """
-        self._meet(Meeting.COMMIT, tuple(progress))
-        strangers = self._rows.of_another_plan(self.epoch)
-        if strangers:
-            ranks = sorted((self._node.rank, strangers[0]))
+        self._meet(Meeting.COMMIT, progress)
+        stranger = self._rows.of_another_plan(self.epoch)
+        if stranger is not None:
+            ranks = sorted((self._node.rank, stranger))
             raise self._mismatch({rank: self._rows.plan_of(rank, self.epoch) for rank in ranks})
         self._rows.set_state(State.IDLE)
         self._guarded = False
@@ -207,20 +207,19 @@ class Control:
         """Wait until every rank has come to `meeting` of this epoch."""
         node, rows, epoch = self._node, self._rows, self.epoch
         rows.reach(meeting, epoch)
-        missing = rows.missing(meeting, epoch)
-        if not any(map(node.is_local, missing)):
+        if rows.are_here(meeting, epoch):
             node.ring_sleepers()  # The last to come wakes the others.
         polls = 0
-        while missing:
+        while not rows.have_come(meeting, epoch):
             for move_on in progress:
                 move_on()
             if self._leads:
                 self._hear()
                 self._relay(meeting)
-            missing = rows.missing(meeting, epoch)
-            if missing:
-                polls += 1
-                self._wait_for(meeting, polls)
+            if rows.have_come(meeting, epoch):
+                break
+            polls += 1
+            self._wait_for(meeting, polls)
         if self._leads:
             self._relay(meeting)
 

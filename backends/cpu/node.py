@@ -71,6 +71,7 @@ class Node:
         self.order = publish_fence(self.fence)
         self.segments, self.block = self._share_block(segments or (MemoryFiles(), NamedFiles()))
         self.words = self.block.cast("Q")
+        self._others = [(self.waiting(rank), rank) for rank in self.local if rank != self.rank]
         for rank in self.local:
             if rank != self.rank:
                 self.bell.watch(rank, self.pids[rank])
@@ -103,8 +104,9 @@ class Node:
 
     def ring_sleepers(self) -> None:
         """Wake every other local rank that is seen to sleep; after a `fence`."""
-        for rank in self.local:
-            if rank != self.rank and self.words[self.waiting(rank)]:
+        words = self.words
+        for word, rank in self._others:
+            if words[word]:
                 self.ring(rank)
 
     def reserve_tags(self, count: int) -> int:

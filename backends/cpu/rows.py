@@ -40,6 +40,10 @@ class State(enum.IntEnum):
     SERVING = 4
 
 
+_RUNNING = int(State.RUNNING)
+"""A plain number, which is stored at half the cost of a member of an enumeration."""
+
+
 class Meeting(enum.IntEnum):
     """Where ranks wait for each other; the value is the place of its word in a row."""
 
@@ -57,22 +61,26 @@ class Rows:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._words = node.words
-        self._mine = node.rank * ROW
+        self._mine = mine = node.rank * ROW
         self._meetings = [
             [rank * ROW + REACHED + meeting for rank in range(node.size)] for meeting in Meeting
         ]
+        self._local_meetings = [[words[rank] for rank in node.local] for words in self._meetings]
+        self._reached = [words[node.rank] for words in self._meetings]
+        self._plans = [[rank * ROW + PLANS + odd for rank in node.local] for odd in (0, 1)]
+        self._my_plans = (mine + PLANS, mine + PLANS + 1)
 
     # -- this rank's ------------------------------------------------------------------------
 
     def enter(self, epoch: int, plan: int) -> None:
         """Say that this rank is in an execution of a plan."""
         words, row = self._words, self._mine
-        words[row + PLAN] = words[row + PLANS + (epoch & 1)] = plan
+        words[row + PLAN] = words[self._my_plans[epoch & 1]] = plan
         words[row + AT] = _NOWHERE
         if self._node.order is not None:
             self._node.order()  # who sees the epoch also sees its plan
         words[row + EPOCH] = epoch
-        words[row + STATE] = State.RUNNING
+        words[row + STATE] = _RUNNING
 
     def set_state(self, state: State) -> None:
         """Say what this rank is doing."""
@@ -80,7 +88,7 @@ class Rows:
 
     def reach(self, meeting: Meeting, epoch: int) -> None:
         """Say that this rank has come to a meeting; all later reads see who came before."""
-        self._words[self._mine + REACHED + meeting] = epoch
+        self._words[self._reached[meeting]] = epoch
         self._node.fence()
 
     def report(self, position: Position | None) -> None:
@@ -117,6 +125,22 @@ class Rows:
         words = self._words
         return [word // ROW for word in self._meetings[meeting] if words[word] < epoch]
 
+    def have_come(self, meeting: Meeting, epoch: int) -> bool:
+        """Whether all ranks have come to a meeting of this epoch."""
+        words = self._words
+        for word in self._meetings[meeting]:  # noqa: SIM110 # a generator costs as much again
+            if words[word] < epoch:
+                return False
+        return True
+
+    def are_here(self, meeting: Meeting, epoch: int) -> bool:
+        """Whether all ranks of this machine have come to a meeting of this epoch."""
+        words = self._words
+        for word in self._local_meetings[meeting]:  # noqa: SIM110 # as above
+            if words[word] < epoch:
+                return False
+        return True
+
     def reached(self, rank: int, meeting: Meeting) -> int:
         """The last epoch of which a rank has come to a meeting."""
         return self._words[self._meetings[meeting][rank]]
@@ -133,13 +157,16 @@ class Rows:
         """The plan of that epoch."""
         return self._words[rank * ROW + PLAN]
 
-    def of_another_plan(self, epoch: int) -> list[int]:
-        """The ranks of this machine that have ended this epoch with another plan than this one."""
-        words, at = self._words, PLANS + (epoch & 1)
+    def of_another_plan(self, epoch: int) -> int | None:
+        """A rank of this machine that has ended this epoch with another plan than this one."""
+        words, odd = self._words, epoch & 1
         if self._node.order is not None:
             self._node.fence()  # who sees that a rank has reached the end also sees its plan
-        mine = words[self._mine + at]
-        return [rank for rank in self._node.local if words[rank * ROW + at] != mine]
+        mine = words[self._my_plans[odd]]
+        for word in self._plans[odd]:
+            if words[word] != mine:
+                return word // ROW
+        return None
 
     def plan_of(self, rank: int, epoch: int) -> int:
         """The plan of this epoch, or of the next; of ranks of this machine."""

@@ -96,4 +96,8 @@ def unpickled(content: bytes, rank: int) -> BaseException:
     except Exception as problem:  # a class that only its own rank can import
         failure = Failure("an error", f"it cannot be unpickled here: {problem}", rank, op="")
         return RemoteError(failure)
-    return error if isinstance(error, BaseException) else TransportError(str(error))
+    if not isinstance(error, BaseException):
+        return TransportError(str(error))
+    if not isinstance(error, RemoteError):  # which names its rank itself
+        error.add_note(f"raised on rank {rank}")
+    return error
