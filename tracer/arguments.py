@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from ..ir.location import Location
 from .errors import TraceError
@@ -93,6 +94,8 @@ def check_static(leaf: Any, what: str, loc: Location | None) -> None:
     Raises:
         TraceError: it is something whose content may change while its signature does not.
     """
+    if type(leaf) in _PLAIN:
+        return
     if isinstance(leaf, torch.nn.Parameter):
         raise TraceError(
             f"{what} takes a parameter of a module, {_described(leaf)}, which is not a value of "
@@ -128,6 +131,25 @@ def check_static(leaf: Any, what: str, loc: Location | None) -> None:
             remedy="use Python integers as bounds, torch.index_select, or an actor's method that "
             "is marked @cg.opaque",
         )
+    if any(isinstance(part, TracedTensor | ObjectValue) for part in _parts(leaf)):
+        raise TraceError(
+            f"{what} takes a {type(leaf).__name__} that holds a value of the step, where the "
+            "tracer does not see it",
+            loc=loc,
+            remedy="hand over the value itself, also in a tuple, list or dictionary; or register "
+            "the class as a pytree, for example by torch.export.register_dataclass",
+        )
+
+
+def _parts(leaf: Any) -> list[Any]:
+    """What an object that is no pytree holds: its attributes, or what a function closes over."""
+    found = list(leaf) if isinstance(leaf, set | frozenset) else []
+    if not isinstance(leaf, type | torch.nn.Module):
+        found += vars(leaf).values() if hasattr(leaf, "__dict__") else ()
+    for cell in getattr(leaf, "__closure__", None) or ():
+        with suppress(ValueError):  # an empty cell
+            found.append(cell.cell_contents)
+    return tree_leaves(found)
 
 
 def _described(tensor: torch.Tensor) -> str:

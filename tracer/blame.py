@@ -39,7 +39,8 @@ _is_user_file = functools.lru_cache(maxsize=None)(is_user_file)
 
 
 @functools.cache
-def _is_installed(file: str) -> bool:
+def is_installed(file: str) -> bool:
+    """Whether a source file is of an installed package."""
     return "site-packages" in file or "dist-packages" in file
 
 
@@ -58,7 +59,7 @@ def best_location(places: Iterable[tuple[CodeType, int]]) -> tuple[Location | No
         if not _is_user_file(file):
             continue
         where = Location(file, line, code.co_name)
-        if not _is_installed(file):
+        if not is_installed(file):
             return where, f" (in {library})" if library else ""
         library = library or where
     return library, ""

@@ -6,20 +6,20 @@ graph which the body writes back. Any other change would happen once, while trac
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ..ir.location import Location
 from .call import Call
 from .errors import TraceError
-from .fingerprint import MISSING, Change, Snapshot
+from .fingerprint import MISSING, Change
 from .guards import storage_key
 from .lifting import ActorState, Slot, StateTensor
+from .surroundings import has_fake
 from .watch import Watch
 
 _ATTRIBUTE_REMEDY = (
@@ -63,6 +63,7 @@ def sort_changes(
     """
     judge = _Judge(call, fakes, watch)
     rebinds = [judge.judge(change) for change in changes]
+    judge.refuse_ties(rebinds)
     taken = [storage_key(t) for t in (*outputs, *inputs, *fakes)]
     new = [storage_key(r.value) for r in rebinds]
     return [
@@ -108,8 +109,29 @@ class _Judge:
                 return Rebind(tensor, other, new, shared=False)
         raise self._refuse(change)
 
+    def refuse_ties(self, rebinds: Sequence[Rebind]) -> None:
+        """Return if no rebound tensor shares its memory with other state from now on.
+
+        In eager Python a later write to the one would be seen in the other.
+        """
+        if not rebinds:
+            return
+        now = [(storage_key(t.slots[0].get()), t) for t in self.call.state.tensors]
+        many = Counter(key for key, _ in now)
+        for rebind in rebinds:
+            key = storage_key(rebind.value)
+            if key is not None and many[key] > 1:
+                path = rebind.slot.path
+                other = next(t for k, t in now if k == key and t is not rebind.tensor)
+                raise TraceError(
+                    f"{self.call.what} cannot be traced: it lets '{path}' share its memory with "
+                    f"'{other.path}', so that a write to one would change the other",
+                    loc=self._line(rebind.slot.holder, rebind.slot.key),
+                    remedy=f"assign a copy, made by .clone(), to '{path}'",
+                )
+
     def _refuse(self, change: Change) -> TraceError:
-        if _has_fake(change.after):
+        if has_fake(change.after):
             reason = (
                 f"it stores a traced value in the attribute '{change.path}', which holds "
                 f"{_words(change.before)} now"
@@ -122,13 +144,17 @@ class _Judge:
         return self._error(change, reason, _ATTRIBUTE_REMEDY)
 
     def _error(self, change: Change, reason: str, remedy: str) -> TraceError:
-        owner = _owners(self.call.state).get(id(change.container))
-        loc = self.watch.writes.get((owner, str(change.key))) if owner is not None else None
         return TraceError(
             f"{self.call.what} cannot be traced: {reason}",
-            loc=loc or self.call.blame,
+            loc=self._line(change.container, change.key),
             remedy=remedy,
         )
+
+    def _line(self, container: Any, key: Any) -> Location | None:
+        """The line that has written to an attribute last."""
+        owner = _owners(self.call.state).get(id(container))
+        loc = self.watch.writes.get((owner, str(key))) if owner is not None else None
+        return loc or self.call.blame
 
 
 def _owners(state: ActorState) -> dict[int, int]:
@@ -152,88 +178,3 @@ def _words(value: Any) -> str:
         return f"a {type(value).__name__} of {len(value)}"
     text = repr(value)
     return text if len(text) <= 40 else text[:37] + "..."
-
-
-def _has_fake(value: Any) -> bool:
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, (list, tuple, set, frozenset)):
-        return isinstance(value, FakeTensor)
-    return any(isinstance(item, FakeTensor) for item in value)
-
-
-_FEW = 1000
-
-
-class Leaks:
-    """Finds traced values that a function has left in its module's globals or its closure."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        function = inspect.unwrap(getattr(function, "__func__", function))
-        self._cells = dict(
-            zip(
-                getattr(getattr(function, "__code__", None), "co_freevars", ()),
-                getattr(function, "__closure__", None) or (),
-                strict=True,
-            )
-        )
-        self._cell_values = {name: _content(cell) for name, cell in self._cells.items()}
-        space: dict[str, Any] = getattr(function, "__globals__", {})
-        named = {**space, **self._cell_values}
-        holders = [(v, n) for n, v in named.items() if _is_holder(v)]
-        self._snapshot = Snapshot([(space, ""), *holders])
-        self._found: list[Change] = []
-        self._found_cells: list[str] = []
-
-    def check(self, what: str, loc: Location | None) -> None:
-        """Look for leaks.
-
-        Raises:
-            TraceError: there is one.
-        """
-        self._search()
-        names = [c.path for c in self._found] + self._found_cells
-        if names:
-            raise TraceError(
-                f"{what} cannot be traced: it stores a traced value outside the actor, in "
-                f"'{names[0]}'",
-                loc=loc,
-                remedy="return the value, keep it in a buffer of the actor, or mark the method "
-                "with @cg.opaque",
-            )
-
-    def _search(self) -> None:
-        self._found = [c for c in self._snapshot.changes() if _has_fake(c.after)]
-        self._found_cells = [n for n, cell in self._cells.items() if _has_fake(_content(cell))]
-
-    def undo(self) -> None:
-        """Take out every traced value that was left."""
-        self._search()
-        for change in self._found:
-            _put_back(change)
-        for name in self._found_cells:
-            self._cells[name].cell_contents = self._cell_values[name]
-
-
-def _put_back(change: Change) -> None:
-    if change.key is None:
-        kept = [item for item in change.container if not isinstance(item, FakeTensor)]
-        change.container.clear()
-        (change.container.update if isinstance(change.container, set) else change.container.extend)(
-            kept
-        )
-    elif change.before is MISSING:
-        del change.container[change.key]
-    else:
-        change.container[change.key] = change.before
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # an empty cell
-        return MISSING
-
-
-def _is_holder(value: Any) -> bool:
-    return isinstance(value, (list, dict, set)) and len(value) <= _FEW

@@ -20,7 +20,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from .blame import translate
 from .call import Call
-from .changes import Leaks, Rebind, sort_changes
+from .changes import Rebind, sort_changes
+from .contents import Contents
 from .errors import TraceError
 from .fingerprint import Snapshot
 from .graphs import simplify
@@ -28,6 +29,7 @@ from .guards import FunctionGuard, OpRecorder, random_state_watched, storage_key
 from .lifting import ActorState, StateTensor, put_state
 from .results import describe
 from .specs import ObjectSpec, TensorSpec, Tree
+from .surroundings import Surroundings
 from .watch import RunAsIs, Watch
 
 
@@ -134,16 +136,29 @@ class _Run:
 
     def trace(self) -> Joint:
         original = Snapshot(self.call.state.containers)
-        leaks = Leaks(self.call.function)
+        contents = Contents(self.call.state.others)
+        surroundings = Surroundings(self.call.function, self.call.state)
         try:
             put_state(self.call.state, self.state)
             with self.mode, self.watch, _without_fused_recurrence(self.call.state):
                 owner = make_fx(lambda s, i: self._traced(s, i))(self.state, self.inputs)
-            leaks.check(self.call.what, self.call.blame)
+            self._refuse_contents(contents.changed())
+            surroundings.check(self.call.what, self.watch, self.call.blame)
         finally:
-            leaks.undo()
+            surroundings.undo()
+            contents.restore()
             original.restore()
         return self._joint(owner)
+
+    def _refuse_contents(self, changed: list[str]) -> None:
+        for path in changed:
+            raise TraceError(
+                f"{self.call.what} cannot be traced: it changes what is in the attribute '{path}'; "
+                "a traced method runs once, so the change would be lost",
+                loc=self.call.blame,
+                remedy="mark the method with @cg.opaque; numbers that change can be in a buffer "
+                "(self.register_buffer), random numbers come from torch functions",
+            )
 
     def _fake_state(self, tensor: StateTensor) -> torch.Tensor:
         real = tensor.tensor

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from .contents import has_slots, kind_of
 from .errors import TraceError
 
 SCALARS: tuple[type, ...] = (
@@ -123,12 +124,14 @@ class ActorState:
         objects: (object, path): what has attributes: the actor, its modules, its plain objects.
         containers: (container, path): every dict, list, set and deque, `__dict__`s included.
         trainers: optimizers and the like, which are not walked.
+        others: (value, path): arrays, generators and the like, which can change in place.
     """
 
     tensors: list[StateTensor] = field(default_factory=list)
     objects: list[tuple[Any, str]] = field(default_factory=list)
     containers: list[tuple[Any, str]] = field(default_factory=list)
     trainers: list[Any] = field(default_factory=list)
+    others: list[tuple[Any, str]] = field(default_factory=list)
 
 
 def collect(actor: Any) -> ActorState:
@@ -139,6 +142,19 @@ def collect(actor: Any) -> ActorState:
     """
     walk = _Walk()
     walk.visit_object(actor, "")
+    return walk.state
+
+
+def collect_everything(actor: Any) -> ActorState:
+    """As `collect`, and what optimizers and the like hold as well.
+
+    Raises:
+        TraceError: a parameter is not initialised yet (a lazy module).
+    """
+    walk = _Walk()
+    walk.visit_object(actor, "")
+    for trainer in walk.state.trainers:  # which grows: a scheduler holds an optimizer
+        walk.visit_object(trainer, type(trainer).__name__)
     return walk.state
 
 
@@ -160,8 +176,11 @@ class _Walk:
         elif isinstance(value, TRAINERS):
             self._seen.add(id(value))
             self.state.trainers.append(value)
-        elif _is_walked(value):
+        elif is_walked(value):
             self.visit_object(value, path)
+        elif kind_of(value) is not None or (has_slots(value) and _is_foreseen(value)):
+            self._seen.add(id(value))
+            self.state.others.append((value, path))
 
     def visit_object(self, value: Any, path: str) -> None:
         self._seen.add(id(value))
@@ -215,16 +234,19 @@ def _join(path: str, key: object) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
-def _is_walked(value: Any) -> bool:
+def is_walked(value: Any) -> bool:
     """Whether an object's attributes count as the actor's own."""
     if isinstance(value, (torch.nn.Module, types.SimpleNamespace)):
         return True
-    cls = type(value)
-    module = cls.__module__ + "."
+    return isinstance(getattr(value, "__dict__", None), dict) and _is_foreseen(value)
+
+
+def _is_foreseen(value: Any) -> bool:
+    """Whether an object is of a class that the user, or a library of models, has written."""
+    module = type(value).__module__ + "."
     root = module.partition(".")[0]
     return (
-        isinstance(getattr(value, "__dict__", None), dict)
-        and root not in ("torch", "numpy")
+        root not in ("torch", "numpy")
         and (root not in sys.stdlib_module_names or root == "__main__")
         and not module.startswith(_OWN_ROOMS)
     )

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import collections
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from .fingerprint import MISSING
 from .interface import Guard
-from .lifting import ActorState, StateTensor
+from .lifting import SCALARS, ActorState, StateTensor
+from .surroundings import is_foreign
 from .watch import EVERYTHING
 
 _AGAIN = "trace the step again (lower and compile it anew) to use the actor as it is now"
@@ -26,6 +29,22 @@ _MANY = 10_000
 _Check = tuple[
     dict[str, Any], Callable[[dict[str, Any]], Any], tuple[Any, ...], tuple[str, ...], str
 ]
+
+
+@dataclass(frozen=True)
+class _Inherited:
+    """Reads attributes that an object's class had when it was traced: the object's own first."""
+
+    names: tuple[str, ...]
+    space: Mapping[str, Any]
+
+    def __call__(self, attributes: dict[str, Any]) -> tuple[Any, ...]:
+        space = self.space
+        return tuple(
+            [attributes[n] if n in attributes else space.get(n, MISSING) for n in self.names]
+        )
+
+
 _TensorCheck = tuple[Any, Any, torch.Size, torch.dtype, bool, bool]
 
 
@@ -104,7 +123,30 @@ def _object_checks(obj: Any, path: str, names: set[str]) -> list[_Check]:
             if name in values:
                 keys.append(name)
                 break
-    return [c for values, keys in groups for c in _dict_checks(values, keys, path)]
+    found = [c for values, keys in groups for c in _dict_checks(values, keys, path)]
+    own = names.difference(*(keys for _, keys in groups))
+    return found + [c for cls in type(obj).__mro__ for c in _class_checks(cls, own, obj, path)]
+
+
+def _class_checks(cls: type, names: set[str], obj: Any, path: str) -> list[_Check]:
+    """A check of the data that an object has by a class that the user wrote; takes its names."""
+    if is_foreign(cls):
+        return []
+    space = vars(cls)
+    mine = tuple(name for name in sorted(names) if name in space and _is_data(space[name]))
+    names.difference_update(space)
+    if not mine or not hasattr(obj, "__dict__"):
+        return []
+    return [
+        (vars(obj), _Inherited(mine, space), tuple(_frozen(space[n]) for n in mine), mine, path)
+    ]
+
+
+def _is_data(value: Any) -> bool:
+    """Whether an attribute of a class is plain data: numbers, words, and lists of them."""
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_data, value))
+    return isinstance(value, SCALARS) and not isinstance(value, type)
 
 
 def _dict_checks(values: dict[str, Any], keys: list[str], path: str) -> list[_Check]:
@@ -176,7 +218,7 @@ def _skeleton(value: Any) -> Any:
 def _explain(checks: list[_Check], who: str) -> str:
     for attributes, getter, expected, names, path in checks:
         for name in names:
-            if name not in attributes:
+            if name not in attributes and not isinstance(getter, _Inherited):
                 return f"{who} has lost the attribute '{_join(path, name)}'; {_AGAIN}"
         for name, before, after in zip(names, expected, getter(attributes), strict=True):
             if not _equal(before, after):

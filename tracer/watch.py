@@ -18,6 +18,8 @@ import torch
 
 from ..ir.location import Location
 from .blame import current_location
+from .contents import is_used_up
+from .errors import TraceError
 from .lifting import ActorState
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -47,6 +49,7 @@ class Watch:
         self._state = state
         self._until = until
         self._classes: dict[tuple[type, bool], type | None] = {}
+        self._made: dict[type, frozenset[str]] = {}
         self._swapped: list[tuple[Any, type]] = []
 
     def __enter__(self) -> Watch:
@@ -73,7 +76,9 @@ class Watch:
         key = (cls, trainer)
         if key not in self._classes:
             space = self._forbidding(cls) if trainer else self._noting(cls)
-            self._classes[key] = _subclass(cls, space)
+            made = self._classes[key] = _subclass(cls, space)
+            if made is not None:
+                self._made[made] = frozenset(vars(made))
         watched = self._classes[key]
         if watched is None:
             return False
@@ -83,6 +88,15 @@ class Watch:
             return False
         self._swapped.append((obj, cls))
         return True
+
+    def class_writes(self) -> list[str]:
+        """Attributes that were set on the classes that stood in, as by `type(self).count += 1`."""
+        return [
+            f"{cls.__name__}.{name}"
+            for cls, before in self._made.items()
+            for name in vars(cls).keys() - before
+            if not name.startswith("__")
+        ]
 
     def _noting(self, cls: type) -> dict[str, Any]:
         reads, writes, until = self.reads, self.writes, self._until
@@ -98,7 +112,10 @@ class Watch:
                 names = reads.get(id(self))
                 if names is not None:  # None: a copy that the method has made
                     names.add(name)
-            return get(self, name)
+            value = get(self, name)
+            if is_used_up(value):
+                raise _using_up(cls, name, value, until)
+            return value
 
         def set_attribute(self: Any, name: str, value: Any) -> None:
             writes[id(self), name] = current_location(until)[0]
@@ -124,6 +141,16 @@ class Watch:
             raise RunAsIs(f"it sets {cls.__name__}.{name}")
 
         return {"__getattribute__": get_attribute, "__setattr__": set_attribute}
+
+
+def _using_up(cls: type, name: str, value: Any, until: CodeType) -> TraceError:
+    loc, note = current_location(until)
+    return TraceError(
+        f"{cls.__qualname__}.{name} is a {type(value).__name__}, which changes when it is used; a "
+        f"traced method runs once, so every execution would get what the first one got{note}",
+        loc=loc,
+        remedy="mark the method with @cg.opaque, or hand its items to the method as arguments",
+    )
 
 
 def _called_by_torch() -> bool:

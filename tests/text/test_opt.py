@@ -65,7 +65,9 @@ def test_a_file_that_is_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[st
     file = tmp_path / "x.cg"
     file.write_bytes(b"\xff\xfe\x00")
     assert opt.main([str(file)]) == 1
-    assert "error: 'utf-8' codec can't decode" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "is not a text file: 'utf-8' codec can't decode" in said
+    assert str(tmp_path) in said
 
 
 def test_the_list_names_every_pass(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,231 @@
+"""Watching what a traced call changes outside of its actor: globals, closures, classes, defaults.
+
+Such a change would happen once, while the call is traced, and what is left behind may be a fake. It
+is taken back, and is an error that names what has changed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable
+from types import CellType
+from typing import Any
+
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ..ir.location import Location
+from .blame import is_installed
+from .errors import TraceError
+from .fingerprint import MISSING, Change, Snapshot, same
+from .lifting import ActorState, is_walked
+from .watch import Watch
+
+_FEW = 1000
+_DEPTH = 3
+_REMEDY = (
+    "keep what changes in a buffer of the actor (self.register_buffer), which a traced method may "
+    "update; or mark the method with @cg.opaque"
+)
+
+
+class Surroundings:
+    """What a function, and the classes of its actor, refer to at one moment.
+
+    Of a function of an installed package, only traced values that it leaves behind are noticed:
+    nobody but its authors could change what else it does.
+
+    Args:
+        function: what is to be traced.
+        state: the actor's state, which is looked after elsewhere.
+    """
+
+    def __init__(self, function: Callable[..., Any], state: ActorState) -> None:
+        function = inspect.unwrap(getattr(function, "__func__", function))
+        code = getattr(function, "__code__", None)
+        self._strict = code is not None and not is_installed(code.co_filename)
+        space: dict[str, Any] = getattr(function, "__globals__", {})
+        self._cells = {id(cell): (name, cell) for name, cell in _cells(function, _DEPTH)}
+        self._before = {key: _content(cell) for key, (_, cell) in self._cells.items()}
+        named = [*space.items(), *((self._cells[k][0], v) for k, v in self._before.items())]
+        named += _defaults(function)
+        self._classes = [(cls, dict(vars(cls))) for cls in _own_classes(state)]
+        for cls, held in self._classes:
+            named += [(f"{cls.__name__}.{name}", value) for name, value in held.items()]
+        known = {id(container) for container, _ in state.containers}
+        holders = {id(c): (c, name) for name, c in _containers(named) if id(c) not in known}
+        self._snapshot = Snapshot([(space, ""), *holders.values()])
+        self._caches = [(v, v.cache_info().misses) for _, v in named if _is_cache(v)]
+        self._found: list[Change] = []
+        self._found_cells: list[int] = []
+
+    def check(self, what: str, watch: Watch, loc: Location | None) -> None:
+        """Look for changes.
+
+        Raises:
+            TraceError: there is one.
+        """
+        self._search()
+        changes = [(c.path, c.before, c.after) for c in self._found]
+        for key in self._found_cells:
+            name, cell = self._cells[key]
+            changes.append((name, self._before[key], _content(cell)))
+        changes += [(path, b, a) for cls, path, b, a in self._class_changes() if self._strict]
+        for path, before, after in changes:
+            if has_fake(after):
+                raise TraceError(
+                    f"{what} cannot be traced: it stores a traced value outside the actor, in "
+                    f"'{path}'",
+                    loc=loc,
+                    remedy="return the value, keep it in a buffer of the actor, or mark the "
+                    "method with @cg.opaque",
+                )
+            raise _lost(what, path, f" (from {_words(before)} to {_words(after)})", loc)
+        for path in watch.class_writes() if self._strict else ():
+            raise _lost(what, path, "", loc)
+
+    def _search(self) -> None:
+        self._found = [c for c in self._snapshot.changes() if self._counts(c)]
+        self._found_cells = [
+            key
+            for key, (_, cell) in self._cells.items()
+            if not same(self._before[key], _content(cell))
+            and (self._strict or has_fake(_content(cell)))
+        ]
+
+    def _counts(self, change: Change) -> bool:
+        hidden = isinstance(change.key, str) and change.key.startswith("__")
+        return has_fake(change.after) or (self._strict and not hidden)
+
+    def _class_changes(self) -> list[tuple[type, str, Any, Any]]:
+        found = []
+        for cls, before in self._classes:
+            after = vars(cls)
+            for name in {**before, **after}:
+                old, new = before.get(name, MISSING), after.get(name, MISSING)
+                if not name.startswith(("__", "_abc_")) and not same(old, new):
+                    found.append((cls, f"{cls.__name__}.{name}", old, new))
+        return found
+
+    def undo(self) -> None:
+        """Take every change back."""
+        self._search()
+        for change in self._found:
+            _put_back(change)
+        for key in self._found_cells:
+            if self._before[key] is not MISSING:
+                self._cells[key][1].cell_contents = self._before[key]
+        for cls, path, before, _ in self._class_changes():
+            name = path.rpartition(".")[2]
+            if before is MISSING:
+                delattr(cls, name)
+            else:
+                setattr(cls, name, before)
+        for cache, misses in self._caches:
+            if cache.cache_info().misses != misses:
+                cache.cache_clear()  # it may hold traced values
+
+
+def _lost(what: str, path: str, how: str, loc: Location | None) -> TraceError:
+    return TraceError(
+        f"{what} cannot be traced: it changes '{path}', outside of the actor's attributes{how}; a "
+        "traced method runs once, so the change would be lost",
+        loc=loc,
+        remedy=_REMEDY,
+    )
+
+
+def _cells(function: Any, depth: int) -> list[tuple[str, CellType]]:
+    """The closure of a function, and of functions in it."""
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    found: list[tuple[str, CellType]] = []
+    for name, cell in zip(names, getattr(function, "__closure__", None) or (), strict=False):
+        found.append((name, cell))
+        if depth and inspect.isfunction(_content(cell)):
+            found += _cells(_content(cell), depth - 1)
+    return found
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # an empty cell
+        return MISSING
+
+
+def _defaults(function: Any) -> list[tuple[str, Any]]:
+    """The defaults and the attributes of a function, by the names that messages use."""
+    name = getattr(function, "__name__", "")
+    values = [
+        *(getattr(function, "__defaults__", None) or ()),
+        *(getattr(function, "__kwdefaults__", None) or {}).values(),
+    ]
+    found: list[tuple[str, Any]] = [(f"a default of {name}", value) for value in values]
+    if inspect.isfunction(function):
+        found.append((name, vars(function)))
+    return found
+
+
+def _containers(named: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """The containers among values, and the attributes of plain objects among them."""
+    found: list[tuple[str, Any]] = []
+    for name, value in named:
+        if isinstance(value, (list, dict, set)):
+            content = value
+        elif is_walked(value):
+            content = vars(value)
+        else:
+            continue
+        if not name.startswith("__") and len(content) <= _FEW:
+            found.append((name, content))
+    return found
+
+
+def _own_classes(state: ActorState) -> list[type]:
+    """The classes of an actor's objects that the user wrote."""
+    classes = {cls for obj, _ in state.objects for cls in type(obj).__mro__}
+    return [cls for cls in classes if not is_foreign(cls)]
+
+
+def is_foreign(cls: type) -> bool:
+    """Whether a class is of an installed package, or of Python itself."""
+    root = cls.__module__.partition(".")[0]
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None) or ""
+    return root in ("torch", "numpy", __name__.partition(".")[0]) or (
+        root != "__main__" and (root in sys.stdlib_module_names or is_installed(file))
+    )
+
+
+def _is_cache(value: Any) -> bool:
+    return callable(getattr(value, "cache_clear", None)) and callable(
+        getattr(value, "cache_info", None)
+    )
+
+
+def _put_back(change: Change) -> None:
+    if change.key is None:
+        change.container.clear()
+        fill = change.container.update if isinstance(change.container, set) else None
+        (fill or change.container.extend)(change.before)
+    elif change.before is MISSING:
+        del change.container[change.key]
+    else:
+        change.container[change.key] = change.before
+
+
+def has_fake(value: Any, depth: int = _DEPTH) -> bool:
+    """Whether a value is a fake tensor, or a container with one."""
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple, set, frozenset)):
+        return isinstance(value, FakeTensor)
+    return depth > 0 and any(has_fake(item, depth - 1) for item in value)
+
+
+def _words(value: Any) -> str:
+    if value is MISSING:
+        return "nothing"
+    if isinstance(value, (list, dict, set)):
+        return f"a {type(value).__name__} of {len(value)}"
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."
