@@ -22,6 +22,7 @@ from ..ir.ops import (
     Copy,
     Op,
     ReduceScatter,
+    Transfer,
     Value,
     View,
 )
@@ -56,6 +57,14 @@ def pull_back(op: Op, program: Program, cotangents: Cotangents) -> list[tuple[Va
 def _same(op: Op, cotangents: Cotangents) -> list[tuple[Value, Value]]:
     total = cotangents.total(op.result, op)
     return [(operand, total) for operand in op.operands]
+
+
+def _likewise(op: Transfer, cotangents: Cotangents) -> list[tuple[Value, Value]]:
+    """The cotangent travels as the value did."""
+    total = cotangents.total(op.result, op)
+    made = cotangents.new(op.operands[0], total.type)
+    cotangents.ops.append(Transfer((total,), (made,), via=op.via, loc=op.loc, mb=op.mb))
+    return [(op.operands[0], made)]
 
 
 def _part(op: AllGather, cotangents: Cotangents) -> list[tuple[Value, Value]]:
@@ -105,6 +114,7 @@ def _totals(op: Collective, cotangents: Cotangents) -> tuple[Value, ...]:
 
 _RULES: dict[type[Op], Callable[[Any, Cotangents], list[tuple[Value, Value]]]] = {
     Copy: _same,
+    Transfer: _likewise,
     Broadcast: _same,
     AllReduce: _same,
     AllGather: _part,

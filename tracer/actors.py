@@ -17,6 +17,7 @@ from .callee import Callee
 from .calls import Subject, declare, note_effect, note_sharing, record
 from .errors import TraceError
 from .interface import MethodTarget, Peers
+from .lifting import collect
 from .session import Session, is_tracing, recording
 from .source import caller_location
 from .values import NotAValue
@@ -37,10 +38,16 @@ class ActorFactory:
 
     Args:
         world: gives the world; asked when an actor is made, not before.
+        device: gives the device of this process's rank, None for the host; likewise.
     """
 
-    def __init__(self, world: Callable[[], Peers]) -> None:
+    def __init__(
+        self,
+        world: Callable[[], Peers],
+        device: Callable[[], torch.device | None] = lambda: None,
+    ) -> None:
         self._world = world
+        self.device = device
         self._counts: dict[str, int] = {}
         self._used: set[str] = set()
 
@@ -124,8 +131,20 @@ class Placement:
         """
         name = self._factory.new_name(self._cls)
         here = self._peers.plays(self._rank)
-        instance = self._cls(*args, **kwargs) if here else _ELSEWHERE
+        instance = self._make(args, kwargs) if here else _ELSEWHERE
         return ActorHandle(name, self._rank, self._cls, self._peers, instance)
+
+    def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The instance; what it holds is on its rank's device."""
+        device = self._factory.device()
+        if device is None:
+            return self._cls(*args, **kwargs)
+        # Made on the host first, so that it starts from the same numbers as anywhere else.
+        instance = self._cls(*args, **kwargs)
+        for held in collect(instance).tensors:
+            # In place: an optimizer, say, knows the parameter by its identity.
+            held.tensor.data = held.tensor.data.to(device)
+        return instance
 
 
 class _Elsewhere:
@@ -230,17 +249,28 @@ _RESERVED = {"name", "rank", "cls", "place", "local", "is_local"}
 
 
 class ActorMethod(NotAValue):
-    """A method of an actor, to be called; `remat`: as by `cg.remat`."""
+    """A method of an actor, to be called.
 
-    __slots__ = ("_rematerialized", "handle", "name", "remat", "shown")
+    `remat`: as by `cg.remat`. `function`: what is called with the instance, if it is not a method
+    of the actor's own.
+    """
+
+    __slots__ = ("_rematerialized", "function", "handle", "name", "remat", "shown")
 
     what_it_is = "a method of an actor, which is not a value"
 
-    def __init__(self, handle: ActorHandle, name: str, remat: bool = False) -> None:
+    def __init__(
+        self,
+        handle: ActorHandle,
+        name: str,
+        remat: bool = False,
+        function: Callable[..., Any] | None = None,
+    ) -> None:
         self.handle = handle
         self.name = name
         self.shown = f"{handle.name}.{name.strip('_') or name}"
         self.remat = remat
+        self.function = function
         self._rematerialized: ActorMethod | None = self if remat else None
 
     @property
@@ -264,7 +294,18 @@ class ActorMethod(NotAValue):
                 f"{handle.rank} and this is rank {handle._peers.rank}; call it in a step "
                 f"(@cg.trace), or only where {handle.name}.is_local"
             )
+        if self.function is not None:
+            return self.function(handle.local, *args, **kwargs)
         return getattr(handle.local, self.name)(*args, **kwargs)
+
+
+def library_method(handle: ActorHandle, function: Callable[..., Any]) -> ActorMethod:
+    """A function of cg's own that is called as a method of an actor: with the instance first."""
+    key = f"cg.{function.__name__}"  # no attribute of a class has such a name
+    found = handle._methods.get(key)
+    if found is None:
+        found = handle._methods[key] = ActorMethod(handle, function.__name__, function=function)
+    return found
 
 
 def remat(method: ActorMethod | ActorHandle) -> ActorMethod:
@@ -356,7 +397,7 @@ def _declare(
     handle = method.handle
     target = None
     if handle.is_local:
-        target = MethodTarget(handle.name, handle.local, method.name, method.remat)
+        target = MethodTarget(handle.name, handle.local, method.name, method.remat, method.function)
     subject = Subject(target, handle.rank, method.shown)
     return declare(session, subject, arguments.signature(), grad, loc)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -71,6 +72,32 @@ def _stand_in(leaf: Leaf, device: torch.device) -> Any:
     if isinstance(leaf, TensorSpec):
         return torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
     return leaf
+
+
+def strict_body(
+    function: Callable[..., Any], mark: OpaqueMark, signature: Tree, results: Tree, what: str
+) -> Body:
+    """As `opaque_body`, for a call that a loss depends on: no gradient may be lost.
+
+    Raises (when it runs):
+        TypeError: as there.
+        RuntimeError: a tensor that the function returns requires a gradient.
+    """
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        for value in pytree.tree_leaves(result):
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                raise RuntimeError(
+                    f"a loss depends on what {what} returns, which requires a gradient; but the "
+                    "method is opaque, and no gradient flows through it. If none should, return "
+                    "it detached, x.detach(), or compute it under torch.no_grad(); else remove "
+                    "@cg.opaque, so that the method is traced"
+                )
+        return result
+
+    return opaque_body(checked, mark, signature, results, what)
 
 
 def opaque_body(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import cast
+from typing import TypeAlias, cast
 
 from ..ir.attributes import Symbol
 from ..ir.module import Function
 from ..ir.types import Place, Type, relocate
-from .interface import Target
+from .interface import Body, Target
 from .specs import ObjectSpec, TensorSpec, Tree
+
+VjpKey: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[str, ...]]
 
 
 @dataclass(eq=False, slots=True)
@@ -29,11 +31,16 @@ class Callee:
         cuts: whether plain Python would send gradients through it, which cg does not, because it
             is opaque.
         passes_on: whether a gradient that an operand lacks is one that its results lack.
+        hides: whether it may send gradients to its actor's parameters in plain Python, for all
+            that is known, because it is opaque.
         symbol: its name, for ops.
         base: what the names of its results derive from.
         is_single: whether its result is one value and nothing else.
         shares: whether its results may share memory with anything.
-        vjps: its derivatives so far, by masks of outputs and inputs.
+        vjps: its derivatives so far, by masks of outputs and inputs, and by the functions that
+            may write to its actor between forward and backward.
+        strict_body: of an opaque function, see `TracedFunction.strict`; None where it cannot run.
+        strict: the name by which that body is in the module, once it is.
     """
 
     declaration: Function
@@ -47,11 +54,14 @@ class Callee:
     differentiable: bool
     cuts: bool
     passes_on: bool
+    hides: bool
     symbol: Symbol
     base: str
     is_single: bool
     shares: bool
-    vjps: dict[tuple[tuple[int, ...], tuple[int, ...]], Symbol] = field(default_factory=dict)
+    vjps: dict[VjpKey, Symbol] = field(default_factory=dict)
+    strict_body: Body | None = None
+    strict: Symbol | None = None
     _types: dict[Place, tuple[Type, ...]] = field(default_factory=dict)
 
     def types_at(self, place: Place) -> tuple[Type, ...]:

@@ -12,14 +12,14 @@ from typing import Any, TypeVar
 
 from torch.utils._pytree import tree_structure, tree_unflatten
 
-from ..ir.attributes import Symbol
+from ..ir.attributes import Effect, Symbol
 from ..ir.location import Location
 from ..ir.module import Function, FunctionKind
 from ..ir.ops import Call
 from ..ir.types import Place, UnitType
 from .callee import Callee, requires_grad, value_leaves
 from .errors import TraceError
-from .interface import Body, Peers, Target, TracedFunction
+from .interface import Body, Peers, Target, TracedFunction, Write
 from .session import Session
 from .source import traceback_location
 from .specs import Leaf, ObjectSpec, TensorSpec, Tree
@@ -86,6 +86,7 @@ def declare(
     enter(session, public.declaration, None if mine is None else mine.body)
     if mine is not None and mine.guard is not None:
         session.guards.append(mine.guard)
+        session.guard_of[name] = mine.guard
     results = public.results
     specs = value_leaves(results)
     if not grad:
@@ -104,10 +105,12 @@ def declare(
         differentiable=any(requires_grad(spec) for spec in specs),
         cuts=any(needed) and declaration.kind is FunctionKind.OPAQUE,
         passes_on=grad and subject.name not in _DETACHING,
+        hides=grad and declaration.kind is FunctionKind.OPAQUE and declaration.actor is not None,
         symbol=Symbol(name),
         base=subject.name.rpartition(".")[2],
         is_single=len(specs) == 1 and results.spec.is_leaf(),
         shares=_shares(declaration, specs, public.state_outputs),
+        strict_body=None if mine is None else mine.strict,
     )
 
 
@@ -241,9 +244,13 @@ def record(
     )
     session.emit(op)
     if callee.differentiable:
-        session.tape.record(Entry(op, callee, callee.needed))
+        session.tape.record(Entry(op, callee, callee.needed, session.last))
     if callee.cuts or (session.tape.is_cut and callee.passes_on):
         session.tape.cut(op, starts=callee.cuts)
+    if callee.hides:
+        session.tape.leave_untold(op, callee)
+    elif session.tape.is_untold and callee.passes_on:
+        session.tape.leave_untold(op)
     return [
         session.hold(value, spec) for value, spec in zip(op.results, callee.specs, strict=False)
     ]
@@ -285,8 +292,13 @@ def _join(results: Sequence[TracedTensor | ObjectValue]) -> None:
 
 
 def note_effect(session: Session, callee: Callee) -> None:
-    """Note a change of an actor's state."""
+    """Note the change of an actor's state by the last call."""
     declaration = callee.declaration
     if declaration.effect.changes_state and declaration.actor is not None:
         writes = session.writes
         writes[declaration.actor] = writes.get(declaration.actor, 0) + 1
+        if declaration.effect is Effect.WRITE:
+            # Updates are left out: no backward reads what they change (`effects.py`).
+            op = session.module.program.ops[session.last]
+            written = session.written.setdefault(declaration.actor, [])
+            written.append((session.last, Write(declaration.name, op.loc)))

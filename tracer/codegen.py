@@ -31,10 +31,16 @@ class GraphBody(Protocol):
     Attributes:
         locate: the user's line that stands behind a traceback through the body, or None.
         graph: the graph that it runs.
+        state: gives the parameters and buffers that it works on.
+        trained: gives the parameters to whose `.grad` it adds.
+        rebinds: whether it puts new tensors in the place of buffers.
     """
 
     locate: Callable[[TracebackType | None], Location | None]
     graph: fx.Graph
+    state: Callable[[], list[torch.Tensor]]
+    trained: Callable[[], list[torch.Tensor]]
+    rebinds: bool
 
     def __call__(self, *inputs: Any) -> Sequence[Any]: ...
 
@@ -60,6 +66,9 @@ def make_body(piece: Piece, name: str) -> GraphBody:
     locations = {i: loc for i, (_, loc) in enumerate(lines, start=1) if loc is not None}
     body.locate = _Locator(body.__code__, locations)
     body.graph = piece.graph
+    body.state = _Held([tensor.slots[0] for tensor in piece.state])
+    body.trained = _Held([gradient.tensor.slots[0] for gradient in piece.gradients])
+    body.rebinds = bool(piece.rebinds)
     return body  # type: ignore[no-any-return]
 
 
@@ -77,6 +86,16 @@ class _Locator:
                 found = self._locations.get(tb.tb_lineno, found)
             tb = tb.tb_next
         return found
+
+
+class _Held:
+    """What some slots hold now."""
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self._slots = slots
+
+    def __call__(self) -> list[torch.Tensor]:
+        return [slot.get() for slot in self._slots]
 
 
 _Line = tuple[str, Location | None]

@@ -176,8 +176,9 @@ class _Group:
         )
         session.emit(op)
         if any(needed):
-            session.tape.record(Entry(op, None, needed))
+            session.tape.record(Entry(op, None, needed, session.last))
         session.tape.cut(op)
+        session.tape.leave_untold(op)
         held = [session.hold(v, s) for v, s in zip(op.results, specs, strict=True)]
         return [value for value in held if isinstance(value, TracedTensor)]
 

@@ -14,6 +14,7 @@ import torch
 from ..ir.attributes import Effect
 from .graphs import Piece
 from .guards import storage_key
+from .interface import Write
 from .joint import Joint
 
 
@@ -23,6 +24,8 @@ class ActorEffects:
     def __init__(self) -> None:
         self._updated: set[int | None] = set()
         self._read_by_backwards: set[int | None] = set()
+        self._written_by: dict[str, set[int | None]] = {}
+        self._replaced_by: dict[str, set[int | None]] = {}
 
     def volatile(self, joint: Joint) -> frozenset[int]:
         """Indices of state that another function updates, so that a backward must not read it."""
@@ -32,10 +35,31 @@ class ActorEffects:
             if storage_key(state.tensor) in self._updated and index not in joint.backward_written
         )
 
-    def of_forward(self, joint: Joint, piece: Piece) -> Effect:
-        """The effect of a forward: it reads state, updates some of it, or writes."""
-        changed = [joint.state[i][1].tensor for i in joint.written]
-        changed += [rebind.tensor.tensor for rebind, _ in joint.rebinds]
+    def written_by(self, write: Write) -> set[int | None]:
+        """The memory that a traced function writes to in place."""
+        return self._written_by.get(write.function, set())
+
+    def replaced(self, joint: Joint, between: Iterable[Write]) -> frozenset[int]:
+        """Indices of state that traced functions give a new tensor, in place of the old."""
+        memory: set[int | None] = set()
+        for write in between:
+            memory |= self._replaced_by.get(write.function, set())
+        return frozenset(
+            index
+            for index, (_, state) in enumerate(joint.state)
+            if storage_key(state.tensor) in memory and index not in joint.backward_written
+        )
+
+    def unknown(self, between: Iterable[Write]) -> list[Write]:
+        """Those writes of which only the run can tell what they change: of opaque functions."""
+        return [write for write in between if write.function not in self._written_by]
+
+    def of_forward(self, joint: Joint, piece: Piece, name: str) -> Effect:
+        """The effect of the forward `name`: it reads state, updates some of it, or writes."""
+        written = [joint.state[i][1].tensor for i in joint.written]
+        replaced = [rebind.tensor.tensor for rebind, _ in joint.rebinds]
+        self._written_by[name], self._replaced_by[name] = _memory(written), _memory(replaced)
+        changed = written + replaced
         if not changed:
             return Effect.READ if piece.state else Effect.PURE
         memory = _memory(changed)

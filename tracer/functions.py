@@ -19,20 +19,22 @@ from ..ir.attributes import Effect
 from ..ir.location import Location
 from ..ir.module import Function, FunctionKind, Vjp
 from ..ir.types import TensorType
-from .as_is import opaque_body, opaque_results
+from .as_is import opaque_body, opaque_results, strict_body
 from .call import Call
 from .codegen import make_body
 from .effects import ActorEffects
 from .errors import TraceError
 from .graphs import Piece, fake_of
+from .guards import storage_key
 from .halves import Halves
-from .interface import MethodTarget, Target, TracedFunction, TracedHalf, TracedVjp
+from .interface import MethodTarget, Target, TracedFunction, TracedHalf, TracedVjp, Write
 from .joint import Joint, Wanted, trace_call
 from .lifting import ActorState, collect
 from .opaque import OpaqueMark, opaque_mark
 from .partition import forward_piece, split
 from .specs import ObjectSpec, Tree, ir_dtype
 from .staleness import build_guard
+from .versions import CHANGE_AFTER, changed_between, with_versions
 from .watch import RunAsIs
 
 
@@ -88,6 +90,7 @@ class Functions:
         grad_outputs: tuple[int, ...],
         grad_inputs: tuple[int, ...],
         loc: Location | None,
+        between: Sequence[Write] = (),
     ) -> TracedVjp:
         """Trace forward and backward of the same call as one joint graph, and split it.
 
@@ -95,10 +98,15 @@ class Functions:
         `name.weight`. An input that the outputs do not depend on has zeros as its cotangent; a
         parameter that they do not depend on keeps its `.grad` as it is.
 
+        State that a call in between replaces is saved as the forward has seen it. Where an opaque
+        call stands in between, the backward raises when it runs if state that it needs has been
+        changed.
+
         Raises:
             TraceError: as in `trace`; or the function is opaque, its backward would draw random
-                numbers again, a parameter has gradient hooks, or the call is to be computed again
-                in the backward and cannot be.
+                numbers again, a parameter has gradient hooks, the call is to be computed again
+                in the backward and cannot be, or a traced call in between writes to state that
+                the backward needs.
         """
         function = _function_of(target, loc)
         call = self._call(target, function, signature, loc)
@@ -110,8 +118,9 @@ class Functions:
         if remat:
             _refuse_remat(call, joint)
         effects = self._effects_on(target)
-        parts = split(joint, effects.volatile(joint), remat)
+        parts = split(joint, effects.volatile(joint) | effects.replaced(joint, between), remat)
         _refuse_history(call, parts.forward)
+        _refuse_written(call, parts.backward, effects, between)
         forward = self._declare(target, call, joint, parts.forward, f"{name}.forward", parts.saved)
         backward = Function(
             f"{name}.backward",
@@ -126,7 +135,7 @@ class Functions:
         halves: tuple[TracedHalf, ...] = ()
         if parts.halves is not None:
             vjp, halves = _trace_halves(vjp, parts.halves, backward, joint, effects)
-        return TracedVjp(
+        traced = TracedVjp(
             vjp,
             forward,
             backward,
@@ -134,6 +143,10 @@ class Functions:
             make_body(parts.backward, backward.name),
             halves,
         )
+        unknown = effects.unknown(between)
+        if unknown and parts.backward.state:
+            return with_versions(traced, parts.backward.state, len(parts.saved), call.what, unknown)
+        return traced
 
     def _call(
         self,
@@ -170,7 +183,7 @@ class Functions:
             name,
             inputs=call.signature.types(),
             outputs=joint.results.types() + tuple(map(_type, saved)),
-            effect=self._effects_on(target).of_forward(joint, piece),
+            effect=self._effects_on(target).of_forward(joint, piece, name),
             actor=_actor(target),
             random=joint.recorder.draws,
             aliases=piece.aliases,
@@ -205,8 +218,10 @@ class Functions:
             actor=_actor(target),
             loc=home or loc,
         )
-        body = opaque_body(function, mark, signature, results, what)
-        return TracedFunction(declaration, results, (), body, None)
+        bodies = [
+            make(function, mark, signature, results, what) for make in (opaque_body, strict_body)
+        ]
+        return TracedFunction(declaration, results, (), bodies[0], None, bodies[1])
 
 
 def _takes_objects(signature: Tree) -> bool:
@@ -235,7 +250,7 @@ def _words(target: Target) -> str:
 def _function_of(target: Target, loc: Location | None) -> Callable[..., Any]:
     if not isinstance(target, MethodTarget):
         return target.callable
-    function = getattr(target.instance, target.method, None)
+    function = target.callable
     if callable(function):
         return function  # type: ignore[no-any-return]
     raise TraceError(
@@ -307,6 +322,18 @@ def _refuse_history(call: Call, piece: Piece) -> None:
                 "history from outside the step",
                 loc=call.blame,
                 remedy="keep x.detach() in the attribute, or an nn.Parameter",
+            )
+
+
+def _refuse_written(
+    call: Call, backward: Piece, effects: ActorEffects, between: Sequence[Write]
+) -> None:
+    for write in between:
+        memory = effects.written_by(write)
+        paths = [f"'{s.path}'" for s in backward.state if storage_key(s.tensor) in memory]
+        if paths:
+            raise TraceError(
+                changed_between(call.what, paths, [write]), loc=call.loc, remedy=CHANGE_AFTER
             )
 
 

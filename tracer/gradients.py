@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_right
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -10,9 +11,10 @@ from ..ir.attributes import Symbol
 from ..ir.location import Location
 from ..ir.module import Function, Vjp
 from ..ir.ops import Backward, Call, Value
+from .callee import Callee, VjpKey
 from .calls import agree, enter, tracing
 from .errors import TraceError
-from .interface import TracedVjp
+from .interface import TracedVjp, Write
 from .session import Session, recording
 from .source import caller_location
 from .specs import TensorSpec
@@ -47,9 +49,23 @@ def backward(*losses: torch.Tensor) -> None:
         _spend(entry, op, loc)
     _derive(session, calls, loc)
     for reached in calls:
-        symbol = reached.callee.vjps[reached.grad_outputs, reached.grad_inputs]
-        reached.call.vjp = symbol
+        key, _ = _key(session, reached)
+        reached.call.vjp = reached.callee.vjps[key]
+    for call, callee in session.tape.opaque_sources(values):
+        call.fn = _strict(session, callee)
     session.emit(op)
+
+
+def _strict(session: Session, callee: Callee) -> Symbol:
+    """The same opaque function, which raises if a gradient is lost when it runs."""
+    if callee.strict is None:
+        name = session.function_names.fresh(f"{callee.declaration.name}.strict")
+        session.module.functions[name] = replace(callee.declaration, name=name)
+        if callee.target is not None:
+            assert callee.strict_body is not None, "an opaque function has a strict body"
+            session.bodies[name] = callee.strict_body
+        callee.strict = Symbol(name)
+    return callee.strict
 
 
 def _loss(session: Session, loss: object, loc: Location | None) -> Value:
@@ -141,17 +157,29 @@ def _derive(session: Session, calls: list[Reached], loc: Location | None) -> Non
     """
     wanted: list[_Wanted] = []
     for reached in calls:
-        key = (reached.grad_outputs, reached.grad_inputs)
+        key, between = _key(session, reached)
         callee = reached.callee
         if key not in callee.vjps:
             name = session.function_names.fresh(f"{callee.declaration.name}.vjp")
             callee.vjps[key] = Symbol(name)
-            wanted.append(_Wanted(reached, name, _trace(session, reached, name)))
+            wanted.append(_Wanted(reached, name, _trace(session, reached, name, between)))
     for one in wanted:
         _tell(session, one, loc)
 
 
-def _trace(session: Session, reached: Reached, name: str) -> TracedVjp | TraceError | None:
+def _key(session: Session, reached: Reached) -> tuple[VjpKey, tuple[Write, ...]]:
+    """What a derivative depends on, and the writes to its actor since the call."""
+    actor = reached.callee.declaration.actor
+    written = session.written.get(actor, []) if actor is not None else []
+    first = bisect_right(written, reached.entry.at, key=lambda one: one[0])
+    writes = {write.function: write for _, write in written[first:]}
+    between = tuple(writes[name] for name in sorted(writes))
+    return (reached.grad_outputs, reached.grad_inputs, tuple(sorted(writes))), between
+
+
+def _trace(
+    session: Session, reached: Reached, name: str, between: tuple[Write, ...]
+) -> TracedVjp | TraceError | None:
     callee = reached.callee
     target = callee.target
     if target is None:
@@ -165,6 +193,7 @@ def _trace(session: Session, reached: Reached, name: str) -> TracedVjp | TraceEr
                 reached.grad_outputs,
                 reached.grad_inputs,
                 reached.call.loc,
+                between,
             )
     except TraceError as error:
         return error

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any, Protocol, TypeVar
 
 from ..ir.location import Location
@@ -41,13 +42,22 @@ class Peers(Protocol):
 class MethodTarget:
     """A method of an actor that lives in this process.
 
-    `remat`: whether its derivative computes again what it needs of the forward.
+    `remat`: whether its derivative computes again what it needs of the forward. `function`: what
+    is called with the instance, if not its own method of that name.
     """
 
     actor: str
     instance: Any
     method: str
     remat: bool = False
+    function: Callable[..., Any] | None = None
+
+    @property
+    def callable(self) -> Any:
+        """The bound method; None if there is none."""
+        if self.function is not None:
+            return MethodType(self.function, self.instance)
+        return getattr(self.instance, self.method, None)
 
 
 @dataclass(frozen=True)
@@ -62,6 +72,17 @@ Target = MethodTarget | TorchTarget
 
 
 @dataclass(frozen=True)
+class Write:
+    """A call that may have changed its actor's state between a forward and its backward.
+
+    `function` is the name that its function was traced by.
+    """
+
+    function: str
+    loc: Location | None
+
+
+@dataclass(frozen=True)
 class TracedFunction:
     """A traced function: what every rank knows of it, and what the tracing process can run.
 
@@ -72,6 +93,8 @@ class TracedFunction:
             to the actor's parameters or buffers.
         body: what to run (not sent to other ranks).
         guard: what the trace relied on (not sent to other ranks).
+        strict: of an opaque function, a body that raises where a result requires a gradient, for
+            calls that a loss depends on (not sent to other ranks).
     """
 
     declaration: Function
@@ -79,6 +102,7 @@ class TracedFunction:
     state_outputs: tuple[int, ...]
     body: Body
     guard: Guard | None
+    strict: Body | None = None
 
 
 @dataclass(frozen=True)
@@ -125,12 +149,15 @@ class FunctionTracer(Protocol):
         grad_outputs: tuple[int, ...],
         grad_inputs: tuple[int, ...],
         loc: Location | None,
+        between: Sequence[Write] = (),
     ) -> TracedVjp:
         """Trace forward and backward of the same call as one joint graph, and split it.
 
         `grad_outputs` indexes the value leaves of the results, `grad_inputs` those of the
-        signature.
+        signature. `between` are the writes to the actor that come after the forward and before
+        the backward, each function once.
 
         Raises:
-            TraceError: as in `trace`, or the backward would draw random numbers again.
+            TraceError: as in `trace`, or the backward would draw random numbers again, or it
+                would read state that a call in between has written to.
         """

@@ -60,10 +60,14 @@ def mean(values: Iterable[torch.Tensor]) -> torch.Tensor:
 
     Raises:
         ValueError: there are no values.
+        TypeError: one of them is not a tensor.
     """
     tensors = tuple(values)
     if not tensors:
         raise ValueError("cg.mean of no values; give it at least one tensor")
+    for value in tensors:
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"cg.mean takes tensors, not {value!r}; a number is torch.tensor(x)")
     return torch.stack(tensors).mean()
 
 

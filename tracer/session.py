@@ -14,7 +14,7 @@ from ..ir.ops import Op, Value
 from ..ir.types import Place, Type
 from .callee import Callee
 from .errors import TraceError
-from .interface import Body, FunctionTracer, Guard, Peers
+from .interface import Body, FunctionTracer, Guard, Peers, Write
 from .source import caller_location
 from .specs import ObjectSpec, TensorSpec
 from .tape import Tape
@@ -40,11 +40,15 @@ class Session:
         tracer: turns what the step calls into functions.
         module: what has been recorded so far.
         bodies, constants, guards: as in `Trace`.
+        guard_of: the guard of each function that has one and can run in this process.
         tape: the calls through which gradients flow.
         mb: the microbatch that the step is at, if any.
         paused: why torch functions are not recorded now, if they are not.
-        writes: how often the state of each actor has been written to.
+        writes: how often the state of each actor has been changed.
+        written: the calls that have written to each actor, with their indices in the program.
         callees: the functions traced so far, by what was called and the signature.
+        optimistic: whether to assume that no gradients have to be clipped.
+        assumptions: scalars that are true where that is so.
     """
 
     peers: Peers
@@ -53,11 +57,15 @@ class Session:
     bodies: dict[str, Body] = field(default_factory=dict)
     constants: dict[str, Any] = field(default_factory=dict)
     guards: list[Guard] = field(default_factory=list)
+    guard_of: dict[str, Guard] = field(default_factory=dict)
     tape: Tape = field(default_factory=Tape)
     mb: int | None = None
     paused: str | None = None
     writes: dict[str, int] = field(default_factory=dict)
+    written: dict[str, list[tuple[int, Write]]] = field(default_factory=dict)
     callees: dict[Any, Callee] = field(default_factory=dict)
+    optimistic: bool = False
+    assumptions: list[TracedTensor] = field(default_factory=list)
     function_names: Names = field(default_factory=Names)
     value_names: Names = field(default_factory=Names)
     _values: int = 0
@@ -87,6 +95,11 @@ class Session:
         """Append an op to the program."""
         self.module.program.ops.append(op)
         return op
+
+    @property
+    def last(self) -> int:
+        """The index of the op that was appended last."""
+        return len(self.module.program.ops) - 1
 
     def next_key(self) -> int:
         """The key of the next call that draws random numbers."""

@@ -15,7 +15,8 @@ from ..ir.ops import Return, Value
 from ..ir.types import Place
 from ..ir.verifier import verify
 from .errors import TraceError
-from .interface import FunctionTracer, Peers
+from .interface import FunctionTracer, MethodTarget, Peers
+from .rechecks import recheck, watch_arguments
 from .recorder import Recorder
 from .session import Session, current, entered
 from .specs import Leaf, Static, Tree, ir_type
@@ -33,6 +34,7 @@ def trace_step(
     outputs: Place | None = None,
     name: str,
     tracer: FunctionTracer,
+    optimistic: bool = False,
 ) -> Trace:
     """Trace a step for arguments like `args` and `kwargs`. All ranks call this alike.
 
@@ -45,6 +47,8 @@ def trace_step(
         outputs: the ranks that get what the step returns; all if None.
         name: what the module is called.
         tracer: traces actors' methods and torch functions.
+        optimistic: assume that no gradients have to be clipped. The step then returns what it
+            returns and a tuple of scalars, on all ranks: it is right if all of these are true.
 
     Raises:
         TraceError: the step does something that cannot be compiled.
@@ -56,6 +60,7 @@ def trace_step(
             remedy="call the plain Python function from the step",
         )
     session = Session.start(_symbol(name), peers, tracer)
+    session.optimistic = optimistic
     source = _place(session, inputs, "inputs", name)
     target = _place(session, outputs, "outputs", name)
     spec = _describe_inputs(fn, args, kwargs, name, source)
@@ -63,6 +68,9 @@ def trace_step(
     before = torch.get_rng_state()
     with entered(session), Recorder(session):
         result = _separate(fn(*held_args, **held_kwargs))
+    if optimistic:
+        # Every rank must know whether to believe the result.
+        result, target = (result, tuple(session.assumptions)), session.everywhere
     loc = _definition(fn)
     if not torch.equal(before, torch.get_rng_state()):
         torch.set_rng_state(before)
@@ -74,6 +82,13 @@ def trace_step(
         )
     returned = _return(session, result, target, loc)
     verify(session.module)
+    recheck(session)
+    watch_arguments(session)
+    instances = {
+        callee.target.actor: callee.target.instance
+        for callee in session.callees.values()
+        if isinstance(callee.target, MethodTarget)
+    }
     return Trace(
         session.module,
         session.bodies,
@@ -81,6 +96,7 @@ def trace_step(
         spec,
         OutputSpec(returned, target),
         tuple(session.guards),
+        instances,
     )
 
 

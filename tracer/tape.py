@@ -18,12 +18,14 @@ class Entry:
         op: a call, or a collective.
         callee: what a call calls; None for a collective.
         needed: which of the operands require a gradient.
+        at: its index in the program.
         spent: the backward that has gone through it.
     """
 
     op: Op
     callee: Callee | None
     needed: tuple[bool, ...]
+    at: int
     spent: Backward | None = None
 
 
@@ -45,6 +47,7 @@ class Tape:
     _entries: list[Entry] = field(default_factory=list)
     _makers: dict[Value, int] = field(default_factory=dict)
     _cuts: dict[Value, Op] = field(default_factory=dict)
+    _untold: dict[Value, tuple[Op, Callee | None]] = field(default_factory=dict)
 
     @property
     def is_cut(self) -> bool:
@@ -68,6 +71,39 @@ class Tape:
     def cause_of_cut(self, value: Value) -> Op | None:
         """The opaque call through which plain Python would send the gradient of a value."""
         return self._cuts.get(value)
+
+    @property
+    def is_untold(self) -> bool:
+        """Whether any value may lack a gradient, which only the run of an opaque call can tell."""
+        return bool(self._untold)
+
+    def leave_untold(self, op: Op, source: Callee | None = None) -> None:
+        """Take note that the results of an op may lack a gradient that plain Python would give.
+
+        They may if the op calls `source`, which is opaque, so that nobody has seen what it does
+        with its actor's parameters; or if an operand of the op may.
+        """
+        if source is None and not any(value in self._untold for value in op.operands):
+            return
+        for value in op.results:
+            if isinstance(value.type, ObjectType) or _is_floating(value):
+                self._untold[value] = (op, source)
+
+    def opaque_sources(self, losses: list[Value]) -> list[tuple[Call, Callee]]:
+        """The opaque calls whose results may, for all that is known, send losses gradients."""
+        found: dict[int, tuple[Call, Callee]] = {}
+        seen = set(losses)
+        stack = list(losses)
+        while stack:
+            op, source = self._untold.get(stack.pop(), (None, None))
+            if op is None:
+                continue
+            if source is not None and isinstance(op, Call):
+                found[id(op)] = (op, source)
+            new = [value for value in op.operands if value not in seen]
+            seen.update(new)
+            stack += new
+        return list(found.values())
 
     def record(self, entry: Entry) -> None:
         """Take note of an op, some of whose results require gradients."""

@@ -53,11 +53,12 @@ class InputSpec:
             InputError: an argument is missing, or is not what the step was traced for.
         """
         if kwargs or len(args) != self._count:
-            leaves = self._flatten(args, kwargs)
+            leaves: Sequence[Any] = self._flatten(args, kwargs)
         else:
-            leaves = list(args)
+            leaves = args
         values = []
-        for index, (spec, leaf) in enumerate(zip(self.tree.leaves, leaves, strict=True)):
+        for index, spec in enumerate(self.tree.leaves):
+            leaf = leaves[index]
             if isinstance(spec, TensorSpec):
                 if (
                     not isinstance(leaf, torch.Tensor)
@@ -176,6 +177,7 @@ class Trace:
         constants: the tensors that `constant` ops refer to, by name.
         inputs, outputs: the pytrees of arguments and result.
         guards: what the traces of this process's actors rely on; each says how it is broken.
+        instances: the actors of this process that the step calls, by name.
     """
 
     module: Module
@@ -184,6 +186,7 @@ class Trace:
     inputs: InputSpec
     outputs: OutputSpec
     guards: tuple[Guard, ...]
+    instances: dict[str, Any]
 
     def check_guards(self) -> None:
         """Return if this process's actors are still as they were traced.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ ANY = ("auto", "1f1b", "gpipe")
 class Stage(nn.Module):
     """A stage; tensors are float64[1, WIDTH] and the like."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, frozen: int = 0) -> None:
+        """Weights by `number`; 1 freezes some of them, 2 all."""
         super().__init__()
         generator = torch.Generator().manual_seed(number)
 
@@ -40,6 +42,8 @@ class Stage(nn.Module):
         self.first, self.second = random(WIDTH, WIDTH), random(WIDTH, WIDTH)
         self.bias = random(WIDTH)
         self.table = random(3, WIDTH)
+        for parameter in (self.first, self.bias) if frozen == 1 else self.parameters():
+            parameter.requires_grad_(frozen == 0)
 
     def embed(self, indices: Tensor) -> Tensor:
         return self.forward(nn.functional.embedding(indices, self.table))
@@ -49,6 +53,10 @@ class Stage(nn.Module):
 
     def joined(self, x: Tensor, early: Tensor) -> Tensor:
         return self.forward(x * torch.sigmoid(early))
+
+    def several(self, x: Tensor, extra: Tensor, top: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        h = self.forward(x * torch.sigmoid(extra) + nn.functional.embedding(top, self.table))
+        return h, extra + h.mean(), h.argmax(-1) % 3
 
     def weight(self) -> Tensor:
         return self.first
@@ -70,6 +78,9 @@ class Pipe:
         skips: pairs (from, to) of stages, besides the way from each to the next.
         tied: whether the loss takes a weight of the first stage.
         embeds: whether the first stage takes integers.
+        several: whether stages take and give two tensors and one of integers.
+        frozen: for each stage 1 if some of its parameters are frozen, 2 if all are; () for none.
+        shared: whether the stages of a rank are one actor.
         remat: stages that recompute their forwards.
         schedule: its name.
     """
@@ -79,12 +90,25 @@ class Pipe:
     skips: tuple[tuple[int, int], ...] = ()
     tied: bool = False
     embeds: bool = False
+    several: bool = False
+    frozen: tuple[int, ...] = ()
+    shared: bool = False
     remat: frozenset[int] = frozenset()
     schedule: str = "1f1b"
 
     @property
     def world(self) -> int:
         return max(self.ranks) + 1
+
+    @property
+    def actors(self) -> tuple[int, ...]:
+        """For each stage the first stage that is the same actor."""
+        if not self.shared:
+            return tuple(range(len(self.ranks)))
+        return tuple(map(self.ranks.index, self.ranks))
+
+    def frozen_at(self, stage: int) -> int:
+        return self.frozen[stage] if self.frozen else 0
 
 
 def draw_pipe(number: Callable[[int, int], int], most_ranks: int, most_stages: int) -> Pipe:
@@ -104,6 +128,8 @@ def draw_pipe(number: Callable[[int, int], int], most_ranks: int, most_stages: i
         count = number(1, most_stages)
         ranks, schedules = tuple(number(0, world - 1) for _ in range(count)), ANY
     last = len(ranks) - 1
+    # Neighbours that are one actor would be one stage.
+    can_share = last > 0 and all(a != b for a, b in pairwise(ranks))
     skips = {tuple(sorted((number(0, last), number(0, last)))) for _ in range(number(0, 2))}
     return Pipe(
         ranks=ranks,
@@ -111,6 +137,10 @@ def draw_pipe(number: Callable[[int, int], int], most_ranks: int, most_stages: i
         skips=tuple(sorted((a, b) for a, b in skips if a < b)),
         tied=number(0, 2) == 0,
         embeds=number(0, 2) == 0,
+        several=number(0, 2) == 0,
+        # The last stage is not frozen: a loss must depend on something.
+        frozen=(*(max(0, number(-3, 2)) for _ in range(last)), 0) if number(0, 1) else (),
+        shared=can_share and number(0, 3) == 0,
         remat=frozenset(i for i in range(len(ranks)) if number(0, 4) == 0),
         schedule=schedules[number(0, len(schedules) - 1)],
     )
@@ -129,10 +159,16 @@ def make_step(pipe: Pipe, stages: Sequence[Any]) -> Callable[[Tensor, Tensor], T
         for part, target in cg.microbatches((x, y), pipe.microbatches):
             made: list[Tensor] = []
             h = method(0, "embed")(part) if pipe.embeds else method(0, "forward")(part)
+            extra, top = 0.5 * h, h.argmax(-1) % 3
             for index in range(1, len(stages)):
                 made.append(h)
                 early = [made[a] for a, b in pipe.skips if b == index]
-                h = method(index, "joined")(h, early[0]) if early else method(index, "forward")(h)
+                if early:
+                    h = method(index, "joined")(h, early[0])
+                elif pipe.several:
+                    h, extra, top = method(index, "several")(h, extra, top)
+                else:
+                    h = method(index, "forward")(h)
             if weight is None:
                 losses.append(stages[-1].loss(h, target))
             else:
@@ -142,6 +178,13 @@ def make_step(pipe: Pipe, stages: Sequence[Any]) -> Callable[[Tensor, Tensor], T
         return loss
 
     return step
+
+
+def make_stages(pipe: Pipe) -> list[Any]:
+    """The stages' actors, in the present world."""
+    make: Callable[[int], Any] = Stage.on
+    made = [make(rank)(index, pipe.frozen_at(index)) for index, rank in enumerate(pipe.ranks)]
+    return [made[index] for index in pipe.actors]
 
 
 def inputs(pipe: Pipe) -> tuple[Tensor, Tensor]:

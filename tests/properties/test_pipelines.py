@@ -40,14 +40,15 @@ class Pool:
     """Instances that many pipelines use one after another, so that methods are traced once."""
 
     def __init__(self) -> None:
-        self.instances = [Stage(number) for number in range(STAGES)]
+        self.instances = {(n, f): Stage(n, f) for n in range(STAGES) for f in range(3)}
         self.traces = SharedTraces()
 
-    def place(self, ranks: Sequence[int], world: VirtualWorld) -> list[Any]:
-        return [
-            ActorHandle(f"stage{i}", rank, Stage, world, self.instances[i])
-            for i, rank in enumerate(ranks)
+    def place(self, pipe: Pipe, world: VirtualWorld) -> list[Any]:
+        made = [
+            ActorHandle(f"stage{i}", rank, Stage, world, self.instances[i, pipe.frozen_at(i)])
+            for i, rank in enumerate(pipe.ranks)
         ]
+        return [made[index] for index in pipe.actors]
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +66,7 @@ def run(pipe: Pipe, pool: Pool) -> tuple[Compiled, Tensor, dict[str, Tensor | No
     """Compile and run a pipeline; hold it against the plain loop."""
     world = VirtualWorld(pipe.world)
     with use_world(world), tracing_with(pool):
-        stages = pool.place(pipe.ranks, world)
+        stages = pool.place(pipe, world)
         plain = make_step(pipe, stages)
         expected = plain(*inputs(pipe)).detach()
         wanted = gradients(stages)
@@ -97,15 +98,76 @@ def test_gradients_are_those_of_the_plain_loop(seed: int, pool: Pool) -> None:
     run(draw_pipe(random.Random(seed).randint, 8, STAGES), pool)
 
 
-@pytest.mark.parametrize("schedule", cg.schedules.names())
-@pytest.mark.parametrize(("p", "m"), [(1, 1), (2, 5), (3, 2), (4, 8)])
-def test_every_schedule(schedule: str, p: int, m: int, pool: Pool) -> None:
+SIZES = {
+    1: (1, 16),
+    2: (3, 8),
+    3: (2, 11),
+    4: (10, 5, 12),
+    5: (7, 4),
+    6: (6, 13),
+    7: (15,),
+    8: (9, 14),
+}
+"""Numbers of microbatches, by that of ranks: below, at, and above it, multiples of it or not."""
+
+
+def covering(schedule: str, p: int, m: int) -> Pipe:
+    """A pipeline with about half of the features, another half for the next size or schedule."""
+    loops = 2 if schedule in ("interleaved", "looped-bfs") and m % p == 0 and p > 1 else 1
     vee = schedule in ("zb-v", "dualpipe-v")
-    ranks = (*range(p), *reversed(range(p))) if vee else tuple(range(p))
+    ranks = (*range(p), *reversed(range(p))) if vee else tuple(range(p)) * loops
     last = len(ranks) - 1
-    skips = ((0, last),) if last else ()
-    compiled, _, _ = run(Pipe(ranks, m, skips, tied=True, schedule=schedule), pool)
-    assert_order(compiled, ranks, m, schedule)
+    bits = random.Random(f"{schedule} {p} {m}")
+    return Pipe(
+        ranks,
+        m,
+        ((0, last),) if last and bits.random() < 0.6 else (),
+        tied=bits.random() < 0.6,
+        embeds=bits.random() < 0.4,
+        several=bits.random() < 0.6,
+        frozen=(*(bits.choice((0, 1, 2)) for _ in range(last)), 0),
+        shared=loops > 1 and bits.random() < 0.4,
+        remat=frozenset({last // 2}) if bits.random() < 0.3 else frozenset(),
+        schedule=schedule,
+    )
+
+
+@pytest.mark.parametrize("schedule", cg.schedules.names())
+@pytest.mark.parametrize("p", SIZES)
+def test_every_schedule(schedule: str, p: int, pool: Pool) -> None:
+    for m in SIZES[p]:
+        pipe = covering(schedule, p, m)
+        try:
+            compiled, _, _ = run(pipe, pool)
+        except BaseException as error:
+            error.add_note(str(pipe))
+            raise
+        if not pipe.shared:
+            assert_order(compiled, pipe.ranks, m, schedule)
+
+
+def test_each_schedule_meets_each_feature() -> None:
+    sizes = [(p, m) for p, ms in SIZES.items() for m in ms]
+    assert {p for p, _ in sizes} == set(range(1, 9))
+    assert {m for _, m in sizes} == set(range(1, 17))
+    for schedule in cg.schedules.names():
+        pipes = [covering(schedule, p, m) for p, m in sizes]
+        for feature in ("skips", "tied", "embeds", "several", "remat"):
+            assert {bool(getattr(pipe, feature)) for pipe in pipes} == {False, True}, feature
+        assert {kind for pipe in pipes for kind in pipe.frozen} == {0, 1, 2}
+
+
+@pytest.mark.parametrize("schedule", cg.schedules.names())
+def test_sums_in_the_same_order_have_the_same_bits(schedule: str, pool: Pool) -> None:
+    """Every schedule runs the microbatches of a stage in order, W as well as B.
+
+    But when the gradient of a lent weight is added to those of its own stage depends on it.
+    """
+    pipe = replace(covering(schedule, 4, 8), tied=False, several=True, shared=False)
+    _, loss, found = run(pipe, pool)
+    _, other, wanted = run(replace(pipe, schedule="1f1b"), pool)
+    assert torch.equal(loss, other)
+    assert_close(found, wanted, 0)
 
 
 def assert_order(compiled: Compiled, ranks: Sequence[int], m: int, schedule: str) -> None:

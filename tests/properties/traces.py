@@ -6,6 +6,7 @@ that it has asked for.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from cg.ir.location import Location
 from cg.ir.module import Function
 from cg.tracer.functions import Functions
-from cg.tracer.interface import MethodTarget, Target, TracedFunction, TracedVjp
+from cg.tracer.interface import MethodTarget, Target, TracedFunction, TracedVjp, Write
 from cg.tracer.specs import Tree
 
 
@@ -44,12 +45,16 @@ class SharedTraces:
         grad_outputs: tuple[int, ...],
         grad_inputs: tuple[int, ...],
         loc: Location | None,
+        between: Sequence[Write] = (),
     ) -> TracedVjp:
         """See `FunctionTracer`."""
-        key = (*_key(target, signature), grad_outputs, grad_inputs)
+        # Functions have other names in each trace, so all writes are taken for opaque ones, which
+        # the run has to look for.
+        key = (*_key(target, signature), grad_outputs, grad_inputs, bool(between))
         if key not in self._vjps:
+            unknown = [replace(write, function=f"? {write.function}") for write in between]
             self._vjps[key] = self._tracer.trace_vjp(
-                target, signature, name, grad_outputs, grad_inputs, loc
+                target, signature, name, grad_outputs, grad_inputs, loc, unknown
             )
         made = self._vjps[key]
         old = made.vjp.name

@@ -105,7 +105,7 @@ class EagerTracer:
             with torch.no_grad():
                 return _run(call, signature, values)
 
-        return TracedFunction(declaration, results, state, body, lambda: None)
+        return TracedFunction(declaration, results, state, body, lambda: None, strict=body)
 
     def trace_vjp(
         self,
@@ -115,6 +115,7 @@ class EagerTracer:
         grad_outputs: tuple[int, ...],
         grad_inputs: tuple[int, ...],
         loc: Any,
+        between: Any = (),
     ) -> TracedVjp:
         self.traced.append(name)
         traced = EagerTracer().trace(target, signature, name, loc)

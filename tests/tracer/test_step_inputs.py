@@ -180,6 +180,7 @@ def test_broken_guards_are_told() -> None:
         trace.inputs,
         trace.outputs,
         (lambda: None, lambda: "stage0.depth was 3 and is 4"),
+        trace.instances,
     )
     with pytest.raises(RuntimeError, match=r"was 3 and is 4; step step was traced before that"):
         broken.check_guards()
