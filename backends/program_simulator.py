@@ -3,85 +3,45 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..ir.attributes import Action
+from ..ir.attributes import Action, Task
 from ..ir.communication import Message, Progress, Span, Stall
 from ..ir.costs import Costs
 from ..ir.diagnostics import error
 from ..ir.module import Module
-from ..ir.ops import AllReduce, Barrier, Broadcast, Call, Collective, Op, Recv, Value
+from ..ir.ops import AllReduce, Barrier, Broadcast, Call, Collective, Op, Recv, Send, Value
 from ..ir.types import FutureType, TensorType
 from .footprint import peak_bytes
+from .program_times import ProgramTimes, RankTimes
+
+__all__ = ["ProgramSimulation", "RankTimes", "simulate_programs"]
 
 
-@dataclass(frozen=True, slots=True)
-class RankTimes:
-    """What a rank does with its time, in milliseconds.
-
-    Attributes:
-        start, end: of its first and last work; both 0 if it has none.
-        busy: for how long it works.
-        blocked: for how long, between `start` and `end`, it waits.
-        exposed: for how long of that the message that it waits for is travelling; for the rest,
-            another rank has not sent it yet.
-        peak_bytes: of the tensors that it holds; see `peak_bytes`.
-    """
-
-    rank: int
-    start: float
-    end: float
-    busy: float
-    blocked: float
-    exposed: float
-    peak_bytes: int = 0
-
-    @property
-    def span(self) -> float:
-        return self.end - self.start
-
-
-@dataclass(frozen=True, slots=True)
-class ProgramSimulation:
-    """What the programs of a step come to.
+@dataclass(frozen=True)
+class ProgramSimulation(ProgramTimes):
+    """What the programs of a step come to, on paper.
 
     Attributes:
-        ranks: for each rank what it does with its time.
-        spans: when each op ran that takes time, by rank in program order.
+        messages: when each message travelled, by channel and number.
     """
 
-    ranks: tuple[RankTimes, ...]
-    spans: tuple[Span, ...]
-
-    @property
-    def makespan(self) -> float:
-        """The longest time from a rank's first work to the end of its last, in milliseconds."""
-        return max(rank.span for rank in self.ranks)
-
-    @property
-    def end(self) -> float:
-        """When the last rank is done, in milliseconds."""
-        return max(rank.end for rank in self.ranks)
-
-    @property
-    def bubble_ratio(self) -> float:
-        """The share of the makespan for which a rank that has work is, on average, idle."""
-        working = [rank for rank in self.ranks if rank.busy]
-        if not working:
-            return 0.0
-        return 1.0 - sum(rank.busy for rank in working) / len(working) / self.makespan
+    messages: tuple[Message, ...] = ()
 
 
 def simulate_programs(module: Module, costs: Costs) -> ProgramSimulation:
     """Run the programs of a scheduled module on paper, in time linear in their ops.
 
     The model is that of `ir/communication.py`, which is also `check-deadlock`'s: a message travels
-    once both ends have been posted and the messages before it on their streams have arrived.
+    once both ends have been posted and the messages before it on their streams have arrived; with
+    `costs.buffered` it need not wait for its receive, if it has a slot.
 
     A call takes what `costs.functions` says of its function. If that says nothing, an actor's
     call takes its share of the time of its task, which is `tf`, `tb` or `tw` over the number of
-    such calls. All other ops take no time. A message takes what the link of its channel, or else
+    such calls; a W without B, as the first stage has it, is all of a backward and takes `tb + tw`.
+    After each call its rank is idle for `costs.overhead`, and before each send or collective for
+    `costs.post`. All other ops take no time. A message takes what the link of its channel, or else
     `costs.link`, says of its bytes; without these, one that a task sends takes `tcomm`, and others
     no time.
 
@@ -89,15 +49,18 @@ def simulate_programs(module: Module, costs: Costs) -> ProgramSimulation:
         IRError: the programs wait for each other for ever, or their ends do not match.
     """
     work = _work(module, costs)
-    progress = Progress(module, lambda op: work.get(id(op), 0.0), _transfer(module, costs))
+    progress = Progress(module, _occupied(work, costs), _transfer(module, costs), costs.buffered)
     if not progress.run():
         raise error(
             "these programs wait for each other for ever",
             help="the pass check-deadlock shows which ops do",
         )
+    overhead = costs.overhead
     spans: dict[int, list[Span]] = defaultdict(list)
     for span in progress.spans:
-        spans[span.rank].append(span)
+        time = work.get(id(span.op))
+        if time is not None:
+            spans[span.rank].append(replace(span, end=span.start + time) if overhead else span)
     stalls: dict[int, list[Stall]] = defaultdict(list)
     for stall in progress.stalls:
         stalls[stall.rank].append(stall)
@@ -111,6 +74,7 @@ def simulate_programs(module: Module, costs: Costs) -> ProgramSimulation:
             for times, program in zip(ranks, module.programs, strict=True)
         ),
         tuple(span for times in ranks for span in spans[times.rank]),
+        tuple(progress.messages[key] for key in sorted(progress.messages)),
     )
 
 
@@ -129,7 +93,9 @@ def _work(module: Module, costs: Costs) -> dict[int, float]:
     calls: list[Call] = [
         op for program in module.programs for op in program.ops if isinstance(op, Call)
     ]
-    split = any(call.task is not None and call.task.action is Action.WEIGHT for call in calls)
+    functions = module.functions
+    tasks = {call.task for call in calls if call.task and functions[call.fn.name].actor is not None}
+    split = any(task.action is Action.WEIGHT for task in tasks)
     sharing = [call for call in calls if _shares(module, costs, call)]
     counts = Counter(call.task for call in sharing)
     work = {
@@ -137,9 +103,28 @@ def _work(module: Module, costs: Costs) -> dict[int, float]:
     }
     for call in sharing:
         if call.task is not None:
-            time = costs.of(call.task.action, call.task.stage, split)
-            work[id(call)] = time / counts[call.task]
+            work[id(call)] = _time(costs, call.task, split, tasks) / counts[call.task]
     return work
+
+
+def _time(costs: Costs, task: Task, split: bool, tasks: Container[Task]) -> float:
+    """How long a task takes; `tasks` are all that there are."""
+    time = costs.of(task.action, task.stage, split)
+    before = Task(task.stage, Action.BACKWARD, task.microbatch)
+    if task.action is Action.WEIGHT and before not in tasks:
+        time += costs.of(Action.BACKWARD, task.stage, split)
+    return time
+
+
+def _occupied(work: Mapping[int, float], costs: Costs) -> Callable[[Op], float]:
+    """For how long an op keeps its rank from going on."""
+
+    def time(op: Op) -> float:
+        if isinstance(op, Call):
+            return work.get(id(op), 0.0) + costs.overhead
+        return costs.post if isinstance(op, Send | Collective) else 0.0
+
+    return time
 
 
 def _shares(module: Module, costs: Costs, call: Call) -> bool:

@@ -1,6 +1,6 @@
 """What it takes to order, check and simulate a schedule, by its size.
 
-    python benchmarks/simulator.py [--schedule 1f1b] [--sizes 8x64,64x256,1024x4096] [--json]
+    python benchmarks/simulator.py [--schedule 1f1b] [--sizes 8x64,64x256,1024x4096] [--json FILE]
 
 One stage on each rank; seconds of processor time, and the most memory that the process has held so
 far. The sizes are stages x microbatches.
@@ -13,6 +13,7 @@ import json
 import resource
 import sys
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from time import process_time
 
 from cg.backends.simulator import simulate
@@ -69,13 +70,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--schedule", default="1f1b", choices=schedules.names())
     parser.add_argument("--sizes", default=SIZES, help=f"default: {SIZES}")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--json", type=Path, help="write the rows to this file, too")
     options = parser.parse_args()
     sizes = [tuple(map(int, size.split("x"))) for size in options.sizes.split(",")]
     rows = [asdict(measure(options.schedule, *size)) for size in sizes]
-    if options.json:
-        print(json.dumps(rows, indent=2))
-        return 0
+    if options.json is not None:
+        options.json.write_text(json.dumps(rows, indent=1))
     print(" | ".join(rows[0]))
     for row in rows:
         print(" | ".join(str(value).rjust(len(name)) for name, value in row.items()))

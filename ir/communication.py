@@ -152,13 +152,16 @@ class Progress:
         module: Module,
         cost: Callable[[Op], float] | None = None,
         transfer: Callable[[Message], float] | None = None,
+        buffered: bool = False,
     ) -> None:
         """Prepare to run `module`, scheduled.
 
         Args:
             module: the programs.
-            cost: how long an op occupies its rank; no time without.
+            cost: how long an op occupies its rank, waits and frees apart; no time without.
             transfer: how long a message travels, and occupies its streams; no time without.
+            buffered: whether a message with a slot, on a channel without a transport of its own,
+                needs nothing but its slot to travel. What completes without that does so with it.
 
         Raises:
             IRError: an op has no other end, or the two ends do not agree.
@@ -173,6 +176,7 @@ class Progress:
         self.stalls: list[Stall] = []
         self._cost = cost
         self._transfer = transfer
+        self._early = self._free_to_leave(module) if buffered else frozenset()
         self._free_at: dict[tuple[int, Stream], float] = {}
         self._queues: dict[tuple[int, Stream], deque[Message]] = {}
 
@@ -198,6 +202,20 @@ class Progress:
         """Whether a rank has come to its end of a message."""
         op = message.ends[rank]
         return any(event[2] is op for event in self.events[rank][: self.at[rank]])
+
+    def _free_to_leave(self, module: Module) -> frozenset[CommOp]:
+        """The receives that their messages do not wait for."""
+        early: list[CommOp] = []
+        for message in self.messages.values():
+            if module.channels[message.chan].via is None:
+                held = [
+                    op
+                    for op in message.ends.values()
+                    if isinstance(op, Recv) and op.slot is not None
+                ]
+                message.missing -= len(held)
+                early += held
+        return frozenset(early)
 
     def _read(self, program: Program, cost: Callable[[Op], float] | None) -> list[Event]:
         """The events of a program: what communicates, and what takes time."""
@@ -234,6 +252,7 @@ class Progress:
             if message is None:
                 self._work(rank, op)
             elif kind is Kind.POST:
+                self._work(rank, op)
                 freed += self._post(rank, message)
             elif kind is Kind.FREE:
                 freed += self._free(rank, message)
@@ -257,6 +276,8 @@ class Progress:
 
     def _post(self, rank: int, message: Message) -> list[int]:
         op = message.ends[rank]
+        if op in self._early:
+            return []
         message.missing -= 1
         message.ready = max(message.ready, self.clocks[rank])
         if op.stream is not None:
@@ -283,7 +304,7 @@ class Progress:
             woken += message.waiting
             message.waiting.clear()
             for rank, op in message.ends.items():
-                if op.stream is not None:
+                if op.stream is not None and op not in self._early:
                     queue = self._queues[rank, op.stream]
                     queue.popleft()
                     if queue:
@@ -292,7 +313,11 @@ class Progress:
 
     def _travel(self, message: Message) -> None:
         """Complete a message as soon as its ends and their streams allow."""
-        streams = [(rank, op.stream) for rank, op in message.ends.items() if op.stream is not None]
+        streams = [
+            (rank, op.stream)
+            for rank, op in message.ends.items()
+            if op.stream is not None and op not in self._early
+        ]
         busy = (self._free_at.get(stream, 0.0) for stream in streams)
         message.start = max(message.ready, *busy, 0.0)
         message.ready = message.start
@@ -305,6 +330,6 @@ class Progress:
         if message.missing or (message.previous is not None and not message.previous.freed):
             return False
         return all(
-            op.stream is None or self._queues[rank, op.stream][0] is message
+            op.stream is None or op in self._early or self._queues[rank, op.stream][0] is message
             for rank, op in message.ends.items()
         )

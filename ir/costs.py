@@ -47,6 +47,11 @@ class Costs:
         mw: the memory that a microbatch holds between B and W, where it holds 1 between F and B.
         functions: time of each call of a function, by name. In a program these come before
             `tf`, `tb` and `tw`.
+        overhead: time between a call of a program and what comes after it on its rank.
+        post: time for which starting a send or a collective keeps its rank of a program busy.
+        buffered: whether a message of a program leaves for its slot before the receive is posted,
+            as through the shared memory of CPU ranks; collectives and channels that have a
+            transport of their own wait for all ends in any case.
         link: what a message costs in a program; without it, `tcomm`.
         channels: the link of single channels, by id.
     """
@@ -57,6 +62,9 @@ class Costs:
     tcomm: PerStage = 0.0
     mw: float = 1.0
     functions: Mapping[str, float] = field(default_factory=dict)
+    overhead: float = 0.0
+    post: float = 0.0
+    buffered: bool = False
     link: Link | None = None
     channels: Mapping[int, Link] = field(default_factory=dict)
 
@@ -67,7 +75,10 @@ class Costs:
                 _check(name, cost)
         for name, cost in self.functions.items():
             _check(f"functions['{name}']", cost)
-        _check("mw", self.mw)
+        for name in ("mw", "overhead", "post"):
+            _check(name, getattr(self, name))
+        if not isinstance(self.buffered, bool):
+            raise TypeError(f"costs: buffered is {self.buffered!r}; it must be true or false")
         if self.mw > 1:
             raise ValueError(f"costs: mw is {self.mw}; it is a share of 1")
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from . import api, operations, passes, tables
+from . import api, figures, operations, passes, tables
 from .snippets import run_page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,6 +28,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "pipeline": passes.pipeline,
     "passes": passes.reference,
     "schedules": tables.schedules,
+    "schedule-figures": figures.schedules,
 }
 """What may stand between `<!-- generated: name -->` and `<!-- end -->`."""
 

@@ -1,0 +1,100 @@
+"""Finds out what messages between two ranks cost, by sending some back and forth."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from statistics import median
+from time import sleep
+
+import torch
+from torch import Tensor
+
+from ..backends.base import Body, World
+from ..ir.attributes import Symbol
+from ..ir.costs import Link
+from ..ir.module import Function, Module, Phase, Program
+from ..ir.ops import Call, Op, Return, Value
+from ..ir.types import DType, Place, TensorType, relocate
+from ..passes.manager import PassManager
+from ..passes.pipelines import default_pipeline
+from .recording import record
+
+_MESSAGES = 12
+"""How many messages of one size go over an edge, back and forth."""
+_PAUSE = 1e-3
+"""Seconds between a message and its answer. The receiver has gone to sleep by then, as it has in a
+step where it waits, so that its waking up is part of the latency."""
+_SMALL = 64
+_LARGE = 1 << 18
+"""Bytes of the messages, if the step has no larger ones: bandwidth needs some difference."""
+
+
+def try_edge(world: World, edge: tuple[int, int], largest: int, overhead: float) -> Link:
+    """Latency and bandwidth between two ranks; collective, the other ranks look on.
+
+    Args:
+        world: all ranks.
+        edge: the two.
+        largest: bytes of the largest message that will matter.
+        overhead: milliseconds to leave out, which a sender spends before a message leaves.
+    """
+    large = max(largest, _LARGE)
+    time = _one_way(world, edge, _SMALL)
+    longer = _one_way(world, edge, large) - time
+    # GB/s are 1e6 bytes a millisecond.
+    bandwidth = (large - _SMALL) / longer / 1e6 if longer > 0 else math.inf
+    return Link(max(0.0, time - overhead), bandwidth)
+
+
+def _one_way(world: World, edge: tuple[int, int], nbytes: int) -> float:
+    """Milliseconds from the end of a call to the start of the one that it sends a tensor to.
+
+    Times of one rank are compared with one another only, so that clocks need not agree: from a
+    call's end to the next one's start on the same rank, less the call on the other rank between.
+    """
+    module = _ping_pong(world.size, edge, nbytes)
+    made = torch.empty(nbytes, dtype=torch.uint8)
+    bodies: dict[str, Body] = {name: _answer(made) for name in module.functions}
+    program = module.program_of(edge[0])
+    asks = [op for op in program.ops if isinstance(op, Call)]
+    ways: list[float] = []
+    for recording in record(world, module, [], bodies, {}, list, 2)[1:]:
+        spans = {span.op: span for span in recording.spans}
+        answers = [span for span in recording.spans if span.rank == edge[1]]
+        for (one, following), answer in zip(pairwise(asks), answers, strict=True):
+            both = spans[following].start - spans[one].end - (answer.end - answer.start)
+            ways.append(max(0.0, both / 2))
+    return median(ways)
+
+
+def _answer(made: Tensor) -> Body:
+    """Take whatever comes, think a little, and give `made`."""
+
+    def run(*inputs: Tensor) -> Sequence[Tensor]:
+        sleep(_PAUSE)
+        return (made,)
+
+    return run
+
+
+def _ping_pong(world: int, edge: tuple[int, int], nbytes: int) -> Module:
+    """A tensor goes back and forth between two ranks; compiled."""
+    module = Module("edge", Phase.TRACED, world)
+    type_ = TensorType(DType.U8, (nbytes,))
+    ops: list[Op] = []
+    ball: tuple[Value, ...] = ()
+    for turn in range(_MESSAGES + 1):
+        rank = edge[turn % 2]
+        name = f"player{rank}.{'answer' if turn else 'serve'}"
+        module.functions[name] = Function(
+            name, (type_,) if turn else (), (type_,), actor=f"player{rank}"
+        )
+        value = Value(f"ball.{turn}", relocate(type_, Place.of(rank)))
+        ops.append(Call(ball, (value,), fn=Symbol(name)))
+        ball = (value,)
+    ops.append(Return(ball, at=Place.of(edge[_MESSAGES % 2])))
+    module.programs.append(Program("edge", [], ops))
+    PassManager(default_pipeline()).run(module)
+    return module

@@ -1,0 +1,206 @@
+"""Compiled steps on paper, recorded while they run, and measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import cg
+from cg.backends.footprint import peak_bytes
+from cg.backends.simulator import simulate
+from cg.backends.virtual import VirtualWorld
+from cg.ir.ops import Call
+from cg.launch.world import use_world
+from cg.passes.schedules import Pipeline
+
+M, WIDTH = 4, 4
+X = torch.ones(M, WIDTH)
+
+
+@cg.actor
+class Stage(nn.Module):
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((WIDTH,), 0.5))
+        self.fails = fails
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x * self.weight)
+
+    def loss(self, x: Tensor) -> Tensor:
+        return (x**2).mean()
+
+    @cg.opaque
+    def check(self, text: Any) -> Any:
+        if text == "bad":
+            raise ValueError("a bad one")
+        return text
+
+
+def step_of(stages: list[Any]) -> cg.Step:
+    @cg.trace
+    def step(x: Tensor) -> Tensor:
+        losses = []
+        for part in cg.microbatches(x, M):
+            for stage in stages:
+                part = stage.forward(part)
+            losses.append(stages[-1].loss(part))
+        loss = cg.mean(losses)
+        cg.backward(loss)
+        return loss
+
+    return step
+
+
+@pytest.fixture
+def stages() -> Iterator[list[Any]]:
+    with use_world(VirtualWorld(2)):
+        yield [Stage.on(rank)() for rank in range(2)]
+
+
+@pytest.fixture
+def compiled(stages: list[Any]) -> cg.Compiled:
+    return step_of(stages).lower(X).compile()
+
+
+@pytest.fixture
+def messages() -> Iterator[cg.Compiled]:
+    """Driven by rank 0."""
+    with use_world(VirtualWorld(2)):
+        actor = Stage.on(1)()
+
+        @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
+        def ask(text: Any) -> Any:
+            return actor.check(text)
+
+        yield ask.lower(cg.object).compile(max_inflight=2)
+
+
+def test_without_costs_each_task_takes_a_millisecond(compiled: cg.Compiled) -> None:
+    found = compiled.simulate()
+    order = cg.schedules.one_f_one_b()(Pipeline((0, 1), M))
+    paper = simulate(order, (0, 1), M)
+    assert found.makespan == pytest.approx(paper.makespan)
+    assert found.bubble_ratio == pytest.approx(paper.bubble_ratio)
+    assert found.exposed_ratio == 0.0
+
+
+def test_peaks_are_those_of_the_buffer_plan(compiled: cg.Compiled) -> None:
+    peaks = [rank.peak_bytes for rank in compiled.simulate().ranks]
+    assert peaks == [peak_bytes(compiled.module, one) for one in compiled.module.programs]
+    assert all(peaks)
+
+
+def test_it_prints_a_table(compiled: cg.Compiled) -> None:
+    lines = str(compiled.simulate(cg.Costs(2.0, 1.0, 1.0, tcomm=0.5))).splitlines()
+    assert lines[0] == "makespan 22.000 ms, bubble 27.27%, exposed communication 4.55%"
+    heads = ("rank", "start ms", "end ms", "busy ms", "blocked ms", "exposed ms", "peak bytes")
+    assert lines[1].split() == " ".join(heads).split()
+    assert [line.split()[0] for line in lines[2:]] == ["0", "1"]
+
+
+def test_costs_come_from_files(compiled: cg.Compiled, tmp_path: Path) -> None:
+    costs = cg.Costs(2.0, 1.0, 1.0, overhead=0.125, post=0.25, link=cg.Link(0.5, 10.0))
+    costs.save(tmp_path / "costs.json")
+    expected = str(compiled.simulate(costs))
+    assert str(compiled.simulate(tmp_path / "costs.json")) == expected
+    assert str(compiled.simulate(str(tmp_path / "costs.json"))) == expected
+
+
+def test_other_costs_are_refused(compiled: cg.Compiled) -> None:
+    with pytest.raises(TypeError, match=r"costs are dict; simulate\(\) takes cg\.Costs \(what cg"):
+        compiled.simulate({"tf": 1.0})  # type: ignore[arg-type]
+
+
+def test_a_recording_has_every_call_in_its_order(compiled: cg.Compiled) -> None:
+    first, second = compiled.record(X, executions=2)
+    for found in (first, second):
+        for program, rank in zip(compiled.module.programs, found.ranks, strict=True):
+            spans = [span for span in found.spans if span.rank == rank.rank]
+            assert [span.op for span in spans] == [op for op in program.ops if isinstance(op, Call)]
+            times = [time for span in spans for time in (span.start, span.end)]
+            assert times == sorted(times)
+            assert rank.start >= 0
+            assert rank.busy + rank.blocked == pytest.approx(rank.span)
+    assert "exposed communication" not in str(first)
+    assert str(first).splitlines()[2].split()[5] == "-"
+
+
+def test_recording_runs_the_step(compiled: cg.Compiled, stages: list[Any]) -> None:
+    compiled(X)
+    wanted = [stage.local.weight.grad.clone() for stage in stages]
+    for stage in stages:
+        stage.local.weight.grad = None
+    compiled.record(X)
+    assert all(
+        torch.equal(stage.local.weight.grad, grad)
+        for stage, grad in zip(stages, wanted, strict=True)
+    )
+    compiled(X)
+
+
+def test_what_is_measured_explains_the_step(
+    compiled: cg.Compiled, stages: list[Any], tmp_path: Path
+) -> None:
+    costs = cg.measure(compiled, X, executions=2)
+    module = compiled.module
+    calls = [op for program in module.programs for op in program.ops if isinstance(op, Call)]
+    assert set(costs.functions) == {call.fn.name for call in calls}
+    assert set(costs.channels) == set(module.channels)
+    assert isinstance(costs.tf, tuple)
+    assert isinstance(costs.tb, tuple)
+    assert costs.tw == (0.0, 0.0)  # 1F1B has whole backwards
+    assert all(time > 0 for time in (*costs.tf, *costs.tb))
+    assert costs.tf[0] == pytest.approx(costs.functions[f"{stages[0].name}.forward.vjp.forward"])
+    found = compiled.simulate(costs)
+    work = [
+        sum(costs.functions[c.fn.name] for c in calls if c in one.ops) for one in module.programs
+    ]
+    assert [rank.busy for rank in found.ranks] == pytest.approx(work)
+    costs.save(tmp_path / "costs.json")
+    assert cg.Costs.load(tmp_path / "costs.json") == costs
+
+
+def test_split_backwards_are_measured_by_halves(stages: list[Any]) -> None:
+    compiled = step_of(stages).lower(X).compile(schedule=cg.schedules.zb_h1())
+    costs = cg.measure(compiled, X, executions=1)
+    assert isinstance(costs.tb, tuple)
+    assert isinstance(costs.tw, tuple)
+    # Nobody needs the gradient of the first stage's input: all of its backward is W.
+    assert costs.tb[0] == 0.0
+    assert min(costs.tb[1], *costs.tw) > 0
+    searched = step_of(stages).lower(X).compile(schedule=cg.schedules.auto(costs=costs))
+    assert searched.simulate(costs).makespan <= compiled.simulate(costs).makespan + 1e-6
+
+
+def test_graphs_are_measured_too(messages: cg.Compiled) -> None:
+    costs = cg.measure(messages, "hello", executions=1)
+    assert list(costs.functions) == list(messages.module.functions)
+    assert messages.execute("bye").result() == "bye"
+
+
+def test_failures_are_those_of_the_step(messages: cg.Compiled) -> None:
+    with pytest.raises(cg.RemoteError, match="a bad one") as caught:
+        messages.record("bad")
+    actor = next(iter(messages.module.functions.values())).actor
+    assert (caught.value.rank, caught.value.actor, caught.value.method) == (1, actor, "check")
+    assert messages.execute("good").result() == "good"
+
+
+def test_arguments_must_fit(compiled: cg.Compiled) -> None:
+    with pytest.raises(cg.InputError, match="argument x of step"):
+        compiled.record(torch.ones(3))
+    with pytest.raises(ValueError, match="executions=0: there must be at least 1"):
+        cg.measure(compiled, X, executions=0)
+
+
+def test_a_closed_step_is_refused(compiled: cg.Compiled) -> None:
+    compiled.close()
+    with pytest.raises(RuntimeError, match="'step' has been closed: compile it again"):
+        compiled.record(X)
+    assert compiled.simulate().makespan > 0
