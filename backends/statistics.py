@@ -2,28 +2,58 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
+
+RECENT = 256
+"""How many executions medians are taken over."""
+
+
+def _recent() -> deque[tuple[float, float]]:
+    return deque(maxlen=RECENT)
 
 
 @dataclass(slots=True)
 class Statistics:
     """Times of the executions that have ended, in seconds.
 
+    An execution's *total* is the time from its start to its end on this rank, its *blocked* time
+    what it waited of that for other ranks. In a virtual world, where one process plays every rank,
+    that includes the other ranks' work.
+
     Attributes:
         executions: how many have ended.
         failures: how many of them have failed, as far as the rank has learnt of it.
-        total: from start to end.
-        blocked: waiting for other ranks. In a virtual world, where one process plays every rank,
-            that includes the other ranks' work.
-        last_total, last_blocked: the same of the last execution alone.
+        total, blocked: of all of them together.
+        recent: total and blocked of each of the last 256, the latest at the end.
     """
 
     executions: int = 0
     total: float = 0.0
     blocked: float = 0.0
-    last_total: float = 0.0
-    last_blocked: float = 0.0
     failures: int = 0
+    recent: deque[tuple[float, float]] = field(default_factory=_recent)
+
+    @property
+    def last_total(self) -> float:
+        """Of the last execution; 0 before there is one."""
+        return self.recent[-1][0] if self.recent else 0.0
+
+    @property
+    def last_blocked(self) -> float:
+        """Of the last execution; 0 before there is one."""
+        return self.recent[-1][1] if self.recent else 0.0
+
+    @property
+    def median_total(self) -> float:
+        """Of the last 256 executions; 0 before there is one."""
+        return median(total for total, _ in self.recent) if self.recent else 0.0
+
+    @property
+    def median_blocked(self) -> float:
+        """Of the last 256 executions; 0 before there is one."""
+        return median(blocked for _, blocked in self.recent) if self.recent else 0.0
 
     @property
     def bubble(self) -> float:
@@ -36,15 +66,16 @@ class Statistics:
         return self.last_blocked / self.last_total if self.last_total else 0.0
 
     def __add__(self, other: Statistics) -> Statistics:
-        """Both together; the last execution is that of `other`, if it has one."""
-        last = other if other.executions else self
+        """Both together; those of `other` are the later ones."""
+        recent = _recent()
+        recent.extend(self.recent)
+        recent.extend(other.recent)
         return Statistics(
             self.executions + other.executions,
             self.total + other.total,
             self.blocked + other.blocked,
-            last.last_total,
-            last.last_blocked,
             self.failures + other.failures,
+            recent,
         )
 
     def record(self, total: float, blocked: float) -> None:
@@ -52,8 +83,7 @@ class Statistics:
         self.executions += 1
         self.total += total
         self.blocked += blocked
-        self.last_total = total
-        self.last_blocked = blocked
+        self.recent.append((total, blocked))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What compilation writes to a directory: the module after each pass, the grid, the costs."""
+"""What compilation writes to a directory: the module after each pass, the schedule, the costs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from ..ir.module import Module
 from ..passes.grid import format_grid
 from ..passes.manager import PassReport, format_reports
 from .config import Config
+from .pictures.html import timeline_html
+from .pictures.programs import picture_in_units
+from .pictures.svg import timeline_svg
 
 
 @dataclass(frozen=True)
@@ -33,9 +36,16 @@ class Dump:
             self._write(f"{step:03d}.{label}.cg", text)
 
     def finish(self, module: Module, reports: Sequence[PassReport]) -> None:
-        """Write the schedule as a grid, and what each pass did and cost."""
+        """Write the schedule as a grid and as timelines, and what each pass did and cost."""
         self._write("grid.txt", format_grid(module))
+        timeline = picture_in_units(module)
+        self._write("timeline.svg", timeline_svg(timeline))
+        self._write("timeline.html", timeline_html(timeline))
         self._write("passes.txt", format_reports(list(reports)))
+
+    def add(self, name: str, text: str) -> None:
+        """Write another text of the same compilation."""
+        self._write(name, text)
 
     def _write(self, name: str, text: str) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)

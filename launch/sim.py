@@ -10,15 +10,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..backends.grid import grid
-from ..backends.simulator import simulate
+from ..backends.simulator import Simulation, simulate
 from ..ir.costs import Costs
 from ..passes import schedules
 from ..passes.schedules import Order, Pipeline
+from .pictures.schedules import picture_of_schedule
+from .pictures.write import write_picture
 
 _DESCRIPTION = """\
 Run a pipeline schedule on paper, and print one JSON object: makespan_ms, bubble_ratio and, for
 each rank of the pipeline, peak_activations; with --grid also the grid, which goes to standard
-error as text."""
+error as text. --svg, --html and --perfetto write the timeline to files."""
 
 _EPILOG = """\
 B is the gradient of the inputs, W that of the weights; a schedule that does not split the backward
@@ -74,6 +76,9 @@ def _arguments() -> argparse.ArgumentParser:
     add("--costs", metavar="FILE", help="costs as JSON; the options above come before it")
     add("--max-activations", type=float, metavar="K", help="memory of auto; default: P")
     add("--grid", action="store_true", help="draw the rank grid")
+    add("--svg", metavar="FILE", type=Path, help="draw the timeline")
+    add("--html", metavar="FILE", type=Path, help="draw it as a page to zoom into")
+    add("--perfetto", metavar="FILE", type=Path, help="write it as a trace for ui.perfetto.dev")
     return parser
 
 
@@ -92,7 +97,29 @@ def _simulate(options: argparse.Namespace) -> str:
     if options.grid:
         result["grid"] = grid(found.timeline)
         sys.stderr.write(str(result["grid"]))
+    _draw(options, problem, found)
     return json.dumps(result) + "\n"
+
+
+def _draw(options: argparse.Namespace, problem: _Problem, found: Simulation) -> None:
+    """Write the files that were asked for."""
+    files: dict[str, Path | None] = {
+        ".svg": options.svg,
+        ".html": options.html,
+        ".json": options.perfetto,
+    }
+    if not any(files.values()):
+        return
+    name = Path(options.table).name if options.table else options.schedule
+    pipeline = problem.pipeline
+    picture = picture_of_schedule(
+        found.timeline,
+        f"{name}: {len(pipeline.ranks)} ranks, {pipeline.microbatches} microbatches",
+        f"on paper: {found.makespan:.6g} ms, bubble {found.bubble_ratio:.2%}",
+    )
+    for suffix, path in files.items():
+        if path is not None:
+            write_picture(picture, path, suffix)
 
 
 def _number(value: float) -> float:

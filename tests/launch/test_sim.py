@@ -148,3 +148,22 @@ def test_it_needs_neither_torch_nor_mpi_nor_numpy() -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["peak_activations"] == [2, 2]
+
+
+def test_it_draws_the_timeline(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    svg, html, trace = (tmp_path / name for name in ("a.svg", "b.html", "c.trace"))
+    line = "--schedule 1f1b --stages 2 --microbatches 3 --tcomm 0.5"
+    found = run(capsys, f"{line} --svg {svg} --html {html} --perfetto {trace}")
+    assert found["makespan_ms"] > 0
+    assert svg.read_text().startswith("<svg ")
+    assert "1f1b: 2 ranks, 3 microbatches" in html.read_text()
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert sum(event["ph"] == "X" for event in events) == 2 * 2 * 3
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    refusal = refused(capsys, f"--stages 2 --microbatches 2 --svg {tmp_path / 'file' / 'a.svg'}")
+    assert "file" in refusal

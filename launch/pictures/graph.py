@@ -1,0 +1,280 @@
+"""The actor graph of a scheduled module: which calls there are, and what flows between them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from ...ir.attributes import Effect
+from ...ir.module import Channel, Module, Program
+from ...ir.ops import Broadcast, Call, Collective, Copy, Op, Recv, Return, Send, Value, View, Wait
+from ...ir.types import FutureType
+from .model import Kind
+from .ops import Looks
+
+Key: TypeAlias = tuple[str, ...]
+"""What a node is; the same for all microbatches."""
+
+Transport: TypeAlias = Callable[[Channel], str]
+"""How the messages of a channel travel, in words."""
+
+
+@dataclass(slots=True)
+class Node:
+    """A call, or an input, an output or a collective of the step.
+
+    Attributes:
+        rank: where it is; a collective is with the first rank of its group.
+        title, detail: what it is called, and of which actor.
+        kind: its colour; None for what is not a call.
+        source: the user's line, if it is known.
+        count: in how many microbatches it occurs.
+        layer: how many nodes have to come before it, one after the other.
+    """
+
+    rank: int
+    title: str
+    detail: str
+    kind: Kind | None
+    source: str = ""
+    count: int = 0
+    layer: int = 0
+
+
+@dataclass(slots=True)
+class Edge:
+    """What flows from one node to another, over all microbatches.
+
+    Attributes:
+        types: of the values; a value for each microbatch counts once.
+        transport: how it gets to another rank; empty on the same one.
+        is_state: no value flows, but the actor's state is handed on.
+    """
+
+    types: list[str] = field(default_factory=list)
+    transport: str = ""
+    is_state: bool = False
+
+    @property
+    def text(self) -> str:
+        """Types, without saying the same one twice."""
+        found = Counter(self.types)
+        return ", ".join(t if n == 1 else f"{n} of {t}" for t, n in found.items())
+
+
+@dataclass(slots=True)
+class ActorGraph:
+    """Nodes and edges by key; the nodes in an order in which they can run."""
+
+    name: str
+    world: int
+    nodes: dict[Key, Node] = field(default_factory=dict)
+    edges: dict[tuple[Key, Key], Edge] = field(default_factory=dict)
+
+
+def actor_graph(module: Module, transport: Transport) -> ActorGraph:
+    """The actor graph of a scheduled module.
+
+    Calls of different microbatches are one node. Waits, views, copies and messages are not nodes:
+    what goes through them is an edge.
+
+    Args:
+        module: scheduled.
+        transport: what to say of each channel.
+    """
+    maker = _Maker(module, transport)
+    return maker.make()
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """Where a value came from, and over which channel."""
+
+    node: Key
+    channel: Channel | None = None
+
+
+class _Maker:
+    """One graph on its way."""
+
+    def __init__(self, module: Module, transport: Transport) -> None:
+        self._module = module
+        self._transport = transport
+        self._graph = ActorGraph(module.name, module.world)
+        self._looks = {p.rank or 0: Looks(module, p) for p in module.programs}
+        self._sent: dict[tuple[int, int], tuple[int, Value]] = {}
+        self._makers: dict[int, dict[Value, Op]] = {}
+        self._keys: dict[int, Key] = {}
+        self._seen: dict[tuple[Key, Key], set[tuple[int | None, str]]] = {}
+
+    def make(self) -> ActorGraph:
+        for program in self._module.programs:
+            self._name_nodes(program)
+        for program in self._module.programs:
+            self._connect(program)
+        for program in self._module.programs:
+            self._hand_on_state(program)
+        _layer(self._graph)
+        return self._graph
+
+    # -- nodes ------------------------------------------------------------------------------
+
+    def _name_nodes(self, program: Program) -> None:
+        rank = program.rank or 0
+        makers = self._makers[rank] = {}
+        occurrences: Counter[tuple[str, int | None]] = Counter()
+        for op in program.ops:
+            makers.update(dict.fromkeys(op.results, op))
+            if isinstance(op, Send) or (isinstance(op, Broadcast) and op.operands):
+                self._sent[op.chan or 0, op.seq or 0] = (rank, op.operands[0])
+            name = self._name(op)
+            if name is not None:
+                number = occurrences[name, op.mb]
+                occurrences[name, op.mb] += 1
+                self._add(rank, op, name, number)
+
+    def _name(self, op: Op) -> str | None:
+        """What tells a node from others of its rank and microbatch."""
+        if isinstance(op, Call):
+            return op.fn.name
+        if isinstance(op, Collective) and not isinstance(op, Broadcast):
+            return f"{op.opcode} {op.chan}"
+        return "return" if isinstance(op, Return) and op.operands else None
+
+    def _add(self, rank: int, op: Op, name: str, number: int) -> None:
+        home = op.group.ranks[0] if isinstance(op, Collective) else rank
+        key = (str(home), name, str(number))
+        self._keys[id(op)] = key
+        node = self._graph.nodes.get(key)
+        if node is None:
+            node = self._graph.nodes[key] = self._node(home, op)
+        if home == rank:
+            node.count += 1
+
+    def _node(self, rank: int, op: Op) -> Node:
+        look = self._looks[rank].of(op) if not isinstance(op, Collective) else None
+        if not isinstance(op, Call):
+            detail = f"{len(op.group.ranks)} ranks" if isinstance(op, Collective) else ""
+            return Node(rank, op.opcode, detail, Kind.MESSAGE if look is None else None)
+        assert look is not None
+        actor = self._module.functions[op.fn.name].actor
+        return Node(rank, _title(op.fn.name, actor), actor or "", look.kind, look.source)
+
+    # -- edges ------------------------------------------------------------------------------
+
+    def _connect(self, program: Program) -> None:
+        rank = program.rank or 0
+        for op in program.ops:
+            key = self._keys.get(id(op))
+            if key is None:
+                continue
+            for value in op.operands:
+                for origin in self._origins(rank, value):
+                    self._edge(origin, key, value, op.mb)
+
+    def _origins(self, rank: int, value: Value) -> Iterator[_Origin]:
+        """The nodes that a value comes from."""
+        channel: Channel | None = None
+        while True:
+            op = self._makers[rank].get(value)
+            if op is None:
+                yield _Origin(self._input(rank, value), channel)
+                return
+            if id(op) in self._keys:
+                yield _Origin(self._keys[id(op)], channel)
+                return
+            if isinstance(op, Recv | Broadcast):
+                channel = self._module.channels.get(op.chan or 0)
+                rank, value = self._sent[op.chan or 0, op.seq or 0]
+            elif isinstance(op, Wait | View | Copy) and op.operands:
+                value = op.operands[0]
+            else:
+                return  # a constant, or nothing but the fact that something has happened
+
+    def _input(self, rank: int, value: Value) -> Key:
+        key = (str(rank), "input", value.name)
+        if key not in self._graph.nodes:
+            node = Node(rank, value.name, "input", None, count=1)
+            # Inputs come first.
+            self._graph.nodes = {key: node, **self._graph.nodes}
+        return key
+
+    def _edge(self, origin: _Origin, target: Key, value: Value, mb: int | None) -> None:
+        if origin.node == target:
+            return
+        pair = (origin.node, target)
+        edge = self._graph.edges.setdefault(pair, Edge())
+        ranks = self._graph.nodes[origin.node].rank, self._graph.nodes[target].rank
+        if origin.channel is not None and ranks[0] != ranks[1]:
+            edge.transport = self._transport(origin.channel)
+        type_ = value.type.value if isinstance(value.type, FutureType) else value.type
+        # Of all microbatches the first alone counts.
+        seen = self._seen.setdefault(pair, set())
+        first = next((other for other, _ in seen), mb)
+        if mb == first:
+            edge.types.append(str(type_))
+        seen.add((first, str(type_)))
+
+    def _hand_on_state(self, program: Program) -> None:
+        """Where a call takes no other call's value, say what it runs after on its actor."""
+        latest: dict[str, Key] = {}
+        fed = {target for source, target in self._graph.edges if source[1] != "input"}
+        for op in program.ops:
+            if not isinstance(op, Call):
+                continue
+            function = self._module.functions[op.fn.name]
+            if function.actor is None or function.effect is Effect.PURE:
+                continue
+            key, before = self._keys[id(op)], latest.get(function.actor)
+            if before is not None and key not in fed:
+                self._graph.edges.setdefault((before, key), Edge(is_state=True))
+            # Later microbatches come after much that the first one does not need.
+            fed.add(key)
+            latest[function.actor] = key
+
+
+_PARTS = {
+    ".vjp.forward": "",
+    ".vjp.backward": "backward of ",
+    ".vjp.input": "inputs' grad of ",
+    ".vjp.weight": "weights' grad of ",
+}
+"""What the parts of a derivative are called."""
+
+
+def _title(function: str, actor: str | None) -> str:
+    """What a reader calls a function."""
+    name = function.removeprefix("torch." if actor is None else f"{actor}.")
+    for suffix, before in _PARTS.items():
+        if name.endswith(suffix):
+            return before + name.removesuffix(suffix)
+    return name
+
+
+def _layer(graph: ActorGraph) -> None:
+    """Put each node behind all that it needs.
+
+    Merging microbatches can close a circle, where a microbatch hands something to the next; an
+    edge that would close one does not count.
+    """
+    needs: dict[Key, list[Key]] = {key: [] for key in graph.nodes}
+    for source, target in graph.edges:
+        needs[target].append(source)
+    done: dict[Key, int] = {}
+    for start in graph.nodes:
+        path: list[Key] = [start]
+        open_: set[Key] = {start}
+        while path:
+            key = path[-1]
+            missing = [k for k in needs[key] if k not in done and k not in open_]
+            if missing:
+                path.append(missing[0])
+                open_.add(missing[0])
+                continue
+            found = [done[k] for k in needs[key] if k in done]
+            done[key] = max(found, default=-1) + 1
+            open_.discard(path.pop())
+    for key, layer in done.items():
+        graph.nodes[key].layer = layer

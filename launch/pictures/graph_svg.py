@@ -1,0 +1,165 @@
+"""Draws an actor graph as SVG: a band for each rank, calls from left to right."""
+
+from __future__ import annotations
+
+from collections import Counter
+from html import escape
+
+from .graph import ActorGraph, Edge, Key, Node
+from .style import BAND, COLOURS, FAINT, FONT, INK, LINE, PAPER
+
+_WIDTH, _HEIGHT = 152, 38
+_ACROSS, _DOWN = 96, 16
+_PAD, _LABEL, _TOP = 20, 74, 58
+_BETWEEN = 26
+_CHARACTER = 6.1
+
+
+def graph_svg(graph: ActorGraph, title: str = "") -> str:
+    """Draw an actor graph. Nodes and edges tell about themselves in tooltips."""
+    return _Drawing(graph, title or f"@{graph.name}").draw()
+
+
+class _Drawing:
+    """One SVG on its way."""
+
+    def __init__(self, graph: ActorGraph, title: str) -> None:
+        self._graph = graph
+        self._title = title
+        self._lines: list[str] = []
+        self._at: dict[Key, tuple[float, float]] = {}
+        self._bands: dict[int, tuple[float, float]] = {}
+        self._place()
+
+    def _place(self) -> None:
+        """Layers from left to right; nodes of one rank and layer below each other."""
+        used: Counter[tuple[int, int]] = Counter()
+        rows: dict[Key, int] = {}
+        for key, node in self._graph.nodes.items():
+            rows[key] = used[node.rank, node.layer]
+            used[node.rank, node.layer] += 1
+        top = float(_TOP)
+        for rank in range(self._graph.world):
+            deepest = max((n for (r, _), n in used.items() if r == rank), default=1)
+            height = deepest * (_HEIGHT + _DOWN) - _DOWN + 2 * _PAD
+            self._bands[rank] = (top, height)
+            top += height + _BETWEEN
+        self._height = top - _BETWEEN + 16
+        for key, node in self._graph.nodes.items():
+            x = _LABEL + _PAD + node.layer * (_WIDTH + _ACROSS)
+            self._at[key] = x, self._bands[node.rank][0] + _PAD + rows[key] * (_HEIGHT + _DOWN)
+        layers = max((node.layer for node in self._graph.nodes.values()), default=0) + 1
+        self._width = _LABEL + 2 * _PAD + layers * (_WIDTH + _ACROSS) - _ACROSS + 16
+
+    def draw(self) -> str:
+        add = self._lines.append
+        add(
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{self._width}" '
+            f'height="{self._height:.0f}" viewBox="0 0 {self._width} {self._height:.0f}" '
+            f'font-family="{FONT}" font-size="11" fill="{INK}">'
+        )
+        add(_STYLE)
+        add(f"<title>{escape(self._title)}</title>")
+        add(f'<rect width="100%" height="100%" fill="{PAPER}"/>')
+        add(f'<text x="16" y="28" font-size="16" font-weight="600">{escape(self._title)}</text>')
+        for rank in self._bands:
+            self._band(rank)
+        for (source, target), edge in self._graph.edges.items():
+            self._edge(source, target, edge)
+        for key, node in self._graph.nodes.items():
+            self._node(key, node)
+        for (source, target), edge in self._graph.edges.items():
+            if edge.transport:
+                self._edge_label(source, target, edge)
+        add("</svg>\n")
+        return "\n".join(self._lines)
+
+    def _band(self, rank: int) -> None:
+        top, height = self._bands[rank]
+        self._lines.append(
+            f'<g class="cluster" data-rank="{rank}">'
+            f'<rect x="8" y="{top:.0f}" width="{self._width - 16}" height="{height:.0f}" rx="8" '
+            f'fill="{BAND}" stroke="{LINE}"/>'
+            f'<text x="22" y="{top + height / 2 + 4:.1f}" font-weight="600">rank {rank}</text></g>'
+        )
+
+    def _node(self, key: Key, node: Node) -> None:
+        x, y = self._at[key]
+        colour = PAPER if node.kind is None else COLOURS[node.kind]
+        ink = INK if node.kind is None else "#ffffff"
+        edge = f' stroke="{FAINT}"' if node.kind is None else ""
+        times = f" \N{MULTIPLICATION SIGN}{node.count}" if node.count > 1 else ""
+        about = [f"{node.title}{times}", node.detail, f"rank {node.rank}", node.source]
+        middle = x + _WIDTH / 2
+        detail = escape(_cut(f"{node.detail}{times}".strip(), _WIDTH - 12))
+        first = y + (_HEIGHT / 2 - 3 if detail else _HEIGHT / 2 + 4)
+        self._lines.append(
+            f'<g class="node"><title>{escape(chr(10).join(filter(None, about)))}</title>'
+            f'<rect x="{x:.0f}" y="{y:.0f}" width="{_WIDTH}" height="{_HEIGHT}" '
+            f'rx="{19 if node.kind is None else 6}" fill="{colour}"{edge}/>'
+            f'<text class="t" x="{middle:.0f}" y="{first:.1f}" fill="{ink}" font-weight="600">'
+            f"{escape(_cut(node.title, _WIDTH - 12))}</text>"
+            f'<text class="t" x="{middle:.0f}" y="{y + _HEIGHT / 2 + 12:.1f}" fill="{ink}" '
+            f'fill-opacity=".85" font-size="10">{detail}</text></g>'
+        )
+
+    def _ends(self, source: Key, target: Key) -> tuple[float, float, float, float]:
+        (x0, y0), (x1, y1) = self._at[source], self._at[target]
+        return x0 + _WIDTH, y0 + _HEIGHT / 2, x1, y1 + _HEIGHT / 2
+
+    def _edge(self, source: Key, target: Key, edge: Edge) -> None:
+        x0, y0, x1, y1 = self._ends(source, target)
+        nodes = self._graph.nodes
+        same = nodes[source].rank == nodes[target].rank
+        bend = max(34.0, abs(x1 - x0) * 0.45)
+        if same and abs(nodes[target].layer - nodes[source].layer) > 1:
+            # Past the nodes between the two, not through them.
+            low = max(y0, y1) + _HEIGHT / 2 + 11
+            path = (
+                f"M{x0:.1f} {y0:.1f}C{x0 + 30:.1f} {y0:.1f} {x0 + 6:.1f} {low:.1f} "
+                f"{x0 + 44:.1f} {low:.1f}H{x1 - 44:.1f}C{x1 - 6:.1f} {low:.1f} "
+                f"{x1 - 30:.1f} {y1:.1f} {x1:.1f} {y1:.1f}"
+            )
+        else:
+            path = (
+                f"M{x0:.1f} {y0:.1f}C{x0 + bend:.1f} {y0:.1f} "
+                f"{x1 - bend:.1f} {y1:.1f} {x1:.1f} {y1:.1f}"
+            )
+        kind = "state" if edge.is_state else "across" if edge.transport else "within"
+        what = "state of the actor" if edge.is_state else edge.text
+        about = f"{what}\n{edge.transport}" if edge.transport else what
+        self._lines.append(
+            f'<g class="edge"><title>{escape(about)}</title><path class="{kind}" d="{path}"/>'
+            f'<path class="tip {kind}" d="M{x1 - 6:.1f} {y1 - 3.5:.1f}L{x1:.1f} {y1:.1f}'
+            f'L{x1 - 6:.1f} {y1 + 3.5:.1f}z"/></g>'
+        )
+
+    def _edge_label(self, source: Key, target: Key, edge: Edge) -> None:
+        x0, y0, x1, y1 = self._ends(source, target)
+        x, y = (x0 + x1) / 2, (y0 + y1) / 2
+        text, how = escape(_cut(edge.text, 150)), escape(edge.transport)
+        self._lines.append(
+            f'<text class="label" x="{x:.1f}" y="{y - 2:.1f}">{text}'
+            f'<tspan x="{x:.1f}" dy="11" class="how">{how}</tspan></text>'
+        )
+
+
+def _cut(text: str, width: float) -> str:
+    """As much of a text as there is room for."""
+    room = int(width / _CHARACTER)
+    return text if len(text) <= room else text[: room - 1] + "…"
+
+
+_STYLE = f"""<style>
+.t{{text-anchor:middle;pointer-events:none}}
+.edge path{{fill:none;stroke-width:1.2}}
+.edge .within{{stroke:#aab2bf}}
+.edge .across{{stroke:#1b8a9c;stroke-width:1.6}}
+.edge .state{{stroke:#aab2bf;stroke-dasharray:4 3}}
+.edge .tip{{stroke:none}}
+.edge .tip.within,.edge .tip.state{{fill:#aab2bf}}
+.edge .tip.across{{fill:#1b8a9c}}
+.edge:hover path{{stroke-width:2.4}}
+.label{{text-anchor:middle;font-size:10px;paint-order:stroke;stroke:{PAPER};stroke-width:3px}}
+.how{{fill:#1b8a9c}}
+</style>"""

@@ -1,0 +1,55 @@
+"""Where the rows and tracks of a timeline stand, from top to bottom."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .model import Picture, Row, Track
+
+TALL, SHORT = 26, 13
+"""Heights of tracks: of those that compute, and of all others."""
+BETWEEN_TRACKS, BETWEEN_SOURCES, BETWEEN_RANKS = 2, 4, 14
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """A track and where it stands."""
+
+    row: int
+    index: int
+    track: Track
+    top: int
+    height: int
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """A row and where it stands, without the space around it."""
+
+    row: Row
+    top: int
+    height: int
+    lanes: tuple[Lane, ...]
+
+
+def stack(picture: Picture) -> list[Band]:
+    """The rows one below the other, from 0 down."""
+    bands: list[Band] = []
+    top = BETWEEN_RANKS // 2
+    for index, row in enumerate(picture.rows):
+        if bands:
+            same = bands[-1].row.rank == row.rank
+            top += BETWEEN_SOURCES if same else BETWEEN_RANKS
+        first, lanes = top, []
+        for at, track in enumerate(row.tracks):
+            height = TALL if track.stream == "compute" else SHORT
+            lanes.append(Lane(index, at, track, top, height))
+            top += height + BETWEEN_TRACKS
+        top -= BETWEEN_TRACKS if row.tracks else 0
+        bands.append(Band(row, first, top - first, tuple(lanes)))
+    return bands
+
+
+def total(bands: list[Band]) -> int:
+    """How high they all are."""
+    return (bands[-1].top + bands[-1].height if bands else 0) + BETWEEN_RANKS // 2

@@ -1,0 +1,185 @@
+"""What a timeline shows, whatever it was made from and however it is drawn."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from ...ir.attributes import Action
+
+
+class Kind(enum.Enum):
+    """What a slice of time was spent on; the value is what the legend says."""
+
+    FORWARD = "forward (F)"
+    BACKWARD = "backward (B)"
+    WEIGHT = "weight gradient (W)"
+    UPDATE = "optimizer"
+    CALL = "call"
+    MESSAGE = "message"
+    WAIT = "waiting"
+    OTHER = "other"
+
+
+KIND_OF = {
+    Action.FORWARD: Kind.FORWARD,
+    Action.BACKWARD: Kind.BACKWARD,
+    Action.WEIGHT: Kind.WEIGHT,
+}
+"""What the tasks of a schedule are drawn as."""
+
+NUDGE = 1e-6
+"""Milliseconds that put the end of an arrow inside the slice that ends there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A box of a timeline.
+
+    Attributes:
+        start, end: in milliseconds from the start of the picture.
+        kind: what colour it gets.
+        name: what it is, for tooltips and traces: `2F0 stage2.forward`.
+        label: what stands in the box if there is room.
+        op: the op in the IR's text form, as far as there is one.
+        source: the user's line, `train.py:12, in step`; empty if it is not known.
+        nbytes: of tensors that a message carries or a call makes; None if that means nothing.
+        microbatch: which it belongs to, if any.
+        execution: of the step, where several are shown.
+        chunk: which of the rank's stages it belongs to, where a rank has several; 0 is the first.
+    """
+
+    start: float
+    end: float
+    kind: Kind
+    name: str
+    label: str = ""
+    op: str = ""
+    source: str = ""
+    nbytes: int | None = None
+    microbatch: int | None = None
+    execution: int | None = None
+    chunk: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Track:
+    """What goes on one after the other: slices that do not overlap, by start.
+
+    Attributes:
+        stream: of the rank.
+        lane: tells apart executions that are in flight at the same time on one stream.
+    """
+
+    stream: str
+    slices: tuple[Slice, ...]
+    lane: int = 0
+
+    @property
+    def name(self) -> str:
+        """The stream, and the lane if it is not the first."""
+        return self.stream if not self.lane else f"{self.stream} {self.lane}"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A rank, as one source tells of it.
+
+    Attributes:
+        rank: which.
+        source: `predicted` or `measured`, where both are shown; else empty.
+        tracks: its streams.
+    """
+
+    rank: int
+    tracks: tuple[Track, ...]
+    source: str = ""
+
+    @property
+    def name(self) -> str:
+        """What a reader calls it."""
+        return f"rank {self.rank}" + (f" {self.source}" if self.source else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """A slice, by the indices of its row and track and when it starts or ends."""
+
+    row: int
+    track: int
+    time: float
+
+
+@dataclass(frozen=True, slots=True)
+class Arrow:
+    """From a send to the end of what waited for its message."""
+
+    tail: Spot
+    head: Spot
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A timeline.
+
+    Attributes:
+        title: of what.
+        note: what one has to know to read it, such as the costs that were assumed.
+        rows: from top to bottom.
+        arrows: messages.
+    """
+
+    title: str
+    rows: tuple[Row, ...]
+    note: str = ""
+    arrows: tuple[Arrow, ...] = field(default=())
+
+    @property
+    def end(self) -> float:
+        """When the last slice ends, in milliseconds."""
+        return max((each.end for each in self.slices()), default=0.0)
+
+    def slices(self) -> Iterator[Slice]:
+        """All slices, from top to bottom."""
+        for row in self.rows:
+            for track in row.tracks:
+                yield from track.slices
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """Those that occur, in the order of the legend."""
+        found = {each.kind for each in self.slices()}
+        return tuple(kind for kind in Kind if kind in found)
+
+    @property
+    def has_chunks(self) -> bool:
+        """Whether a rank has several stages, which differ in shade."""
+        return any(each.chunk for each in self.slices())
+
+
+def one_above_the_other(predicted: Picture, measured: Picture) -> Picture:
+    """For each rank the predicted row, and under it the measured one."""
+    rows: list[tuple[int, int, Row]] = []
+    for order, (name, picture) in enumerate((("predicted", predicted), ("measured", measured))):
+        rows += [(row.rank, order, replace(row, source=name)) for row in picture.rows]
+    rows.sort(key=lambda entry: entry[:2])
+    index = {(rank, order): at for at, (rank, order, _) in enumerate(rows)}
+    arrows: list[Arrow] = []
+    for order, picture in enumerate((predicted, measured)):
+        moved = [index[row.rank, order] for row in picture.rows]
+        arrows += [_moved(arrow, moved) for arrow in picture.arrows]
+    notes = [
+        f"{name}: {picture.end:.4g} ms" + (f" ({picture.note})" if picture.note else "")
+        for name, picture in (("predicted", predicted), ("measured", measured))
+    ]
+    return Picture(
+        measured.title, tuple(row for _, _, row in rows), "; ".join(notes), tuple(arrows)
+    )
+
+
+def _moved(arrow: Arrow, rows: list[int]) -> Arrow:
+    return Arrow(
+        replace(arrow.tail, row=rows[arrow.tail.row]),
+        replace(arrow.head, row=rows[arrow.head.row]),
+    )

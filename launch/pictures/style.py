@@ -1,0 +1,71 @@
+"""What all pictures share: colours, the ticks of an axis, numbers as people read them."""
+
+from __future__ import annotations
+
+import math
+
+from .model import Kind
+
+COLOURS: dict[Kind, str] = {
+    Kind.FORWARD: "#3d74cc",
+    Kind.BACKWARD: "#d0692b",
+    Kind.WEIGHT: "#2f8f5b",
+    Kind.UPDATE: "#7d53b8",
+    Kind.CALL: "#3d74cc",
+    Kind.MESSAGE: "#1b8a9c",
+    Kind.WAIT: "#e4e7ec",
+    Kind.OTHER: "#8a94a3",
+}
+"""Fills; white text can be read on all of them but WAIT."""
+
+
+def fill_of(kind: Kind, chunk: int = 0) -> str:
+    """The colour of a slice; every other chunk of a rank is darker."""
+    colour = COLOURS[kind]
+    if chunk % 2 == 0 or kind is Kind.WAIT:
+        return colour
+    parts = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    return "#" + "".join(f"{round(part * 0.68):02x}" for part in parts)
+
+
+SHADES = "darker: every other stage of a rank"
+"""What the legend says where ranks have several."""
+
+INK, FAINT, LINE, PAPER, BAND = "#1f2733", "#667085", "#dfe3e9", "#ffffff", "#f6f7f9"
+"""Text, lesser text, lines, background, and the background of every other rank."""
+
+FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
+
+
+def ink_on(kind: Kind) -> str:
+    """The colour of text on a slice."""
+    return FAINT if kind is Kind.WAIT else "#ffffff"
+
+
+def ticks(end: float, wanted: int = 10) -> list[float]:
+    """About so many round times from 0 to `end`."""
+    if end <= 0:
+        return [0.0]
+    raw = end / max(wanted, 1)
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
+    return [index * step for index in range(math.floor(end / step + 1e-9) + 1)]
+
+
+def time_text(ms: float) -> str:
+    """A time with its unit: `12.3 ms`, `45 µs`, `1.2 s`."""
+    if abs(ms) >= 1e4:
+        return f"{ms / 1e3:.4g} s"
+    if ms == 0 or abs(ms) >= 0.1:
+        return f"{ms:.4g} ms"
+    return f"{ms * 1e3:.3g} µs"
+
+
+def bytes_text(count: int) -> str:
+    """A size with its unit: `512 B`, `8 KiB`, `1.5 MiB`."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    raise AssertionError("the last unit takes everything")

@@ -1,0 +1,232 @@
+"""Draws a timeline as SVG that needs nothing else, to look at, to print, to put on a page."""
+
+from __future__ import annotations
+
+from html import escape
+
+from .layout import Band, Lane, stack, total
+from .model import Arrow, Kind, Picture, Slice, Spot
+from .style import (
+    BAND,
+    FAINT,
+    FONT,
+    INK,
+    LINE,
+    PAPER,
+    SHADES,
+    bytes_text,
+    fill_of,
+    ink_on,
+    ticks,
+    time_text,
+)
+
+_TOP, _BOTTOM, _RIGHT = 76, 40, 24
+_NARROWEST, _WIDEST = 900.0, 12000.0
+_BOX = 17.0
+"""How wide the narrower boxes are to be: a number of two digits fits."""
+_INVISIBLE = 0.12
+"""Pixels; a box that is narrower is left out."""
+_ARROWS = 600
+"""Where there are more messages than this, arrows would hide what they connect."""
+
+
+def timeline_svg(picture: Picture, width: float | None = None) -> str:
+    """Draw a timeline.
+
+    Each slice tells about itself in a tooltip. Slices that are too short to be seen are left out.
+
+    Args:
+        picture: what to draw.
+        width: of the time axis in pixels; as wide as the boxes' labels want it, within limits,
+            if None.
+    """
+    return _Drawing(picture, width).draw()
+
+
+def tooltip(each: Slice) -> str:
+    """What is known of a slice, a line each."""
+    lines = [each.name, f"{time_text(each.end - each.start)}, from {time_text(each.start)}"]
+    if each.execution is not None:
+        lines.append(f"execution {each.execution}")
+    if each.nbytes is not None:
+        lines.append(bytes_text(each.nbytes))
+    lines += [text for text in (each.source, each.op) if text]
+    return "\n".join(lines)
+
+
+class _Drawing:
+    """One SVG on its way."""
+
+    def __init__(self, picture: Picture, width: float | None) -> None:
+        self._picture = picture
+        self._bands = stack(picture)
+        self._end = picture.end
+        self._width = _natural_width(picture) if width is None else width
+        self._per_ms = self._width / self._end if self._end else 0.0
+        names = [band.row.name for band in self._bands]
+        streams = any(len(band.lanes) > 1 for band in self._bands)
+        self._label = max((len(name) for name in names), default=0) * 7 + 22
+        self._left = self._label + (66 if streams else 0)
+        self._lines: list[str] = []
+
+    def draw(self) -> str:
+        height = _TOP + total(self._bands) + _BOTTOM
+        full = self._left + self._width + _RIGHT
+        add = self._lines.append
+        add(
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{full:.0f}" height="{height}" '
+            f'viewBox="0 0 {full:.0f} {height}" font-family="{FONT}" font-size="11" '
+            f'fill="{INK}">'
+        )
+        add(_STYLE)
+        add(f"<title>{escape(self._picture.title)}</title>")
+        add(f'<rect width="100%" height="100%" fill="{PAPER}"/>')
+        self._head()
+        for band in self._bands:
+            self._shade(band)
+        self._axis(total(self._bands))
+        if len(self._picture.arrows) <= _ARROWS:
+            for arrow in self._picture.arrows:
+                self._arrow(arrow)
+        for band in self._bands:
+            self._band(band)
+        self._legend(height - 16)
+        add("</svg>\n")
+        return "\n".join(self._lines)
+
+    def _head(self) -> None:
+        title, note = escape(self._picture.title), escape(self._picture.note)
+        self._lines.append(f'<text x="16" y="26" font-size="16" font-weight="600">{title}</text>')
+        if note:
+            self._lines.append(f'<text x="16" y="44" fill="{FAINT}">{note}</text>')
+
+    def _axis(self, height: int) -> None:
+        add = self._lines.append
+        bottom = _TOP + height
+        for time in ticks(self._end, max(4, round(self._width / 110))):
+            x = self._x(time)
+            add(f'<path class="tick" d="M{x:.1f} {_TOP - 6}V{bottom}"/>')
+            label = "0" if time == 0 else f"{time:.6g}"
+            add(f'<text class="axis" x="{x:.1f}" y="{_TOP - 10}">{label}</text>')
+        add(f'<text x="{self._left - 8}" y="{_TOP - 10}" class="name">ms</text>')
+
+    def _shade(self, band: Band) -> None:
+        if band.row.rank % 2 == 0:
+            self._lines.append(
+                f'<rect fill="{BAND}" x="{self._left}" y="{_TOP + band.top - 3}" '
+                f'width="{self._width:.1f}" height="{band.height + 6}"/>'
+            )
+
+    def _band(self, band: Band) -> None:
+        add = self._lines.append
+        top = _TOP + band.top
+        add(f'<g class="row" data-rank="{band.row.rank}" data-source="{escape(band.row.source)}">')
+        name = escape(band.row.name)
+        first = band.lanes[0].height if band.lanes else band.height
+        add(f'<text x="16" y="{top + first / 2 + 4:.1f}" font-weight="600">{name}</text>')
+        for lane in band.lanes:
+            self._lane(lane, len(band.lanes) > 1)
+        add("</g>")
+
+    def _lane(self, lane: Lane, named: bool) -> None:
+        top = _TOP + lane.top
+        if named:
+            self._lines.append(
+                f'<text class="name" x="{self._left - 8}" y="{top + lane.height / 2 + 3.5:.1f}">'
+                f"{escape(lane.track.name)}</text>"
+            )
+        for each in lane.track.slices:
+            self._slice(each, top, lane.height)
+
+    def _slice(self, each: Slice, top: int, height: int) -> None:
+        x, width = self._x(each.start), (each.end - each.start) * self._per_ms
+        if width < _INVISIBLE:
+            return
+        # A hair of paper between neighbours, where they can spare it.
+        shown = width - 0.8 if width > 4 else width
+        self._lines.append(
+            f'<g class="{_class(each.kind, each.chunk)}"><title>{escape(tooltip(each))}</title>'
+            f'<rect x="{x:.2f}" y="{top}" width="{shown:.2f}" height="{height}" '
+            f'rx="{min(2.5, shown / 4):.1f}"/>'
+            + self._text(each, x + shown / 2, top, height, shown)
+            + "</g>"
+        )
+
+    def _text(self, each: Slice, middle: float, top: int, height: int, width: float) -> str:
+        size = 11 if height > 16 else 9
+        room = int((width - 3) / (size * 0.58))
+        if room < 1 or not each.label or each.kind is Kind.WAIT:
+            return ""
+        label = each.label if len(each.label) <= room else ""
+        if not label and room >= 4:
+            label = each.label[: room - 1] + "…"
+        if not label:
+            return ""
+        y = top + height / 2 + size * 0.36
+        at = f'x="{middle:.1f}" y="{y:.1f}" font-size="{size}"'
+        return f'<text class="in" {at}>{escape(label)}</text>'
+
+    def _arrow(self, arrow: Arrow) -> None:
+        """From edge to edge, under the slices."""
+        x0, x1 = self._x(arrow.tail.time), self._x(arrow.head.time)
+        tail, head = self._lane_of(arrow.tail), self._lane_of(arrow.head)
+        down = head.top > tail.top
+        y0 = _TOP + tail.top + (tail.height if down else 0)
+        y1 = _TOP + head.top + (0 if down else head.height)
+        bend = (y1 - y0) * 0.6
+        self._lines.append(
+            f'<path class="arrow" d="M{x0:.1f} {y0}C{x0:.1f} {y0 + bend:.1f} '
+            f'{x1:.1f} {y1 - bend:.1f} {x1:.1f} {y1}"/>'
+        )
+
+    def _legend(self, y: int) -> None:
+        x = 16.0
+        for kind in self._picture.kinds:
+            self._lines.append(
+                f'<g class="{_class(kind)}"><rect x="{x:.0f}" y="{y - 9}" width="11" height="11" '
+                f'rx="2.5"/></g><text x="{x + 16:.0f}" y="{y}" fill="{FAINT}">{kind.value}</text>'
+            )
+            x += 16 + len(kind.value) * 6.1 + 18
+        if self._picture.has_chunks:
+            self._lines.append(f'<text x="{x:.0f}" y="{y}" fill="{FAINT}">{SHADES}</text>')
+
+    def _x(self, time: float) -> float:
+        return self._left + time * self._per_ms
+
+    def _lane_of(self, spot: Spot) -> Lane:
+        return self._bands[spot.row].lanes[spot.track]
+
+
+def _natural_width(picture: Picture) -> float:
+    """Such that three of four boxes with a label are wide enough for it."""
+    times = sorted(
+        each.end - each.start
+        for each in picture.slices()
+        if each.label and each.kind is not Kind.MESSAGE and each.end > each.start
+    )
+    if not times or not picture.end:
+        return _NARROWEST
+    wanted = _BOX * picture.end / times[len(times) // 4]
+    return min(max(wanted, _NARROWEST), _WIDEST)
+
+
+def _class(kind: Kind, chunk: int = 0) -> str:
+    return kind.name.lower() + ("-odd" if chunk % 2 else "")
+
+
+_FILLS = "\n".join(
+    f".{_class(kind, chunk)} rect{{fill:{fill_of(kind, chunk)}}}"
+    f".{_class(kind, chunk)} .in{{fill:{ink_on(kind)}}}"
+    for kind in Kind
+    for chunk in (0, 1)
+)
+_STYLE = f"""<style>
+{_FILLS}
+.in{{text-anchor:middle;pointer-events:none}}
+.axis{{text-anchor:middle;fill:{FAINT}}}
+.name{{text-anchor:end;fill:{FAINT};font-size:10px}}
+.tick{{stroke:{LINE};stroke-width:1}}
+.arrow{{fill:none;stroke:{INK};stroke-width:.9;stroke-opacity:.35}}
+.row g:hover rect{{fill-opacity:.8}}
+</style>"""
