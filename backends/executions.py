@@ -25,6 +25,14 @@ _FORESEE_EVERY = 64
 """After how many fruitless turns in a row the driver looks for failures ahead of its programs."""
 
 
+Order = Callable[[], bool | None]
+"""Does what a record asks of a rank. It says whether that has moved anything here, which a record
+of somebody else's business does not; or None if its time is not come."""
+
+_PASS_OVER = 32
+"""After how many records in a row that do not concern it a rank gives way to one that works."""
+
+
 class Waiting(Protocol):
     """How a process waits when nothing moves, and learns that others have ended."""
 
@@ -79,7 +87,7 @@ class Executions:
         self._closings = 0
         self._all = tuple(self.residents.values())
         self._held: dict[int, int] = {}
-        self._orders: dict[int, dict[int, Callable[[], bool]]] = {rank: {} for rank in ranks}
+        self._orders: dict[int, dict[int, Order]] = {rank: {} for rank in ranks}
         self._readers: dict[int, Callable[[], int]] = {}
         self._all_readers: dict[int, dict[int, Callable[[], int]]] = {}
         self._due: deque[Future] = deque()
@@ -159,7 +167,10 @@ class Executions:
     @property
     def is_idle(self) -> bool:
         """Whether no execution is in progress on the ranks of this process."""
-        return not any(resident.in_flight for resident in self.residents.values())
+        for resident in self._all:  # noqa: SIM110 # a generator would cost half a microsecond
+            if resident.in_flight:
+                return False
+        return True
 
     # -- executions -------------------------------------------------------------------------
 
@@ -172,8 +183,8 @@ class Executions:
         """See `Progress`."""
         moved = False
         for rank, reader in self._readers.items():
-            while self._take(rank, reader):
-                moved = True
+            while (taken := self._take(rank, reader)) is not None:
+                moved = moved or taken
         for resident in self._all if self._random is None else self._shuffled():
             if resident.in_flight and resident.turn():
                 moved = True
@@ -261,47 +272,54 @@ class Executions:
             )
         self._until(lambda: bool(graph.free))
 
-    def _take(self, rank: int, reader: Callable[[], int]) -> bool:
-        """Do what the next record asks of a rank; false if there is none, or its time is not come.
+    def _take(self, rank: int, reader: Callable[[], int]) -> bool | None:
+        """Do what the next record asks of a rank, and say whether that has moved anything here.
 
-        What a record waits for are executions before it, so it is always the next to be done.
+        None if there is no record, or its time is not come. What a record waits for are executions
+        before it, so it is always the next to be done.
         """
         record = (self._held.pop(rank, 0) if self._held else 0) or reader()
         if not record:
-            return False
+            return None
         orders = self._orders[rank]
         order = orders.get(record)
         if order is None:
             order = orders[record] = self._understand(rank, Record.unpack(record))
-        if order():
-            return True
-        self._held[rank] = record
-        return False
+        done = order()
+        if done is None:
+            self._held[rank] = record
+        return done
 
-    def _understand(self, rank: int, record: Record) -> Callable[[], bool]:
-        """What to do for a record; it says whether it could be done."""
+    def _understand(self, rank: int, record: Record) -> Order:
+        """What to do for a record."""
         graph = self.graphs[record.graph]
         if record.kind is Kind.CLOSE:
             return partial(self._close_here, graph, rank)
         seat = graph.seats[rank][record.seat]
         instance, siblings = seat.instances[record.variant], seat.instances
         started, resident = graph.started, self.residents[rank]
-        takes_part = rank in graph.participants
 
-        def begin() -> bool:
-            if takes_part:
-                for other in siblings:
-                    if other.running:
-                        return False
-                resident.begin(instance, (), started[rank])
+        def begin() -> bool | None:
+            for other in siblings:
+                if other.running:
+                    return None
+            resident.begin(instance, (), started[rank])
             started[rank] += 1
             return True
 
-        return begin
+        give_way = self._waiting.pause
 
-    def _close_here(self, graph: Graph, rank: int) -> bool:
-        if not graph.is_idle(rank):
+        def pass_over() -> bool:
+            started[rank] += 1
+            if not started[rank] % _PASS_OVER:
+                give_way(2, None)
             return False
+
+        return begin if rank in graph.participants else pass_over
+
+    def _close_here(self, graph: Graph, rank: int) -> bool | None:
+        if not graph.is_idle(rank):
+            return None
         self._release(graph, rank)
         return True
 

@@ -10,11 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from operator import itemgetter, length_hint
+from operator import length_hint
 from time import perf_counter
 from typing import Any
-
-import torch
 
 from ..ir.module import FunctionKind, Module, Program
 from ..ir.ops import Call, Collective, Constant, Copy, Send, View
@@ -23,10 +21,12 @@ from .binder import Binder
 from .careful import Careful
 from .checks import InputCheck
 from .flight import Position
-from .instructions import Instruction
+from .grad_mode import is_grad_enabled, set_grad_enabled
+from .instructions import Instruction, getter
 from .poison import Poison
 from .statistics import Statistics
 from .steps import KEEP, Role, Step
+from .tracing import InstructionLog
 from .turnstiles import Tickets, Turnstiles
 
 Guard = Callable[[], str | None]
@@ -59,6 +59,7 @@ class Instance:
         guards: checked before each execution; where one is broken, all calls of the execution
             fail.
         reports: what the rank sends or receives beside the program's own messages.
+        binder: binds the program; the host's if none is given.
 
     Attributes:
         pending: the instruction that it waits at, if it waits.
@@ -81,6 +82,7 @@ class Instance:
         statistics: Statistics,
         guards: Sequence[Guard] = (),
         reports: Reports | None = None,
+        binder: Callable[..., Binder] = Binder,
     ) -> None:
         self.program = program
         self.module = module
@@ -93,7 +95,7 @@ class Instance:
         self.on_failure: Callable[[Poison], None] | None = None
         self._bodies = bodies
         self._tickets = Tickets(turnstiles)
-        self._code = Binder(
+        self._code = binder(
             program,
             module,
             bodies,
@@ -112,11 +114,11 @@ class Instance:
         self._template = self._code.template
         self._registers[:] = self._template
         self._count = len(program.params)
-        self._get_outputs = _getter(self._code.outputs)
+        self._get_outputs = getter(self._code.outputs)
         unique = {id(communicator): communicator for communicator in communicators.values()}
         self._progress = tuple(communicator.progress for communicator in unique.values())
         self._guards = tuple(guards)
-        self._needs_no_grad = self._is_special = needs_no_grad(program, module)
+        self._needs_no_grad = needs_no_grad(program, module)
         self._statistics = statistics
         self._careful: Careful | None = None
         self._rest: Iterator[Instruction] = iter(())
@@ -157,7 +159,7 @@ class Instance:
         Returns:
             Whether the execution has ended.
         """
-        if self._is_special:
+        if self._careful is not None:
             return self.advance_by(None)
         try:
             pending = self.pending
@@ -169,11 +171,19 @@ class Instance:
                     return False
                 self.pending = None
                 self._blocked += perf_counter() - self._since
-            for instruction in self._rest:
-                if not instruction():
-                    self.pending = instruction
-                    self._since = perf_counter()
-                    return False
+            # What it waits at only passes values on; the rest may compute.
+            had_grad = self._needs_no_grad and is_grad_enabled()
+            if had_grad:
+                set_grad_enabled(False)
+            try:
+                for instruction in self._rest:
+                    if not instruction():
+                        self.pending = instruction
+                        self._since = perf_counter()
+                        return False
+            finally:
+                if had_grad:
+                    set_grad_enabled(True)
         except BaseException as error:
             return self._go_on_after(error, None)
         self._end()
@@ -181,10 +191,23 @@ class Instance:
 
     def advance_by(self, limit: int | None) -> bool:
         """The same, for no more than `limit` instructions."""
-        if self._needs_no_grad and torch.is_grad_enabled():
-            with torch.no_grad():
-                return self._advance_by(limit)
-        return self._advance_by(limit)
+        had_grad = self._needs_no_grad and is_grad_enabled()
+        if had_grad:
+            set_grad_enabled(False)
+        try:
+            return self._advance_by(limit)
+        finally:
+            if had_grad:
+                set_grad_enabled(True)
+
+    def record(self, log: InstructionLog | None) -> None:
+        """Record every instruction from the next execution on; None: no longer.
+
+        What runs after a failure, and because of it, is not recorded.
+        """
+        code = self._code
+        plain = code.instructions
+        self._instructions = plain if log is None else log.wrap(code, lambda: self.execution)
 
     def foresee(self) -> None:
         """Look for failures among the messages that have come and are not due yet."""
@@ -262,7 +285,6 @@ class Instance:
             self.pending = None
             self._blocked += perf_counter() - self._since
         self._careful = Careful(self._code, self.program, self.module, self._bodies)
-        self._is_special = True
         self._careful.fail(index, error)
         self._learn(self._careful.poison)
 
@@ -284,7 +306,6 @@ class Instance:
     def _distrust(self, error: Exception) -> None:
         """Run nothing of what the graph calls on this rank."""
         self._careful = Careful(self._code, self.program, self.module, self._bodies)
-        self._is_special = True
         self._careful.distrust(error)
         self._learn(self._careful.poison)
 
@@ -299,7 +320,6 @@ class Instance:
         ended = careful.advance(limit)
         if ended:
             self._careful = None
-            self._is_special = self._needs_no_grad
             self._statistics.failures += 1
             self._end()
         elif careful.waits:
@@ -365,8 +385,7 @@ class Instance:
 def needs_no_grad(program: Program, module: Module) -> bool:
     """Whether autograd must be off while the program runs.
 
-    It costs a microsecond to switch it off; what only calls opaque methods and passes values on
-    does without.
+    What only calls opaque methods and passes values on does without.
     """
     for op in program.ops:
         if isinstance(op, (Collective, Constant, Copy, View)):
@@ -374,15 +393,6 @@ def needs_no_grad(program: Program, module: Module) -> bool:
         if isinstance(op, Call) and (module.functions[op.fn.name].kind is not FunctionKind.OPAQUE):
             return True
     return False
-
-
-def _getter(indices: Sequence[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
-    if not indices:
-        return lambda registers: ()
-    if len(indices) == 1:
-        (index,) = indices
-        return lambda registers: (registers[index],)
-    return itemgetter(*indices)
 
 
 def _start(port: Port) -> bool:

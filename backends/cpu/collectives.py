@@ -122,6 +122,11 @@ class Group:
         self._active = active
         self._queue: deque[CollectivePort] = deque()
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no collective is under way."""
+        return not self._queue
+
     def enter(self, port: CollectivePort) -> None:
         """Run a collective after those that entered before it."""
         self._queue.append(port)

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from time import monotonic
 
 from ...ir.module import Channel
-from ...ir.ops import Collective, Recv, Send
+from ...ir.ops import Broadcast, Collective, Recv, Send
 from ...ir.types import ObjectType, TensorType, ValueType
 from ..base import Port
 from ..errors import BindError, StepTimeout, TransportError
+from .broadcast_ports import BroadcastRecvPort, BroadcastSendPort
 from .codecs import TensorCodec, codec_of
 from .collectives import CollectivePort, Group
 from .layout import LINE, SlotLayout, round_up
@@ -19,7 +20,7 @@ from .local import LocalReceiver, LocalSender
 from .messages import Active, ReceiveLane, SendLane, incoming, outgoing
 from .node import Node
 from .object_ports import ObjectRecvPort, ObjectSendPort
-from .ports import RecvPort, SendPort, SlotRecvPort
+from .ports import RecvPort, SendPort, SlotRecvPort, SlotSendPort
 from .remote import Counts, RemoteReceiver, RemoteSender
 
 RING_SLOTS = 4
@@ -93,7 +94,10 @@ class CpuCommunicator:
         lane = self._fans[channel.id][0]
         if isinstance(type_, ObjectType) and isinstance(lane, LocalSender):
             return ObjectSendPort(lane)
-        return SendPort(lane, outgoing(codec_of(type_), op.slot))
+        codec = codec_of(type_)
+        if op.slot is not None and isinstance(codec, TensorCodec) and isinstance(lane, LocalSender):
+            return SlotSendPort(lane, codec, op.slot)
+        return SendPort(lane, outgoing(codec, op.slot))
 
     def recv_port(self, op: Recv, channel: Channel, type_: ValueType) -> Port:
         """See `Communicator`.
@@ -124,7 +128,26 @@ class CpuCommunicator:
         Raises:
             BindError: the operand is not of a type that the collective combines.
         """
-        return CollectivePort(op, self._groups[channel.id], operand, result)
+        group = self._groups[channel.id]
+        port = CollectivePort(op, group, operand, result)
+        if isinstance(op, Broadcast) and isinstance(result, ObjectType):
+            return self._broadcast_port(op, group, channel, port)
+        return port
+
+    def _broadcast_port(
+        self, op: Broadcast, group: Group, channel: Channel, port: CollectivePort
+    ) -> Port:
+        """A faster one where the root and all others are on one machine."""
+        node = self._node
+        if any(node.node_of(rank) != node.node_of(op.root) for rank in channel.ranks):
+            return port
+        if node.rank == op.root:
+            lanes = self._fans.get(channel.id, ())
+            if len(lanes) == 1 and isinstance(lanes[0], LocalSender):
+                return BroadcastSendPort(group, lanes[0], port)
+            return port
+        lane = self._receivers[channel.id, op.root]
+        return BroadcastRecvPort(group, lane, port) if isinstance(lane, LocalReceiver) else port
 
     def progress(self) -> None:
         """See `Communicator`."""

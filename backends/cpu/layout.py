@@ -44,13 +44,14 @@ def error_at(rank: int, ranks: int) -> int:
 # -- slots of a channel --------------------------------------------------------------------------
 
 # A slot's header, written by the sender: number of the message in it, its bytes, and, where these
-# did not fit into the slot, the segment that holds them.
+# did not fit into the slot, the segment that holds them: the slot's own, or one that is lent.
 FULL, NBYTES, OVERFLOW_KEY, OVERFLOW_BYTES = range(4)
+LOAN, LOAN_KEY, LOAN_BYTES, LENDING = range(4, 8)
 # What a message is, added to its bytes in the header: an error in place of a value; an object as a
-# bare pickle; bytes as they are. No room is that large, so readers look at this only where a
-# message seems not to fit.
-POISON, PICKLE, RAW = 1 << 63, 1 << 62, 1 << 61
-SIZE_MASK = RAW - 1
+# bare pickle; bytes as they are; and, beside any of these, that it is in memory that is lent. No
+# room is that large, so readers look at this only where a message seems not to fit.
+POISON, PICKLE, RAW, LENT = 1 << 63, 1 << 62, 1 << 61, 1 << 60
+SIZE_MASK = LENT - 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,13 +15,21 @@ from ..errors import TransportError
 from ..poison import Poison
 from .layout import (
     FULL,
+    LENDING,
+    LENT,
+    LINE,
+    LOAN,
+    LOAN_BYTES,
+    LOAN_KEY,
     NBYTES,
     OVERFLOW_BYTES,
     OVERFLOW_KEY,
+    POISON,
     SIZE_MASK,
     SlotLayout,
     round_up,
 )
+from .loans import Borrower, Lender
 from .messages import Active, Incoming, Outgoing
 from .node import Node
 from .segments import Segment
@@ -36,6 +44,12 @@ class LocalSender:
         memory: the segment.
         readers: the ranks that read it, in the order of the layout's readers.
         active: where to register while messages are queued.
+
+    Attributes:
+        node: this machine.
+        words: the segment as words of 8 bytes.
+        queue: the messages that wait for their slots.
+        sent: how many messages have been put into each slot.
     """
 
     def __init__(
@@ -46,15 +60,15 @@ class LocalSender:
         readers: Sequence[int],
         active: Active,
     ) -> None:
-        self._node = node
+        self.node = node
         self._layout = layout
         self._memory = memory
-        self._words = memory.cast("Q")
+        self.words = memory.cast("Q")
         self._readers = tuple(readers)
         self._sleepers = [(node.waiting(rank), rank) for rank in readers]
         self._active = active
-        self._queue: deque[Outgoing] = deque()
-        self._sent = [0] * layout.slots
+        self.queue: deque[Outgoing] = deque()
+        self.sent = [0] * layout.slots
         self._next = 0
         self._consumed = [
             tuple(layout.consumed(reader, slot) for reader in range(layout.readers))
@@ -70,43 +84,60 @@ class LocalSender:
         self._ring_room = layout.ring_bytes
         self._after = [*range(1, layout.ring), 0]
         self._overflow: dict[int, tuple[Segment, memoryview]] = {}
+        # What several read in one place would be nobody's own.
+        self._lender = Lender(node) if len(self._readers) == 1 else None
 
     def put(self, content: bytes, mark: int) -> bool:
         """Write a small message into the ring at once; whether its slot was free."""
         ring = self._next
         slot, words_consumed, nbytes_word, full_word, at = self._ring[ring]
-        sent, words = self._sent[slot], self._words
+        sent, words = self.sent[slot], self.words
         for word in words_consumed:
             if words[word] != sent:
                 return False
         nbytes = len(content)
-        if nbytes > self._ring_room or self._queue:
+        if nbytes > self._ring_room or self.queue:
             return False
-        node = self._node
+        node = self.node
         if node.order is not None:
             node.order()
         self._memory[at : at + nbytes] = content
         words[nbytes_word] = nbytes | mark
         if node.order is not None:
             node.order()
-        words[full_word] = self._sent[slot] = sent + 1
+        words[full_word] = self.sent[slot] = sent + 1
         self._next = self._after[ring]
+        self.announce()
+        return True
+
+    def announce(self) -> None:
+        """Wake the readers that sleep; after the store of a slot's number."""
+        node = self.node
         node.fence()
         waiting = node.words
         for word, rank in self._sleepers:
             if waiting[word]:
                 node.ring(rank)
-        return True
+
+    def place_of(self, slot: int) -> tuple[tuple[int, ...], int, int, memoryview, int]:
+        """Where a message for a planned slot is written.
+
+        Returns:
+            The words of what its readers have consumed, of its size and of its number; the memory
+            and the byte in it at which the payload begins.
+        """
+        header, payload = self._places[slot]
+        return self._consumed[slot], header + NBYTES, header + FULL, self._memory, payload
 
     def push(self, message: Outgoing) -> None:
         """See `SendLane`."""
-        if self._queue or not self._send(message):
-            self._queue.append(message)
+        if self.queue or not self._send(message):
+            self.queue.append(message)
             self._active[self] = None
 
     def progress(self) -> None:
         """See `SendLane`."""
-        queue = self._queue
+        queue = self.queue
         while queue and self._send(queue[0]):
             queue.popleft()
         if not queue:
@@ -114,18 +145,18 @@ class LocalSender:
 
     def reset(self) -> None:
         """Forget all messages; the readers reset in the same pause."""
-        self._queue.clear()
+        self.queue.clear()
         self._active.pop(self, None)
-        self._sent = [0] * self._layout.slots
+        self.sent = [0] * self._layout.slots
         self._next = 0
         for header, _ in self._places:
             for word in (FULL, NBYTES, OVERFLOW_KEY, OVERFLOW_BYTES):
-                self._words[header + word] = 0
+                self.words[header + word] = 0
         self._drop_overflow()
 
     def close(self) -> None:
         """Withdraw what nobody has opened yet."""
-        self._queue.clear()
+        self.queue.clear()
         self._active.pop(self, None)
         self._drop_overflow()
 
@@ -134,29 +165,45 @@ class LocalSender:
         slot = message.slot
         if slot is None:
             slot = self._ring[self._next][0]
-        sent, words = self._sent[slot], self._words
+        sent, words = self.sent[slot], self.words
         for word in self._consumed[slot]:
             if words[word] != sent:
                 return False
-        node = self._node
+        node = self.node
         if node.order is not None:
             node.order()
         header, payload = self._places[slot]
+        mark = message.mark
         if message.nbytes <= self._layout.room(slot):
             message.write(slot, self._memory, payload)
+        elif self._lend(slot, message):
+            mark |= LENT
         else:
             message.write(slot, self._grow(slot, message.nbytes), 0)
-        words[header + NBYTES] = message.nbytes | message.mark
+        words[header + NBYTES] = message.nbytes | mark
         if node.order is not None:
             node.order()
-        words[header + FULL] = self._sent[slot] = sent + 1
+        words[header + FULL] = self.sent[slot] = sent + 1
         if message.slot is None:
             self._next = self._after[self._next]
         message.finish()
-        node.fence()
-        for word, rank in self._sleepers:
-            if node.words[word]:
-                node.ring(rank)
+        self.announce()
+        return True
+
+    def _lend(self, slot: int, message: Outgoing) -> bool:
+        """Write a message that does not fit into its slot into memory that the receiver keeps."""
+        lender = self._lender
+        if lender is None or message.mark & POISON:  # which may be looked at ahead of time
+            return False
+        loan = lender.find(message.nbytes)
+        if loan is None:
+            return False
+        message.write(slot, loan.memory, LINE)
+        header, words = self._places[slot][0], self.words
+        words[header + LENDING] = lender.lend(loan)
+        words[header + LOAN] = loan.name
+        words[header + LOAN_KEY] = loan.key
+        words[header + LOAN_BYTES] = loan.memory.nbytes
         return True
 
     def _grow(self, slot: int, nbytes: int) -> memoryview:
@@ -165,10 +212,10 @@ class LocalSender:
         if current is not None and current[1].nbytes >= nbytes:
             return current[1]
         if current is not None:
-            self._node.segments.seal(current[0].key)
+            self.node.segments.seal(current[0].key)
             nbytes = max(nbytes, current[1].nbytes * 3 // 2)
         try:
-            segment = self._node.segments.create(round_up(nbytes, 4096))
+            segment = self.node.segments.create(round_up(nbytes, 4096))
         except OSError as error:
             raise TransportError(
                 f"there is no shared memory for a message of {nbytes} bytes to rank(s) "
@@ -177,14 +224,16 @@ class LocalSender:
         memory = memoryview(segment.memory)
         self._overflow[slot] = (segment, memory)
         header = self._places[slot][0]
-        self._words[header + OVERFLOW_KEY] = segment.key
-        self._words[header + OVERFLOW_BYTES] = memory.nbytes
+        self.words[header + OVERFLOW_KEY] = segment.key
+        self.words[header + OVERFLOW_BYTES] = memory.nbytes
         return memory
 
     def _drop_overflow(self) -> None:
         for segment, _ in self._overflow.values():
-            self._node.segments.seal(segment.key)
+            self.node.segments.seal(segment.key)
         self._overflow.clear()
+        if self._lender is not None:
+            self._lender.close()
 
 
 class Expected(Protocol):
@@ -229,6 +278,7 @@ class LocalReceiver:
             for s in range(layout.slots)
         ]
         self._overflow: dict[int, tuple[int, int, memoryview]] = {}
+        self._borrower = Borrower(node, sender)
         self._after = [*range(1, layout.ring), 0]
         self._ring = [
             (
@@ -288,12 +338,11 @@ class LocalReceiver:
                 return
             if self.node.order is not None:
                 self.node.order()
-            nbytes = words[header + NBYTES]
-            mark = nbytes & ~SIZE_MASK
-            if mark:
-                nbytes &= SIZE_MASK
-            memory, at = self.find(slot, nbytes)
-            message.arrive(slot, memory, at, nbytes, False, mark)
+            size = words[header + NBYTES]
+            memory, at, private = self.find(slot, size)
+            mark = size & ~(SIZE_MASK | LENT)
+            message.arrive(slot, memory, at, size & SIZE_MASK, private, mark)
+            del memory  # what is lent goes back with the last who uses it
             pending.popleft()
             if not message.hold or message.error is not None:
                 self.release(message)
@@ -352,6 +401,7 @@ class LocalReceiver:
         self._posted = [0] * self._layout.slots
         self._next = 0
         self._overflow.clear()
+        self._borrower.close()
         for _, consumed, _ in self._places:
             self.words[consumed] = 0
 
@@ -360,26 +410,37 @@ class LocalReceiver:
         self._pending.clear()
         self._active.pop(self, None)
         self._overflow.clear()
+        self._borrower.close()
 
     def read_poison(self, slot: int) -> Poison:
         """The error that is in `slot` in place of a value."""
-        nbytes = self.words[self._places[slot][0] + NBYTES] & SIZE_MASK
-        memory, at = self.find(slot, nbytes)
-        return Poison.from_bytes(memory[at : at + nbytes])
+        size = self.words[self._places[slot][0] + NBYTES]
+        memory, at, _ = self.find(slot, size)
+        return Poison.from_bytes(memory[at : at + (size & SIZE_MASK)])
 
-    def find(self, slot: int, nbytes: int) -> tuple[memoryview, int]:
-        """Memory and offset of the message in `slot`, wherever its sender has put it."""
+    def find(self, slot: int, size: int) -> tuple[memoryview, int, bool]:
+        """Where the message in `slot` is that has `size` in its header; once for each message.
+
+        Returns:
+            The memory, the offset, and whether the memory is the receiver's own: it is lent, and
+            given back when nothing refers to it any more.
+        """
         header, _, payload = self._places[slot]
-        if nbytes <= self._layout.room(slot):
-            return self.memory, payload
+        if size & LENT:
+            words = self.words
+            name, key, nbytes = (words[header + word] for word in (LOAN, LOAN_KEY, LOAN_BYTES))
+            memory = self._borrower.borrow(name, key, nbytes, words[header + LENDING])
+            return memory, LINE, True
+        if size & SIZE_MASK <= self._layout.room(slot):
+            return self.memory, payload, False
         key, room = self.words[header + OVERFLOW_KEY], self.words[header + OVERFLOW_BYTES]
         known = self._overflow.get(slot)
         if known is None or known[:2] != (key, room):
             try:
-                memory = self.node.segments.open(self.node.pids[self.sender], key, room)
+                mapped = self.node.segments.open(self.node.pids[self.sender], key, room)
             except OSError as error:
                 raise TransportError(
                     f"a message of rank {self.sender} cannot be opened; has it ended? {error}"
                 ) from error
-            known = self._overflow[slot] = (key, room, memoryview(memory))
-        return known[2], 0
+            known = self._overflow[slot] = (key, room, memoryview(mapped))
+        return known[2], 0, False

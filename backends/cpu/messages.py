@@ -7,13 +7,14 @@ somebody calls `progress`.
 
 from __future__ import annotations
 
+import pickle
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from ..poison import Poison
 from .codecs import Codec, TensorCodec
-from .layout import POISON
+from .layout import POISON, RAW
 
 
 class Outgoing:
@@ -97,6 +98,11 @@ def outgoing(codec: Codec, slot: int | None = None) -> Outgoing:
     return OutgoingTensor(codec, slot) if isinstance(codec, TensorCodec) else Outgoing(codec, slot)
 
 
+def plain(content: memoryview, mark: int) -> Any:
+    """The object of a message that is bytes as they are, or a bare pickle."""
+    return bytes(content) if mark & RAW else pickle.loads(content)
+
+
 class Incoming:
     """One message to be received, used again for each execution.
 
@@ -142,9 +148,12 @@ class Incoming:
             mark: what the message is (`layout.py`), if it is not a value of the codec's.
         """
         try:
-            if mark:
+            if mark & POISON:
                 raise Poison.from_bytes(source[at : at + nbytes])
-            self.value = self.read(slot, source, at, nbytes, private)
+            if mark:
+                self.value = plain(source[at : at + nbytes], mark)
+            else:
+                self.value = self.read(slot, source, at, nbytes, private)
         except Exception as error:  # raised again by `take`, where the executor can say whose it is
             self.error = error
         self.done = True

@@ -19,6 +19,16 @@ from .objects import decode
 _NUMBERS_AND_TEXT = frozenset({str, int, float, bool, type(None)})
 
 
+def small(value: Any) -> tuple[bytes | None, int]:
+    """The bytes of an object that goes straight into a slot, and what they are; None for others."""
+    kind = type(value)
+    if kind is bytes:
+        return value, RAW
+    if kind in _NUMBERS_AND_TEXT:
+        return pickle.dumps(value, 5), PICKLE
+    return None, 0
+
+
 class ObjectSendPort:
     """Sends one object; done when it may be changed."""
 
@@ -34,19 +44,14 @@ class ObjectSendPort:
 
     def start(self, value: Any) -> None:
         """See `Port`."""
-        kind = type(value)
+        content, mark = small(value)
         message = self._message
-        if kind is bytes:
-            if self._put(value, RAW):
-                return
-            message.load_raw(value, RAW)
-        elif kind in _NUMBERS_AND_TEXT:
-            content = pickle.dumps(value, 5)
-            if self._put(content, PICKLE):
-                return
-            message.load_raw(content, PICKLE)
-        else:
+        if content is None:
             message.load(value)
+        elif self._put(content, mark):
+            return
+        else:
+            message.load_raw(content, mark)
         self._lane.push(message)
 
     def fail(self, poison: Poison) -> None:
@@ -163,11 +168,11 @@ class ObjectRecvPort:
         at = self._payload
         try:
             if nbytes > self._room:
-                memory, at = self._lane.find(self._slot, nbytes)
-                return _value(size, memory, at, nbytes)
+                memory, at, private = self._lane.find(self._slot, size)
+                return _value(size, memory, at, nbytes, private)
             if size >= PICKLE and size < POISON:
                 return pickle.loads(self._memory[at : at + nbytes])
-            return _value(size, self._memory, at, nbytes)
+            return _value(size, self._memory, at, nbytes, False)
         finally:
             words = self._words
             if words[self._last_full] >= self._last_number or self._order is not None:
@@ -190,8 +195,11 @@ class Object:
         self.value = value
 
 
-def _value(size: int, memory: memoryview, at: int, nbytes: int) -> Any:
+def _value(size: int, memory: memoryview, at: int, nbytes: int, private: bool) -> Any:
     """The object of a message, by what its header says that it is.
+
+    Args:
+        private: whether it may keep the memory.
 
     Raises:
         Poison: it is an error.
@@ -204,4 +212,4 @@ def _value(size: int, memory: memoryview, at: int, nbytes: int) -> Any:
         raise Poison.from_bytes(content)
     if size & PICKLE:
         return pickle.loads(content)
-    return decode(memory, at, nbytes, False)
+    return decode(memory, at, nbytes, private)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from ..poison import Poison
 from .codecs import TensorCodec
 from .layout import POISON
-from .local import LocalReceiver
-from .messages import Incoming, Outgoing, ReceiveLane, SendLane
+from .local import LocalReceiver, LocalSender
+from .messages import Incoming, Outgoing, OutgoingTensor, ReceiveLane, SendLane
 
 
 class SendPort:
@@ -31,6 +33,83 @@ class SendPort:
         message = self._message
         message.fail(poison)
         self._lane.push(message)
+
+    def poll(self) -> bool:
+        """See `Port`."""
+        message = self._message
+        if not message.done:
+            self._lane.progress()
+        return message.done
+
+    def take(self) -> None:
+        """See `Port`."""
+
+    def release(self) -> None:
+        """See `Port`."""
+
+
+class SlotSendPort:
+    """Sends a tensor through its planned slot of shared memory: at once, if the slot is free."""
+
+    __slots__ = (
+        "_consumed",
+        "_dtype",
+        "_full",
+        "_lane",
+        "_message",
+        "_nbytes",
+        "_order",
+        "_shape",
+        "_size",
+        "_slot",
+        "_view",
+        "_words",
+    )
+
+    def __init__(self, lane: LocalSender, codec: TensorCodec, slot: int) -> None:
+        assert codec.nbytes is not None
+        self._lane = lane
+        self._slot = slot
+        self._words = lane.words
+        self._order = lane.node.order
+        self._consumed, self._nbytes, self._full, memory, at = lane.place_of(slot)
+        self._view = codec.view(memory, at, 0, False)
+        self._dtype, self._shape, self._size = codec.dtype, codec.shape, codec.nbytes
+        self._message = OutgoingTensor(codec, slot)
+
+    def start(self, value: Any) -> None:
+        """See `Port`."""
+        lane, slot, words, message = self._lane, self._slot, self._words, self._message
+        sent = lane.sent[slot]
+        is_free = not lane.queue
+        for word in self._consumed:
+            if words[word] != sent:
+                is_free = False
+        if (
+            not is_free
+            or type(value) is not Tensor
+            or value.dtype is not self._dtype
+            or value.shape != self._shape
+            or value.requires_grad
+        ):
+            message.load(value)
+            lane.push(message)
+            return
+        order = self._order
+        if order is not None:
+            order()
+        self._view.copy_(value)
+        words[self._nbytes] = self._size
+        if order is not None:
+            order()
+        words[self._full] = lane.sent[slot] = sent + 1
+        message.done = True
+        lane.announce()
+
+    def fail(self, poison: Poison) -> None:
+        """See `Port`."""
+        self._message.fail(poison)
+        self._lane.push(self._message)
 
     def poll(self) -> bool:
         """See `Port`."""

@@ -130,7 +130,8 @@ class Serving:
     def watch(self, turn: Callable[[], bool], future: Future) -> Generator[Any, None, None]:
         """See `Waiting`."""
         for _ in range(_TICKS):
-            turn()
+            if not turn():
+                sched_yield()  # a rank that is waited for may share the core
             if future.is_done:
                 return
             yield

@@ -12,6 +12,7 @@ import torch
 
 from cg.backends.cpu.communicator import RING_BYTES, RING_SLOTS, CpuCommunicator
 from cg.backends.cpu.layout import SlotLayout
+from cg.backends.cpu.loans import LIMIT
 from cg.backends.cpu.node import Node
 from cg.backends.cpu.segments import NamedFiles, Segment
 from cg.backends.errors import BindError, TransportError
@@ -168,7 +169,7 @@ def test_large_messages_go_beside_the_slots_and_reuse_that_memory() -> None:
             for size in sizes:
                 put(port, (bytes(size), torch.full((size // 4,), float(size))))
             lane = communicator._senders[0, 1]
-            return {memory.nbytes for _, memory in lane._overflow.values()}
+            return [loan.room for loan in lane._lender._loans]
         port = recv(communicator, EDGE, OBJECT)
         received = []
         for _ in sizes:
@@ -177,9 +178,10 @@ def test_large_messages_go_beside_the_slots_and_reuse_that_memory() -> None:
             assert tensor.eq(len(content)).all()
         return received
 
-    memory, received = run_communicators(2, [EDGE], body)
+    rooms, received = run_communicators(2, [EDGE], body)
     assert received == sizes
-    assert max(memory) >= 10_000_000
+    assert max(rooms) >= 10_000_000
+    assert len(rooms) <= LIMIT
 
 
 @pytest.mark.parametrize("dtype", list(DType), ids=str)

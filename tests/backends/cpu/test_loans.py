@@ -1,0 +1,134 @@
+"""Large messages: lent to the receiver, never overwritten while anybody uses them."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cg.backends.cpu.communicator import RING_BYTES, CpuCommunicator
+from cg.backends.cpu.loans import LIMIT
+from cg.ir.attributes import ReduceOp
+from cg.ir.module import Channel
+from cg.ir.ops import AllReduce, Broadcast, Collective, Recv, Send
+from cg.ir.types import DType, ObjectType, Place, TensorType, UnitType
+
+from .world import ThreadWorld, run_communicators, wait
+
+EDGE = Channel(0, (0, 1))
+OBJECT = ObjectType(Place((0,)))
+LONG = TensorType(DType.F32, (RING_BYTES,))
+
+
+def exchange(type_: Any, values: list[Any], use: Any) -> Any:
+    """Send all values from rank 0 to rank 1, one after the other; what `use` gives of them."""
+
+    def body(communicator: CpuCommunicator, world: ThreadWorld) -> Any:
+        results = []
+        if world.rank == 0:
+            send = communicator.send_port(Send(chan=0, peer=1), EDGE, type_)
+            for value in values:
+                send.start(value)
+                wait(send)
+                world.barrier()
+            return list(communicator._senders[0, 1]._lender._loans)  # type: ignore[union-attr]
+        recv = communicator.recv_port(Recv(chan=0, peer=0), EDGE, type_)
+        for _ in values:
+            recv.start(None)
+            wait(recv)
+            results.append(use(recv.take()))
+            world.barrier()
+        return results
+
+    return run_communicators(2, [EDGE], body)
+
+
+def test_a_segment_is_used_again_once_nobody_uses_its_value() -> None:
+    values = [np.full(100_000, i) for i in range(20)]
+    loans, sums = exchange(OBJECT, values, lambda array: int(array.sum()))
+    assert sums == [100_000 * i for i in range(20)]
+    assert len(loans) == 1
+    assert loans[0].lent == 20
+
+
+def test_what_is_kept_is_not_overwritten_and_hinders_nobody() -> None:
+    values = [np.full(100_000, i) for i in range(3 * LIMIT)]
+    loans, kept = exchange(OBJECT, values, lambda array: array)
+    assert len(loans) == LIMIT  # the others were copied
+    assert [loan.is_free for loan in loans] == [False] * LIMIT
+    for i, array in enumerate(kept):
+        assert (array == i).all()
+        array[:] = -1  # the receiver's own
+    assert (values[1] == 1).all()
+    kept.clear()
+    del array
+    gc.collect()
+    assert [loan.is_free for loan in loans] == [True] * LIMIT
+
+
+def test_a_part_of_a_value_keeps_all_of_it() -> None:
+    values = [{"x": torch.full((50_000,), float(i)), "y": np.arange(30_000)} for i in range(2)]
+    loans, parts = exchange(OBJECT, values, lambda value: value["x"].view(100, 500)[3])
+    assert [part.unique().item() for part in parts] == [0.0, 1.0]
+    assert sum(not loan.is_free for loan in loans) == 2
+
+
+def test_tensors_without_a_slot_are_lent_too() -> None:
+    values = [torch.full((RING_BYTES,), float(i)) for i in range(6)]
+    loans, kept = exchange(LONG, values, lambda tensor: tensor)
+    assert [tensor[-1].item() for tensor in kept] == list(map(float, range(6)))
+    assert [loan.lent for loan in loans] == [1] * LIMIT
+
+
+@pytest.mark.parametrize("sizes", [[20_000, 9_000_000, 20_000] * 5, [3_000_000, 30_000] * 9])
+def test_sizes_may_change(sizes: list[int]) -> None:
+    values = [(bytes(size), np.full(size, 7, dtype=np.uint8)) for size in sizes]
+    held: list[Any] = []
+
+    def use(value: Any) -> tuple[int, int]:
+        held[:] = [*held, value][-3:]
+        return len(value[0]), int(value[1].astype(np.int64).sum())
+
+    loans, found = exchange(OBJECT, values, use)
+    assert found == [(size, 7 * size) for size in sizes]
+    assert len(loans) <= LIMIT
+
+
+def test_broadcast_objects_keep_their_place_among_other_collectives() -> None:
+    """Small and large ones, with reductions in flight before and after them."""
+    group = Channel(0, (0, 1, 2), collective=True)
+    tensor = TensorType(DType.F32, (4,))
+    given = [b"a", "text", 5, {"b": 1}, bytes(100_000), np.arange(50_000), None, b""] * 3
+
+    def body(communicator: CpuCommunicator, world: ThreadWorld) -> Any:
+        def port(op: Collective, type_: Any, has_operand: bool) -> Any:
+            operand = type_ if has_operand else None
+            return communicator.collective_port(op, group, operand, type_)
+
+        add = [port(AllReduce(op=ReduceOp.SUM), tensor, True) for _ in range(2)]
+        casts = [port(Broadcast(root=0), OBJECT, world.rank == 0) for _ in range(2)]
+        seen = []
+        for i, value in enumerate(given):
+            other = given[-i]
+            add[0].start(torch.full((4,), float(i)))
+            casts[0].start(value if world.rank == 0 else None)
+            casts[1].start(other if world.rank == 0 else None)
+            add[1].start(torch.ones(4))
+            while not all(p.poll() for p in (*add, *casts)):
+                communicator.progress()
+            assert [p.take()[0].item() for p in add] == [3.0 * i, 3.0]
+            seen.append([p.take() for p in casts])
+        return seen
+
+    for seen in run_communicators(3, [group], body):
+        for i, (value, other) in enumerate(seen):
+            assert np.array_equal(value, given[i])
+            assert np.array_equal(other, given[-i])
+
+
+def test_units_do_not_lend() -> None:
+    loans, found = exchange(UnitType(), [None] * 3, lambda value: value)
+    assert (loans, found) == ([], [None] * 3)
