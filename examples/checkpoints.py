@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,23 +52,42 @@ def load(folder: Path, actors: list[cg.ActorHandle]) -> tuple[int, dict[str, Any
 
     Raises:
         FileNotFoundError: there is no complete checkpoint in `folder`.
+        ValueError: a file of the checkpoint is damaged.
         KeyError: the checkpoint lacks a parameter that an actor has.
     """
     pointer = folder / "latest"
     if not pointer.exists():
         raise FileNotFoundError(f"no checkpoint in {folder}: run without --resume first")
     path = folder / pointer.read_text()
-    manifest = json.loads((path / "manifest.json").read_text())
+    manifest = _read(path / "manifest.json", lambda file: json.loads(file.read_text()))
     model: dict[str, torch.Tensor] = {}
     optimizer: dict[str, dict[str, Any]] = {}
     for name in manifest["actors"]:
-        part = torch.load(path / f"{name}.pt", mmap=True, weights_only=True)
+        part = _read(path / f"{name}.pt", _load_tensors)
         model |= part["model"]
         optimizer |= part["optimizer"]
     for actor in actors:
         if actor.is_local:
             _restore(actor.local, model, optimizer, manifest["step"])
     return manifest["step"], manifest["extra"]
+
+
+def _read(file: Path, read: Callable[[Path], Any]) -> Any:
+    try:
+        return read(file)
+    except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+        first_line = str(error).partition("\n")[0]
+        others = sorted(path.name for path in file.parent.parent.glob("step-*"))
+        raise ValueError(
+            f"{file} is damaged ({type(error).__name__}: {first_line}). To go on from another "
+            f"checkpoint, write its name into {file.parent.parent / 'latest'}; there are "
+            f"{', '.join(others)}"
+        ) from error
+
+
+def _load_tensors(file: Path) -> dict[str, Any]:
+    # Mapped, for a rank needs a part of each file at most.
+    return torch.load(file, mmap=True, weights_only=True)
 
 
 def _state(stage: Any) -> dict[str, Any]:

@@ -123,3 +123,14 @@ def test_bad_arguments(
         train_gpt.parse()
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("which", ["manifest.json", "*.pt"])
+def test_a_damaged_checkpoint(which: str, tmp_path: Path) -> None:
+    actors = stages(2)
+    checkpoints.save(tmp_path, actors, 1, {})
+    checkpoints.save(tmp_path, actors, 2, {})
+    file = next((tmp_path / "step-000002").glob(which))
+    file.write_bytes(file.read_bytes()[:-20])
+    with pytest.raises(ValueError, match=r"step-000002.*is damaged.*there are step-000001, step-"):
+        checkpoints.load(tmp_path, actors)
