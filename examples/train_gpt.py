@@ -166,8 +166,11 @@ class Record:
     bubble: float = 0.0
 
 
-def make_steps(stages, microbatches: int):
-    """The training step, the validation step and the forward used for sampling."""
+def make_steps(stages, microbatches: int, backend: str = "auto"):
+    """The training step, the validation step and the forward used for sampling.
+
+    What a stage returns travels to the next one, and its gradient back, by `backend`.
+    """
 
     @cg.trace
     def train(x, y):
@@ -175,7 +178,7 @@ def make_steps(stages, microbatches: int):
         for mx, my in cg.microbatches((x, y), microbatches):
             h = mx
             for stage in stages:
-                h = stage.forward(h)
+                h = cg.via(stage.forward(h), backend)
             losses.append(stages[-1].loss(h, my))
         loss = cg.mean(losses)
         cg.backward(loss)
@@ -189,14 +192,14 @@ def make_steps(stages, microbatches: int):
         for mx, my in cg.microbatches((x, y), microbatches):
             h = mx
             for stage in stages:
-                h = stage.forward(h)
+                h = cg.via(stage.forward(h), backend)
             losses.append(stages[-1].loss(h, my))
         return cg.mean(losses)
 
     @cg.trace
     def predict(x):
         for stage in stages:
-            x = stage.forward(x)
+            x = cg.via(stage.forward(x), backend)
         return x[:, -1]
 
     return train, evaluate, predict
@@ -263,6 +266,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=32, help="sequences a step")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--schedule", default="1f1b", choices=cg.schedules.names())
+    parser.add_argument(
+        "--backend",
+        default="auto",
+        choices=("auto", "cpu", "nccl", "hccl"),
+        help="what activations and their gradients travel by",
+    )
     parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate")
     parser.add_argument("--layers", type=int, default=Config.layers)
     parser.add_argument("--width", type=int, default=Config.width)
@@ -295,7 +304,7 @@ def main() -> None:
         Stage.on(rank)(config, part, args.seed, args.rate, args.steps)
         for rank, part in enumerate(parts)
     ]
-    train, evaluate, predict = make_steps(stages, args.microbatches)
+    train, evaluate, predict = make_steps(stages, args.microbatches, args.backend)
     record, start = Record(), 0
     if args.resume:
         start, saved = checkpoints.load(args.out / "checkpoints", stages)

@@ -1,0 +1,1 @@
+"""HCCL: messages and collectives between Ascend NPUs, on streams."""

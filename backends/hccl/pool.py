@@ -1,0 +1,117 @@
+"""The HCCL communicators of a process: joined one after the other, and never broken off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from time import monotonic, sleep
+from typing import ClassVar
+
+from ...ir.attributes import Stream
+from ...ir.module import Channel
+from ..base import World
+from ..devices.base import Device
+from ..nccl.library import CommunicationError
+from ..nccl.pool import Group, Line, Pool
+from .library import HcclLibrary
+
+LIMIT = 32
+"""Communicators that a rank may be a member of. HCCL takes 400 MB of device memory for each, or
+twice HCCL_BUFFSIZE; in a pipeline of any length a rank has four."""
+
+GRACE_SECONDS = 5.0
+"""How long messages that were under way at a failure get to come to their end."""
+
+
+class HcclPool(Pool):
+    """See `Pool`.
+
+    HCCL cannot break off what is under way. After a failure the streams therefore get some time to
+    become empty: if they do on all ranks, every message has met its other end, and the
+    communicators are as good as before. If not, a device waits for a message that never comes,
+    until HCCL_EXEC_TIMEOUT; nothing can be sent after it, and all ranks are told so.
+    """
+
+    library_name: ClassVar[str] = "HCCL"
+    device_name: ClassVar[str] = "NPU"
+    limit: ClassVar[int] = LIMIT
+
+    def __init__(
+        self,
+        world: World,
+        device: Device | None,
+        library: HcclLibrary | None,
+        grace: float = GRACE_SECONDS,
+    ) -> None:
+        super().__init__(world, device, library)
+        self._grace = grace
+        self._lost: str | None = None
+
+    def join(self, channels: Iterable[Channel]) -> dict[int, Line]:
+        """See `Pool`.
+
+        Raises:
+            CommunicationError: also, after a failure that has left messages under way.
+        """
+        if self._lost is not None:
+            raise CommunicationError(self._lost)
+        return super().join(channels)
+
+    def abort(self) -> None:
+        """Nothing can be broken off; `reset` sees what has come of it."""
+        self._broken = True
+
+    def reset(self) -> None:
+        """See whether all that was under way has come to its end; collective.
+
+        Raises:
+            CommunicationError: it has not, on some rank.
+        """
+        if self._lost is not None:
+            raise CommunicationError(self._lost)
+        if not self._broken:
+            return
+        self._broken = False
+        stuck = [
+            f"rank {rank}: {why}"
+            for rank, why in enumerate(self._world.allgather(self._unfinished()))
+            if why is not None
+        ]
+        if stuck:
+            self._lost = (
+                "an earlier execution has failed while messages between NPUs were under way, and "
+                "HCCL cannot break them off (" + "; ".join(stuck) + "). Nothing more can be sent "
+                "in this job: end it, and start again from a checkpoint"
+            )
+            raise CommunicationError(self._lost)
+
+    def close(self) -> None:
+        """See `Pool`; communicators with something under way stay as they are."""
+        if self._lost is not None or self._broken:
+            self._groups.clear()
+            return
+        super().close()
+
+    def _unfinished(self) -> str | None:
+        """What keeps this rank's streams from becoming empty; None if nothing does."""
+        if not self._lines():
+            return None
+        device = self.device
+        marks = []
+        for kind in (Stream.SEND, Stream.RECV, Stream.COLLECTIVE):
+            mark = device.event()
+            mark.record(device.stream(kind))
+            marks.append(mark)
+        deadline = monotonic() + self._grace
+        try:
+            while not all(mark.query() for mark in marks):
+                if monotonic() > deadline:
+                    return "; ".join(self.errors()) or "a message waits for its other end"
+                sleep(0.002)
+        except RuntimeError as error:  # what torch_npu raises once a stream has failed
+            return "; ".join(self.errors()) or str(error)
+        return None
+
+    def _connect(self, groups: Sequence[Group]) -> None:
+        """One group after the other: a process listens for the members of one at a time."""
+        for group in groups:
+            super()._connect((group,))

@@ -1,0 +1,185 @@
+"""A communicator for cg that moves values through files, as an example of one that is not cg's own.
+
+After `pip install examples/mailbox` a step may say `cg.via(value, "mailbox")`; cg finds the package
+by its entry point of group `cg.communicators`. Files are slow, but whoever wants to know what
+travels can look at them. Ranks on several machines need a folder that all of them see.
+"""
+
+from __future__ import annotations
+
+import io
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cg.backends import collectives
+from cg.backends.base import Port, World
+from cg.backends.poison import Poison
+from cg.ir.module import Channel
+from cg.ir.ops import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Barrier,
+    Broadcast,
+    Collective,
+    Recv,
+    ReduceScatter,
+    Send,
+)
+from cg.ir.types import ValueType
+
+
+def connect(world: World, channels: Sequence[Channel]) -> Mailbox:
+    """What cg calls, on all ranks together, for the channels that go by "mailbox"."""
+    folder = tempfile.mkdtemp(prefix="cg-mailbox-") if world.rank == 0 else None
+    return Mailbox(world.rank, Path(world.broadcast(folder, root=0)))
+
+
+class Mailbox:
+    """The communicator: makes a port for each op, and numbers the messages of each pair of ranks.
+
+    The n-th message from one rank to another on a channel is file `channel-source-target-n`.
+    """
+
+    def __init__(self, rank: int, folder: Path) -> None:
+        self.rank = rank
+        self.folder = folder
+        self._sent: Counter[str] = Counter()
+        self._taken: Counter[str] = Counter()
+
+    def send_port(self, op: Send, channel: Channel, type_: ValueType) -> Port:
+        """The port of a `send`."""
+        return MailPort(self, channel, to=channel.ranks[1:], reads=())
+
+    def recv_port(self, op: Recv, channel: Channel, type_: ValueType) -> Port:
+        """The port of a `recv`."""
+        return MailPort(self, channel, to=(), reads=channel.ranks[:1])
+
+    def collective_port(
+        self, op: Collective, channel: Channel, operand: ValueType | None, result: ValueType
+    ) -> Port:
+        """The port of a collective: everybody sends everybody what they have, and computes."""
+        if isinstance(op, Broadcast):
+            to = channel.ranks if self.rank == op.root else ()
+            return MailPort(self, channel, to=to, reads=(op.root,))
+        return MailPort(self, channel, channel.ranks, channel.ranks, combine=op)
+
+    def post(self, channel: Channel, target: int, content: bytes) -> None:
+        """Put a message down. Its name appears when it is whole."""
+        line = f"{channel.id}-{self.rank}-{target}"
+        file = self.folder / f"{line}-{self._sent[line]}"
+        self._sent[line] += 1
+        file.with_suffix(".new").write_bytes(content)
+        file.with_suffix(".new").rename(file)
+
+    def next_file(self, channel: Channel, source: int) -> Path:
+        """Where the next message from a rank will be."""
+        line = f"{channel.id}-{source}-{self.rank}"
+        self._taken[line] += 1
+        return self.folder / f"{line}-{self._taken[line] - 1}"
+
+    def progress(self) -> None:
+        """Nothing: files move on by themselves."""
+
+    def reset(self) -> None:
+        """Throw away what is under way after a failure; cg calls it on all ranks together."""
+        for file in self.folder.glob(f"*-*-{self.rank}-*"):
+            file.unlink()
+        self._sent.clear()
+        self._taken.clear()
+
+    def close(self) -> None:
+        """Throw the folder away; the first rank to close does it."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class MailPort:
+    """One op: it sends its operand `to` some ranks, and its value is made of what it `reads`."""
+
+    holds = False
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        channel: Channel,
+        to: Sequence[int],
+        reads: Sequence[int],
+        combine: Collective | None = None,
+    ) -> None:
+        self._mailbox = mailbox
+        self._channel = channel
+        self._to = to
+        self._reads = reads
+        self._combine = combine
+        self._expected: list[Path] = []
+        self._into: torch.Tensor | None = None
+
+    def start(self, value: Any) -> None:
+        """Send, and note which files to wait for. A `recv` may be given a tensor to fill."""
+        self._into = value if not self._to and isinstance(value, torch.Tensor) else None
+        self._issue(_packed(value))
+
+    def fail(self, poison: Poison) -> None:
+        """Send an error in place of the operand."""
+        self._issue(_packed(_Failed(poison.to_bytes())))
+
+    def poll(self) -> bool:
+        """Whether all files have come."""
+        return all(file.exists() for file in self._expected)
+
+    def take(self) -> Any:
+        """What the op makes; an error that came in place of a value is raised."""
+        values = []
+        for file in self._expected:
+            values.append(torch.load(file, weights_only=False))
+            file.unlink()
+        for value in values:
+            if isinstance(value, _Failed):
+                raise Poison.from_bytes(value.content)
+        made = values[0] if self._combine is None else self._combined(values)
+        return made if self._into is None else self._into.copy_(made)
+
+    def release(self) -> None:
+        """Nothing: values are in memory of their own."""
+
+    def _issue(self, content: bytes) -> None:
+        for rank in self._to:
+            self._mailbox.post(self._channel, rank, content)
+        self._expected = [self._mailbox.next_file(self._channel, rank) for rank in self._reads]
+
+    def _combined(self, values: list[Any]) -> Any:
+        """As cg defines collectives; each gives one result for each rank of the group."""
+        op = self._combine
+        mine = self._channel.ranks.index(self._mailbox.rank)
+        if isinstance(op, Barrier):
+            return None
+        if isinstance(op, AllReduce):
+            return collectives.all_reduce(values, op.op)[mine]
+        if isinstance(op, AllGather):
+            return collectives.all_gather(values, op.dim)[mine]
+        if isinstance(op, ReduceScatter):
+            return collectives.reduce_scatter(values, op.op, op.dim)[mine]
+        assert isinstance(op, AllToAll), "there are no others"
+        return collectives.all_to_all(values, op.dim)[mine]
+
+
+def _packed(value: Any) -> bytes:
+    """A tensor, or any object, as bytes."""
+    if isinstance(value, torch.Tensor):
+        value = value.clone()  # else all that it is a part of is saved, too
+    content = io.BytesIO()
+    torch.save(value, content)
+    return content.getvalue()
+
+
+class _Failed:
+    """An error on its way."""
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content

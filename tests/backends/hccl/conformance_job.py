@@ -1,0 +1,82 @@
+"""Runs the conformance suite by HCCL on the ranks of a job: over the mock, or on real NPUs.
+
+    mpiexec -n 2 python -m tests.backends.hccl.conformance_job
+
+Each case runs as it is first, and is then captured and replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from cg.backends.cpu.transport import CpuTransport
+from cg.backends.devices.capture import WARM_UPS
+from cg.backends.devices.executable import DeviceExecutable
+from cg.backends.hccl.communicator import HcclCommunicator, make_pool
+from cg.backends.hccl.pool import HcclPool
+from cg.backends.hccl.ports import REDUCES
+from cg.launch import world as worlds
+from cg.launch.config import config
+from cg.passes.capture import Capture
+from cg.passes.manager import PassManager
+from tests.backends.conformance import EXECUTIONS, Case, cases, check
+
+TIMES = WARM_UPS + 2
+
+
+def main() -> None:
+    world: Any = worlds.world()
+    transport = CpuTransport(world)
+    pool = make_pool(world, config().hccl_library)
+    count = replays = 0
+    for case in served(world.size):
+        replays += run(case, world, transport, pool)
+        count += 1
+    pool.close()
+    print(f"rank {world.rank}: {count} cases conform, {replays} replays", flush=True)
+    transport.close()
+
+
+def served(size: int) -> Iterator[Case]:
+    """The cases of tensors that HCCL serves, for so many ranks; some of those for fewer."""
+    for index, case in enumerate(cases()):
+        fits = case.ranks == size or (case.ranks < size and index % 4 == 0)
+        reducible = case.reduces is None or case.reduces in REDUCES
+        if fits and reducible and not case.objects:
+            yield case
+
+
+def run(case: Case, world: Any, transport: CpuTransport, pool: HcclPool) -> int:
+    """Each execution of a case gives what it gives in the virtual world; how many were replays."""
+    module, expected = case.module(), case.expected()
+    for id_, channel in module.channels.items():
+        module.channels[id_] = replace(channel, via="hccl")
+    PassManager((Capture("+".join(["hccl"] * module.world)),)).run(module)
+    executable = None
+    communicator = HcclCommunicator(pool, list(module.channels.values()), world.rank)
+    if world.rank < module.world:
+        serving: dict[int, Any] = dict.fromkeys(module.channels, communicator)
+        program = module.program_of(world.rank)
+        executable = DeviceExecutable(program, module, {}, {}, serving, 0, world.device)
+    for execution in (i % EXECUTIONS for i in range(TIMES)):
+        if executable is not None:
+            given = case.inputs(execution)[world.rank]
+            try:
+                outputs = executable.run(given, transport.pause, 20.0)
+                check(outputs, expected[execution][world.rank], f"rank {world.rank}")
+            except BaseException as error:
+                error.add_note(f"{case.name} by HCCL, rank {world.rank}")
+                raise
+        world.barrier()
+    segments = () if executable is None else executable.segments
+    assert not any(segment.reason for segment in segments), [s.reason for s in segments]
+    if executable is not None:
+        executable.close()
+    communicator.close()
+    return sum(segment.replays for segment in segments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""All that HCCL must do, on the ranks of a job: conformance, random steps, training.
+
+    mpiexec -n 2 python -m tests.backends.hccl.suite_job 0 6
+
+The numbers are the seeds of random steps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+from cg.launch import world as worlds
+from cg.launch.config import config
+from tests.backends.hccl import conformance_job
+from tests.equality import compare_all
+from tests.mpi import oracle_job
+
+OPERATIONS = (
+    "Send",
+    "Recv",
+    "BatchSendRecv",
+    "AllReduce",
+    "ReduceScatter",
+    "AllGather",
+    "Broadcast",
+)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    world: Any = worlds.world()
+    assert world.device.kind == "npu"
+    library = ctypes.CDLL(str(config().hccl_library))
+    library.mockCalls.restype = ctypes.c_uint64
+    parts = {
+        "conformance": conformance_job.main,
+        "random steps": oracle_job.main,
+        "training": lambda: print(f"rank {world.rank}: {len(compare_all(False))} trainings agree"),
+    }
+    before = dict.fromkeys(OPERATIONS, 0)
+    for name, part in parts.items():
+        part()
+        counts = {each: library.mockCalls(f"Hccl{each}".encode()) for each in OPERATIONS}
+        calls = ", ".join(f"{each} {counts[each] - before[each]}" for each in OPERATIONS)
+        print(f"rank {world.rank}: {name} called {calls}", flush=True)
+        before = counts
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""The unmodified HCCL backend on ranks of MPI, over the mock and the stand-in for torch_npu."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ...mpi.jobs import ROOT, Ended, environment, needs_mpi, run
+from .build import STANDIN, needs_compiler
+from .conformance_job import served
+from .test_npu import needs_no_torch_npu
+
+pytestmark = [*needs_mpi, needs_compiler, pytest.mark.timeout(200)]
+
+TINY = "--layers 4 --width 12 --batch 4 --microbatches 2 --steps 3 --rate 1e-2 --sample 0"
+
+
+def on_npus(
+    mock: Path, ranks: int, program: Sequence[str], seconds: float = 150, **variables: str
+) -> Ended:
+    """A job whose ranks have an NPU each."""
+    path = os.pathsep.join([str(STANDIN), environment()["PYTHONPATH"], str(ROOT)])
+    given = {"HCCL_SO_PATH": str(mock), "HCCL_EXEC_TIMEOUT": "60", "PYTHONPATH": path}
+    return run(ranks, program, variables={**given, **variables}, seconds=seconds)
+
+
+def calls(output: str, rank: int, part: str) -> dict[str, int]:
+    """How often a part of the suite has called each of HCCL's operations."""
+    (found,) = re.findall(rf"rank {rank}: {part} called ([^\n]*)", output)
+    return {name: int(count) for name, count in re.findall(r"(\w+) (\d+)", found)}
+
+
+@pytest.mark.parametrize(("ranks", "seeds"), [(2, (0, 6)), (4, (100, 102))])
+def test_conformance_random_steps_and_training(
+    mock: Path, ranks: int, seeds: tuple[int, int]
+) -> None:
+    program = ["-m", "tests.backends.hccl.suite_job", *map(str, seeds)]
+    ended = on_npus(mock, ranks, program)
+    assert ended.code == 0, ended.output
+    cases = len(list(served(ranks)))
+    assert cases > (60 if ranks == 2 else 15)
+    for rank in range(ranks):
+        ran, replayed = re.findall(rf"rank {rank}: (\d+) cases .*, (\d+) replays", ended.output)[0]
+        assert int(ran) == cases
+        assert int(replayed) > 0
+        assert f"rank {rank}: 4 trainings agree" in ended.output
+        agreed = re.findall(rf"rank {rank}: (\d+) of \d+ agree", ended.output)
+        assert int(agreed[0]) >= 0.6 * (seeds[1] - seeds[0])
+        trained = calls(ended.output, rank, "training")
+        assert min(trained["Send"], trained["Recv"]) > 0
+    moved = calls(ended.output, 0, "conformance")
+    every = ("BatchSendRecv", "ReduceScatter", "Broadcast") if ranks == 2 else ()
+    assert all(moved[name] > 0 for name in (*every, "Send", "Recv", "AllReduce", "AllGather"))
+    assert calls(ended.output, 1, "random steps")["Broadcast"] > 0
+
+
+def test_train_gpt(mock: Path, tmp_path: Path) -> None:
+    """On 2 and 4 NPUs it learns what it learns in one process on the CPU.
+
+    The 2 capture no graphs, so their programs run as they are.
+    """
+    script = str(ROOT / "examples" / "train_gpt.py")
+
+    def losses(ranks: int) -> list[float]:
+        folder = tmp_path / str(ranks)
+        options = [*TINY.split(), "--out", str(folder)]
+        if ranks == 0:
+            ended = run(0, [script, *options], seconds=100)
+        else:
+            graphs = {"MOCK_NPU_GRAPHS": "0"} if ranks == 2 else {}
+            ended = on_npus(mock, ranks, [script, *options, "--backend", "hccl"], 100, **graphs)
+        assert ended.code == 0, ended.output
+        found: dict[str, Any] = json.loads((folder / "figures.json").read_text())
+        return [*found["losses"], found["validation"][-1][1]]
+
+    plain = losses(0)
+    assert len(plain) == 4
+    for ranks in (2, 4):
+        assert losses(ranks) == pytest.approx(plain, rel=1e-4)
+
+
+def test_a_failure_leaves_what_cannot_be_broken_off(mock: Path) -> None:
+    """The error reaches all ranks; the next call says on all of them that the job has to end."""
+    ended = on_npus(mock, 2, ["-m", "tests.backends.hccl.failing_job"], HCCL_EXEC_TIMEOUT="2")
+    assert ended.code != 0
+    assert ended.output.count("[3.0, 3.0]") == 0
+    assert "rank 1: [4.0, 4.0]" in ended.output
+    assert "went on" not in ended.output
+    said = re.sub(r"\s+", " ", ended.output)
+    ends_itself = "messages between devices have failed: the edge from rank 0 to rank 1: timeout"
+    refuses = (
+        "HCCL cannot break them off (rank 1: the edge from rank 0 to rank 1: timeout (HCCL result "
+        "9)). Nothing more can be sent in this job: end it, and start again from a checkpoint"
+    )
+    assert ends_itself in said or refuses in said
+
+
+def test_the_self_test(mock: Path) -> None:
+    program = ["-m", "cg.backends.hccl.selftest", "-n", "2", "--library", str(mock)]
+    ended = on_npus(mock, 0, program)
+    assert ended.code == 0, ended.output
+    rows = ended.output[ended.output.index("result | check | details") :].splitlines()[1:]
+    assert [row.split(" | ")[:2] for row in rows] == [
+        ["pass", name]
+        for name in (
+            "structures lie as in C",
+            "torch_npu",
+            "library and functions",
+            "at least 2 NPUs",
+            "messages from rank to rank",
+            "collectives",
+            "training equals a plain loop",
+            "time of a round trip",
+            "all ranks ended",
+        )
+    ]
+    assert re.search(
+        r"training equals a plain loop .* graphs replayed [1-9]\d* times\n", ended.output
+    )
+
+
+@needs_no_torch_npu
+def test_the_self_test_where_there_is_nothing() -> None:
+    ended = run(0, ["-m", "cg.backends.hccl.selftest", "--library", "/no/libhccl.so"], seconds=60)
+    assert ended.code == 1
+    assert "FAIL | torch_npu | TransportError: NPUs are driven by torch_npu" in ended.output
+    assert "FAIL | library and functions | TransportError: tensors on NPUs travel" in ended.output
+    assert "skip | steps on the NPUs | something above is missing" in ended.output
