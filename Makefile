@@ -6,7 +6,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.stamp
 
-.PHONY: setup train test test-gpu lint bench docs clean
+.PHONY: setup train test test-gpu lint bench bench-gpu bench-ray docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -14,6 +14,8 @@ help:
 	@echo "make test    run all tests"
 	@echo "make lint    ruff and mypy --strict"
 	@echo "make bench   the benchmarks that need no GPU"
+	@echo "make bench-ray  compare with Ray Compiled Graphs, in an environment of its own"
+	@echo "make test-gpu, make bench-gpu   the same on $(RANKS) ranks, each with a GPU"
 	@echo "make docs    build the documentation into site/"
 	@echo "make setup   only create or update $(VENV)"
 
@@ -42,6 +44,9 @@ test: setup
 test-gpu: setup
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
+bench-gpu: setup
+	$(BIN)/python -m cg.launch -n $(RANKS) benchmarks/gpu.py $(ARGS)
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -50,8 +55,21 @@ lint: setup
 bench: setup
 	$(BIN)/python benchmarks/run.py $(ARGS)
 
+# Ray and what it needs stay out of .venv. Both sides run on the same Python, torch and numpy.
+RAY       := .venv-ray
+RAY_STAMP := $(RAY)/.stamp
+
+$(RAY_STAMP): setup.cfg constraints.txt benchmarks/ray_comparison/requirements.txt
+	$(PYTHON) -m venv $(RAY)
+	$(RAY)/bin/python -m pip install --quiet -e '.[mpich,examples]' \
+	  -r benchmarks/ray_comparison/requirements.txt -c constraints.txt
+	@touch $@
+
+bench-ray: $(RAY_STAMP)
+	$(RAY)/bin/python benchmarks/ray_comparison/run.py $(ARGS)
+
 docs: setup
 	$(BIN)/mkdocs build --strict --quiet
 
 clean:
-	rm -rf $(VENV) .dev build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(RAY) .dev build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -20,16 +20,20 @@ if TYPE_CHECKING:
         TransportError,
     )
     from .backends.futures import CapacityError, Future
+    from .ir.costs import Costs, Link
     from .ir.diagnostics import IRError
     from .ir.types import Place
-    from .launch.api import Lowered, Step, actor, allgather, barrier, on, trace
+    from .launch.api import Lowered, Step, actor, allgather, barrier, measure, on, trace
     from .launch.carry import carry
     from .launch.compiled import Compiled
     from .launch.config import ConfigError
+    from .launch.optimistic import Optimistic
+    from .launch.profiling import profile
     from .launch.waiting import WorldError
     from .launch.world import rank, world_size
     from .passes import schedules
     from .tracer.actors import ActorError, ActorHandle, remat
+    from .tracer.clipping import clip_grad_norm
     from .tracer.collectives import (
         all_gather,
         all_reduce,
@@ -43,6 +47,7 @@ if TYPE_CHECKING:
     from .tracer.opaque import opaque
     from .tracer.trace import InputError
     from .tracer.values import OBJECT as object  # noqa: N811 - users write cg.object
+    from .tracer.via import via
 
 # Where each public name lives: room.module, and the name there if it is another.
 _HOMES = {
@@ -57,11 +62,13 @@ _HOMES = {
     "microbatches": "tracer.microbatches",
     "mean": "tracer.microbatches",
     "backward": "tracer.gradients",
+    "clip_grad_norm": "tracer.clipping",
     "all_reduce": "tracer.collectives",
     "all_gather": "tracer.collectives",
     "reduce_scatter": "tracer.collectives",
     "all_to_all": "tracer.collectives",
     "broadcast": "tracer.collectives",
+    "via": "tracer.via",
     # The world
     "rank": "launch.world",
     "world_size": "launch.world",
@@ -72,9 +79,15 @@ _HOMES = {
     "Step": "launch.api",
     "Lowered": "launch.api",
     "Compiled": "launch.compiled",
+    "Optimistic": "launch.optimistic",
+    "profile": "launch.profiling",
     "Future": "backends.futures",
     "ActorHandle": "tracer.actors",
     "Place": "ir.types",
+    # What it costs
+    "measure": "launch.api",
+    "Costs": "ir.costs",
+    "Link": "ir.costs",
     # What can go wrong
     "TraceError": "tracer.errors",
     "IRError": "ir.diagnostics",
@@ -101,11 +114,13 @@ __all__ = [
     "microbatches",
     "mean",
     "backward",
+    "clip_grad_norm",
     "all_reduce",
     "all_gather",
     "reduce_scatter",
     "all_to_all",
     "broadcast",
+    "via",
     "rank",
     "world_size",
     "barrier",
@@ -114,9 +129,14 @@ __all__ = [
     "Step",
     "Lowered",
     "Compiled",
+    "Optimistic",
+    "profile",
     "Future",
     "ActorHandle",
     "Place",
+    "measure",
+    "Costs",
+    "Link",
     "TraceError",
     "IRError",
     "InputError",

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 from ..ir.module import Channel
 from ..ir.ops import Collective, Recv, Send
 from ..ir.types import ValueType
+from .devices.base import Device
 from .poison import Poison
 
 T = TypeVar("T")
@@ -132,6 +133,10 @@ class World(Protocol):
     @property
     def nodes(self) -> Sequence[int]:
         """For each rank the number of the machine that it runs on."""
+
+    @property
+    def device(self) -> Device | None:
+        """The accelerator of this process's rank, on which its tensors are; None: on the host."""
 
     def plays(self, rank: int) -> bool:
         """Whether this process holds the actors of `rank`."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..ir.attributes import Effect
 from ..ir.diagnostics import Diagnostic
-from ..ir.module import Channel, FunctionKind, Module, Program
+from ..ir.module import Channel, Function, FunctionKind, Module, Program
 from ..ir.ops import (
     Alloc,
     Call,
@@ -84,6 +84,7 @@ class Binder:
         execution: gives the number of the execution in progress.
         tickets: of a program several executions of which may be in flight; None for one that runs
             alone on its actors.
+        target: where tensors live; on the host if None.
     """
 
     def __init__(
@@ -96,8 +97,10 @@ class Binder:
         seed: int,
         execution: Callable[[], int],
         tickets: Tickets | None = None,
+        target: torch.device | None = None,
     ) -> None:
         self._tickets = tickets
+        self._target = target
         self._program = program
         self._module = module
         self._bodies = bodies
@@ -128,20 +131,23 @@ class Binder:
             self._at = index
             if index in gates:
                 self._emit(gates[index], KEEP)
-            if isinstance(op, Alloc):
-                self._bind_alloc(op, arena)
-            elif isinstance(op, Collective):
-                self._bind_collective(op)
-            elif type(op) in _BINDERS:
-                _BINDERS[type(op)](self, op)
-            else:
-                self._fail(op, f"no backend runs `{op.opcode}`", "compile the step first")
+            self._bind_op(op, arena)
             for passage in passages.get(index, ()):
                 self._emit(passage, KEEP)
         self._finish()
         return code
 
     # -- plumbing ---------------------------------------------------------------------------
+
+    def _bind_op(self, op: Op, arena: Tensor) -> None:
+        if isinstance(op, Alloc):
+            self._bind_alloc(op, arena)
+        elif isinstance(op, Collective):
+            self._bind_collective(op)
+        elif type(op) in _BINDERS:
+            _BINDERS[type(op)](self, op)
+        else:
+            self._fail(op, f"no backend runs `{op.opcode}`", "compile the step first")
 
     def _fail(self, op: Op, message: str, help_: str = "") -> NoReturn:
         raise BindError(Diagnostic(message, op, self._program, help=help_).render())
@@ -187,7 +193,7 @@ class Binder:
             for op in self._program.ops
             if isinstance(op, Alloc) and isinstance(op.result.type, TensorType)
         ]
-        return torch.empty(max(ends, default=0), dtype=torch.uint8)
+        return torch.empty(max(ends, default=0), dtype=torch.uint8, device=self._target)
 
     # -- values -----------------------------------------------------------------------------
 
@@ -214,7 +220,7 @@ class Binder:
         if not isinstance(type_, TensorType):
             self._fail(op, f"`fill` makes tensors, not {type_}")
         assert op.fill is not None
-        make = instructions.filled(type_, op.fill)
+        make = instructions.filled(type_, op.fill, self._target)
         if op.result in self._layout.escaping:
             # A user may change it, or keep it: each execution gets its own.
             step = Step(Role.COMPUTE, (), (register,))
@@ -256,16 +262,23 @@ class Binder:
                 f"@{function.name} takes {len(function.inputs)} values and returns "
                 f"{len(function.outputs)}",
             )
-        if function.kind is FunctionKind.OPAQUE:
-            body = checked(body, function)
+        body = self._adapted(body, function)
         if op.key is not None:
-            body = seeded(body, self._seed, op.key, self._execution)
+            body = self._seeded(body, op.key)
         inputs = [self._register(value) for value in op.operands]
         outputs = [self._register(value) for value in op.results]
         self._emit(
             instructions.call(body, self._code.registers, inputs, outputs),
             Step(Role.COMPUTE, tuple(inputs), tuple(outputs), function=function),
         )
+
+    def _adapted(self, body: Body, function: Function) -> Body:
+        """A body as it is called; what an opaque one returns is checked."""
+        return checked(body, function) if function.kind is FunctionKind.OPAQUE else body
+
+    def _seeded(self, body: Body, key: int) -> Body:
+        """A body that draws random numbers."""
+        return seeded(body, self._seed, key, self._execution)
 
     # -- communication ----------------------------------------------------------------------
 
@@ -340,16 +353,17 @@ class Binder:
             self._release(future)
 
 
+# By way of the instance, so that what runs on a device can bind some ops in its own way.
 _BINDERS: dict[type[Op], Callable[[Binder, Any], None]] = {
-    Constant: Binder._bind_constant,
-    View: Binder._bind_view,
-    Copy: Binder._bind_copy,
-    Call: Binder._bind_call,
-    Send: Binder._bind_send,
-    Recv: Binder._bind_recv,
-    Wait: Binder._bind_wait,
-    Free: Binder._bind_free,
-    Return: Binder._bind_return,
+    Constant: lambda binder, op: binder._bind_constant(op),
+    View: lambda binder, op: binder._bind_view(op),
+    Copy: lambda binder, op: binder._bind_copy(op),
+    Call: lambda binder, op: binder._bind_call(op),
+    Send: lambda binder, op: binder._bind_send(op),
+    Recv: lambda binder, op: binder._bind_recv(op),
+    Wait: lambda binder, op: binder._bind_wait(op),
+    Free: lambda binder, op: binder._bind_free(op),
+    Return: lambda binder, op: binder._bind_return(op),
 }
 
 

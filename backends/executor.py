@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from operator import length_hint
 from time import perf_counter
 from typing import Any
-
-import torch
 
 from ..ir.module import Module, Program
 from ..ir.printer import format_op
@@ -18,8 +16,10 @@ from .checks import InputCheck
 from .errors import RemoteError, StepTimeout
 from .failures import failure_at
 from .flight import FlightRecord, Position
-from .instructions import Instruction
+from .grad_mode import is_grad_enabled, set_grad_enabled
+from .instructions import Instruction, getter
 from .statistics import ProfileEntry, Statistics
+from .tracing import InstructionLog
 
 
 def bind(
@@ -66,13 +66,14 @@ class Executable:
         constants: Mapping[str, Any],
         communicators: Mapping[int, Communicator],
         seed: int,
+        binder: Callable[..., Binder] = Binder,
     ) -> None:
         self.program = program
         self.module = module
         self.statistics = Statistics()
         self.execution = -1
         self._bodies = bodies
-        self._code = Binder(
+        self._code = binder(
             program, module, bodies, constants, communicators, seed, lambda: self.execution
         ).bind()
         unique = {id(communicator): communicator for communicator in communicators.values()}
@@ -80,7 +81,7 @@ class Executable:
         self._check_inputs = InputCheck(program)
         self._instructions = self._code.instructions
         self._profile: list[_Timer] | None = None
-        self._no_grad = torch.no_grad()
+        self._get_outputs = getter(self._code.outputs)
         self._rest: Iterator[Instruction] | None = None
         self._pending: Instruction | None = None
         self._failed = False
@@ -103,6 +104,7 @@ class Executable:
         pause: Pause,
         timeout: float | None = None,
         execution: int | None = None,
+        checked: bool = False,
     ) -> tuple[Any, ...]:
         """Execute the program once, from start to end.
 
@@ -110,7 +112,7 @@ class Executable:
             inputs: one value for each parameter of the program.
             pause: what to do between two fruitless polls.
             timeout: seconds until `StepTimeout`; None for no limit.
-            execution: as in `start`.
+            execution, checked: as in `start`.
 
         Returns:
             What the program returns. Its tensors belong to the caller.
@@ -120,19 +122,25 @@ class Executable:
             RemoteError: an op or a method raised; `reset` before the next execution.
             StepTimeout: the time is up; `reset` before the next execution.
         """
-        self.start(inputs, execution)
+        self.start(inputs, execution, checked)
         deadline = None if timeout is None else self._started + timeout
-        with self._no_grad:
-            while not self._advance(None):
-                self._wait(pause, deadline, timeout)
+        had_grad = is_grad_enabled()
+        set_grad_enabled(False)
+        try:
+            self._run_all(pause, deadline, timeout)
+        finally:
+            set_grad_enabled(had_grad)
         return self._outputs
 
-    def start(self, inputs: Sequence[Any], execution: int | None = None) -> None:
+    def start(
+        self, inputs: Sequence[Any], execution: int | None = None, checked: bool = False
+    ) -> None:
         """Begin an execution.
 
         Args:
             inputs: one value for each parameter of the program.
             execution: its number, which random numbers depend on; None counts on from the last.
+            checked: whether the inputs are known to fit.
 
         Raises:
             InputError: the inputs do not fit.
@@ -141,7 +149,8 @@ class Executable:
         if self._rest is not None:
             state = "has failed" if self._failed else "is in progress"
             raise RuntimeError(f"execution {self.execution} {state}: reset() before the next")
-        self._check_inputs(inputs)
+        if not checked:
+            self._check_inputs(inputs)
         self.execution = self.execution + 1 if execution is None else execution
         registers = self._code.registers
         registers[:] = self._code.template
@@ -161,8 +170,12 @@ class Executable:
             RemoteError: an op or a method raised; `reset` before the next execution.
             RuntimeError: no execution is in progress.
         """
-        with self._no_grad:
+        had_grad = is_grad_enabled()
+        set_grad_enabled(False)
+        try:
             return self._advance(limit)
+        finally:
+            set_grad_enabled(had_grad)
 
     def reset(self) -> None:
         """Give up the execution in progress, if any, and be ready for the next.
@@ -181,6 +194,13 @@ class Executable:
         begun = len(self._instructions) - (length_hint(self._rest) if self._rest else 0)
         return begun, self._pending is not None
 
+    @property
+    def begun(self) -> int:
+        """How many ops of the program have been begun in this execution."""
+        count, _ = self.progress
+        ops = self._code.ops
+        return ops[count] if count < len(ops) else len(self.program.ops)
+
     def position(self) -> Position:
         """Where it is; cheap, and safe to call from a pause or another thread."""
         code = self._code
@@ -190,6 +210,12 @@ class Executable:
         last = max(begun - 1, 0)
         awaited = code.awaited[last] if waits else None
         return Position(self.rank, self.execution, code.ops[last], awaited)
+
+    def record(self, log: InstructionLog | None) -> None:
+        """Record every instruction from the next execution on; None: no longer."""
+        code = self._code
+        plain = code.instructions
+        self._instructions = plain if log is None else log.wrap(code, lambda: self.execution)
 
     def profile(self, on: bool) -> None:
         """Time every instruction from the next execution on, or stop doing so.
@@ -206,6 +232,19 @@ class Executable:
             ProfileEntry(op, format_op(self.program.ops[op]), timer.runs, timer.seconds)
             for op, timer in zip(self._code.ops, self._profile or (), strict=False)
         ]
+
+    def _run_all(self, pause: Pause, deadline: float | None, timeout: float | None) -> None:
+        assert self._rest is not None
+        for instruction in self._rest:
+            try:
+                done = instruction()
+            except Exception as error:
+                raise self._fail(error) from error
+            if not done:
+                self._pending = instruction
+                self._blocked_since = perf_counter()
+                self._wait(pause, deadline, timeout)
+        self._end()
 
     def _advance(self, limit: int | None) -> bool:
         rest = self._rest
@@ -235,7 +274,7 @@ class Executable:
 
     def _end(self) -> None:
         registers = self._code.registers
-        self._outputs = tuple(registers[index] for index in self._code.outputs)
+        self._outputs = self._get_outputs(registers)
         registers[:] = self._code.template
         self._rest = None
         self.statistics.record(perf_counter() - self._started, self._blocked)
@@ -249,7 +288,8 @@ class Executable:
             try:
                 for move_on in progress:
                     move_on()
-                if poll():
+                # A second look costs less than to come back here.
+                if poll() or poll():
                     break
             except Exception as error:
                 raise self._fail(error) from error

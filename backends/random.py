@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -47,5 +47,35 @@ def seeded(body: Body, seed: int, key: int, execution: Callable[[], int]) -> Bod
             return body(*inputs)
         finally:
             generator.set_state(before)
+
+    return run
+
+
+class Generator(Protocol):
+    """The generator of a device; `Device` is one."""
+
+    def seed(self, seed: int) -> None:
+        """Seed it."""
+
+    def random_state(self) -> torch.Tensor:
+        """Its state."""
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        """Put it back."""
+
+
+def seeded_on(
+    device: Generator, body: Body, seed: int, key: int, execution: Callable[[], int]
+) -> Body:
+    """`body` with a device's generator seeded before it and put back after it; see `seeded`."""
+    base = splitmix64(seed & _MASK)
+
+    def run(*inputs: Any) -> Any:
+        before = device.random_state()
+        device.seed(splitmix64(splitmix64(base ^ execution()) ^ key))
+        try:
+            return body(*inputs)
+        finally:
+            device.set_random_state(before)
 
     return run

@@ -52,6 +52,11 @@ class VirtualWorld:
         """All ranks are on one machine."""
         return [0] * self._size
 
+    @property
+    def device(self) -> None:
+        """None: all ranks are on the host."""
+        return None
+
     def plays(self, rank: int) -> bool:
         """True for every rank of the world."""
         return 0 <= rank < self._size

@@ -28,7 +28,14 @@ BENCHMARKS = {
     "executor_overhead": ["executor_overhead.py", "--json", "FILE"],
     "round_trip": ["-m", "cg.launch", "-n", "2", "round_trip.py", "--json", "FILE"],
     "cpu_transport": ["-m", "cg.launch", "-n", "2", "cpu_transport.py", "--json", "FILE"],
+    "idle": ["-m", "cg.launch", "-n", "4", "idle.py", "--json", "FILE"],
     "compile_time": ["compile_time.py", "--json", "FILE"],
+    "compile_schedules": [
+        *["compile_time.py", "--schedule", "all", "--sizes", "8x64", "64x256"],
+        *["--json", "FILE"],
+    ],
+    "schedules": ["-m", "cg.launch", "-n", "4", "schedules.py", "--json", "FILE"],
+    "simulator": ["simulator.py", "--json", "FILE"],
 }
 TIMEOUT = 900.0
 

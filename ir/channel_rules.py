@@ -202,7 +202,7 @@ def _disagreement(one: _End, other: _End) -> Diagnostic:
     )
 
 
-_LOCAL = frozenset({"mb", "task", "stream"})
+_LOCAL = frozenset({"mb", "task", "stream", "graph"})
 
 
 def _meaning(op: _CommOp) -> tuple[object, ...]:

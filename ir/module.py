@@ -118,7 +118,8 @@ class Channel:
         id: what `chan` of an op refers to.
         ranks: (source, destination), or the group of a collective.
         collective: whether it serves a group.
-        via: the transport that the user asked for, None for the automatic choice.
+        via: its transport by name; None for what the run time has for every value.
+        why: why that transport, in words.
         slots: buffers that the receiver keeps, once planned.
         slot_bytes: bytes of each, once planned; 0 where only objects travel.
     """
@@ -129,6 +130,7 @@ class Channel:
     via: str | None = None
     slots: int | None = None
     slot_bytes: int | None = None
+    why: str | None = None
 
 
 @dataclass(eq=False, slots=True)

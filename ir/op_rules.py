@@ -176,6 +176,18 @@ def _unchanged(op: Copy | Transfer, context: Context) -> None:
     _expect(op.result, op.operands[0].type, f"{op.opcode} keeps the operand's type,")
 
 
+def _transfer(op: Transfer, context: Context) -> None:
+    _unchanged(op, context)
+    if context.phase is not Phase.TRACED:
+        return
+    if op.result.type.place != op.operands[0].type.place or op.via is None:
+        raise Problem(
+            "a transfer in phase traced only says how its operand travels to where the result is "
+            "used, so it stays where it is and names a transport",
+            f"write {{via = ...}}, and {op.operands[0].type}; insert-transfers makes the others",
+        )
+
+
 def _send(op: Send, context: Context) -> None:
     _operands(op, 1, "one operand")
     _results(op, 1, "one result, future<unit>")
@@ -310,7 +322,7 @@ RULES: dict[type[Op], Callable[[Any, Context], None]] = {
     Call: _call,
     View: _view,
     Copy: _unchanged,
-    Transfer: _unchanged,
+    Transfer: _transfer,
     Send: _send,
     Recv: _recv,
     AllReduce: _collective,

@@ -43,6 +43,8 @@ class Op:
         mb: the microbatch it belongs to, if any.
         task: the cell of the pipeline schedule it belongs to, once that is known.
         stream: the stream it runs on, once that is assigned.
+        graph: the part of a rank's program that it belongs to and that a device may record and
+            replay as a whole, if it belongs to one.
     """
 
     operands: tuple[Value, ...] = ()
@@ -51,6 +53,7 @@ class Op:
     mb: int | None = field(default=None, kw_only=True)
     task: Task | None = field(default=None, kw_only=True)
     stream: Stream | None = field(default=None, kw_only=True)
+    graph: int | None = field(default=None, kw_only=True)
 
     opcode: ClassVar[str] = "op"
 
@@ -126,10 +129,15 @@ class Copy(Op):
 
 @dataclass(eq=False, slots=True)
 class Transfer(Op):
-    """Bring a value to another place; `via` names the transport, `None` lets cg choose."""
+    """Bring a value to another place; `via` names the transport, and `why` says why that one.
+
+    Without `via` it is what the run time has for every value. Before PLACED a transfer goes from a
+    place to the same place: it says how its operand is to travel to those who use the result.
+    """
 
     opcode: ClassVar[str] = "transfer"
     via: str | None = field(default=None, kw_only=True)
+    why: str | None = field(default=None, kw_only=True)
 
     @property
     def place(self) -> Place | None:
@@ -171,12 +179,14 @@ class Collective(Op):
     program there is that rank's operand only. A program over all ranks gets one result at the
     whole group or, where the ranks get different parts (`reduce_scatter`, `all_to_all`), one for
     each rank, in group order. From ASYNC on results are futures, and `chan` and `seq` are set;
-    they are as in `send`.
+    they are as in `send`. `via` and `why` are as in `transfer`.
     """
 
     group: Place = field(default=Place((0,)), kw_only=True)
     chan: int | None = field(default=None, kw_only=True)
     seq: int | None = field(default=None, kw_only=True)
+    via: str | None = field(default=None, kw_only=True)
+    why: str | None = field(default=None, kw_only=True)
 
     @property
     def place(self) -> Place | None:

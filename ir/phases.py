@@ -43,7 +43,7 @@ _ALWAYS: frozenset[type[Op]] = frozenset(
 _ASYNC: frozenset[type[Op]] = _ALWAYS | {Send, Recv, Wait}
 
 LEGAL: dict[Phase, frozenset[type[Op]]] = {
-    Phase.TRACED: _ALWAYS | {Backward},
+    Phase.TRACED: _ALWAYS | {Backward, Transfer},
     Phase.PLACED: _ALWAYS | {Transfer},
     Phase.ASYNC: _ASYNC,
     Phase.SCHEDULED: _ASYNC | {Alloc, Free},

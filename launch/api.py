@@ -13,9 +13,11 @@ from typing import Any, TypeVar, overload
 
 from ..backends.base import World
 from ..ir.clone import clone
+from ..ir.costs import Costs
 from ..ir.module import Module, Phase
 from ..ir.printer import format_module
 from ..ir.types import Place
+from ..passes.capture import describe
 from ..passes.manager import PassManager
 from ..passes.pipelines import default_pipeline
 from ..passes.registry import parse_switches
@@ -26,12 +28,14 @@ from ..tracer.step import trace_step
 from ..tracer.trace import Trace, signature_of
 from .compiled import Compiled, Variant
 from .config import config
+from .devices import fabrics_of, torch_device
 from .dumps import make_dump
+from .optimistic import Optimistic
 from .world import world
 
 T = TypeVar("T")
 
-actor = ActorFactory(world)
+actor = ActorFactory(world, lambda: torch_device(world()))
 """Class decorator: lets instances live on one rank each; see `ActorFactory`."""
 
 
@@ -56,6 +60,32 @@ def allgather(value: T) -> list[T]:
         TimeoutError: some rank has not come by the deadline (CG_TIMEOUT).
     """
     return world().allgather(value)
+
+
+def measure(compiled: Compiled, *args: Any, executions: int = 5, **kwargs: Any) -> Costs:
+    """Find out what a compiled step costs, by running it on all ranks; collective.
+
+    Each call is timed around its function, and messages of two sizes go back and forth over each
+    edge that the step uses. The result says what each function and each channel takes, for
+    `compiled.simulate`, and what F, B and W of each stage and the transfers between stages take,
+    for `cg-sim --costs` and `cg.schedules.auto`. All times are of the host: work that a call has
+    only started on a device does not count.
+
+    Args:
+        compiled: what is measured, on its ranks as they are now. Where its schedule does not split
+            backwards, `tb` is all of them.
+        args, kwargs: as the step takes them.
+        executions: how often the step runs, besides once to warm up. It does all that it does when
+            it is called, so an update of weights is one.
+
+    Returns:
+        The same costs on all ranks; `Costs.save` writes them to a file.
+
+    Raises:
+        As calling the step does.
+        ValueError: `executions` is less than 1.
+    """
+    return compiled.measure(*args, executions=executions, **kwargs)
 
 
 @overload
@@ -86,7 +116,8 @@ class Step:
     """A function over actors, compiled for each signature that it is called with.
 
     Calling it is collective: every rank calls it, with arguments of the same types.
-    `step.__wrapped__` is the plain Python function.
+    `step.__wrapped__` is the plain Python function. A decorated method is a step for each object,
+    which counts as a constant.
     """
 
     def __init__(
@@ -99,6 +130,17 @@ class Step:
         self._outputs = outputs
         self._compiled: dict[tuple[Any, ...], Compiled] = {}
         self._compilations = 0
+
+    def __get__(self, instance: object, owner: type | None = None) -> Step:
+        """The step of one object, where a method is decorated; made when it is first asked for."""
+        if instance is None:
+            return self
+        steps: dict[str, Any] = vars(instance)
+        bound = steps.get(self.__name__)
+        if not isinstance(bound, Step):
+            method = self.__wrapped__.__get__(instance, owner)
+            bound = steps[self.__name__] = Step(method, self._inputs, self._outputs)
+        return bound
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step; the first call with a signature traces and compiles it.
@@ -138,7 +180,8 @@ class Step:
         Raises:
             TraceError: the function, or a method that it calls, cannot be traced.
         """
-        return Lowered(self, [self._trace(args, kwargs)], world())
+        again = functools.partial(self._trace, args, kwargs, optimistic=True)
+        return Lowered(self, [self._trace(args, kwargs)], world(), again)
 
     def lower_many(self, signatures: Sequence[Any]) -> Lowered:
         """Trace the step for each of several sets of arguments; collective.
@@ -163,7 +206,9 @@ class Step:
                 traces.append(self._trace(given if isinstance(given, tuple) else (given,), {}))
         return Lowered(self, traces, world())
 
-    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
+    def _trace(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], optimistic: bool = False
+    ) -> Trace:
         return trace_step(
             self.__wrapped__,
             args,
@@ -172,7 +217,8 @@ class Step:
             inputs=self._inputs,
             outputs=self._outputs,
             name=self.__name__,
-            tracer=Functions(),
+            tracer=Functions(torch_device(world())),
+            optimistic=optimistic,
         )
 
     @property
@@ -195,10 +241,17 @@ class Lowered:
         traces: the traced modules, and what it takes to run them.
     """
 
-    def __init__(self, step: Step, traces: Sequence[Trace], world: World) -> None:
+    def __init__(
+        self,
+        step: Step,
+        traces: Sequence[Trace],
+        world: World,
+        again: Callable[[], Trace] | None = None,
+    ) -> None:
         self.traces = tuple(traces)
         self._step = step
         self._world = world
+        self._trace_optimistically = again
 
     @property
     def trace(self) -> Trace:
@@ -248,6 +301,37 @@ class Lowered:
         """
         return self._compile(schedule, passes, dump, seed, timeout, max_inflight)
 
+    def compile_optimistic(
+        self,
+        *,
+        schedule: Schedule | None = None,
+        passes: str = "",
+        seed: int | None = None,
+        timeout: float | None = None,
+    ) -> Optimistic:
+        """As `compile`, for a step that clips gradients and goes on; collective.
+
+        The result is called as that of `compile` and gives the same bits. Calls of
+        `cg.clip_grad_norm` hold nothing up in it: see `Optimistic`. It pays where a step goes on
+        after them, with the microbatches of the next update, and gradients are seldom clipped. It
+        traces the step once more, and keeps a copy of all that the actors hold.
+
+        Args:
+            schedule, passes, seed, timeout: as in `compile`.
+
+        Raises:
+            TraceError, IRError, PlanMismatch: as in `lower` and `compile`.
+            ValueError: the step was lowered for several signatures.
+        """
+        if self._trace_optimistically is None:
+            raise ValueError("compile_optimistic() is for a step that lower() has traced")
+        bold = Lowered(self._step, [self._trace_optimistically()], self._world)
+        plain, bold_program = (
+            lowered._compile(schedule, passes, None, seed, timeout, None)
+            for lowered in (self, bold)
+        )
+        return Optimistic(plain, bold_program, self._world)
+
     def _compile(
         self,
         schedule: Schedule | None,
@@ -259,15 +343,21 @@ class Lowered:
     ) -> Compiled:
         settings = config()
         switches = parse_switches(",".join(filter(None, (settings.passes, passes))))
+        is_driven = max_inflight is not None and self._step._driver is not None
+        # Errors travel in the messages of a driven graph, which devices do not look into.
+        fabrics = None if is_driven else fabrics_of(self._world)
         variants = []
         for trace in self.traces:
             name = self._step._next_name()
             folder = None if dump is None else Path(dump)
             sink = make_dump(settings, folder, name, self._world.rank)
             module = clone(trace.module)
-            reports = PassManager(default_pipeline(schedule, switches), dump=sink).run(module)
+            pipeline = default_pipeline(schedule, switches, fabrics)
+            reports = PassManager(pipeline, dump=sink).run(module)
             if sink is not None:
                 sink.finish(module, reports)
+                if fabrics is not None:
+                    sink.add("graphs.txt", describe(module, fabrics.ranks))
             variants.append(Variant(trace, module, reports))
         return Compiled(
             variants,

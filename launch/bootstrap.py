@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import warnings
 
+from ..backends.devices.environment import VARIABLES
 from . import affinity, failure, threads
-from .config import Config, config, environment, unknown_variables
+from .config import Config, config, environment, export, unknown_variables
 from .detect import Launch
 from .topology import allowed_cpus, core_count, cpu_quota, read_cores
 
@@ -24,6 +25,9 @@ def prepare() -> Config:
         warnings.warn(f"{name} is set, but there is no such setting", stacklevel=2)
     if settings.launch is not None:
         failure.install(settings.launch)
+        if settings.device != "cpu":
+            preset = environment()
+            export({name: value for name, value in VARIABLES.items() if name not in preset})
         _keep_to_share(settings, settings.launch)
     return settings
 

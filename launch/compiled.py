@@ -4,22 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from ..backends.base import World
 from ..backends.executions import Launcher
 from ..backends.futures import Future
+from ..backends.program_simulator import ProgramSimulation
+from ..backends.program_times import ProgramTimes
 from ..backends.statistics import Statistics
-from ..ir.module import Module
+from ..ir.costs import Costs
+from ..ir.module import Channel, Module
 from ..ir.printer import format_program
 from ..passes.manager import PassReport
 from ..passes.plan_buffers import MemoryPlan, memory_plan
 from ..tracer.trace import Trace
 from . import graphs
 from .analysis import Cost, cost_of
+from .calibration import measured_costs
+from .pictures.compiled import timeline_of, write_compiled
+from .profiling import Watched, watch
+from .recording import Recording, record
 from .runtime import Runtime, make_runtime
 from .selection import selection
+from .simulate import simulate
 
 
 @dataclass(frozen=True)
@@ -69,6 +78,7 @@ class Compiled:
         self._select = selection([variant.trace.inputs for variant in variants])
         self._runtimes: list[Runtime | None] = [None] * len(variants)
         self._closed = False
+        self._watched: list[Watched] = []
         self._made: graphs.Made | None = None
         self._launch: Launcher | None = None
         if driver is None:
@@ -86,6 +96,12 @@ class Compiled:
     def module(self) -> Module:
         """The scheduled module (of the first signature), the same on all ranks."""
         return self.variants[0].module
+
+    def continue_at(self, execution: int) -> None:
+        """Give the next call on all ranks this number, which random numbers depend on."""
+        for runtime in self._runtimes:
+            if runtime is not None:
+                runtime.executions = execution
 
     @property
     def reports(self) -> list[PassReport]:
@@ -251,11 +267,116 @@ class Compiled:
         """What each rank's program does: calls, messages and bytes, by rank."""
         return [cost_of(self.module, rank) for rank in range(self.module.world)]
 
+    def simulate(
+        self, costs: Costs | Path | str | None = None, *, variant: int = 0
+    ) -> ProgramSimulation:
+        """Run every rank's program on paper; `print` shows the result as a table.
+
+        It has the makespan, the bubble, the communication that nothing hides, and for each rank
+        its times and its peak of bytes by the buffer plan. All ranks find the same, and none has
+        to take part.
+
+        Args:
+            costs: in milliseconds and bytes: given, measured by `cg.measure`, or the name of a
+                file that `Costs.save` has written. Without them each task of the schedule takes
+                a millisecond, and nothing else takes any time.
+            variant: which of the signatures.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: it does not hold costs, or they are for fewer stages.
+        """
+        return simulate(self.variants[variant].module, costs)
+
+    def record(self, *args: Any, executions: int = 1, **kwargs: Any) -> list[Recording]:
+        """Run the step on all ranks, and say when each call ran; collective.
+
+        The step does all that it does when it is called, so an update of weights is one. The
+        result is of the same form as that of `simulate`, to be held against it. Calls are timed on
+        the host: work that they have only started on a device does not count.
+
+        Args:
+            args, kwargs: as the step takes them.
+            executions: how often.
+
+        Returns:
+            One recording for each execution, the same on all ranks.
+
+        Raises:
+            As calling the step does.
+        """
+        if self._closed:
+            raise self._closed_error()
+        graphs.check_idle(self._world)
+        chosen = self._chosen(args, kwargs)
+        return record(
+            self._world,
+            chosen.module,
+            [value.name for value in chosen.trace.module.program.params],
+            chosen.trace.bodies,
+            chosen.trace.constants,
+            lambda: _checked_inputs(chosen.trace, args, kwargs),
+            executions,
+            seed=self._seed,
+            timeout=self._timeout,
+        )
+
+    def measure(self, *args: Any, executions: int = 5, **kwargs: Any) -> Costs:
+        """See `cg.measure`."""
+        if executions < 1:
+            raise ValueError(f"executions={executions}: there must be at least 1")
+        # The first execution finds cold caches and makes gradients that later ones add to.
+        _, *recordings = self.record(*args, executions=executions + 1, **kwargs)
+        return measured_costs(self._world, self._chosen(args, kwargs).module, recordings)
+
+    def visualize(
+        self,
+        path: Path | str,
+        *,
+        predicted: ProgramTimes | None = None,
+        measured: ProgramTimes | None = None,
+        variant: int = 0,
+    ) -> None:
+        """Draw the actor graph, and when the programs of all ranks run; on rank 0.
+
+        The graph has a band for each rank, a box for each call (those of all microbatches are
+        one), and says of what crosses ranks the type and the transport. The timeline shows what is
+        given; without anything each task and each other call of an actor takes a millisecond on
+        paper. Does nothing on other ranks.
+
+        Args:
+            path: ends in `.svg`, or in `.html` for a page with a timeline to zoom into.
+            predicted: what `simulate` has returned.
+            measured: one of the recordings that `record` has returned.
+            variant: which of the signatures.
+
+        Raises:
+            ValueError: the path ends in something else.
+        """
+        if self._world.rank:
+            return
+        module = self.variants[variant].module
+        timeline = timeline_of(module, predicted, measured)
+        write_compiled(module, timeline, self._transport_of, Path(path))
+
     # -- making it --------------------------------------------------------------------------
+
+    def _transport_of(self, channel: Channel) -> str:
+        """How a channel's messages travel, in words."""
+        if channel.via is not None:
+            return channel.via
+        if self._world.is_virtual:
+            return "in one process"
+        machines = {self._world.nodes[rank] for rank in channel.ranks}
+        return "shared memory" if len(machines) == 1 else "mpi"
 
     @property
     def _name(self) -> str:
         return self.module.name
+
+    def _chosen(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
+        """The variant that takes these arguments."""
+        return self.variants[self._select(args, kwargs)[0] if len(self.variants) > 1 else 0]
 
     def _runtime(self, index: int) -> Runtime:
         """What runs a variant on all ranks; for a graph made when it is first called so."""
@@ -271,6 +392,7 @@ class Compiled:
                 seed=self._seed,
                 timeout=self._timeout,
             )
+            self._watched.append(watch(self._world, variant.module, runtime.bound))
         return runtime
 
     def _make_graph(self, driver: int, max_inflight: int) -> graphs.Made:
@@ -284,9 +406,16 @@ class Compiled:
             )
             for variant in self.variants
         ]
-        return graphs.make_graph(
+        made = graphs.make_graph(
             self._world, self._name, driver, variants, max_inflight, self._seed
         )
+        for index, variant in enumerate(self.variants):
+            bound = {
+                rank: [seat.instances[index] for seat in seats]
+                for rank, seats in made.graph.seats.items()
+            }
+            self._watched.append(watch(self._world, variant.module, bound))
+        return made
 
     def _pick(self, variant: Variant, driver: int) -> list[int] | None:
         """For each parameter of the driver's program its index among the step's; None if equal."""

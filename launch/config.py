@@ -48,6 +48,10 @@ class Config:
     """Whether each rank is bound to its share of the cores."""
     bind_devices: bool = True
     """Whether each rank selects the accelerator of its local rank."""
+    device: str = "auto"
+    """Where actors live: on the host, or on an accelerator of each rank's own."""
+    hccl_library: str | None = None
+    """The file of HCCL; None: it is looked for."""
     launch: Launch | None = None
     """How an MPI launcher started this process; None: it did not."""
     preset_threads: frozenset[str] = frozenset()
@@ -174,6 +178,12 @@ def _switch(text: str) -> bool:
     return text == "1"
 
 
+def _word(text: str) -> str:
+    if not re.fullmatch(r"[a-z][a-z0-9]*", text):
+        raise ValueError(text)
+    return text
+
+
 def _switches(text: str) -> str:
     if not all(re.fullmatch(r"\s*[+-][a-z0-9][a-z0-9-]*\s*", item) for item in text.split(",")):
         raise ValueError(text)
@@ -270,5 +280,24 @@ VARIABLES = (
         "1",
         "Whether a rank selects the accelerator of its local rank.",
         _switch,
+    ),
+    Variable(
+        "CG_DEVICE",
+        "device",
+        "`auto`, `cpu`, or a kind of accelerator, such as `cuda`",
+        "auto",
+        "Where the actors of ranks that a launcher has started live: each rank on the accelerator "
+        "of its local rank, or all on the CPU. `auto` takes accelerators where there are as many "
+        "as ranks.",
+        _word,
+    ),
+    Variable(
+        "HCCL_SO_PATH",
+        "hccl_library",
+        "the path of a `libhccl.so`",
+        "none",
+        "The HCCL by which tensors travel between NPUs. Without it, it is looked for by name, then "
+        "in CANN's usual folder.",
+        str,
     ),
 )

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 from ..backends.base import Body, Communicator, World
+from ..backends.binder import Binder
 from ..backends.cpu.node import MpiWorld
 from ..backends.cpu.record_ring import RecordRing
 from ..backends.cpu.serving import Serving
+from ..backends.devices.base import Device
+from ..backends.devices.hosted import HostedBinder
 from ..backends.executions import Executions, virtual_executions
 from ..backends.fabric import VirtualFabric
 from ..backends.graphs import Graph, Rebuild
@@ -133,7 +137,7 @@ def make_graph(
     silent = [witnesses(module, driver) for module in modules]
     reporting = _report_channels(silent, driver, len(channels))
     statistics = {rank: Statistics() for rank in executions.residents}
-    maker = _Maker(variants, silent, reporting, driver, seed, statistics)
+    maker = _Maker(variants, silent, reporting, driver, seed, statistics, world.device)
     seats: dict[int, list[Seat]] = {rank: [] for rank in executions.residents}
     everything = [*channels, *reporting.values()]
     for _ in range(capacity):
@@ -156,7 +160,11 @@ class _Maker:
         driver: int,
         seed: int,
         statistics: Mapping[int, Statistics],
+        device: Device | None,
     ) -> None:
+        self._binder: Callable[..., Binder] = Binder
+        if device is not None:
+            self._binder = partial(HostedBinder, device=device)
         self._variants = variants
         self._silent = silent
         self._reporting = reporting
@@ -183,6 +191,7 @@ class _Maker:
                     self._statistics[resident.rank],
                     guards,
                     self._reports(resident.rank, silent, communicator),
+                    self._binder,
                 )
             )
         return Seat(tuple(instances), communicator)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pickle
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from ..backends.devices.base import Device
 from .waiting import Notice, Notices, WorldError, user_line, wait_until
 
 if TYPE_CHECKING:
@@ -39,7 +41,8 @@ class MpiWorld:
     """A `World` over a private duplicate of MPI's COMM_WORLD.
 
     Besides what `World` asks for, it says how ranks share machines: `local_rank` among
-    `local_size` ranks of this machine, which are `local_ranks`; `node_comm` joins them.
+    `local_size` ranks of this machine, which are `local_ranks`; `node_comm` joins them. `device`
+    is set when the world has started.
     """
 
     def __init__(self, mpi: Any, timeout: float | None) -> None:
@@ -59,6 +62,7 @@ class MpiWorld:
         self._sequence = 0
         self._broken = ""
         self._closed = False
+        self.device: Device | None = None
         self._notices: Notices | None = None
         self._side = self._duplicate()
         self._notices = Notices(mpi, self._side)
@@ -154,6 +158,13 @@ class MpiWorld:
             return ()
         self._notices.collect()
         return tuple(sorted(r for r, notice in self._notices.latest.items() if notice.left))
+
+    def end_job(self, message: str) -> None:
+        """End all ranks, because of something that this one cannot go on from."""
+        sys.stdout.flush()
+        sys.stderr.write(f"[rank {self._rank}] {message}\n")
+        sys.stderr.flush()
+        self._mpi.COMM_WORLD.Abort(1)
 
     def close(self) -> None:
         """Meet the other ranks at the program's end, then finalise MPI; idempotent.

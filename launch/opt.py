@@ -23,6 +23,10 @@ error. The exit status is 1 if the module or the pipeline is wrong.
 """
 
 
+class NotTextError(ValueError):
+    """A file has bytes that are no text."""
+
+
 _USER_ERRORS = (
     IRError,
     PipelineError,
@@ -30,6 +34,7 @@ _USER_ERRORS = (
     OptionError,
     OSError,
     UnicodeDecodeError,
+    NotTextError,
 )
 
 
@@ -97,7 +102,11 @@ def _optimise(options: argparse.Namespace) -> str:
 def _read(file: str) -> Module:
     if file == "-":
         return parse_module(sys.stdin.read(), "<stdin>")
-    return parse_module(Path(file).read_text(encoding="utf-8"), file)
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise NotTextError(f"{file} is not a text file: {error}") from error
+    return parse_module(text, file)
 
 
 def _list_passes() -> str:

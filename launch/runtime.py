@@ -14,15 +14,24 @@ from ..backends.executor import Executable, bind
 from ..backends.flight import FlightRecord
 from ..backends.plan import check_plan
 from ..backends.statistics import Statistics
+from ..backends.tracing import Recordable
 from ..backends.virtual import VirtualExecutable
 from ..ir.module import Module
+from .devices import fabrics_of
+from .mixed import MixedRuntime, needs_several
 
 Inputs = Callable[[], Sequence[Any]]
-"""Gives the values of the step's parameters; raises if the arguments do not fit."""
+"""Gives the values of the step's parameters, checked; raises if the arguments do not fit."""
 
 
 class Runtime(Protocol):
-    """A bound step."""
+    """A bound step.
+
+    Attributes:
+        executions: the number of the next one, which random numbers depend on.
+    """
+
+    executions: int
 
     def run(self, inputs: Inputs) -> tuple[Any, ...] | None:
         """Execute once on every rank that this process plays.
@@ -36,6 +45,10 @@ class Runtime(Protocol):
             StepTimeout: the deadline has passed.
             TransportError: a rank has ended.
         """
+
+    @property
+    def bound(self) -> Mapping[int, Sequence[Recordable]]:
+        """The programs of the ranks that this process plays, for profiles."""
 
     def statistics(self, rank: int) -> Statistics:
         """What a rank has measured; this process must play it."""
@@ -58,14 +71,19 @@ class VirtualRuntime:
         self._executable = VirtualExecutable(module, bodies, constants, seed=seed)
         self._picks = [_pick(module, rank, parameters) for rank in range(module.world)]
         self._reader = _lowest_reader(module)
-        self._executions = 0
+        self.executions = 0
 
     def run(self, inputs: Inputs) -> tuple[Any, ...] | None:
         """See `Runtime`."""
         values = inputs()
-        execution, self._executions = self._executions, self._executions + 1
+        execution, self.executions = self.executions, self.executions + 1
         per_rank = [[values[index] for index in pick] for pick in self._picks]
         return self._executable.run(per_rank, execution)[self._reader]
+
+    @property
+    def bound(self) -> Mapping[int, Sequence[Recordable]]:
+        """See `Runtime`."""
+        return {each.rank: [each] for each in self._executable.executables}
 
     def statistics(self, rank: int) -> Statistics:
         """See `Runtime`."""
@@ -102,26 +120,37 @@ class CpuRuntime:
         serving = dict.fromkeys(module.channels, self._communicator)
         program = module.program_of(world.rank)
         self._executable: Executable = bind(program, module, bodies, constants, serving, seed)
+        self._progress = (self._communicator.progress,)
         self._pick = _pick(module, world.rank, parameters)
+        self._takes_all = self._pick == list(range(len(parameters)))
         self._gets_outputs = bool(program.outputs)
-        self._executions = 0
+        self.executions = 0
         self._describe = lambda positions: FlightRecord(module, positions).describe()
 
     def run(self, inputs: Inputs) -> tuple[Any, ...] | None:
         """See `Runtime`. Collective; all ranks return, or all raise the same error."""
         control, executable = self._control, self._executable
         self._transport.recover_if_due()
-        execution, self._executions = self._executions, self._executions + 1
+        execution, self.executions = self.executions, self.executions + 1
         control.begin(self._plan, executable.position, self._describe, self._timeout)
         try:
             values = inputs()
-            mine = [values[index] for index in self._pick]
-            outputs = executable.run(mine, control.pause, execution=execution)
-            control.commit((self._communicator.progress,))
-        except Exception as error:
+            if not self._takes_all:
+                values = [values[index] for index in self._pick]
+            outputs = executable.run(values, control.pause, None, execution, checked=True)
+            control.commit(self._progress)
+        except BaseException as error:
             resets = (executable.reset, self._communicator.reset)
-            raise self._transport.fail(error, resets) from error.__cause__
+            agreed = self._transport.fail(error, resets)
+            if not isinstance(error, Exception):
+                raise  # Ctrl-C stays Ctrl-C, whatever else has failed
+            raise agreed from error.__cause__
         return outputs if self._gets_outputs else None
+
+    @property
+    def bound(self) -> Mapping[int, Sequence[Recordable]]:
+        """See `Runtime`."""
+        return {self._executable.rank: [self._executable]}
 
     def statistics(self, rank: int) -> Statistics:
         """See `Runtime`."""
@@ -159,7 +188,11 @@ def make_runtime(
     """
     if world.is_virtual:
         return VirtualRuntime(module, parameters, bodies, constants, seed)
-    return CpuRuntime(world, module, parameters, bodies, constants, seed, timeout)  # type: ignore[arg-type] # only MPI's world is not virtual
+    if needs_several(module, fabrics_of(world)):
+        pick = _pick(module, world.rank, parameters)
+        transport = transport_of(world)  # type: ignore[arg-type] # only MPI's is not virtual
+        return MixedRuntime(world, transport, module, pick, bodies, constants, seed, timeout)
+    return CpuRuntime(world, module, parameters, bodies, constants, seed, timeout)  # type: ignore[arg-type]
 
 
 _transports: WeakKeyDictionary[World, CpuTransport] = WeakKeyDictionary()

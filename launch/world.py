@@ -84,6 +84,9 @@ def _start(settings: Config) -> World:
     torch: Any = sys.modules.get("torch")
     if settings.bind_devices and torch is not None:
         devices.bind(torch.accelerator, started.local_rank)
+        started.device = devices.for_rank(
+            settings.device, started.local_rank, started.local_size, torch.accelerator
+        )
     return started
 
 

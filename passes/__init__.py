@@ -3,9 +3,11 @@
 from . import (
     assign_stages,
     assign_streams,
+    capture,
     check_deadlock,
     check_races,
     check_types,
+    choose_transports,
     cse,
     dce,
     differentiate,
@@ -20,9 +22,11 @@ from . import (
 __all__ = [
     "assign_stages",
     "assign_streams",
+    "capture",
     "check_deadlock",
     "check_races",
     "check_types",
+    "choose_transports",
     "cse",
     "dce",
     "differentiate",

@@ -64,13 +64,17 @@ class InsertTransfers(Pass):
         couriers = _Couriers(Names.of(program), self._wide(program.ops), program.ops)
         ops: list[Op] = []
         for op in program.ops:
+            if isinstance(op, Transfer):
+                couriers.take_note(op)
+                continue
             for index, need in _needs(op):
                 value = op.operands[index]
                 have = value.type.place
-                if have is not need and have != need and have is not None:
-                    brought = couriers.bring(value, have, need, op, ops)
-                    if brought is not value:
-                        op.operands = (*op.operands[:index], brought, *op.operands[index + 1 :])
+                if have is None or (value not in couriers.routed and have == need):
+                    continue
+                brought = couriers.bring(value, have, need, op, ops)
+                if brought is not value:
+                    op.operands = (*op.operands[:index], brought, *op.operands[index + 1 :])
             ops.append(op)
         program.ops[:] = ops
         module.phase = Phase.PLACED
@@ -93,30 +97,41 @@ class InsertTransfers(Pass):
 
 
 class _Couriers:
-    """The transfers made so far."""
+    """The transfers made so far.
+
+    Attributes:
+        routed: for the results of transfers of the user's, the value itself and its transport.
+    """
 
     def __init__(self, names: Names, wide: dict[Value, frozenset[int]], ops: list[Op]) -> None:
         self._names = names
         self._wide = wide
         self._makers = {value: op for op in ops for value in op.results}
         self._copies: dict[Value, list[Value]] = {}
+        self.routed: dict[Value, tuple[Value, str | None]] = {}
+
+    def take_note(self, op: Transfer) -> None:
+        """Of how a value is to travel; the transfer itself goes nowhere."""
+        (value,) = op.operands
+        self.routed[op.result] = (self.routed.get(value, (value, None))[0], op.via)
 
     def bring(self, value: Value, have: Place, need: Place, user: Op, ops: list[Op]) -> Value:
         """A copy of `value` at all ranks of `need`; made, if there is none, by a new last op."""
+        source, via = self.routed.get(value, (value, None))
         if have.covers(need):
-            return value
+            return source
         copies = self._copies.setdefault(value, [])
         for copy in copies:
             if copy.type.place is not None and copy.type.place.covers(need):
                 return copy
         target = self._target(value, have, need)
         suffix = f"at{target.rank}" if target.is_single else "all"
-        name = self._names.fresh(f"{value.name}.{suffix}")
+        name = self._names.fresh(f"{source.name}.{suffix}")
         copy = Value(name, relocate(value.type, target))
-        maker = self._makers.get(value)
+        maker = self._makers.get(source)
         loc = user.loc if maker is None or maker.loc is None else maker.loc
         mb = None if maker is None or isinstance(user, Return) else maker.mb
-        ops.append(Transfer((value,), (copy,), loc=loc, mb=mb))
+        ops.append(Transfer((source,), (copy,), via=via, loc=loc, mb=mb))
         copies.append(copy)
         return copy
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 from .assign_stages import AssignStages
 from .assign_streams import AssignStreams
 from .base import Pass, Pipeline
+from .capture import Capture
 from .check_deadlock import CheckDeadlock
 from .check_races import CheckRaces
 from .check_types import CheckTypes
+from .choose_transports import ChooseTransports
 from .cse import CommonSubexpressionElimination
 from .dce import DeadCodeElimination
 from .differentiate import Differentiate
+from .fabrics import Fabrics
 from .insert_transfers import InsertTransfers
 from .overlap import Overlap
 from .place import PlaceReplicated
@@ -22,13 +25,16 @@ from .split_transfers import SplitTransfers
 
 
 def default_pipeline(
-    schedule: Schedule | None = None, switches: Switches | None = None
+    schedule: Schedule | None = None,
+    switches: Switches | None = None,
+    fabrics: Fabrics | None = None,
 ) -> Pipeline:
     """From a traced module to one checked program for each rank.
 
     Args:
         schedule: in which order each rank runs its tasks; 1F1B if there is none.
         switches: optional passes to leave out and experimental ones to take in.
+        fabrics: what joins the ranks' devices; None where no rank has any.
     """
     schedule = schedule if schedule is not None else one_f_one_b()
     steps: list[Pass] = [
@@ -64,4 +70,17 @@ def default_pipeline(
         # Programs that come to their end have an order, which the proof rests on.
         CheckRaces(),
     ]
+    if fabrics is not None:
+        steps = _for_devices(steps, fabrics)
     return (switches if switches is not None else Switches()).apply(tuple(steps))
+
+
+def _for_devices(steps: list[Pass], fabrics: Fabrics) -> list[Pass]:
+    """The steps, and those that devices need besides.
+
+    Channels are made for one transport each, so it is chosen before there are any. Graphs only
+    number the ops of programs, which stay as they have been proved.
+    """
+    choose = ChooseTransports(fabrics.ranks, fabrics.reduces)
+    at = next(i for i, step in enumerate(steps) if isinstance(step, InsertTransfers)) + 1
+    return [*steps[:at], choose, *steps[at:], Capture(fabrics.ranks)]

@@ -13,6 +13,7 @@ from ..ir.module import Function, FunctionKind, Module, Phase, Program
 from ..ir.ops import Call, Copy, Free, Op, Recv, Return, Send, Value, Wait
 from ..ir.types import FutureType, TensorType, relocate
 from .base import Pass
+from .fabrics import is_by_stream
 from .liveness import Storages
 from .registry import register
 
@@ -28,8 +29,9 @@ class PlanBuffers(Pass):
     knows their size, and the receiver gets one of its own.
 
     What leaves the plan's control, as an operand of an opaque call or as an output, is
-    copied first if it may live in a slot. A storage that is still being sent is freed after the
-    wait for the send. Values that may share storage are freed together.
+    copied first if it may live in a slot. Where a device's transport brings it, it has no slot
+    instead: the receive takes memory of its own. A storage that is still being sent is freed after
+    the wait for the send. Values that may share storage are freed together.
 
     Before::
 
@@ -61,9 +63,11 @@ class PlanBuffers(Pass):
         before = sum(len(program.ops) for program in module.programs)
         for program in module.programs:
             storages = Storages(program, module.functions)
-            if _copy_escaping(program, module.functions, storages):
+            private: set[Recv] = set()
+            if _copy_escaping(program, module, storages, private):
                 storages = Storages(program, module.functions)
-            _choose_slots(program, _insert_frees(program, storages), slots, sizes)
+            ends = _insert_frees(program, storages, private)
+            _choose_slots(program, ends, slots, sizes)
         for program in module.programs:
             for op in program.ops:
                 if isinstance(op, Send):
@@ -82,11 +86,15 @@ def _is_planned(module: Module) -> bool:
     return any(isinstance(op, Free) for program in module.programs for op in program.ops)
 
 
-def _copy_escaping(program: Program, functions: Mapping[str, Function], storages: Storages) -> bool:
+def _copy_escaping(
+    program: Program, module: Module, storages: Storages, private: set[Recv]
+) -> bool:
     """Copy what lives in a slot before it is handed out; uses from there on take the copy.
 
-    Returns whether there was any such use.
+    The receives that are to have no slot instead are added to `private`. Returns whether anything
+    is copied.
     """
+    functions = module.functions
     names: Names | None = None
     copies: dict[Value, Value] = {}
     ops: list[Op] = []
@@ -97,6 +105,9 @@ def _copy_escaping(program: Program, functions: Mapping[str, Function], storages
             for value in dict.fromkeys(op.operands):
                 storage = storages.of(value)
                 if storage is None or not storage.slots:
+                    continue
+                if all(is_by_stream(module.channels[recv.chan]) for recv in storage.slots):
+                    private.update(storage.slots)
                     continue
                 names = names or Names.of(program)
                 copy = Value(names.fresh(f"{value.name}.copy"), relocate(value.type, None))
@@ -124,7 +135,9 @@ def _hands_out(op: Op, functions: Mapping[str, Function]) -> bool:
     return isinstance(op, Return)
 
 
-def _insert_frees(program: Program, storages: Storages) -> dict[Op, tuple[Recv, ...]]:
+def _insert_frees(
+    program: Program, storages: Storages, private: set[Recv]
+) -> dict[Op, tuple[Recv, ...]]:
     """Free every storage that does not escape; the receives whose slots each `free` ends."""
     due: dict[int, list[Free]] = {}
     ends: dict[Op, tuple[Recv, ...]] = {}
@@ -133,8 +146,8 @@ def _insert_frees(program: Program, storages: Storages) -> dict[Op, tuple[Recv, 
             continue
         frees = [Free((owner, *storage.reads)) for owner in storage.owners]
         due.setdefault(storage.last, []).extend(frees)
-        if storage.slots:
-            ends[frees[-1]] = tuple(storage.slots)
+        if slots := [recv for recv in storage.slots if recv not in private]:
+            ends[frees[-1]] = tuple(slots)
     ops: list[Op] = []
     for index, op in enumerate(program.ops):
         ops.append(op)

@@ -69,7 +69,7 @@ class _Splitter:
         if isinstance(op, Transfer):
             self._add_transfer(op)
         elif isinstance(op, Collective):
-            self._add_collective(op, None)
+            self._add_collective(op)
         else:
             self.ops.append(op)
 
@@ -86,7 +86,7 @@ class _Splitter:
             self._add_broadcast(op, value, min(have.ranks), target)
 
     def _add_message(self, op: Transfer, value: Value, source: int, target: int) -> None:
-        chan, seq = self._next((source, target), False, op.via)
+        chan, seq = self._next((source, target), False, op.via, op.why)
         done: Type = UnitType(Place.of(source))
         sent = self._value(f"{value.name}.send", _future(done))
         received = self._value(f"{value.name}.recv", _future(op.result.type))
@@ -101,11 +101,21 @@ class _Splitter:
         group = Place(tuple(sorted({root, *target.ranks})))
         # The root takes part, so it gets the value as well.
         op.result.type = relocate(op.result.type, group)
-        broadcast = Broadcast((value,), (op.result,), group=group, root=root, loc=op.loc, mb=op.mb)
-        self._add_collective(broadcast, op.via)
+        broadcast = Broadcast(
+            (value,),
+            (op.result,),
+            group=group,
+            root=root,
+            via=op.via,
+            why=op.why,
+            loc=op.loc,
+            mb=op.mb,
+        )
+        self._add_collective(broadcast)
 
-    def _add_collective(self, op: Collective, via: str | None) -> None:
-        op.chan, op.seq = self._next(op.group.ranks, True, via)
+    def _add_collective(self, op: Collective) -> None:
+        op.chan, op.seq = self._next(op.group.ranks, True, op.via, op.why)
+        op.via = op.why = None  # the channel says it from here on
         results = op.results
         op.results = tuple(
             [self._value(f"{value.name}.{op.opcode}", _future(value.type)) for value in results]
@@ -114,12 +124,14 @@ class _Splitter:
         for future, value in zip(op.results, results, strict=True):
             self.ops.append(Wait((future,), (value,), loc=op.loc, mb=op.mb))
 
-    def _next(self, ranks: tuple[int, ...], collective: bool, via: str | None) -> tuple[int, int]:
+    def _next(
+        self, ranks: tuple[int, ...], collective: bool, via: str | None, why: str | None
+    ) -> tuple[int, int]:
         """The channel between `ranks` and the number of the next message on it."""
         key = (ranks, collective, via)
         chan = self._channels.setdefault(key, len(self._channels))
         if chan not in self._module.channels:
-            self._module.channels[chan] = Channel(chan, ranks, collective, via)
+            self._module.channels[chan] = Channel(chan, ranks, collective, via, why=why)
         seq = self._sequence[chan]
         self._sequence[chan] += 1
         return chan, seq

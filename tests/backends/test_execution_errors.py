@@ -77,6 +77,33 @@ def test_an_exception_keeps_its_type_and_says_where() -> None:
         assert graph.statistics(2).failures == 1
 
 
+@cg.actor
+class Table(torch.nn.Module):
+    """A traced method that can raise when it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = torch.nn.Embedding(3, 2)
+
+    def look(self, index: torch.Tensor) -> torch.Tensor:
+        return self.rows(index)  # the line of the method
+
+
+def test_a_traced_line_that_raises_is_named() -> None:
+    with world(2):
+        table = Table.on(1)()
+
+        @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
+        def step(index):
+            return table.look(index)
+
+        graph = step.lower(torch.tensor([0])).compile()
+        line = type(table.local).look.__code__.co_firstlineno + 1
+        with pytest.raises(IndexError, match=rf"raised at .*test_execution_errors\.py:{line}"):
+            graph.execute(torch.tensor([5])).result()
+        assert graph.execute(torch.tensor([1])).result().shape == (1, 2)
+
+
 def test_what_depends_on_a_failure_is_not_run() -> None:
     with world(4):
         first, second, third = (Worker.on(rank)(f"w{rank}") for rank in (1, 2, 3))

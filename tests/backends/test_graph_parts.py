@@ -134,6 +134,17 @@ def test_statistics_add_up() -> None:
     assert (both.executions, both.total, both.blocked, both.failures) == (2, 6.0, 2.0, 1)
     assert both.last_total == 4.0
     assert (one + Statistics()).last_total == 2.0
+    assert (both.median_total, both.median_blocked) == (3.0, 1.0)
+    assert (Statistics().median_total, Statistics().last_blocked) == (0.0, 0.0)
+
+
+def test_medians_are_of_the_latest_executions() -> None:
+    statistics = Statistics()
+    for number in range(1000):
+        statistics.record(float(number), 0.0)
+    assert statistics.executions == 1000
+    assert len(statistics.recent) == 256
+    assert statistics.median_total == 999 - 255 / 2
 
 
 def test_poison_is_raised_as_it_is() -> None:

@@ -171,6 +171,9 @@ costs_of_all_kinds = st.builds(
     tcomm=times,
     mw=st.floats(0, 1),
     functions=st.dictionaries(st.sampled_from(["a.f", "b.g"]), times),
+    overhead=times,
+    post=times,
+    buffered=st.booleans(),
     link=st.one_of(st.none(), st.builds(Link, times, st.floats(1, 400))),
     channels=st.dictionaries(st.integers(0, 9), st.builds(Link, times)),
 )
@@ -206,6 +209,11 @@ def test_a_message_takes_latency_and_bytes() -> None:
         ('{"tf": "1"}', "file.json: costs: tf is '1'; it must be a number"),
         ('{"tb": [1, true]}', "file.json: costs: tb is True; it must be a number"),
         ('{"mw": 2}', "file.json: costs: mw is 2; it is a share of 1"),
+        (
+            '{"overhead": -1}',
+            "file.json: costs: overhead is -1; it must be finite and not negative",
+        ),
+        ('{"buffered": 1}', "file.json: costs: buffered is 1; it must be true or false"),
         ('{"functions": 3}', "file.json: functions are an object of milliseconds by name"),
         ('{"functions": {"f": -1}}', "functions['f'] is -1"),
         ('{"link": {"speed": 1}}', "file.json: link is an object of latency (ms) and bandwidth"),

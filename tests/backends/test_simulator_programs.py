@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,9 +44,12 @@ def busy(found: ProgramSimulation) -> list[float]:
     return [rank.busy for rank in found.ranks]
 
 
+LINES = [schedules.by_name(name) for name in ("gpipe", "1f1b", "zb-h1")]
+
+
 @pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 4), (4, 8), (4, 3), (6, 12)])
 @pytest.mark.parametrize("tcomm", [0.0, 0.5])
-@pytest.mark.parametrize("schedule", [schedules.gpipe(), schedules.one_f_one_b()], ids=str)
+@pytest.mark.parametrize("schedule", LINES, ids=str)
 def test_programs_take_as_long_as_their_schedule(
     make: Callable[[int, int], Module], schedule: Schedule, p: int, m: int, tcomm: float
 ) -> None:
@@ -57,6 +61,21 @@ def test_programs_take_as_long_as_their_schedule(
     assert found.end == pytest.approx(expected.end)
     assert found.bubble_ratio == pytest.approx(expected.bubble_ratio)
     assert busy(found) == pytest.approx(expected.busy)
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (6, 12)])
+def test_messages_wait_for_receives_that_are_posted_late(
+    make: Callable[[int, int], Module], p: int, m: int
+) -> None:
+    """With many forwards ahead, a receive may be posted after its message could have left."""
+    stage_ranks, tcomm = tuple(range(p)), 0.5
+    made = compiled(make(p, m), schedules.zb_h2())
+    order = schedules.zb_h2()(Pipeline(stage_ranks, m))
+    for late in (0.0, tcomm):
+        costs = Costs(3.0, 2.0, 2.0, late)
+        found = simulate_programs(made, costs).makespan
+        expected = simulate(order, stage_ranks, m, costs).makespan
+        assert expected - 1e-9 <= found <= expected + late + 1e-9
 
 
 def test_calls_of_a_task_share_its_time_and_functions_come_first(
@@ -73,6 +92,18 @@ def test_calls_of_a_task_share_its_time_and_functions_come_first(
     costs = Costs(3.0, 2.0, 2.0, functions={"stage1.loss.fwd": 7.0, "stage0.update": 5.0})
     found = simulate_programs(made, costs)
     assert busy(found) == [2 * 7.0 + 5.0, 2 * (7.0 + 3.0 + 4.0)]
+
+
+def test_a_call_and_a_message_have_their_overheads() -> None:
+    times = {"a.inc": 1.0, "b.double": 2.0, "c.dec": 3.0}
+    costs = Costs(functions=times, overhead=0.25, post=0.5, link=Link(4.0))
+    found = simulate_programs(module(CHAIN), costs)
+    assert [(span.start, span.end) for span in found.spans] == [
+        (0.0, 1.0),
+        (5.75, 7.75),
+        (12.5, 15.5),
+    ]
+    assert busy(found) == [1.0, 2.0, 3.0]
 
 
 def test_what_is_exposed_is_the_travelling_part_of_a_wait() -> None:
@@ -117,6 +148,46 @@ def test_waiting_for_work_is_not_exposed_communication() -> None:
     _, second = simulate_programs(module(TWICE), costs).ranks
     assert (second.busy, second.blocked, second.exposed) == (2.0, 11.0, 2.0)
     assert second.span == 13.0
+
+
+LATE = """
+module @late phase=scheduled world=2 {
+  function @a.work(f32[4]) -> (f32[4]) {actor = a, effect = pure, kind = opaque}
+  function @b.work(f32[4]) -> (f32[4]) {actor = b, effect = pure, kind = opaque}
+  channel 0 {ranks = {0..1}, slot_bytes = 16, slots = 1}
+  program @0(%x: f32[4]) {
+    %s0 = send(%x) {chan = 0, peer = 1, seq = 0, slot = 0} : future<unit>
+    wait(%s0)
+    %h = call(%x) {fn = @a.work} : f32[4]
+    %s1 = send(%h) {chan = 0, peer = 1, seq = 1, slot = 0} : future<unit>
+    wait(%s1)
+    return()
+  }
+  program @1(%x: f32[4]) {
+    %b = call(%x) {fn = @b.work} : f32[4]
+    %r0 = recv() {chan = 0, peer = 0, seq = 0, slot = 0} : future<f32[4]>
+    %v0 = wait(%r0) : f32[4]
+    %c = call(%v0) {fn = @b.work} : f32[4]
+    free(%v0)
+    %r1 = recv() {chan = 0, peer = 0, seq = 1, slot = 0} : future<f32[4]>
+    %v1 = wait(%r1) : f32[4]
+    %d = call(%v1) {fn = @b.work} : f32[4]
+    return(%b, %c, %d)
+  }
+}
+"""
+
+
+def test_buffered_messages_need_their_slot_and_not_their_receive() -> None:
+    costs = Costs(functions={"a.work": 1.0, "b.work": 4.0}, link=Link(0.5))
+    text = LATE.replace("return(%b, %c, %d)", "free(%v1) return(%b, %c, %d)")
+    strict, buffered = (
+        [(span.rank, span.start) for span in simulate_programs(module(text), each).spans]
+        for each in (costs, replace(costs, buffered=True))
+    )
+    # The first message waits for its receive, the second for its slot as well.
+    assert strict == [(0, 4.5), (1, 0.0), (1, 4.5), (1, 9.0)]
+    assert buffered == [(0, 0.5), (1, 0.0), (1, 4.0), (1, 8.5)]
 
 
 STREAMS = """

@@ -44,6 +44,7 @@ ATTRIBUTES: dict[str, st.SearchStrategy[Any]] = {
     "fn": symbols,
     "key": st.none() | small,
     "via": st.none() | words,
+    "why": st.none() | words,
     "slot": st.none() | small,
     "chan": small,
     "seq": small,

@@ -26,6 +26,7 @@ class TestWorld:
 
     __test__ = False
     is_virtual = False
+    device = None
 
     def __init__(self, comm: Any, nodes: Sequence[int]) -> None:
         self.comm = comm

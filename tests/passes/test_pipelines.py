@@ -10,6 +10,7 @@ from cg.ir.clone import clone
 from cg.ir.module import Module, Phase
 from cg.ir.ops import Call
 from cg.ir.verifier import verify
+from cg.passes.fabrics import Fabrics
 from cg.passes.manager import PassManager, check_pipeline
 from cg.passes.pipelines import default_pipeline
 from cg.passes.registry import Switches, names, parse_pipeline, parse_switches
@@ -23,7 +24,8 @@ def test_it_leads_from_traced_to_scheduled() -> None:
 
 
 def test_every_pass_stands_in_it() -> None:
-    standing = {pass_.name for pass_ in default_pipeline(switches=parse_switches(every("+")))}
+    switches = parse_switches(every("+"))
+    standing = {pass_.name for pass_ in default_pipeline(switches=switches, fabrics=Fabrics("a"))}
     assert standing == set(names())
 
 

@@ -1,4 +1,4 @@
-"""Makespans of schedules on paper against the closed forms of the papers, for any costs."""
+"""Makespans and peaks of schedules on paper against the closed forms of the papers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from cg.ir.attributes import Action
 from cg.ir.costs import Costs
 from cg.ir.timing import play
 from cg.passes import schedules
@@ -76,6 +77,71 @@ def test_dualpipe_v_is_idle_for_half_an_action_a_rank(p: int, m: int, time: floa
     assert bubble(schedules.dualpipe_v(), stage_ranks, m, costs) == pytest.approx(
         (p - 1) * time / 2
     )
+
+
+shares = st.sampled_from([0.0, 0.25, 0.5, 1.0])
+
+
+def peaks(schedule: Schedule, stage_ranks: tuple[int, ...], m: int, mw: float = 1.0) -> list[float]:
+    """For each rank, of how many microbatches it holds the activations at most."""
+    timeline = play(schedule(Pipeline(stage_ranks, m)), stage_ranks, m)
+    return [timeline.peak(rank, mw) for rank in sorted(set(stage_ranks))]
+
+
+@given(ranks, counts)
+def test_peaks_of_whole_backwards(p: int, m: int) -> None:
+    line = tuple(range(p))
+    assert peaks(schedules.gpipe(), line, m) == [m] * p
+    assert peaks(schedules.one_f_one_b(), line, m) == [min(p - s, m) for s in line]
+
+
+@given(ranks, counts, st.integers(1, 4))
+def test_peaks_of_chunks(p: int, m: int, v: int) -> None:
+    stage_ranks = tuple(range(p)) * v
+    assert peaks(schedules.looped_bfs(v), stage_ranks, m) == [m] * p
+    assume(p > 1 and m % p == 0)
+    # Narayanan et al., arXiv 2104.04473: 2 (p - s - 1) + (v - 1) p chunks before the first B.
+    ahead = [min(2 * (p - s - 1) + (v - 1) * p + 1, m * v) for s in range(p)]
+    assert peaks(schedules.interleaved(v), stage_ranks, m) == pytest.approx([n / v for n in ahead])
+
+
+@given(ranks, counts, shares)
+def test_peaks_of_zb_h1_hold_some_of_it_from_b_to_w(p: int, m: int, mw: float) -> None:
+    assume(m >= p)
+    found = peaks(schedules.zb_h1(), tuple(range(p)), m, mw)
+    assert found == pytest.approx([p - s + s * mw for s in range(p)])
+
+
+@given(ranks, counts)
+def test_peaks_of_zb_h2_and_zb_v(p: int, m: int) -> None:
+    line = tuple(range(p))
+    assert peaks(schedules.zb_h2(), line, m) == [min(2 * p - 1, m)] * p
+    assert max(peaks(schedules.zb_v(), line + line[::-1], m)) <= p
+    if m >= p:
+        assert max(peaks(schedules.zb_v(), line + line[::-1], m)) == p
+
+
+@given(ranks, st.integers(1, 32))
+def test_peaks_of_dualpipe_v(p: int, m: int) -> None:
+    assume(m >= 2 * p)
+    line = tuple(range(p))
+    assert max(peaks(schedules.dualpipe_v(), line + line[::-1], m)) == p + 0.5
+
+
+@given(ranks, counts, times, times, times, times, st.sampled_from(["1f1b", "zb-h1", "zb-h2"]))
+def test_the_first_backward_takes_its_way_back(
+    p: int, m: int, tf: float, tb: float, tw: float, tcomm: float, name: str
+) -> None:
+    """What the first rank is idle before its first B is no less than the way down and up takes."""
+    line, costs = tuple(range(p)), Costs(tf, tb, tw, tcomm)
+    timeline = play(schedules.by_name(name)(Pipeline(line, m)), line, m, costs)
+    starts = [(task, start) for task, start, _ in timeline.tasks(0)]
+    ahead = next(i for i, (task, _) in enumerate(starts) if task.action is Action.BACKWARD)
+    idle = starts[ahead][1] - ahead * tf
+    back = tb if timeline.split else tb + tw
+    assert idle >= max(0.0, (p - 1) * (back + 2 * tcomm) + (p - ahead) * tf)
+    if name == "1f1b":
+        assert idle == (p - 1) * (back + 2 * tcomm) + (p - ahead) * tf
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,125 @@
+"""An accelerator by way of torch's module for its kind, such as `torch.cuda`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+from ...ir.attributes import Stream
+from .base import Event, Fabric, Graph, Queue
+
+
+class Accelerator:
+    """A device whose module of torch has streams, events and graphs; implements `Device`.
+
+    Args:
+        kind, index: which device.
+        fabric: what joins it to others of its kind.
+        handle: the attribute of torch's streams that holds the raw stream.
+        graph: the name of the class of graphs in the module.
+    """
+
+    def __init__(
+        self, kind: str, index: int, fabric: Fabric | None, handle: str, graph: str
+    ) -> None:
+        self.kind = kind
+        self.index = index
+        self.torch_device = torch.device(kind, index)
+        self.fabric = fabric
+        self._module: Any = torch.get_device_module(kind)
+        self._handle = handle
+        self._graph_class: Callable[[], Any] = getattr(self._module, graph)
+        self._streams: dict[Stream, Any] = {}
+        self._caller: Any = None
+        self._pool: Any = None
+        self._keeper: Graph | None = None
+        self._keep_alive = torch.zeros(1, device=self.torch_device)
+        self._begin = self._module.Event()
+        self._end = self._module.Event()
+        self._module.set_device(index)
+
+    def stream(self, kind: Stream) -> Queue:
+        """See `Device`."""
+        found = self._streams.get(kind)
+        if found is None:
+            # What others wait for goes first: kernels of a copy must not queue behind a product.
+            priority = 0 if kind is Stream.COMPUTE else -1
+            found = self._streams[kind] = self._module.Stream(self.torch_device, priority=priority)
+        return found  # type: ignore[no-any-return]
+
+    def event(self) -> Event:
+        """See `Device`."""
+        return self._module.Event()  # type: ignore[no-any-return]
+
+    def raw(self, queue: Queue) -> int:
+        """See `Device`."""
+        return int(getattr(queue, self._handle))
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """See `Device`."""
+        module, compute = self._module, self.stream(Stream.COMPUTE)
+        before = module.current_stream(self.torch_device)
+        self._begin.record(before)
+        compute.wait_event(self._begin)
+        self._caller = before
+        module.set_stream(compute)
+        try:
+            yield
+        finally:
+            self._end.record(compute)
+            module.set_stream(before)
+            before.wait_event(self._end)
+            self._caller = None
+
+    def keep(self, tensors: Sequence[torch.Tensor]) -> None:
+        """See `Device`."""
+        for tensor in tensors:
+            tensor.record_stream(self._caller)
+
+    def seed(self, seed: int) -> None:
+        """See `Device`."""
+        self._module.default_generators[self.index].manual_seed(seed)
+
+    def random_state(self) -> torch.Tensor:
+        """See `Device`."""
+        return self._module.get_rng_state(self.torch_device)  # type: ignore[no-any-return]
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        """See `Device`."""
+        self._module.set_rng_state(state, self.torch_device)
+
+    def host_buffer(self, like: torch.Tensor) -> torch.Tensor:
+        """See `Device`."""
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+
+    def capture(self, work: Callable[[], object]) -> Graph:
+        """See `Device`.
+
+        Other threads may ask for events meanwhile, as the watchdog does: only this one is held
+        to what a capture allows.
+        """
+        module = self._module
+        # Not the whole device: a receive that was posted early may wait for what is captured here.
+        self.stream(Stream.COMPUTE).synchronize()
+        if self._pool is None:
+            self._pool = module.graph_pool_handle()
+            # A pool is gone with the last graph that uses it, so one uses it for ever.
+            self._keeper = self.capture(lambda: self._keep_alive.zero_())
+        graph = self._graph_class()
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            work()
+        except BaseException:
+            with suppress(RuntimeError):  # what went wrong may have broken the capture, too
+                graph.capture_end()
+            raise
+        graph.capture_end()
+        return graph  # type: ignore[no-any-return]
+
+    def synchronize(self) -> None:
+        """See `Device`."""
+        self._module.synchronize()

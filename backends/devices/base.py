@@ -1,0 +1,121 @@
+"""What the run time needs of an accelerator; a rank on the host alone has none.
+
+Work is put on streams, which are queues: what is on one runs in order, what is on two may overlap.
+An event is a mark in a queue that other queues, or the host, wait for. Whoever implements these
+protocols says nowhere else what kind of device it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from ...ir.attributes import Stream
+from ...ir.types import DType
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """The transport that joins devices of a kind.
+
+    Attributes:
+        name: of its communicator, as in `cg.via(x, name)`.
+        reduces: the element types that its reductions take.
+    """
+
+    name: str
+    reduces: frozenset[DType]
+
+
+class Event(Protocol):
+    """A mark in a queue; recording it again moves it. Until then, and before the first time, it
+    counts as passed."""
+
+    def record(self, stream: Any, /) -> None:
+        """Put the mark behind all that is on the stream now."""
+
+    def query(self) -> bool:
+        """Whether the queue has passed it."""
+
+    def synchronize(self) -> None:
+        """Block the host until it has."""
+
+
+class Queue(Protocol):
+    """A stream of the device."""
+
+    def wait_event(self, event: Any, /) -> None:
+        """Let all that is put on the stream from now on wait for the event."""
+
+    def synchronize(self) -> None:
+        """Block the host until the stream is empty."""
+
+
+class Graph(Protocol):
+    """Work that was captured, to be put on a stream as a whole."""
+
+    def replay(self) -> None:
+        """Put it on the current stream."""
+
+
+class Device(Protocol):
+    """One accelerator, as one rank uses it.
+
+    Attributes:
+        kind: torch's word for it, as in `torch.device(kind, index)`.
+        index: which of its kind.
+        torch_device: the device as torch names it.
+        fabric: what joins it to others of its kind; None where nothing does.
+    """
+
+    kind: str
+    index: int
+    torch_device: torch.device
+    fabric: Fabric | None
+
+    def stream(self, kind: Stream) -> Queue:
+        """The stream of a kind; always the same one."""
+
+    def event(self) -> Event:
+        """A new event."""
+
+    def raw(self, queue: Queue) -> int:
+        """The stream as the device's own libraries take it."""
+
+    def session(self) -> AbstractContextManager[None]:
+        """Inside, the compute stream is torch's current one.
+
+        It begins behind what is on the caller's stream, and the caller's stream goes on behind it,
+        without blocking the host.
+        """
+
+    def keep(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Inside a session: the caller's stream will use these tensors of the compute stream.
+
+        Their memory is then not used again before that stream has come to where they are dropped.
+        """
+
+    def seed(self, seed: int) -> None:
+        """Seed torch's generator of this device."""
+
+    def random_state(self) -> torch.Tensor:
+        """The state of that generator."""
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        """Put the generator back."""
+
+    def host_buffer(self, like: torch.Tensor) -> torch.Tensor:
+        """Host memory of the shape and type of `like` that the device can copy to by itself."""
+
+    def capture(self, work: Callable[[], None]) -> Graph:
+        """Record what `work` puts on the compute stream, and on those that join it, as a graph.
+
+        Nothing of it runs. All graphs of the device share one pool of memory.
+        """
+
+    def synchronize(self) -> None:
+        """Block the host until the device has nothing to do."""

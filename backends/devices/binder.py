@@ -1,0 +1,150 @@
+"""Binds a rank's program for its device: ops go onto the streams that the program names.
+
+The compute stream is torch's current one while the program runs, so calls are bound as on the
+host. A `wait` for a value of another stream is a mark behind the op that made it, and a wait of the
+stream for that mark. A message that goes by a stream has a mark behind it, for which `wait` lets
+its own stream wait; the host goes on. What goes by the host's memory makes the host wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ...ir.attributes import Stream
+from ...ir.module import Module, Program
+from ...ir.ops import Call, Collective, Copy, Op, Recv, Send, Value, Wait
+from ...ir.types import FutureType, UnitType
+from ..base import Body, Communicator, Port
+from ..steps import KEEP, Role, Step
+from . import instructions
+from .base import Device
+from .flow import Flow, Mark
+from .hosted import HostedBinder
+from .ports import StreamPort, is_stream_port
+
+
+class DeviceBinder(HostedBinder):
+    """Binds one program to a device's streams; see `Binder`.
+
+    Args:
+        device: of this rank.
+
+    Attributes:
+        flow: the program's streams, which run in stretches.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        module: Module,
+        bodies: Mapping[str, Body],
+        constants: Mapping[str, Any],
+        communicators: Mapping[int, Communicator],
+        seed: int,
+        execution: Callable[[], int],
+        *,
+        device: Device,
+    ) -> None:
+        super().__init__(
+            program, module, bodies, constants, communicators, seed, execution, device=device
+        )
+        self.flow = Flow(device)
+        self._made: dict[Value, Mark] = {}
+        self._done: dict[Value, Mark] = {}
+        self._slots: dict[Value, Mark] = {}
+        self._freed: dict[tuple[int, int], Mark] = {}
+        self._streamed: dict[Value, StreamPort] = {}
+        self._crossing = frozenset(
+            op.operands[0]
+            for op in program.ops
+            if isinstance(op, Wait) and not isinstance(op.operands[0].type, FutureType)
+        )
+
+    _lands_inputs = False  # whoever runs the program does it, ahead of what is captured
+
+    def _bind_op(self, op: Op, arena: Tensor) -> None:
+        stream = stream_of(op)
+        if isinstance(op, Call | Copy) and stream is not Stream.COMPUTE:
+            self._fail(
+                op, f"`{op.opcode}` is on stream {stream.value}", "calls run on the compute stream"
+            )
+        super()._bind_op(op, arena)
+        for value in op.results:
+            if value in self._crossing:
+                made = self._made[value] = Mark(self.flow)
+                self._emit(instructions.mark(made, self.flow.use(stream)), KEEP)
+
+    # -- communication ----------------------------------------------------------------------
+
+    def _issue(self, op: Op, port: Port) -> None:
+        if not is_stream_port(port):
+            super()._issue(op, port)
+            return
+        flow, queue = self.flow, self.flow.use(port.stream)
+        future = op.result
+        self._ports[future] = port
+        self._indices[future] = self._at
+        self._streamed[future] = port
+        done = self._done[future] = Mark(flow)
+        freed = None
+        if isinstance(op, Recv) and op.slot is not None:
+            freed = self._freed.setdefault((op.chan, op.slot), Mark(flow))
+            self._slots[future] = freed
+        source = self._register(op.operands[0]) if op.operands else None
+        run = instructions.issue(
+            port, self._code.registers, source, queue, done, Mark(flow), flow.compute, freed
+        )
+        self._emit(run, Step(Role.ISSUE, () if source is None else (source,), port=port))
+
+    def _bind_wait(self, op: Wait) -> None:
+        source, queue = op.operands[0], self.flow.use(stream_of(op))
+        port = self._streamed.get(source)
+        if port is None:
+            super()._bind_wait(op)
+            made = self._made.get(source)  # none for what was there before the program began
+            if made is not None:
+                self._emit(instructions.follow(made, queue), KEEP)
+            return
+        done = self._done[source]
+        is_first = self._layout.first_waits.get(source) is op
+        if is_first and op.results and not isinstance(op.result.type, UnitType):
+            target = self._register(op.result)
+            run = instructions.arrive(port, self._code.registers, target, queue, done)
+            self._emit(run, Step(Role.AWAIT, (), (target,)))
+        else:
+            self._emit(instructions.follow(done, queue), KEEP)
+
+    def awaited_outside(self, graph: int) -> list[Mark]:
+        """The marks of messages that ops of a graph wait for and that were not issued in it."""
+        ops = self._program.ops
+        return [
+            self._done[op.operands[0]]
+            for op in ops
+            if isinstance(op, Wait)
+            and op.graph == graph
+            and op.operands[0] in self._done
+            and ops[self._indices[op.operands[0]]].graph != graph
+        ]
+
+    def _release(self, future: Value) -> None:
+        freed = self._slots.get(future)
+        if freed is not None:
+            self._emit(instructions.mark(freed, self.flow.compute), KEEP)
+        if future in self._streamed:
+            self._ports.pop(future)
+        else:
+            super()._release(future)
+
+
+def stream_of(op: Op) -> Stream:
+    """The stream that an op is on; where the program does not say, the usual one of its kind."""
+    if op.stream is not None:
+        return op.stream
+    if isinstance(op, Send):
+        return Stream.SEND
+    if isinstance(op, Recv):
+        return Stream.RECV
+    return Stream.COLLECTIVE if isinstance(op, Collective) else Stream.COMPUTE

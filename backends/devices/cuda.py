@@ -1,0 +1,32 @@
+"""NVIDIA GPUs."""
+
+from __future__ import annotations
+
+from ...ir.types import DType
+from .accelerator import Accelerator
+from .base import Fabric
+
+NCCL = Fabric(
+    "nccl",
+    frozenset(
+        {
+            DType.F64,
+            DType.F32,
+            DType.F16,
+            DType.BF16,
+            DType.I64,
+            DType.I32,
+            DType.I8,
+            DType.U64,
+            DType.U32,
+            DType.U8,
+            DType.BOOL,
+        }
+    ),
+)
+"""NCCL; what it does not reduce, such as 16-bit integers, it still moves."""
+
+
+def make(index: int) -> Accelerator:
+    """The GPU `index` of this process."""
+    return Accelerator("cuda", index, NCCL, handle="cuda_stream", graph="CUDAGraph")

@@ -1,0 +1,86 @@
+"""Runs one rank's program on its device; the host puts work on streams and goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ...ir.module import Module, Program
+from ..base import Body, Communicator, Pause
+from ..executor import Executable
+from .base import Device
+from .binder import DeviceBinder
+from .capture import Segment, cut
+from .hosted import landed
+from .warm import warm
+
+
+class DeviceExecutable(Executable):
+    """A program that is bound to a device; see `Executable`.
+
+    When `run` returns, what the program does has been put on streams, behind which the caller's
+    stream goes on. What it returns is there for whatever the caller puts on its stream.
+
+    Args:
+        device: of this rank.
+
+    Attributes:
+        segments: the parts of the program that are captured, in order.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        module: Module,
+        bodies: Mapping[str, Body],
+        constants: Mapping[str, Any],
+        communicators: Mapping[int, Communicator],
+        seed: int,
+        device: Device,
+    ) -> None:
+        binders: list[DeviceBinder] = []
+
+        def make(*arguments: Any) -> DeviceBinder:
+            binders.append(DeviceBinder(*arguments, device=device))
+            return binders[0]
+
+        super().__init__(program, module, bodies, constants, communicators, seed, make)
+        (binder,) = binders
+        self._device = device
+        self._flow = binder.flow
+        self.segments: tuple[Segment, ...] = ()
+        if any(op.graph is not None for op in program.ops):
+            self.segments = cut(self._code, program, module, bodies, binder)
+        warm(program, module, bodies, device)
+        device.synchronize()  # constants are there for all streams
+
+    def run(
+        self,
+        inputs: Sequence[Any],
+        pause: Pause,
+        timeout: float | None = None,
+        execution: int | None = None,
+        checked: bool = False,
+    ) -> tuple[Any, ...]:
+        """Put one execution on the device's streams; see `Executable.run`."""
+        device, flow = self._device, self._flow
+        with device.session():
+            there = [landed(value, device) for value in inputs]
+            if not self.segments:
+                flow.fork()
+            outputs = super().run(there, pause, timeout, execution, checked)
+            flow.join()
+            device.keep([value for value in outputs if isinstance(value, Tensor)])
+        return outputs
+
+    def reset(self) -> None:
+        """See `Executable.reset`; what was captured is forgotten, for its messages are."""
+        super().reset()
+        self.close()
+
+    def close(self) -> None:
+        """Drop the graphs, before the communicators that they use are given up; idempotent."""
+        for segment in self.segments:
+            segment.forget()

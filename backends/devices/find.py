@@ -1,0 +1,31 @@
+"""The kinds of accelerators that cg drives, and which of them this machine has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from . import cuda, npu
+from .accelerator import Accelerator
+
+MAKERS: dict[str, Callable[[int], Accelerator]] = {"cuda": cuda.make, "npu": npu.make}
+"""By torch's word for the kind."""
+
+
+def kinds() -> tuple[str, ...]:
+    """All kinds that cg drives."""
+    return tuple(sorted(MAKERS))
+
+
+def present() -> str | None:
+    """The kind of this machine's accelerators; None if it has none that cg drives."""
+    if not torch.accelerator.is_available():
+        return None
+    found = torch.accelerator.current_accelerator()
+    return found.type if found is not None and found.type in MAKERS else None
+
+
+def make(kind: str, index: int) -> Accelerator:
+    """The device of a kind, as this process's current one."""
+    return MAKERS[kind](index)

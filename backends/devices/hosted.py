@@ -1,0 +1,129 @@
+"""Binds a program whose tensors are on a device and whose messages all go by the host.
+
+Work runs on torch's current stream, and the host waits for each message as it does without a
+device. So errors can travel in messages, and several executions of a graph may be in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...ir.module import Function, FunctionKind, Module, Program
+from ...ir.ops import Op, Recv, Value
+from ...ir.types import FutureType, TensorType
+from .. import instructions
+from ..base import Body, Communicator, Port
+from ..binder import Binder, Code
+from ..checks import checked
+from ..random import seeded_on
+from ..steps import KEEP
+from ..turnstiles import Tickets
+from .base import Device
+from .staging import StagedPort
+
+
+class HostedBinder(Binder):
+    """Binds one program to a device; see `Binder`.
+
+    Args:
+        device: of this rank.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        module: Module,
+        bodies: Mapping[str, Body],
+        constants: Mapping[str, Any],
+        communicators: Mapping[int, Communicator],
+        seed: int,
+        execution: Callable[[], int],
+        tickets: Tickets | None = None,
+        *,
+        device: Device,
+    ) -> None:
+        there = {name: landed(value, device) for name, value in constants.items()}
+        super().__init__(
+            program,
+            module,
+            bodies,
+            there,
+            communicators,
+            seed,
+            execution,
+            tickets,
+            target=device.torch_device,
+        )
+        self.device = device
+
+    def bind(self) -> Code:
+        """See `Binder`; first of all the inputs come to the device."""
+        code = super().bind()
+        if not self._lands_inputs:
+            return code
+        front: list[instructions.Instruction] = []
+        for register, value in enumerate(self._program.params):
+            if isinstance(value.type, TensorType):
+                land = lambda given: landed(given, self.device)  # noqa: E731 - one expression
+                front.append(instructions.apply(code.registers, register, register, land))
+        code.instructions[:0] = front
+        code.steps[:0] = [KEEP] * len(front)
+        code.ops[:0] = [0] * len(front)
+        code.awaited[:0] = [None] * len(front)
+        code.clears[:] = [index + len(front) for index in code.clears]
+        return code
+
+    _lands_inputs = True
+
+    def _adapted(self, body: Body, function: Function) -> Body:
+        """An opaque method makes its tensors on the device, whatever it says of devices."""
+        if function.kind is not FunctionKind.OPAQUE:
+            return body
+        return checked(_on_device(body, function, self.device), function)
+
+    def _seeded(self, body: Body, key: int) -> Body:
+        return seeded_on(self.device, super()._seeded(body, key), self._seed, key, self._execution)
+
+    def _issue(self, op: Op, port: Port) -> None:
+        carries = (*op.operands, *op.results)
+        tensors = any(isinstance(_carried(value), TensorType) for value in carries)
+        if tensors and isinstance(op, Recv) and op.operands:
+            self._fail(op, "a transport of the host cannot receive into a device's buffer")
+        if tensors:
+            operand = _carried(op.operands[0]) if op.operands else None
+            sends = operand if isinstance(operand, TensorType) else None
+            port = StagedPort(port, self.device, sends)
+        super()._issue(op, port)
+
+
+def landed(value: Any, device: Device) -> Any:
+    """A value for work on the device: a tensor is brought there, unless it is there."""
+    if isinstance(value, Tensor) and value.device != device.torch_device:
+        return value.to(device.torch_device, non_blocking=True)
+    return value
+
+
+def _carried(value: Value) -> object:
+    return value.type.value if isinstance(value.type, FutureType) else value.type
+
+
+def _on_device(body: Body, function: Function, device: Device) -> Body:
+    """A body with the device as torch's default, and tensors that it returns brought there."""
+    target = device.torch_device
+    tensors = [isinstance(type_, TensorType) for type_ in function.outputs]
+
+    def run(*inputs: Any) -> Any:
+        with target:
+            outputs = body(*inputs)
+        if True not in tensors or len(outputs) != len(tensors):
+            return outputs
+        return tuple(
+            value.to(target) if moves and isinstance(value, torch.Tensor) else value
+            for value, moves in zip(outputs, tensors, strict=True)
+        )
+
+    return run

@@ -1,0 +1,54 @@
+"""Ports whose ops complete on a stream, so that the host goes on as soon as they are issued."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, TypeGuard, runtime_checkable
+
+from ...ir.attributes import Stream
+from ..base import Port
+from ..poison import Poison
+
+
+@runtime_checkable
+class StreamPort(Protocol):
+    """The port of an op that a stream carries out; see `Port` for the rest.
+
+    The executor orders streams: before `start` it lets the port's stream wait for what the operand
+    needs, after it sets a mark that others wait for. `take` gives a tensor that is there when the
+    mark has been passed. The device has the data and nobody looks into it, so there is no poison in
+    messages: `fail` raises it.
+
+    Attributes:
+        stream: which stream carries it out.
+    """
+
+    stream: Stream
+
+    def must_prepare(self, value: Any) -> bool:
+        """Whether `prepare` has something to do for this operand."""
+
+    def prepare(self, value: Any) -> Any:
+        """Put on the compute stream what has to happen before `start`; the operand to start with.
+
+        Memory for the result is taken here, too: it may be in use on the compute stream until now.
+        """
+
+    def start(self, value: Any) -> None:
+        """Put the op on its stream."""
+
+    def fail(self, poison: Poison) -> None:
+        """Raise the poison: it cannot travel."""
+
+    def poll(self) -> bool:
+        """True: the host waits for nothing."""
+
+    def take(self) -> Any:
+        """The value, for work that is put behind the mark."""
+
+    def release(self) -> None:
+        """Drop the value."""
+
+
+def is_stream_port(port: Port | StreamPort) -> TypeGuard[StreamPort]:
+    """Whether a port's op completes on a stream."""
+    return isinstance(port, StreamPort)

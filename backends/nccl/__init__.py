@@ -1,0 +1,1 @@
+"""NCCL: messages and collectives between the GPUs of NVIDIA, on streams."""

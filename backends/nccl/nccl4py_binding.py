@@ -1,0 +1,139 @@
+"""NCCL by nccl4py's low-level bindings, NVIDIA's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import nccl.bindings.nccl as low
+
+from .library import BYTES, IN_PROGRESS, SUCCESS, CommunicationError
+
+
+class Nccl4py:
+    """See `Library`.
+
+    Args:
+        nonblocking: whether communicators are joined, and all their calls made, without blocking
+            the host. Such a communicator can be aborted at any time; but NCCL starts a thread for
+            each call, which has to be waited for here.
+    """
+
+    name = "NCCL (nccl4py)"
+
+    def __init__(self, nonblocking: bool) -> None:
+        self._nonblocking = nonblocking
+        low.get_version()  # loads the library, or says that there is none
+
+    def version(self) -> str:
+        """See `Library`."""
+        number = int(low.get_version())
+        return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+
+    def unique_id(self) -> bytes:
+        """See `Library`."""
+        return bytes(low.get_unique_id())
+
+    def connect(self, size: int, unique: bytes, rank: int) -> Any:
+        """See `Library`."""
+        if not self._nonblocking:
+            return _checked(low.comm_init_rank, size, low.UniqueId.from_buffer(unique), rank)
+        config = low.Config()
+        config.blocking = 0
+        key = low.UniqueId.from_buffer(unique)
+        return _checked(low.comm_init_rank_config, size, key, rank, config)
+
+    def is_ready(self, comm: Any) -> bool:
+        """See `Library`."""
+        state = int(low.comm_get_async_error(comm))
+        if state not in (SUCCESS, IN_PROGRESS):
+            raise CommunicationError(f"{low.get_error_string(state)} {low.get_last_error(comm)}")
+        return state == SUCCESS
+
+    def send(self, pointer: int, nbytes: int, peer: int, comm: Any, stream: int) -> None:
+        """See `Library`."""
+        low.send(pointer, nbytes, BYTES, peer, comm, stream)
+        if self._nonblocking:
+            self._finish(comm)
+
+    def recv(self, pointer: int, nbytes: int, peer: int, comm: Any, stream: int) -> None:
+        """See `Library`."""
+        low.recv(pointer, nbytes, BYTES, peer, comm, stream)
+        if self._nonblocking:
+            self._finish(comm)
+
+    def all_reduce(
+        self, source: int, target: int, count: int, type_: int, op: int, comm: Any, stream: int
+    ) -> None:
+        """See `Library`."""
+        low.all_reduce(source, target, count, type_, op, comm, stream)
+        if self._nonblocking:
+            self._finish(comm)
+
+    def reduce_scatter(
+        self, source: int, target: int, count: int, type_: int, op: int, comm: Any, stream: int
+    ) -> None:
+        """See `Library`."""
+        low.reduce_scatter(source, target, count, type_, op, comm, stream)
+        if self._nonblocking:
+            self._finish(comm)
+
+    def all_gather(self, source: int, target: int, nbytes: int, comm: Any, stream: int) -> None:
+        """See `Library`."""
+        low.all_gather(source, target, nbytes, BYTES, comm, stream)
+        if self._nonblocking:
+            self._finish(comm)
+
+    def broadcast(
+        self, source: int, target: int, nbytes: int, root: int, comm: Any, stream: int
+    ) -> None:
+        """See `Library`."""
+        low.broadcast(source, target, nbytes, BYTES, root, comm, stream)
+        if self._nonblocking:
+            self._finish(comm)
+
+    def exchange(
+        self, messages: Sequence[tuple[int, int, int, int]], comm: Any, stream: int
+    ) -> None:
+        """See `Library`."""
+        low.group_start()
+        try:
+            for peer, source, target, nbytes in messages:
+                low.send(source, nbytes, BYTES, peer, comm, stream)
+                low.recv(target, nbytes, BYTES, peer, comm, stream)
+        finally:
+            low.group_end()
+        if self._nonblocking:
+            self._finish(comm)
+
+    def error(self, comm: Any) -> str | None:
+        """See `Library`."""
+        state = int(low.comm_get_async_error(comm))
+        if state in (SUCCESS, IN_PROGRESS):
+            return None
+        return f"{low.get_error_string(state)} {low.get_last_error(comm)}".strip()
+
+    def abort(self, comm: Any) -> None:
+        """See `Library`."""
+        _checked(low.comm_abort, comm)
+
+    def destroy(self, comm: Any) -> None:
+        """See `Library`."""
+        _checked(low.comm_destroy, comm)
+
+    def _finish(self, comm: Any) -> None:
+        """Wait until the last call has put its work on the stream."""
+        while not self.is_ready(comm):
+            pass
+
+
+def _checked(call: Any, *arguments: Any) -> Any:
+    try:
+        return call(*arguments)
+    except low.NCCLError as error:
+        raise CommunicationError(str(error)) from error
+
+
+def make(nonblocking: bool) -> Nccl4py:
+    """The library."""
+    return Nccl4py(nonblocking)

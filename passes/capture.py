@@ -1,0 +1,177 @@
+"""Cut each rank's program into parts that its device can record and replay."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..ir.module import Channel, FunctionKind, Module, Phase, Program
+from ..ir.ops import Alloc, Call, Collective, Constant, Copy, Op, Recv, Return, Send, Value, Wait
+from .base import Pass
+from .fabrics import Fabrics
+from .registry import register
+
+
+@register
+@dataclass(frozen=True)
+class Capture(Pass):
+    """Number the longest runs of ops that a device can do without the host.
+
+    The host comes in where a method is opaque, where random numbers are drawn, and where a message
+    travels between hosts; receives that are under way meanwhile are not part of a graph. All ops
+    between such places are of one graph, which is put on the device by a single launch from the
+    third execution on.
+
+    The method `update` is opaque here:
+
+    Before::
+
+        %h = call(%x) {fn = @stage0.forward, stream = compute} : f32[8]
+        %s.0 = wait(%h) {stream = send} : f32[8]
+        %d = send(%s.0) {chan = 0, peer = 1, seq = 0, stream = send} : future<unit>
+        %u = call() {fn = @stage0.update, stream = compute} : unit
+
+    After::
+
+        %h = call(%x) {fn = @stage0.forward, graph = 0, stream = compute} : f32[8]
+        %s.0 = wait(%h) {graph = 0, stream = send} : f32[8]
+        %d = send(%s.0) {chan = 0, graph = 0, peer = 1, seq = 0, stream = send} : future<unit>
+        %u = call() {fn = @stage0.update, stream = compute} : unit
+
+    Attributes:
+        ranks: as in `Fabrics`; a rank without a device captures nothing.
+    """
+
+    ranks: str = ""
+
+    name: ClassVar[str] = "capture"
+    requires: ClassVar[tuple[Phase, ...]] = (Phase.SCHEDULED,)
+    optional: ClassVar[bool] = True
+
+    def run(self, module: Module) -> bool:
+        fabrics = Fabrics(self.ranks)
+        changed = False
+        for program in module.programs:
+            if fabrics.of_rank(program.rank or 0) is not None:
+                changed = _number(module, program, fabrics) or changed
+        return changed
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Where a program leaves its device.
+
+    Attributes:
+        op: what the host has to do.
+        index: of that op in the program.
+        reason: why, in words.
+    """
+
+    op: Op
+    index: int
+    reason: str
+
+
+def cuts(module: Module, program: Program, fabrics: Fabrics) -> list[Cut]:
+    """What keeps a rank's program from being one graph, in order."""
+    hosts: set[Value] = set()
+    found: dict[int, str] = {}
+    for index, op in enumerate(program.ops):
+        reason = _reason(op, module, fabrics, hosts)
+        if reason is not None:
+            found[index] = reason
+    while crossing := _crossing(program, found):
+        found.update(crossing)
+    return [Cut(program.ops[index], index, reason) for index, reason in sorted(found.items())]
+
+
+def _crossing(program: Program, found: Mapping[int, str]) -> dict[int, str]:
+    """What is posted in one part and awaited in another, receives and collectives, and the waits.
+
+    A graph is over when all is over that it began, so a receive of a graph must not depend on what
+    its rank does behind the graph: to the receive's other end, for one, what is sent there.
+    """
+    parts: list[int] = []
+    part = 0
+    for index in range(len(program.ops)):
+        part += index in found
+        parts.append(part)
+    posted: dict[Value, int] = {}
+    crossing: dict[int, str] = {}
+    for index, op in enumerate(program.ops):
+        if isinstance(op, Recv | Collective):
+            posted[op.result] = index
+        elif isinstance(op, Wait):
+            at = posted.pop(op.operands[0], None)
+            if at is not None and at not in found and parts[at] != parts[index]:
+                what = "receive" if isinstance(program.ops[at], Recv) else "collective"
+                crossing[at] = f"a {what} that is posted early, ahead of what the host does"
+            if at is not None and index not in found and (at in found or at in crossing):
+                crossing[index] = "a wait for what is posted early"
+    return crossing
+
+
+def describe(module: Module, ranks: str) -> str:
+    """For each rank with a device the graphs of its program, and what cuts it, in words."""
+    fabrics = Fabrics(ranks)
+    lines = []
+    for program in module.programs:
+        if fabrics.of_rank(program.rank or 0) is None:
+            lines.append(f"rank {program.rank}: no device")
+            continue
+        graphs = {op.graph for op in program.ops if op.graph is not None}
+        whole = "one graph, the whole program" if len(graphs) == 1 else f"{len(graphs)} graphs"
+        found = cuts(module, program, fabrics)
+        lines.append(f"rank {program.rank}: {f'{len(graphs)} graphs' if found else whole}")
+        counted: dict[str, int] = {}
+        for cut in found:
+            counted[cut.reason] = counted.get(cut.reason, 0) + 1
+        lines += [f"  cut {count} times: {reason}" for reason, count in counted.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _number(module: Module, program: Program, fabrics: Fabrics) -> bool:
+    before = [op.graph for op in program.ops]
+    left_to_host = {cut.index for cut in cuts(module, program, fabrics)}
+    number = 0
+    pending: list[Op] = []
+    for index, op in enumerate(program.ops):
+        op.graph = None
+        if index in left_to_host or isinstance(op, Return):
+            number += _close(pending, number)
+            pending = []
+        elif not isinstance(op, Alloc):
+            pending.append(op)
+    return before != [op.graph for op in program.ops]
+
+
+def _close(ops: list[Op], number: int) -> bool:
+    """Make a graph of some ops, if that saves the host any work."""
+    work = sum(isinstance(op, Call | Copy | Send | Recv | Collective | Constant) for op in ops)
+    if work < 2:
+        return False
+    for op in ops:
+        op.graph = number
+    return True
+
+
+def _reason(op: Op, module: Module, fabrics: Fabrics, hosts: set[Value]) -> str | None:
+    """Why the host has to do an op; None if it has not. `hosts` are futures of hosts' messages."""
+    if isinstance(op, Call):
+        if module.functions[op.fn.name].kind is FunctionKind.OPAQUE:
+            return f"{op.fn} is opaque"
+        return f"{op.fn} draws random numbers" if op.key is not None else None
+    if isinstance(op, Send | Recv | Collective):
+        channel = module.channels.get(op.chan if op.chan is not None else -1)
+        if channel is None or _by_stream(channel, fabrics):
+            return None
+        hosts.update(op.results)
+        return f"channel {channel.id} goes from host to host"
+    if isinstance(op, Wait) and op.operands[0] in hosts:
+        return "a wait for a message from host to host"
+    return None
+
+
+def _by_stream(channel: Channel, fabrics: Fabrics) -> bool:
+    return channel.via is not None and fabrics.knows(channel.via)

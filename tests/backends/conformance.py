@@ -1,0 +1,361 @@
+"""What every communicator must do: programs, and their results in the virtual world.
+
+A case is a scheduled module of some ranks and the values of its parameters. A communicator conforms
+if each rank's program returns what it returns in the virtual world, in each of several executions.
+The cases know nothing of how they are run: in threads, by mpirun, on devices or without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from cg.backends.dtypes import TORCH_DTYPES
+from cg.backends.virtual import VirtualExecutable
+from cg.ir.module import Module
+from cg.ir.parser import parse_module
+from cg.ir.types import DType, TensorType
+from cg.ir.verifier import verify
+from cg.passes.assign_streams import AssignStreams
+from cg.passes.manager import PassManager
+from cg.passes.overlap import Overlap
+from cg.passes.plan_buffers import PlanBuffers
+
+EXECUTIONS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """One program.
+
+    Attributes:
+        name: in test ids.
+        text: the module before streams and buffers are planned.
+        reduces: the element type that it reduces, if it does.
+        objects: whether it sends objects.
+    """
+
+    name: str
+    text: str
+    reduces: DType | None = None
+    objects: bool = False
+    planned: bool = field(default=True)
+
+    def module(self) -> Module:
+        """The module as it is run."""
+        module = parse_module(self.text)
+        verify(module)
+        if self.planned:
+            PassManager((Overlap(), AssignStreams(), PlanBuffers())).run(module)
+        return module
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks it needs."""
+        return parse_module(self.text).world
+
+    def inputs(self, execution: int) -> list[list[Any]]:
+        """For each rank the values of its parameters in an execution; always the same."""
+        generator = torch.Generator().manual_seed(hash_of(self.name) + execution)
+        module = parse_module(self.text)
+        return [
+            [value_of(p.type, generator) for p in program.params] for program in module.programs
+        ]
+
+    def expected(self) -> list[list[tuple[Any, ...]]]:
+        """For each execution the outputs by rank, from the virtual world."""
+        executable = VirtualExecutable(self.module(), {}, {}, poison=True)
+        return [executable.run(self.inputs(i)) for i in range(EXECUTIONS)]
+
+
+def hash_of(text: str) -> int:
+    """A number that is the same in every process."""
+    return sum(ord(c) * 31**i for i, c in enumerate(text)) % 100003
+
+
+def value_of(type_: Any, generator: torch.Generator) -> Any:
+    """A value whose sums and products over some ranks are exact in its type."""
+    if not isinstance(type_, TensorType):
+        return {"n": int(torch.randint(100, (), generator=generator)), "text": "x" * 100}
+    dtype = TORCH_DTYPES[type_.dtype]
+    if type_.dtype is DType.BOOL:
+        return torch.randint(0, 2, type_.shape, generator=generator).bool()
+    values = torch.randint(0, 4, type_.shape, generator=generator)
+    return values.to(dtype)
+
+
+def check(actual: Sequence[Any], expected: Sequence[Any], what: str) -> None:
+    """The outputs of one rank are what they should be, to the bit."""
+    assert len(actual) == len(expected), what
+    for index, (mine, right) in enumerate(zip(actual, expected, strict=True)):
+        if not isinstance(right, torch.Tensor):
+            assert mine == right, f"{what}: output {index}"
+            continue
+        mine = mine.cpu()
+        assert mine.dtype is right.dtype, f"{what}: output {index} is {mine.dtype}"
+        assert mine.shape == right.shape, f"{what}: output {index} is {mine.shape}"
+        same = torch.equal(_bytes(mine), _bytes(right))
+        assert same or right.numel() == 0, f"{what}: output {index} is {mine}, not {right}"
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+# -- the cases ------------------------------------------------------------------------------
+
+
+def cases() -> Iterator[Case]:
+    """All of them."""
+    yield from messages()
+    yield from collectives()
+
+
+def messages() -> Iterator[Case]:
+    """Point-to-point."""
+    for dtype in DType:
+        yield one_way(f"message-{dtype.value}", f"{dtype.value}[5,3]")
+    for shape in ("f32[]", "f32[0,4]", "u8[1]", "f32[300,1000]"):
+        yield one_way(f"message-{shape}", shape)
+    yield one_way("message-object", "object", objects=True)
+    yield dense()
+    yield pipeline("pipeline-2", 2, 6)
+    yield pipeline("pipeline-4", 4, 5)
+    yield exchange()
+    yield ring(4)
+
+
+def one_way(name: str, type_: str, objects: bool = False) -> Case:
+    """Rank 0 sends what it is given, rank 1 returns it."""
+    text = f"""
+module @m phase=scheduled world=2 {{
+  channel 0 {{ranks = {{0..1}}}}
+  program @0(%x: {type_}) {{
+    %s = send(%x) {{chan = 0, peer = 1, seq = 0}} : future<unit>
+    wait(%s)
+    return()
+  }}
+  program @1() {{
+    %r = recv() {{chan = 0, peer = 0, seq = 0}} : future<{type_}>
+    %v = wait(%r) : {type_}
+    return(%v)
+  }}
+}}
+"""
+    return Case(name, text, objects=objects)
+
+
+def dense() -> Case:
+    """A part of a tensor that does not lie densely in memory arrives dense."""
+    text = """
+module @m phase=scheduled world=2 {
+  channel 0 {ranks = {0..1}}
+  program @0(%x: f32[4,6]) {
+    %p = view(%x) {dim = 1, length = 2, start = 3} : f32[4,2]
+    %s = send(%p) {chan = 0, peer = 1, seq = 0} : future<unit>
+    wait(%s)
+    return(%p)
+  }
+  program @1() {
+    %r = recv() {chan = 0, peer = 0, seq = 0} : future<f32[4,2]>
+    %v = wait(%r) : f32[4,2]
+    return(%v)
+  }
+}
+"""
+    return Case("dense", text)
+
+
+_ADD = "  function @builtin.add.f32.8x16(f32[8,16], f32[8,16]) -> (f32[8,16]) {kind = builtin}\n"
+_T = "f32[8,16]"
+
+
+def pipeline(name: str, ranks: int, count: int) -> Case:
+    """Each rank doubles what it gets and sends it on, several values one after the other."""
+    lines = [f"module @m phase=scheduled world={ranks} {{", _ADD.rstrip()]
+    lines += [f"  channel {i} {{ranks = {{{i}..{i + 1}}}}}" for i in range(ranks - 1)]
+    for rank in range(ranks):
+        params = ", ".join(f"%x{i}: {_T}" for i in range(count)) if rank == 0 else ""
+        lines.append(f"  program @{rank}({params}) {{")
+        for i in range(count):
+            if rank:
+                lines.append(
+                    f"    %r{i} = recv() {{chan = {rank - 1}, peer = {rank - 1}, seq = {i}}}"
+                    f" : future<{_T}>"
+                )
+                lines.append(f"    %x{i} = wait(%r{i}) : {_T}")
+            lines.append(f"    %y{i} = call(%x{i}, %x{i}) {{fn = @builtin.add.f32.8x16}} : {_T}")
+            if rank < ranks - 1:
+                lines.append(
+                    f"    %s{i} = send(%y{i}) {{chan = {rank}, peer = {rank + 1}, seq = {i}}}"
+                    " : future<unit>"
+                )
+                lines.append(f"    wait(%s{i})")
+        outputs = ", ".join(f"%y{i}" for i in range(count)) if rank == ranks - 1 else ""
+        lines += [f"    return({outputs})", "  }"]
+    return Case(name, "\n".join([*lines, "}"]))
+
+
+def exchange() -> Case:
+    """Two ranks send to each other at once, and back again."""
+    lines = ["module @m phase=scheduled world=2 {", _ADD.rstrip()]
+    lines += ["  channel 0 {ranks = {0..1}}", "  channel 1 {ranks = {1,0}}"]
+    for rank in range(2):
+        out, into, peer = rank, 1 - rank, 1 - rank
+        lines += [
+            f"  program @{rank}(%x: {_T}) {{",
+            f"    %r0 = recv() {{chan = {into}, peer = {peer}, seq = 0}} : future<{_T}>",
+            f"    %s0 = send(%x) {{chan = {out}, peer = {peer}, seq = 0}} : future<unit>",
+            f"    %v0 = wait(%r0) : {_T}",
+            f"    %y = call(%v0, %x) {{fn = @builtin.add.f32.8x16}} : {_T}",
+            "    wait(%s0)",
+            f"    %r1 = recv() {{chan = {into}, peer = {peer}, seq = 1}} : future<{_T}>",
+            f"    %s1 = send(%y) {{chan = {out}, peer = {peer}, seq = 1}} : future<unit>",
+            f"    %v1 = wait(%r1) : {_T}",
+            f"    %z = call(%v1, %v0) {{fn = @builtin.add.f32.8x16}} : {_T}",
+            "    wait(%s1)",
+            "    return(%z)",
+            "  }",
+        ]
+    return Case("exchange", "\n".join([*lines, "}"]))
+
+
+def ring(ranks: int) -> Case:
+    """Each rank sends to the next and gets from the one before; a received value is sent on."""
+    lines = [f"module @m phase=scheduled world={ranks} {{"]
+    lines += [
+        f"  channel {rank} {{ranks = {{{rank},{(rank + 1) % ranks}}}}}" for rank in range(ranks)
+    ]
+    for rank in range(ranks):
+        after, before = (rank + 1) % ranks, (rank - 1) % ranks
+        lines += [f"  program @{rank}(%v0: {_T}) {{"]
+        for hop in range(ranks):
+            lines += [
+                f"    %r{hop} = recv() {{chan = {before}, peer = {before}, seq = {hop}}}"
+                f" : future<{_T}>",
+                f"    %s{hop} = send(%v{hop}) {{chan = {rank}, peer = {after}, seq = {hop}}}"
+                " : future<unit>",
+                f"    %v{hop + 1} = wait(%r{hop}) : {_T}",
+                f"    wait(%s{hop})",
+            ]
+        lines += [f"    return(%v{ranks}, %v1)", "  }"]
+    return Case(f"ring-{ranks}", "\n".join([*lines, "}"]))
+
+
+_REDUCED = (DType.F64, DType.F32, DType.F16, DType.BF16, DType.I64, DType.I32, DType.I8, DType.U8)
+
+
+def collectives() -> Iterator[Case]:
+    """Each collective, over types, dimensions and groups."""
+    for dtype in (*_REDUCED, DType.BOOL):
+        for op in ("sum", "prod", "min", "max"):
+            yield collective(
+                f"all_reduce-{op}-{dtype.value}", f"all_reduce(%x) {{@, op = {op}}}", dtype, (4, 6)
+            )
+    for dtype in (DType.F32, DType.F64, DType.I32):
+        yield collective(
+            f"all_reduce-avg-{dtype.value}", "all_reduce(%x) {@, op = avg}", dtype, (4, 6)
+        )
+    yield collective("all_reduce-large", "all_reduce(%x) {@, op = sum}", DType.F32, (400, 500))
+    yield collective("all_reduce-scalar", "all_reduce(%x) {@, op = sum}", DType.F32, ())
+    yield collective("all_reduce-empty", "all_reduce(%x) {@, op = sum}", DType.F32, (0, 2))
+    for dim in (0, 1):
+        yield collective(
+            f"all_gather-{dim}", f"all_gather(%x) {{dim = {dim}, @}}", DType.F32, (4, 6), grow=dim
+        )
+        yield collective(
+            f"all_to_all-{dim}", f"all_to_all(%x) {{dim = {dim}, @}}", DType.I16, (4, 8)
+        )
+        for dtype in (DType.F32, DType.I64):
+            yield collective(
+                f"reduce_scatter-{dim}-{dtype.value}",
+                f"reduce_scatter(%x) {{dim = {dim}, @, op = sum}}",
+                dtype,
+                (4, 8),
+                shrink=dim,
+            )
+    yield collective(
+        "all_reduce-group", "all_reduce(%x) {@, op = sum}", DType.F32, (3,), group=(2, 0), world=4
+    )
+    yield collective(
+        "all_gather-4", "all_gather(%x) {dim = 1, @}", DType.F16, (3, 2), grow=1, world=4
+    )
+    yield broadcast(0)
+    yield broadcast(1)
+    yield barrier()
+
+
+def collective(
+    name: str,
+    call: str,
+    dtype: DType,
+    shape: tuple[int, ...],
+    grow: int | None = None,
+    shrink: int | None = None,
+    group: tuple[int, ...] = (),
+    world: int = 2,
+) -> Case:
+    """Two collectives of a group, one after the other."""
+    members = group or tuple(range(world))
+    result = list(shape)
+    if grow is not None:
+        result[grow] *= len(members)
+    if shrink is not None:
+        result[shrink] //= len(members)
+    ranks = "{" + ",".join(map(str, members)) + "}"
+    operand_type, result_type = str(TensorType(dtype, shape)), str(TensorType(dtype, tuple(result)))
+    lines = [
+        f"module @m phase=scheduled world={world} {{",
+        f"  channel 0 {{collective = true, ranks = {ranks}}}",
+    ]
+    for rank in range(world):
+        if rank not in members:
+            lines += [f"  program @{rank}() {{", "    return()", "  }"]
+            continue
+        lines.append(f"  program @{rank}(%x: {operand_type}) {{")
+        for seq in range(2):
+            where = f"chan = 0, group = {ranks}, seq = {seq}"
+            lines.append(f"    %f{seq} = {call.replace('@', where)} : future<{result_type}>")
+        lines += [f"    %y{seq} = wait(%f{seq}) : {result_type}" for seq in range(2)]
+        lines += ["    return(%y0, %y1)", "  }"]
+    reduces = dtype if "reduce" in call else None
+    return Case(name, "\n".join([*lines, "}"]), reduces=reduces)
+
+
+def broadcast(root: int) -> Case:
+    """One rank's value, on all."""
+    lines = [
+        "module @m phase=scheduled world=2 {",
+        "  channel 0 {collective = true, ranks = {0..1}}",
+    ]
+    for rank in range(2):
+        operand = "%x" if rank == root else ""
+        lines += [
+            f"  program @{rank}({'%x: bf16[7]' if rank == root else ''}) {{",
+            f"    %f = broadcast({operand}) {{chan = 0, group = {{0..1}}, root = {root}, seq = 0}}"
+            " : future<bf16[7]>",
+            "    %y = wait(%f) : bf16[7]",
+            "    return(%y)",
+            "  }",
+        ]
+    return Case(f"broadcast-{root}", "\n".join([*lines, "}"]))
+
+
+def barrier() -> Case:
+    """No values, but a meeting."""
+    lines = [
+        "module @m phase=scheduled world=2 {",
+        "  channel 0 {collective = true, ranks = {0..1}}",
+    ]
+    for rank in range(2):
+        lines += [
+            f"  program @{rank}(%x: f32[2]) {{",
+            "    %f = barrier() {chan = 0, group = {0..1}, seq = 0} : future<unit>",
+            "    wait(%f)",
+            "    return(%x)",
+            "  }",
+        ]
+    return Case("barrier", "\n".join([*lines, "}"]))

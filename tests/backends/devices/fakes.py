@@ -1,0 +1,425 @@
+"""A device of the host's memory whose side streams are threads, and a library between such devices.
+
+The compute stream is the calling thread: what is put on it happens at once. Every other stream is a
+thread that does one thing after the other. So messages really are under way while a rank goes on,
+and what is ordered wrongly shows as a wrong value.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import queue
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Client, Connection, Listener
+from typing import Any
+
+import numpy
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from cg.backends.devices.base import Fabric
+from cg.ir.attributes import Stream
+from cg.ir.types import DType
+
+PATIENCE = 20.0
+"""Seconds after which a wait of the compute stream is a deadlock."""
+
+FABRIC = Fabric("fake", frozenset(DType) - {DType.I16, DType.U16})
+
+
+class FakeQueue:
+    """A stream: a thread, or the caller itself (the compute stream)."""
+
+    def __init__(self, name: str, inline: bool, device: FakeDevice) -> None:
+        self.name = name
+        self.device = device
+        self.inline = inline
+        self.log: list[str] = []
+        self.delay = 0.0
+        self.error: BaseException | None = None
+        self._work: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        if not inline:
+            threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def put(self, what: str, work: Callable[[], None]) -> None:
+        """Do some work, or note it down where the device is capturing."""
+        recording = self.device.recording
+        if recording is not None:
+            recording.append(lambda: self.put(what, work))
+            return
+        self.log.append(what)
+        if self.inline:
+            work()
+        else:
+            self._work.put(work)
+
+    def wait_event(self, event: FakeEvent) -> None:
+        if self.device.recording is not None:
+            self.device.recording.append(lambda: self.wait_event(event))
+            assert event.captured, "a graph cannot wait for what is outside of it"
+            return
+        token = event.token
+        self.put(f"wait {event.name}", lambda: _wait(token, self.name))
+
+    def synchronize(self) -> None:
+        done = threading.Event()
+        self.put("synchronize", done.set)
+        _wait(done, self.name)
+
+    def _run(self) -> None:
+        while True:
+            work = self._work.get()
+            if work is None:
+                return
+            if self.delay:
+                time.sleep(self.delay)
+            try:
+                work()
+            except BaseException as error:  # shown by whoever waits
+                self.error = error
+
+
+def _wait(token: threading.Event, who: str) -> None:
+    if not token.wait(PATIENCE):
+        raise TimeoutError(f"stream {who} has waited {PATIENCE} s for an event")
+
+
+class FakeEvent:
+    """An event; recording it again moves it."""
+
+    count = 0
+
+    def __init__(self) -> None:
+        FakeEvent.count += 1
+        self.name = f"e{FakeEvent.count}"
+        self.token = threading.Event()
+        self.token.set()
+        self.captured = False
+
+    def record(self, stream: FakeQueue) -> None:
+        if stream.device.recording is not None:
+            self.captured = True
+            stream.device.recording.append(lambda: self.record(stream))
+            return
+        token = self.token = threading.Event()
+        stream.put(f"record {self.name}", token.set)
+
+    def query(self) -> bool:
+        return self.token.is_set()
+
+    def synchronize(self) -> None:
+        _wait(self.token, "host")
+
+
+class FakeGraph:
+    """What was noted down while the device was capturing."""
+
+    def __init__(self, work: Sequence[Callable[[], None]]) -> None:
+        self.work = tuple(work)
+        self.replays = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+        for work in self.work:
+            work()
+
+
+class _Recording(TorchDispatchMode):
+    """Notes operations down instead of doing them: their results hold nothing until a replay."""
+
+    def __init__(self, work: list[Callable[[], None]]) -> None:
+        super().__init__()
+        self.work = work
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.is_view or func.namespace == "prims" or "empty" in func.name():
+            return func(*args, **kwargs)
+        if func._schema.is_mutable:
+            self.work.append(lambda: func(*args, **kwargs))
+            return args[0] if func._schema.returns else None
+        meta_args, meta_kwargs = tree_map_only(
+            torch.Tensor, lambda t: t.to("meta"), (args, {**kwargs, **_meta(kwargs)})
+        )
+        made = func(*meta_args, **meta_kwargs)
+        outputs = tree_map_only(torch.Tensor, _blank, made)
+
+        def work() -> None:
+            for target, value in zip(
+                tree_leaves(outputs), tree_leaves(func(*args, **kwargs)), strict=True
+            ):
+                target.copy_(value)
+
+        self.work.append(work)
+        return outputs
+
+
+def _meta(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {"device": torch.device("meta")} if kwargs.get("device") is not None else {}
+
+
+def _blank(like: torch.Tensor) -> torch.Tensor:
+    blank = torch.empty_like(like, device="cpu")
+    return blank.fill_(float("nan")) if blank.is_floating_point() else blank
+
+
+class FakeDevice:
+    """See `cg.backends.devices.base.Device`."""
+
+    def __init__(self, index: int = 0, delay: float = 0.0) -> None:
+        self.kind = "cpu"
+        self.index = index
+        self.torch_device = torch.device("cpu")
+        self.fabric: Fabric | None = FABRIC
+        self.delay = delay
+        self.sessions = 0
+        self.synchronized = 0
+        self.recording: list[Callable[[], None]] | None = None
+        self.graphs: list[FakeGraph] = []
+        self.queues: dict[Stream, FakeQueue] = {}
+        self._raw: dict[int, FakeQueue] = {}
+
+    def stream(self, kind: Stream) -> FakeQueue:
+        found = self.queues.get(kind)
+        if found is None:
+            found = self.queues[kind] = FakeQueue(kind.value, kind is Stream.COMPUTE, self)
+            found.delay = self.delay
+            self._raw[id(found)] = found
+        return found
+
+    def by_raw(self, raw: int) -> FakeQueue:
+        return self._raw[raw]
+
+    def event(self) -> FakeEvent:
+        return FakeEvent()
+
+    def raw(self, queue: FakeQueue) -> int:
+        return id(queue)
+
+    @contextlib.contextmanager
+    def session(self) -> Iterator[None]:
+        self.sessions += 1
+        yield
+
+    def keep(self, tensors: Sequence[torch.Tensor]) -> None:
+        pass
+
+    def seed(self, seed: int) -> None:
+        torch.default_generator.manual_seed(seed)
+
+    def random_state(self) -> torch.Tensor:
+        return torch.default_generator.get_state()
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        torch.default_generator.set_state(state)
+
+    def host_buffer(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(like, device="cpu")
+
+    def capture(self, work: Callable[[], None]) -> FakeGraph:
+        self.recording = []
+        try:
+            with _Recording(self.recording):
+                work()
+            graph = FakeGraph(self.recording)
+        finally:
+            self.recording = None
+        self.graphs.append(graph)
+        return graph
+
+    def synchronize(self) -> None:
+        self.synchronized += 1
+        for found in tuple(self.queues.values()):
+            found.synchronize()
+
+
+class FakeComm:
+    """A member of a communicator: a socket to each other member."""
+
+    def __init__(self, folder: str, size: int, unique: bytes, member: int) -> None:
+        self.size = size
+        self.member = member
+        self.aborted = False
+        self.peers: dict[int, Connection] = {}
+        path = os.path.join(folder, unique[:8].hex())
+        with Listener(f"{path}-{member}", "AF_UNIX", backlog=size) as listener:
+            for peer in range(member):
+                self.peers[peer] = _dial(f"{path}-{peer}")
+                self.peers[peer].send(member)
+            for _ in range(member + 1, size):
+                conn = listener.accept()
+                self.peers[conn.recv()] = conn
+
+    def exchange(self, mine: bytes) -> list[bytes]:
+        """Everybody's bytes, by member."""
+        sends = [
+            threading.Thread(target=self._send, args=(conn, mine)) for conn in self.peers.values()
+        ]
+        for thread in sends:
+            thread.start()
+        found = {peer: conn.recv_bytes() for peer, conn in self.peers.items()}
+        for thread in sends:
+            thread.join()
+        found[self.member] = mine
+        return [found[member] for member in range(self.size)]
+
+    def _send(self, conn: Connection, content: bytes) -> None:
+        with contextlib.suppress(OSError):  # as when the communicator is aborted meanwhile
+            conn.send_bytes(content)
+
+
+def _dial(path: str) -> Connection:
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return Client(path, "AF_UNIX")
+        except (FileNotFoundError, ConnectionRefusedError):
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.002)
+
+
+_NUMPY: dict[int, Any] = {
+    0: numpy.int8,
+    1: numpy.uint8,
+    2: numpy.int32,
+    3: numpy.uint32,
+    4: numpy.int64,
+    5: numpy.uint64,
+    6: numpy.float16,
+    7: numpy.float32,
+    8: numpy.float64,
+}
+_REDUCE: dict[int, Any] = {0: numpy.add, 1: numpy.multiply, 2: numpy.maximum, 3: numpy.minimum}
+
+
+class FakeLibrary:
+    """See `cg.backends.nccl.library.Library`; works between threads and between processes."""
+
+    name = "fake"
+
+    def __init__(self, device: FakeDevice, folder: str | None = None) -> None:
+        self.device = device
+        self.folder = folder or tempfile.gettempdir()
+        self.calls: list[str] = []
+        self.fault: str | None = None
+
+    def version(self) -> str:
+        return "0"
+
+    def unique_id(self) -> bytes:
+        return uuid.uuid4().bytes * 8
+
+    def connect(self, size: int, unique: bytes, rank: int) -> FakeComm:
+        self.calls.append(f"connect {rank} of {size}")
+        return FakeComm(self.folder, size, unique, rank)
+
+    def is_ready(self, comm: FakeComm) -> bool:
+        return True
+
+    def send(self, pointer: int, nbytes: int, peer: int, comm: FakeComm, stream: int) -> None:
+        def work() -> None:
+            comm.peers[peer].send_bytes(ctypes.string_at(pointer, nbytes))
+
+        self._put(f"send {nbytes}", stream, work)
+
+    def recv(self, pointer: int, nbytes: int, peer: int, comm: FakeComm, stream: int) -> None:
+        def work() -> None:
+            content = comm.peers[peer].recv_bytes()
+            assert len(content) == nbytes, "both ends must agree"
+            ctypes.memmove(pointer, content, nbytes)
+
+        self._put(f"recv {nbytes}", stream, work)
+
+    def all_reduce(
+        self, source: int, target: int, count: int, type_: int, op: int, comm: Any, stream: int
+    ) -> None:
+        def work() -> None:
+            total = self._reduced(source, count, type_, op, comm)
+            ctypes.memmove(target, total.tobytes(), total.nbytes)
+
+        self._put(f"all_reduce {count}", stream, work)
+
+    def reduce_scatter(
+        self, source: int, target: int, count: int, type_: int, op: int, comm: Any, stream: int
+    ) -> None:
+        def work() -> None:
+            total = self._reduced(source, count * comm.size, type_, op, comm)
+            part = total[comm.member * count : (comm.member + 1) * count]
+            ctypes.memmove(target, part.tobytes(), part.nbytes)
+
+        self._put(f"reduce_scatter {count}", stream, work)
+
+    def all_gather(self, source: int, target: int, nbytes: int, comm: Any, stream: int) -> None:
+        def work() -> None:
+            everything = b"".join(comm.exchange(ctypes.string_at(source, nbytes)))
+            ctypes.memmove(target, everything, len(everything))
+
+        self._put(f"all_gather {nbytes}", stream, work)
+
+    def broadcast(
+        self, source: int, target: int, nbytes: int, root: int, comm: Any, stream: int
+    ) -> None:
+        def work() -> None:
+            mine = ctypes.string_at(source, nbytes) if comm.member == root else b""
+            ctypes.memmove(target, comm.exchange(mine)[root], nbytes)
+
+        self._put(f"broadcast {nbytes}", stream, work)
+
+    def exchange(
+        self, messages: Sequence[tuple[int, int, int, int]], comm: Any, stream: int
+    ) -> None:
+        def work() -> None:
+            whole = b"".join(ctypes.string_at(m[1], m[3]) for m in messages)
+            nbytes = messages[0][3]
+            for (_, _, target, _), content in zip(messages, comm.exchange(whole), strict=True):
+                at = comm.member * nbytes
+                ctypes.memmove(target, content[at : at + nbytes], nbytes)
+
+        self._put("exchange", stream, work)
+
+    def error(self, comm: FakeComm) -> str | None:
+        return self.fault
+
+    def abort(self, comm: FakeComm) -> None:
+        comm.aborted = True
+        self.calls.append("abort")
+        for conn in comm.peers.values():
+            conn.close()
+
+    def destroy(self, comm: FakeComm) -> None:
+        self.calls.append("destroy")
+        for conn in comm.peers.values():
+            conn.close()
+
+    def _put(self, what: str, stream: int, work: Callable[[], None]) -> None:
+        self.calls.append(what)
+        self.device.by_raw(stream).put(what, work)
+
+    def _reduced(self, source: int, count: int, type_: int, op: int, comm: FakeComm) -> Any:
+        if type_ == 9:  # bf16, which numpy lacks
+            parts = comm.exchange(ctypes.string_at(source, count * 2))
+            tensors = [torch.frombuffer(bytearray(p), dtype=torch.bfloat16).float() for p in parts]
+            arrays = [t.numpy() for t in tensors]
+            total = _combine(arrays, op)
+            bits = torch.from_numpy(total).to(torch.bfloat16).view(torch.int16)
+            return bits.numpy()
+        dtype = numpy.dtype(_NUMPY[type_])
+        parts = comm.exchange(ctypes.string_at(source, count * dtype.itemsize))
+        return _combine([numpy.frombuffer(part, dtype) for part in parts], op)
+
+
+def _combine(arrays: Sequence[Any], op: int) -> Any:
+    total = arrays[0].copy()
+    for array in arrays[1:]:
+        total = _REDUCE[0 if op == 4 else op](total, array)
+    return (total / len(arrays)).astype(total.dtype) if op == 4 else total

@@ -1,0 +1,74 @@
+"""The order in which a program's work is put on streams, and what is said when it cannot be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cg.backends.errors import BindError, TransportError
+from cg.backends.nccl import library
+from cg.backends.nccl.pool import LIMIT, Pool
+from cg.ir.attributes import Stream
+from cg.ir.module import Channel
+
+from ..conformance import pipeline
+from .fakes import FakeDevice, FakeLibrary
+from .ranks import PATIENCE, ThreadWorld, bound, on_ranks, pause
+
+
+def test_a_send_waits_for_its_operand_and_the_caller_for_all() -> None:
+    case = pipeline("p", 2, 1)
+
+    def play(world: ThreadWorld) -> list[str]:
+        executable = bound(world, case.module(), delay=0.002)
+        executable.run(case.inputs(0)[world.rank], pause, PATIENCE)
+        logs = world.device.queues
+        return [] if Stream.SEND not in logs else logs[Stream.SEND].log
+
+    log, _ = on_ranks(2, play)
+    what = [entry.split()[0] for entry in log]
+    at = what.index("send", what.index("send") + 1)  # the first one only warms the line
+    assert what[at - 1 : at + 2] == ["wait", "send", "record"]
+
+
+def test_the_host_is_not_held_up() -> None:
+    case = pipeline("p", 2, 6)
+
+    def play(world: ThreadWorld) -> int:
+        executable = bound(world, case.module())
+        before = world.device.synchronized
+        executable.run(case.inputs(0)[world.rank], pause, PATIENCE)
+        return int(world.device.synchronized - before)
+
+    assert on_ranks(2, play) == [0, 0]
+
+
+def test_a_rank_is_a_member_of_so_many_communicators() -> None:
+    channels = [Channel(i, (0, i + 1)) for i in range(LIMIT + 1)]
+
+    class Alone(ThreadWorld):
+        def allgather(self, value: object) -> list[object]:
+            return [value] * self.size
+
+    device = FakeDevice()
+    pool = Pool(Alone(0, LIMIT + 2, {}), device, FakeLibrary(device))
+    with pytest.raises(BindError, match=f"rank 0 would be a member of {LIMIT + 1} NCCL"):
+        pool.join(channels)
+
+
+def test_a_rank_without_a_device_is_not_joined() -> None:
+    def play(world: ThreadWorld) -> None:
+        device = FakeDevice() if world.rank == 0 else None
+        pool = Pool(world, device, None if device is None else FakeLibrary(device))
+        pool.join([Channel(0, (0, 1))])
+
+    with pytest.raises(BindError, match="from rank 0 to rank 1, but rank 1 has no GPU"):
+        on_ranks(2, play)
+
+
+def test_bindings_that_are_not_there() -> None:
+    with pytest.raises(TransportError, match="there is no binding of NCCL called 'ctypes'"):
+        library.load("ctypes")
+    if not torch.cuda.is_available():
+        with pytest.raises(TransportError, match="no binding of it can be loaded"):
+            library.load()

@@ -1,0 +1,56 @@
+"""Ranks with devices: fake ones, whose streams are threads, and real ones where there are any."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from .jobs import needs_mpi, run
+
+pytestmark = [*needs_mpi, pytest.mark.timeout(150)]
+
+needs_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+def play(job: str, *words: str, fake: bool, ranks: int = 2, seconds: float = 100) -> str:
+    start = ["-m", "tests.mpi.device_job"] if fake else ["-m"]
+    ended = run(ranks, [*start, f"tests.mpi.{job}", *words], seconds=seconds)
+    assert ended.code == 0, ended.output
+    return ended.output
+
+
+@pytest.mark.parametrize("words", [["cpu", "fake"], ["fake", "--capture"]])
+def test_communicators_conform(words: list[str]) -> None:
+    ended = run(2, ["-m", "tests.mpi.conformance_job", *words], seconds=100)
+    assert ended.code == 0, ended.output
+    assert ended.output.count("cases conform") == len([w for w in words if w[0] != "-"])
+
+
+def test_pipelines_on_fake_devices() -> None:
+    assert play("pipeline_job", "0", "1", fake=True).count("6 agree") == 2
+
+
+def test_failures_on_fake_devices() -> None:
+    assert play("device_failure_job", fake=True).count("failures are as they should be") == 2
+
+
+@pytest.mark.gpu
+@needs_gpus
+@pytest.mark.parametrize("words", [["nccl4py"], ["nccl4py", "--capture"], ["cupy"]])
+def test_nccl_conforms(words: list[str]) -> None:
+    pytest.importorskip({"nccl4py": "nccl.bindings", "cupy": "cupy.cuda"}[words[0]])
+    ended = run(2, ["-m", "tests.mpi.conformance_job", *words], seconds=100)
+    assert ended.code == 0, ended.output
+
+
+@pytest.mark.gpu
+@needs_gpus
+def test_pipelines_on_gpus() -> None:
+    assert play("pipeline_job", "0", "4", fake=False).count("9 agree") == 2
+
+
+@pytest.mark.gpu
+@needs_gpus
+def test_failures_on_gpus() -> None:
+    output = play("device_failure_job", fake=False)
+    assert output.count("failures are as they should be") == 2

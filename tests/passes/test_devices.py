@@ -1,0 +1,140 @@
+"""Transports chosen for values, and programs cut into graphs, where ranks have devices."""
+
+from __future__ import annotations
+
+import pytest
+
+from cg.ir.diagnostics import IRError
+from cg.ir.module import Module
+from cg.ir.ops import Transfer
+from cg.ir.parser import parse_module
+from cg.passes.capture import Capture, describe
+from cg.passes.choose_transports import ChooseTransports
+from cg.passes.insert_transfers import InsertTransfers
+from cg.passes.manager import PassManager
+from cg.passes.split_transfers import SplitTransfers
+
+RANKS = "nccl+nccl+-"
+
+
+def traced(body: str, result: str = "f32[4]") -> Module:
+    return parse_module(f"""
+module @s phase=traced world=3 {{
+  function @a.f(f32[4]) -> ({result}) {{actor = a, kind = opaque}}
+  function @b.g({result}) -> (f32[4]) {{actor = b, kind = opaque}}
+  program @s(%x: f32[4]@{{0..2}}) {{
+    %h = call(%x) {{fn = @a.f}} : {result}@0
+{body}
+    return(%y) {{at = {{1}}}}
+  }}
+}}
+""")
+
+
+def transfers(module: Module, **options: str) -> list[tuple[str | None, str | None]]:
+    PassManager((InsertTransfers(), ChooseTransports(RANKS, "f32", **options))).run(module)
+    found = [op for op in module.program.ops if isinstance(op, Transfer)]
+    return [(op.via, op.why) for op in found]
+
+
+def test_a_tensor_between_devices_goes_by_what_joins_them() -> None:
+    module = traced("    %y = call(%h) {fn = @b.g} : f32[4]@1")
+    assert transfers(module) == [("nccl", "a tensor from device to device")]
+    PassManager((SplitTransfers(),)).run(module)
+    (channel,) = module.channels.values()
+    assert (channel.via, channel.why) == ("nccl", "a tensor from device to device")
+
+
+def test_what_concerns_a_rank_without_a_device_goes_by_the_host() -> None:
+    module = traced("    %y = call(%h) {fn = @b.g} : f32[4]@2")
+    assert transfers(module)[0] == ("cpu", "rank 2 has no device")
+
+
+def test_objects_go_by_the_host() -> None:
+    module = traced("    %y = call(%h) {fn = @b.g} : f32[4]@1", result="object")
+    assert transfers(module) == [("cpu", "an object")]
+
+
+def test_the_user_chooses() -> None:
+    body = """
+    %r = transfer(%h) {via = mpi} : f32[4]@0
+    %y = call(%r) {fn = @b.g} : f32[4]@1"""
+    assert transfers(traced(body)) == [("mpi", "asked for by cg.via")]
+
+
+@pytest.mark.parametrize(
+    ("result", "rank", "message"),
+    [
+        ("object", 1, "'nccl' is to carry an object, and it carries tensors between devices alone"),
+        ("f32[4]", 2, "'nccl' is to carry a value, but rank 2 has no device that it joins"),
+    ],
+)
+def test_the_user_cannot_choose_what_cannot_be(result: str, rank: int, message: str) -> None:
+    body = f"""
+    %r = transfer(%h) {{via = nccl}} : {result}@0
+    %y = call(%r) {{fn = @b.g}} : f32[4]@{rank}"""
+    with pytest.raises(IRError, match=message):
+        transfers(traced(body, result))
+
+
+def test_a_traced_transfer_stays_where_it_is() -> None:
+    module = traced("    %y = transfer(%h) {via = nccl} : f32[4]@1")
+    with pytest.raises(IRError, match="a transfer in phase traced only says how"):
+        PassManager((InsertTransfers(),)).run(module)
+
+
+PROGRAM = """
+module @s phase=scheduled world=2 {
+  function @a.f(f32[4]) -> (f32[4]) {actor = a, effect = read}
+  function @a.update() -> (unit) {actor = a, kind = opaque}
+  channel 0 {ranks = {0..1}, via = nccl}
+  channel 1 {ranks = {1,0}, via = nccl}
+  program @0(%x: f32[4]) {
+    %r = recv() {chan = 1, peer = 1, seq = 0} : future<f32[4]>
+    %h = call(%x) {fn = @a.f} : f32[4]
+    %d = send(%h) {chan = 0, peer = 1, seq = 0} : future<unit>
+    wait(%d)
+    HOST
+    %v = wait(%r) : f32[4]
+    %a = call(%v) {fn = @a.f} : f32[4]
+    %b = call(%a) {fn = @a.f} : f32[4]
+    return(%b)
+  }
+  program @1() {
+    %r = recv() {chan = 0, peer = 0, seq = 0} : future<f32[4]>
+    %v = wait(%r) : f32[4]
+    %d = send(%v) {chan = 1, peer = 0, seq = 0} : future<unit>
+    wait(%d)
+    return()
+  }
+}
+"""
+
+
+def graphs(text: str) -> list[int | None]:
+    module = parse_module(text)
+    PassManager((Capture("nccl+nccl"),)).run(module)
+    return [op.graph for op in module.program_of(0).ops]
+
+
+def test_a_program_without_the_host_is_one_graph() -> None:
+    assert graphs(PROGRAM.replace("HOST", "")) == [0] * 7 + [None]
+
+
+def test_the_host_cuts_it_and_a_receive_under_way_is_of_neither_part() -> None:
+    text = PROGRAM.replace("HOST", "%u = call() {fn = @a.update} : unit")
+    assert graphs(text) == [None, 0, 0, 0, None, None, 1, 1, None]
+    module = parse_module(text)
+    PassManager((Capture("nccl+nccl"),)).run(module)
+    assert describe(module, "nccl+nccl").splitlines() == [
+        "rank 0: 2 graphs",
+        "  cut 1 times: a receive that is posted early, ahead of what the host does",
+        "  cut 1 times: @a.update is opaque",
+        "  cut 1 times: a wait for what is posted early",
+        "rank 1: one graph, the whole program",
+    ]
+
+
+def test_a_rank_without_a_device_captures_nothing() -> None:
+    module = parse_module(PROGRAM.replace("HOST", ""))
+    assert not Capture("-+-").run(module)
