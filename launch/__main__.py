@@ -58,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--no-thread-cap", action="store_true", help="leave thread pools as they are")
     add("--no-affinity", action="store_true", help="do not bind ranks to cores")
     add("--no-bind-devices", action="store_true", help="do not select devices by local rank")
+    add("--device", metavar="KIND", help="where actors live: auto, cpu, or a kind such as cuda")
     add(
         "-x",
         "--env",
@@ -152,6 +153,7 @@ def _variables(options: argparse.Namespace, inherited: Mapping[str, str]) -> dic
         ("CG_THREAD_CAP", options.no_thread_cap and "0"),
         ("CG_AFFINITY", options.no_affinity and "0"),
         ("CG_BIND_DEVICES", options.no_bind_devices and "0"),
+        ("CG_DEVICE", options.device),
     ):
         if value:
             chosen[name] = value

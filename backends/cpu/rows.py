@@ -214,5 +214,6 @@ class Rows:
             words[row + EXECUTION],
             words[row + AT],
             awaited if waits and awaited >= 0 else None,
-            bool(words[row + RUNNING]) and words[row + STATE] == State.RUNNING,
+            # One that has just failed, by the same deadline perhaps, is where it was then.
+            bool(words[row + RUNNING]) and words[row + STATE] in (_RUNNING, State.FAILED),
         )

@@ -96,10 +96,13 @@ def test_peaks_of_whole_backwards(p: int, m: int) -> None:
 
 
 @given(ranks, counts, st.integers(1, 4))
-def test_peaks_of_chunks(p: int, m: int, v: int) -> None:
-    stage_ranks = tuple(range(p)) * v
-    assert peaks(schedules.looped_bfs(v), stage_ranks, m) == [m] * p
-    assume(p > 1 and m % p == 0)
+def test_peaks_of_looped_bfs(p: int, m: int, v: int) -> None:
+    assert peaks(schedules.looped_bfs(v), tuple(range(p)) * v, m) == [m] * p
+
+
+@given(st.integers(2, 8), st.integers(1, 3), st.integers(1, 4))
+def test_peaks_of_interleaved(p: int, rounds: int, v: int) -> None:
+    stage_ranks, m = tuple(range(p)) * v, p * rounds
     # Narayanan et al., arXiv 2104.04473: 2 (p - s - 1) + (v - 1) p chunks before the first B.
     ahead = [min(2 * (p - s - 1) + (v - 1) * p + 1, m * v) for s in range(p)]
     assert peaks(schedules.interleaved(v), stage_ranks, m) == pytest.approx([n / v for n in ahead])
