@@ -26,7 +26,12 @@ def on_npus(
 ) -> Ended:
     """A job whose ranks have an NPU each."""
     path = os.pathsep.join([str(STANDIN), environment()["PYTHONPATH"], str(ROOT)])
-    given = {"HCCL_SO_PATH": str(mock), "HCCL_EXEC_TIMEOUT": "60", "PYTHONPATH": path}
+    given = {
+        "CG_DEVICE": "auto",
+        "HCCL_SO_PATH": str(mock),
+        "HCCL_EXEC_TIMEOUT": "60",
+        "PYTHONPATH": path,
+    }
     return run(ranks, program, variables={**given, **variables}, seconds=seconds)
 
 
