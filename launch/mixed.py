@@ -89,6 +89,10 @@ class MixedRuntime:
                 program, module, bodies, constants, serving, seed, device
             )
             self._watchdog = Watchdog(device, timeout, self._faults, self._give_up)
+            for communicator in self._communicators.values():
+                hold = getattr(communicator, "hold", None)
+                if hold is not None:
+                    hold(self._executable)
         self._doubtful = _built_on_streams(program, module)
         self._lost: list[str] = []
         self._gets_outputs = bool(program.outputs)
@@ -136,7 +140,7 @@ class MixedRuntime:
         if self._watchdog is not None:
             self._watchdog.close()
         if isinstance(self._executable, DeviceExecutable):
-            self._executable.close()
+            self._executable.drop_graphs()
         for communicator in self._communicators.values():
             communicator.close()
 

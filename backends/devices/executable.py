@@ -78,9 +78,9 @@ class DeviceExecutable(Executable):
     def reset(self) -> None:
         """See `Executable.reset`; what was captured is forgotten, for its messages are."""
         super().reset()
-        self.close()
+        self.drop_graphs()
 
-    def close(self) -> None:
-        """Drop the graphs, before the communicators that they use are given up; idempotent."""
+    def drop_graphs(self) -> None:
+        """Forget what was captured; idempotent."""
         for segment in self.segments:
             segment.forget()

@@ -17,7 +17,7 @@ from ..devices.base import Device
 from ..dtypes import TORCH_DTYPES
 from ..errors import BindError
 from .library import load
-from .pool import Line, Pool
+from .pool import Holder, Line, Pool
 from .ports import RecvPort, SendPort, collective_port
 
 ALIGNMENT = 256
@@ -90,6 +90,10 @@ class NcclCommunicator:
     def faults(self) -> Sequence[str]:
         """What NCCL reports of its communicators; for watchdogs."""
         return self._pool.errors()
+
+    def hold(self, holder: Holder) -> None:
+        """Let `holder` drop its graphs before what is under way is broken off."""
+        self._pool.hold(holder)
 
     def break_off(self) -> None:
         """Break off what is under way: it waits for ranks that have failed."""

@@ -12,7 +12,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from time import monotonic, sleep
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
+from weakref import WeakSet
 
 import torch
 
@@ -62,6 +63,13 @@ class Line:
         self.comm: Any = None
 
 
+class Holder(Protocol):
+    """Who may have graphs with operations of communicators in them."""
+
+    def drop_graphs(self) -> None:
+        """Drop all of them, also one that is being replayed; idempotent."""
+
+
 class Pool:
     """The communicators of this process.
 
@@ -86,6 +94,7 @@ class Pool:
         self._device = device
         self._library = library
         self._groups: dict[Group, Line | None] = {}
+        self._holders: WeakSet[Holder] = WeakSet()
 
     @property
     def device(self) -> Device:
@@ -120,6 +129,10 @@ class Pool:
         lines = ((channel.id, self._groups[Group.of(channel)]) for channel in channels)
         return {id_: line for id_, line in lines if line is not None}
 
+    def hold(self, holder: Holder) -> None:
+        """Let `holder` drop its graphs before communicators are given up."""
+        self._holders.add(holder)
+
     def errors(self) -> list[str]:
         """What NCCL reports of its communicators, with whom they join."""
         found = []
@@ -130,12 +143,14 @@ class Pool:
         return found
 
     def abort(self) -> None:
-        """Break off all that is under way; safe from another thread.
+        """Break off all that is under way.
 
-        All communicators at once: one waits for its operations to leave their streams, where they
-        may stand behind those of another one.
+        Graphs go first: a communicator is not given up while a graph has an operation of it, and
+        waits for the graph to be dropped. Then all communicators at once: one waits for its
+        operations to leave their streams, where they may stand behind those of another one.
         """
         self._broken = True
+        self._drop_graphs()
         threads = []
         for line in self._lines():
             comm, line.comm = line.comm, None
@@ -167,10 +182,15 @@ class Pool:
         lines = self._lines()
         if lines:
             self.device.synchronize()
+        self._drop_graphs()
         for line in lines:
             self.library.destroy(line.comm)
             line.comm = None
         self._groups.clear()
+
+    def _drop_graphs(self) -> None:
+        for holder in self._holders:
+            holder.drop_graphs()
 
     # -- joining ----------------------------------------------------------------------------
 

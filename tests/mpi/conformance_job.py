@@ -100,7 +100,7 @@ class Runner:
             self.replays += sum(segment.replays for segment in executable.segments)
             reasons = [segment.reason for segment in executable.segments if segment.reason]
             assert not reasons, f"{case.name}: {reasons}"
-            executable.close()
+            executable.drop_graphs()
         communicator.close()
 
     def _bind(self, module: Module) -> tuple[Executable | None, Any]:

@@ -18,6 +18,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
+from weakref import WeakSet
 
 import numpy
 import torch
@@ -184,7 +185,7 @@ class FakeDevice:
         self.sessions = 0
         self.synchronized = 0
         self.recording: list[Callable[[], None]] | None = None
-        self.graphs: list[FakeGraph] = []
+        self.recorded_of: list[FakeComm] = []
         self.queues: dict[Stream, FakeQueue] = {}
         self._raw: dict[int, FakeQueue] = {}
 
@@ -226,14 +227,15 @@ class FakeDevice:
         return torch.empty_like(like, device="cpu")
 
     def capture(self, work: Callable[[], None]) -> FakeGraph:
-        self.recording = []
+        self.recording, self.recorded_of = [], []
         try:
             with _Recording(self.recording):
                 work()
             graph = FakeGraph(self.recording)
         finally:
             self.recording = None
-        self.graphs.append(graph)
+        for comm in self.recorded_of:
+            comm.graphs.add(graph)
         return graph
 
     def synchronize(self) -> None:
@@ -249,6 +251,7 @@ class FakeComm:
         self.size = size
         self.member = member
         self.aborted = False
+        self.graphs: WeakSet[FakeGraph] = WeakSet()
         self.peers: dict[int, Connection] = {}
         path = os.path.join(folder, unique[:8].hex())
         with Listener(f"{path}-{member}", "AF_UNIX", backlog=size) as listener:
@@ -330,7 +333,7 @@ class FakeLibrary:
         def work() -> None:
             comm.peers[peer].send_bytes(ctypes.string_at(pointer, nbytes))
 
-        self._put(f"send {nbytes}", stream, work)
+        self._put(f"send {nbytes}", stream, comm, work)
 
     def recv(self, pointer: int, nbytes: int, peer: int, comm: FakeComm, stream: int) -> None:
         def work() -> None:
@@ -338,7 +341,7 @@ class FakeLibrary:
             assert len(content) == nbytes, "both ends must agree"
             ctypes.memmove(pointer, content, nbytes)
 
-        self._put(f"recv {nbytes}", stream, work)
+        self._put(f"recv {nbytes}", stream, comm, work)
 
     def all_reduce(
         self, source: int, target: int, count: int, type_: int, op: int, comm: Any, stream: int
@@ -347,7 +350,7 @@ class FakeLibrary:
             total = self._reduced(source, count, type_, op, comm)
             ctypes.memmove(target, total.tobytes(), total.nbytes)
 
-        self._put(f"all_reduce {count}", stream, work)
+        self._put(f"all_reduce {count}", stream, comm, work)
 
     def reduce_scatter(
         self, source: int, target: int, count: int, type_: int, op: int, comm: Any, stream: int
@@ -357,14 +360,14 @@ class FakeLibrary:
             part = total[comm.member * count : (comm.member + 1) * count]
             ctypes.memmove(target, part.tobytes(), part.nbytes)
 
-        self._put(f"reduce_scatter {count}", stream, work)
+        self._put(f"reduce_scatter {count}", stream, comm, work)
 
     def all_gather(self, source: int, target: int, nbytes: int, comm: Any, stream: int) -> None:
         def work() -> None:
             everything = b"".join(comm.exchange(ctypes.string_at(source, nbytes)))
             ctypes.memmove(target, everything, len(everything))
 
-        self._put(f"all_gather {nbytes}", stream, work)
+        self._put(f"all_gather {nbytes}", stream, comm, work)
 
     def broadcast(
         self, source: int, target: int, nbytes: int, root: int, comm: Any, stream: int
@@ -373,7 +376,7 @@ class FakeLibrary:
             mine = ctypes.string_at(source, nbytes) if comm.member == root else b""
             ctypes.memmove(target, comm.exchange(mine)[root], nbytes)
 
-        self._put(f"broadcast {nbytes}", stream, work)
+        self._put(f"broadcast {nbytes}", stream, comm, work)
 
     def exchange(
         self, messages: Sequence[tuple[int, int, int, int]], comm: Any, stream: int
@@ -385,7 +388,7 @@ class FakeLibrary:
                 at = comm.member * nbytes
                 ctypes.memmove(target, content[at : at + nbytes], nbytes)
 
-        self._put("exchange", stream, work)
+        self._put("exchange", stream, comm, work)
 
     def error(self, comm: FakeComm) -> str | None:
         return self.fault
@@ -393,15 +396,26 @@ class FakeLibrary:
     def abort(self, comm: FakeComm) -> None:
         comm.aborted = True
         self.calls.append("abort")
+        self._outlive_graphs(comm)
         for conn in comm.peers.values():
             conn.close()
 
     def destroy(self, comm: FakeComm) -> None:
         self.calls.append("destroy")
+        self._outlive_graphs(comm)
         for conn in comm.peers.values():
             conn.close()
 
-    def _put(self, what: str, stream: int, work: Callable[[], None]) -> None:
+    def _outlive_graphs(self, comm: FakeComm) -> None:
+        """NCCL gives a communicator up when no graph has operations of it any more."""
+        deadline = time.monotonic() + PATIENCE
+        while comm.graphs:
+            assert time.monotonic() < deadline, "a graph still has operations of the communicator"
+            time.sleep(0.002)
+
+    def _put(self, what: str, stream: int, comm: FakeComm, work: Callable[[], None]) -> None:
+        if self.device.recording is not None:
+            self.device.recorded_of.append(comm)
         self.calls.append(what)
         self.device.by_raw(stream).put(what, work)
 
