@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -126,3 +127,8 @@ def run(
 ) -> Ended:
     """Run a job to its end; see `start` and `finish`."""
     return finish(start(ranks, program, variables=variables, folder=folder), seconds)
+
+
+def counts_of_agreement(output: str) -> list[int]:
+    """What the ranks of `oracle_job` say: how many steps they have compared, each."""
+    return [int(n) for n in re.findall(r"rank \d: (\d+) of \d+ agree", output)]

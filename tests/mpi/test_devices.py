@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from .jobs import needs_mpi, run
+from .jobs import counts_of_agreement, needs_mpi, run
 
 pytestmark = [*needs_mpi, pytest.mark.timeout(150)]
 
@@ -31,6 +31,15 @@ def test_pipelines_on_fake_devices() -> None:
     assert play("pipeline_job", "0", "1", fake=True).count("6 agree") == 2
 
 
+def test_training_on_fake_devices() -> None:
+    assert play("training_job", "4", fake=True).count("trained as on one device") == 2
+
+
+def test_random_steps_on_fake_devices() -> None:
+    # Two of these cannot be pipelined, and are refused by all ranks.
+    assert counts_of_agreement(play("oracle_job", "0", "10", fake=True)) == [8, 8]
+
+
 def test_failures_on_fake_devices() -> None:
     assert play("device_failure_job", fake=True).count("failures are as they should be") == 2
 
@@ -54,3 +63,15 @@ def test_pipelines_on_gpus() -> None:
 def test_failures_on_gpus() -> None:
     output = play("device_failure_job", fake=False)
     assert output.count("failures are as they should be") == 2
+
+
+@pytest.mark.gpu
+@needs_gpus
+def test_training_on_gpus() -> None:
+    assert play("training_job", "50", fake=False).count("trained as on one device") == 2
+
+
+@pytest.mark.gpu
+@needs_gpus
+def test_random_steps_on_gpus() -> None:
+    assert counts_of_agreement(play("oracle_job", "0", "20", fake=False)) == [17, 17]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
-from .jobs import needs_mpi, run
+from .jobs import counts_of_agreement, needs_mpi, run
 
 pytestmark = [*needs_mpi, pytest.mark.timeout(150)]
 
@@ -15,7 +13,7 @@ pytestmark = [*needs_mpi, pytest.mark.timeout(150)]
 def test_random_steps(ranks: int, seeds: tuple[int, int]) -> None:
     ended = run(ranks, ["-m", "tests.mpi.oracle_job", *map(str, seeds)], seconds=120)
     assert ended.code == 0, ended.output
-    passed = [int(n) for n in re.findall(r"rank \d: (\d+) of", ended.output)]
+    passed = counts_of_agreement(ended.output)
     # Some of the steps cannot be pipelined, and are refused, by all ranks alike.
     assert len(passed) == ranks
     assert len(set(passed)) == 1

@@ -216,7 +216,8 @@ def same(one: Any, two: Any) -> bool:
         return bool(one == two)
     if one.dtype is not two.dtype or one.shape != two.shape:
         return False
-    return torch.allclose(one.detach(), two.detach(), rtol=1e-9, atol=1e-11)
+    # One of them may be on a device.
+    return torch.allclose(one.detach().cpu(), two.detach().cpu(), rtol=1e-9, atol=1e-11)
 
 
 def compare_states(what: str, eager: Sequence[Any], actors: Sequence[Any]) -> None:

@@ -1,8 +1,8 @@
 """A device of the host's memory whose side streams are threads, and a library between such devices.
 
 The compute stream is the calling thread: what is put on it happens at once. Every other stream is a
-thread that does one thing after the other. So messages really are under way while a rank goes on,
-and what is ordered wrongly shows as a wrong value.
+thread that does one thing after the other, and what a graph has on it another one. So messages
+really are under way while a rank goes on, and what is ordered wrongly shows as a wrong value.
 """
 
 from __future__ import annotations
@@ -45,25 +45,43 @@ class FakeQueue:
         self.log: list[str] = []
         self.delay = 0.0
         self.error: BaseException | None = None
+        self._branch: FakeQueue | None = None
         self._work: queue.Queue[Callable[[], None] | None] = queue.Queue()
         if not inline:
             threading.Thread(target=self._run, name=name, daemon=True).start()
 
-    def put(self, what: str, work: Callable[[], None]) -> None:
-        """Do some work, or note it down where the device is capturing."""
+    @property
+    def branch(self) -> FakeQueue:
+        """Where graphs do what was captured of this stream: not behind what else is on it."""
+        if self.inline:
+            return self
+        if self._branch is None:
+            self._branch = FakeQueue(f"{self.name} of graphs", False, self.device)
+            self._branch.log, self._branch.delay = self.log, self.delay
+        return self._branch
+
+    def put(self, what: str, work: Callable[[], None], comm: FakeComm | None = None) -> None:
+        """Do some work, or note it down where the device is capturing.
+
+        Args:
+            comm: whose operation it is; a communicator does one after the other.
+        """
         recording = self.device.recording
         if recording is not None:
-            recording.append(lambda: self.put(what, work))
+            branch = self.branch
+            recording.append(lambda: branch.put(what, work, comm))
             return
         self.log.append(what)
+        in_turn = work if comm is None else comm.in_turn(work)
         if self.inline:
-            work()
+            in_turn()
         else:
-            self._work.put(work)
+            self._work.put(in_turn)
 
     def wait_event(self, event: FakeEvent) -> None:
         if self.device.recording is not None:
-            self.device.recording.append(lambda: self.wait_event(event))
+            branch = self.branch
+            self.device.recording.append(lambda: branch.wait_event(event))
             assert event.captured, "a graph cannot wait for what is outside of it"
             return
         token = event.token
@@ -107,7 +125,8 @@ class FakeEvent:
     def record(self, stream: FakeQueue) -> None:
         if stream.device.recording is not None:
             self.captured = True
-            stream.device.recording.append(lambda: self.record(stream))
+            branch = stream.branch
+            stream.device.recording.append(lambda: self.record(branch))
             return
         token = self.token = threading.Event()
         stream.put(f"record {self.name}", token.set)
@@ -252,6 +271,8 @@ class FakeComm:
         self.member = member
         self.aborted = False
         self.graphs: WeakSet[FakeGraph] = WeakSet()
+        self._last = threading.Event()
+        self._last.set()
         self.peers: dict[int, Connection] = {}
         path = os.path.join(folder, unique[:8].hex())
         with Listener(f"{path}-{member}", "AF_UNIX", backlog=size) as listener:
@@ -261,6 +282,20 @@ class FakeComm:
             for _ in range(member + 1, size):
                 conn = listener.accept()
                 self.peers[conn.recv()] = conn
+
+    def in_turn(self, work: Callable[[], None]) -> Callable[[], None]:
+        """An operation that begins when those are over that were put on a stream before it."""
+        before, over = self._last, threading.Event()
+        self._last = over
+
+        def run() -> None:
+            try:
+                _wait(before, "communicator")
+                work()
+            finally:
+                over.set()
+
+        return run
 
     def exchange(self, mine: bytes) -> list[bytes]:
         """Everybody's bytes, by member."""
@@ -417,7 +452,7 @@ class FakeLibrary:
         if self.device.recording is not None:
             self.device.recorded_of.append(comm)
         self.calls.append(what)
-        self.device.by_raw(stream).put(what, work)
+        self.device.by_raw(stream).put(what, work, comm)
 
     def _reduced(self, source: int, count: int, type_: int, op: int, comm: FakeComm) -> Any:
         if type_ == 9:  # bf16, which numpy lacks
