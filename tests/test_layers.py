@@ -22,7 +22,7 @@ PACKAGES = {
     "ir": set(),
     "passes": set(),
     "tracer": {"torch", "numpy"},
-    "backends": {"torch", "numpy", "cupy", "nccl"},
+    "backends": {"torch", "numpy"},
     "launch": {"torch", "numpy", "mpi4py"},
 }
 # What one folder of a room may import beside that: the library that it is the binding of.

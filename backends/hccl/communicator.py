@@ -1,41 +1,40 @@
-"""The HCCL communicator: ports on streams for the channels between ranks with NPUs."""
+"""The HCCL communicator: serves the channels between ranks with NPUs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import ClassVar
 from weakref import WeakKeyDictionary
 
-from ...ir.attributes import Stream
 from ...ir.module import Channel
-from ...ir.ops import Collective, Op, Recv, Send
-from ...ir.types import ObjectType, ValueType
+from ...ir.ops import Collective, Recv, Send
+from ...ir.types import ValueType
 from ..base import Port, World
-from ..errors import BindError
-from ..nccl.communicator import NcclCommunicator
-from ..nccl.ports import CollectivePort
+from ..streams.collectives import Collectives
+from ..streams.communicator import StreamCommunicator
+from .collectives import HcclCollectives, check_supported
 from .library import HcclLibrary
 from .pool import HcclPool
-from .ports import HcclCollectives, check_supported
-from .symbols import load
+from .symbols import Symbols, load
 
 
-class HcclCommunicator(NcclCommunicator):
-    """Serves some channels of a plan; implements `Communicator`. Making one is collective.
+class HcclCommunicator(StreamCommunicator):
+    """See `StreamCommunicator`.
 
     Raises:
-        BindError: a rank would be a member of too many communicators of HCCL.
-        CommunicationError: the ranks cannot be joined.
+        BindError: this version of HCCL has no function for an op.
     """
+
+    collectives: ClassVar[type[Collectives]] = HcclCollectives
 
     def send_port(self, op: Send, channel: Channel, type_: ValueType) -> Port:
         """See `Communicator`."""
-        self._check(op, channel, type_)
+        check_supported(op, self._symbols)
         return super().send_port(op, channel, type_)
 
     def recv_port(self, op: Recv, channel: Channel, type_: ValueType) -> Port:
         """See `Communicator`."""
-        self._check(op, channel, type_)
+        check_supported(op, self._symbols)
         return super().recv_port(op, channel, type_)
 
     def collective_port(
@@ -46,31 +45,14 @@ class HcclCommunicator(NcclCommunicator):
         result: ValueType,
     ) -> Port:
         """See `Communicator`."""
-        self._check(op, channel, result if operand is None else operand)
-        stream, queue = self._queue(op, Stream.COLLECTIVE)
-        line, library = self._lines[channel.id], self._library
-        device = self._pool.device.torch_device
-        parts = HcclCollectives(op, line, operand, result, library, queue, device).parts()
-        return CollectivePort(queue, library, line, stream, *parts)
+        check_supported(op, self._symbols)
+        return super().collective_port(op, channel, operand, result)
 
     @property
-    def _library(self) -> HcclLibrary:
-        found = self._pool.library
-        assert isinstance(found, HcclLibrary), "the pool was made with one"
-        return found
-
-    def _queue(self, op: Send | Recv | Collective, usual: Stream) -> tuple[Stream, Any]:
-        """The queue itself: what its raw handle is has to be asked at each call."""
-        stream = op.stream or usual
-        return stream, self._pool.device.stream(stream)
-
-    def _check(self, op: Op, channel: Channel, type_: ValueType) -> None:
-        if isinstance(type_, ObjectType):
-            raise BindError(
-                f"`{op.opcode}` on channel {channel.id} carries {type_}, and HCCL moves tensors "
-                "between NPUs alone; leave the choice to cg, or use cg.via(x, 'cpu')"
-            )
-        check_supported(op, self._library.symbols)
+    def _symbols(self) -> Symbols:
+        library = self._pool.library
+        assert isinstance(library, HcclLibrary), "the pool was made with one"
+        return library.symbols
 
 
 def connect(

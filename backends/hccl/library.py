@@ -6,8 +6,8 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from ..devices.base import Device
-from ..nccl.library import CommunicationError
+from ..devices.base import Device, Queue
+from ..streams.library import CommunicationError
 from .abi import (
     BYTES,
     NOT_SUPPORTED,
@@ -175,8 +175,8 @@ class HcclLibrary:
         if code != SUCCESS:
             self._fail("HcclBroadcast", code, f"of {nbytes} bytes from member {root}")
 
-    def _raw(self, stream: Any) -> int:
-        return stream if isinstance(stream, int) else self._device.raw(stream)
+    def _raw(self, queue: Queue) -> int:
+        return self._device.raw(queue)
 
     # -- errors -----------------------------------------------------------------------------
 

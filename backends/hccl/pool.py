@@ -9,9 +9,9 @@ from typing import ClassVar
 from ...ir.attributes import Stream
 from ...ir.module import Channel
 from ..base import World
-from ..devices.base import Device
-from ..nccl.library import CommunicationError
-from ..nccl.pool import Group, Line, Pool
+from ..devices.base import Device, Queue
+from ..streams.library import CommunicationError
+from ..streams.pool import Group, Line, Pool
 from .library import HcclLibrary
 
 LIMIT = 32
@@ -34,6 +34,7 @@ class HcclPool(Pool):
     library_name: ClassVar[str] = "HCCL"
     device_name: ClassVar[str] = "NPU"
     limit: ClassVar[int] = LIMIT
+    logs: ClassVar[str] = "HCCL's own log"
 
     def __init__(
         self,
@@ -45,6 +46,10 @@ class HcclPool(Pool):
         super().__init__(world, device, library)
         self._grace = grace
         self._lost: str | None = None
+
+    def handle(self, queue: Queue) -> Queue:
+        """See `Pool`; the queue itself, for its raw handle has to be asked for at each call."""
+        return queue
 
     def join(self, channels: Iterable[Channel]) -> dict[int, Line]:
         """See `Pool`.
@@ -58,7 +63,7 @@ class HcclPool(Pool):
 
     def abort(self) -> None:
         """Nothing can be broken off; `reset` sees what has come of it."""
-        self._broken = True
+        self._is_broken = True
 
     def reset(self) -> None:
         """See whether all that was under way has come to its end; collective.
@@ -68,9 +73,9 @@ class HcclPool(Pool):
         """
         if self._lost is not None:
             raise CommunicationError(self._lost)
-        if not self._broken:
+        if not self._is_broken:
             return
-        self._broken = False
+        self._is_broken = False
         stuck = [
             f"rank {rank}: {why}"
             for rank, why in enumerate(self._world.allgather(self._unfinished()))
@@ -86,7 +91,7 @@ class HcclPool(Pool):
 
     def close(self) -> None:
         """See `Pool`; communicators with something under way stay as they are."""
-        if self._lost is not None or self._broken:
+        if self._lost is not None or self._is_broken:
             self._groups.clear()
             return
         super().close()

@@ -7,7 +7,8 @@ from typing import Any
 
 from cupy.cuda import nccl
 
-from .library import BYTES, CommunicationError
+from ..streams.library import CommunicationError
+from .codes import BYTES
 
 _MISSING = "CuPy is built without NCCL"
 

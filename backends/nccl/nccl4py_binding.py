@@ -7,7 +7,8 @@ from typing import Any
 
 import nccl.bindings.nccl as low
 
-from .library import BYTES, IN_PROGRESS, SUCCESS, CommunicationError
+from ..streams.library import CommunicationError
+from .codes import BYTES, IN_PROGRESS, SUCCESS
 
 
 class Nccl4py:

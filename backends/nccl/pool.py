@@ -1,155 +1,44 @@
-"""The NCCL communicators of a process, made when a plan first needs them and shared by all plans.
-
-There is one for each directed edge between two ranks and one for each group of a collective: NCCL
-runs the operations of one communicator one after the other, whatever streams they are on, so an
-edge of its own keeps a message from waiting for an unrelated one.
-"""
+"""The NCCL communicators of a process, which can be broken off and made anew."""
 
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from time import monotonic, sleep
-from typing import Any, ClassVar, Protocol
-from weakref import WeakSet
+from time import monotonic
+from typing import ClassVar
 
-import torch
-
-from ...ir.attributes import Stream
-from ...ir.module import Channel
-from ...ir.types import format_ranks
 from ..base import World
 from ..devices.base import Device
-from ..errors import BindError
-from .library import CommunicationError, Library
+from ..streams.library import CommunicationError, Library
+from ..streams.pool import Pool
 
 LIMIT = 32
 """Communicators that a rank may be a member of. Each takes some 500 MB of device memory and, while
 its operations run, multiprocessors. In a pipeline a rank has four, on 64 ranks as on 3. Where each
 of 64 ranks sends to each other one, it would have 126: such a plan is refused."""
 
-CONNECT_SECONDS = 120.0
 ABORT_SECONDS = 10.0
 
 
-@dataclass(frozen=True)
-class Group:
-    """Who is joined by a communicator: source and destination, or the members of a collective."""
-
-    ranks: tuple[int, ...]
-    collective: bool
-
-    @staticmethod
-    def of(channel: Channel) -> Group:
-        """The group of a channel."""
-        return Group(channel.ranks, channel.collective)
-
-    def __str__(self) -> str:
-        if self.collective:
-            return f"the group {format_ranks(self.ranks)}"
-        return f"the edge from rank {self.ranks[0]} to rank {self.ranks[1]}"
-
-
-class Line:
-    """This rank's membership of a communicator; `comm` is another one after a reset."""
-
-    __slots__ = ("comm", "group", "member")
-
-    def __init__(self, group: Group, member: int) -> None:
-        self.group = group
-        self.member = member
-        self.comm: Any = None
-
-
-class Holder(Protocol):
-    """Who may have graphs with operations of communicators in them."""
-
-    def drop_graphs(self) -> None:
-        """Drop all of them, also one that is being replayed; idempotent."""
-
-
-class Pool:
-    """The communicators of this process.
-
-    Args:
-        world: all ranks.
-        device: of this rank; None if it has none, so that it is a member of no communicator.
-        library: NCCL; None with `device`.
-
-    Attributes:
-        generation: how often all communicators have been made anew.
-    """
+class NcclPool(Pool):
+    """See `Pool`. What is under way at a failure is broken off."""
 
     library_name: ClassVar[str] = "NCCL"
     device_name: ClassVar[str] = "GPU"
     limit: ClassVar[int] = LIMIT
+    logs: ClassVar[str] = "that of NCCL with NCCL_DEBUG=INFO"
 
     def __init__(self, world: World, device: Device | None, library: Library | None) -> None:
-        self.generation = 0
-        self._broken = False
+        super().__init__(world, device, library)
         self._is_stuck = False
-        self._world = world
-        self._device = device
-        self._library = library
-        self._groups: dict[Group, Line | None] = {}
-        self._holders: WeakSet[Holder] = WeakSet()
-
-    @property
-    def device(self) -> Device:
-        """The device of this rank, which must have one."""
-        assert self._device is not None, "only ranks with a device send by it"
-        return self._device
-
-    @property
-    def library(self) -> Library:
-        """NCCL; this rank must have a device."""
-        assert self._library is not None, "only ranks with a device send by it"
-        return self._library
-
-    def join(self, channels: Iterable[Channel]) -> dict[int, Line]:
-        """Be a member of the communicators that the channels need; collective.
-
-        Returns:
-            For each channel that this rank is part of, its line.
-
-        Raises:
-            BindError: some rank would be a member of too many.
-            CommunicationError: one cannot be joined.
-        """
-        if self._broken:
-            self.reset()
-        channels = list(channels)
-        wanted = dict.fromkeys(map(Group.of, channels))
-        new = [group for group in wanted if group not in self._groups]
-        self._check_devices(new)
-        self._check_limit(new)
-        self._connect(new)
-        lines = ((channel.id, self._groups[Group.of(channel)]) for channel in channels)
-        return {id_: line for id_, line in lines if line is not None}
-
-    def hold(self, holder: Holder) -> None:
-        """Let `holder` drop its graphs before communicators are given up."""
-        self._holders.add(holder)
-
-    def errors(self) -> list[str]:
-        """What NCCL reports of its communicators, with whom they join."""
-        found = []
-        for line in self._lines():
-            error = self.library.error(line.comm)
-            if error is not None:
-                found.append(f"{line.group}: {error}")
-        return found
 
     def abort(self) -> None:
-        """Break off all that is under way.
+        """See `Pool`.
 
         Graphs go first: a communicator is not given up while a graph has an operation of it, and
         waits for the graph to be dropped. Then all communicators at once: one waits for its
         operations to leave their streams, where they may stand behind those of another one.
         """
-        self._broken = True
+        self._is_broken = True
         self._drop_graphs()
         threads = []
         for line in self._lines():
@@ -163,116 +52,19 @@ class Pool:
         self._is_stuck = any(thread.is_alive() for thread in threads)
 
     def reset(self) -> None:
-        """Make all communicators anew, if what was under way has been broken off; collective."""
-        if not self._broken:
+        """See `Pool`; all communicators are made anew.
+
+        Raises:
+            CommunicationError: some rank's have not been given up in time.
+        """
+        if not self._is_broken:
             return
         if any(self._world.allgather(self._is_stuck)):
             raise CommunicationError(
                 "messages between devices could not be broken off after a failed step; start the "
                 "job again"
             )
-        self._broken = False
+        self._is_broken = False
         if self._device is not None:
             self._device.synchronize()
-        self.generation += 1
         self._connect(list(self._groups))
-
-    def close(self) -> None:
-        """Give all communicators up, once the device has nothing to do; idempotent."""
-        lines = self._lines()
-        if lines:
-            self.device.synchronize()
-        self._drop_graphs()
-        for line in lines:
-            self.library.destroy(line.comm)
-            line.comm = None
-        self._groups.clear()
-
-    def _drop_graphs(self) -> None:
-        for holder in self._holders:
-            holder.drop_graphs()
-
-    # -- joining ----------------------------------------------------------------------------
-
-    def _lines(self) -> list[Line]:
-        lines = self._groups.values()
-        return [line for line in lines if line is not None and line.comm is not None]
-
-    def _check_devices(self, new: Sequence[Group]) -> None:
-        if not new:
-            return
-        bare = {
-            r for r, has in enumerate(self._world.allgather(self._device is not None)) if not has
-        }
-        for group in new:
-            lacking = sorted(bare.intersection(group.ranks))
-            if lacking:
-                raise BindError(
-                    f"{self.library_name} is to serve {group}, but rank {lacking[0]} has no "
-                    f"{self.device_name}; leave the choice to cg, or use cg.via(x, 'cpu')"
-                )
-
-    def _check_limit(self, new: Sequence[Group]) -> None:
-        counts = Counter(rank for group in (*self._groups, *new) for rank in group.ranks)
-        rank, count = max(counts.items(), key=lambda item: item[1], default=(0, 0))
-        if count > self.limit:
-            raise BindError(
-                f"rank {rank} would be a member of {count} {self.library_name} communicators, one "
-                "for each rank that it sends to, receives from, or shares a collective with; "
-                f"{self.limit} is the most. Let some of these values take another way, by "
-                "cg.via(x, 'cpu'), or use collectives over fewer groups"
-            )
-
-    def _connect(self, groups: Sequence[Group]) -> None:
-        if not groups:
-            return
-        rank = self._world.rank
-        keys: dict[Group, bytes] = {}
-        for mine in self._world.allgather(self._make_keys(groups)):
-            keys.update(mine)
-        for group in groups:  # in the same order on all ranks, so that none waits in a circle
-            line = self._groups.get(group)
-            if line is None and rank in group.ranks:
-                line = Line(group, group.ranks.index(rank))
-            if line is not None:
-                line.comm = self._joined(group, keys[group], line.member)
-            self._groups[group] = line
-        self._warm([line for group in groups if (line := self._groups[group]) is not None])
-
-    def _make_keys(self, groups: Sequence[Group]) -> dict[Group, bytes]:
-        first = (group for group in groups if group.ranks[0] == self._world.rank)
-        return {group: self.library.unique_id() for group in first}
-
-    def _joined(self, group: Group, key: bytes, member: int) -> Any:
-        library = self.library
-        comm = library.connect(len(group.ranks), key, member)
-        deadline = monotonic() + CONNECT_SECONDS
-        while not library.is_ready(comm):
-            if monotonic() > deadline:
-                library.abort(comm)
-                raise CommunicationError(
-                    f"{library.name} has not joined {group} within {CONNECT_SECONDS:g} s; look at "
-                    "the other ranks' output, and at that of NCCL with NCCL_DEBUG=INFO"
-                )
-            sleep(0.001)
-        return comm
-
-    def _warm(self, lines: Sequence[Line]) -> None:
-        """Send something over each line: the first use connects, and takes memory."""
-        if not lines:
-            return
-        device, library = self.device, self.library
-        members = max(len(line.group.ranks) for line in lines)
-        source, target = torch.zeros(2, members, device=device.torch_device)
-        device.synchronize()
-        for line in lines:
-            if line.group.collective:
-                queue = device.raw(device.stream(Stream.COLLECTIVE))
-                library.all_gather(source.data_ptr(), target.data_ptr(), 4, line.comm, queue)
-            elif line.member == 0:
-                queue = device.raw(device.stream(Stream.SEND))
-                library.send(source.data_ptr(), 4, 1, line.comm, queue)
-            else:
-                queue = device.raw(device.stream(Stream.RECV))
-                library.recv(target.data_ptr(), 4, 0, line.comm, queue)
-        device.synchronize()

@@ -21,7 +21,7 @@ from cg.backends.cpu.transport import CpuTransport
 from cg.backends.devices.executable import DeviceExecutable
 from cg.backends.executor import Executable, bind
 from cg.backends.nccl.communicator import NcclCommunicator, make_pool
-from cg.backends.nccl.pool import Pool
+from cg.backends.nccl.pool import NcclPool
 from cg.ir.module import Module
 from cg.launch import world as worlds
 from cg.passes.capture import Capture
@@ -61,12 +61,12 @@ class Runner:
         self.transport = transport
         self.name = name
         self.capture = capture and name != "cpu"
-        self.pool: Pool | None = None
+        self.pool: NcclPool | None = None
         self.replays = 0
         self.device: Any = None
         if name == "fake":
             self.device = world.device = FakeDevice(world.rank)
-            self.pool = Pool(world, self.device, FakeLibrary(self.device))
+            self.pool = NcclPool(world, self.device, FakeLibrary(self.device))
         elif name != "cpu":
             self.device = world.device
             assert self.device is not None, "this rank has no device; is CG_DEVICE=cpu set?"

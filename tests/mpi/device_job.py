@@ -15,20 +15,20 @@ from typing import Any
 
 from cg.backends.base import World
 from cg.backends.nccl.communicator import NcclCommunicator
-from cg.backends.nccl.pool import Pool
+from cg.backends.nccl.pool import NcclPool
 from cg.backends.registry import register
 from cg.ir.module import Channel
 from cg.launch import world as worlds
 from tests.backends.devices.fakes import FakeDevice, FakeLibrary
 
-pools: dict[World, Pool] = {}
+pools: dict[World, NcclPool] = {}
 
 
 def connect(world: World, channels: Sequence[Channel]) -> NcclCommunicator:
     """The factory of the fake transport."""
     if world not in pools:
         device: Any = world.device
-        pools[world] = Pool(world, device, FakeLibrary(device))
+        pools[world] = NcclPool(world, device, FakeLibrary(device))
     return NcclCommunicator(pools[world], channels, world.rank)
 
 

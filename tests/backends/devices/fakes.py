@@ -341,7 +341,10 @@ _REDUCE: dict[int, Any] = {0: numpy.add, 1: numpy.multiply, 2: numpy.maximum, 3:
 
 
 class FakeLibrary:
-    """See `cg.backends.nccl.library.Library`; works between threads and between processes."""
+    """See `cg.backends.streams.library.Library`, with the numbers of NCCL.
+
+    Works between threads and between processes.
+    """
 
     name = "fake"
 

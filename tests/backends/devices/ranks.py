@@ -13,7 +13,7 @@ from cg.backends.base import World
 from cg.backends.devices.binder import DeviceBinder
 from cg.backends.devices.executable import DeviceExecutable
 from cg.backends.nccl.communicator import NcclCommunicator
-from cg.backends.nccl.pool import Pool
+from cg.backends.nccl.pool import NcclPool
 from cg.backends.poison import Poison
 from cg.backends.values import duplicate
 from cg.ir.module import Channel, Module
@@ -146,7 +146,7 @@ def bound(
     """
     device = world.device = FakeDevice(world.rank, delay)
     library = FakeLibrary(device)
-    pool = Pool(world, device, library)
+    pool = NcclPool(world, device, library)
     by_device = [c for c in module.channels.values() if c.via in (None, "fake")]
     streams = NcclCommunicator(pool, by_device, world.rank)
     host = HostCommunicator(world)

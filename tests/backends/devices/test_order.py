@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from cg.backends.errors import BindError, TransportError
-from cg.backends.nccl import library
-from cg.backends.nccl.pool import LIMIT, Pool
+from cg.backends.nccl import bindings
+from cg.backends.nccl.pool import LIMIT, NcclPool
 from cg.ir.attributes import Stream
 from cg.ir.module import Channel
 
@@ -51,7 +51,7 @@ def test_a_rank_is_a_member_of_so_many_communicators() -> None:
             return [value] * self.size
 
     device = FakeDevice()
-    pool = Pool(Alone(0, LIMIT + 2, {}), device, FakeLibrary(device))
+    pool = NcclPool(Alone(0, LIMIT + 2, {}), device, FakeLibrary(device))
     with pytest.raises(BindError, match=f"rank 0 would be a member of {LIMIT + 1} NCCL"):
         pool.join(channels)
 
@@ -59,7 +59,7 @@ def test_a_rank_is_a_member_of_so_many_communicators() -> None:
 def test_a_rank_without_a_device_is_not_joined() -> None:
     def play(world: ThreadWorld) -> None:
         device = FakeDevice() if world.rank == 0 else None
-        pool = Pool(world, device, None if device is None else FakeLibrary(device))
+        pool = NcclPool(world, device, None if device is None else FakeLibrary(device))
         pool.join([Channel(0, (0, 1))])
 
     with pytest.raises(BindError, match="from rank 0 to rank 1, but rank 1 has no GPU"):
@@ -68,7 +68,7 @@ def test_a_rank_without_a_device_is_not_joined() -> None:
 
 def test_bindings_that_are_not_there() -> None:
     with pytest.raises(TransportError, match="there is no binding of NCCL called 'ctypes'"):
-        library.load("ctypes")
+        bindings.load("ctypes")
     if not torch.cuda.is_available():
         with pytest.raises(TransportError, match="no binding of it can be loaded"):
-            library.load()
+            bindings.load()

@@ -14,9 +14,9 @@ from typing import Any
 from cg.backends.cpu.transport import CpuTransport
 from cg.backends.devices.capture import WARM_UPS
 from cg.backends.devices.executable import DeviceExecutable
+from cg.backends.hccl.collectives import REDUCES
 from cg.backends.hccl.communicator import HcclCommunicator, make_pool
 from cg.backends.hccl.pool import HcclPool
-from cg.backends.hccl.ports import REDUCES
 from cg.launch import world as worlds
 from cg.launch.config import config
 from cg.passes.capture import Capture
@@ -73,7 +73,7 @@ def run(case: Case, world: Any, transport: CpuTransport, pool: HcclPool) -> int:
     segments = () if executable is None else executable.segments
     assert not any(segment.reason for segment in segments), [s.reason for s in segments]
     if executable is not None:
-        executable.close()
+        executable.drop_graphs()
     communicator.close()
     return sum(segment.replays for segment in segments)
 

@@ -6,13 +6,14 @@ import ctypes
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from cg.backends.hccl.abi import SendRecvItem
-from cg.backends.nccl.library import CommunicationError
+from cg.backends.streams.library import CommunicationError
 from cg.ir.attributes import Stream
 from cg.ir.module import Channel
 
@@ -102,7 +103,8 @@ def test_something_else_than_a_stream(mock: Path) -> None:
     def call(rank: Rank, comm: Any) -> None:
         buffer = ctypes.create_string_buffer(256)
         address = (ctypes.addressof(buffer) + 15) // 16 * 16
-        rank.library.send(values(1.0).data_ptr(), 4, 1, comm, address)
+        queue = SimpleNamespace(npu_stream=address)
+        rank.library.send(values(1.0).data_ptr(), 4, 1, comm, queue)
 
     assert "HcclSend of 4 bytes to member 1: empty pointer" in refused(mock, call)
 

@@ -9,8 +9,8 @@ import pytest
 
 from cg.backends.devices import find, npu
 from cg.backends.errors import BindError, TransportError
+from cg.backends.hccl.collectives import REDUCES
 from cg.backends.hccl.communicator import connect
-from cg.backends.hccl.ports import REDUCES
 from cg.ir.module import Channel
 
 needs_no_torch_npu = pytest.mark.skipif(

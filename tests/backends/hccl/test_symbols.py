@@ -18,7 +18,7 @@ from cg.backends.hccl.abi import (
     SendRecvItem,
     check_layouts,
 )
-from cg.backends.hccl.ports import NATIVE, NEEDS, REDUCES, check_supported, reduction
+from cg.backends.hccl.collectives import NATIVE, NEEDS, REDUCES, check_supported, reduction
 from cg.backends.hccl.symbols import load
 from cg.ir.attributes import ReduceOp
 from cg.ir.ops import AllToAll, Send

@@ -1,0 +1,153 @@
+"""How collectives are put in terms of what HCCL has, and which function each op becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from ...ir.attributes import ReduceOp
+from ...ir.ops import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Barrier,
+    Broadcast,
+    Op,
+    Recv,
+    ReduceScatter,
+    Send,
+)
+from ...ir.types import DType, TensorType
+from ..errors import BindError
+from ..streams.collectives import (
+    Collectives,
+    Parts,
+    Reduction,
+    as_logic,
+    does_not_reduce,
+    same,
+)
+from ..streams.ports import maker
+from .abi import CODES, REDUCTIONS
+from .symbols import Symbols
+
+NEEDS: dict[type[Op], str] = {
+    Send: "HcclSend",
+    Recv: "HcclRecv",
+    AllReduce: "HcclAllReduce",
+    ReduceScatter: "HcclReduceScatter",
+    AllGather: "HcclAllGather",
+    Broadcast: "HcclBroadcast",
+    AllToAll: "HcclBatchSendRecv",
+    Barrier: "HcclAllGather",
+}
+"""The function that each op becomes."""
+
+
+def check_supported(op: Op, symbols: Symbols) -> None:
+    """Refuse an op that this version of HCCL has no function for.
+
+    Raises:
+        BindError: there is none; it is named.
+    """
+    name = NEEDS[type(op)]
+    if not symbols.has(name):
+        raise BindError(
+            f"`{op.opcode}` is not supported: HCCL in {symbols.path} has no {name}. Install a "
+            "newer CANN, or let the value take another way by cg.via(x, 'cpu')"
+        )
+
+
+NATIVE = frozenset({DType.I8, DType.I16, DType.I32, DType.I64, DType.F16, DType.F32, DType.BF16})
+"""What HCCL reduces on the A2 and A3 products."""
+
+REDUCES = NATIVE | {DType.U8, DType.BOOL}
+"""What is reduced by HCCL, some of it by way of another type."""
+
+
+def reduction(op: ReduceOp, dtype: DType) -> Reduction:
+    """How to reduce elements of a type.
+
+    HCCL has no average; its products leave out two types; it reduces no unsigned numbers. Sums and
+    products of bytes are those of signed bytes, bit by bit.
+
+    Raises:
+        BindError: HCCL does not reduce the type, or not in this way.
+    """
+    if dtype not in REDUCES:
+        raise does_not_reduce("HCCL", dtype)
+    if dtype is DType.BOOL and op is ReduceOp.AVG:
+        raise BindError(f"HCCL does not average {dtype}: convert the operands to numbers")
+    if dtype is DType.BOOL:
+        return Reduction(as_logic(op), DType.I8, reads_bits=True)
+    divides = op is ReduceOp.AVG
+    op = ReduceOp.SUM if divides else op
+    if dtype is DType.U8:
+        if op in (ReduceOp.MAX, ReduceOp.MIN):
+            return Reduction(op, DType.I16)
+        return Reduction(op, DType.I8, reads_bits=True, divides=divides)
+    if op is ReduceOp.PROD and dtype is DType.I16:
+        return Reduction(op, DType.I32)
+    if op is ReduceOp.PROD and dtype is DType.BF16:
+        return Reduction(op, DType.F32)
+    return Reduction(op, dtype, divides=divides)
+
+
+class HcclCollectives(Collectives):
+    """See `Collectives`. Broadcasts are in place, and what stays on a rank is copied."""
+
+    codes: ClassVar[Mapping[DType, int]] = CODES
+    numbers: ClassVar[Mapping[ReduceOp, int]] = REDUCTIONS
+
+    def reduction(self, op: ReduceOp, dtype: DType) -> Reduction:
+        """See `Collectives`."""
+        return reduction(op, dtype)
+
+    def _broadcast(self, op: Broadcast, type_: TensorType) -> Parts:
+        """In place: the root first puts a copy of its operand where the result is to be."""
+        root, nbytes = op.group.ranks.index(op.root), type_.nbytes
+        room = maker(type_, self.device)
+        operand: list[Tensor] = []
+
+        def up(value: Any) -> None:
+            operand[:] = [value] if self.line.member == root else []
+
+        def make() -> Tensor:
+            made = room()
+            if operand:
+                made.copy_(operand.pop())
+            return made
+
+        def run(source: int, target: int) -> None:
+            if nbytes:
+                self.library.broadcast(target, target, nbytes, root, self.line.comm, self.handle)
+
+        return up, make, run, same
+
+    def _all_to_all(self, op: AllToAll, type_: TensorType) -> Parts:
+        """One batch with all other members; what stays here is copied, not sent."""
+        parts = TensorType(type_.dtype, (self.members, *self._part(type_, op.dim)))
+        nbytes, me = parts.nbytes // self.members, self.line.member
+        parts_first, concatenated = self._parts_first(op.dim), self._concatenated(op.dim)
+        room = maker(parts, self.device)
+        mine: list[Tensor] = []
+
+        def up(value: Tensor) -> Tensor:
+            there = parts_first(value)
+            mine[:] = [there.view(parts.shape)[me]]
+            return there
+
+        def make() -> Tensor:
+            made = room()
+            made[me].copy_(mine.pop())
+            return made
+
+        def run(source: int, target: int) -> None:
+            if nbytes and self.members > 1:
+                others = ((i, i * nbytes) for i in range(self.members) if i != me)
+                messages = [(i, source + at, target + at, nbytes) for i, at in others]
+                self.library.exchange(messages, self.line.comm, self.handle)
+
+        return up, make, run, concatenated

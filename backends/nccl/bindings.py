@@ -1,0 +1,45 @@
+"""Finds NCCL by the bindings that are installed."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+from ..errors import TransportError
+from ..streams.library import Library
+
+Binding = Callable[[bool], Library]
+"""Makes the library by one of its bindings; the argument is whether `connect` may return early.
+
+Raises `ImportError` where the binding, or the library behind it, is not installed.
+"""
+
+BINDINGS = ("nccl4py", "cupy")
+"""In the order in which they are tried."""
+
+
+def load(binding: str | None = None, nonblocking: bool = False) -> Library:
+    """The library, by the first binding that is installed, or by that of a name.
+
+    The bindings are not imported before: most machines have neither.
+
+    Raises:
+        TransportError: none is installed; the message says what to install.
+    """
+    problems = []
+    for name in BINDINGS if binding is None else (binding,):
+        if name not in BINDINGS:
+            raise TransportError(
+                f"there is no binding of NCCL called '{name}'; known are {', '.join(BINDINGS)}"
+            )
+        try:
+            module = importlib.import_module(f"{__package__}.{name}_binding")
+            make: Binding = module.make
+            return make(nonblocking)
+        except (ImportError, RuntimeError, OSError) as error:
+            problems.append(f"  {name}: {error}")
+    raise TransportError(
+        "tensors on GPUs travel by NCCL, and no binding of it can be loaded:\n"
+        + "\n".join(problems)
+        + "\nInstall one (pip install 'cg[cuda]'), or keep the step on the CPU by CG_DEVICE=cpu"
+    )

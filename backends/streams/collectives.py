@@ -1,0 +1,257 @@
+"""How collectives are put in terms of a library: what comes before its call, and what after.
+
+Libraries put parts one behind the other. Along any other dimension than the first, parts are put in
+order before or after, on the compute stream.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ...ir.attributes import ReduceOp
+from ...ir.ops import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Barrier,
+    Broadcast,
+    Collective,
+    ReduceScatter,
+)
+from ...ir.types import DType, TensorType, ValueType
+from ..dtypes import TORCH_DTYPES
+from ..errors import BindError
+from .pool import Line, Pool
+from .ports import maker
+
+Parts = tuple[
+    Callable[[Any], Tensor | None],
+    Callable[[], Tensor],
+    Callable[[int, int], None],
+    Callable[[Tensor], Any],
+]
+"""What shapes the operand; memory for the result; the call, by their pointers; what comes after."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """How a library reduces elements of a type.
+
+    Attributes:
+        op: the library's, by the IR's name.
+        through: the type as which the elements are reduced.
+        reads_bits: whether they are taken as they lie in memory, not converted.
+        divides: whether the total is divided by the number of members after.
+    """
+
+    op: ReduceOp
+    through: DType
+    reads_bits: bool = False
+    divides: bool = False
+
+
+class Collectives(ABC):
+    """One collective in terms of a library; a subclass says what it reduces.
+
+    Args:
+        handle: the stream as the library takes it.
+
+    Attributes:
+        codes, numbers: the library's own of element types and reductions.
+    """
+
+    codes: ClassVar[Mapping[DType, int]]
+    numbers: ClassVar[Mapping[ReduceOp, int]]
+
+    def __init__(
+        self,
+        op: Collective,
+        line: Line,
+        operand: ValueType | None,
+        result: ValueType,
+        pool: Pool,
+        handle: Any,
+    ) -> None:
+        self.op = op
+        self.line = line
+        self.result = result
+        self.pool = pool
+        self.library = pool.library
+        self.handle = handle
+        self.device = pool.device.torch_device
+        self.members = len(line.group.ranks)
+        self.operand = operand
+
+    @abstractmethod
+    def reduction(self, op: ReduceOp, dtype: DType) -> Reduction:
+        """How to reduce elements of a type.
+
+        Raises:
+            BindError: the library does not reduce the type, or not in this way.
+        """
+
+    def parts(self) -> Parts:
+        """Before, memory for the result, the call, after.
+
+        Raises:
+            BindError: the library does not know the op for the operand's type.
+        """
+        op = self.op
+        if isinstance(op, Barrier):
+            token, room = torch.zeros(2, self.members, dtype=torch.uint8, device=self.device)
+            return lambda value: token, lambda: room, self._gather(1), nothing
+        if isinstance(op, Broadcast):
+            return self._broadcast(op, self._tensor(self.result))
+        operand = self._tensor(self.operand)
+        if isinstance(op, AllReduce):
+            return self._all_reduce(op, operand)
+        if isinstance(op, AllGather):
+            return self._all_gather(op, operand)
+        if isinstance(op, ReduceScatter):
+            return self._reduce_scatter(op, operand)
+        if isinstance(op, AllToAll):
+            return self._all_to_all(op, operand)
+        raise BindError(f"{self.pool.library_name} does not know `{op.opcode}`")
+
+    def _broadcast(self, op: Broadcast, type_: TensorType) -> Parts:
+        root, nbytes = op.group.ranks.index(op.root), type_.nbytes
+
+        def run(source: int, target: int) -> None:
+            if nbytes:
+                self.library.broadcast(source, target, nbytes, root, self.line.comm, self.handle)
+
+        shape_up = dense if self.line.member == root else nothing
+        return shape_up, maker(type_, self.device), run, same
+
+    def _all_reduce(self, op: AllReduce, type_: TensorType) -> Parts:
+        found = self.reduction(op.op, type_.dtype)
+        count, code, number = type_.numel, self.codes[found.through], self.numbers[found.op]
+
+        def run(source: int, target: int) -> None:
+            if count:
+                comm, handle = self.line.comm, self.handle
+                self.library.all_reduce(source, target, count, code, number, comm, handle)
+
+        up, down = self._through(found, type_.dtype)
+        room = maker(TensorType(found.through, type_.shape), self.device)
+        return lambda value: up(value.contiguous()), room, run, down
+
+    def _reduce_scatter(self, op: ReduceScatter, type_: TensorType) -> Parts:
+        found = self.reduction(op.op, type_.dtype)
+        code, number = self.codes[found.through], self.numbers[found.op]
+        count = type_.numel // self.members
+
+        def run(source: int, target: int) -> None:
+            if count:
+                comm, handle = self.line.comm, self.handle
+                self.library.reduce_scatter(source, target, count, code, number, comm, handle)
+
+        up, down = self._through(found, type_.dtype)
+        parts_first = self._parts_first(op.dim)
+        room = maker(TensorType(found.through, self._part(type_, op.dim)), self.device)
+        return lambda value: up(parts_first(value)), room, run, down
+
+    def _all_gather(self, op: AllGather, type_: TensorType) -> Parts:
+        parts = TensorType(type_.dtype, (self.members, *type_.shape))
+        room = maker(parts, self.device)
+        return dense, room, self._gather(type_.nbytes), self._concatenated(op.dim)
+
+    def _all_to_all(self, op: AllToAll, type_: TensorType) -> Parts:
+        parts = TensorType(type_.dtype, (self.members, *self._part(type_, op.dim)))
+        nbytes = parts.nbytes // self.members
+
+        def run(source: int, target: int) -> None:
+            if nbytes:
+                steps = ((i, i * nbytes) for i in range(self.members))
+                messages = [(i, source + at, target + at, nbytes) for i, at in steps]
+                self.library.exchange(messages, self.line.comm, self.handle)
+
+        room = maker(parts, self.device)
+        return self._parts_first(op.dim), room, run, self._concatenated(op.dim)
+
+    def _gather(self, nbytes: int) -> Callable[[int, int], None]:
+        def run(source: int, target: int) -> None:
+            if nbytes:
+                self.library.all_gather(source, target, nbytes, self.line.comm, self.handle)
+
+        return run
+
+    def _through(
+        self, found: Reduction, dtype: DType
+    ) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+        """Makes the operand one that the library reduces, and the total one of the right type."""
+        there, back, members = TORCH_DTYPES[found.through], TORCH_DTYPES[dtype], self.members
+
+        def up(value: Tensor) -> Tensor:
+            return value.view(there) if found.reads_bits else value.to(there)
+
+        def down(total: Tensor) -> Tensor:
+            total = total.view(back) if found.reads_bits else total.to(back)
+            if not found.divides:
+                return total
+            if total.is_floating_point():
+                return total / members
+            return torch.div(total, members, rounding_mode="trunc")
+
+        return up, down
+
+    def _part(self, type_: TensorType, dim: int) -> tuple[int, ...]:
+        """The shape of one member's part along `dim`."""
+        shape = list(type_.shape)
+        shape[dim] //= self.members
+        return tuple(shape)
+
+    def _parts_first(self, dim: int) -> Callable[[Tensor], Tensor]:
+        """Puts the parts of a tensor along `dim` one behind the other."""
+        members = self.members
+        if dim == 0:
+            return dense
+        return lambda value: torch.stack(value.chunk(members, dim))
+
+    def _concatenated(self, dim: int) -> Callable[[Tensor], Tensor]:
+        """Puts parts that stand one behind the other side by side along `dim`."""
+        if dim == 0:
+            return lambda parts: parts.flatten(0, 1)
+        return lambda parts: torch.cat(parts.unbind(0), dim)
+
+    def _tensor(self, type_: ValueType | None) -> TensorType:
+        if not isinstance(type_, TensorType):
+            raise BindError(
+                f"`{self.op.opcode}` of {type_} cannot go by {self.pool.library_name}, which moves "
+                f"tensors between {self.pool.device_name}s"
+            )
+        return type_
+
+
+def does_not_reduce(library: str, dtype: DType) -> BindError:
+    """What is said where a library does not reduce a type."""
+    return BindError(
+        f"{library} does not reduce {dtype}. Let the collective take another way, by switching "
+        "'choose-transports' on, or convert the operands"
+    )
+
+
+def as_logic(op: ReduceOp) -> ReduceOp:
+    """For booleans: a sum is their disjunction, a product the conjunction."""
+    return {ReduceOp.SUM: ReduceOp.MAX, ReduceOp.PROD: ReduceOp.MIN}.get(op, op)
+
+
+def dense(value: Tensor) -> Tensor:
+    """The elements one behind the other."""
+    return value.contiguous()
+
+
+def same(value: Tensor) -> Tensor:
+    """The value itself."""
+    return value
+
+
+def nothing(value: Any) -> None:
+    """No value."""
+    return

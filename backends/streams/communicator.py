@@ -1,0 +1,127 @@
+"""The communicator on streams: ports for the channels between ranks with devices of one kind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ...ir.attributes import Stream
+from ...ir.module import Channel
+from ...ir.ops import Collective, Op, Recv, Send
+from ...ir.types import TensorType, ValueType
+from ..base import Port
+from ..dtypes import TORCH_DTYPES
+from ..errors import BindError
+from .collectives import Collectives
+from .pool import Holder, Line, Pool
+from .ports import CollectivePort, RecvPort, SendPort
+
+ALIGNMENT = 256
+"""Bytes that slots are multiples of, as the device's allocator has it."""
+
+
+class StreamCommunicator:
+    """Serves some channels of a plan; implements `Communicator`. Making one is collective.
+
+    Attributes:
+        collectives: puts collectives in terms of the library.
+
+    Raises:
+        BindError: a rank would be a member of too many of the library's communicators.
+        CommunicationError: the ranks cannot be joined.
+    """
+
+    collectives: ClassVar[type[Collectives]]
+
+    def __init__(self, pool: Pool, channels: Sequence[Channel], rank: int) -> None:
+        self._pool = pool
+        self._lines: dict[int, Line] = pool.join(channels)
+        self._slots: dict[int, Tensor] = {}
+        for channel in channels:
+            if not channel.collective and channel.ranks[1] == rank and channel.slots:
+                size = _padded(channel.slot_bytes or 0)
+                self._slots[channel.id] = torch.empty(
+                    channel.slots, size, dtype=torch.uint8, device=pool.device.torch_device
+                )
+
+    def send_port(self, op: Send, channel: Channel, type_: ValueType) -> Port:
+        """See `Communicator`."""
+        tensor = self._only_tensor(op, channel, type_)
+        stream, handle = self._stream(op, Stream.SEND)
+        return SendPort(handle, self._pool.library, self._lines[channel.id], tensor, stream)
+
+    def recv_port(self, op: Recv, channel: Channel, type_: ValueType) -> Port:
+        """See `Communicator`."""
+        tensor = self._only_tensor(op, channel, type_)
+        stream, handle = self._stream(op, Stream.RECV)
+        slot = None if op.slot is None or op.operands else self._slot(op.slot, channel, tensor)
+        library, line, device = self._pool.library, self._lines[channel.id], self._pool.device
+        return RecvPort(handle, library, line, tensor, stream, slot, device.torch_device)
+
+    def collective_port(
+        self,
+        op: Collective,
+        channel: Channel,
+        operand: ValueType | None,
+        result: ValueType,
+    ) -> Port:
+        """See `Communicator`."""
+        stream, handle = self._stream(op, Stream.COLLECTIVE)
+        line, pool = self._lines[channel.id], self._pool
+        parts = self.collectives(op, line, operand, result, pool, handle).parts()
+        return CollectivePort(handle, pool.library, line, stream, *parts)
+
+    def progress(self) -> None:
+        """The device moves on by itself."""
+
+    def faults(self) -> Sequence[str]:
+        """What the library reports of its communicators; for watchdogs."""
+        return self._pool.errors()
+
+    def hold(self, holder: Holder) -> None:
+        """Let `holder` drop its graphs before what is under way is broken off."""
+        self._pool.hold(holder)
+
+    def break_off(self) -> None:
+        """Break off what is under way: it waits for ranks that have failed."""
+        self._pool.abort()
+
+    def reset(self) -> None:
+        """Join the other ranks again, once for all plans, if something has been broken off."""
+        self._pool.reset()
+
+    def close(self) -> None:
+        """Give back the slots; the pool keeps the communicators for other plans."""
+        self._slots.clear()
+
+    def _stream(self, op: Send | Recv | Collective, usual: Stream) -> tuple[Stream, Any]:
+        """The stream of an op, and as the library takes it."""
+        stream = op.stream or usual
+        return stream, self._pool.handle(self._pool.device.stream(stream))
+
+    def _only_tensor(self, op: Op, channel: Channel, type_: ValueType) -> TensorType:
+        if not isinstance(type_, TensorType):
+            pool = self._pool
+            raise BindError(
+                f"`{op.opcode}` on channel {channel.id} carries {type_}, and {pool.library_name} "
+                f"moves tensors between {pool.device_name}s alone; leave the choice to cg, or use "
+                "cg.via(x, 'cpu')"
+            )
+        return type_
+
+    def _slot(self, slot: int, channel: Channel, type_: TensorType) -> Tensor:
+        slots = self._slots.get(channel.id)
+        if slots is None or slot >= len(slots) or type_.nbytes > slots.shape[1]:
+            raise BindError(
+                f"slot {slot} of channel {channel.id} cannot take {type_}: the channel has "
+                f"{channel.slots or 0} slots of {channel.slot_bytes or 0} bytes"
+            )
+        flat = slots[slot].narrow(0, 0, type_.nbytes)
+        return flat.view(TORCH_DTYPES[type_.dtype]).view(type_.shape)
+
+
+def _padded(nbytes: int) -> int:
+    return max(-(-nbytes // ALIGNMENT), 1) * ALIGNMENT

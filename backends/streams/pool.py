@@ -1,0 +1,273 @@
+"""The communicators of a process, made when a plan first needs them and shared by all plans.
+
+There is one for each group of ranks that a plan's channels join: libraries run the operations of
+one communicator one after the other, whatever streams they are on.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from time import monotonic, sleep
+from typing import Any, ClassVar, Protocol
+from weakref import WeakSet
+
+import torch
+
+from ...ir.attributes import Stream
+from ...ir.module import Channel
+from ...ir.types import format_ranks
+from ..base import World
+from ..devices.base import Device, Queue
+from ..errors import BindError
+from .library import CommunicationError, Library
+
+CONNECT_SECONDS = 120.0
+"""How long the members of a communicator have to join it."""
+
+
+FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Group:
+    """Who is joined by a communicator: source and destination, or the members of a collective.
+
+    A rank's place in `ranks` is its number as a member.
+    """
+
+    ranks: tuple[int, ...]
+    collective: bool
+
+    def __str__(self) -> str:
+        if self.collective:
+            return f"the group {format_ranks(self.ranks)}"
+        return f"the edge from rank {self.ranks[0]} to rank {self.ranks[1]}"
+
+
+class Line:
+    """This rank's membership of a communicator; `comm` is another one after a reset."""
+
+    __slots__ = ("comm", "group", "member")
+
+    def __init__(self, group: Group, member: int) -> None:
+        self.group = group
+        self.member = member
+        self.comm: Any = None
+
+    @property
+    def peer(self) -> int:
+        """The other one of two members."""
+        return 1 - self.member
+
+
+class Holder(Protocol):
+    """Who may have graphs with operations of communicators in them."""
+
+    def drop_graphs(self) -> None:
+        """Drop all of them, also one that is being replayed; idempotent."""
+
+
+class Pool(ABC):
+    """The communicators of this process; a subclass says what is so of one library.
+
+    Args:
+        world: all ranks.
+        device: of this rank; None if it has none, so that it is a member of no communicator.
+        library: None with `device`.
+
+    Attributes:
+        library_name: in messages.
+        device_name: of the devices that it joins, in messages.
+        limit: communicators that a rank may be a member of.
+        logs: where more is said about ranks that are not joined, in messages.
+    """
+
+    library_name: ClassVar[str]
+    device_name: ClassVar[str]
+    limit: ClassVar[int]
+    logs: ClassVar[str]
+
+    def __init__(self, world: World, device: Device | None, library: Library | None) -> None:
+        self._is_broken = False
+        self._world = world
+        self._device = device
+        self._library = library
+        self._groups: dict[Group, Line | None] = {}
+        self._holders: WeakSet[Holder] = WeakSet()
+
+    @property
+    def device(self) -> Device:
+        """The device of this rank, which must have one."""
+        assert self._device is not None, "only ranks with a device send by it"
+        return self._device
+
+    @property
+    def library(self) -> Library:
+        """This rank must have a device."""
+        assert self._library is not None, "only ranks with a device send by it"
+        return self._library
+
+    def group_of(self, channel: Channel) -> Group:
+        """Who has to be joined for a channel: of an edge, its two ends alone."""
+        return Group(channel.ranks, channel.collective)
+
+    def handle(self, queue: Queue) -> Any:
+        """A stream as the library's calls take it."""
+        return self.device.raw(queue)
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Break off all that is under way, where that can be done."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Be ready for further operations, if something was broken off; collective.
+
+        Raises:
+            CommunicationError: that cannot be; the job has to end.
+        """
+
+    def join(self, channels: Iterable[Channel]) -> dict[int, Line]:
+        """Be a member of the communicators that the channels need; collective.
+
+        Returns:
+            For each channel that this rank is part of, its line.
+
+        Raises:
+            BindError: some rank would be a member of too many.
+            CommunicationError: one cannot be joined.
+        """
+        if self._is_broken:
+            self.reset()
+        channels = list(channels)
+        wanted = dict.fromkeys(map(self.group_of, channels))
+        new = [group for group in wanted if group not in self._groups]
+        self._check_devices(new)
+        self._check_limit(new)
+        self._connect(new)
+        lines = ((channel.id, self._groups[self.group_of(channel)]) for channel in channels)
+        return {id_: line for id_, line in lines if line is not None}
+
+    def hold(self, holder: Holder) -> None:
+        """Let `holder` drop its graphs before communicators are given up."""
+        self._holders.add(holder)
+
+    def errors(self) -> list[str]:
+        """What the library reports of its communicators, with whom they join."""
+        found = []
+        for line in self._lines():
+            error = self.library.error(line.comm)
+            if error is not None:
+                found.append(f"{line.group}: {error}")
+        return found
+
+    def close(self) -> None:
+        """Give all communicators up, once the device has nothing to do; idempotent."""
+        lines = self._lines()
+        if lines:
+            self.device.synchronize()
+        self._drop_graphs()
+        for line in lines:
+            self.library.destroy(line.comm)
+            line.comm = None
+        self._groups.clear()
+
+    def _drop_graphs(self) -> None:
+        for holder in self._holders:
+            holder.drop_graphs()
+
+    # -- joining ----------------------------------------------------------------------------
+
+    def _lines(self) -> list[Line]:
+        lines = self._groups.values()
+        return [line for line in lines if line is not None and line.comm is not None]
+
+    def _check_devices(self, new: Sequence[Group]) -> None:
+        if not new:
+            return
+        bare = {
+            r for r, has in enumerate(self._world.allgather(self._device is not None)) if not has
+        }
+        for group in new:
+            lacking = sorted(bare.intersection(group.ranks))
+            if lacking:
+                raise BindError(
+                    f"{self.library_name} is to serve {group}, but rank {lacking[0]} has no "
+                    f"{self.device_name}; leave the choice to cg, or use cg.via(x, 'cpu')"
+                )
+
+    def _check_limit(self, new: Sequence[Group]) -> None:
+        counts = Counter(rank for group in (*self._groups, *new) for rank in group.ranks)
+        rank, count = max(counts.items(), key=lambda item: item[1], default=(0, 0))
+        if count > self.limit:
+            raise BindError(
+                f"rank {rank} would be a member of {count} {self.library_name} communicators, one "
+                "for each rank that it sends to, receives from, or shares a collective with; "
+                f"{self.limit} is the most. Let some of these values take another way, by "
+                "cg.via(x, 'cpu'), or use collectives over fewer groups"
+            )
+
+    def _connect(self, groups: Sequence[Group]) -> None:
+        if not groups:
+            return
+        rank = self._world.rank
+        keys: dict[Group, bytes] = {}
+        for mine in self._world.allgather(self._make_keys(groups)):
+            keys.update(mine)
+        for group in groups:  # in the same order on all ranks, so that none waits in a circle
+            line = self._groups.get(group)
+            if line is None and rank in group.ranks:
+                line = Line(group, group.ranks.index(rank))
+            if line is not None:
+                line.comm = self._joined(group, keys[group], line.member)
+            self._groups[group] = line
+        self._warm([line for group in groups if (line := self._groups[group]) is not None])
+
+    def _make_keys(self, groups: Sequence[Group]) -> dict[Group, bytes]:
+        first = (group for group in groups if group.ranks[0] == self._world.rank)
+        return {group: self.library.unique_id() for group in first}
+
+    def _joined(self, group: Group, key: bytes, member: int) -> Any:
+        library = self.library
+        comm = library.connect(len(group.ranks), key, member)
+        deadline = monotonic() + CONNECT_SECONDS
+        while not library.is_ready(comm):
+            if monotonic() > deadline:
+                library.abort(comm)
+                raise CommunicationError(
+                    f"{library.name} has not joined {group} within {CONNECT_SECONDS:g} s; look at "
+                    f"the other ranks' output, and at {self.logs}"
+                )
+            sleep(0.001)
+        return comm
+
+    def _warm(self, lines: Sequence[Line]) -> None:
+        """Send something over each line: the first use connects, and takes memory."""
+        if not lines:
+            return
+        members = max(len(line.group.ranks) for line in lines)
+        source, target = torch.zeros(2, members, device=self.device.torch_device)
+        self.device.synchronize()
+        for line in lines:
+            if line.group.collective:
+                stream = self._stream(Stream.COLLECTIVE)
+                at = source.data_ptr(), target.data_ptr()
+                self.library.all_gather(*at, FLOAT_BYTES, line.comm, stream)
+            else:
+                self._warm_edge(line, source.data_ptr(), target.data_ptr())
+        self.device.synchronize()
+
+    def _warm_edge(self, line: Line, source: int, target: int) -> None:
+        """Send a number over the line between two ranks; `source` and `target` point to memory."""
+        if line.member == 0:
+            stream = self._stream(Stream.SEND)
+            self.library.send(source, FLOAT_BYTES, line.peer, line.comm, stream)
+        else:
+            stream = self._stream(Stream.RECV)
+            self.library.recv(target, FLOAT_BYTES, line.peer, line.comm, stream)
+
+    def _stream(self, kind: Stream) -> Any:
+        return self.handle(self.device.stream(kind))

@@ -1,0 +1,170 @@
+"""The ports of messages and collectives on streams: counts are fixed when they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ...ir.attributes import Stream
+from ...ir.types import TensorType
+from ..dtypes import TORCH_DTYPES
+from ..poison import Poison
+from .library import Library
+from .pool import Line
+
+
+class _Port:
+    """What the ports share; `handle` is the stream as the library takes it."""
+
+    stream: Stream
+
+    def __init__(self, stream: Stream, handle: Any, library: Library, line: Line) -> None:
+        self.stream = stream
+        self._handle = handle
+        self._library = library
+        self._line = line
+
+    def must_prepare(self, value: Any) -> bool:
+        """See `StreamPort`."""
+        return True
+
+    def fail(self, poison: Poison) -> NoReturn:
+        """See `StreamPort`."""
+        raise poison
+
+    def poll(self) -> bool:
+        """See `StreamPort`."""
+        return True
+
+    def release(self) -> None:
+        """See `StreamPort`."""
+
+
+class SendPort(_Port):
+    """Sends a tensor's bytes."""
+
+    holds = False
+
+    def __init__(
+        self, handle: Any, library: Library, line: Line, type_: TensorType, stream: Stream
+    ) -> None:
+        super().__init__(stream, handle, library, line)
+        self._nbytes = type_.nbytes
+        self._held: Tensor | None = None
+
+    def must_prepare(self, value: Tensor) -> bool:
+        """See `StreamPort`."""
+        return not value.is_contiguous()
+
+    def prepare(self, value: Tensor) -> Tensor:
+        """See `StreamPort`."""
+        self._held = value.contiguous()
+        return self._held
+
+    def start(self, value: Tensor) -> None:
+        """See `StreamPort`."""
+        if self._nbytes:
+            line = self._line
+            self._library.send(value.data_ptr(), self._nbytes, line.peer, line.comm, self._handle)
+
+    def take(self) -> None:
+        """A send makes no value."""
+
+
+class RecvPort(_Port):
+    """Receives a tensor's bytes, into a slot of its channel or into memory of its own.
+
+    Args:
+        slot: the slot's tensor; None where the op has no slot.
+    """
+
+    def __init__(
+        self,
+        handle: Any,
+        library: Library,
+        line: Line,
+        type_: TensorType,
+        stream: Stream,
+        slot: Tensor | None,
+        device: torch.device,
+    ) -> None:
+        super().__init__(stream, handle, library, line)
+        self._nbytes = type_.nbytes
+        self._slot = slot
+        self._make = maker(type_, device)
+        self._value: Tensor | None = None
+        self.holds = slot is not None
+
+    def must_prepare(self, value: Tensor | None) -> bool:
+        """See `StreamPort`."""
+        return self._slot is None
+
+    def prepare(self, value: Tensor | None) -> Tensor:
+        """See `StreamPort`."""
+        return self._make() if value is None else value
+
+    def start(self, value: Tensor | None) -> None:
+        """See `StreamPort`."""
+        into = self._slot if value is None else value
+        assert into is not None, "without a slot, `prepare` takes memory"
+        self._value = into
+        if self._nbytes:
+            line = self._line
+            self._library.recv(into.data_ptr(), self._nbytes, line.peer, line.comm, self._handle)
+
+    def take(self) -> Tensor | None:
+        """See `StreamPort`."""
+        value, self._value = self._value, None
+        return value
+
+
+class CollectivePort(_Port):
+    """A collective. Its result is in memory of its own."""
+
+    holds = False
+
+    def __init__(
+        self,
+        handle: Any,
+        library: Library,
+        line: Line,
+        stream: Stream,
+        shape_up: Callable[[Any], Tensor | None],
+        room: Callable[[], Tensor],
+        run: Callable[[int, int], None],
+        shape_down: Callable[[Tensor], Any],
+    ) -> None:
+        super().__init__(stream, handle, library, line)
+        self._shape_up = shape_up
+        self._room = room
+        self._run = run
+        self._shape_down = shape_down
+        self._operand: Tensor | None = None
+        self._result: Tensor | None = None
+
+    def prepare(self, value: Any) -> Any:
+        """See `StreamPort`."""
+        self._operand = self._shape_up(value)
+        self._result = self._room()
+        return value
+
+    def start(self, value: Any) -> None:
+        """See `StreamPort`."""
+        assert self._result is not None
+        source = self._result if self._operand is None else self._operand
+        self._run(source.data_ptr(), self._result.data_ptr())
+
+    def take(self) -> Any:
+        """See `StreamPort`; what has to be put in order is so on the compute stream."""
+        result, self._result = self._result, None
+        assert result is not None
+        return self._shape_down(result)
+
+
+def maker(type_: TensorType, device: torch.device) -> Callable[[], Tensor]:
+    """Takes memory for a tensor."""
+    dtype, shape = TORCH_DTYPES[type_.dtype], type_.shape
+    return lambda: torch.empty(shape, dtype=dtype, device=device)
