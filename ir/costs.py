@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from .attributes import Action
+from .text_files import read_text
 
 PerStage: TypeAlias = float | tuple[float, ...]
 """A cost that all stages share, or one for each stage."""
@@ -25,6 +26,7 @@ class Link:
 
     def __post_init__(self) -> None:
         _check("latency", self.latency)
+        _check_number("bandwidth", self.bandwidth)
         if not self.bandwidth > 0:
             raise ValueError(f"costs: bandwidth is {self.bandwidth} GB/s; it must be above 0")
 
@@ -140,21 +142,28 @@ class Costs:
             OSError: it cannot be read.
             ValueError: it is not a file of costs.
         """
-        return Costs.from_json(Path(path).read_text(encoding="utf-8"), str(path))
+        return Costs.from_json(read_text(path), str(path))
 
 
 def _check(name: str, cost: float) -> None:
-    if isinstance(cost, bool) or not isinstance(cost, int | float):
-        raise TypeError(f"costs: {name} is {cost!r}; it must be a number")
+    _check_number(name, cost)
     if not math.isfinite(cost) or cost < 0:
         raise ValueError(f"costs: {name} is {cost}; it must be finite and not negative")
+
+
+def _check_number(name: str, cost: float) -> None:
+    if isinstance(cost, bool) or not isinstance(cost, int | float):
+        raise TypeError(f"costs: {name} is {cost!r}; it must be a number")
 
 
 def _pick(name: str, value: PerStage, stage: int) -> float:
     if not isinstance(value, tuple):
         return value
     if stage >= len(value):
-        raise ValueError(f"costs: {name} is given for {len(value)} stages, but there is a {stage}")
+        raise ValueError(
+            f"costs: {name} is given for {len(value)} stages, and none of them is stage {stage} "
+            "(the first is stage 0)"
+        )
     return value[stage]
 
 
@@ -196,6 +205,9 @@ def _read(data: Any) -> Costs:
     if "channels" in read:
         if not isinstance(read["channels"], dict):
             raise ValueError("channels are an object of links by id")
+        for key in read["channels"]:
+            if not key.isdecimal():
+                raise ValueError(f"channels['{key}']: '{key}' is not the number of a channel")
         read["channels"] = {
             int(key): _read_link(f"channels['{key}']", link)
             for key, link in read["channels"].items()

@@ -89,7 +89,8 @@ class Timeline:
     @property
     def end(self) -> float:
         """When the last task ends, of all that ranks run."""
-        return max(self.starts[rank][0] + self.span(rank) for rank in self.rows)
+        ends = (self.starts[rank][0] + self.span(rank) for rank, row in self.rows.items() if row)
+        return max(ends, default=0.0)
 
     def busy(self, rank: int) -> float:
         """Time for which a rank works."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from .. import passes  # noqa: F401 - importing the package registers every pass
 from ..ir.diagnostics import IRError
 from ..ir.module import Module
 from ..ir.parser import parse_module
 from ..ir.printer import format_module
+from ..ir.text_files import NotTextError, read_text
 from ..passes import registry
 from ..passes.base import OptionError, Pass
 from ..passes.manager import PassManager, PassReport, PipelineError, format_reports
@@ -21,10 +21,6 @@ A pipeline is written dce,split-transfers{option=value}. The module that comes o
 output; everything else, what --print-between and --time-passes print included, goes to standard
 error. The exit status is 1 if the module or the pipeline is wrong.
 """
-
-
-class NotTextError(ValueError):
-    """A file has bytes that are no text."""
 
 
 _USER_ERRORS = (
@@ -102,11 +98,7 @@ def _optimise(options: argparse.Namespace) -> str:
 def _read(file: str) -> Module:
     if file == "-":
         return parse_module(sys.stdin.read(), "<stdin>")
-    try:
-        text = Path(file).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise NotTextError(f"{file} is not a text file: {error}") from error
-    return parse_module(text, file)
+    return parse_module(read_text(file), file)
 
 
 def _list_passes() -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from ..backends.grid import grid
 from ..backends.simulator import Simulation, simulate
 from ..ir.costs import Costs
+from ..ir.text_files import read_text
 from ..passes import schedules
 from ..passes.schedules import Order, Pipeline
 from .pictures.schedules import picture_of_schedule
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         sys.stdout.write(_simulate(options))
-    except (ValueError, OSError, UnicodeDecodeError) as error:
+    except (ValueError, OSError) as error:
         sys.stderr.write(f"cg-sim: error: {error}\n")
         return 1
     return 0
@@ -87,7 +88,7 @@ def _simulate(options: argparse.Namespace) -> str:
     costs = _costs(options)
     problem = _from_table(options) if options.table else _from_name(options, costs)
     pipeline = problem.pipeline
-    costs = costs.shared(pipeline.stage_ranks)
+    costs = _of_stages(costs, pipeline)
     found = simulate(problem.order, pipeline.stage_ranks, pipeline.microbatches, costs)
     result: dict[str, object] = {
         "makespan_ms": round(found.makespan, 6),
@@ -134,6 +135,20 @@ def _costs(options: argparse.Namespace) -> Costs:
     return replace(costs, **{name: value for name, value in given.items() if value is not None})
 
 
+def _of_stages(costs: Costs, pipeline: Pipeline) -> Costs:
+    """The costs of each stage, which must be as many as there are."""
+    for name in ("tf", "tb", "tw", "tcomm"):
+        value = getattr(costs, name)
+        needed = pipeline.stages - (name == "tcomm")
+        # Behind the last stage nothing is sent, but what is measured has an entry for it.
+        if isinstance(value, tuple) and len(value) not in (needed, pipeline.stages):
+            raise ValueError(
+                f"costs: {name} is given for {len(value)} stages, but the pipeline has "
+                f"{pipeline.stages}"
+            )
+    return costs.shared(pipeline.stage_ranks)
+
+
 def _from_name(options: argparse.Namespace, costs: Costs) -> _Problem:
     name = options.schedule
     for needed in ("stages", "microbatches"):
@@ -143,7 +158,7 @@ def _from_name(options: argparse.Namespace, costs: Costs) -> _Problem:
             raise ValueError(f"--{needed} {getattr(options, needed)}: there must be at least 1")
     pipeline = Pipeline(_layout(options), options.microbatches)
     if name == "auto":
-        schedule = schedules.auto(options.max_activations, costs.shared(pipeline.stage_ranks))
+        schedule = schedules.auto(options.max_activations, _of_stages(costs, pipeline))
     elif options.max_activations is not None:
         raise ValueError(f"--max-activations is for auto; schedule '{name}' does not search")
     else:
@@ -172,7 +187,7 @@ def _from_table(options: argparse.Namespace) -> _Problem:
     for name in ("chunks", "layout", "max_activations"):
         if getattr(options, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} is not for a --table, which has its own")
-    text = Path(options.table).read_text(encoding="utf-8")
+    text = read_text(options.table)
     pipeline = schedules.table_pipeline(text, options.table)
     sizes = {"stages": len(pipeline.ranks), "microbatches": pipeline.microbatches}
     for name, size in sizes.items():

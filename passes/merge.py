@@ -291,8 +291,8 @@ def _why(work: Work, one: int, other: int, chained: bool, schedule: Schedule) ->
     made = set(ops[other].results)
     sent: set[tuple[int, int]] = set()
     # It may have come by way of views and messages, which are not nodes of the circle.
-    for op in ops[other + 1 : one]:
-        taken = not made.isdisjoint(op.operands)
+    for op in ops[other:one]:
+        taken = op is ops[other] or not made.isdisjoint(op.operands)
         if taken and isinstance(op, Send):
             sent.add((op.chan, op.seq))
         if taken or (isinstance(op, Recv) and (op.chan, op.seq) in sent):

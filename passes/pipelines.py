@@ -35,8 +35,16 @@ def default_pipeline(
         schedule: in which order each rank runs its tasks; 1F1B if there is none.
         switches: optional passes to leave out and experimental ones to take in.
         fabrics: what joins the ranks' devices; None where no rank has any.
+
+    Raises:
+        TypeError: `schedule` is something else.
     """
     schedule = schedule if schedule is not None else one_f_one_b()
+    if not isinstance(schedule, Schedule):
+        raise TypeError(
+            f"schedule is {schedule!r}; it must be a cg.schedules.Schedule, as zb_h1(), "
+            "by_name('zb-h1') and from_file('mine.txt') make one, or Schedule('mine', function)"
+        )
     steps: list[Pass] = [
         # Stages are cut along the forward program, as it was written; what is derived from a
         # call is labelled after it.

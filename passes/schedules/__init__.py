@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from ...ir.attributes import Task
 from ...ir.costs import Costs
 from ...ir.order import Order, splits_backward
+from ...ir.text_files import read_text
 from .auto_order import auto_order
 from .base import Pipeline, Schedule, validate
 from .dualpipe_v_order import dualpipe_v_order
@@ -26,6 +28,7 @@ __all__ = [
     "Order",
     "Pipeline",
     "Schedule",
+    "Task",
     "validate",
     "gpipe",
     "one_f_one_b",
@@ -100,7 +103,9 @@ def auto(max_activations: float | None = None, costs: Costs | None = None) -> Sc
 def table(text: str, name: str = "table") -> Schedule:
     """The schedule that a text spells out: a line for each rank, tasks as in `2F0 1B3 0W3`.
 
-    It is of one pipeline only: of its stages and microbatches.
+    It is of one pipeline only: of its stages and microbatches. Lines are those of ranks 0, 1, ...
+    in turn, or begin with their rank: `2: 2F0 2B0`. Blanks or commas part the tasks; a comment
+    goes from a `#` to the end of its line.
 
     Raises:
         ValueError: the text is not a table; the message names the line.
@@ -116,7 +121,7 @@ def from_file(path: str | Path) -> Schedule:
         OSError: the file cannot be read.
         ValueError: it does not hold a table; the message names the line.
     """
-    return table(Path(path).read_text(encoding="utf-8"), str(path))
+    return table(read_text(path), str(path))
 
 
 _FACTORIES: dict[str, Callable[[], Schedule]] = {

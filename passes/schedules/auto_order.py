@@ -56,7 +56,7 @@ def auto_order(
     """
     memory = len(pipeline.ranks) if max_activations is None else max_activations
     costs = costs or Costs()
-    if memory < 1:
+    if not memory >= 1:  # so that NaN is refused
         raise ValueError(
             f"schedule 'auto': max_activations is {memory}; a rank must be able to hold at least 1"
         )
@@ -83,11 +83,13 @@ def _known(pipeline: Pipeline, memory: float) -> Iterator[Order]:
     parts = pipeline.parts
     if len(parts) != len(pipeline.ranks):
         return
+    # No rank is ever further ahead than twice as many as there are.
+    room = int(min(memory, 2 * len(parts)))
     # 1F1B with split backwards, W at once or put off, with as few forwards ahead as fit.
     for put_off in (0, len(parts)):
         order: dict[int, Row] = {}
         for at, part in enumerate(parts):
-            warm_up = min(len(parts) - at, int(memory))
-            word = lagging(pipeline.microbatches, warm_up, min(at, put_off, int(memory) - warm_up))
+            warm_up = min(len(parts) - at, room)
+            word = lagging(pipeline.microbatches, warm_up, min(at, put_off, room - warm_up))
             order |= {pipeline.stage_ranks[part[0]]: spell(pipeline, [part], word)}
         yield order

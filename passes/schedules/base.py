@@ -88,10 +88,12 @@ class Schedule:
         """Order the tasks of `pipeline`, and check the result.
 
         Raises:
+            TypeError: what the rule gives is not of the form of an order.
             ValueError: the rule does not apply to this pipeline, or its result is not a schedule
                 of it.
         """
         order = self.order(pipeline, **dict(self.options))
+        _check_form(order, self.name)
         validate(pipeline, order, self.name)
         if not self.splits and splits_backward(order):
             raise ValueError(
@@ -164,6 +166,27 @@ def from_clock(pipeline: Pipeline, clock: Mapping[tuple[Action, int], Sequence[i
         by_key = sorted(range(len(keys)), key=keys.__getitem__)
         order[rank] = Row([tasks[index] for index in by_key], pipeline.stages, count)
     return order
+
+
+def _check_form(order: Any, name: str) -> None:
+    """Refuse what a rule of the user's gives, if it is nothing like an order."""
+    form = "a rule gives a dict: for each rank the list of its tasks, as Task.parse('2F0') makes"
+    if not isinstance(order, Mapping):
+        raise TypeError(f"schedule '{name}' gives {_kind(order)}; {form}")
+    for rank, tasks in order.items():
+        if isinstance(rank, bool) or not isinstance(rank, int):
+            raise TypeError(f"schedule '{name}' has {rank!r} for a rank; {form}")
+        if isinstance(tasks, Row):
+            continue
+        if isinstance(tasks, str) or not isinstance(tasks, Sequence):
+            raise TypeError(f"schedule '{name}' gives rank {rank} {_kind(tasks)}; {form}")
+        for task in tasks:
+            if not isinstance(task, Task):
+                raise TypeError(f"schedule '{name}' gives rank {rank} the task {task!r}; {form}")
+
+
+def _kind(value: Any) -> str:
+    return "None" if value is None else f"a value of type {type(value).__name__}"
 
 
 def validate(pipeline: Pipeline, order: Order, name: str) -> None:

@@ -10,12 +10,12 @@ from .base import Pipeline
 def parse_table(text: str, file: str = "table") -> dict[int, list[Task]]:
     """Read a table.
 
-    The lines are those of ranks 0, 1, ... in turn, or begin with their rank: `2: 2F0 2B0`. What
-    follows a `#`, and lines with nothing else, are comments.
+    The lines are those of ranks 0, 1, ... in turn, or begin with their rank: `2: 2F0 2B0`. Blanks
+    or commas part the tasks. What follows a `#`, and lines with nothing else, are comments.
 
     Raises:
-        ValueError: a word is not a task, or a rank has two lines; the message names `file` and
-            the line.
+        ValueError: a word is not a task, or a rank has two lines or none in its line; the message
+            names `file` and the line.
     """
     order: dict[int, list[Task]] = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -28,8 +28,11 @@ def parse_table(text: str, file: str = "table") -> dict[int, list[Task]]:
         rank = int(label) if colon else len(order)
         if rank in order:
             raise ValueError(f"{file}:{number}: rank {rank} has a line already")
+        words = tasks.replace(",", " ").split()
+        if not words:
+            raise ValueError(f"{file}:{number}: rank {rank} has no tasks; leave its line out")
         try:
-            order[rank] = [Task.parse(word) for word in tasks.split()]
+            order[rank] = [Task.parse(word) for word in words]
         except ValueError as error:
             raise ValueError(f"{file}:{number}: {error}") from error
     if not order:
@@ -47,15 +50,17 @@ def table_pipeline(text: str, file: str = "table") -> Pipeline:
     """The pipeline that a table is for: each stage is on the rank that runs it.
 
     Raises:
-        ValueError: the text is not a table, or leaves out a stage.
+        ValueError: the text is not a table, or leaves out a stage or a microbatch.
     """
     order = parse_table(text, file)
     homes = {task.stage: rank for rank, tasks in order.items() for task in tasks}
-    for stage in range(max(homes, default=0) + 1):
-        if stage not in homes:
-            raise ValueError(f"{file}: no rank runs stage {stage}")
-    microbatches = 1 + max(task.microbatch for tasks in order.values() for task in tasks)
-    return Pipeline(tuple(homes[stage] for stage in sorted(homes)), microbatches)
+    microbatches = {task.microbatch for tasks in order.values() for task in tasks}
+    for what, found in (("stage", homes.keys()), ("microbatch", microbatches)):
+        # Tried up to how many there are, as one may have a number that is out of all bounds.
+        for number in range(len(found)):
+            if number not in found:
+                raise ValueError(f"{file}: no rank runs {what} {number}, but there is {max(found)}")
+    return Pipeline(tuple(homes[stage] for stage in sorted(homes)), len(microbatches))
 
 
 def table_order(pipeline: Pipeline, text: str, file: str = "table") -> Order:

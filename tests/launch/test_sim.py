@@ -119,6 +119,9 @@ def test_costs_come_from_a_file_and_options_come_first(
         ("--schedule 1f1b --stages 2 --microbatches 2 --max-activations 2", "is for auto"),
         ("--schedule auto --stages 2 --microbatches 2 --max-activations 0", "at least 1"),
         ("--table /no/such/file", "No such file"),
+        ("--stages 2 --microbatches 2 --mw 2", "mw is 2.0; it is a share of 1"),
+        ("--stages 2 --microbatches 2 --tcomm nan", "tcomm is nan; it must be finite"),
+        ("--schedule auto --stages 2 --microbatches 2 --max-activations nan", "at least 1"),
         ("--stages 2 --microbatches 2 --costs /no/such/file", "No such file"),
     ],
 )
@@ -126,6 +129,37 @@ def test_errors_say_what_to_do(capsys: pytest.CaptureFixture[str], line: str, me
     error = refused(capsys, line)
     assert error.startswith("cg-sim: error: ")
     assert message in error
+
+
+@pytest.mark.parametrize("line", ["--schedule nope", "--stages two", "--stages 2.5", "--what"])
+def test_what_is_no_option_is_a_wrong_usage(capsys: pytest.CaptureFixture[str], line: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([*line.split(), "--microbatches", "2"])
+    assert "cg-sim: error: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"tf", "costs.json: not JSON: Expecting value"),
+        (b"\xff\xfe1", "costs.json is not a text file"),
+        (b"[1]", "costs.json: costs are an object, not list"),
+        (b'{"tg": 1}', "costs.json: there is no cost 'tg'; choose from tf, tb, tw"),
+        (b'{"tf": "long"}', "costs.json: costs: tf is 'long'; it must be a number"),
+        (b'{"tf": [1, -2]}', "costs.json: costs: tf is -2; it must be finite and not negative"),
+        (b'{"tf": [1, 2, 3]}', "tf is given for 3 stages, but the pipeline has 2"),
+        (b'{"tcomm": []}', "tcomm is given for 0 stages, but the pipeline has 2"),
+        (b'{"link": {"bandwidth": "high"}}', "bandwidth is 'high'; it must be a number"),
+        (b'{"link": {"speed": 1}}', "link is an object of latency (ms) and bandwidth (GB/s)"),
+        (b'{"channels": {"a": {}}}', "channels['a']: 'a' is not the number of a channel"),
+    ],
+)
+def test_a_wrong_file_of_costs_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, content: bytes, message: str
+) -> None:
+    path = tmp_path / "costs.json"
+    path.write_bytes(content)
+    assert message in refused(capsys, f"--stages 2 --microbatches 2 --costs {path}")
 
 
 def test_a_table_that_waits_for_itself_is_refused(

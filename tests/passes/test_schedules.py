@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cg.ir.attributes import Action, Task
+from cg.ir.timing import play
 from cg.passes import schedules
 from cg.passes.schedules import Pipeline, Schedule
 
@@ -157,6 +159,31 @@ def test_a_wrong_order_is_refused(first: str, second: str, message: str) -> None
     order = {r: [Task.parse(t) for t in text.split()] for r, text in enumerate((first, second))}
     with pytest.raises(ValueError, match=f"schedule 'mine': .*{message}"):
         Schedule("mine", lambda _: order)(Pipeline((0, 1), 1))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (None, "schedule 'mine' gives None; a rule gives a dict: for each rank the list"),
+        ([["0F0", "0B0"]], "gives a value of type list"),
+        ({"0": []}, "has '0' for a rank"),
+        ({True: []}, "has True for a rank"),
+        ({0: "0F0 0B0"}, "gives rank 0 a value of type str"),
+        ({0: (task for task in ())}, "gives rank 0 a value of type generator"),
+        ({0: ["0F0", "0B0"]}, r"gives rank 0 the task '0F0'; .* Task\.parse\('2F0'\)"),
+        ({0: [(0, "F", 0)]}, r"gives rank 0 the task \(0, 'F', 0\)"),
+    ],
+)
+def test_what_is_nothing_like_an_order_is_refused(given: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        Schedule("mine", lambda _: given)(Pipeline((0,), 1))
+
+
+def test_a_rule_may_name_ranks_that_have_nothing_to_do() -> None:
+    order = {0: [Task.parse(t) for t in ["0F0", "0B0"]], 1: []}
+    assert Schedule("mine", lambda _: order)(Pipeline((0,), 1)) == order
+    timeline = play(order, (0,), 1)
+    assert (timeline.end, timeline.makespan) == (3, 3)
 
 
 def test_a_schedule_may_split_the_backward() -> None:

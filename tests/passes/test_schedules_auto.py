@@ -100,11 +100,17 @@ def test_on_a_v_it_finds_no_bubble_where_there_need_be_none() -> None:
     assert found.makespan == found.busy(0)
 
 
-def test_too_little_memory_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"max_activations is 0\.5; .* hold at least 1"):
-        schedules.auto(0.5)(Pipeline((0, 1), 2))
+@pytest.mark.parametrize("memory", [0.5, 0.0, -1.0, float("nan")])
+def test_too_little_memory_is_refused(memory: float) -> None:
+    with pytest.raises(ValueError, match=rf"max_activations is {memory}; .* hold at least 1"):
+        schedules.auto(memory)(Pipeline((0, 1), 2))
+
+
+def test_memory_may_be_without_bound() -> None:
+    pipeline = Pipeline(tuple(range(4)), 12)
+    assert search(pipeline, float("inf"), Costs()).makespan == 36
 
 
 def test_costs_of_too_few_stages_are_refused() -> None:
-    with pytest.raises(ValueError, match="tf is given for 2 stages, but there is a 2"):
+    with pytest.raises(ValueError, match="tf is given for 2 stages, and none of them is stage 2"):
         schedules.auto(costs=Costs(tf=(1.0, 2.0)))(Pipeline((0, 1, 2), 2))

@@ -50,6 +50,17 @@ def test_a_table_comes_from_a_file(tmp_path: Path) -> None:
     assert schedule(Pipeline((0, 1), 2)) == schedules.table(TABLE)(Pipeline((0, 1), 2))
 
 
+def test_a_file_is_text_in_utf_8(tmp_path: Path) -> None:
+    path = tmp_path / "mine.txt"
+    path.write_text(TABLE, encoding="utf-8-sig")
+    assert schedules.from_file(path)(Pipeline((0, 1), 2)) == schedules.table(TABLE)(
+        Pipeline((0, 1), 2)
+    )
+    path.write_text(TABLE, encoding="utf-16")
+    with pytest.raises(ValueError, match=r"mine\.txt is not a text file: .* can't decode"):
+        schedules.from_file(path)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -57,6 +68,11 @@ def test_a_table_comes_from_a_file(tmp_path: Path) -> None:
         ("0: 0F0 0B0\n0: 1F0", "mine:2: rank 0 has a line already"),
         ("zero: 0F0", "mine:1: 'zero' is not a rank"),
         ("# nothing\n", "mine: no rank has a line"),
+        ("", "mine: no rank has a line"),
+        ("0: # later\n", "mine:1: rank 0 has no tasks; leave its line out"),
+        ("0: 1: 0F0", "mine:1: '0: 1' is not a rank"),
+        ("0f0", "mine:1: '0f0' is not a task"),
+        ("-1F0", "mine:1: '-1F0' is not a task"),
     ],
 )
 def test_what_is_no_table_is_refused(text: str, message: str) -> None:
@@ -73,9 +89,24 @@ def test_a_table_is_checked_as_any_schedule() -> None:
         schedules.table(TABLE)(Pipeline((0, 1), 1))
 
 
-def test_a_table_without_a_stage_names_it() -> None:
-    with pytest.raises(ValueError, match="table: no rank runs stage 1"):
-        schedules.table_pipeline("0F0 0B0\n2F0 2B0")
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0 0B0\n2F0 2B0", "table: no rank runs stage 1, but there is 2"),
+        ("0F0 0B0 0F2 0B2", "table: no rank runs microbatch 1, but there is 2"),
+        ("9999999999F0 0B0", "table: no rank runs stage 1, but there is 9999999999"),
+        ("0F9999999999", "table: no rank runs microbatch 0, but there is 9999999999"),
+    ],
+)
+def test_a_table_with_a_gap_names_it(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        schedules.table_pipeline(text)
+
+
+def test_commas_part_tasks_too() -> None:
+    assert schedules.table("0F0,0B0\n1F0, 1B0,\n")(Pipeline((0, 1), 1)) == schedules.table(
+        "0F0 0B0\n1F0 1B0"
+    )(Pipeline((0, 1), 1))
 
 
 def test_a_row_is_the_list_of_its_tasks() -> None:
