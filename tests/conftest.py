@@ -22,6 +22,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="rewrite the expected sections of tests/text/*.cg with what came out",
     )
     parser.addoption(
+        "--slow", action="store_true", help="run the tests that take minutes, too: whole grids"
+    )
+    parser.addoption(
         "--wheel",
         action="store_true",
         help="insist that the installed wheel is tested, not this checkout",
@@ -39,9 +42,13 @@ def pytest_configure(config: pytest.Config) -> None:
         )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what starts processes under mpirun."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what starts processes under mpirun, and leave out what is slow."""
     tests = ROOT / "tests"
+    if not config.getoption("--slow"):
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
     for item in items:
         file = item.path.relative_to(tests)
         if file.parts[0] in ("mpi", "examples") or file.name == "test_jobs.py":

@@ -7,7 +7,7 @@ as each stage adds up its microbatches in the same order.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -98,17 +98,20 @@ def test_gradients_are_those_of_the_plain_loop(seed: int, pool: Pool) -> None:
     run(draw_pipe(random.Random(seed).randint, 8, STAGES), pool)
 
 
-SIZES = {
-    1: (1, 16),
-    2: (3, 8),
-    3: (2, 11),
-    4: (10, 5, 12),
-    5: (7, 4),
-    6: (6, 13),
-    7: (15,),
-    8: (9, 14),
-}
-"""Numbers of microbatches, by that of ranks: below, at, and above it, multiples of it or not."""
+RANKS, MICROBATCHES = range(1, 9), range(1, STAGES + 1)
+
+
+def sizes(schedule: str, p: int) -> list[int]:
+    """Numbers of microbatches: of all pairs of sizes each falls to one schedule, or to two.
+
+    A schedule meets each number of ranks with one to three numbers of microbatches, and each
+    number of microbatches with at least one of ranks.
+    """
+    names = cg.schedules.names()
+    at = names.index(schedule)
+    # There is one schedule more than numbers of ranks, so one pair more to give to 3 ranks.
+    turns = {p, 0} if p == 3 else {p}
+    return [m for m in MICROBATCHES if (at - m) % len(names) in turns]
 
 
 def covering(schedule: str, p: int, m: int) -> Pipe:
@@ -132,10 +135,8 @@ def covering(schedule: str, p: int, m: int) -> Pipe:
     )
 
 
-@pytest.mark.parametrize("schedule", cg.schedules.names())
-@pytest.mark.parametrize("p", SIZES)
-def test_every_schedule(schedule: str, p: int, pool: Pool) -> None:
-    for m in SIZES[p]:
+def run_sizes(schedule: str, p: int, counts: Iterable[int], pool: Pool) -> None:
+    for m in counts:
         pipe = covering(schedule, p, m)
         try:
             compiled, _, _ = run(pipe, pool)
@@ -146,12 +147,28 @@ def test_every_schedule(schedule: str, p: int, pool: Pool) -> None:
             assert_order(compiled, pipe.ranks, m, schedule)
 
 
-def test_each_schedule_meets_each_feature() -> None:
-    sizes = [(p, m) for p, ms in SIZES.items() for m in ms]
-    assert {p for p, _ in sizes} == set(range(1, 9))
-    assert {m for _, m in sizes} == set(range(1, 17))
-    for schedule in cg.schedules.names():
-        pipes = [covering(schedule, p, m) for p, m in sizes]
+@pytest.mark.parametrize("schedule", cg.schedules.names())
+@pytest.mark.parametrize("p", RANKS)
+def test_every_size(schedule: str, p: int, pool: Pool) -> None:
+    run_sizes(schedule, p, sizes(schedule, p), pool)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", cg.schedules.names())
+@pytest.mark.parametrize("p", RANKS)
+def test_every_size_under_every_schedule(schedule: str, p: int, pool: Pool) -> None:
+    """1152 pipelines."""
+    run_sizes(schedule, p, MICROBATCHES, pool)
+
+
+def test_each_schedule_meets_each_size_and_feature() -> None:
+    names = cg.schedules.names()
+    met = {(s, p, m) for s in names for p in RANKS for m in sizes(s, p)}
+    assert {(p, m) for _, p, m in met} == {(p, m) for p in RANKS for m in MICROBATCHES}
+    assert {(s, p) for s, p, _ in met} == {(s, p) for s in names for p in RANKS}
+    assert {(s, m) for s, _, m in met} == {(s, m) for s in names for m in MICROBATCHES}
+    for schedule in names:
+        pipes = [covering(*size) for size in met if size[0] == schedule]
         for feature in ("skips", "tied", "embeds", "several", "remat"):
             assert {bool(getattr(pipe, feature)) for pipe in pipes} == {False, True}, feature
         assert {kind for pipe in pipes for kind in pipe.frozen} == {0, 1, 2}
