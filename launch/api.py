@@ -68,8 +68,8 @@ def measure(compiled: Compiled, *args: Any, executions: int = 5, **kwargs: Any) 
     Each call is timed around its function, and messages of two sizes go back and forth over each
     edge that the step uses. The result says what each function and each channel takes, for
     `compiled.simulate`, and what F, B and W of each stage and the transfers between stages take,
-    for `cg-sim --costs` and `cg.schedules.auto`. All times are of the host: work that a call has
-    only started on a device does not count.
+    for `cg-sim --costs` and `cg.schedules.auto`. On a rank with a device times are those of its
+    compute stream, otherwise of the host.
 
     Args:
         compiled: what is measured, on its ranks as they are now. Where its schedule does not split

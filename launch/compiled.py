@@ -292,8 +292,8 @@ class Compiled:
         """Run the step on all ranks, and say when each call ran; collective.
 
         The step does all that it does when it is called, so an update of weights is one. The
-        result is of the same form as that of `simulate`, to be held against it. Calls are timed on
-        the host: work that they have only started on a device does not count.
+        result is of the same form as that of `simulate`, to be held against it. Calls are timed
+        as `cg.measure` times them; what would be replayed as a graph runs call by call.
 
         Args:
             args, kwargs: as the step takes them.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from statistics import median
 from time import sleep
@@ -19,6 +20,7 @@ from ..ir.ops import Call, Op, Return, Value
 from ..ir.types import DType, Place, TensorType, relocate
 from ..passes.manager import PassManager
 from ..passes.pipelines import default_pipeline
+from .devices import fabrics_of, torch_device
 from .recording import record
 
 _MESSAGES = 12
@@ -26,6 +28,8 @@ _MESSAGES = 12
 _PAUSE = 1e-3
 """Seconds between a message and its answer. The receiver has gone to sleep by then, as it has in a
 step where it waits, so that its waking up is part of the latency."""
+_SIDE = 2048
+"""Of the matrix that a device squares meanwhile, which takes one about as long."""
 _SMALL = 64
 _LARGE = 1 << 18
 """Bytes of the messages, if the step has no larger ones: bandwidth needs some difference."""
@@ -54,9 +58,11 @@ def _one_way(world: World, edge: tuple[int, int], nbytes: int) -> float:
     Times of one rank are compared with one another only, so that clocks need not agree: from a
     call's end to the next one's start on the same rank, less the call on the other rank between.
     """
-    module = _ping_pong(world.size, edge, nbytes)
-    made = torch.empty(nbytes, dtype=torch.uint8)
-    bodies: dict[str, Body] = {name: _answer(made) for name in module.functions}
+    module = _ping_pong(world, edge, nbytes)
+    device = torch_device(world)
+    made = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    think = partial(sleep, _PAUSE) if device is None else _product(device)
+    bodies: dict[str, Body] = {name: _answer(made, think) for name in module.functions}
     program = module.program_of(edge[0])
     asks = [op for op in program.ops if isinstance(op, Call)]
     ways: list[float] = []
@@ -69,19 +75,25 @@ def _one_way(world: World, edge: tuple[int, int], nbytes: int) -> float:
     return median(ways)
 
 
-def _answer(made: Tensor) -> Body:
+def _answer(made: Tensor, think: Callable[[], object]) -> Body:
     """Take whatever comes, think a little, and give `made`."""
 
     def run(*inputs: Tensor) -> Sequence[Tensor]:
-        sleep(_PAUSE)
+        think()
         return (made,)
 
     return run
 
 
-def _ping_pong(world: int, edge: tuple[int, int], nbytes: int) -> Module:
+def _product(device: torch.device) -> Callable[[], object]:
+    """Keeps a device busy for long enough that its host has put the next message on a stream."""
+    matrix = torch.zeros(_SIDE, _SIDE, device=device)
+    return partial(torch.mm, matrix, matrix)
+
+
+def _ping_pong(world: World, edge: tuple[int, int], nbytes: int) -> Module:
     """A tensor goes back and forth between two ranks; compiled."""
-    module = Module("edge", Phase.TRACED, world)
+    module = Module("edge", Phase.TRACED, world.size)
     type_ = TensorType(DType.U8, (nbytes,))
     ops: list[Op] = []
     ball: tuple[Value, ...] = ()
@@ -96,5 +108,5 @@ def _ping_pong(world: int, edge: tuple[int, int], nbytes: int) -> Module:
         ball = (value,)
     ops.append(Return(ball, at=Place.of(edge[_MESSAGES % 2])))
     module.programs.append(Program("edge", [], ops))
-    PassManager(default_pipeline()).run(module)
+    PassManager(default_pipeline(fabrics=fabrics_of(world))).run(module)
     return module

@@ -6,12 +6,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from ..backends.base import Body, World
+from ..backends.devices.base import Device, Event
 from ..backends.footprint import peak_bytes
 from ..backends.instrument import instrument
 from ..backends.program_times import ProgramTimes, RankTimes
+from ..ir.attributes import Stream
 from ..ir.communication import Span
 from ..ir.module import Module
 from ..ir.ops import Call
@@ -19,6 +21,68 @@ from .runtime import make_runtime
 
 Stamps: TypeAlias = dict[int, tuple[float, float]]
 """When calls of a program started and ended, in seconds, by place in the program."""
+
+
+Marks: TypeAlias = dict[int, tuple[Any, Any]]
+"""The same, as a clock has noted it."""
+
+
+class Clock(Protocol):
+    """What calls are timed by."""
+
+    def start(self) -> float:
+        """Begin an execution; the time, in seconds of `perf_counter`."""
+
+    def now(self) -> Any:
+        """A mark of where the rank is."""
+
+    def read(self, marks: Marks) -> Stamps:
+        """When the rank was there, in seconds of `perf_counter`; waits until it has been."""
+
+
+class HostClock:
+    """The host's; see `Clock`."""
+
+    now = staticmethod(perf_counter)
+
+    def start(self) -> float:
+        """See `Clock`."""
+        return perf_counter()
+
+    def read(self, marks: Marks) -> Stamps:
+        """See `Clock`."""
+        return dict(marks)
+
+
+class DeviceClock:
+    """That of a device's compute stream; see `Clock`."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._compute = device.stream(Stream.COMPUTE)
+        self._zero = 0.0
+        self._first = device.timer()
+
+    def start(self) -> float:
+        """See `Clock`."""
+        self._device.synchronize()
+        self._first.record(self._compute)
+        self._zero = perf_counter()
+        return self._zero
+
+    def now(self) -> Event:
+        """See `Clock`."""
+        event = self._device.timer()
+        event.record(self._compute)
+        return event
+
+    def read(self, marks: Marks) -> Stamps:
+        """See `Clock`."""
+        self._device.synchronize()
+        return {index: (self._at(start), self._at(end)) for index, (start, end) in marks.items()}
+
+    def _at(self, event: Event) -> float:
+        return self._zero + self._device.elapsed(self._first, event) / 1e3
 
 
 @dataclass(frozen=True)
@@ -44,8 +108,8 @@ def record(
 ) -> list[Recording]:
     """Run a module some times, and say when each call of each rank ran; collective.
 
-    A call is timed on the host, around its function: what it has only started on a device does not
-    count.
+    A call is timed around its function: where the rank has a device by its clock, from when the
+    compute stream comes to the call until it is done; else on the host. Nothing is captured.
 
     Args:
         world: all ranks.
@@ -60,12 +124,15 @@ def record(
         RemoteError: a method raised, on any rank.
     """
     ranks = [rank for rank in range(module.world) if world.plays(rank)]
-    stamps: dict[int, Stamps] = {rank: {} for rank in ranks}
+    clock: Clock = HostClock() if world.device is None else DeviceClock(world.device)
+    marks: dict[int, Marks] = {rank: {} for rank in ranks}
 
     def clocked(rank: int, index: int, op: Call, body: Body) -> Body:
-        return _clocked(body, index, stamps[rank])
+        return _clocked(body, index, marks[rank], clock)
 
     watched, watchers = instrument(module, bodies, ranks, clocked)
+    for op in (op for program in watched.programs for op in program.ops):
+        op.graph = None  # what is replayed is not called
     runtime = make_runtime(
         world, watched, parameters, watchers, constants, seed=seed, timeout=timeout
     )
@@ -73,9 +140,9 @@ def record(
     try:
         for _ in range(executions):
             world.barrier()
-            zero = perf_counter()
+            zero = clock.start()
             runtime.run(inputs)
-            found.append((zero, {rank: dict(stamps[rank]) for rank in ranks}))
+            found.append((zero, {rank: clock.read(marks[rank]) for rank in ranks}))
     finally:
         runtime.close()
     everywhere = world.allgather(found)
@@ -86,17 +153,17 @@ def record(
     ]
 
 
-def _clocked(body: Body, index: int, stamps: Stamps) -> Body:
+def _clocked(body: Body, index: int, marks: Marks, clock: Clock) -> Body:
+    now = clock.now
+
     def run(*inputs: Any) -> Sequence[Any]:
-        start = perf_counter()
+        start = now()
         outputs = body(*inputs)
-        stamps[index] = (start, perf_counter())
+        marks[index] = (start, now())
         return outputs
 
-    # How a failure finds the user's line.
-    locate = getattr(body, "locate", None)
-    if locate is not None:
-        run.locate = locate  # type: ignore[attr-defined]
+    # How a failure finds the user's line, and a device what the body works on.
+    run.__dict__.update(getattr(body, "__dict__", {}))
     return run
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -35,8 +36,7 @@ class Accelerator:
         self._streams: dict[Stream, Any] = {}
         self._caller: Any = None
         self._pool: Any = None
-        self._keeper: Graph | None = None
-        self._keep_alive = torch.zeros(1, device=self.torch_device)
+        self._graphs: WeakSet[Any] = WeakSet()
         self._begin = self._module.Event()
         self._end = self._module.Event()
         self._module.set_device(index)
@@ -53,6 +53,14 @@ class Accelerator:
     def event(self) -> Event:
         """See `Device`."""
         return self._module.Event()  # type: ignore[no-any-return]
+
+    def timer(self) -> Event:
+        """See `Device`."""
+        return self._module.Event(enable_timing=True)  # type: ignore[no-any-return]
+
+    def elapsed(self, start: Any, end: Any) -> float:
+        """See `Device`."""
+        return float(start.elapsed_time(end))
 
     def raw(self, queue: Queue) -> int:
         """See `Device`."""
@@ -105,10 +113,9 @@ class Accelerator:
         module = self._module
         # Not the whole device: a receive that was posted early may wait for what is captured here.
         self.stream(Stream.COMPUTE).synchronize()
-        if self._pool is None:
+        if not self._graphs:
+            # A pool is gone with the last graph that uses it, and so is what it has taken.
             self._pool = module.graph_pool_handle()
-            # A pool is gone with the last graph that uses it, so one uses it for ever.
-            self._keeper = self.capture(lambda: self._keep_alive.zero_())
         graph = self._graph_class()
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
@@ -118,7 +125,13 @@ class Accelerator:
                 graph.capture_end()
             raise
         graph.capture_end()
+        self._graphs.add(graph)
         return graph  # type: ignore[no-any-return]
+
+    def give_back(self) -> None:
+        """See `Device`."""
+        self.synchronize()
+        self._module.empty_cache()
 
     def synchronize(self) -> None:
         """See `Device`."""

@@ -83,6 +83,12 @@ class Device(Protocol):
     def event(self) -> Event:
         """A new event."""
 
+    def timer(self) -> Event:
+        """A new event that notes when its queue passes it; see `elapsed`."""
+
+    def elapsed(self, start: Event, end: Event) -> float:
+        """Milliseconds from one such event to another, both passed."""
+
     def raw(self, queue: Queue) -> int:
         """The stream as the device's own libraries take it."""
 
@@ -114,8 +120,11 @@ class Device(Protocol):
     def capture(self, work: Callable[[], None]) -> Graph:
         """Record what `work` puts on the compute stream, and on those that join it, as a graph.
 
-        Nothing of it runs. All graphs of the device share one pool of memory.
+        Nothing of it runs. All graphs of the device that there are share one pool of memory.
         """
+
+    def give_back(self) -> None:
+        """Give memory that nobody uses back, for graphs to take; blocks as `synchronize` does."""
 
     def synchronize(self) -> None:
         """Block the host until the device has nothing to do."""

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from ..base import Pause
+from ...ir.module import Module, Program
+from ..base import Body, Communicator, Pause
 from ..executor import Executable
-from ..linked import LinkedProgram
 from .base import Device
 from .binder import DeviceBinder
-from .capture import Segment, cut
+from .capture import WARM_UPS, Segment, cut
 from .hosted import landed
 from .warm import warm
 
@@ -30,21 +30,31 @@ class DeviceExecutable(Executable):
         segments: the parts of the program that are captured, in order.
     """
 
-    def __init__(self, linked: LinkedProgram, device: Device) -> None:
+    def __init__(
+        self,
+        program: Program,
+        module: Module,
+        bodies: Mapping[str, Body],
+        constants: Mapping[str, Any],
+        communicators: Mapping[int, Communicator],
+        seed: int,
+        device: Device,
+    ) -> None:
         binders: list[DeviceBinder] = []
 
         def make(*arguments: Any) -> DeviceBinder:
             binders.append(DeviceBinder(*arguments, device=device))
             return binders[0]
 
-        super().__init__(linked, make)
+        super().__init__(program, module, bodies, constants, communicators, seed, make)
         (binder,) = binders
         self._device = device
         self._flow = binder.flow
         self.segments: tuple[Segment, ...] = ()
-        if any(op.graph is not None for op in linked.program.ops):
-            self.segments = cut(self._code, linked, binder)
-        warm(linked, device)
+        self._ran = 0
+        if any(op.graph is not None for op in program.ops):
+            self.segments = cut(self._code, program, module, bodies, binder)
+        warm(program, module, bodies, device)
         device.synchronize()  # constants are there for all streams
 
     def run(
@@ -57,6 +67,11 @@ class DeviceExecutable(Executable):
     ) -> tuple[Any, ...]:
         """Put one execution on the device's streams; see `Executable.run`."""
         device, flow = self._device, self._flow
+        if self.segments and self._ran == WARM_UPS:
+            # A graph has a pool of its own, and while it is captured no memory changes hands. Here
+            # nothing of this execution is under way yet that the device could wait for in vain.
+            device.give_back()
+        self._ran += 1
         with device.session():
             there = [landed(value, device) for value in inputs]
             if not self.segments:
@@ -69,6 +84,7 @@ class DeviceExecutable(Executable):
     def reset(self) -> None:
         """See `Executable.reset`; what was captured is forgotten, for its messages are."""
         super().reset()
+        self._ran = 0
         self.drop_graphs()
 
     def drop_graphs(self) -> None:

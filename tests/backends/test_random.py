@@ -7,8 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cg.backends.executor import Executable, poll_only
-from cg.backends.linked import LinkedProgram
+from cg.backends.executor import Executable, bind, poll_only
 from cg.backends.random import call_seed, seeded, splitmix64
 
 from .programs import local, module
@@ -24,7 +23,7 @@ TWO_DRAWS = local(
 def drawing(seed: int) -> Executable:
     parsed = module(TWO_DRAWS)
     bodies = {"f": lambda: (torch.rand(4),)}
-    return Executable(LinkedProgram(parsed, 0, bodies, seed=seed))
+    return bind(parsed.program_of(0), parsed, bodies, {}, {}, seed)
 
 
 def test_splitmix64_known_values() -> None:

@@ -138,6 +138,19 @@ class FakeEvent:
         _wait(self.token, "host")
 
 
+class FakeTimer(FakeEvent):
+    """An event that notes when it is passed."""
+
+    at = 0.0
+
+    def record(self, stream: FakeQueue) -> None:
+        super().record(stream)
+        stream.put(f"time {self.name}", self._note)
+
+    def _note(self) -> None:
+        self.at = time.perf_counter()
+
+
 class FakeGraph:
     """What was noted down while the device was capturing."""
 
@@ -203,6 +216,7 @@ class FakeDevice:
         self.delay = delay
         self.sessions = 0
         self.synchronized = 0
+        self.given_back = 0
         self.recording: list[Callable[[], None]] | None = None
         self.recorded_of: list[FakeComm] = []
         self.queues: dict[Stream, FakeQueue] = {}
@@ -221,6 +235,15 @@ class FakeDevice:
 
     def event(self) -> FakeEvent:
         return FakeEvent()
+
+    def timer(self) -> FakeTimer:
+        return FakeTimer()
+
+    def elapsed(self, start: FakeTimer, end: FakeTimer) -> float:
+        return (end.at - start.at) * 1e3
+
+    def give_back(self) -> None:
+        self.given_back += 1
 
     def raw(self, queue: FakeQueue) -> int:
         return id(queue)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from cg.backends.devices.capture import WARM_UPS
 from cg.backends.errors import BindError, TransportError
 from cg.backends.nccl import bindings
 from cg.backends.nccl.pool import LIMIT, NcclPool
 from cg.ir.attributes import Stream
 from cg.ir.module import Channel
+from cg.passes.capture import Capture
+from cg.passes.manager import PassManager
 
 from ..conformance import pipeline
 from .fakes import FakeDevice, FakeLibrary
@@ -41,6 +46,29 @@ def test_the_host_is_not_held_up() -> None:
         return int(world.device.synchronized - before)
 
     assert on_ranks(2, play) == [0, 0]
+
+
+def test_memory_is_given_back_once_and_then_captured() -> None:
+    case = pipeline("p", 2, 2)
+
+    def play(world: ThreadWorld) -> list[tuple[int, int]]:
+        module = case.module()
+        for id_, channel in module.channels.items():
+            module.channels[id_] = replace(channel, via="fake")
+        PassManager((Capture("fake+fake"),)).run(module)
+        executable = bound(world, module)
+        found = []
+        for execution in range(WARM_UPS + 3):
+            executable.run(case.inputs(execution)[world.rank], pause, PATIENCE)
+            captures = sum(segment.captures for segment in executable.segments)
+            found.append((world.device.given_back, captures))
+            world.barrier()
+        return found
+
+    for found in on_ranks(2, play):
+        assert found[:WARM_UPS] == [(0, 0)] * WARM_UPS
+        assert [given_back for given_back, _ in found[WARM_UPS:]] == [1] * 3
+        assert found[WARM_UPS][1] > 0
 
 
 def test_a_rank_is_a_member_of_so_many_communicators() -> None:

@@ -246,6 +246,7 @@ def _make_module() -> types.ModuleType:
     module.Stream, module.Event, module.NPUGraph = Stream, Event, NPUGraph
     module.current_stream, module.set_stream = _current_stream, _set_stream
     module.synchronize = _synchronize
+    module.empty_cache = lambda: None
     module.graph_pool_handle = lambda: (0, 0)
     module.default_generators = tuple(_Generator() for _ in range(COUNT))
     module.get_rng_state = lambda device=None: torch.default_generator.get_state()
