@@ -6,7 +6,7 @@ need no instruction at all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..ir.attributes import Effect
 from ..ir.diagnostics import Diagnostic
-from ..ir.module import Channel, Function, FunctionKind, Module, Program
+from ..ir.module import Channel, Function, FunctionKind
 from ..ir.ops import (
     Alloc,
     Call,
@@ -40,6 +40,7 @@ from .dtypes import TORCH_DTYPES, describe
 from .errors import BindError
 from .instructions import Instruction, Registers
 from .layout import Layout, lay_out
+from .linked import LinkedProgram
 from .random import seeded
 from .steps import KEEP, Role, Step
 from .turnstiles import Tickets
@@ -75,12 +76,7 @@ class Binder:
     """Binds one program; `bind` does it all.
 
     Args:
-        program: a rank's program.
-        module: where its functions and channels are declared.
-        bodies: by function name; builtins need none.
-        constants: what `constant` ops refer to, by name.
-        communicators: by channel id.
-        seed: of all random numbers.
+        linked: the program, and what it runs with.
         execution: gives the number of the execution in progress.
         tickets: of a program several executions of which may be in flight; None for one that runs
             alone on its actors.
@@ -89,24 +85,19 @@ class Binder:
 
     def __init__(
         self,
-        program: Program,
-        module: Module,
-        bodies: Mapping[str, Body],
-        constants: Mapping[str, Any],
-        communicators: Mapping[int, Communicator],
-        seed: int,
+        linked: LinkedProgram,
         execution: Callable[[], int],
         tickets: Tickets | None = None,
         target: torch.device | None = None,
     ) -> None:
         self._tickets = tickets
         self._target = target
-        self._program = program
-        self._module = module
-        self._bodies = bodies
-        self._constants = constants
-        self._communicators = communicators
-        self._seed = seed
+        self._program = linked.program
+        self._module = linked.module
+        self._bodies = linked.bodies
+        self._constants = linked.constants
+        self._communicators = linked.communicators
+        self._seed = linked.seed
         self._execution = execution
         self._code = Code()
         self._ports: dict[Value, Port] = {}

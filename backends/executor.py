@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from operator import length_hint
 from time import perf_counter
 from typing import Any
 
-from ..ir.module import Module, Program
 from ..ir.printer import format_op
-from .base import Body, Communicator, Pause
+from .base import Pause
 from .binder import Binder
 from .checks import InputCheck
 from .errors import RemoteError, StepTimeout
@@ -18,32 +17,9 @@ from .failures import failure_at
 from .flight import FlightRecord, Position
 from .grad_mode import is_grad_enabled, set_grad_enabled
 from .instructions import Instruction, getter
+from .linked import LinkedProgram
 from .statistics import ProfileEntry, Statistics
 from .tracing import InstructionLog
-
-
-def bind(
-    program: Program,
-    module: Module,
-    bodies: Mapping[str, Body],
-    constants: Mapping[str, Any],
-    communicators: Mapping[int, Communicator],
-    seed: int = 0,
-) -> Executable:
-    """Bind a rank's program to what it runs with.
-
-    Args:
-        program: one of the programs of `module`, which is scheduled.
-        module: where functions and channels are declared.
-        bodies: for every function that the program calls, by name; builtins need none.
-        constants: the values that `constant` ops refer to, by name.
-        communicators: for every channel that the program uses, by channel id.
-        seed: of all random numbers; the same on all ranks.
-
-    Raises:
-        BindError: something that the program needs is missing or does not fit.
-    """
-    return Executable(program, module, bodies, constants, communicators, seed)
 
 
 class Executable:
@@ -51,34 +27,29 @@ class Executable:
 
     Either call `run`, or `start`, `step` until it is true, and take `outputs`.
 
+    Args:
+        linked: the program, and what it runs with.
+        binder: binds it; the host's if none is given.
+
     Attributes:
         program: what it runs.
         module: what the program is part of.
         statistics: of the executions that have ended.
         execution: number of the execution in progress, or of the last one; -1 before the first.
+
+    Raises:
+        BindError: something that the program needs is missing or does not fit.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        module: Module,
-        bodies: Mapping[str, Body],
-        constants: Mapping[str, Any],
-        communicators: Mapping[int, Communicator],
-        seed: int,
-        binder: Callable[..., Binder] = Binder,
-    ) -> None:
-        self.program = program
-        self.module = module
+    def __init__(self, linked: LinkedProgram, binder: Callable[..., Binder] = Binder) -> None:
+        self.program = linked.program
+        self.module = linked.module
         self.statistics = Statistics()
         self.execution = -1
-        self._bodies = bodies
-        self._code = binder(
-            program, module, bodies, constants, communicators, seed, lambda: self.execution
-        ).bind()
-        unique = {id(communicator): communicator for communicator in communicators.values()}
-        self._progress = tuple(communicator.progress for communicator in unique.values())
-        self._check_inputs = InputCheck(program)
+        self._bodies = linked.bodies
+        self._code = binder(linked, lambda: self.execution).bind()
+        self._progress = linked.progress
+        self._check_inputs = InputCheck(linked.program)
         self._instructions = self._code.instructions
         self._profile: list[_Timer] | None = None
         self._get_outputs = getter(self._code.outputs)

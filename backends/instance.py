@@ -6,7 +6,7 @@ itself: there is no commit, and an exception is data that travels to whoever sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -16,13 +16,14 @@ from typing import Any
 
 from ..ir.module import FunctionKind, Module, Program
 from ..ir.ops import Call, Collective, Constant, Copy, Send, View
-from .base import Body, Communicator, Port
+from .base import Port
 from .binder import Binder
 from .careful import Careful
 from .checks import InputCheck
 from .flight import Position
 from .grad_mode import is_grad_enabled, set_grad_enabled
 from .instructions import Instruction, getter
+from .linked import LinkedProgram
 from .poison import Poison
 from .statistics import Statistics
 from .steps import KEEP, Role, Step
@@ -53,7 +54,7 @@ class Instance:
     `outputs` and `poison`.
 
     Args:
-        program, module, bodies, constants, communicators, seed: as in `executor.bind`.
+        linked: the program, and what it runs with.
         turnstiles: of the rank; they order the executions of all graphs.
         statistics: counts the executions of all instances of the graph on this rank.
         guards: checked before each execution; where one is broken, all calls of the execution
@@ -72,18 +73,14 @@ class Instance:
 
     def __init__(
         self,
-        program: Program,
-        module: Module,
-        bodies: Mapping[str, Body],
-        constants: Mapping[str, Any],
-        communicators: Mapping[int, Communicator],
-        seed: int,
+        linked: LinkedProgram,
         turnstiles: Turnstiles,
         statistics: Statistics,
         guards: Sequence[Guard] = (),
         reports: Reports | None = None,
         binder: Callable[..., Binder] = Binder,
     ) -> None:
+        program, module = linked.program, linked.module
         self.program = program
         self.module = module
         self.execution = -1
@@ -93,18 +90,9 @@ class Instance:
         self.poison: Poison | None = None
         self.on_end: Callable[[Instance], None] | None = None
         self.on_failure: Callable[[Poison], None] | None = None
-        self._bodies = bodies
+        self._bodies = linked.bodies
         self._tickets = Tickets(turnstiles)
-        self._code = binder(
-            program,
-            module,
-            bodies,
-            constants,
-            communicators,
-            seed,
-            lambda: self.execution,
-            self._tickets,
-        ).bind()
+        self._code = binder(linked, lambda: self.execution, self._tickets).bind()
         self._takes_tickets = not self._tickets.is_empty
         self._leave_out_clears()
         self._send_inputs_first(len(program.params))
@@ -115,8 +103,7 @@ class Instance:
         self._registers[:] = self._template
         self._count = len(program.params)
         self._get_outputs = getter(self._code.outputs)
-        unique = {id(communicator): communicator for communicator in communicators.values()}
-        self._progress = tuple(communicator.progress for communicator in unique.values())
+        self._progress = linked.progress
         self._guards = tuple(guards)
         self._needs_no_grad = needs_no_grad(program, module)
         self._statistics = statistics

@@ -17,9 +17,10 @@ import torch
 from ..ir.module import Module
 from .base import Body
 from .errors import DeadlockError
-from .executor import Executable, bind
+from .executor import Executable
 from .fabric import VirtualFabric
 from .flight import FlightRecord
+from .linked import LinkedProgram
 
 T = TypeVar("T")
 
@@ -80,7 +81,7 @@ class VirtualExecutable:
 
     Args:
         module: a scheduled module.
-        bodies, constants, seed: as in `executor.bind`, for the functions of all ranks.
+        bodies, constants, seed: as in `LinkedProgram`, for the functions of all ranks.
         poison: fill a freed slot with NaN (integers: the largest), so that a use after free
             shows.
         shuffle: seed of a random order in which the ranks take turns, in small random numbers of
@@ -107,8 +108,8 @@ class VirtualExecutable:
         for rank in range(module.world):
             communicator = self._fabric.communicator(rank)
             serving = dict.fromkeys(module.channels, communicator)
-            program = module.program_of(rank)
-            executables.append(bind(program, module, bodies, constants, serving, seed))
+            linked = LinkedProgram(module, rank, bodies, constants, serving, seed)
+            executables.append(Executable(linked))
         self.executables: tuple[Executable, ...] = tuple(executables)
 
     def run(

@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
-from cg.backends.executor import Executable, bind, poll_only
+from cg.backends.executor import Executable, poll_only
 from cg.backends.fabric import VirtualFabric
+from cg.backends.linked import LinkedProgram
 from cg.ir.parser import parse_module
 
 FUNCTIONS = """
@@ -66,7 +67,7 @@ def program(line: str, count: int) -> Executable:
         "draw": lambda x: (x,),
     }
     communicators = {0: VirtualFabric().communicator(0)}
-    return bind(module.program_of(0), module, bodies, {}, communicators)
+    return Executable(LinkedProgram(module, 0, bodies, communicators=communicators))
 
 
 def measure(executable: Executable, repeats: int) -> list[float]:

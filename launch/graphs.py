@@ -20,6 +20,7 @@ from ..backends.executions import Executions, virtual_executions
 from ..backends.fabric import VirtualFabric
 from ..backends.graphs import Graph, Rebuild
 from ..backends.instance import Guard, Instance, Reports
+from ..backends.linked import LinkedProgram
 from ..backends.plan import check_plan
 from ..backends.records import SEATS, VARIANTS
 from ..backends.resident import Resident, Seat
@@ -177,16 +178,19 @@ class _Maker:
         instances = []
         for variant, silent in zip(self._variants, self._silent, strict=True):
             module = variant.module
+            linked = LinkedProgram(
+                module,
+                resident.rank,
+                variant.bodies,
+                variant.constants,
+                dict.fromkeys(module.channels, communicator),
+                self._seed,
+            )
             # The driver's guards are checked before it starts an execution at all.
             guards = () if resident.rank == self._driver else variant.guards
             instances.append(
                 Instance(
-                    module.program_of(resident.rank),
-                    module,
-                    variant.bodies,
-                    variant.constants,
-                    dict.fromkeys(module.channels, communicator),
-                    self._seed,
+                    linked,
                     resident.turnstiles,
                     self._statistics[resident.rank],
                     guards,

@@ -8,16 +8,15 @@ its own stream wait; the host goes on. What goes by the host's memory makes the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from torch import Tensor
 
 from ...ir.attributes import Stream
-from ...ir.module import Module, Program
 from ...ir.ops import Call, Collective, Copy, Op, Recv, Send, Value, Wait
 from ...ir.types import FutureType, UnitType
-from ..base import Body, Communicator, Port
+from ..base import Port
+from ..linked import LinkedProgram
 from ..steps import KEEP, Role, Step
 from . import instructions
 from .base import Device
@@ -37,20 +36,9 @@ class DeviceBinder(HostedBinder):
     """
 
     def __init__(
-        self,
-        program: Program,
-        module: Module,
-        bodies: Mapping[str, Body],
-        constants: Mapping[str, Any],
-        communicators: Mapping[int, Communicator],
-        seed: int,
-        execution: Callable[[], int],
-        *,
-        device: Device,
+        self, linked: LinkedProgram, execution: Callable[[], int], *, device: Device
     ) -> None:
-        super().__init__(
-            program, module, bodies, constants, communicators, seed, execution, device=device
-        )
+        super().__init__(linked, execution, device=device)
         self.flow = Flow(device)
         self._made: dict[Value, Mark] = {}
         self._done: dict[Value, Mark] = {}
@@ -59,7 +47,7 @@ class DeviceBinder(HostedBinder):
         self._streamed: dict[Value, StreamPort] = {}
         self._crossing = frozenset(
             op.operands[0]
-            for op in program.ops
+            for op in linked.program.ops
             if isinstance(op, Wait) and not isinstance(op.operands[0].type, FutureType)
         )
 

@@ -11,7 +11,7 @@ for each combination that it has met.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,11 +20,12 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 from torch.utils import dlpack
 
-from ...ir.module import FunctionKind, Module, Program
+from ...ir.module import FunctionKind, Program
 from ...ir.ops import Call
 from ..base import Body
 from ..binder import Code
 from ..instructions import Instruction, Registers
+from ..linked import LinkedProgram
 from ..steps import KEEP, Role, Step
 from .base import Device, Graph
 from .binder import DeviceBinder
@@ -323,18 +324,13 @@ class Segment:
             flow.end_capture()
 
 
-def cut(
-    code: Code,
-    program: Program,
-    module: Module,
-    bodies: Mapping[str, Body],
-    binder: DeviceBinder,
-) -> tuple[Segment, ...]:
+def cut(code: Code, linked: LinkedProgram, binder: DeviceBinder) -> tuple[Segment, ...]:
     """Make each run of instructions whose ops are of one graph a segment.
 
     The instructions of `code` are replaced: a segment counts as one. In front of what is not part
     of any, the other streams fork from the compute stream.
     """
+    program, functions = linked.program, linked.module.functions
     runs = _runs(code, program)
     segments: list[Segment] = []
     stable: dict[int, Tensor] = {}
@@ -359,14 +355,14 @@ def cut(
         called = dict.fromkeys(
             op.fn.name
             for op in (program.ops[code.ops[i]] for i in range(first, last))
-            if isinstance(op, Call) and module.functions[op.fn.name].kind is FunctionKind.GRAPH
+            if isinstance(op, Call) and functions[op.fn.name].kind is FunctionKind.GRAPH
         )
         segment = Segment(
             number,
             code.instructions[first:last],
             code.registers,
             interface,
-            [bodies[name] for name in called],
+            [linked.bodies[name] for name in called],
             binder.flow,
             stable,
             binder.awaited_outside(number),

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
-from ...ir.module import Module, Program
-from ..base import Body, Communicator, Pause
+from ..base import Pause
 from ..executor import Executable
+from ..linked import LinkedProgram
 from .base import Device
 from .binder import DeviceBinder
 from .capture import WARM_UPS, Segment, cut
@@ -30,31 +30,22 @@ class DeviceExecutable(Executable):
         segments: the parts of the program that are captured, in order.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        module: Module,
-        bodies: Mapping[str, Body],
-        constants: Mapping[str, Any],
-        communicators: Mapping[int, Communicator],
-        seed: int,
-        device: Device,
-    ) -> None:
+    def __init__(self, linked: LinkedProgram, device: Device) -> None:
         binders: list[DeviceBinder] = []
 
         def make(*arguments: Any) -> DeviceBinder:
             binders.append(DeviceBinder(*arguments, device=device))
             return binders[0]
 
-        super().__init__(program, module, bodies, constants, communicators, seed, make)
+        super().__init__(linked, make)
         (binder,) = binders
         self._device = device
         self._flow = binder.flow
         self.segments: tuple[Segment, ...] = ()
         self._ran = 0
-        if any(op.graph is not None for op in program.ops):
-            self.segments = cut(self._code, program, module, bodies, binder)
-        warm(program, module, bodies, device)
+        if any(op.graph is not None for op in linked.program.ops):
+            self.segments = cut(self._code, linked, binder)
+        warm(linked, device)
         device.synchronize()  # constants are there for all streams
 
     def run(

@@ -6,19 +6,21 @@ device. So errors can travel in messages, and several executions of a graph may 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...ir.module import Function, FunctionKind, Module, Program
+from ...ir.module import Function, FunctionKind
 from ...ir.ops import Op, Recv, Value
 from ...ir.types import FutureType, TensorType
 from .. import instructions
-from ..base import Body, Communicator, Port
+from ..base import Body, Port
 from ..binder import Binder, Code
 from ..checks import checked
+from ..linked import LinkedProgram
 from ..random import seeded_on
 from ..steps import KEEP
 from ..turnstiles import Tickets
@@ -35,29 +37,15 @@ class HostedBinder(Binder):
 
     def __init__(
         self,
-        program: Program,
-        module: Module,
-        bodies: Mapping[str, Body],
-        constants: Mapping[str, Any],
-        communicators: Mapping[int, Communicator],
-        seed: int,
+        linked: LinkedProgram,
         execution: Callable[[], int],
         tickets: Tickets | None = None,
         *,
         device: Device,
     ) -> None:
-        there = {name: landed(value, device) for name, value in constants.items()}
-        super().__init__(
-            program,
-            module,
-            bodies,
-            there,
-            communicators,
-            seed,
-            execution,
-            tickets,
-            target=device.torch_device,
-        )
+        there = {name: landed(value, device) for name, value in linked.constants.items()}
+        linked = replace(linked, constants=there)
+        super().__init__(linked, execution, tickets, target=device.torch_device)
         self.device = device
 
     def bind(self) -> Code:

@@ -9,23 +9,25 @@ may do anything, always are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...ir.module import Function, FunctionKind, Module, Program
+from ...ir.module import Function, FunctionKind, Program
 from ...ir.ops import Call
 from ...ir.types import DType, TensorType, Type
 from .. import builtins
 from ..base import Body
 from ..dtypes import TORCH_DTYPES
+from ..linked import LinkedProgram
 from .base import Device
 
 
-def warm(program: Program, module: Module, bodies: Mapping[str, Body], device: Device) -> None:
+def warm(linked: LinkedProgram, device: Device) -> None:
     """Run each traced function of a program, and what moves its values, once."""
+    program, module, bodies = linked.program, linked.module, linked.bodies
     before = device.random_state(), torch.default_generator.get_state()
     names = dict.fromkeys(op.fn.name for op in program.ops if isinstance(op, Call))
     with device.session(), torch.no_grad():

@@ -11,8 +11,9 @@ import torch
 
 from cg.backends.base import Body
 from cg.backends.errors import BindError, InputError, RemoteError, ResultError, StepTimeout
-from cg.backends.executor import Executable, bind, poll_only
+from cg.backends.executor import Executable, poll_only
 from cg.backends.fabric import VirtualFabric
+from cg.backends.linked import LinkedProgram
 from cg.ir.location import Location
 
 from .programs import CHAIN, CHAIN_BODIES, local, module
@@ -28,7 +29,7 @@ def executable(
     parsed = module(text, check)
     communicator = VirtualFabric().communicator(rank)
     communicators = dict.fromkeys(parsed.channels, communicator)
-    return bind(parsed.program_of(rank), parsed, bodies or {}, constants or {}, communicators)
+    return Executable(LinkedProgram(parsed, rank, bodies or {}, constants or {}, communicators))
 
 
 def run(text: str, *inputs: Any, **options: Any) -> tuple[Any, ...]:
@@ -386,10 +387,10 @@ def test_what_cannot_be_bound_is_an_error(text: str, message: str) -> None:
 def test_channel_without_communicator_is_an_error() -> None:
     parsed = module(CHAIN)
     with pytest.raises(BindError, match="no communicator serves channel 0"):
-        bind(parsed.program_of(0), parsed, CHAIN_BODIES, {}, {})
+        Executable(LinkedProgram(parsed, 0, CHAIN_BODIES))
     parsed.channels.clear()
     with pytest.raises(BindError, match="declares no channel 0"):
-        bind(parsed.program_of(0), parsed, CHAIN_BODIES, {}, {})
+        Executable(LinkedProgram(parsed, 0, CHAIN_BODIES))
 
 
 def test_run_polls_until_the_timeout_and_says_where_it_waits() -> None:

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cg.backends.executor import Executable, bind, poll_only
+from cg.backends.executor import Executable, poll_only
+from cg.backends.linked import LinkedProgram
 from cg.backends.random import call_seed, seeded, splitmix64
 
 from .programs import local, module
@@ -23,7 +24,7 @@ TWO_DRAWS = local(
 def drawing(seed: int) -> Executable:
     parsed = module(TWO_DRAWS)
     bodies = {"f": lambda: (torch.rand(4),)}
-    return bind(parsed.program_of(0), parsed, bodies, {}, {}, seed)
+    return Executable(LinkedProgram(parsed, 0, bodies, seed=seed))
 
 
 def test_splitmix64_known_values() -> None:

@@ -19,7 +19,8 @@ import torch
 
 from cg.backends.cpu.transport import CpuTransport
 from cg.backends.devices.executable import DeviceExecutable
-from cg.backends.executor import Executable, bind
+from cg.backends.executor import Executable
+from cg.backends.linked import LinkedProgram
 from cg.backends.nccl.communicator import NcclCommunicator, make_pool
 from cg.backends.nccl.pool import NcclPool
 from cg.ir.module import Module
@@ -114,10 +115,10 @@ class Runner:
         if rank >= module.world:
             return None, communicator
         serving = dict.fromkeys(module.channels, communicator)
-        program = module.program_of(rank)
+        linked = LinkedProgram(module, rank, communicators=serving)
         if self.pool is None:
-            return bind(program, module, {}, {}, serving), communicator
-        return DeviceExecutable(program, module, {}, {}, serving, 0, self.device), communicator
+            return Executable(linked), communicator
+        return DeviceExecutable(linked, self.device), communicator
 
     def _execute(
         self, executable: Executable, case: Case, expected: Any, execution: int, rank: int

@@ -12,7 +12,8 @@ import torch
 import cg
 from cg.backends import registry
 from cg.backends.cpu.transport import CpuTransport
-from cg.backends.executor import bind
+from cg.backends.executor import Executable
+from cg.backends.linked import LinkedProgram
 from cg.launch import world as worlds
 from tests.backends.conformance import EXECUTIONS, Case, cases, check
 
@@ -55,7 +56,8 @@ def conform(case: Case, world: Any, transport: CpuTransport) -> None:
     communicator = registry.create("mailbox", world, list(module.channels.values()))
     if world.rank < module.world:
         serving = dict.fromkeys(module.channels, communicator)
-        executable = bind(module.program_of(world.rank), module, {}, {}, serving)
+        linked = LinkedProgram(module, world.rank, communicators=serving)
+        executable = Executable(linked)
         for execution in range(EXECUTIONS):
             given = case.inputs(execution)[world.rank]
             outputs = executable.run(given, transport.pause, 20.0)

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
 import pytest
 import torch
 
-from .jobs import counts_of_agreement, needs_mpi, run
+from .jobs import Ended, counts_of_agreement, needs_mpi, run
 
 pytestmark = [*needs_mpi, pytest.mark.timeout(150)]
 
 needs_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+def check_interruptions(ended: Ended, interrupted: Sequence[int]) -> None:
+    """Every rank learns of each, and steps go on; the last one ends the job."""
+    said = re.findall(r"rank (\d): in (\d): (.*)", ended.output)
+    for rank in ("0", "1"):
+        found = [row[1:] for row in said if row[0] == rank]
+        each = ("KeyboardInterrupt ", "SystemExit 3")
+        assert found == [(str(at), what) for at in interrupted for what in each], ended.output
+    assert ended.code == 130, ended.output
 
 
 def play(job: str, *words: str, fake: bool, ranks: int = 2, seconds: float = 100) -> str:
@@ -46,6 +59,11 @@ def test_calls_are_timed_on_fake_devices() -> None:
 
 def test_failures_on_fake_devices() -> None:
     assert play("device_failure_job", fake=True).count("failures are as they should be") == 2
+
+
+def test_interruptions_on_fake_devices() -> None:
+    job = ["-m", "tests.mpi.device_job", "tests.mpi.device_interrupt_job", "0", "1"]
+    check_interruptions(run(2, job, seconds=100), (0, 1))
 
 
 @pytest.mark.gpu

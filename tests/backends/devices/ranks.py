@@ -12,6 +12,7 @@ import torch
 from cg.backends.base import World
 from cg.backends.devices.binder import DeviceBinder
 from cg.backends.devices.executable import DeviceExecutable
+from cg.backends.linked import LinkedProgram
 from cg.backends.nccl.communicator import NcclCommunicator
 from cg.backends.nccl.pool import NcclPool
 from cg.backends.poison import Poison
@@ -154,15 +155,8 @@ def bound(
         id_: streams if channel.via in (None, "fake") else host
         for id_, channel in module.channels.items()
     }
-    return DeviceExecutable(
-        module.program_of(world.rank),
-        module,
-        bodies or {},
-        constants or {},
-        serving,
-        0,
-        device,
-    )
+    linked = LinkedProgram(module, world.rank, bodies or {}, constants or {}, serving)
+    return DeviceExecutable(linked, device)
 
 
 def pause(polls: int) -> None:

@@ -17,6 +17,7 @@ from cg.backends.devices.executable import DeviceExecutable
 from cg.backends.hccl.collectives import REDUCES
 from cg.backends.hccl.communicator import HcclCommunicator, make_pool
 from cg.backends.hccl.pool import HcclPool
+from cg.backends.linked import LinkedProgram
 from cg.launch import world as worlds
 from cg.launch.config import config
 from cg.passes.capture import Capture
@@ -58,8 +59,8 @@ def run(case: Case, world: Any, transport: CpuTransport, pool: HcclPool) -> int:
     communicator = HcclCommunicator(pool, list(module.channels.values()), world.rank)
     if world.rank < module.world:
         serving: dict[int, Any] = dict.fromkeys(module.channels, communicator)
-        program = module.program_of(world.rank)
-        executable = DeviceExecutable(program, module, {}, {}, serving, 0, world.device)
+        linked = LinkedProgram(module, world.rank, communicators=serving)
+        executable = DeviceExecutable(linked, world.device)
     for execution in (i % EXECUTIONS for i in range(TIMES)):
         if executable is not None:
             given = case.inputs(execution)[world.rank]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ...mpi.jobs import ROOT, Ended, environment, needs_mpi, run
+from ...mpi.test_devices import check_interruptions
 from .build import STANDIN, needs_compiler
 from .conformance_job import served
 from .test_npu import needs_no_torch_npu
@@ -104,6 +105,12 @@ def test_a_failure_leaves_what_cannot_be_broken_off(mock: Path) -> None:
         "9)). Nothing more can be sent in this job: end it, and start again from a checkpoint"
     )
     assert ends_itself in said or refuses in said
+
+
+def test_interruptions(mock: Path) -> None:
+    """On rank 1, which is the last: nothing is under way then that nobody could break off."""
+    ended = on_npus(mock, 2, ["-m", "tests.mpi.device_interrupt_job", "1"])
+    check_interruptions(ended, (1,))
 
 
 def test_the_self_test(mock: Path) -> None:

@@ -1,0 +1,68 @@
+"""Which communicators carry a step's messages: one for each transport that its channels name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..backends.base import Communicator, World
+from ..backends.cpu.transport import CpuTransport
+from ..backends.hccl.communicator import HcclCommunicator
+from ..backends.hccl.communicator import connect as connect_by_hccl
+from ..backends.nccl.communicator import connect
+from ..backends.registry import create, register
+from ..ir.module import Channel
+from ..passes.fabrics import HOST, is_by_stream
+from .config import config
+
+
+def _connect_by_hccl(world: World, channels: Sequence[Channel]) -> HcclCommunicator:
+    return connect_by_hccl(world, channels, config().hccl_library)
+
+
+register("nccl", connect)
+register("hccl", _connect_by_hccl)
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """What carries the messages of some channels.
+
+    Attributes:
+        communicators: each once.
+        serving: the same by channel id.
+    """
+
+    communicators: tuple[Communicator, ...]
+    serving: Mapping[int, Communicator]
+
+
+def connect_channels(
+    world: World, transport: CpuTransport, channels: Sequence[Channel]
+) -> Connected:
+    """Make the communicators that channels need, in one order on all ranks; collective.
+
+    There always is one of the hosts, which begins and ends what the ranks do together.
+
+    Args:
+        transport: of hosts.
+
+    Raises:
+        UnknownCommunicator: a channel names a transport that nobody has registered.
+        BindError: a transport cannot carry what it is to carry.
+    """
+    by_name: dict[str, list[Channel]] = {HOST: []}
+    for channel in channels:
+        name = str(channel.via) if is_by_stream(channel) else HOST
+        by_name.setdefault(name, []).append(channel)
+    made: list[Communicator] = []
+    serving: dict[int, Communicator] = {}
+    for name in sorted(by_name):
+        served = by_name[name]
+        if name == HOST:
+            communicator = transport.communicator(world, served)
+        else:
+            communicator = create(name, world, served)
+        made.append(communicator)
+        serving.update(dict.fromkeys((channel.id for channel in served), communicator))
+    return Connected(tuple(made), serving)
