@@ -7,18 +7,22 @@ graph's own memory, and while it is in use another graph of the same segment is 
 stay in a graph's memory as `.grad` of their parameters, since that is what an optimizer reads.
 Which tensors the parameters and gradients are is looked at before each replay; a segment has graphs
 for each combination that it has met.
+
+All graphs share one pool for what lives within a replay: any replay may write all over it. So what
+outlives a replay is not there. What that is shows in a rehearsal, a capture that is thrown away; in
+the one that counts, messages land in memory outside of the pool, and the rest is copied out at the
+end of the graph.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing import reductions
-from torch.utils import dlpack
 
 from ...ir.module import FunctionKind, Program
 from ...ir.ops import Call
@@ -30,6 +34,8 @@ from ..steps import KEEP, Role, Step
 from .base import Device, Graph
 from .binder import DeviceBinder
 from .flow import Flow, Mark
+from .lending import Loan, may_be_lent
+from .ports import StreamPort, is_stream_port
 
 WARM_UPS = 2
 """Executions that run as they are, before any is captured: libraries make their handles then."""
@@ -40,42 +46,6 @@ is."""
 
 LENDING = 2
 """Graphs whose outputs the caller may hold; with all of them held, outputs are copied."""
-
-
-class Loan:
-    """A tensor of a graph that the caller gets, and whether it has been given back.
-
-    What the caller gets has a storage of its own over the same memory. That storage goes with the
-    last tensor that uses any of it, views included, whatever else uses the graph's.
-    """
-
-    __slots__ = ("_bytes", "_dtype", "_lent", "_shape")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._bytes = tensor.contiguous().reshape(-1).view(torch.uint8)
-        self._dtype = tensor.dtype
-        self._shape = tensor.shape
-        self._lent: Any = None
-
-    def out(self) -> Tensor:
-        """The tensor, for the caller."""
-        alias: Tensor = dlpack.from_dlpack(_export(self._bytes))
-        tensor = alias.view(self._dtype).view(self._shape)
-        self._lent = _reference(tensor.untyped_storage())
-        return tensor
-
-    def is_back(self) -> bool:
-        """Whether nobody holds the tensor, or part of it, any more."""
-        return self._lent is None or self._lent.expired()
-
-
-_export: Any = torch._C._to_dlpack
-_reference: Any = reductions.StorageWeakRef
-
-
-def may_be_lent(tensor: Tensor) -> bool:
-    """Whether a tensor's memory can be given another storage."""
-    return tensor.is_contiguous() and tensor.numel() > 0 and not tensor.is_complex()
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +70,21 @@ class Captured:
     def is_free(self) -> bool:
         """Whether the caller holds nothing of what it has last made."""
         return all(loan.is_back() for _, loan in self.loans)
+
+
+@dataclass(frozen=True, slots=True)
+class Outlasting:
+    """Memory outside of the pool for what a graph makes and others use behind it.
+
+    Attributes:
+        landings: for messages whose values are used as they come.
+        copies: for values in registers, which the graph copies there at its end.
+        gradients: the same for those of parameters.
+    """
+
+    landings: tuple[tuple[StreamPort, Tensor], ...]
+    copies: tuple[tuple[int, Tensor], ...] = ()
+    gradients: tuple[tuple[Tensor, Tensor], ...] = ()
 
 
 @dataclass(slots=True)
@@ -146,6 +131,7 @@ class Segment:
         registers: Registers,
         interface: Interface,
         bodies: Sequence[Body],
+        ports: Sequence[StreamPort],
         flow: Flow,
         stable: dict[int, Tensor],
         needs: Sequence[Mark],
@@ -159,6 +145,7 @@ class Segment:
         self._interface = interface
         self._state_of = [body.state for body in bodies if hasattr(body, "state")]
         self._trained_in = [body.trained for body in bodies if hasattr(body, "trained")]
+        self._ports = tuple(ports)
         self._flow = flow
         self._device: Device = flow.device
         self._stable = stable
@@ -255,13 +242,15 @@ class Segment:
         takes = self._take(direct)
         if takes is None:
             return None
+        taken = list(registers)
         try:
-            graph = self._device.capture(self._record)
+            rehearsal, outlasting = self._rehearse(trained, state)
+            self._put_back(taken, trained, gradients)
+            graph = self._device.capture(lambda: self._record(outlasting))
+            del rehearsal  # until now it has kept the pool, so that its memory serves again
         except RuntimeError as error:
             self.reason = f"it cannot be captured: {error}"
-            registers[:] = before
-            for parameter, gradient in zip(trained, gradients, strict=True):
-                parameter.grad = gradient
+            self._put_back(before, trained, gradients)
             return None
         self.captures += 1
         lends = len(graphs.lending) < LENDING
@@ -276,6 +265,37 @@ class Segment:
         else:
             graphs.copying = captured
         return captured
+
+    def _put_back(
+        self, values: Sequence[Any], trained: Sequence[Tensor], gradients: Sequence[Tensor | None]
+    ) -> None:
+        self._registers[:] = values
+        for parameter, gradient in zip(trained, gradients, strict=True):
+            parameter.grad = gradient
+
+    def _rehearse(
+        self, trained: Sequence[Tensor], state: tuple[Tensor | None, ...]
+    ) -> tuple[Graph, Outlasting]:
+        """Capture once to see what the segment leaves behind, and make room for that."""
+        registers = self._registers
+        rooms = ((port, port.room()) for port in self._ports)
+        landings = [(port, room) for port, room in rooms if room is not None]
+        outside = {_storage(t) for t in (*registers, *state) if isinstance(t, Tensor)}
+        landed = {_storage(room) for _, room in landings}
+        graph = self._device.capture(lambda: self._record(Outlasting(tuple(landings))))
+        values = {r: registers[r] for r in self._interface.gives}
+        made = {r: value for r, value in values.items() if isinstance(value, Tensor)}
+        used = {_storage(value) for value in made.values()}
+        inside = {r: value for r, value in made.items() if _storage(value) not in outside | landed}
+        parameters = {
+            id(p): p for p in trained if p.grad is not None and _storage(p.grad) not in outside
+        }
+        gradients = [p.grad for p in parameters.values() if p.grad is not None]
+        return graph, Outlasting(
+            tuple((port, room) for port, room in landings if _storage(room) in used),
+            tuple(zip(inside, _like(list(inside.values())), strict=True)),
+            tuple(zip(parameters.values(), _like(gradients), strict=True)),
+        )
 
     def _take(self, direct: bool) -> tuple[tuple[int, Tensor], ...] | None:
         """Put the memory that the graph is to read into the registers that it reads."""
@@ -312,16 +332,33 @@ class Segment:
                 self._stable[register] = value
         return tuple(gives), tuple(loans)
 
-    def _record(self) -> None:
+    def _record(self, outlasting: Outlasting) -> None:
         flow = self._flow
+        for port, memory in outlasting.landings:
+            port.landing = memory
         flow.begin_capture()
         try:
             flow.fork()
             for instruction in self._instructions:
                 instruction()
             flow.join()
+            self._copy_out(outlasting)
         finally:
             flow.end_capture()
+            for port, _ in outlasting.landings:
+                port.landing = None
+
+    def _copy_out(self, outlasting: Outlasting) -> None:
+        registers = self._registers
+        sources = [registers[register] for register, _ in outlasting.copies]
+        sources += [parameter.grad for parameter, _ in outlasting.gradients]
+        targets = [memory for _, memory in (*outlasting.copies, *outlasting.gradients)]
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        for register, memory in outlasting.copies:
+            registers[register] = memory
+        for parameter, memory in outlasting.gradients:
+            parameter.grad = memory
 
 
 def cut(code: Code, linked: LinkedProgram, binder: DeviceBinder) -> tuple[Segment, ...]:
@@ -363,6 +400,11 @@ def cut(code: Code, linked: LinkedProgram, binder: DeviceBinder) -> tuple[Segmen
             code.registers,
             interface,
             [linked.bodies[name] for name in called],
+            [
+                step.port
+                for step in code.steps[first:last]
+                if step.port is not None and is_stream_port(step.port)
+            ],
             binder.flow,
             stable,
             binder.awaited_outside(number),
@@ -425,3 +467,26 @@ def _refusal(bodies: Sequence[Body]) -> str | None:
 
 def _address(tensor: Tensor) -> int:
     return tensor.data_ptr()
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _like(values: Sequence[Tensor]) -> list[Tensor]:
+    """New memory for each value, laid out as it is; values that share memory go on sharing it."""
+    shared = Counter(map(_storage, values))
+    wholes: dict[int, Tensor] = {}
+    made = []
+    for value in values:
+        at = _storage(value)
+        if shared[at] == 1:
+            made.append(torch.empty_like(value))
+            continue
+        if at not in wholes:
+            nbytes = value.untyped_storage().nbytes()
+            wholes[at] = torch.empty(nbytes, dtype=torch.uint8, device=value.device)
+        whole = wholes[at].untyped_storage()
+        alias = torch.empty(0, dtype=value.dtype, device=value.device)
+        made.append(alias.set_(whole, value.storage_offset(), value.shape, value.stride()))
+    return made

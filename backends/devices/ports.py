@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
+from torch import Tensor
+
 from ...ir.attributes import Stream
 from ..base import Port
 from ..poison import Poison
@@ -20,9 +22,14 @@ class StreamPort(Protocol):
 
     Attributes:
         stream: which stream carries it out.
+        landing: memory for the value, if the op is not to take new memory each time.
     """
 
     stream: Stream
+    landing: Tensor | None
+
+    def room(self) -> Tensor | None:
+        """New memory for the value as `prepare` takes it; None if it takes none."""
 
     def must_prepare(self, value: Any) -> bool:
         """Whether `prepare` has something to do for this operand."""

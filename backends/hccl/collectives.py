@@ -108,41 +108,27 @@ class HcclCollectives(Collectives):
     def _broadcast(self, op: Broadcast, type_: TensorType) -> Parts:
         """In place: the root first puts a copy of its operand where the result is to be."""
         root, nbytes = op.group.ranks.index(op.root), type_.nbytes
-        room = maker(type_, self.device)
-        operand: list[Tensor] = []
 
-        def up(value: Any) -> None:
-            operand[:] = [value] if self.line.member == root else []
-
-        def make() -> Tensor:
-            made = room()
-            if operand:
-                made.copy_(operand.pop())
-            return made
+        def before(value: Any, result: Tensor) -> None:
+            if self.line.member == root:
+                result.copy_(value)
 
         def run(source: int, target: int) -> None:
             if nbytes:
                 self.library.broadcast(target, target, nbytes, root, self.line.comm, self.handle)
 
-        return up, make, run, same
+        return maker(type_, self.device), before, run, same
 
     def _all_to_all(self, op: AllToAll, type_: TensorType) -> Parts:
         """One batch with all other members; what stays here is copied, not sent."""
         parts = TensorType(type_.dtype, (self.members, *self._part(type_, op.dim)))
         nbytes, me = parts.nbytes // self.members, self.line.member
         parts_first, concatenated = self._parts_first(op.dim), self._concatenated(op.dim)
-        room = maker(parts, self.device)
-        mine: list[Tensor] = []
 
-        def up(value: Tensor) -> Tensor:
+        def before(value: Tensor, result: Tensor) -> Tensor:
             there = parts_first(value)
-            mine[:] = [there.view(parts.shape)[me]]
+            result[me].copy_(there.view(parts.shape)[me])
             return there
-
-        def make() -> Tensor:
-            made = room()
-            made[me].copy_(mine.pop())
-            return made
 
         def run(source: int, target: int) -> None:
             if nbytes and self.members > 1:
@@ -150,4 +136,4 @@ class HcclCollectives(Collectives):
                 messages = [(i, source + at, target + at, nbytes) for i, at in others]
                 self.library.exchange(messages, self.line.comm, self.handle)
 
-        return up, make, run, concatenated
+        return maker(parts, self.device), before, run, concatenated

@@ -31,12 +31,13 @@ from .pool import Line, Pool
 from .ports import maker
 
 Parts = tuple[
-    Callable[[Any], Tensor | None],
     Callable[[], Tensor],
+    Callable[[Any, Tensor], Tensor | None],
     Callable[[int, int], None],
     Callable[[Tensor], Any],
 ]
-"""What shapes the operand; memory for the result; the call, by their pointers; what comes after."""
+"""Memory for the result; what shapes the operand, and may use that memory; the call, by their
+pointers; what comes after."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,7 @@ class Collectives(ABC):
         """
 
     def parts(self) -> Parts:
-        """Before, memory for the result, the call, after.
+        """Memory for the result, what comes before the call, the call, what comes after.
 
         Raises:
             BindError: the library does not know the op for the operand's type.
@@ -105,7 +106,7 @@ class Collectives(ABC):
         op = self.op
         if isinstance(op, Barrier):
             token, room = torch.zeros(2, self.members, dtype=torch.uint8, device=self.device)
-            return lambda value: token, lambda: room, self._gather(1), nothing
+            return lambda: room, lambda *_: token, self._gather(1), nothing
         if isinstance(op, Broadcast):
             return self._broadcast(op, self._tensor(self.result))
         operand = self._tensor(self.operand)
@@ -126,8 +127,8 @@ class Collectives(ABC):
             if nbytes:
                 self.library.broadcast(source, target, nbytes, root, self.line.comm, self.handle)
 
-        shape_up = dense if self.line.member == root else nothing
-        return shape_up, maker(type_, self.device), run, same
+        before = dense if self.line.member == root else nothing
+        return maker(type_, self.device), before, run, same
 
     def _all_reduce(self, op: AllReduce, type_: TensorType) -> Parts:
         found = self.reduction(op.op, type_.dtype)
@@ -140,7 +141,7 @@ class Collectives(ABC):
 
         up, down = self._through(found, type_.dtype)
         room = maker(TensorType(found.through, type_.shape), self.device)
-        return lambda value: up(value.contiguous()), room, run, down
+        return room, lambda value, _: up(value.contiguous()), run, down
 
     def _reduce_scatter(self, op: ReduceScatter, type_: TensorType) -> Parts:
         found = self.reduction(op.op, type_.dtype)
@@ -155,12 +156,12 @@ class Collectives(ABC):
         up, down = self._through(found, type_.dtype)
         parts_first = self._parts_first(op.dim)
         room = maker(TensorType(found.through, self._part(type_, op.dim)), self.device)
-        return lambda value: up(parts_first(value)), room, run, down
+        return room, lambda value, _: up(parts_first(value)), run, down
 
     def _all_gather(self, op: AllGather, type_: TensorType) -> Parts:
         parts = TensorType(type_.dtype, (self.members, *type_.shape))
         room = maker(parts, self.device)
-        return dense, room, self._gather(type_.nbytes), self._concatenated(op.dim)
+        return room, dense, self._gather(type_.nbytes), self._concatenated(op.dim)
 
     def _all_to_all(self, op: AllToAll, type_: TensorType) -> Parts:
         parts = TensorType(type_.dtype, (self.members, *self._part(type_, op.dim)))
@@ -172,8 +173,9 @@ class Collectives(ABC):
                 messages = [(i, source + at, target + at, nbytes) for i, at in steps]
                 self.library.exchange(messages, self.line.comm, self.handle)
 
+        parts_first = self._parts_first(op.dim)
         room = maker(parts, self.device)
-        return self._parts_first(op.dim), room, run, self._concatenated(op.dim)
+        return room, lambda value, _: parts_first(value), run, self._concatenated(op.dim)
 
     def _gather(self, nbytes: int) -> Callable[[int, int], None]:
         def run(source: int, target: int) -> None:
@@ -211,7 +213,7 @@ class Collectives(ABC):
         """Puts the parts of a tensor along `dim` one behind the other."""
         members = self.members
         if dim == 0:
-            return dense
+            return lambda value: value.contiguous()
         return lambda value: torch.stack(value.chunk(members, dim))
 
     def _concatenated(self, dim: int) -> Callable[[Tensor], Tensor]:
@@ -242,8 +244,8 @@ def as_logic(op: ReduceOp) -> ReduceOp:
     return {ReduceOp.SUM: ReduceOp.MAX, ReduceOp.PROD: ReduceOp.MIN}.get(op, op)
 
 
-def dense(value: Tensor) -> Tensor:
-    """The elements one behind the other."""
+def dense(value: Tensor, _: Tensor) -> Tensor:
+    """The operand's elements one behind the other."""
     return value.contiguous()
 
 
@@ -252,6 +254,6 @@ def same(value: Tensor) -> Tensor:
     return value
 
 
-def nothing(value: Any) -> None:
+def nothing(*_: Any) -> None:
     """No value."""
     return

@@ -23,6 +23,7 @@ class _Port:
 
     def __init__(self, stream: Stream, handle: Any, library: Library, line: Line) -> None:
         self.stream = stream
+        self.landing: Tensor | None = None
         self._handle = handle
         self._library = library
         self._line = line
@@ -34,6 +35,10 @@ class _Port:
     def fail(self, poison: Poison) -> NoReturn:
         """See `StreamPort`."""
         raise poison
+
+    def room(self) -> Tensor | None:
+        """See `StreamPort`."""
+        return None
 
     def poll(self) -> bool:
         """See `StreamPort`."""
@@ -102,9 +107,15 @@ class RecvPort(_Port):
         """See `StreamPort`."""
         return self._slot is None
 
+    def room(self) -> Tensor | None:
+        """See `StreamPort`."""
+        return self._make() if self._slot is None else None
+
     def prepare(self, value: Tensor | None) -> Tensor:
         """See `StreamPort`."""
-        return self._make() if value is None else value
+        if value is not None:
+            return value
+        return self._make() if self.landing is None else self.landing
 
     def start(self, value: Tensor | None) -> None:
         """See `StreamPort`."""
@@ -132,23 +143,27 @@ class CollectivePort(_Port):
         library: Library,
         line: Line,
         stream: Stream,
-        shape_up: Callable[[Any], Tensor | None],
-        room: Callable[[], Tensor],
+        make: Callable[[], Tensor],
+        shape_up: Callable[[Any, Tensor], Tensor | None],
         run: Callable[[int, int], None],
         shape_down: Callable[[Tensor], Any],
     ) -> None:
         super().__init__(stream, handle, library, line)
+        self._make = make
         self._shape_up = shape_up
-        self._room = room
         self._run = run
         self._shape_down = shape_down
         self._operand: Tensor | None = None
         self._result: Tensor | None = None
 
+    def room(self) -> Tensor:
+        """See `StreamPort`."""
+        return self._make()
+
     def prepare(self, value: Any) -> Any:
         """See `StreamPort`."""
-        self._operand = self._shape_up(value)
-        self._result = self._room()
+        self._result = self._make() if self.landing is None else self.landing
+        self._operand = self._shape_up(value, self._result)
         return value
 
     def start(self, value: Any) -> None:

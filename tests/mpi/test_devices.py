@@ -57,6 +57,10 @@ def test_calls_are_timed_on_fake_devices() -> None:
     assert play("measure_job", fake=True).count(": measured") == 2
 
 
+def test_lifetimes_on_fake_devices() -> None:
+    assert play("lifetimes_job", fake=True).count("nothing was written over") == 2
+
+
 def test_failures_on_fake_devices() -> None:
     assert play("device_failure_job", fake=True).count("failures are as they should be") == 2
 
@@ -103,3 +107,9 @@ def test_training_on_gpus() -> None:
 @needs_gpus
 def test_random_steps_on_gpus() -> None:
     assert counts_of_agreement(play("oracle_job", "0", "20", fake=False)) == [17, 17]
+
+
+@pytest.mark.gpu
+@needs_gpus
+def test_lifetimes_on_gpus() -> None:
+    assert play("lifetimes_job", fake=False).count("nothing was written over") == 2

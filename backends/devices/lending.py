@@ -1,0 +1,46 @@
+"""Lends a graph's memory to the caller, and sees when it is given back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing import reductions
+from torch.utils import dlpack
+
+
+class Loan:
+    """A tensor of a graph that the caller gets, and whether it has been given back.
+
+    What the caller gets has a storage of its own over the same memory. That storage goes with the
+    last tensor that uses any of it, views included, whatever else uses the graph's.
+    """
+
+    __slots__ = ("_bytes", "_dtype", "_lent", "_shape")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._bytes = tensor.contiguous().reshape(-1).view(torch.uint8)
+        self._dtype = tensor.dtype
+        self._shape = tensor.shape
+        self._lent: Any = None
+
+    def out(self) -> Tensor:
+        """The tensor, for the caller."""
+        alias: Tensor = dlpack.from_dlpack(_export(self._bytes))
+        tensor = alias.view(self._dtype).view(self._shape)
+        self._lent = _reference(tensor.untyped_storage())
+        return tensor
+
+    def is_back(self) -> bool:
+        """Whether nobody holds the tensor, or part of it, any more."""
+        return self._lent is None or self._lent.expired()
+
+
+_export: Any = torch._C._to_dlpack
+_reference: Any = reductions.StorageWeakRef
+
+
+def may_be_lent(tensor: Tensor) -> bool:
+    """Whether a tensor's memory can be given another storage."""
+    return tensor.is_contiguous() and tensor.numel() > 0 and not tensor.is_complex()
