@@ -120,8 +120,8 @@ class Binder:
         gates, passages = self._make_gates()
         for index, op in enumerate(self._program.ops):
             self._at = index
-            if index in gates:
-                self._emit(gates[index], KEEP)
+            for gate in gates.get(index, ()):
+                self._emit(gate, KEEP)
             self._bind_op(op, arena)
             for passage in passages.get(index, ()):
                 self._emit(passage, KEEP)
@@ -157,12 +157,12 @@ class Binder:
             if isinstance(op, Call) and op.fn.name not in self._module.functions:
                 self._fail(op, f"the module declares no function @{op.fn.name}")
 
-    def _make_gates(self) -> tuple[dict[int, Instruction], dict[int, list[Instruction]]]:
+    def _make_gates(self) -> tuple[dict[int, list[Instruction]], dict[int, list[Instruction]]]:
         """What waits for an actor before its first call, and what lets others pass after its last.
 
         Calls that touch no state need neither.
         """
-        gates: dict[int, Instruction] = {}
+        gates: dict[int, list[Instruction]] = {}
         passages: dict[int, list[Instruction]] = {}
         if self._tickets is None:
             return gates, passages
@@ -174,7 +174,7 @@ class Binder:
                     calls.setdefault(function.actor, []).append(index)
         for actor, indices in calls.items():
             gate, passage = self._tickets.gate(actor)
-            gates[indices[0]] = gate
+            gates.setdefault(indices[0], []).append(gate)
             passages.setdefault(indices[-1], []).append(passage)
         return gates, passages
 
@@ -313,10 +313,10 @@ class Binder:
             return  # The value is in its register already: streams are one on a host.
         port, awaited = self._ports[future], self._indices[future]
         if isinstance(_promised(future), UnitType):
-            self._emit(port.poll, Step(Role.AWAIT), awaited)
+            self._emit(port.poll, Step(Role.AWAIT, port=port), awaited)
         else:
             target = self._register(op.result)
-            step = Step(Role.AWAIT, (), (target,))
+            step = Step(Role.AWAIT, (), (target,), port)
             self._emit(instructions.wait(port, self._code.registers, target), step, awaited)
 
     def _bind_free(self, op: Free) -> None:
@@ -339,7 +339,7 @@ class Binder:
         """Await what nobody waited for, and release what nobody freed."""
         for future, port in self._ports.items():
             if future not in self._layout.first_waits:
-                self._emit(port.poll, Step(Role.AWAIT), self._indices[future])
+                self._emit(port.poll, Step(Role.AWAIT, port=port), self._indices[future])
         for future in tuple(self._ports):
             self._release(future)
 

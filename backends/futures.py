@@ -43,7 +43,8 @@ class Future:
     """The result of an execution, sooner or later.
 
     The graph's executions go on while the driver is in a method of a future or of the graph.
-    What `result` returns belongs to the caller. Futures of one graph may be asked in any order, or
+    What `result` returns belongs to the caller; tensors on a device are there for whatever the
+    caller puts on its current stream. Futures of one graph may be asked in any order, or
     not at all. They are no more thread-safe than the graph: use one thread, or a lock.
 
     Attributes:
@@ -56,6 +57,7 @@ class Future:
     is_done = False
     _value: Any = None
     _poison: Poison | None = None
+    _delivery: Callable[[], None] | None = None
     _callbacks: list[Callback] | None = None
 
     def __init__(self, progress: Progress, execution: int) -> None:
@@ -87,6 +89,8 @@ class Future:
             # A new one each time: its traceback leads to whoever holds the future, so a future that
             # kept it would be part of a cycle, and of no use to anybody but the garbage collector.
             raise self._poison.error()
+        if self._delivery is not None:
+            self._delivery()
         return self._value
 
     def exception(self, timeout: float | None = None) -> RemoteError | None:
@@ -124,9 +128,13 @@ class Future:
 
     # -- for those who run the execution ----------------------------------------------------
 
-    def resolve(self, value: Any, poison: Poison | None) -> None:
-        """The execution has ended."""
+    def resolve(
+        self, value: Any, poison: Poison | None, delivery: Callable[[], None] | None = None
+    ) -> None:
+        """The execution has ended; `delivery` is called before the value is used."""
         self._value = value
+        if delivery is not None:
+            self._delivery = delivery
         if poison is not None:
             self._poison = poison
         self.is_done = True

@@ -74,7 +74,7 @@ class Graph:
         """Give back what the graph holds on a rank."""
         self.closed.add(rank)
         for seat in self.seats[rank]:
-            seat.communicator.close()
+            seat.close()
 
     def _resolver(self, seat: int, rebuild: Rebuild | None) -> Callable[[Instance], None]:
         futures, free = self.futures, self.free
@@ -86,8 +86,9 @@ class Graph:
             assert future is not None
             if not future.is_done:
                 value = None if rebuild is None else rebuild(instance.outputs)
-                future.resolve(value, None)
+                future.resolve(value, None, instance.delivery)
             instance.outputs = ()
+            instance.delivery = None
 
         return resolve
 

@@ -67,6 +67,8 @@ class Instance:
         running: whether an execution is in progress.
         outputs: what the last execution has returned; a poison stands where a value failed.
         poison: what failed first in the last execution, as far as this rank has learnt of it.
+        delivery: to be called before the last execution's result is used; None if that is a value
+            as any other.
         on_end: called when an execution has ended.
         on_failure: called when something has failed in it, which goes on to its end.
     """
@@ -88,6 +90,7 @@ class Instance:
         self.running = False
         self.outputs: tuple[Any, ...] = ()
         self.poison: Poison | None = None
+        self.delivery: Callable[[], None] | None = None
         self.on_end: Callable[[Instance], None] | None = None
         self.on_failure: Callable[[Poison], None] | None = None
         self._bodies = linked.bodies
@@ -347,7 +350,7 @@ class Instance:
         """Post the receives first of all, await them last; send when all else is done."""
         for port in reports.receive:
             self._insert(0, partial(_start, port), Step(Role.ISSUE, port=port))
-            self._insert(None, partial(_take, port), Step(Role.AWAIT))
+            self._insert(None, partial(_take, port), Step(Role.AWAIT, port=port))
         if reports.send is not None:
             self._insert(None, partial(self._report, reports.send), KEEP)
             self._insert(None, reports.send.poll, KEEP)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from .base import Communicator
 from .instance import Instance
 from .turnstiles import Turnstiles
 
@@ -17,11 +16,11 @@ class Seat:
 
     Attributes:
         instances: one for each variant of the graph.
-        communicator: serves the channels of all of them.
+        close: gives back what they hold.
     """
 
     instances: tuple[Instance, ...]
-    communicator: Communicator
+    close: Callable[[], None]
 
     @property
     def busy(self) -> bool:

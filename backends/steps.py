@@ -35,7 +35,7 @@ class Step:
         role: what it does.
         sources: registers that it reads.
         targets: registers that it writes.
-        port: what ISSUE starts.
+        port: what ISSUE starts, and AWAIT polls.
         function: what COMPUTE calls, if it is a call.
     """
 

@@ -344,19 +344,19 @@ class Lowered:
         settings = config()
         switches = parse_switches(",".join(filter(None, (settings.passes, passes))))
         is_driven = max_inflight is not None and self._step._driver is not None
-        # Errors travel in the messages of a driven graph, which devices do not look into.
-        fabrics = None if is_driven else fabrics_of(self._world)
+        fabrics = fabrics_of(self._world)
         variants = []
         for trace in self.traces:
             name = self._step._next_name()
             folder = None if dump is None else Path(dump)
             sink = make_dump(settings, folder, name, self._world.rank)
             module = clone(trace.module)
-            pipeline = default_pipeline(schedule, switches, fabrics)
+            # What is received in a driven graph is only put on streams once it has been announced.
+            pipeline = default_pipeline(schedule, switches, fabrics, captures=not is_driven)
             reports = PassManager(pipeline, dump=sink).run(module)
             if sink is not None:
                 sink.finish(module, reports)
-                if fabrics is not None:
+                if fabrics is not None and not is_driven:
                     sink.add("graphs.txt", describe(module, fabrics.ranks))
             variants.append(Variant(trace, module, reports))
         return Compiled(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..backends.base import Communicator, World
@@ -38,14 +38,16 @@ class Connected:
 
 
 def connect_channels(
-    world: World, transport: CpuTransport, channels: Sequence[Channel]
+    world: World,
+    transport: CpuTransport,
+    channels: Sequence[Channel],
+    host: Communicator | None = None,
 ) -> Connected:
     """Make the communicators that channels need, in one order on all ranks; collective.
 
-    There always is one of the hosts, which begins and ends what the ranks do together.
-
     Args:
         transport: of hosts.
+        host: what serves the channels of hosts; made, even if there are none, if it is None.
 
     Raises:
         UnknownCommunicator: a channel names a transport that nobody has registered.
@@ -59,10 +61,17 @@ def connect_channels(
     serving: dict[int, Communicator] = {}
     for name in sorted(by_name):
         served = by_name[name]
-        if name == HOST:
+        if name != HOST:
+            communicator = create(name, world, served)
+        elif host is None:
             communicator = transport.communicator(world, served)
         else:
-            communicator = create(name, world, served)
+            communicator = host
         made.append(communicator)
         serving.update(dict.fromkeys((channel.id for channel in served), communicator))
     return Connected(tuple(made), serving)
+
+
+def faults_of(communicators: Iterable[Communicator]) -> list[str]:
+    """What transports between devices report, in words."""
+    return [fault for each in communicators for fault in getattr(each, "faults", tuple)()]

@@ -20,7 +20,7 @@ from ..ir.printer import format_program
 from ..passes.manager import PassReport
 from ..passes.plan_buffers import MemoryPlan, memory_plan
 from ..tracer.trace import Trace
-from . import graphs
+from . import graphs, seating
 from .analysis import Cost, cost_of
 from .calibration import measured_costs
 from .pictures.compiled import timeline_of, write_compiled
@@ -397,7 +397,7 @@ class Compiled:
 
     def _make_graph(self, driver: int, max_inflight: int) -> graphs.Made:
         variants = [
-            graphs.Variant(
+            seating.Variant(
                 variant.module,
                 variant.trace.bodies,
                 variant.trace.constants,
@@ -407,7 +407,7 @@ class Compiled:
             for variant in self.variants
         ]
         made = graphs.make_graph(
-            self._world, self._name, driver, variants, max_inflight, self._seed
+            self._world, self._name, driver, variants, max_inflight, self._seed, self._timeout
         )
         for index, variant in enumerate(self.variants):
             bound = {

@@ -3,52 +3,23 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 from weakref import WeakKeyDictionary, ref
 
-from ..backends.base import Body, Communicator, World
-from ..backends.binder import Binder
+from ..backends.base import World
 from ..backends.cpu.node import MpiWorld
 from ..backends.cpu.record_ring import RecordRing
 from ..backends.cpu.serving import Serving
-from ..backends.devices.base import Device
-from ..backends.devices.hosted import HostedBinder
 from ..backends.executions import Executions, virtual_executions
-from ..backends.fabric import VirtualFabric
-from ..backends.graphs import Graph, Rebuild
-from ..backends.instance import Guard, Instance, Reports
-from ..backends.linked import LinkedProgram
+from ..backends.graphs import Graph
 from ..backends.plan import check_plan
 from ..backends.records import SEATS, VARIANTS
-from ..backends.resident import Resident, Seat
+from ..backends.resident import Seat
 from ..backends.statistics import Statistics
 from ..backends.variants import share_channels
-from ..backends.witnesses import witnesses
-from ..ir.module import Channel, Module
-from ..ir.ops import Recv, Send
-from ..ir.types import UnitType
 from .runtime import transport_of
-
-
-@dataclass(frozen=True)
-class Variant:
-    """What a graph does for one signature.
-
-    Attributes:
-        module: scheduled.
-        bodies, constants: what the ranks that this process plays run with.
-        guards: what the traces of this process's actors rely on.
-        rebuild: makes what the step returns; None where the driver gets nothing.
-    """
-
-    module: Module
-    bodies: Mapping[str, Body]
-    constants: Mapping[str, Any]
-    guards: Sequence[Guard]
-    rebuild: Rebuild | None
+from .seating import OnDevice, Seating, Variant, Wiring
 
 
 @dataclass(frozen=True)
@@ -107,7 +78,13 @@ def _close_all(executions: ref[Executions]) -> None:
 
 
 def make_graph(
-    world: World, name: str, driver: int, variants: Sequence[Variant], capacity: int, seed: int
+    world: World,
+    name: str,
+    driver: int,
+    variants: Sequence[Variant],
+    capacity: int,
+    seed: int,
+    timeout: float | None,
 ) -> Made:
     """Bind a graph on all ranks, and open it; collective.
 
@@ -118,11 +95,15 @@ def make_graph(
         variants: one for each signature, in the same order on all ranks.
         capacity: how many executions may be in flight.
         seed: of all random numbers.
+        timeout: seconds that an execution may take on a device once it has been put there; None
+            for no limit.
 
     Raises:
         PlanMismatch: the ranks have compiled different plans.
         RuntimeError: open graphs of the world have another driver.
         ValueError: there are more variants or executions in flight than records can name.
+        UnknownCommunicator: a step names a transport that nobody has registered.
+        BindError: a transport cannot carry what it is to carry.
     """
     if not 1 <= capacity <= SEATS:
         raise ValueError(f"max_inflight={capacity}: it is at least 1, and at most {SEATS}")
@@ -135,106 +116,23 @@ def make_graph(
             check_plan(module, world)
     executions = executions_of(world)
     executions.claim(driver)
-    silent = [witnesses(module, driver) for module in modules]
-    reporting = _report_channels(silent, driver, len(channels))
+    wiring = Wiring.of(world, modules, channels, driver)
+    seating = Seating(world, variants, wiring, driver, seed)
+    on_device = None
+    if world.device is not None and not world.is_virtual:
+        on_device = OnDevice(world, world.device, executions.residents[world.rank], timeout)
+        seating.on_device = on_device
     statistics = {rank: Statistics() for rank in executions.residents}
-    maker = _Maker(variants, silent, reporting, driver, seed, statistics, world.device)
     seats: dict[int, list[Seat]] = {rank: [] for rank in executions.residents}
-    everything = [*channels, *reporting.values()]
     for _ in range(capacity):
-        communicators = _communicators(world, everything)
+        connections = wiring.connect(world)
         for rank, resident in executions.residents.items():
-            seats[rank].append(maker.seat(resident, communicators[rank]))
+            seats[rank].append(seating.seat(resident, connections[rank], statistics[rank]))
+    if on_device is not None:
+        on_device.warm(variants)
     graph = Graph(name, driver, modules, seats, [variant.rebuild for variant in variants])
     executions.open(graph)
     return Made(executions, graph, statistics)
-
-
-class _Maker:
-    """Makes the seats of a graph."""
-
-    def __init__(
-        self,
-        variants: Sequence[Variant],
-        silent: Sequence[tuple[int, ...]],
-        reporting: Mapping[int, Channel],
-        driver: int,
-        seed: int,
-        statistics: Mapping[int, Statistics],
-        device: Device | None,
-    ) -> None:
-        self._binder: Callable[..., Binder] = Binder
-        if device is not None:
-            self._binder = partial(HostedBinder, device=device)
-        self._variants = variants
-        self._silent = silent
-        self._reporting = reporting
-        self._driver = driver
-        self._seed = seed
-        self._statistics = statistics
-
-    def seat(self, resident: Resident, communicator: Communicator) -> Seat:
-        """A seat on one rank."""
-        instances = []
-        for variant, silent in zip(self._variants, self._silent, strict=True):
-            module = variant.module
-            linked = LinkedProgram(
-                module,
-                resident.rank,
-                variant.bodies,
-                variant.constants,
-                dict.fromkeys(module.channels, communicator),
-                self._seed,
-            )
-            # The driver's guards are checked before it starts an execution at all.
-            guards = () if resident.rank == self._driver else variant.guards
-            instances.append(
-                Instance(
-                    linked,
-                    resident.turnstiles,
-                    self._statistics[resident.rank],
-                    guards,
-                    self._reports(resident.rank, silent, communicator),
-                    self._binder,
-                )
-            )
-        return Seat(tuple(instances), communicator)
-
-    def _reports(
-        self, rank: int, silent: tuple[int, ...], communicator: Communicator
-    ) -> Reports | None:
-        if rank == self._driver:
-            ports = []
-            for other in silent:
-                channel = self._reporting[other]
-                recv = Recv(chan=channel.id, peer=other)
-                ports.append(communicator.recv_port(recv, channel, UnitType()))
-            return Reports(receive=tuple(ports))
-        if rank in silent:
-            channel = self._reporting[rank]
-            send = Send(chan=channel.id, peer=self._driver)
-            return Reports(send=communicator.send_port(send, channel, UnitType()))
-        return None
-
-
-def _report_channels(
-    silent: Sequence[tuple[int, ...]], driver: int, first: int
-) -> dict[int, Channel]:
-    """A channel to the driver for each rank that has to report in some variant."""
-    ranks = sorted(set[int]().union(*silent))
-    return {
-        rank: Channel(first + index, (rank, driver), slots=0, slot_bytes=0)
-        for index, rank in enumerate(ranks)
-    }
-
-
-def _communicators(world: World, channels: Sequence[Channel]) -> Mapping[int, Communicator]:
-    """A communicator for each rank that this process plays; collective."""
-    if world.is_virtual:
-        fabric = VirtualFabric()
-        return {rank: fabric.communicator(rank) for rank in range(world.size)}
-    transport = transport_of(world)  # type: ignore[arg-type] # only MPI's is not virtual
-    return {world.rank: transport.communicator(world, channels)}
 
 
 def _cpu_executions(world: MpiWorld) -> Executions:

@@ -19,6 +19,7 @@ from ..ir.attributes import Effect
 from ..ir.module import Module, Program
 from ..ir.ops import Call, Collective, Recv, Value, Wait
 from ..passes.fabrics import Fabrics, is_by_stream
+from .communicators import faults_of
 from .rank_runtime import Inputs, RankRuntime
 
 
@@ -72,11 +73,7 @@ class MixedRuntime(RankRuntime):
         end(f"{trouble}. Here is where every rank is:\n{where}")
 
     def _faults(self) -> Sequence[str]:
-        return [
-            fault
-            for communicator in self._communicators
-            for fault in getattr(communicator, "faults", tuple)()
-        ]
+        return faults_of(self._communicators)
 
     def _fail(self, error: BaseException) -> BaseException:
         """Tell all ranks of a failure, and break off what is under way between devices.

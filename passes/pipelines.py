@@ -28,6 +28,7 @@ def default_pipeline(
     schedule: Schedule | None = None,
     switches: Switches | None = None,
     fabrics: Fabrics | None = None,
+    captures: bool = True,
 ) -> Pipeline:
     """From a traced module to one checked program for each rank.
 
@@ -35,6 +36,7 @@ def default_pipeline(
         schedule: in which order each rank runs its tasks; 1F1B if there is none.
         switches: optional passes to leave out and experimental ones to take in.
         fabrics: what joins the ranks' devices; None where no rank has any.
+        captures: whether devices may record parts of the programs as graphs.
 
     Raises:
         TypeError: `schedule` is something else.
@@ -79,11 +81,11 @@ def default_pipeline(
         CheckRaces(),
     ]
     if fabrics is not None:
-        steps = _for_devices(steps, fabrics)
+        steps = _for_devices(steps, fabrics, captures)
     return (switches if switches is not None else Switches()).apply(tuple(steps))
 
 
-def _for_devices(steps: list[Pass], fabrics: Fabrics) -> list[Pass]:
+def _for_devices(steps: list[Pass], fabrics: Fabrics, captures: bool) -> list[Pass]:
     """The steps, and those that devices need besides.
 
     Channels are made for one transport each, so it is chosen before there are any. Graphs only
@@ -91,4 +93,5 @@ def _for_devices(steps: list[Pass], fabrics: Fabrics) -> list[Pass]:
     """
     choose = ChooseTransports(fabrics.ranks, fabrics.reduces)
     at = next(i for i, step in enumerate(steps) if isinstance(step, InsertTransfers)) + 1
-    return [*steps[:at], choose, *steps[at:], Capture(fabrics.ranks)]
+    capture = [Capture(fabrics.ranks)] if captures else []
+    return [*steps[:at], choose, *steps[at:], *capture]

@@ -246,7 +246,7 @@ class _Barrier:
         self._exchange = _Exchange(group, UnitCodec())
 
     def run(self, value: Any) -> Steps:
-        yield from self._exchange.run(None)
+        yield from self._exchange.run(value)
         self._exchange.release()
 
 

@@ -83,6 +83,12 @@ class Accelerator:
             before.wait_event(self._end)
             self._caller = None
 
+    def caller(self) -> Queue:
+        """See `Device`."""
+        if self._caller is not None:
+            return self._caller  # type: ignore[no-any-return]
+        return self._module.current_stream(self.torch_device)  # type: ignore[no-any-return]
+
     def keep(self, tensors: Sequence[torch.Tensor]) -> None:
         """See `Device`."""
         for tensor in tensors:

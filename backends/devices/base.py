@@ -99,6 +99,9 @@ class Device(Protocol):
         without blocking the host.
         """
 
+    def caller(self) -> Queue:
+        """The stream of whoever calls: torch's current one; inside a session, that from before."""
+
     def keep(self, tensors: Sequence[torch.Tensor]) -> None:
         """Inside a session: the caller's stream will use these tensors of the compute stream.
 

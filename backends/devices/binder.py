@@ -16,8 +16,10 @@ from ...ir.attributes import Stream
 from ...ir.ops import Call, Collective, Copy, Op, Recv, Send, Value, Wait
 from ...ir.types import FutureType, UnitType
 from ..base import Port
+from ..instructions import Instruction
 from ..linked import LinkedProgram
 from ..steps import KEEP, Role, Step
+from ..turnstiles import Tickets
 from . import instructions
 from .base import Device
 from .flow import Flow, Mark
@@ -36,9 +38,14 @@ class DeviceBinder(HostedBinder):
     """
 
     def __init__(
-        self, linked: LinkedProgram, execution: Callable[[], int], *, device: Device
+        self,
+        linked: LinkedProgram,
+        execution: Callable[[], int],
+        tickets: Tickets | None = None,
+        *,
+        device: Device,
     ) -> None:
-        super().__init__(linked, execution, device=device)
+        super().__init__(linked, execution, tickets, device=device)
         self.flow = Flow(device)
         self._made: dict[Value, Mark] = {}
         self._done: dict[Value, Mark] = {}
@@ -71,6 +78,11 @@ class DeviceBinder(HostedBinder):
         if not is_stream_port(port):
             super()._issue(op, port)
             return
+        sources = tuple(map(self._register, op.operands))
+        self._emit(self._on_stream(op, port), Step(Role.ISSUE, sources, port=port))
+
+    def _on_stream(self, op: Op, port: StreamPort) -> Instruction:
+        """What puts a communication op on its stream."""
         flow, queue = self.flow, self.flow.use(port.stream)
         future = op.result
         self._ports[future] = port
@@ -82,10 +94,9 @@ class DeviceBinder(HostedBinder):
             freed = self._freed.setdefault((op.chan, op.slot), Mark(flow))
             self._slots[future] = freed
         source = self._register(op.operands[0]) if op.operands else None
-        run = instructions.issue(
+        return instructions.issue(
             port, self._code.registers, source, queue, done, Mark(flow), flow.compute, freed
         )
-        self._emit(run, Step(Role.ISSUE, () if source is None else (source,), port=port))
 
     def _bind_wait(self, op: Wait) -> None:
         source, queue = op.operands[0], self.flow.use(stream_of(op))
@@ -101,9 +112,12 @@ class DeviceBinder(HostedBinder):
         if is_first and op.results and not isinstance(op.result.type, UnitType):
             target = self._register(op.result)
             run = instructions.arrive(port, self._code.registers, target, queue, done)
-            self._emit(run, Step(Role.AWAIT, (), (target,)))
+            self._emit(run, self._arriving(source, target))
         else:
             self._emit(instructions.follow(done, queue), KEEP)
+
+    def _arriving(self, future: Value, target: int) -> Step:
+        return Step(Role.AWAIT, (), (target,))
 
     def awaited_outside(self, graph: int) -> list[Mark]:
         """The marks of messages that ops of a graph wait for and that were not issued in it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,13 +52,7 @@ class HostedBinder(Binder):
     def bind(self) -> Code:
         """See `Binder`; first of all the inputs come to the device."""
         code = super().bind()
-        if not self._lands_inputs:
-            return code
-        front: list[instructions.Instruction] = []
-        for register, value in enumerate(self._program.params):
-            if isinstance(value.type, TensorType):
-                land = lambda given: landed(given, self.device)  # noqa: E731 - one expression
-                front.append(instructions.apply(code.registers, register, register, land))
+        front = self._first(code) if self._lands_inputs else []
         code.instructions[:0] = front
         code.steps[:0] = [KEEP] * len(front)
         code.ops[:0] = [0] * len(front)
@@ -66,6 +61,15 @@ class HostedBinder(Binder):
         return code
 
     _lands_inputs = True
+
+    def _first(self, code: Code) -> list[instructions.Instruction]:
+        """What brings the inputs to the device."""
+        land = partial(landed, device=self.device)
+        return [
+            instructions.apply(code.registers, register, register, land)
+            for register, value in enumerate(self._program.params)
+            if isinstance(value.type, TensorType)
+        ]
 
     def _adapted(self, body: Body, function: Function) -> Body:
         """An opaque method makes its tensors on the device, whatever it says of devices."""

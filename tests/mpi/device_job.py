@@ -1,6 +1,8 @@
 """Runs the main function of another job with a fake device on each rank.
 
-    mpiexec -n 2 python -m tests.mpi.device_job tests.mpi.pipeline_job 0 2
+    mpiexec -n 2 python -m tests.mpi.device_job [--slow] tests.mpi.pipeline_job 0 2
+
+With `--slow` whatever is put on a side stream takes some milliseconds.
 
 The device's side streams are threads, and its transport is sockets between processes; everything
 else is what real devices run with.
@@ -32,17 +34,18 @@ def connect(world: World, channels: Sequence[Channel]) -> NcclCommunicator:
     return NcclCommunicator(pools[world], channels, world.rank)
 
 
-def install() -> FakeDevice:
-    """Give this rank a fake device."""
+def install(delay: float = 0.0) -> FakeDevice:
+    """Give this rank a fake device; side streams take `delay` seconds for all they do."""
     world: Any = worlds.world()
-    world.device = FakeDevice(world.local_rank)
+    world.device = FakeDevice(world.local_rank, delay)
     register("fake", connect)
     return world.device  # type: ignore[no-any-return]
 
 
 def main() -> None:
-    install()
-    sys.argv[:] = sys.argv[1:]
+    slow = "--slow" in sys.argv
+    install(0.003 if slow else 0.0)
+    sys.argv[:] = [word for word in sys.argv[1:] if word != "--slow"]
     importlib.import_module(sys.argv[0]).main()
 
 

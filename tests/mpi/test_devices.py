@@ -25,6 +25,15 @@ def check_interruptions(ended: Ended, interrupted: Sequence[int]) -> None:
     assert ended.code == 130, ended.output
 
 
+DRIVEN = ["values", "state", "errors", "collectives", "timeouts", "variants", "awaits", "mixed"]
+
+
+def check_driven(ended: Ended) -> None:
+    """All that the job checks has passed, and its end with a graph open."""
+    assert ended.code == 0, ended.output
+    assert re.findall(r"passed (\w+)", ended.output) == DRIVEN, ended.output
+
+
 def play(job: str, *words: str, fake: bool, ranks: int = 2, seconds: float = 100) -> str:
     start = ["-m", "tests.mpi.device_job"] if fake else ["-m"]
     device = {"CG_DEVICE": "cpu" if fake else "auto"}
@@ -68,6 +77,19 @@ def test_failures_on_fake_devices() -> None:
 def test_interruptions_on_fake_devices() -> None:
     job = ["-m", "tests.mpi.device_job", "tests.mpi.device_interrupt_job", "0", "1"]
     check_interruptions(run(2, job, seconds=100), (0, 1))
+
+
+@pytest.mark.parametrize(("ranks", "how"), [(2, ()), (3, ()), (2, ("--slow",))])
+def test_driven_graphs_on_fake_devices(ranks: int, how: tuple[str, ...]) -> None:
+    program = ["-m", "tests.mpi.device_job", *how, "tests.mpi.driven_job"]
+    check_driven(run(ranks, program, seconds=100))
+
+
+@pytest.mark.gpu
+@needs_gpus
+def test_driven_graphs_on_gpus() -> None:
+    program = ["-m", "tests.mpi.driven_job", "nccl"]
+    check_driven(run(2, program, variables={"CG_DEVICE": "auto"}, seconds=100))
 
 
 @pytest.mark.gpu

@@ -301,6 +301,9 @@ class FakeDevice:
         self.sessions += 1
         yield
 
+    def caller(self) -> FakeQueue:
+        return self.stream(Stream.COMPUTE)
+
     def keep(self, tensors: Sequence[torch.Tensor]) -> None:
         pass
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ...mpi.jobs import ROOT, Ended, environment, needs_mpi, run
-from ...mpi.test_devices import check_interruptions
+from ...mpi.test_devices import check_driven, check_interruptions
 from .build import STANDIN, needs_compiler
 from .conformance_job import served
 from .test_npu import needs_no_torch_npu
@@ -105,6 +105,11 @@ def test_a_failure_leaves_what_cannot_be_broken_off(mock: Path) -> None:
         "9)). Nothing more can be sent in this job: end it, and start again from a checkpoint"
     )
     assert ends_itself in said or refuses in said
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_driven_graphs(mock: Path, ranks: int) -> None:
+    check_driven(on_npus(mock, ranks, ["-m", "tests.mpi.driven_job", "hccl"]))
 
 
 def test_interruptions(mock: Path) -> None:

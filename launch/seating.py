@@ -1,0 +1,256 @@
+"""Makes the seats of a graph: where its executions run on each rank, and by what they talk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from ..backends.base import Body, Communicator, World
+from ..backends.devices.base import Device
+from ..backends.devices.driven import Announcements, DrivenBinder
+from ..backends.devices.instance import DeviceInstance
+from ..backends.devices.warm import warm
+from ..backends.devices.watchdog import Watchdog
+from ..backends.fabric import VirtualFabric
+from ..backends.flight import FlightRecord
+from ..backends.graphs import Rebuild
+from ..backends.instance import Guard, Instance, Reports
+from ..backends.linked import LinkedProgram
+from ..backends.resident import Resident, Seat
+from ..backends.statistics import Statistics
+from ..backends.witnesses import witnesses
+from ..ir.module import Channel, Module
+from ..ir.ops import Recv, Send
+from ..ir.types import UnitType
+from ..passes.fabrics import is_by_stream
+from .communicators import connect_channels, faults_of
+from .devices import fabrics_of
+from .runtime import transport_of
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a graph does for one signature.
+
+    Attributes:
+        module: scheduled.
+        bodies, constants: what the ranks that this process plays run with.
+        guards: what the traces of this process's actors rely on.
+        rebuild: makes what the step returns; None where the driver gets nothing.
+    """
+
+    module: Module
+    bodies: Mapping[str, Body]
+    constants: Mapping[str, Any]
+    guards: Sequence[Guard]
+    rebuild: Rebuild | None
+
+
+@dataclass(frozen=True)
+class Connections:
+    """By what one seat of a rank talks.
+
+    Attributes:
+        host: serves what goes from host to host, all that is said about messages included.
+        serving: for each variant what serves its channels, by id.
+        streams: what carries messages from device to device.
+    """
+
+    host: Communicator
+    serving: Sequence[Mapping[int, Communicator]]
+    streams: Sequence[Communicator] = ()
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """The channels of a graph, and those beside them.
+
+    Attributes:
+        modules: the variants.
+        hosts: all channels from host to host.
+        announcing: where hosts tell of the messages of a channel that go by streams, by its id.
+        silent: for each variant, the ranks that report to the driver.
+        reporting: where they do so, by rank.
+    """
+
+    modules: Sequence[Module]
+    hosts: Sequence[Channel]
+    announcing: Mapping[int, Channel]
+    silent: Sequence[tuple[int, ...]]
+    reporting: Mapping[int, Channel]
+
+    @staticmethod
+    def of(
+        world: World, modules: Sequence[Module], channels: Sequence[Channel], driver: int
+    ) -> Wiring:
+        """The wiring of a graph; the first of a world is collective."""
+        fabrics = fabrics_of(world)
+        hosts = [c for c in channels if world.is_virtual or not is_by_stream(c)]
+        numbers = iter(range(len(channels), 3 * len(channels) + world.size))
+        announcing = {
+            c.id: replace(c, id=next(numbers), via=None, slots=0, slot_bytes=0)
+            for c in channels
+            if fabrics is not None and c.via is not None and fabrics.knows(c.via)
+        }
+        silent = [witnesses(module, driver) for module in modules]
+        reporting = {
+            rank: Channel(next(numbers), (rank, driver), slots=0, slot_bytes=0)
+            for rank in sorted(set[int]().union(*silent))
+        }
+        hosts += [*announcing.values(), *reporting.values()]
+        return Wiring(modules, hosts, announcing, silent, reporting)
+
+    def connect(self, world: World) -> Mapping[int, Connections]:
+        """What one seat of each rank that this process plays talks by; collective."""
+        modules = self.modules
+        if world.is_virtual:
+            fabric = VirtualFabric()
+            each = {rank: fabric.communicator(rank) for rank in range(world.size)}
+            return {
+                rank: Connections(one, [dict.fromkeys(m.channels, one) for m in modules])
+                for rank, one in each.items()
+            }
+        transport = transport_of(world)  # type: ignore[arg-type] # only MPI's is not virtual
+        host = transport.communicator(world, self.hosts)
+        # Each variant has slots of its own: it alone knows when they are free.
+        connected = [
+            connect_channels(world, transport, list(module.channels.values()), host)
+            for module in modules
+        ]
+        streams = [c for one in connected for c in one.communicators if c is not host]
+        return {world.rank: Connections(host, [one.serving for one in connected], streams)}
+
+
+class OnDevice:
+    """What the seats of a rank with a device share.
+
+    Args:
+        world: all ranks.
+        device: of this rank.
+        resident: the rank, as far as executions of graphs are concerned.
+        timeout: seconds that an execution may take on the device; None for no limit.
+    """
+
+    def __init__(
+        self, world: World, device: Device, resident: Resident, timeout: float | None
+    ) -> None:
+        self.device = device
+        self._world = world
+        self._resident = resident
+        self._streams: list[Communicator] = []
+        self._watchdog = Watchdog(device, timeout, self._faults, self._give_up)
+        self.watch = self._watchdog.watch
+
+    def seat(self, instances: Sequence[Instance], connections: Connections) -> Seat:
+        """A seat; what it holds is given back once the device has nothing to do."""
+        self._streams += connections.streams
+
+        def close() -> None:
+            self._watchdog.close()
+            self.device.synchronize()
+            for communicator in (*connections.streams, connections.host):
+                communicator.close()
+
+        return Seat(tuple(instances), close)
+
+    def warm(self, variants: Sequence[Variant]) -> None:
+        """Run what the programs call, once for all seats; see `warm`."""
+        for variant in variants:
+            warm(LinkedProgram(variant.module, self._world.rank, variant.bodies), self.device)
+        self.device.synchronize()  # constants are there for all streams
+
+    def _faults(self) -> Sequence[str]:
+        return faults_of(self._streams)
+
+    def _give_up(self, trouble: str) -> None:
+        """End the job: the device does not end what was put on it."""
+        where = [
+            FlightRecord(instance.module, [instance.position()]).describe().strip()
+            for instance in self._resident.in_flight
+        ]
+        end = getattr(self._world, "end_job", None)
+        assert end is not None, "ranks with devices are processes of a job"
+        end("\n".join([f"{trouble}. Of the executions in flight:", *where]))
+
+
+class Seating:
+    """Makes seats.
+
+    Args:
+        world: all ranks.
+        variants: of the graph.
+        wiring: of the graph.
+        driver: the rank that starts executions.
+        seed: of all random numbers.
+
+    Attributes:
+        on_device: of this rank, if it has a device.
+    """
+
+    def __init__(
+        self, world: World, variants: Sequence[Variant], wiring: Wiring, driver: int, seed: int
+    ) -> None:
+        self.on_device: OnDevice | None = None
+        self._variants = variants
+        self._wiring = wiring
+        self._driver = driver
+        self._seed = seed
+
+    def seat(self, resident: Resident, connections: Connections, statistics: Statistics) -> Seat:
+        """A seat on one rank."""
+        instances = []
+        wiring, host, rank = self._wiring, connections.host, resident.rank
+        for variant, silent, serving in zip(
+            self._variants, wiring.silent, connections.serving, strict=True
+        ):
+            told = {channel.id: host for channel in wiring.announcing.values()}
+            linked = LinkedProgram(
+                variant.module,
+                rank,
+                variant.bodies,
+                variant.constants,
+                {**serving, **told},
+                self._seed,
+            )
+            # The driver's guards are checked before it starts an execution at all.
+            guards = () if rank == self._driver else variant.guards
+            reports = self._reports(rank, silent, host)
+            shared = (resident.turnstiles, statistics, guards, reports)
+            instances.append(self._instance(linked, shared, host))
+        if self.on_device is not None:
+            return self.on_device.seat(instances, connections)
+
+        def close() -> None:
+            for communicator in (*connections.streams, host):
+                communicator.close()
+
+        return Seat(tuple(instances), close)
+
+    def _instance(
+        self, linked: LinkedProgram, shared: tuple[Any, ...], host: Communicator
+    ) -> Instance:
+        on_device = self.on_device
+        if on_device is None:
+            return Instance(linked, *shared)
+        announcing = self._wiring.announcing.items()
+        announcements = {id_: Announcements(host, channel) for id_, channel in announcing}
+        binder = partial(DrivenBinder, device=on_device.device, announcements=announcements)
+        device, watch = on_device.device, on_device.watch
+        return DeviceInstance(linked, *shared, binder, device=device, watch=watch)
+
+    def _reports(self, rank: int, silent: tuple[int, ...], host: Communicator) -> Reports | None:
+        reporting = self._wiring.reporting
+        if rank == self._driver:
+            ports = []
+            for other in silent:
+                channel = reporting[other]
+                recv = Recv(chan=channel.id, peer=other)
+                ports.append(host.recv_port(recv, channel, UnitType()))
+            return Reports(receive=tuple(ports))
+        if rank in silent:
+            channel = reporting[rank]
+            send = Send(chan=channel.id, peer=self._driver)
+            return Reports(send=host.send_port(send, channel, UnitType()))
+        return None

@@ -1,0 +1,293 @@
+"""Graphs driven from rank 0 whose tensors go from device to device.
+
+    mpiexec -n 3 python -m tests.mpi.device_job tests.mpi.driven_job
+
+Each check ends with a graph that still gives what it should. Rank 0 says what has passed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import cg
+
+torch.set_num_threads(1)
+WIDTH = 8
+
+
+class Boom(Exception):
+    """A user's exception, whose constructor does not take its `args`."""
+
+    def __init__(self, what: str, code: int) -> None:
+        super().__init__(what)
+        self.code = code
+
+
+@cg.actor
+class Part(torch.nn.Module):
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+        self.register_buffer("total", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 + self.rank
+
+    def add(self, x: torch.Tensor) -> torch.Tensor:
+        self.total.add_(x)
+        return self.total.clone()
+
+    @cg.opaque(fake=lambda self, x: torch.empty_like(x))
+    def check(self, x: torch.Tensor) -> torch.Tensor:
+        if x[0].item() < 0:
+            raise Boom(f"negative on {self.rank}", self.rank)
+        return x + 1
+
+    @cg.opaque
+    def label(self, x: torch.Tensor) -> str:
+        return f"{self.rank}: {x[0].item():g}"
+
+    @cg.opaque(fake=lambda self, x, seconds: torch.empty_like(x))
+    def linger(self, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        time.sleep(seconds)
+        return x
+
+
+def x_of(value: float) -> torch.Tensor:
+    return torch.full((WIDTH,), float(value))
+
+
+def parts() -> list[Any]:
+    return [Part.on(rank)(rank) for rank in range(cg.world_size())]
+
+
+def driven(step: Callable[..., Any], *example: Any, **options: Any) -> Any:
+    lowered = cg.trace(inputs=cg.on(0), outputs=cg.on(0))(step).lower(*example)
+    return lowered.compile(**options)
+
+
+def first(result: torch.Tensor) -> float:
+    value = result[0].item()
+    assert torch.equal(result.cpu(), x_of(value)), result
+    return float(value)
+
+
+def values() -> None:
+    """In order and out of order, as many in flight as there may be, kept and dropped."""
+    stages = parts()
+
+    def chain(x: torch.Tensor) -> torch.Tensor:
+        for stage in [*stages, stages[0]]:
+            x = stage.forward(x)
+        return x
+
+    def right(value: float) -> float:
+        for rank in [*range(cg.world_size()), 0]:
+            value = value * 2 + rank
+        return value
+
+    for capacity in (1, 3):
+        with driven(chain, x_of(0), max_inflight=capacity) as graph:
+            if cg.rank() == 0:
+                vias = {channel.via for channel in graph.module.channels.values()}
+                assert vias == {sys.argv[1] if len(sys.argv) > 1 else "fake"}, vias
+                kept = [graph.execute(x_of(i)).result() for i in range(6)]
+                futures = [graph.execute(x_of(i)) for i in range(20)]
+                random.Random(capacity).shuffle(futures)
+                for future in futures[:10]:
+                    assert first(future.result(timeout=30)) == right(future.execution - 6)
+                del futures, future
+                gc.collect()
+                assert first(graph.execute(x_of(50)).result()) == right(50)
+                assert [first(each) for each in kept] == [right(i) for i in range(6)]
+
+
+def state() -> None:
+    """Executions change an actor in the order in which they were started."""
+    stages = parts()
+    last = cg.carry(torch.zeros(WIDTH), on=0)
+
+    def step(x: torch.Tensor) -> Any:
+        x = stages[1].add(stages[0].forward(x))
+        before = last.get()
+        last.set(x)
+        return x, before, stages[-1].label(x)
+
+    with driven(step, x_of(0), max_inflight=4) as graph:
+        if cg.rank() == 0:
+            futures = [graph.execute(x_of(i)) for i in range(12)]
+            total = previous = 0.0
+            for i, future in enumerate(futures):
+                total += 2 * i
+                x, before, name = future.result()
+                assert (first(x), first(before)) == (total, previous)
+                assert name == f"{cg.world_size() - 1}: {total:g}"
+                previous = total
+
+
+def errors() -> None:
+    """A method raises on each rank in turn, among executions that go on as if nothing had been."""
+    stages = parts()
+    for culprit in range(cg.world_size()):
+
+        def step(x: torch.Tensor, culprit: int = culprit) -> Any:
+            for stage in stages:
+                x = stage.check(x) if stage is stages[culprit] else stage.forward(x)
+                x = stage.forward(x)
+            return stages[0].forward(x), stages[1].label(x)
+
+        with driven(step, x_of(0), max_inflight=3) as graph:
+            if cg.rank():
+                continue
+            right = first(graph.execute(x_of(1)).result()[0])
+            given = (1, -9, 1, 1, -9, -9, 1)
+            futures = [graph.execute(x_of(value * 4)) for value in given]
+            for value, future in zip(given, futures, strict=True):
+                if value < 0:
+                    try:
+                        future.result(timeout=30)
+                    except Boom as error:
+                        assert isinstance(error, cg.RemoteError)
+                        assert (error.rank, error.code, error.method) == (culprit, culprit, "check")
+                    else:
+                        raise AssertionError("the error is lost")
+                else:
+                    future.result(timeout=30)
+            assert first(graph.execute(x_of(1)).result()[0]) == right
+
+
+def collectives() -> None:
+    """All ranks reduce; where one cannot, none does."""
+    stages = parts()
+
+    def step(x: torch.Tensor) -> Any:
+        return cg.all_reduce([stages[0].forward(x), stages[1].check(x)], op="sum")[0]
+
+    with driven(step, x_of(0), max_inflight=2) as graph:
+        if cg.rank() == 0:
+            futures = [graph.execute(x_of(value)) for value in (1, -1, 2, -2, 3)]
+            for value, future in zip((1, -1, 2, -2, 3), futures, strict=True):
+                if value > 0:
+                    assert first(future.result(timeout=30)) == 3 * value + 1
+                else:
+                    assert isinstance(future.exception(timeout=30), Boom)
+
+
+def timeouts() -> None:
+    """A late result can be asked for again; a graph that is closed ends what is in flight."""
+    stages = parts()
+
+    def step(x: torch.Tensor, seconds: float) -> torch.Tensor:
+        return stages[0].forward(stages[1].linger(stages[0].forward(x), seconds))
+
+    with driven(step, x_of(0), cg.object, max_inflight=2) as graph:
+        if cg.rank() == 0:
+            future = graph.execute(x_of(1), 0.6)
+            try:
+                future.result(timeout=0.05)
+            except cg.StepTimeout as error:
+                assert "linger" in str(error) or "wait" in str(error), error
+            else:
+                raise AssertionError("it was not late")
+            assert first(future.result()) == 4.0
+            late = [graph.execute(x_of(i), 0.1) for i in range(2)]
+    if cg.rank() == 0:
+        assert [first(each.result()) for each in late] == [0.0, 4.0]
+
+
+def variants() -> None:
+    """Two signatures of one graph, in turn; and two graphs with the same actors."""
+    stages = parts()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return stages[0].forward(stages[1].forward(x))
+
+    lowered = cg.trace(inputs=cg.on(0), outputs=cg.on(0))(step).lower_many(
+        [torch.zeros(WIDTH), torch.zeros(3 * WIDTH)]
+    )
+    other = driven(step, x_of(0), max_inflight=2)
+    with lowered.compile(max_inflight=2) as graph:
+        if cg.rank() == 0:
+            futures = []
+            for i in range(12):
+                if i % 3 == 2:
+                    futures.append(other.execute(x_of(i)))
+                else:
+                    futures.append(graph.execute(torch.full((WIDTH * (1 + i % 2 * 2),), float(i))))
+            for i, future in enumerate(futures):
+                assert set(future.result().tolist()) == {4.0 * i + 2}
+    other.close()
+
+
+def awaits() -> None:
+    """Results in asyncio."""
+    stages = parts()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return stages[0].forward(stages[-1].forward(x))
+
+    async def ask(graph: Any) -> list[float]:
+        futures = [graph.execute(x_of(i)) for i in range(4)]
+        return [first(await future) for future in futures]
+
+    with driven(step, x_of(0), max_inflight=4) as graph:
+        if cg.rank() == 0:
+            last = cg.world_size() - 1
+            assert asyncio.run(ask(graph)) == [4.0 * i + 2 * last for i in range(4)]
+
+
+def mixed() -> None:
+    """Steps that all ranks run, between executions."""
+    stages = parts()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return stages[0].forward(stages[1].forward(x))
+
+    whole = cg.trace(step).lower(x_of(0)).compile()
+    graph = driven(step, x_of(0), max_inflight=2)
+    for i in range(4):
+        assert first(whole(x_of(i))) == 4.0 * i + 2
+        assert (found := graph(x_of(i))) is None or first(found) == 4.0 * i + 2
+    with graph:
+        if cg.rank() == 0:
+            assert [first(graph.execute(x_of(i)).result()) for i in range(3)] == [2.0, 6.0, 10.0]
+    assert first(whole(x_of(5))) == 22.0
+
+
+def exits() -> None:
+    """The interpreter ends with executions in flight and the graph open."""
+    stages = parts()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return stages[0].forward(stages[1].forward(x))
+
+    graph = driven(step, x_of(0), max_inflight=3)
+    if cg.rank() == 0:
+        for i in range(3):
+            graph.execute(x_of(i))
+    else:
+        graph.serve()
+
+
+CHECKS = (values, state, errors, collectives, timeouts, variants, awaits, mixed)
+
+
+def main() -> None:
+    for check in CHECKS:
+        check()
+        cg.barrier()
+        if cg.rank() == 0:
+            print(f"passed {check.__name__}", flush=True)
+    exits()
+
+
+if __name__ == "__main__":
+    main()
