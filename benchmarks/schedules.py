@@ -115,7 +115,9 @@ class Pipe:
             with self.compile(schedule, m) as compiled:
                 costs = cg.measure(compiled, *batch(m), executions=self.executions)
             # Channels have other numbers in other programs; all edges are of one machine.
-            self.costs[schedule.splits] = replace(costs, channels={})
+            usual = median(link.latency for link in costs.channels.values())
+            link = cg.Link(usual, max(link.bandwidth for link in costs.channels.values()))
+            self.costs[schedule.splits] = replace(costs, channels={}, link=link)
         return self.costs[schedule.splits]
 
     def row(self, name: str, m: int) -> Row:
@@ -200,7 +202,7 @@ def table(found: Sequence[Row]) -> str:
 def main() -> None:
     """Measure on all ranks; rank 0 prints and writes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--executions", type=int, default=5, help="of each schedule")
+    parser.add_argument("--executions", type=int, default=8, help="of each schedule")
     parser.add_argument("--json", type=Path, help="write the rows to this file, too")
     options = parser.parse_args()
     ranks = [p for p in RANKS if p <= cg.world_size()]

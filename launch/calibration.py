@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from statistics import fmean, median
+from statistics import fmean
 
 from ..backends.base import World
 from ..ir.attributes import Action, Task
@@ -13,6 +13,7 @@ from ..ir.costs import Costs, Link
 from ..ir.module import Channel, Module
 from ..ir.ops import Call, Collective, Op, Send, Value, Wait
 from ..ir.types import FutureType, TensorType
+from .awaited import Awaited, awaited
 from .edges import try_edge
 from .recording import Recording
 
@@ -20,19 +21,26 @@ from .recording import Recording
 def measured_costs(world: World, module: Module, recordings: Sequence[Recording]) -> Costs:
     """The costs of a scheduled module, from recordings of it; collective.
 
-    Each function costs the mean over its calls of their medians over the recordings. A stage's F, B
-    and W cost the mean over the microbatches of what their calls cost. Overheads are means over
-    what lies between two calls with nothing to wait for. Each channel costs what messages between
-    its ranks take; a collective, and `link`, what the slowest edge does.
+    What is measured several times costs its mean: the times of a rank add up, and so do means, but
+    not medians. Recordings that took unusually long or short are left out before. Each function
+    costs the mean over its calls, a stage's F, B and W that over the microbatches of what their
+    calls cost. Overheads are means over what lies between two calls with nothing to wait for. Each
+    channel costs what messages between its ranks take: as when they go back and forth and nothing
+    else happens, plus what it took longer on average in the step itself, where ranks have other
+    things to do. A collective, and `link`, cost what the slowest edge does.
 
     Args:
         world: all ranks.
         module: scheduled.
         recordings: of some of its executions, the same on all ranks.
     """
+    recordings = _usual(recordings)
     calls = _calls(recordings)
     overhead, post = _overheads(module, recordings)
     channels = _links(world, module, overhead + post)
+    if not world.is_virtual and world.device is None:
+        seen = list(awaited(module, recordings, world.nodes))
+        channels = _as_seen(channels, seen, overhead + post)
     tf, tb, tw = (_of_stages(module, calls, action) for action in Action)
     return Costs(
         tf=tf,
@@ -52,14 +60,20 @@ def measured_costs(world: World, module: Module, recordings: Sequence[Recording]
 # -- calls --------------------------------------------------------------------------------------
 
 
+def _usual(recordings: Sequence[Recording]) -> list[Recording]:
+    """The recordings without a quarter at each end, by makespan."""
+    out = len(recordings) // 4
+    return sorted(recordings, key=lambda one: one.makespan)[out : len(recordings) - out]
+
+
 def _calls(recordings: Sequence[Recording]) -> dict[Call, float]:
-    """For each call its median time."""
+    """For each call its mean time."""
     times: dict[Call, list[float]] = defaultdict(list)
     for recording in recordings:
         for span in recording.spans:
             if isinstance(span.op, Call):
                 times[span.op].append(span.end - span.start)
-    return {call: median(found) for call, found in times.items()}
+    return {call: fmean(found) for call, found in times.items()}
 
 
 def _of_functions(calls: Mapping[Call, float]) -> dict[str, float]:
@@ -92,7 +106,7 @@ def _overheads(module: Module, recordings: Sequence[Recording]) -> tuple[float, 
         for one, other in pairwise(recording.spans):
             if one.op in followers and followers[one.op][0] is other.op:
                 gaps[one.op].append(other.start - one.end)
-    times = [(median(found), followers[op][1]) for op, found in gaps.items()]
+    times = [(fmean(found), followers[op][1]) for op, found in gaps.items()]
     without = [gap for gap, posts in times if not posts]
     overhead = fmean(without) if without else 0.0
     starting = [(gap - overhead) / posts for gap, posts in times if posts]
@@ -142,6 +156,26 @@ def _links(world: World, module: Module, overhead: float) -> dict[int, Link]:
         if link is not None:
             found[channel.id] = link
     return found
+
+
+def _as_seen(links: Mapping[int, Link], seen: Sequence[Awaited], before: float) -> dict[int, Link]:
+    """The links, with the latency that makes them right on average for messages of the step.
+
+    Args:
+        links: by channel.
+        seen: messages that a rank has waited for.
+        before: milliseconds of each that its sender spends before the message leaves.
+    """
+    more = [
+        message.time - before - links[message.op.chan].time(_nbytes(message.op.operands[0]))
+        for message in seen
+    ]
+    if not more:
+        return dict(links)
+    extra = fmean(more)
+    return {
+        chan: Link(max(0.0, link.latency + extra), link.bandwidth) for chan, link in links.items()
+    }
 
 
 def _edges_of(channel: Channel) -> list[tuple[int, int]]:
