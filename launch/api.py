@@ -31,6 +31,7 @@ from .config import config
 from .devices import fabrics_of, torch_device
 from .dumps import make_dump
 from .optimistic import Optimistic
+from .settle import settle
 from .world import world
 
 T = TypeVar("T")
@@ -345,14 +346,17 @@ class Lowered:
         switches = parse_switches(",".join(filter(None, (settings.passes, passes))))
         is_driven = max_inflight is not None and self._step._driver is not None
         fabrics = fabrics_of(self._world)
+        # What is received in a driven graph is only put on streams once it has been announced.
+        pipeline_of = functools.partial(
+            default_pipeline, switches=switches, fabrics=fabrics, captures=not is_driven
+        )
         variants = []
         for trace in self.traces:
             name = self._step._next_name()
             folder = None if dump is None else Path(dump)
             sink = make_dump(settings, folder, name, self._world.rank)
             module = clone(trace.module)
-            # What is received in a driven graph is only put on streams once it has been announced.
-            pipeline = default_pipeline(schedule, switches, fabrics, captures=not is_driven)
+            pipeline = pipeline_of(settle(schedule, module, pipeline_of))
             reports = PassManager(pipeline, dump=sink).run(module)
             if sink is not None:
                 sink.finish(module, reports)

@@ -6,6 +6,7 @@ One of your own is a function in a `Schedule`, or a `table` of tasks. All go thr
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from ...ir.attributes import Task
@@ -39,6 +40,7 @@ __all__ = [
     "zb_v",
     "dualpipe_v",
     "auto",
+    "candidates",
     "table",
     "table_pipeline",
     "from_file",
@@ -95,9 +97,27 @@ def auto(max_activations: float | None = None, costs: Costs | None = None) -> Sc
         max_activations: of how many microbatches a rank may hold the activations at once; None
             for as many as there are ranks, which is what 1F1B holds.
         costs: what tasks and transfers cost; all tasks the same, and transfers nothing, without.
+            If they are given, a step is compiled with each of the best orders that were found,
+            and the one stays whose programs are the fastest on paper. There transfers may also
+            wait for their receiver and for each other, which the search leaves out.
     """
     options = (("max_activations", max_activations), ("costs", costs))
     return Schedule("auto", auto_order, options, splits=True)
+
+
+_CHOICES = 4
+"""How many of the best orders of a search are tried; more hardly ever bring anything."""
+
+
+def candidates(schedule: Schedule) -> tuple[Schedule, ...]:
+    """What a schedule that searches with costs might settle on, best first; else itself alone."""
+    options = dict(schedule.options)
+    if schedule.order is not auto_order or options["costs"] is None or "choice" in options:
+        return (schedule,)
+    return tuple(
+        replace(schedule, options=(*schedule.options, ("choice", choice)))
+        for choice in range(_CHOICES)
+    )
 
 
 def table(text: str, name: str = "table") -> Schedule:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import product
+from math import isfinite
+from operator import itemgetter
 
 from ...ir.costs import Costs
 from ...ir.order import Order, Row
@@ -35,7 +37,10 @@ _POLICIES = [
 
 
 def auto_order(
-    pipeline: Pipeline, max_activations: float | None = None, costs: Costs | None = None
+    pipeline: Pipeline,
+    max_activations: float | None = None,
+    costs: Costs | None = None,
+    choice: int = 0,
 ) -> Order:
     """Try the known schedules and a grid of greedy ones, each on paper, and take the best.
 
@@ -48,6 +53,8 @@ def auto_order(
         max_activations: of how many microbatches a rank may hold the activations at once, each of
             its v stages counting 1/v; None for as many as there are ranks, as 1F1B holds.
         costs: of tasks and transfers; all tasks the same, and transfers nothing, without.
+        choice: 0 for the best order, 1 for the next best, and so on; the last one if there are
+            fewer.
 
     Raises:
         ValueError: `max_activations` is under 1: not one microbatch could pass.
@@ -70,7 +77,13 @@ def auto_order(
         return round(timeline.makespan, 9), round(timeline.end, 9), peak
 
     tried = (greedy_order(pipeline, memory, costs, policy) for policy in _POLICIES)
-    return min([*_known(pipeline, memory), *tried], key=rate)
+    found = [(rate(order), order) for order in (*_known(pipeline, memory), *tried)]
+    found.sort(key=itemgetter(0))
+    best: list[Order] = []
+    for (makespan, _, _), order in found:
+        if isfinite(makespan) and len(best) <= choice and order not in best:
+            best.append(order)
+    return best[-1]
 
 
 def _known(pipeline: Pipeline, memory: float) -> Iterator[Order]:

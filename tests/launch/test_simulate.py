@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,11 @@ class Stage(nn.Module):
         return text
 
 
-def step_of(stages: list[Any]) -> cg.Step:
+def step_of(stages: list[Any], m: int = M) -> cg.Step:
     @cg.trace
     def step(x: Tensor) -> Tensor:
         losses = []
-        for part in cg.microbatches(x, M):
+        for part in cg.microbatches(x, m):
             for stage in stages:
                 part = stage.forward(part)
             losses.append(stages[-1].loss(part))
@@ -176,6 +177,31 @@ def test_split_backwards_are_measured_by_halves(stages: list[Any]) -> None:
     assert min(costs.tb[1], *costs.tw) > 0
     searched = step_of(stages).lower(X).compile(schedule=cg.schedules.auto(costs=costs))
     assert searched.simulate(costs).makespan <= compiled.simulate(costs).makespan + 1e-6
+
+
+def test_a_search_with_costs_settles_on_the_fastest_programs() -> None:
+    """Where transfers take long they wait for each other, which the order alone does not show."""
+    costs = cg.Costs(10.0, (0.0, 10.0, 10.0, 10.0), (20.0, 10.0, 10.0, 10.0), 6.0)
+    schedule = cg.schedules.auto(4, costs)
+    m, x = 8, torch.ones(8, WIDTH)
+    with use_world(VirtualWorld(4)):
+        lowered = step_of([Stage.on(rank)() for rank in range(4)], m).lower(x)
+        found = [
+            lowered.compile(schedule=one).simulate(costs).makespan
+            for one in cg.schedules.candidates(schedule)
+        ]
+        settled = lowered.compile(schedule=schedule).simulate(costs).makespan
+    assert settled == min(found) < found[0]
+    orders = [one(Pipeline(tuple(range(4)), m)) for one in cg.schedules.candidates(schedule)]
+    times = [simulate(order, range(4), m, costs).makespan for order in orders]
+    assert times == sorted(times)
+    assert all(one != other for one, other in pairwise(orders))
+
+
+def test_what_does_not_search_with_costs_has_no_candidates() -> None:
+    settled = cg.schedules.candidates(cg.schedules.auto(3, cg.Costs()))[1]
+    for schedule in (cg.schedules.auto(3), cg.schedules.zb_h1(), settled):
+        assert cg.schedules.candidates(schedule) == (schedule,)
 
 
 def test_graphs_are_measured_too(messages: cg.Compiled) -> None:
