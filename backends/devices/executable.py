@@ -28,6 +28,7 @@ class DeviceExecutable(Executable):
 
     Attributes:
         segments: the parts of the program that are captured, in order.
+        cold: the functions that could not be run ahead of all messages, by name, and why.
     """
 
     def __init__(self, linked: LinkedProgram, device: Device) -> None:
@@ -45,7 +46,7 @@ class DeviceExecutable(Executable):
         self._ran = 0
         if any(op.graph is not None for op in linked.program.ops):
             self.segments = cut(self._code, linked, binder)
-        warm(linked, device)
+        self.cold = warm(linked, device)
         device.synchronize()  # constants are there for all streams
 
     def run(

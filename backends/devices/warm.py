@@ -2,9 +2,9 @@
 
 A device loads a kernel when it is first launched, and may wait for all that it is doing before it
 does. If that is a receive whose message is only sent once the kernel has run, nothing moves any
-more. So the functions of a program run once on made-up values, with the state of their actors put
-back behind them. A function that does not bear made-up values is left out; opaque methods, which
-may do anything, always are.
+more. So the functions of a program run once, in the program's order, with the state of their actors
+put back behind them. What comes from elsewhere is made up. What one function makes for another is
+as it came: kernels are chosen by strides, too. Opaque methods, which may do anything, are left out.
 """
 
 from __future__ import annotations
@@ -16,37 +16,109 @@ import torch
 from torch import Tensor
 
 from ...ir.module import Function, FunctionKind, Program
-from ...ir.ops import Call
-from ...ir.types import DType, TensorType, Type
+from ...ir.ops import Call, Op, Value, View, Wait
+from ...ir.types import DType, FutureType, TensorType, Type
 from .. import builtins
 from ..base import Body
 from ..dtypes import TORCH_DTYPES
 from ..linked import LinkedProgram
 from .base import Device
 
+Output = tuple[str, int]
+"""A value that a function makes: its name and the number of the value."""
 
-def warm(linked: LinkedProgram, device: Device) -> None:
-    """Run each traced function of a program, and what moves its values, once."""
-    program, module, bodies = linked.program, linked.module, linked.bodies
+
+def warm(linked: LinkedProgram, device: Device) -> dict[str, str]:
+    """Run each traced function of a program, and what moves its values, once.
+
+    Returns:
+        The functions that could not be run, by name, and why. While messages are under way, a
+        device may not get past the first call of one of them.
+    """
     before = device.random_state(), torch.default_generator.get_state()
-    names = dict.fromkeys(op.fn.name for op in program.ops if isinstance(op, Call))
     with device.session(), torch.no_grad():
-        for dtype in _dtypes(program):
+        for dtype in _dtypes(linked.program):
             _move(dtype, device)
-        for name in names:
-            function = module.functions[name]
-            if function.kind is FunctionKind.BUILTIN:
-                _try(builtins.implementation(function), function, device)
-            elif function.kind is FunctionKind.GRAPH and name in bodies:
-                _run_and_put_back(bodies[name], function, device)
+        left_out = _Rehearsal(linked, device).run()
     device.synchronize()
     device.set_random_state(before[0])
     torch.default_generator.set_state(before[1])
+    return left_out
 
 
-def _run_and_put_back(body: Any, function: Function, device: Device) -> None:
-    if getattr(body, "rebinds", False):
-        return  # what it puts in the place of buffers would stay
+class _Rehearsal:
+    """Runs the first call of each function of a program."""
+
+    def __init__(self, linked: LinkedProgram, device: Device) -> None:
+        self._linked = linked
+        self._device = device
+        ops = linked.program.ops
+        self._producers: dict[Value, Op] = {value: op for op in ops for value in op.results}
+        calls: dict[str, Call] = {}
+        for op in ops:
+            if isinstance(op, Call):
+                calls.setdefault(op.fn.name, op)
+        self._calls = list(calls.values())
+        self._last_uses = {
+            output: index
+            for index, call in enumerate(self._calls)
+            for output in filter(None, map(self._output, call.operands))
+        }
+        self._outputs: dict[Output, Any] = {}
+
+    def run(self) -> dict[str, str]:
+        """The functions that could not be run, and why."""
+        left_out = {}
+        for index, call in enumerate(self._calls):
+            try:
+                self._call(call)
+            except (RuntimeError, ValueError, ArithmeticError, LookupError) as error:
+                left_out[call.fn.name] = f"{type(error).__name__}: {error}"
+            gone = [out for out in self._outputs if self._last_uses.get(out, -1) <= index]
+            for output in gone:
+                del self._outputs[output]
+        return left_out
+
+    def _call(self, call: Call) -> None:
+        name = call.fn.name
+        function = self._linked.module.functions[name]
+        if function.kind is FunctionKind.BUILTIN:
+            body: Body = builtins.implementation(function)
+            outputs = body(*map(self._value, call.operands))
+        elif function.kind is FunctionKind.GRAPH and name in self._linked.bodies:
+            body = self._linked.bodies[name]
+            if getattr(body, "rebinds", False):
+                return  # what it puts in the place of buffers would stay
+            outputs = _run_and_put_back(body, function, [*map(self._value, call.operands)])
+        else:
+            return
+        self._outputs |= {(name, number): each for number, each in enumerate(outputs)}
+
+    def _output(self, value: Value) -> Output | None:
+        """Which function's a value is, looking through views and from stream to stream."""
+        op = self._producers.get(value)
+        if isinstance(op, View) or (isinstance(op, Wait) and not _is_future(op.operands[0])):
+            return self._output(op.operands[0])
+        return (op.fn.name, op.results.index(value)) if isinstance(op, Call) else None
+
+    def _value(self, value: Value) -> Any:
+        """What a function is run with: what another one has made, if there is any."""
+        op = self._producers.get(value)
+        if isinstance(op, View):
+            return self._value(op.operands[0]).narrow(op.dim, op.start, op.length)
+        if isinstance(op, Wait) and not _is_future(op.operands[0]):
+            return self._value(op.operands[0])
+        output = self._output(value)
+        if output in self._outputs:
+            return self._outputs[output]
+        return _made_up(value.type, self._device)
+
+
+def _is_future(value: Value) -> bool:
+    return isinstance(value.type, FutureType)
+
+
+def _run_and_put_back(body: Any, function: Function, inputs: Sequence[Any]) -> Sequence[Any]:
     state: Sequence[Tensor] = body.state() if hasattr(body, "state") else ()
     trained: Sequence[Tensor] = body.trained() if hasattr(body, "trained") else ()
     saved = [tensor.clone() for tensor in state] if function.effect.changes_state else None
@@ -54,28 +126,21 @@ def _run_and_put_back(body: Any, function: Function, device: Device) -> None:
     for parameter in trained:
         parameter.grad = None
     try:
-        if _try(body, function, device) and trained:
-            _try(body, function, device)  # this time gradients are added to those of the first
+        outputs: Sequence[Any] = body(*inputs)
+        if trained:
+            body(*inputs)  # this time gradients are added to those of the first
     finally:
         for parameter, gradient in zip(trained, gradients, strict=True):
             parameter.grad = gradient
         for tensor, value in zip(state, saved or (), strict=False):
             tensor.copy_(value)
-
-
-def _try(body: Body, function: Function, device: Device) -> bool:
-    if not all(isinstance(type_, TensorType) for type_ in function.inputs):
-        return False
-    try:
-        body(*(_made_up(type_, device) for type_ in function.inputs))
-    except (RuntimeError, ValueError, ArithmeticError):  # what it does not bear, such as no inverse
-        return False
-    return True
+    return outputs
 
 
 def _made_up(type_: Type, device: Device) -> Tensor:
     """Between 0 and 1 where it is floating; else 0, which every index may be."""
-    assert isinstance(type_, TensorType)
+    if not isinstance(type_, TensorType):
+        raise ValueError(f"it takes {type_}, which is not made up")
     dtype = TORCH_DTYPES[type_.dtype]
     if type_.dtype in (DType.F64, DType.F32, DType.F16, DType.BF16):
         return torch.rand(type_.shape, dtype=dtype, device=device.torch_device)

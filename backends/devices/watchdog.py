@@ -2,7 +2,8 @@
 
 The host puts work on streams and goes on, so it does not notice a message that never comes; and
 when it waits for the device at last, in a method or in the caller's program, nobody is left to look
-at a clock. A thread does.
+at a clock. Nor is there when the driver makes it wait while it puts work on a stream. A thread
+looks.
 """
 
 from __future__ import annotations
@@ -10,12 +11,44 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from time import monotonic
+from typing import Protocol
 
 from ...ir.attributes import Stream
+from ...ir.module import FunctionKind, Module, Program
+from ...ir.ops import Call
+from ..flight import Position
 from .base import Device, Event
 
 INTERVAL = 0.25
 """Seconds between two looks."""
+
+GRACE = 2.0
+"""Seconds past the timeout that the host has to find out by itself that it waits in vain."""
+
+
+class Watched(Protocol):
+    """A bound program whose execution is watched."""
+
+    program: Program
+    module: Module
+
+    def position(self) -> Position:
+        """Where it is; called by another thread."""
+
+
+def put_by(watched: Watched) -> Position | None:
+    """Where a program puts work on its device, which no host should take long over.
+
+    An opaque method may take as long as it likes, and a wait for another host has its own deadline.
+    """
+    at = watched.position()
+    if not at.running or at.awaited is not None:
+        return None
+    op = watched.program.ops[at.op]
+    if isinstance(op, Call):
+        is_opaque = watched.module.functions[op.fn.name].kind is FunctionKind.OPAQUE
+        return None if is_opaque else at
+    return at
 
 
 class Watchdog:
@@ -26,6 +59,7 @@ class Watchdog:
         timeout: seconds that an execution may take on the device; None for no limit.
         faults: says what has gone wrong with messages under way; called by the thread.
         bark: called once, by the thread, with what is wrong.
+        putting: where the host puts work on the device at the moment, if it does.
     """
 
     def __init__(
@@ -34,12 +68,15 @@ class Watchdog:
         timeout: float | None,
         faults: Callable[[], Sequence[str]],
         bark: Callable[[str], None],
+        putting: Callable[[], Position | None] = lambda: None,
     ) -> None:
         self._compute = device.stream(Stream.COMPUTE)
         self._event: Event = device.event()
         self._timeout = timeout
         self._faults = faults
         self._bark = bark
+        self._putting = putting
+        self._put: tuple[Position, float] | None = None
         self._watched: tuple[int, float] | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="cg watchdog", daemon=True)
@@ -69,6 +106,21 @@ class Watchdog:
         faults = self._faults()
         if faults:
             return "messages between devices have failed: " + "; ".join(faults)
+        return self._look_at_host() or self._look_at_device()
+
+    def _look_at_host(self) -> str | None:
+        at, now = self._putting(), monotonic()
+        if at is None or self._put is None or self._put[0] != at:
+            self._put = None if at is None else (at, now)
+            return None
+        if self._timeout is None or now - self._put[1] < self._timeout + GRACE:
+            return None
+        return (
+            f"the device has not taken the next piece of execution {at.execution} for "
+            f"{self._timeout:g} s: its driver waits for what is on it, and that for a message"
+        )
+
+    def _look_at_device(self) -> str | None:
         if self._watched is None:
             return None
         execution, since = self._watched

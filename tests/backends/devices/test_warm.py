@@ -1,0 +1,90 @@
+"""What a program calls runs once before messages are under way, as it will run later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import cg
+from cg.backends.devices.warm import warm
+from cg.backends.linked import LinkedProgram
+from cg.backends.virtual import VirtualWorld
+from cg.launch.world import use_world
+
+from .fakes import FakeDevice
+
+BATCH, LENGTH, HEADS, WIDTH = 4, 6, 2, 16
+
+
+@cg.actor
+class Attention(torch.nn.Module):
+    """Its backward views what attention has saved, which is not laid out as its shape says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = torch.nn.Parameter(torch.eye(WIDTH))
+        self.out = torch.nn.Parameter(torch.eye(WIDTH))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        heads = (x @ self.into).view(-1, LENGTH, HEADS, WIDTH // HEADS).transpose(1, 2)
+        mixed = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)
+        return mixed.transpose(1, 2).reshape(-1, LENGTH, WIDTH) @ self.out
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        return x.square().mean()
+
+
+class Noting:
+    """A body that notes when it runs."""
+
+    def __init__(self, name: str, body: Callable[..., Any], ran: list[str]) -> None:
+        self._name = name
+        self._body = body
+        self._ran = ran
+
+    def __call__(self, *inputs: Any) -> Sequence[Any]:
+        self._ran.append(self._name)
+        return self._body(*inputs)  # type: ignore[no-any-return]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._body, name)
+
+
+def warmed() -> tuple[dict[str, str], list[str], Attention]:
+    """What is left out on rank 0, the functions that have run, and the actor."""
+    with use_world(VirtualWorld(2)):
+        first, last = Attention.on(0)(), Attention.on(1)()
+
+        @cg.trace
+        def step(x: torch.Tensor) -> torch.Tensor:
+            losses = [last.loss(first.forward(part)) for part in cg.microbatches(x, 2)]
+            loss = cg.mean(losses)
+            cg.backward(loss)
+            return loss
+
+        lowered = step.lower(torch.ones(BATCH, LENGTH, WIDTH))
+        module = lowered.compile(schedule=cg.schedules.by_name("zb-h1")).module
+        ran: list[str] = []
+        bodies = {n: Noting(n, body, ran) for n, body in lowered.trace.bodies.items()}
+        linked = LinkedProgram(module, 0, bodies, lowered.trace.constants)
+        return warm(linked, FakeDevice()), ran, first.local
+
+
+def test_functions_run_on_what_others_make() -> None:
+    left_out, ran, _ = warmed()
+    assert left_out == {}
+    kinds = [name.rpartition(".")[2] for name in dict.fromkeys(ran)]
+    assert {"forward", "backward"} <= set(kinds), ran
+    # Where gradients are added, a second time is needed.
+    assert all(ran.count(name) <= 2 for name in ran)
+
+
+def test_state_and_gradients_are_put_back() -> None:
+    _, _, actor = warmed()
+    assert actor.count.item() == 0
+    assert actor.into.grad is None
+    assert torch.equal(actor.out, torch.eye(WIDTH))
