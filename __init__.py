@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         StepTimeout,
         TransportError,
     )
+    from .backends.fuse import FuseError
     from .backends.futures import CapacityError, Future
     from .ir.costs import Costs, Link
     from .ir.diagnostics import IRError
@@ -98,6 +99,7 @@ _HOMES = {
     "PlanMismatch": "backends.errors",
     "DeadlockError": "backends.errors",
     "TransportError": "backends.errors",
+    "FuseError": "backends.fuse",
     "ActorError": "tracer.actors",
     "WorldError": "launch.waiting",
     "ConfigError": "launch.config",
@@ -146,6 +148,7 @@ __all__ = [
     "PlanMismatch",
     "DeadlockError",
     "TransportError",
+    "FuseError",
     "ActorError",
     "WorldError",
     "ConfigError",

@@ -1,7 +1,7 @@
 """Train a Llama-shaped model in pipelines of cg and of torch.distributed.pipelining, side by side.
 
     python -m cg.launch -n 2 benchmarks/llama.py [--json FILE] [--sections agree,line,…]
-        [--microbatches 4,8] [--compile-torch]
+        [--microbatches 4,8] [--fuse inductor] [--compile-torch]
 
 16 layers of Llama-7B's shape, embedding and head, in bfloat16, sequences of 2048, one a microbatch;
 forward and backward only. Each rank needs a GPU; `--small --device cpu` tries everything out
@@ -142,7 +142,8 @@ def run_cg(
     costs = bench.costs.get((cut, True)) or bench.costs.get((cut, False))
     schedule = chosen(name, costs, cg.world_size())
     began = time.perf_counter()
-    compiled = pipe.lowered(x, y).compile(schedule=schedule, passes=passes)
+    fuse = bench.options.fuse
+    compiled = pipe.lowered(x, y).compile(schedule=schedule, passes=passes, fuse=fuse)
     compile_s = time.perf_counter() - began
     mine = pipe.local
     milliseconds = bench.timed(lambda: compiled(x, y), mine)
@@ -165,6 +166,8 @@ def run_cg(
         microbatches=microbatches,
         cut=[len(layers) for layers in cut],
         placing=placing.name,
+        fuse=fuse,
+        not_fused=not_fused(compiled),
         **figures,
         peak_gib=peaks,
         planned_gib=[round(each, 2) for each in planned],
@@ -203,6 +206,13 @@ def bubbles(
             for times in (getattr(bench.costs[key], name) for name in ("tf", "tb", "tw"))
         ],
     }
+
+
+def not_fused(compiled: Any) -> dict[str, str]:
+    """Which methods of actors are not compiled as they were to be, and why, on any rank."""
+    everywhere = cg.allgather({name: why for name, why in compiled.fused.items() if why})
+    of_all = {name: why for found in everywhere for name, why in found.items()}
+    return {name: why for name, why in of_all.items() if "operator of the step" not in why}
 
 
 def segments(compiled: Any) -> list[str]:
@@ -368,7 +378,8 @@ def agree(bench: Bench) -> None:
         with bench.guarded("agree", name, is_torch=True):
             pipe = Pipe(SMALL, cut, placing, str(bench.device))
             schedule = cg.schedules.by_name(name)
-            with pipe.lowered(x, y).compile(schedule=schedule) as compiled:
+            lowered_step, fuse = pipe.lowered(x, y), bench.options.fuse
+            with lowered_step.compile(schedule=schedule, fuse=fuse) as compiled:
                 loss = compiled(x, y)
             of_torch = peer.make_parts(SMALL, cut, placing, str(bench.device))
             right = peer.make_run(other, of_torch, placing, SMALL, m, bench.device)(x, y)
@@ -413,12 +424,15 @@ def parse() -> argparse.Namespace:
     add("--microbatches", default="4,8", help="how many, with commas between them")
     add("--repeats", type=int, default=5, help="timed steps of each schedule")
     add("--warm", type=int, default=4, help="steps before those; graphs are captured in the third")
-    add("--patience", type=float, default=150.0, help="seconds until what hangs ends the job")
+    add("--patience", type=float, help="seconds until what hangs ends the job: 150; compiling, 900")
+    add("--fuse", help="compile methods of cg's side with this: inductor")
     add("--compile-torch", action="store_true", help="torch.compile the layers on torch's side")
     add("--small", action="store_true", help="a small model")
     add("--device", default="auto", choices=("auto", "cpu"), help="cpu: without GPUs")
     options = parser.parse_args()
     options.microbatches = [int(each) for each in options.microbatches.split(",")]
+    compiles = options.fuse or options.compile_torch
+    options.patience = options.patience or (900.0 if compiles else 150.0)
     unknown = set(options.sections.split(",")) - set(SECTIONS)
     if unknown:
         parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")

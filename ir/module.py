@@ -54,6 +54,7 @@ class Function:
         random: whether it draws random numbers; its calls then carry a `key`.
         aliases: pairs (output, input) that may share storage.
         loc: where the user defined it.
+        fuse: what compiles its graph as a whole, if anything does.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Function:
     random: bool = False
     aliases: tuple[tuple[int, int], ...] = ()
     loc: Location | None = field(default=None, compare=False)
+    fuse: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

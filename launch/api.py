@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar, overload
 
 from ..backends.base import World
+from ..backends.fuse import check_name
 from ..ir.clone import clone
 from ..ir.costs import Costs
 from ..ir.module import Module, Phase
@@ -30,6 +31,7 @@ from .compiled import Compiled, Variant
 from .config import config
 from .devices import fabrics_of, torch_device
 from .dumps import make_dump
+from .fusing import Fused, Fusing
 from .optimistic import Optimistic
 from .settle import settle
 from .world import world
@@ -157,7 +159,7 @@ class Step:
         key = signature_of(args, kwargs)
         compiled = self._compiled.get(key)
         if compiled is None:
-            compiled = self.lower(*args, **kwargs)._compile(None, "", None, None, None, None)
+            compiled = self.lower(*args, **kwargs)._compile(None, "", None, None, None, None, None)
             self._compiled[key] = compiled
         return compiled(*args, **kwargs)
 
@@ -253,6 +255,7 @@ class Lowered:
         self._step = step
         self._world = world
         self._trace_optimistically = again
+        self._fusing = [Fusing(trace.bodies) for trace in traces]
 
     @property
     def trace(self) -> Trace:
@@ -282,6 +285,7 @@ class Lowered:
         seed: int | None = None,
         timeout: float | None = None,
         max_inflight: int = 8,
+        fuse: str | None = None,
     ) -> Compiled:
         """Make every rank's schedule, prove it, and bind it; collective.
 
@@ -294,13 +298,17 @@ class Lowered:
             timeout: seconds that a call on all ranks may take; CG_TIMEOUT if None.
             max_inflight: of a step with `inputs=cg.on(rank)`: how many of its executions may be in
                 flight; each has registers and channels of its own on all ranks.
+            fuse: `inductor` has TorchInductor compile the graphs of traced methods and of their
+                backwards to fused kernels, on all ranks. Values are then equal up to rounding.
+                `compiled.fused` says what is compiled.
 
         Raises:
+            FuseError: the compiler, or what it needs, is not there.
             IRError: the step cannot be compiled; the message shows the IR and the source line.
             PlanMismatch: the ranks have compiled different plans.
-            ValueError: `max_inflight` is less than 1.
+            ValueError: `max_inflight` is less than 1, or there is no such `fuse`.
         """
-        return self._compile(schedule, passes, dump, seed, timeout, max_inflight)
+        return self._compile(schedule, passes, dump, seed, timeout, max_inflight, fuse)
 
     def compile_optimistic(
         self,
@@ -328,7 +336,7 @@ class Lowered:
             raise ValueError("compile_optimistic() is for a step that lower() has traced")
         bold = Lowered(self._step, [self._trace_optimistically()], self._world)
         plain, bold_program = (
-            lowered._compile(schedule, passes, None, seed, timeout, None)
+            lowered._compile(schedule, passes, None, seed, timeout, None, None)
             for lowered in (self, bold)
         )
         return Optimistic(plain, bold_program, self._world)
@@ -341,17 +349,24 @@ class Lowered:
         seed: int | None,
         timeout: float | None,
         max_inflight: int | None,
+        fuse: str | None,
     ) -> Compiled:
+        if fuse is not None:
+            check_name(fuse)
         settings = config()
         switches = parse_switches(",".join(filter(None, (settings.passes, passes))))
         is_driven = max_inflight is not None and self._step._driver is not None
         fabrics = fabrics_of(self._world)
         # What is received in a driven graph is only put on streams once it has been announced.
         pipeline_of = functools.partial(
-            default_pipeline, switches=switches, fabrics=fabrics, captures=not is_driven
+            default_pipeline,
+            switches=switches,
+            fabrics=fabrics,
+            captures=not is_driven,
+            fuse=fuse,
         )
         variants = []
-        for trace in self.traces:
+        for trace, fusing in zip(self.traces, self._fusing, strict=True):
             name = self._step._next_name()
             folder = None if dump is None else Path(dump)
             sink = make_dump(settings, folder, name, self._world.rank)
@@ -362,7 +377,12 @@ class Lowered:
                 sink.finish(module, reports)
                 if fabrics is not None and not is_driven:
                     sink.add("graphs.txt", describe(module, fabrics.ranks))
-            variants.append(Variant(trace, module, reports))
+            fused = Fused(trace.bodies)
+            if fuse is not None:
+                fused = fusing.apply(module, self._world)
+                if sink is not None:
+                    sink.add("fused.txt", fused.describe())
+            variants.append(Variant(trace, module, reports, fused))
         return Compiled(
             variants,
             self._world,

@@ -23,6 +23,7 @@ from ..tracer.trace import Trace
 from . import graphs, seating
 from .analysis import Cost, cost_of
 from .calibration import measured_costs
+from .fusing import Fused
 from .pictures.compiled import timeline_of, write_compiled
 from .profiling import Watched, watch
 from .recording import Recording, record
@@ -39,11 +40,13 @@ class Variant:
         trace: of the step.
         module: scheduled.
         reports: what each pass did.
+        fused: what its functions run.
     """
 
     trace: Trace
     module: Module
     reports: list[PassReport]
+    fused: Fused
 
 
 class Compiled:
@@ -107,6 +110,14 @@ class Compiled:
     def reports(self) -> list[PassReport]:
         """What each pass did (for the first signature)."""
         return self.variants[0].reports
+
+    @property
+    def fused(self) -> dict[str, str]:
+        """For each function that runs in this process why `fuse` has not compiled it.
+
+        Empty where it has. There is nothing in here if `fuse` was not given.
+        """
+        return dict(self.variants[0].fused.reasons)
 
     # -- on all ranks together --------------------------------------------------------------
 
@@ -313,7 +324,7 @@ class Compiled:
             self._world,
             chosen.module,
             [value.name for value in chosen.trace.module.program.params],
-            chosen.trace.bodies,
+            chosen.fused.bodies,
             chosen.trace.constants,
             lambda: _checked_inputs(chosen.trace, args, kwargs),
             executions,
@@ -387,7 +398,7 @@ class Compiled:
                 self._world,
                 variant.module,
                 [value.name for value in variant.trace.module.program.params],
-                variant.trace.bodies,
+                variant.fused.bodies,
                 variant.trace.constants,
                 seed=self._seed,
                 timeout=self._timeout,
@@ -399,7 +410,7 @@ class Compiled:
         variants = [
             seating.Variant(
                 variant.module,
-                variant.trace.bodies,
+                variant.fused.bodies,
                 variant.trace.constants,
                 variant.trace.guards,
                 variant.trace.outputs.rebuild if driver in variant.trace.outputs.place else None,

@@ -14,6 +14,7 @@ from .cse import CommonSubexpressionElimination
 from .dce import DeadCodeElimination
 from .differentiate import Differentiate
 from .fabrics import Fabrics
+from .fuse import Fuse
 from .insert_transfers import InsertTransfers
 from .overlap import Overlap
 from .place import PlaceReplicated
@@ -29,6 +30,7 @@ def default_pipeline(
     switches: Switches | None = None,
     fabrics: Fabrics | None = None,
     captures: bool = True,
+    fuse: str | None = None,
 ) -> Pipeline:
     """From a traced module to one checked program for each rank.
 
@@ -37,6 +39,7 @@ def default_pipeline(
         switches: optional passes to leave out and experimental ones to take in.
         fabrics: what joins the ranks' devices; None where no rank has any.
         captures: whether devices may record parts of the programs as graphs.
+        fuse: what compiles the graphs of functions as a whole; None if nothing does.
 
     Raises:
         TypeError: `schedule` is something else.
@@ -82,6 +85,9 @@ def default_pipeline(
     ]
     if fabrics is not None:
         steps = _for_devices(steps, fabrics, captures)
+    if fuse is not None:
+        # The functions are final: those that `differentiate` has replaced are gone.
+        steps.append(Fuse(fuse))
     return (switches if switches is not None else Switches()).apply(tuple(steps))
 
 

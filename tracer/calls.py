@@ -18,6 +18,7 @@ from ..ir.module import Function, FunctionKind
 from ..ir.ops import Call
 from ..ir.types import Place, UnitType
 from .callee import Callee, requires_grad, value_leaves
+from .codegen import refitted_alike
 from .errors import TraceError
 from .interface import Body, Peers, Target, TracedFunction, Write
 from .session import Session
@@ -221,7 +222,7 @@ def _returning_unit(body: Body) -> Body:
         body(*inputs)
         return (None,)
 
-    return run
+    return refitted_alike(run, body, _returning_unit)  # type: ignore[no-any-return]
 
 
 def record(

@@ -7,6 +7,7 @@ line that it stems from.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import linecache
 import math
@@ -21,8 +22,15 @@ import torch
 from torch import fx
 
 from ..ir.location import Location
+from .fusible import Fusible, Product, make_fusible, results
 from .graphs import Piece
 from .lifting import Slot
+
+Compute = Callable[..., Sequence[torch.Tensor]]
+"""What computes a graph: takes a tensor for each of its placeholders, gives those of its output."""
+
+Compiler = Callable[[fx.GraphModule, Sequence[torch.Tensor]], Compute]
+"""Makes that of a graph, and of tensors like those that it will be given, which are fakes."""
 
 
 class GraphBody(Protocol):
@@ -34,6 +42,7 @@ class GraphBody(Protocol):
         state: gives the parameters and buffers that it works on.
         trained: gives the parameters to whose `.grad` it adds.
         rebinds: whether it puts new tensors in the place of buffers.
+        refit: gives a body that does the same with a graph compiled as a whole.
     """
 
     locate: Callable[[TracebackType | None], Location | None]
@@ -41,6 +50,7 @@ class GraphBody(Protocol):
     state: Callable[[], list[torch.Tensor]]
     trained: Callable[[], list[torch.Tensor]]
     rebinds: bool
+    refit: Callable[[Compiler], GraphBody]
 
     def __call__(self, *inputs: Any) -> Sequence[Any]: ...
 
@@ -54,7 +64,18 @@ def make_body(piece: Piece, name: str) -> GraphBody:
     It takes the piece's inputs and returns a tuple. It runs under `torch.no_grad` and without
     autocast, whatever the caller's mode.
     """
-    writer = _Writer(piece, re.sub(r"\W", "_", name))
+    return _make(_Writer(piece, re.sub(r"\W", "_", name)), name)
+
+
+def _refit(piece: Piece, name: str, compiler: Compiler) -> GraphBody:
+    """The body of a piece whose graph is computed by what a compiler makes of it."""
+    fusible = make_fusible(piece)
+    compute = compiler(fusible.module, fusible.examples)
+    return _make(_FusedWriter(piece, re.sub(r"\W", "_", name), fusible, compute), name)
+
+
+def _make(writer: _Writer, name: str) -> GraphBody:
+    piece = writer.piece
     lines = list(writer.lines())
     source = "\n".join(text for text, _ in lines) + "\n"
     file = f"<cg {name} #{next(_serial)}>"
@@ -69,7 +90,16 @@ def make_body(piece: Piece, name: str) -> GraphBody:
     body.state = _Held([tensor.slots[0] for tensor in piece.state])
     body.trained = _Held([gradient.tensor.slots[0] for gradient in piece.gradients])
     body.rebinds = bool(piece.rebinds)
+    body.refit = functools.partial(_refit, piece, name)
     return body  # type: ignore[no-any-return]
+
+
+def refitted_alike(run: Any, body: Any, wrap: Callable[[Any], Any]) -> Any:
+    """`run`, which `wrap` has made of `body`: refitted, it is made of the refitted body."""
+    refit = getattr(body, "refit", None)
+    if refit is not None:
+        run.refit = lambda compiler: wrap(refit(compiler))
+    return run
 
 
 class _Locator:
@@ -125,10 +155,13 @@ class _Writer:
         arguments = ", ".join(n.name for n in self._inputs)
         yield f"def {self.name}({arguments}):", None
         yield from ((text, None) for text in self._prelude(arguments))
+        yield from self._statements()
+        yield from ((text, None) for text in self._epilogue())
+
+    def _statements(self) -> Iterator[_Line]:
         for node in self.piece.graph.nodes:
             if node.op in ("call_function", "get_attr"):
                 yield self._statement(node), self.piece.locations.get(node)
-        yield from ((text, None) for text in self._epilogue())
 
     def _prelude(self, arguments: str) -> Iterator[str]:
         again = f"return {self.name}({arguments})"
@@ -165,7 +198,7 @@ class _Writer:
 
     def _epilogue(self) -> Iterator[str]:
         piece = self.piece
-        values = [self._literal(v) for v in _results(piece.graph)]
+        values = self._values()
         returned, rest = values[: piece.returned], values[piece.returned :]
         for slot, value in zip(piece.rebinds, rest, strict=False):
             yield f"    {self._slot(slot)} = {value}"
@@ -175,6 +208,10 @@ class _Writer:
             params = ", ".join(self._slot(g.tensor.slots[0]) for g in piece.gradients)
             yield f"    ACCUMULATE([{params}], [{', '.join(gradients)}], {owned})"
         yield f"    return ({', '.join(returned)}{',' if returned else ''})"
+
+    def _values(self) -> list[str]:
+        """The results of the graph, in the source."""
+        return [self._literal(v) for v in results(self.piece.graph)]
 
     def _literal(self, value: Any) -> str:
         if isinstance(value, fx.Node):
@@ -197,17 +234,35 @@ class _Writer:
         return known
 
 
+class _FusedWriter(_Writer):
+    """Writes a body that computes its graph by a single call.
+
+    Products that are added to gradients are left to the end, where they are added to them.
+    """
+
+    def __init__(self, piece: Piece, name: str, fusible: Fusible, compute: Compute) -> None:
+        super().__init__(piece, name)
+        self.globals |= {"COMPUTE": compute, "PRODUCT": Product}
+        self._fusible = fusible
+
+    def _statements(self) -> Iterator[_Line]:
+        names = ", ".join(n.name for n in (*self._state, *self._inputs))
+        yield f"    RESULTS = COMPUTE({names})", None
+
+    def _values(self) -> list[str]:
+        values = []
+        for result in self._fusible.results:
+            texts = [f"RESULTS[{index}]" for index in result.indices]
+            product = f"PRODUCT({', '.join(texts)}, {result.transposed})"
+            values.append(texts[0] if len(texts) == 1 else product)
+        return values
+
+
 def _callable(target: Any) -> Any:
     """What to call for an operator: below its Python wrapper, where there is one."""
     if type(target) is torch._ops.OpOverload:
         return getattr(target, "_op", target)
     return target
-
-
-def _results(graph: fx.Graph) -> Sequence[Any]:
-    (values,) = graph.output_node().args
-    assert isinstance(values, (tuple, list))
-    return values
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
@@ -233,7 +288,7 @@ def _devices(graph: fx.Graph) -> set[str]:
 
 
 def accumulate(
-    params: list[torch.Tensor], gradients: list[torch.Tensor], owned: tuple[bool, ...]
+    params: list[torch.Tensor], gradients: list[torch.Tensor | Product], owned: tuple[bool, ...]
 ) -> None:
     """Add gradients to `.grad` of parameters, as autograd does.
 
@@ -244,7 +299,12 @@ def accumulate(
     new: list[torch.Tensor] = []
     for param, gradient, is_owned in zip(params, gradients, owned, strict=True):
         existing = param.grad
-        if existing is not None:
+        if isinstance(gradient, Product):
+            if existing is None:
+                param.grad = gradient.made_for(param)
+            else:
+                gradient.add_to(existing)
+        elif existing is not None:
             held.append(existing)
             new.append(gradient)
         elif is_owned and (gradient.is_sparse or gradient.stride() == param.stride()):

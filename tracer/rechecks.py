@@ -18,6 +18,7 @@ import torch
 from ..ir.module import FunctionKind
 from ..ir.ops import Call
 from ..ir.types import TensorType
+from .codegen import refitted_alike
 from .interface import Body, Guard
 from .session import Session
 
@@ -104,4 +105,4 @@ def _checking(body: Body, guard: Guard) -> Body:
             )
         return body(*inputs)
 
-    return run
+    return refitted_alike(run, body, lambda refitted: _checking(refitted, guard))  # type: ignore[no-any-return]

@@ -159,6 +159,8 @@ class Segment:
         """Put the segment's work on the streams."""
         if self.reason is not None or self._warm < WARM_UPS:
             self._warm += 1
+            if self.reason is None:
+                self._come_again()  # what comes to the same place from the start has one graph
             self._run()
             return True
         trained = [p for tensors in self._trained_in for p in tensors()]
@@ -199,7 +201,8 @@ class Segment:
         whose caller has one set of buffers then copies nothing.
         """
         registers = self._registers
-        addresses = tuple([registers[i].data_ptr() for i in self._interface.inputs])
+        inputs = [registers[i] for i in self._interface.inputs]
+        addresses = tuple([v.data_ptr() if isinstance(v, Tensor) else 0 for v in inputs])
         if not self._direct and addresses == self._addresses:
             self._direct = addresses
         self._addresses = addresses

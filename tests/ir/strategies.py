@@ -64,6 +64,7 @@ functions = st.builds(
     st.booleans(),
     st.lists(st.tuples(small, small), max_size=2).map(tuple),
     st.none() | locations,
+    st.none() | words,
 )
 maybe = st.none() | names
 vjps = st.builds(Vjp, names, names, names, indices, indices, maybe, maybe, indices)

@@ -25,7 +25,9 @@ def test_it_leads_from_traced_to_scheduled() -> None:
 
 def test_every_pass_stands_in_it() -> None:
     switches = parse_switches(every("+"))
-    standing = {pass_.name for pass_ in default_pipeline(switches=switches, fabrics=Fabrics("a"))}
+    standing = {
+        pass_.name for pass_ in default_pipeline(None, switches, Fabrics("a"), fuse="inductor")
+    }
     assert standing == set(names())
 
 

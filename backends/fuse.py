@@ -1,0 +1,140 @@
+"""Compilers that make fused kernels of whole graphs, by name.
+
+TorchInductor is reached by its public entry `torch._inductor.compile`, which takes a graph and
+needs no dynamo. What it makes is called with the tensors of the graph's placeholders.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+Compute = Callable[..., Sequence[Tensor]]
+"""Computes a graph."""
+
+OPTIONS = {
+    "fallback_random": True,  # none are drawn here; what operators draw inside is as without
+    "triton.cudagraphs": False,  # a program's segments are captured, with these kernels in them
+    "max_autotune": False,
+    "compile_threads": 1,  # no processes beside those of MPI
+}
+"""How TorchInductor compiles."""
+
+
+class FuseError(RuntimeError):
+    """A compiler that a step asks for is not there, or lacks something."""
+
+
+def check_name(name: object) -> None:
+    """Refuse what no compiler is called.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    if name not in FUSERS:
+        known = ", ".join(f"'{each}'" for each in sorted(FUSERS))
+        raise ValueError(f"fuse={name!r}: there is no such compiler; choose from {known}, or None")
+
+
+def fuser(name: str) -> Callable[[fx.GraphModule, Sequence[Tensor]], Compute]:
+    """The compiler of a name.
+
+    Raises:
+        ValueError: there is none of that name.
+        FuseError: this installation of torch does not have it.
+    """
+    check_name(name)
+    return FUSERS[name]()
+
+
+def _inductor() -> Callable[[fx.GraphModule, Sequence[Tensor]], Compute]:
+    try:
+        # It takes seconds to import, and most programs do not need it.
+        inductor = importlib.import_module("torch._inductor")
+        exceptions = importlib.import_module("torch._inductor.exc")
+        importlib.import_module("torch._inductor.compile_fx")
+        compile_: Any = inductor.compile
+    except (ImportError, AttributeError) as error:
+        raise FuseError(
+            f"fuse='inductor' needs TorchInductor, which torch {torch.__version__} does not offer "
+            f"here: {error}. Install a torch that has torch._inductor.compile, or leave fuse out"
+        ) from error
+    missing = getattr(exceptions, "InvalidCxxCompiler", ())
+
+    def run(module: fx.GraphModule, examples: Sequence[Tensor]) -> Compute:
+        mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
+        with mode:
+            fakes = [
+                torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+                for x in examples
+            ]
+        try:
+            with torch.no_grad(), _random_kept(examples):
+                compiled = compile_(module, fakes, OPTIONS)
+        except Exception as error:
+            if any(isinstance(each, missing) for each in _causes(error)):
+                raise FuseError(
+                    "fuse='inductor' needs a C++ compiler for functions on the host, and finds "
+                    "none: install g++, name one by the variable CXX, or leave fuse out"
+                ) from error
+            raise
+        return _as_compiled(compiled, fakes)
+
+    return run
+
+
+FUSERS = {"inductor": _inductor}
+
+
+def _as_compiled(compute: Compute, examples: Sequence[Tensor]) -> Compute:
+    """What is compiled, for tensors of whatever strides."""
+    layouts = [(x.stride(), _strides(x)) for x in examples]
+
+    def run(*values: Tensor) -> Sequence[Tensor]:
+        return compute(
+            *(
+                value if _strides(value) == wanted else _with_strides(value, strides)
+                for value, (strides, wanted) in zip(values, layouts, strict=True)
+            )
+        )
+
+    return run
+
+
+def _strides(tensor: Tensor) -> tuple[int, ...]:
+    """The strides that matter: of dimensions with more than one element."""
+    return tuple(s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1)
+
+
+def _with_strides(tensor: Tensor, strides: Sequence[int]) -> Tensor:
+    return torch.empty_strided(
+        tensor.shape, strides, dtype=tensor.dtype, device=tensor.device
+    ).copy_(tensor)
+
+
+@contextmanager
+def _random_kept(examples: Sequence[Tensor]) -> Iterator[None]:
+    """Put generators back: compilers try kernels out."""
+    devices = sorted({x.device.index or 0 for x in examples if x.device.type == "cuda"})
+    with torch.random.fork_rng(devices):
+        yield
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """An error, and those that it stems from."""
+    pending: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while pending:
+        each = pending.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        yield each
+        pending += [each.__cause__, each.__context__, getattr(each, "inner_exception", None)]

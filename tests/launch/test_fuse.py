@@ -1,0 +1,217 @@
+"""Steps whose graphs are compiled as a whole give the values of those whose graphs are not."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import cg
+from cg.backends import fuse
+from cg.backends.virtual import VirtualWorld
+from cg.ir.parser import parse_module
+from cg.ir.printer import format_module
+from cg.launch.world import use_world
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which(os.environ.get("CXX", "g++")) is None, reason="no C++ compiler for TorchInductor"
+)
+M, WIDTH = 2, 8
+
+
+@pytest.fixture(autouse=True)
+def _world() -> Iterator[None]:
+    with use_world(VirtualWorld(2)):
+        yield
+
+
+@pytest.fixture
+def as_is(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
+    """A compiler called `graph`, which runs the graph; the graphs that it is given."""
+    given: list[torch.fx.GraphModule] = []
+
+    def compiler(module: torch.fx.GraphModule, examples: Any) -> Any:
+        given.append(module)
+        return module
+
+    monkeypatch.setitem(fuse.FUSERS, "graph", lambda: compiler)
+    return given
+
+
+@cg.actor
+class Stage(nn.Module):
+    def __init__(self, seed: int, drops: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.one, self.other = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH, bias=False)
+        self.norm = nn.BatchNorm1d(2 * WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.drops = drops
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.norm(self.one(x)))
+        hidden = nn.functional.dropout(hidden, self.drops) if self.drops else hidden
+        return self.other(hidden) * self.scale
+
+    def loss(self, x: Tensor) -> Tensor:
+        return (x**2).mean()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def training(stages: list[Any]) -> Any:
+    @cg.trace
+    def step(x: Tensor) -> Tensor:
+        losses = []
+        for h in cg.microbatches(x, M):
+            for stage in stages:
+                h = stage.forward(h)
+            losses.append(stages[-1].loss(h))
+        loss = cg.mean(losses)
+        cg.backward(loss)
+        for stage in stages:
+            stage.update()
+        return loss
+
+    return step.lower(X)
+
+
+X = torch.randn(4 * M, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+def trained(drops: float = 0.0, steps: int = 3, **options: Any) -> tuple[Any, list[Tensor], Any]:
+    """The compiled step, its losses, and what the actors hold behind them."""
+    stages = [Stage.on(rank)(rank, drops) for rank in range(2)]
+    compiled = training(stages).compile(seed=3, **options)
+    losses = [compiled(X) for _ in range(steps)]
+    held = [copy.deepcopy(stage.state_dict()) for stage in stages]
+    return compiled, losses, held
+
+
+def of_actors(compiled: Any) -> dict[str, str]:
+    return {name: why for name, why in compiled.fused.items() if name.startswith("stage")}
+
+
+def assert_close(one: Any, other: Any) -> None:
+    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@needs_compiler
+@pytest.mark.timeout(300)
+def test_training_by_inductor() -> None:
+    schedule = cg.schedules.zb_h2()
+    _, right, held = trained(schedule=schedule)
+    compiled, losses, found = trained(schedule=schedule, fuse="inductor")
+    assert_close(losses, right)
+    assert_close(found, held)
+    of_stages = of_actors(compiled)
+    compiled_ones = [name for name, why in of_stages.items() if not why]
+    assert {name.rpartition(".")[2] for name in compiled_ones} >= {"forward", "input", "weight"}
+    assert {why for name, why in of_stages.items() if "update" in name} == {"it is opaque"}
+
+
+@needs_compiler
+@pytest.mark.timeout(300)
+def test_what_draws_random_numbers_draws_the_same() -> None:
+    _, right, held = trained(0.5, steps=1)
+    compiled, losses, found = trained(0.5, steps=1, fuse="inductor")
+    assert_close(found, held)
+    assert_close(losses, right)
+    reasons = {name.partition(".")[2]: why for name, why in of_actors(compiled).items()}
+    assert reasons["forward.vjp.forward"] == "it draws random numbers"
+    assert reasons["forward.vjp.backward"] == ""
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
+def test_gradients_are_added_up_in_products(name: str, as_is: list[torch.fx.GraphModule]) -> None:
+    schedule = cg.schedules.by_name(name)
+    _, right, held = trained(schedule=schedule)
+    _, losses, found = trained(schedule=schedule, fuse="graph")
+    assert_close(losses, right)
+    assert_close(found, held)
+    # Of 9 products 4 are gradients of weights; the first stage has no cotangent of its input.
+    ops = [n.target for graph in as_is for n in graph.graph.nodes]
+    assert ops.count(torch.ops.aten.mm.default) == 5
+
+
+def test_a_step_is_as_before_without() -> None:
+    compiled, _, _ = trained(steps=1)
+    assert compiled.fused == {}
+    assert "fuse" not in format_module(compiled.module)
+
+
+def test_the_plan_says_what_is_compiled(as_is: list[torch.fx.GraphModule], tmp_path: Path) -> None:
+    compiled, _, _ = trained(0.5, steps=1, fuse="graph", dump=tmp_path)
+    text = format_module(compiled.module)
+    assert "fuse = graph" in text
+    assert format_module(parse_module(text)) == text
+    (file,) = tmp_path.glob("*.fused.txt")
+    lines = file.read_text().splitlines()
+    assert any(line.endswith(": compiled") for line in lines)
+    assert any(line.endswith(": runs as it is: it draws random numbers") for line in lines)
+    off, _, _ = trained(steps=1, fuse="graph", passes="-fuse")
+    assert set(off.fused.values()) >= {"nothing asks for it", "it is opaque"}
+    assert "" not in off.fused.values()
+
+
+def test_graphs_are_compiled_once_for_all_schedules(as_is: list[torch.fx.GraphModule]) -> None:
+    lowered = training([Stage.on(rank)(rank) for rank in range(2)])
+    lowered.compile(schedule=cg.schedules.gpipe(), fuse="graph")
+    count = len(as_is)
+    lowered.compile(schedule=cg.schedules.one_f_one_b(), fuse="graph")
+    assert len(as_is) == count > 0
+
+
+def test_what_cannot_be_compiled_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiler(module: torch.fx.GraphModule, examples: Any) -> Any:
+        raise NotImplementedError("no such operator\nand more")
+
+    monkeypatch.setitem(fuse.FUSERS, "picky", lambda: compiler)
+    _, right, held = trained()
+    compiled, losses, found = trained(fuse="picky")
+    assert torch.equal(torch.stack(losses), torch.stack(right))
+    torch.testing.assert_close(found, held, rtol=0, atol=0)
+    why = "picky cannot compile it: NotImplementedError: no such operator"
+    assert why in compiled.fused.values()
+    assert "" not in compiled.fused.values()
+
+
+def test_an_unknown_compiler() -> None:
+    with pytest.raises(ValueError, match=r"fuse='nvfuser': there is no such.*'inductor', or None"):
+        trained(fuse="nvfuser")
+
+
+def _lacks(module: Any, examples: Any, options: Any) -> Any:
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        raise InvalidCxxCompiler
+    except InvalidCxxCompiler as error:
+        raise RuntimeError("while compiling") from error
+
+
+@pytest.mark.parametrize(
+    ("compile_", "says"),
+    [(None, "does not offer here"), (_lacks, r"rank 0: .*needs a C\+\+ compiler.*install g\+\+")],
+)
+def test_what_a_compiler_lacks(
+    compile_: Callable[..., Any] | None, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch._inductor as inductor
+
+    if compile_ is None:
+        monkeypatch.delattr(inductor, "compile")
+    else:
+        monkeypatch.setattr(inductor, "compile", compile_)
+    with pytest.raises(cg.FuseError, match=says):
+        trained(fuse="inductor")
