@@ -4,9 +4,10 @@
     mpirun -n 8 python examples/train_gpt.py
     python examples/train_gpt.py                      # one process plays every rank
 
-Each rank holds one stage. The step below is plain Python over the stages; cg derives the backward,
-inserts the sends and receives, and runs one static schedule on each rank. At the end the same
-stages generate text, and rank 0 has written a checkpoint, a loss curve and the figures to --out.
+Each rank holds one stage, or two where --schedule wants that. The step below is plain Python over
+the stages; cg derives the backward, inserts the sends and receives, and runs one static schedule on
+each rank. At the end the same stages generate text, and rank 0 has written a checkpoint, a loss
+curve and the figures to --out.
 """
 
 from __future__ import annotations
@@ -119,6 +120,14 @@ def learning_rate(step: int, steps: int) -> float:
         return (step + 1) / warmup
     progress = min(1.0, (step - warmup) / max(1, steps - warmup))
     return 0.1 + 0.45 * (1 + math.cos(math.pi * progress))
+
+
+def homes(schedule: str, ranks: int) -> list[int]:
+    """The rank of each stage: round the ranks twice, or down and up again, if that is wanted."""
+    line = list(range(ranks))
+    if schedule in ("interleaved", "looped-bfs"):
+        return line + line
+    return line + line[::-1] if schedule in ("zb-v", "dualpipe-v") else line
 
 
 def cut(layers: int, stages: int) -> list[range]:
@@ -288,8 +297,12 @@ def parse() -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if args.width % Config.heads:
         parser.error(f"--width {args.width} does not divide into {Config.heads} heads")
-    if args.layers < cg.world_size():
-        parser.error(f"{cg.world_size()} ranks need at least as many --layers, not {args.layers}")
+    count = len(homes(args.schedule, cg.world_size()))
+    if args.layers < count:
+        parser.error(
+            f"'{args.schedule}' on {cg.world_size()} ranks has {count} stages and needs at least "
+            f"as many --layers, not {args.layers}"
+        )
     if args.batch % args.microbatches:
         parser.error(f"--batch {args.batch} does not divide into {args.microbatches} microbatches")
     return args
@@ -299,10 +312,10 @@ def main() -> None:
     args = parse()
     config = Config(layers=args.layers, width=args.width)
     text = Text.load()
-    parts = cut(config.layers, cg.world_size())
+    ranks = homes(args.schedule, cg.world_size())
     stages = [
         Stage.on(rank)(config, part, args.seed, args.rate, args.steps)
-        for rank, part in enumerate(parts)
+        for rank, part in zip(ranks, cut(config.layers, len(ranks)), strict=True)
     ]
     train, evaluate, predict = make_steps(stages, args.microbatches, args.backend)
     record, start = Record(), 0

@@ -73,6 +73,15 @@ def test_mpi_ranks(ranks: int, plain: tuple[Path, list[float]], tmp_path: Path) 
     assert ended.output.count("--- sample ---") == (ranks == 3)
 
 
+@pytest.mark.parametrize("schedule", ["interleaved", "dualpipe-v"])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=needs_mpi)])
+def test_two_stages_on_each_rank(
+    ranks: int, schedule: str, plain: tuple[Path, list[float]], tmp_path: Path
+) -> None:
+    ended = train(ranks, tmp_path / "run", f"--sample 0 --schedule {schedule}")
+    assert check_written(tmp_path / "run", ended, ranks) == pytest.approx(plain[1], rel=1e-4)
+
+
 @pytest.mark.parametrize("after", [pytest.param(3, marks=needs_mpi), 0])
 def test_resuming_on_other_ranks(after: int, saved: Path, tmp_path: Path) -> None:
     """A run of 2 ranks goes on, on others, as if it had not been interrupted."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import cg
 from cg.backends.virtual import VirtualWorld
 from cg.launch.world import use_world
 
@@ -19,7 +20,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 import checkpoints
 import train_gpt
-from train_gpt import Config, Stage, cut
+from train_gpt import Config, Stage, cut, homes
 
 CONFIG = Config(layers=4, width=12)
 
@@ -100,10 +101,21 @@ def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
         checkpoints.load(tmp_path, stages(2, layers=5))
 
 
+@pytest.mark.parametrize("schedule", cg.schedules.names())
+def test_stages_lie_as_the_schedule_wants_them(schedule: str) -> None:
+    for ranks in (1, 2, 5):
+        stage_ranks = tuple(homes(schedule, ranks))
+        assert set(stage_ranks) == set(range(ranks))
+        assert cg.schedules.by_name(schedule)(cg.schedules.Pipeline(stage_ranks, 4))
+    per_rank = {"interleaved": 2, "looped-bfs": 2, "zb-v": 2, "dualpipe-v": 2}.get(schedule, 1)
+    assert len(homes(schedule, 5)) == 5 * per_rank
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--layers 1", "2 ranks need at least as many --layers, not 1"),
+        ("--layers 1", "'1f1b' on 2 ranks has 2 stages and needs at least as many --layers, not 1"),
+        ("--schedule zb-v --layers 3", "'zb-v' on 2 ranks has 4 stages and needs at least"),
         ("--batch 5 --microbatches 2", "--batch 5 does not divide into 2 microbatches"),
         ("--schedule none", "invalid choice: 'none' (choose from"),
         ("--microbatches 0", "--microbatches must be at least 1"),
