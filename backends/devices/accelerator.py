@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 from weakref import WeakSet
 
@@ -40,6 +40,7 @@ class Accelerator:
         self._begin = self._module.Event()
         self._end = self._module.Event()
         self._module.set_device(index)
+        self._compute: Any = self.stream(Stream.COMPUTE)
 
     def stream(self, kind: Stream) -> Queue:
         """See `Device`."""
@@ -66,28 +67,30 @@ class Accelerator:
         """See `Device`."""
         return int(getattr(queue, self._handle))
 
-    @contextmanager
-    def session(self) -> Iterator[None]:
-        """See `Device`."""
-        module, compute = self._module, self.stream(Stream.COMPUTE)
-        before = module.current_stream(self.torch_device)
+    def session(self) -> AbstractContextManager[None]:
+        """See `Device`; they are not nested."""
+        return self
+
+    def __enter__(self) -> None:
+        module, compute = self._module, self._compute
+        before = module.current_stream(self.index)
         self._begin.record(before)
         compute.wait_event(self._begin)
         self._caller = before
         module.set_stream(compute)
-        try:
-            yield
-        finally:
-            self._end.record(compute)
-            module.set_stream(before)
-            before.wait_event(self._end)
-            self._caller = None
+
+    def __exit__(self, *_: object) -> None:
+        before = self._caller
+        self._end.record(self._compute)
+        self._module.set_stream(before)
+        before.wait_event(self._end)
+        self._caller = None
 
     def caller(self) -> Queue:
         """See `Device`."""
         if self._caller is not None:
             return self._caller  # type: ignore[no-any-return]
-        return self._module.current_stream(self.torch_device)  # type: ignore[no-any-return]
+        return self._module.current_stream(self.index)  # type: ignore[no-any-return]
 
     def keep(self, tensors: Sequence[torch.Tensor]) -> None:
         """See `Device`."""

@@ -1,0 +1,1 @@
+"""The sections of `benchmarks/gpu.py`, one a file."""

@@ -1,0 +1,130 @@
+"""Two stages, eight microbatches: forward and backward of two matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+import cg
+from cg.ir.attributes import Stream
+
+from .by_hand import Hand
+from .report import Report
+from .timing import on_device, per_call, reasons
+
+MICROBATCHES = 8
+
+
+@cg.actor
+class Linear(torch.nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.eye(size) / 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.w
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.w).sum()
+
+
+def pipeline(report: Report) -> None:
+    """Forward and backward of two matrices."""
+    for size in (64, 1024):
+        a, b = Linear.on(0)(size), Linear.on(1)(size)
+        x = torch.ones(MICROBATCHES * size, size, device="cuda")
+
+        @cg.trace
+        def step(x: torch.Tensor, a: Any = a, b: Any = b) -> None:
+            losses = [b.loss(a.forward(part)) for part in cg.microbatches(x, MICROBATCHES)]
+            cg.backward(cg.mean(losses))
+
+        raw = HandPipeline(size)
+        hand = on_device(raw.replay)
+        raw.close()
+        report.note("pipeline", f"{size}² by hand, one graph", hand, "µs")
+        for switches in ("", "-capture", "-overlap"):
+            compiled = step.lower(x).compile(passes=switches)
+            name = {"": "captured", "-capture": "eager", "-overlap": "captured, -overlap"}[switches]
+            device = on_device(partial(compiled, x))
+            report.note("pipeline", f"{size}² cg {name}, device", device, "µs", ratio=device / hand)
+            call = per_call(partial(compiled, x))
+            report.note(
+                "pipeline", f"{size}² cg {name}, call and wait", call, "µs", ratio=call / hand
+            )
+            report.say("   ", reasons(compiled))
+            compiled.close()
+
+
+class HandPipeline(Hand):
+    """1F1B by hand."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        new = lambda: torch.ones(size, size, device="cuda")  # noqa: E731
+        self.w, self.grad = new(), torch.zeros(size, size, device="cuda")
+        self.x = [new() for _ in range(MICROBATCHES)]
+        self.h = [new() for _ in range(MICROBATCHES)]
+        self.g = [new() for _ in range(MICROBATCHES)]
+        self.ones = new()
+        # A kernel must not be loaded while a receive waits.
+        with torch.cuda.stream(self.streams[Stream.COMPUTE]):
+            for _ in range(2):
+                torch.mm(self.ones, self.ones.t(), out=self.x[0]).sum()
+                torch.mm(self.ones, self.ones, out=self.x[0])
+                self.grad.addmm_(self.ones.t(), self.ones)
+        torch.cuda.synchronize()
+        cg.barrier()
+        self.capture(self.work)
+
+    def after(self, one: Any, other: Any) -> None:
+        event = torch.cuda.Event()
+        event.record(one)
+        other.wait_event(event)
+
+    def work(self) -> None:
+        compute = torch.cuda.current_stream()
+        send, recv = self.streams[Stream.SEND], self.streams[Stream.RECV]
+        self.after(compute, send)
+        self.after(compute, recv)
+        if self.rank == 0:
+            arrived = []
+            for g in self.g:
+                self.recv(1, g, recv)
+                event = torch.cuda.Event()
+                event.record(recv)
+                arrived.append(event)
+            for i in range(MICROBATCHES):
+                self.forward(i, compute, send)
+                if i >= 1:
+                    self.backward(i - 1, compute, arrived)
+            self.backward(MICROBATCHES - 1, compute, arrived)
+        elif self.rank == 1:
+            arrived = []
+            for h in self.h:
+                self.recv(0, h, recv)
+                event = torch.cuda.Event()
+                event.record(recv)
+                arrived.append(event)
+            for i in range(MICROBATCHES):
+                compute.wait_event(arrived[i])
+                torch.mm(self.h[i], self.w, out=self.x[i])
+                self.x[i].sum()
+                self.grad.addmm_(self.h[i].t(), self.ones)
+                torch.mm(self.ones, self.w.t(), out=self.g[i])
+                self.after(compute, send)
+                self.send(1, self.g[i], send)
+        self.after(send, compute)
+        self.after(recv, compute)
+
+    def forward(self, i: int, compute: Any, send: Any) -> None:
+        torch.mm(self.x[i], self.w, out=self.h[i])
+        self.after(compute, send)
+        self.send(0, self.h[i], send)
+
+    def backward(self, i: int, compute: Any, arrived: Sequence[Any]) -> None:
+        compute.wait_event(arrived[i])
+        self.grad.addmm_(self.x[i].t(), self.g[i])
