@@ -290,7 +290,7 @@ class Instance:
         if self._code.steps[index].role is Role.COMPUTE:
             self._take_care(index, interruption)
         else:
-            self.pending = self._instructions[index]
+            self.pending = self._code.instructions[index]
             self._since = perf_counter()
 
     def _distrust(self, error: Exception) -> None:

@@ -357,12 +357,11 @@ class Lowered:
         switches = parse_switches(",".join(filter(None, (settings.passes, passes))))
         is_driven = max_inflight is not None and self._step._driver is not None
         fabrics = fabrics_of(self._world)
-        # What is received in a driven graph is only put on streams once it has been announced.
         pipeline_of = functools.partial(
             default_pipeline,
             switches=switches,
             fabrics=fabrics,
-            captures=not is_driven,
+            is_driven=is_driven,
             fuse=fuse,
         )
         variants = []
@@ -375,8 +374,8 @@ class Lowered:
             reports = PassManager(pipeline, dump=sink).run(module)
             if sink is not None:
                 sink.finish(module, reports)
-                if fabrics is not None and not is_driven:
-                    sink.add("graphs.txt", describe(module, fabrics.ranks))
+                if fabrics is not None:
+                    sink.add("graphs.txt", describe(module, fabrics.ranks, not is_driven))
             fused = Fused(trace.bodies)
             if fuse is not None:
                 fused = fusing.apply(module, self._world)

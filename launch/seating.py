@@ -238,7 +238,7 @@ class Seating:
         announcements = {id_: Announcements(host, channel) for id_, channel in announcing}
         binder = partial(DrivenBinder, device=on_device.device, announcements=announcements)
         device, watch = on_device.device, on_device.watch
-        return DeviceInstance(linked, *shared, binder, device=device, watch=watch)
+        return DeviceInstance(linked, *shared, binder=binder, device=device, watch=watch)
 
     def _reports(self, rank: int, silent: tuple[int, ...], host: Communicator) -> Reports | None:
         reporting = self._wiring.reporting

@@ -41,9 +41,13 @@ class Capture(Pass):
 
     Attributes:
         ranks: as in `Fabrics`; a rank without a device captures nothing.
+        messages: whether messages between devices may be part of a graph. Those of a program that
+            one rank drives are announced by hosts, one by one, so only what is computed between
+            them is.
     """
 
     ranks: str = ""
+    messages: bool = True
 
     name: ClassVar[str] = "capture"
     requires: ClassVar[tuple[Phase, ...]] = (Phase.SCHEDULED,)
@@ -54,7 +58,7 @@ class Capture(Pass):
         changed = False
         for program in module.programs:
             if fabrics.of_rank(program.rank or 0) is not None:
-                changed = _number(module, program, fabrics) or changed
+                changed = _number(module, program, fabrics, self.messages) or changed
         return changed
 
 
@@ -73,12 +77,14 @@ class Cut:
     reason: str
 
 
-def cuts(module: Module, program: Program, fabrics: Fabrics) -> list[Cut]:
+def cuts(module: Module, program: Program, fabrics: Fabrics, messages: bool = True) -> list[Cut]:
     """What keeps a rank's program from being one graph, in order."""
     hosts: set[Value] = set()
     found: dict[int, str] = {}
     for index, op in enumerate(program.ops):
         reason = _reason(op, module, fabrics, hosts)
+        if not messages and isinstance(op, Send | Recv | Collective | Wait):
+            reason = "messages are announced"
         if reason is not None:
             found[index] = reason
     while crossing := _crossing(program, found):
@@ -112,7 +118,7 @@ def _crossing(program: Program, found: Mapping[int, str]) -> dict[int, str]:
     return crossing
 
 
-def describe(module: Module, ranks: str) -> str:
+def describe(module: Module, ranks: str, messages: bool = True) -> str:
     """For each rank with a device the graphs of its program, and what cuts it, in words."""
     fabrics = Fabrics(ranks)
     lines = []
@@ -122,7 +128,7 @@ def describe(module: Module, ranks: str) -> str:
             continue
         graphs = {op.graph for op in program.ops if op.graph is not None}
         whole = "one graph, the whole program" if len(graphs) == 1 else f"{len(graphs)} graphs"
-        found = cuts(module, program, fabrics)
+        found = cuts(module, program, fabrics, messages)
         lines.append(f"rank {program.rank}: {f'{len(graphs)} graphs' if found else whole}")
         counted: dict[str, int] = {}
         for cut in found:
@@ -131,25 +137,26 @@ def describe(module: Module, ranks: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _number(module: Module, program: Program, fabrics: Fabrics) -> bool:
+def _number(module: Module, program: Program, fabrics: Fabrics, messages: bool) -> bool:
     before = [op.graph for op in program.ops]
-    left_to_host = {cut.index for cut in cuts(module, program, fabrics)}
+    left_to_host = {cut.index for cut in cuts(module, program, fabrics, messages)}
+    least = 2 if messages else 1
     number = 0
     pending: list[Op] = []
     for index, op in enumerate(program.ops):
         op.graph = None
         if index in left_to_host or isinstance(op, Return):
-            number += _close(pending, number)
+            number += _close(pending, number, least)
             pending = []
         elif not isinstance(op, Alloc):
             pending.append(op)
     return before != [op.graph for op in program.ops]
 
 
-def _close(ops: list[Op], number: int) -> bool:
+def _close(ops: list[Op], number: int, least: int) -> bool:
     """Make a graph of some ops, if that saves the host any work."""
     work = sum(isinstance(op, Call | Copy | Send | Recv | Collective | Constant) for op in ops)
-    if work < 2:
+    if work < least:
         return False
     for op in ops:
         op.graph = number

@@ -29,7 +29,7 @@ def default_pipeline(
     schedule: Schedule | None = None,
     switches: Switches | None = None,
     fabrics: Fabrics | None = None,
-    captures: bool = True,
+    is_driven: bool = False,
     fuse: str | None = None,
 ) -> Pipeline:
     """From a traced module to one checked program for each rank.
@@ -38,7 +38,7 @@ def default_pipeline(
         schedule: in which order each rank runs its tasks; 1F1B if there is none.
         switches: optional passes to leave out and experimental ones to take in.
         fabrics: what joins the ranks' devices; None where no rank has any.
-        captures: whether devices may record parts of the programs as graphs.
+        is_driven: whether one rank starts executions, so that hosts announce messages.
         fuse: what compiles the graphs of functions as a whole; None if nothing does.
 
     Raises:
@@ -84,14 +84,14 @@ def default_pipeline(
         CheckRaces(),
     ]
     if fabrics is not None:
-        steps = _for_devices(steps, fabrics, captures)
+        steps = _for_devices(steps, fabrics, is_driven)
     if fuse is not None:
         # The functions are final: those that `differentiate` has replaced are gone.
         steps.append(Fuse(fuse))
     return (switches if switches is not None else Switches()).apply(tuple(steps))
 
 
-def _for_devices(steps: list[Pass], fabrics: Fabrics, captures: bool) -> list[Pass]:
+def _for_devices(steps: list[Pass], fabrics: Fabrics, is_driven: bool) -> list[Pass]:
     """The steps, and those that devices need besides.
 
     Channels are made for one transport each, so it is chosen before there are any. Graphs only
@@ -99,5 +99,5 @@ def _for_devices(steps: list[Pass], fabrics: Fabrics, captures: bool) -> list[Pa
     """
     choose = ChooseTransports(fabrics.ranks, fabrics.reduces)
     at = next(i for i, step in enumerate(steps) if isinstance(step, InsertTransfers)) + 1
-    capture = [Capture(fabrics.ranks)] if captures else []
-    return [*steps[:at], choose, *steps[at:], *capture]
+    capture = Capture(fabrics.ranks, messages=not is_driven)
+    return [*steps[:at], choose, *steps[at:], capture]

@@ -34,7 +34,7 @@ class Accelerator:
         self._handle = handle
         self._graph_class: Callable[[], Any] = getattr(self._module, graph)
         self._streams: dict[Stream, Any] = {}
-        self._caller: Any = None
+        self._callers: list[Any] = []
         self._pool: Any = None
         self._graphs: WeakSet[Any] = WeakSet()
         self._begin = self._module.Event()
@@ -68,7 +68,7 @@ class Accelerator:
         return int(getattr(queue, self._handle))
 
     def session(self) -> AbstractContextManager[None]:
-        """See `Device`; they are not nested."""
+        """See `Device`."""
         return self
 
     def __enter__(self) -> None:
@@ -76,26 +76,25 @@ class Accelerator:
         before = module.current_stream(self.index)
         self._begin.record(before)
         compute.wait_event(self._begin)
-        self._caller = before
+        self._callers.append(before)
         module.set_stream(compute)
 
     def __exit__(self, *_: object) -> None:
-        before = self._caller
+        before = self._callers.pop()
         self._end.record(self._compute)
         self._module.set_stream(before)
         before.wait_event(self._end)
-        self._caller = None
 
     def caller(self) -> Queue:
         """See `Device`."""
-        if self._caller is not None:
-            return self._caller  # type: ignore[no-any-return]
+        if self._callers:
+            return self._callers[-1]  # type: ignore[no-any-return]
         return self._module.current_stream(self.index)  # type: ignore[no-any-return]
 
     def keep(self, tensors: Sequence[torch.Tensor]) -> None:
         """See `Device`."""
         for tensor in tensors:
-            tensor.record_stream(self._caller)
+            tensor.record_stream(self._callers[-1])
 
     def seed(self, seed: int) -> None:
         """See `Device`."""

@@ -120,6 +120,7 @@ class Segment:
     Attributes:
         number: the `graph` of its ops.
         reason: why it runs as it is and is not replayed, if that is so.
+        at: the instruction that was begun last, where they run one by one; else 0.
         captures: graphs captured so far.
         replays: executions that replayed one.
     """
@@ -138,6 +139,7 @@ class Segment:
     ) -> None:
         self.number = number
         self.reason = _refusal(bodies)
+        self.at = 0
         self.captures = 0
         self.replays = 0
         self._instructions = tuple(instructions)
@@ -157,6 +159,7 @@ class Segment:
 
     def __call__(self) -> bool:
         """Put the segment's work on the streams."""
+        self.at = 0
         if self.reason is not None or self._warm < WARM_UPS:
             self._warm += 1
             if self.reason is None:
@@ -191,8 +194,10 @@ class Segment:
 
     def _run(self) -> None:
         self._flow.fork()
-        for instruction in self._instructions:
+        for at, instruction in enumerate(self._instructions):
+            self.at = at
             instruction()
+        self.at = 0
 
     def _come_again(self) -> bool:
         """Whether all inputs are where a graph may read them in place.
@@ -371,7 +376,7 @@ def cut(code: Code, linked: LinkedProgram, binder: DeviceBinder) -> tuple[Segmen
     of any, the other streams fork from the compute stream.
     """
     program, functions = linked.program, linked.module.functions
-    runs = _runs(code, program)
+    runs = runs_of(code, program)
     segments: list[Segment] = []
     stable: dict[int, Tensor] = {}
     instructions: list[Instruction] = []
@@ -391,7 +396,7 @@ def cut(code: Code, linked: LinkedProgram, binder: DeviceBinder) -> tuple[Segmen
             for i in range(first, last):
                 emit(code.instructions[i], code.ops[i], code.awaited[i], code.steps[i])
             continue
-        interface = _interface(code, program, first, last)
+        interface = interface_of(code, program, first, last)
         called = dict.fromkeys(
             op.fn.name
             for op in (program.ops[code.ops[i]] for i in range(first, last))
@@ -421,7 +426,7 @@ def cut(code: Code, linked: LinkedProgram, binder: DeviceBinder) -> tuple[Segmen
     return tuple(segments)
 
 
-def _runs(code: Code, program: Program) -> list[tuple[int | None, int, int]]:
+def runs_of(code: Code, program: Program) -> list[tuple[int | None, int, int]]:
     """The instructions by graph: number, first, and one behind the last."""
     runs: list[tuple[int | None, int, int]] = []
     for index, at in enumerate(code.ops):
@@ -433,7 +438,8 @@ def _runs(code: Code, program: Program) -> list[tuple[int | None, int, int]]:
     return runs
 
 
-def _interface(code: Code, program: Program, first: int, last: int) -> Interface:
+def interface_of(code: Code, program: Program, first: int, last: int) -> Interface:
+    """What some instructions in a row have in common with the rest of a program."""
     written: dict[int, None] = {}
     reads: dict[int, None] = {}
     for step in code.steps[first:last]:

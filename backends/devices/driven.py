@@ -65,6 +65,9 @@ class DrivenBinder(DeviceBinder):
 
     Args:
         announcements: for each channel whose messages go by streams, by its id.
+
+    Attributes:
+        gates: the instructions that wait for earlier executions.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class DrivenBinder(DeviceBinder):
         self._expected: dict[Value, tuple[Recv, StreamPort, Port]] = {}
         self._tokens: dict[Value, int] = {}
         self._told: list[Port] = []
+        self.gates: frozenset[Instruction] = frozenset()
         ops = linked.program.ops
         work = [index for index, op in enumerate(ops) if isinstance(op, _WORK)]
         self._first_work = next((i for i in work if not isinstance(ops[i], Recv)), 0)
@@ -103,6 +107,7 @@ class DrivenBinder(DeviceBinder):
             gate, passage = self._tickets.gate(STREAMS)
             gates.setdefault(self._first_work, []).append(gate)
             passages.setdefault(self._last_work, []).append(passage)
+        self.gates = frozenset(gate for each in gates.values() for gate in each)
         return gates, passages
 
     def _bind_op(self, op: Op, arena: object) -> None:

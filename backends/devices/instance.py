@@ -7,10 +7,16 @@ from typing import Any
 
 from torch import Tensor
 
-from ..instance import Instance
+from ..instance import Guard, Instance, Reports
 from ..instructions import Instruction
+from ..linked import LinkedProgram
+from ..statistics import Statistics
 from ..steps import Role
+from ..tracing import InstructionLog
+from ..turnstiles import Turnstiles
 from .base import Device, Queue
+from .driven import DrivenBinder
+from .interleave import interleave
 
 
 class Delivery:
@@ -41,13 +47,33 @@ class DeviceInstance(Instance):
     whatever its receiver puts on a stream behind `delivery`.
 
     Args:
-        arguments: as `Instance` takes them.
+        linked, turnstiles, statistics, guards, reports: as `Instance` takes them.
+        binder: binds the program.
         device: of this rank.
         watch: called with the number of each execution that has been put on the device.
     """
 
-    def __init__(self, *arguments: Any, device: Device, watch: Callable[[int], None]) -> None:
-        super().__init__(*arguments)
+    def __init__(
+        self,
+        linked: LinkedProgram,
+        turnstiles: Turnstiles,
+        statistics: Statistics,
+        guards: Sequence[Guard] = (),
+        reports: Reports | None = None,
+        *,
+        binder: Callable[..., DrivenBinder],
+        device: Device,
+        watch: Callable[[int], None],
+    ) -> None:
+        binders: list[DrivenBinder] = []
+
+        def make(*given: Any) -> DrivenBinder:
+            binders.append(binder(*given))
+            return binders[0]
+
+        super().__init__(linked, turnstiles, statistics, guards, reports, make)
+        self._graphs = interleave(self._code, linked, binders[0])
+        self._instructions = self._graphs.instructions
         self._device = device
         self._watch = watch
         self._polls: dict[Instruction | None, Callable[[], bool]] = {}
@@ -66,6 +92,25 @@ class DeviceInstance(Instance):
             return False
         with self._device.session():
             return super().advance()
+
+    def record(self, log: InstructionLog | None) -> None:
+        """See `Instance`; what is recorded runs as it is, and not by graphs."""
+        super().record(log)
+        if log is None:
+            self._instructions = self._graphs.instructions
+
+    def _index(self) -> int:
+        index = super()._index()
+        if self._careful is not None or self._instructions is not self._graphs.instructions:
+            return index
+        return self._graphs.place(index)
+
+    def _go_on_after(self, error: BaseException, limit: int | None) -> bool:
+        if self._careful is None and self._instructions is self._graphs.instructions:
+            # What comes behind a graph, but stands ahead of what has failed in it.
+            for instruction in self._graphs.put_off(super()._index()):
+                instruction()
+        return super()._go_on_after(error, limit)
 
     def _end(self) -> None:
         if self.on_end is not None:

@@ -31,6 +31,13 @@ class Boom(Exception):
         self.code = code
 
 
+def worked(x: torch.Tensor) -> torch.Tensor:
+    """Enough operators for a graph; keeps the sign."""
+    for i in range(6):
+        x = torch.tanh(x * 0.5) * (2 + i)
+    return x
+
+
 @cg.actor
 class Part(torch.nn.Module):
     def __init__(self, rank: int) -> None:
@@ -40,6 +47,18 @@ class Part(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * 2 + self.rank
+
+    def work(self, x: torch.Tensor) -> torch.Tensor:
+        return worked(x)
+
+    def shift(self, x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        return x + at.sum()
+
+    def join(self, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        return x + 10 * y + 100 * z
+
+    def look(self, x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.embedding(at, x.view(4, -1)).reshape(-1) * 2
 
     def add(self, x: torch.Tensor) -> torch.Tensor:
         self.total.add_(x)
@@ -164,6 +183,75 @@ def errors() -> None:
             assert first(graph.execute(x_of(1)).result()[0]) == right
 
 
+def graphs() -> None:
+    """What is computed between messages is replayed, and ends well after a failure."""
+    stages = parts()
+
+    def step(x: torch.Tensor) -> Any:
+        long = [stage.work(x) for stage in stages]
+        x = stages[1].check(stages[1].work(long[1]))
+        return stages[0].work(x), stages[0].add(stages[0].work(long[0])), *long
+
+    def right(x: torch.Tensor) -> list[torch.Tensor]:
+        once = worked(x)
+        twice = worked(once)
+        return [worked(twice + 1), twice, *[once] * len(stages)]
+
+    with driven(step, x_of(0), max_inflight=2) as graph:
+        if cg.rank():
+            graph.serve()
+        else:
+            total, kept = torch.zeros(WIDTH), []
+            for i in range(8):
+                futures = [graph.execute(x_of(value)) for value in (i, -100, i + 0.5)]
+                for value, future in zip((i, -100, i + 0.5), futures, strict=True):
+                    expected = right(x_of(value))
+                    total = total + expected[1]  # also where another method fails
+                    if value < 0:
+                        assert isinstance(future.exception(timeout=30), Boom)
+                        continue
+                    expected[1] = total
+                    kept.append((future.result(timeout=30), expected))
+            for found, expected in kept:
+                assert all(map(torch.allclose, found, expected)), (found, expected)
+            assert len(kept) == 16
+        seats = graph._made.graph.seats[cg.rank()]
+        segments = [s for seat in seats for each in seat.instances for s in each._graphs.segments]
+        assert all(each.reason is None for each in segments), [each.reason for each in segments]
+        replays = sum(each.replays for each in segments)
+        assert replays > 4, f"{replays} replays of {len(segments)} graphs"
+
+
+def within() -> None:
+    """A traced line raises in the middle of what is to become a graph: what is ahead of it has run
+    once, what depends on it has not, whether there are graphs or not."""
+    table = torch.zeros(4, dtype=torch.long)
+
+    def play(passes: str) -> list[list[float]]:
+        stages, other = parts(), Part.on(1)(1)
+
+        def step(x: torch.Tensor, at: torch.Tensor) -> Any:
+            first = stages[1].shift(x, at)  # which asks for both inputs, ahead of all that follows
+            before, aside = stages[1].add(x), other.add(x)
+            found = stages[1].look(stages[1].work(x), at)
+            return stages[0].forward(found), stages[1].join(first, before, aside)
+
+        seen: list[list[float]] = []
+        with driven(step, x_of(0), table, max_inflight=1, passes=passes) as graph:
+            if cg.rank() == 0:
+                for i in range(6):
+                    future = graph.execute(x_of(i), table + (9 if i == 1 else i % 4))
+                    if future.exception(timeout=30) is None:
+                        seen.append([float(each[0]) for each in future.result()])
+                    else:
+                        assert isinstance(future.exception(), IndexError), future.exception()
+        return seen
+
+    captured, plain = play(""), play("-capture")
+    assert captured == plain, (captured, plain)
+    assert len(captured) == (5 if cg.rank() == 0 else 0)
+
+
 def collectives() -> None:
     """All ranks reduce; where one cannot, none does."""
     stages = parts()
@@ -277,7 +365,7 @@ def exits() -> None:
         graph.serve()
 
 
-CHECKS = (values, state, errors, collectives, timeouts, variants, awaits, mixed)
+CHECKS = (values, state, errors, graphs, within, collectives, timeouts, variants, awaits, mixed)
 
 
 def main() -> None:

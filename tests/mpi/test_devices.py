@@ -25,7 +25,18 @@ def check_interruptions(ended: Ended, interrupted: Sequence[int]) -> None:
     assert ended.code == 130, ended.output
 
 
-DRIVEN = ["values", "state", "errors", "collectives", "timeouts", "variants", "awaits", "mixed"]
+DRIVEN = [
+    "values",
+    "state",
+    "errors",
+    "graphs",
+    "within",
+    "collectives",
+    "timeouts",
+    "variants",
+    "awaits",
+    "mixed",
+]
 
 
 def check_driven(ended: Ended) -> None:

@@ -111,9 +111,9 @@ module @s phase=scheduled world=2 {
 """
 
 
-def graphs(text: str) -> list[int | None]:
+def graphs(text: str, messages: bool = True) -> list[int | None]:
     module = parse_module(text)
-    PassManager((Capture("nccl+nccl"),)).run(module)
+    PassManager((Capture("nccl+nccl", messages),)).run(module)
     return [op.graph for op in module.program_of(0).ops]
 
 
@@ -133,6 +133,11 @@ def test_the_host_cuts_it_and_a_receive_under_way_is_of_neither_part() -> None:
         "  cut 1 times: a wait for what is posted early",
         "rank 1: one graph, the whole program",
     ]
+
+
+def test_where_hosts_announce_messages_only_what_is_between_them_is_captured() -> None:
+    found = graphs(PROGRAM.replace("HOST", ""), messages=False)
+    assert found == [None, 0, None, None, None, 1, 1, None]
 
 
 def test_a_rank_without_a_device_captures_nothing() -> None:
