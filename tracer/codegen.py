@@ -23,7 +23,7 @@ from torch import fx
 
 from ..ir.location import Location
 from .fusible import Fusible, Product, make_fusible, results
-from .graphs import Piece
+from .graphs import Piece, memory_of
 from .lifting import Slot
 
 Compute = Callable[..., Sequence[torch.Tensor]]
@@ -56,6 +56,9 @@ class GraphBody(Protocol):
 
 
 _serial = itertools.count()
+
+LARGE = 1 << 20
+"""Bytes of a gradient that is added to `.grad` as soon as it is there, and not with all others."""
 
 
 def make_body(piece: Piece, name: str) -> GraphBody:
@@ -146,6 +149,7 @@ class _Writer:
         }
         self._known: dict[int, str] = {}
         self._last_use = _last_uses(piece.graph)
+        self._early = self._early_gradients()
         nodes = [n for n in piece.graph.nodes if n.op == "placeholder"]
         self._state = nodes[: len(piece.state)]
         self._inputs = nodes[len(piece.state) :]
@@ -162,6 +166,40 @@ class _Writer:
         for node in self.piece.graph.nodes:
             if node.op in ("call_function", "get_attr"):
                 yield self._statement(node), self.piece.locations.get(node)
+            for index, gradient in self._early.get(node, ()):
+                yield f"{self._accumulate([index], [gradient.name])}; del {gradient.name}", None
+
+    def _early_gradients(self) -> dict[fx.Node, list[tuple[int, fx.Node]]]:
+        """Large gradients, by the node behind which nothing uses their memory any more.
+
+        Added there, they do not have to wait for those of all other parameters.
+        """
+        piece = self.piece
+        values = results(piece.graph)
+        first = piece.returned + len(piece.rebinds)
+        large = {
+            node: index
+            for index, node in enumerate(values[first:])
+            if values.count(node) == 1 and node.op == "call_function" and _nbytes(node) >= LARGE
+        }
+        last: dict[int | None, fx.Node] = {}
+        for node in piece.graph.nodes:
+            if node.op != "output":
+                last |= dict.fromkeys(map(memory_of, (node, *node.all_input_nodes)), node)
+        early: dict[fx.Node, list[tuple[int, fx.Node]]] = {}
+        for node, index in large.items():
+            early.setdefault(last[memory_of(node)], []).append((index, node))
+        shared = {memory_of(v) for v in values if v not in large}
+        return {
+            at: [(index, node) for index, node in found if memory_of(node) not in shared]
+            for at, found in early.items()
+        }
+
+    def _accumulate(self, indices: Sequence[int], gradients: Sequence[str]) -> str:
+        chosen = [self.piece.gradients[index] for index in indices]
+        owned = self._global(tuple(g.owned for g in chosen))
+        params = ", ".join(self._slot(g.tensor.slots[0]) for g in chosen)
+        return f"    ACCUMULATE([{params}], [{', '.join(gradients)}], {owned})"
 
     def _prelude(self, arguments: str) -> Iterator[str]:
         again = f"return {self.name}({arguments})"
@@ -203,10 +241,10 @@ class _Writer:
         for slot, value in zip(piece.rebinds, rest, strict=False):
             yield f"    {self._slot(slot)} = {value}"
         gradients = rest[len(piece.rebinds) :]
-        if gradients:
-            owned = self._global(tuple(g.owned for g in piece.gradients))
-            params = ", ".join(self._slot(g.tensor.slots[0]) for g in piece.gradients)
-            yield f"    ACCUMULATE([{params}], [{', '.join(gradients)}], {owned})"
+        done = {index for found in self._early.values() for index, _ in found}
+        late = [index for index in range(len(gradients)) if index not in done]
+        if late:
+            yield self._accumulate(late, [gradients[index] for index in late])
         yield f"    return ({', '.join(returned)}{',' if returned else ''})"
 
     def _values(self) -> list[str]:
@@ -242,6 +280,7 @@ class _FusedWriter(_Writer):
 
     def __init__(self, piece: Piece, name: str, fusible: Fusible, compute: Compute) -> None:
         super().__init__(piece, name)
+        self._early.clear()  # all come together
         self.globals |= {"COMPUTE": compute, "PRODUCT": Product}
         self._fusible = fusible
 
@@ -263,6 +302,11 @@ def _callable(target: Any) -> Any:
     if type(target) is torch._ops.OpOverload:
         return getattr(target, "_op", target)
     return target
+
+
+def _nbytes(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return value.nbytes if isinstance(value, torch.Tensor) and not value.is_sparse else 0
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
