@@ -11,7 +11,7 @@ from typing import Any
 
 from ..backends.base import World
 from ..backends.devices.executable import DeviceExecutable
-from ..backends.devices.watchdog import Watchdog, put_by
+from ..backends.devices.watchdog import Watchdog, cold, put_by
 from ..backends.errors import TransportError
 from ..backends.executor import Executable
 from ..backends.linked import LinkedProgram
@@ -76,22 +76,8 @@ class MixedRuntime(RankRuntime):
         where = self._control.flight_record()
         end = getattr(self._world, "end_job", None)
         assert end is not None, "ranks with devices are processes of a job"
-        end(f"{trouble}. Here is where every rank is:\n{where}{self._cold()}")
-
-    def _cold(self) -> str:
-        """What may have made the driver wait."""
         assert isinstance(self._executable, DeviceExecutable), "ranks with a device have a watchdog"
-        if not self._executable.cold:
-            return ""
-        lines = [f"  @{name}: {why}" for name, why in self._executable.cold.items()]
-        return "\n".join(
-            [
-                "\nThese functions could not be run before messages were under way. Their kernels "
-                "may have to be loaded, which waits for what is on the device; make their methods "
-                "opaque, or compile with -overlap:",
-                *lines,
-            ]
-        )
+        end(f"{trouble}. Here is where every rank is:\n{where}{cold(self._executable.cold)}")
 
     def _faults(self) -> Sequence[str]:
         return faults_of(self._communicators)

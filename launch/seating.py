@@ -12,9 +12,9 @@ from ..backends.devices.base import Device
 from ..backends.devices.driven import Announcements, DrivenBinder
 from ..backends.devices.instance import DeviceInstance
 from ..backends.devices.warm import warm
-from ..backends.devices.watchdog import Watchdog
+from ..backends.devices.watchdog import Watchdog, cold, put_by
 from ..backends.fabric import VirtualFabric
-from ..backends.flight import FlightRecord
+from ..backends.flight import FlightRecord, Position
 from ..backends.graphs import Rebuild
 from ..backends.instance import Guard, Instance, Reports
 from ..backends.linked import LinkedProgram
@@ -140,7 +140,8 @@ class OnDevice:
         self._world = world
         self._resident = resident
         self._streams: list[Communicator] = []
-        self._watchdog = Watchdog(device, timeout, self._faults, self._give_up)
+        self._cold: dict[str, str] = {}
+        self._watchdog = Watchdog(device, timeout, self._faults, self._give_up, self._putting)
         self.watch = self._watchdog.watch
 
     def seat(self, instances: Sequence[Instance], connections: Connections) -> Seat:
@@ -158,8 +159,14 @@ class OnDevice:
     def warm(self, variants: Sequence[Variant]) -> None:
         """Run what the programs call, once for all seats; see `warm`."""
         for variant in variants:
-            warm(LinkedProgram(variant.module, self._world.rank, variant.bodies), self.device)
+            linked = LinkedProgram(variant.module, self._world.rank, variant.bodies)
+            self._cold.update(warm(linked, self.device))
         self.device.synchronize()  # constants are there for all streams
+
+    def _putting(self) -> Position | None:
+        """Where the host puts work on the device at the moment, if it does."""
+        busy = (each for each in self._resident.in_flight if each.pending is None)
+        return next(filter(None, map(put_by, busy)), None)
 
     def _faults(self) -> Sequence[str]:
         return faults_of(self._streams)
@@ -172,7 +179,7 @@ class OnDevice:
         ]
         end = getattr(self._world, "end_job", None)
         assert end is not None, "ranks with devices are processes of a job"
-        end("\n".join([f"{trouble}. Of the executions in flight:", *where]))
+        end("\n".join([f"{trouble}. Of the executions in flight:", *where]) + cold(self._cold))
 
 
 class Seating:

@@ -9,7 +9,7 @@ looks.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 from typing import Protocol
 
@@ -133,3 +133,17 @@ class Watchdog:
                 f"{self._timeout:g} s"
             )
         return None
+
+
+def cold(functions: Mapping[str, str]) -> str:
+    """What may have made the driver wait: functions that could not be run ahead, and why."""
+    if not functions:
+        return ""
+    return "\n".join(
+        [
+            "\nThese functions could not be run before messages were under way. Their kernels "
+            "may have to be loaded, which waits for what is on the device; make their methods "
+            "opaque, or compile with -overlap:",
+            *(f"  @{name}: {why}" for name, why in functions.items()),
+        ]
+    )
