@@ -40,6 +40,7 @@ def share_channels(modules: Sequence[Module]) -> list[Channel]:
 
 
 def _larger(one: Channel, other: Channel) -> Channel:
+    one = replace(one, background=one.background or other.background)
     if one.slots is None or other.slots is None:
         return one
     slot_bytes = max(one.slot_bytes or 0, other.slot_bytes or 0)

@@ -124,6 +124,8 @@ class Channel:
         why: why that transport, in words.
         slots: buffers that the receiver keeps, once planned.
         slot_bytes: bytes of each, once planned; 0 where only objects travel.
+        background: whether receives wait on it while their rank computes, so that they had better
+            leave the device to what it computes.
     """
 
     id: int
@@ -133,6 +135,7 @@ class Channel:
     slots: int | None = None
     slot_bytes: int | None = None
     why: str | None = None
+    background: bool = False
 
 
 @dataclass(eq=False, slots=True)

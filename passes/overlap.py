@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from ..ir.attributes import Effect
 from ..ir.diagnostics import error
 from ..ir.module import Module, Phase, Program
-from ..ir.ops import Barrier, Free, Op, Recv, Return, Send, Value, Wait
+from ..ir.ops import Barrier, Call, Free, Op, Recv, Return, Send, Value, Wait
 from ..ir.types import FutureType
 from .base import Pass
+from .fabrics import is_by_stream
 from .registry import register
 
 
@@ -54,6 +56,9 @@ class Overlap(Pass):
         %h.sent = wait(%h.send) : unit
         return()
 
+    A receive that a device carries out waits on its multiprocessors. A channel whose receives do so
+    while their rank computes is marked `background`, and its transport takes fewer of them.
+
     Attributes:
         lookahead: how many messages of a channel this pass lets be in flight at each end.
     """
@@ -75,7 +80,33 @@ class Overlap(Pass):
             ops = _post_early(_wait_late(program.ops, self.lookahead), self.lookahead)
             changed = changed or any(a is not b for a, b in zip(ops, program.ops, strict=True))
             program.ops[:] = ops
-        return changed
+        return _mark_background(module) or changed
+
+
+def _mark_background(module: Module) -> bool:
+    """Mark the channels of devices on which receives wait while their rank computes."""
+    found: set[int] = set()
+    for program in module.programs:
+        posted: dict[Value, int] = {}
+        for op in program.ops:
+            if isinstance(op, Recv):
+                posted[op.result] = op.chan
+            elif isinstance(op, Wait):
+                posted.pop(op.operands[0], None)
+            elif isinstance(op, Call) and _computes(op, module):
+                found.update(posted.values())
+    changed = False
+    for id_, channel in module.channels.items():
+        background = id_ in found and is_by_stream(channel)
+        changed = changed or background != channel.background
+        module.channels[id_] = replace(channel, background=background)
+    return changed
+
+
+def _computes(op: Call, module: Module) -> bool:
+    """Whether a call does more than to hand on what it gets."""
+    function = module.functions[op.fn.name]
+    return function.effect is not Effect.PURE or len(function.aliases) < len(function.outputs)
 
 
 def _refuse_planned(program: Program) -> None:

@@ -77,7 +77,7 @@ class HcclLibrary:
             self._fail("HcclGetRootInfo", code, "to begin a communicator")
         return bytes(info)
 
-    def connect(self, size: int, unique: bytes, rank: int) -> Any:
+    def connect(self, size: int, unique: bytes, rank: int, width: int | None = None) -> Any:
         """See `Library`; blocks until all members have come, or HCCL_CONNECT_TIMEOUT has passed."""
         if len(unique) != ROOT_INFO_BYTES:
             raise CommunicationError(

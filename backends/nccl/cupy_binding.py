@@ -14,7 +14,10 @@ _MISSING = "CuPy is built without NCCL"
 
 
 class CupyNccl:
-    """See `Library`. Communicators are joined, and called, with the host blocked."""
+    """See `Library`. Communicators are joined, and called, with the host blocked.
+
+    CuPy cannot tell NCCL how wide one is to be; `NCCL_MAX_CTAS` does so for all.
+    """
 
     name = "NCCL (CuPy)"
 
@@ -33,7 +36,7 @@ class CupyNccl:
         made = nccl.get_unique_id()
         return made if isinstance(made, bytes) else bytes(c % 256 for c in made)
 
-    def connect(self, size: int, unique: bytes, rank: int) -> Any:
+    def connect(self, size: int, unique: bytes, rank: int, width: int | None = None) -> Any:
         """See `Library`."""
         try:
             return nccl.NcclCommunicator(size, self._as_made(unique), rank)

@@ -35,12 +35,12 @@ class Nccl4py:
         """See `Library`."""
         return bytes(low.get_unique_id())
 
-    def connect(self, size: int, unique: bytes, rank: int) -> Any:
+    def connect(self, size: int, unique: bytes, rank: int, width: int | None = None) -> Any:
         """See `Library`."""
-        if not self._nonblocking:
-            return _checked(low.comm_init_rank, size, low.UniqueId.from_buffer(unique), rank)
         config = low.Config()
-        config.blocking = 0
+        config.blocking = int(not self._nonblocking)
+        if width is not None:
+            config.min_ctas, config.max_ctas = 1, width
         key = low.UniqueId.from_buffer(unique)
         return _checked(low.comm_init_rank_config, size, key, rank, config)
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from time import monotonic
 from typing import ClassVar
 
+from ...ir.module import Channel
 from ..base import World
 from ..devices.base import Device
 from ..streams.library import CommunicationError, Library
-from ..streams.pool import Pool
+from ..streams.pool import Group, Pool
 
 LIMIT = 32
 """Communicators that a rank may be a member of. Each takes some 500 MB of device memory and, while
@@ -17,6 +19,24 @@ its operations run, multiprocessors. In a pipeline a rank has four, on 64 ranks 
 of 64 ranks sends to each other one, it would have 126: such a plan is refused."""
 
 ABORT_SECONDS = 10.0
+
+NARROW = 2
+"""Multiprocessors for messages in the background, at the least. While a receive waits it occupies
+them, and as many as NCCL sees fit cost an H200 up to a quarter of what it computes meanwhile."""
+
+BYTES_EACH = 8 << 20
+"""One more for each so many bytes of a message, which then takes half a millisecond at most."""
+
+WIDE = 16
+"""With this many NCCL may as well decide."""
+
+
+def width_of(channel: Channel) -> int | None:
+    """How many multiprocessors the messages of a channel may occupy; None for NCCL's choice."""
+    if not channel.background or not channel.slot_bytes:
+        return None
+    wanted = max(NARROW, -(-channel.slot_bytes // BYTES_EACH))
+    return wanted if wanted < WIDE else None
 
 
 class NcclPool(Pool):
@@ -30,6 +50,10 @@ class NcclPool(Pool):
     def __init__(self, world: World, device: Device | None, library: Library | None) -> None:
         super().__init__(world, device, library)
         self._is_stuck = False
+
+    def group_of(self, channel: Channel) -> Group:
+        """See `Pool`."""
+        return replace(super().group_of(channel), width=width_of(channel))
 
     def abort(self) -> None:
         """See `Pool`.

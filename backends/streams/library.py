@@ -34,11 +34,13 @@ class Library(Protocol):
     def unique_id(self) -> bytes:
         """What the members of a new communicator have in common; one of them makes it."""
 
-    def connect(self, size: int, unique: bytes, rank: int) -> Any:
+    def connect(self, size: int, unique: bytes, rank: int, width: int | None = None) -> Any:
         """Begin to join a new communicator; all its members do.
 
         Args:
             rank: this member's number in it.
+            width: how many of the device's multiprocessors its operations may occupy, where the
+                library can be told so.
         """
 
     def is_ready(self, comm: Any) -> bool:

@@ -36,10 +36,15 @@ class Group:
     """Who is joined by a communicator: source and destination, or the members of a collective.
 
     A rank's place in `ranks` is its number as a member.
+
+    Attributes:
+        width: how many of the device's multiprocessors its operations may occupy; as many as the
+            library sees fit if None.
     """
 
     ranks: tuple[int, ...]
     collective: bool
+    width: int | None = None
 
     def __str__(self) -> str:
         if self.collective:
@@ -232,7 +237,7 @@ class Pool(ABC):
 
     def _joined(self, group: Group, key: bytes, member: int) -> Any:
         library = self.library
-        comm = library.connect(len(group.ranks), key, member)
+        comm = library.connect(len(group.ranks), key, member, group.width)
         deadline = monotonic() + CONNECT_SECONDS
         while not library.is_ready(comm):
             if monotonic() > deadline:

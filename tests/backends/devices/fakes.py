@@ -434,7 +434,7 @@ class FakeLibrary:
     def unique_id(self) -> bytes:
         return uuid.uuid4().bytes * 8
 
-    def connect(self, size: int, unique: bytes, rank: int) -> FakeComm:
+    def connect(self, size: int, unique: bytes, rank: int, width: int | None = None) -> FakeComm:
         self.calls.append(f"connect {rank} of {size}")
         return FakeComm(self.folder, size, unique, rank)
 

@@ -10,7 +10,7 @@ import torch
 from cg.backends.devices.capture import WARM_UPS
 from cg.backends.errors import BindError, TransportError
 from cg.backends.nccl import bindings
-from cg.backends.nccl.pool import LIMIT, NcclPool
+from cg.backends.nccl.pool import LIMIT, NcclPool, width_of
 from cg.ir.attributes import Stream
 from cg.ir.module import Channel
 from cg.passes.capture import Capture
@@ -100,3 +100,13 @@ def test_bindings_that_are_not_there() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(TransportError, match="no binding of it can be loaded"):
             bindings.load()
+
+
+def test_messages_in_the_background_are_narrow() -> None:
+    edge = Channel(0, (0, 1), via="nccl", slots=2, slot_bytes=16 << 20, background=True)
+    assert width_of(edge) == 2
+    assert width_of(replace(edge, slot_bytes=64)) == 2
+    assert width_of(replace(edge, slot_bytes=(64 << 20) + 1)) == 9
+    # In front of what waits for them, or this large, they take what they can get.
+    assert width_of(replace(edge, background=False)) is None
+    assert width_of(replace(edge, slot_bytes=200 << 20)) is None
