@@ -9,7 +9,6 @@ from types import TracebackType
 from typing import Any, Self
 
 from ..backends.base import World
-from ..backends.executions import Launcher
 from ..backends.futures import Future
 from ..backends.program_simulator import ProgramSimulation
 from ..backends.program_times import ProgramTimes
@@ -83,14 +82,13 @@ class Compiled:
         self._closed = False
         self._watched: list[Watched] = []
         self._made: graphs.Made | None = None
-        self._launch: Launcher | None = None
+        self._launch: graphs.Launch | None = None
         if driver is None:
             for index in range(len(variants)):
                 self._runtime(index)
         else:
             self._made = self._make_graph(driver, max_inflight)
-            if driver in self._made.executions.residents:
-                self._launch = self._made.executions.launcher(self._made.graph)
+            self._launch = self._made.launch
             self._picks = [self._pick(variant, driver) for variant in variants]
             guarded = any(variant.trace.guards for variant in variants)
             self._needs_more = guarded or any(pick is not None for pick in self._picks)
@@ -197,6 +195,8 @@ class Compiled:
                 f"rank {self._world.rank} drives '{self._name}': it calls execute() and close(), "
                 "and the other ranks serve()"
             )
+        if made.recover is not None:
+            made.recover()
         made.executions.serve(made.graph)
         self._close_runtimes()
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 from ..backends.base import World
@@ -12,23 +13,52 @@ from ..backends.cpu.node import MpiWorld
 from ..backends.cpu.record_ring import RecordRing
 from ..backends.cpu.serving import Serving
 from ..backends.executions import Executions, virtual_executions
+from ..backends.futures import Future
 from ..backends.graphs import Graph
 from ..backends.plan import check_plan
 from ..backends.records import SEATS, VARIANTS
 from ..backends.resident import Seat
 from ..backends.statistics import Statistics
 from ..backends.variants import share_channels
+from .devices import fabrics_of
 from .runtime import transport_of
 from .seating import OnDevice, Seating, Variant, Wiring
+
+Launch = Callable[[int, Sequence[Any], bool], Future]
+"""Starts an execution; see `Launcher`."""
 
 
 @dataclass(frozen=True)
 class Made:
-    """A graph, what runs it, and what this process measures of it, by rank."""
+    """A graph, as one process holds it.
+
+    Attributes:
+        executions: what runs it.
+        graph: the graph.
+        statistics: what this process measures of it, by rank.
+        recover: called on all ranks before they go on with the graph: after a failed step, messages
+            between devices have been broken off. None where there are no devices.
+    """
 
     executions: Executions
     graph: Graph
     statistics: Mapping[int, Statistics]
+    recover: Callable[[], None] | None
+
+    @property
+    def launch(self) -> Launch | None:
+        """Starts executions; None if this process does not play the driver."""
+        if self.graph.driver not in self.executions.residents:
+            return None
+        launcher, recover = self.executions.launcher(self.graph), self.recover
+        if recover is None:
+            return launcher
+
+        def launch(variant: int, inputs: Sequence[Any], block: bool) -> Future:
+            recover()
+            return launcher(variant, inputs, block)
+
+        return launch
 
 
 _worlds: WeakKeyDictionary[World, Executions] = WeakKeyDictionary()
@@ -132,7 +162,10 @@ def make_graph(
         on_device.warm(variants)
     graph = Graph(name, driver, modules, seats, [variant.rebuild for variant in variants])
     executions.open(graph)
-    return Made(executions, graph, statistics)
+    recover = None
+    if fabrics_of(world) is not None:
+        recover = transport_of(world).recover_if_due  # type: ignore[arg-type] # it has devices
+    return Made(executions, graph, statistics, recover)
 
 
 def _cpu_executions(world: MpiWorld) -> Executions:

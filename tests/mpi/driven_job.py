@@ -350,6 +350,31 @@ def mixed() -> None:
     assert first(whole(x_of(5))) == 22.0
 
 
+def after() -> None:
+    """A step fails on all ranks, which breaks messages off; the graph goes on all the same."""
+    stages = parts()
+
+    @cg.trace(outputs=cg.on(1))
+    def checked(x: torch.Tensor) -> torch.Tensor:
+        return stages[1].check(stages[0].forward(x))
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return stages[0].forward(stages[1].forward(x))
+
+    whole = checked.lower(x_of(0)).compile()
+    graph = driven(step, x_of(0), max_inflight=2)
+    whole(x_of(1))
+    try:
+        whole(x_of(-1))
+    except cg.RemoteError as error:
+        assert error.rank == 1, error
+    else:
+        raise AssertionError("the error is lost")
+    with graph:
+        if cg.rank() == 0:
+            assert [first(graph.execute(x_of(i)).result()) for i in range(3)] == [2.0, 6.0, 10.0]
+
+
 def exits() -> None:
     """The interpreter ends with executions in flight and the graph open."""
     stages = parts()
@@ -365,7 +390,19 @@ def exits() -> None:
         graph.serve()
 
 
-CHECKS = (values, state, errors, graphs, within, collectives, timeouts, variants, awaits, mixed)
+CHECKS = (
+    values,
+    state,
+    errors,
+    graphs,
+    within,
+    collectives,
+    timeouts,
+    variants,
+    awaits,
+    mixed,
+    after,
+)
 
 
 def main() -> None:

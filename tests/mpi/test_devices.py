@@ -36,6 +36,7 @@ DRIVEN = [
     "variants",
     "awaits",
     "mixed",
+    "after",
 ]
 
 
