@@ -24,18 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ir.module import FunctionKind, Program
-from ...ir.ops import Call
 from ..base import Body
-from ..binder import Code
 from ..instructions import Instruction, Registers
-from ..linked import LinkedProgram
-from ..steps import KEEP, Role, Step
 from .base import Device, Graph
-from .binder import DeviceBinder
 from .flow import Flow, Mark
 from .lending import Loan, may_be_lent
-from .ports import StreamPort, is_stream_port
+from .ports import StreamPort
 
 WARM_UPS = 2
 """Executions that run as they are, before any is captured: libraries make their handles then."""
@@ -367,105 +361,6 @@ class Segment:
             registers[register] = memory
         for parameter, memory in outlasting.gradients:
             parameter.grad = memory
-
-
-def cut(code: Code, linked: LinkedProgram, binder: DeviceBinder) -> tuple[Segment, ...]:
-    """Make each run of instructions whose ops are of one graph a segment.
-
-    The instructions of `code` are replaced: a segment counts as one. In front of what is not part
-    of any, the other streams fork from the compute stream.
-    """
-    program, functions = linked.program, linked.module.functions
-    runs = runs_of(code, program)
-    segments: list[Segment] = []
-    stable: dict[int, Tensor] = {}
-    instructions: list[Instruction] = []
-    ops: list[int] = []
-    awaited: list[int | None] = []
-    steps: list[Step] = []
-
-    def emit(instruction: Instruction, op: int, waits: int | None, step: Step) -> None:
-        instructions.append(instruction)
-        ops.append(op)
-        awaited.append(waits)
-        steps.append(step)
-
-    for number, first, last in runs:
-        if number is None:
-            emit(_instruction(binder.flow.fork), code.ops[first], None, KEEP)
-            for i in range(first, last):
-                emit(code.instructions[i], code.ops[i], code.awaited[i], code.steps[i])
-            continue
-        interface = interface_of(code, program, first, last)
-        called = dict.fromkeys(
-            op.fn.name
-            for op in (program.ops[code.ops[i]] for i in range(first, last))
-            if isinstance(op, Call) and functions[op.fn.name].kind is FunctionKind.GRAPH
-        )
-        segment = Segment(
-            number,
-            code.instructions[first:last],
-            code.registers,
-            interface,
-            [linked.bodies[name] for name in called],
-            [
-                step.port
-                for step in code.steps[first:last]
-                if step.port is not None and is_stream_port(step.port)
-            ],
-            binder.flow,
-            stable,
-            binder.awaited_outside(number),
-        )
-        segments.append(segment)
-        step = Step(Role.COMPUTE, interface.reads, interface.gives)
-        emit(segment, code.ops[first], None, step)
-    code.instructions[:], code.ops[:] = instructions, ops
-    code.awaited[:], code.steps[:] = awaited, steps
-    code.clears.clear()
-    return tuple(segments)
-
-
-def runs_of(code: Code, program: Program) -> list[tuple[int | None, int, int]]:
-    """The instructions by graph: number, first, and one behind the last."""
-    runs: list[tuple[int | None, int, int]] = []
-    for index, at in enumerate(code.ops):
-        number = program.ops[at].graph
-        if runs and runs[-1][0] == number:
-            runs[-1] = (number, runs[-1][1], index + 1)
-        else:
-            runs.append((number, index, index + 1))
-    return runs
-
-
-def interface_of(code: Code, program: Program, first: int, last: int) -> Interface:
-    """What some instructions in a row have in common with the rest of a program."""
-    written: dict[int, None] = {}
-    reads: dict[int, None] = {}
-    for step in code.steps[first:last]:
-        for register in step.sources:
-            if register not in written and code.template[register] is None:
-                reads[register] = None
-        written.update(dict.fromkeys(step.targets))
-    hands_out: frozenset[int] = frozenset()
-    wanted = set(code.outputs)
-    for step in code.steps[last:]:
-        wanted.update(step.sources)
-        if step.function is not None and step.function.kind is FunctionKind.OPAQUE:
-            hands_out |= frozenset(step.sources)
-    inputs = tuple(register for register in reads if register < len(program.params))
-    gives = tuple(register for register in written if register in wanted)
-    # What both a later op and the caller take has one copy for both.
-    lent = frozenset(code.outputs) - {r for step in code.steps[last:] for r in step.sources}
-    return Interface(tuple(reads), inputs, gives, hands_out | set(code.outputs), lent)
-
-
-def _instruction(do: Any) -> Instruction:
-    def run() -> bool:
-        do()
-        return True
-
-    return run
 
 
 def _refusal(bodies: Sequence[Body]) -> str | None:

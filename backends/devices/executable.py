@@ -12,7 +12,8 @@ from ..executor import Executable
 from ..linked import LinkedProgram
 from .base import Device
 from .binder import DeviceBinder
-from .capture import WARM_UPS, Segment, cut
+from .capture import WARM_UPS, Segment
+from .cut import cut
 from .hosted import landed
 from .warm import warm
 

@@ -19,7 +19,8 @@ from ..binder import Code
 from ..instructions import Instruction
 from ..linked import LinkedProgram
 from ..steps import Role
-from .capture import Segment, interface_of, runs_of
+from .capture import Segment
+from .cut import interface_of, runs_of
 from .driven import DrivenBinder
 from .flow import Flow
 
