@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Protocol
 
-from ..ir.ops import Collective, Recv, Send
+from ..ir.ops import Collective, Recv, Send, batch_of
 
 
 class Place(Protocol):
@@ -38,8 +39,8 @@ class End(Protocol):
 class Traffic:
     """The order in which the messages of one fabric complete.
 
-    A message completes when all its ends are first on their streams. It then lets those behind it
-    on these streams try again.
+    A message completes when all its ends are first on their streams; those of a batch are first
+    together. It then lets those behind it on these streams try again.
 
     Attributes:
         held: channel and number of a message that must not complete yet, if any.
@@ -78,17 +79,25 @@ class Traffic:
         """Whether nothing but the message itself is in the way."""
         if (ends[0].op.chan, ends[0].op.seq) == self.held:
             return False
-        return all(end.line is None or end.line[0] is end for end in ends)
+        return all(map(_is_first, ends))
 
     def completed(self, ends: Sequence[End]) -> None:
         """Take a message off the streams of its ends."""
         for end in ends:
             if end.line is not None:
-                end.line.popleft()
-                if end.line:
-                    self._agenda.append(end.line[0].place)
+                end.line.remove(end)
+                first = takewhile(_is_first, end.line)
+                self._agenda += [other.place for other in first]
 
     def reset(self) -> None:
         """Forget all that is on its way."""
         for line in self._lines.values():
             line.clear()
+
+
+def _is_first(end: End) -> bool:
+    """Whether nothing is ahead of a port on its stream but what is in one batch with it."""
+    if end.line is None or end.line[0] is end:
+        return True
+    batch = batch_of(end.op)
+    return batch is not None and batch == batch_of(end.line[0].op)

@@ -37,11 +37,15 @@ class Effect(enum.Enum):
 
 
 class Stream(enum.Enum):
-    """An in-order queue of a rank: work on one stream never overtakes itself."""
+    """An in-order queue of a rank: work on one stream never overtakes itself.
+
+    MESSAGE takes both directions of a transport that does a rank's messages one after the other.
+    """
 
     COMPUTE = "compute"
     SEND = "send"
     RECV = "recv"
+    MESSAGE = "message"
     COLLECTIVE = "collective"
     COPY = "copy"
 

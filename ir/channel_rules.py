@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from itertools import zip_longest
 from typing import TypeAlias
 
+from .batch_rules import unlike_batches
 from .diagnostics import Diagnostic
 from .module import Channel, Module, Phase, Program
 from .op_rules import Problem, bare, same_but_place
@@ -148,6 +149,7 @@ def _unlike_ends(sent: _End | None, received: _End | None) -> Iterator[Diagnosti
             program,
             notes=(Diagnostic("sent here", sent[1], sent[0]),),
         )
+    yield from unlike_batches(sent, received)
 
 
 def _alone(end: _End) -> Diagnostic:

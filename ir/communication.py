@@ -8,6 +8,7 @@ The model, which is that of `check-deadlock` and of simulations:
 - A message is complete once all its ends have been posted: a send and its receive, or the
   collective of every rank of a group. There is no buffering: a send alone completes nothing.
 - Communication ops of one rank that share a stream complete in the order in which they were posted.
+  The messages of a batch complete together, as soon as all of them can.
 - A message with a slot is not complete before the receiver has freed the slot's last message.
 
 Whether a message completes does not depend on the order in which ranks are looked at, so one run
@@ -18,15 +19,16 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import TypeAlias
 
 from .attributes import Stream
 from .channel_rules import unmatched
 from .diagnostics import IRError
 from .module import Module, Program
-from .ops import Collective, Free, Op, Recv, Send, Value, Wait
+from .ops import Collective, Free, Op, Recv, Send, Value, Wait, batch_of
 from .types import FutureType
 
 CommOp: TypeAlias = Send | Recv | Collective
@@ -39,6 +41,7 @@ class Message:
     Attributes:
         chan, seq: which message of which channel.
         ends: the op of each rank that takes part.
+        unit: the messages that complete together: those of its batch, or itself alone.
         previous: the message that has used the slot before.
         waiting: ranks that a wait for this message blocks.
         missing: how many ends have not been posted.
@@ -46,11 +49,13 @@ class Message:
         freed: whether the receiver has freed the slot.
         ready: when the last end was posted, or, once done, when it was complete.
         start: once done, when it began to travel.
+        wanted: when a rank first came to a wait for it.
     """
 
     chan: int
     seq: int
     ends: dict[int, CommOp] = field(default_factory=dict)
+    unit: tuple[Message, ...] = ()
     previous: Message | None = None
     following: Message | None = None
     waiting: list[int] = field(default_factory=list)
@@ -59,6 +64,7 @@ class Message:
     freed: bool = False
     ready: float = 0.0
     start: float = 0.0
+    wanted: float = inf
 
     def __str__(self) -> str:
         op = next(iter(self.ends.values()))
@@ -118,7 +124,20 @@ def match(module: Module) -> dict[tuple[int, int], Message]:
                 message.ends[program.rank or 0] = op
                 message.missing += 1
     _link_slots(messages)
+    _link_batches(messages)
     return messages
+
+
+def _link_batches(messages: dict[tuple[int, int], Message]) -> None:
+    batches: dict[tuple[frozenset[int], int], list[Message]] = {}
+    for message in messages.values():
+        message.unit = (message,)
+        batch = batch_of(next(iter(message.ends.values())))
+        if batch is not None:
+            batches.setdefault((frozenset(message.ends), batch), []).append(message)
+    for unit in batches.values():
+        for message in unit:
+            message.unit = tuple(unit)
 
 
 def _link_slots(messages: dict[tuple[int, int], Message]) -> None:
@@ -256,7 +275,7 @@ class Progress:
                 freed += self._post(rank, message)
             elif kind is Kind.FREE:
                 freed += self._free(rank, message)
-            elif message.done:
+            elif self._arrive(message, rank):
                 if message.ready > self.clocks[rank]:
                     self.stalls.append(Stall(rank, message, self.clocks[rank], message.ready))
                     self.clocks[rank] = message.ready
@@ -266,6 +285,12 @@ class Progress:
             at += 1
         self.at[rank] = at
         return freed
+
+    def _arrive(self, message: Message, rank: int) -> bool:
+        """Note that a rank comes to a wait for a message; whether it can go on."""
+        if self.clocks[rank] < message.wanted:
+            message.wanted = self.clocks[rank]
+        return message.done
 
     def _work(self, rank: int, op: Op) -> None:
         duration = self._cost(op) if self._cost is not None else 0.0
@@ -298,38 +323,39 @@ class Progress:
         candidates = [first]
         while candidates:
             message = candidates.pop()
-            if message.done or not self._can_complete(message):
+            if message.done or not all(map(self._can_complete, message.unit)):
                 continue
-            self._travel(message)
-            woken += message.waiting
-            message.waiting.clear()
-            for rank, op in message.ends.items():
-                if op.stream is not None and op not in self._early:
-                    queue = self._queues[rank, op.stream]
-                    queue.popleft()
-                    if queue:
-                        candidates.append(queue[0])
+            streams = [stream for part in message.unit for stream in self._streams(part)]
+            self._travel(message.unit, streams)
+            for part in message.unit:
+                woken += part.waiting
+                part.waiting.clear()
+            for stream in streams:
+                self._queues[stream].popleft()
+            candidates += [self._queues[stream][0] for stream in streams if self._queues[stream]]
         return woken
 
-    def _travel(self, message: Message) -> None:
-        """Complete a message as soon as its ends and their streams allow."""
-        streams = [
+    def _streams(self, message: Message) -> list[tuple[int, Stream]]:
+        """The streams that a message is on."""
+        return [
             (rank, op.stream)
             for rank, op in message.ends.items()
             if op.stream is not None and op not in self._early
         ]
+
+    def _travel(self, unit: Sequence[Message], streams: Sequence[tuple[int, Stream]]) -> None:
+        """Complete messages together, as soon as their ends and their streams allow."""
         busy = (self._free_at.get(stream, 0.0) for stream in streams)
-        message.start = max(message.ready, *busy, 0.0)
-        message.ready = message.start
+        start = max(*(message.ready for message in unit), *busy, 0.0)
+        end = start
         if self._transfer is not None:
-            message.ready += self._transfer(message)
-        self._free_at.update(dict.fromkeys(streams, message.ready))
-        message.done = True
+            end += max(map(self._transfer, unit))
+        for message in unit:
+            message.start, message.ready, message.done = start, end, True
+        self._free_at.update(dict.fromkeys(streams, end))
 
     def _can_complete(self, message: Message) -> bool:
+        """Whether nothing is in the way of a message but, perhaps, the others of its unit."""
         if message.missing or (message.previous is not None and not message.previous.freed):
             return False
-        return all(
-            op.stream is None or op in self._early or self._queues[rank, op.stream][0] is message
-            for rank, op in message.ends.items()
-        )
+        return all(self._queues[stream][0] in message.unit for stream in self._streams(message))

@@ -149,7 +149,8 @@ class Send(Op):
     """Start sending the operand to `peer`; the future says that the operand is free again.
 
     `seq` counts the messages of channel `chan` within one execution. `slot` is the buffer of the
-    channel that carries the message, once `plan-buffers` has chosen it.
+    channel that carries the message, once `plan-buffers` has chosen it. A send and a receive with
+    the same `batch` are one operation, at both of their ends: neither waits for the other.
     """
 
     opcode: ClassVar[str] = "send"
@@ -157,17 +158,19 @@ class Send(Op):
     peer: int = field(default=0, kw_only=True)
     seq: int = field(default=0, kw_only=True)
     slot: int | None = field(default=None, kw_only=True)
+    batch: int | None = field(default=None, kw_only=True)
 
 
 @dataclass(eq=False, slots=True)
 class Recv(Op):
-    """Start receiving from `peer`; takes the buffer to receive into, or none."""
+    """Start receiving from `peer`; takes the buffer to receive into, or none. See `send`."""
 
     opcode: ClassVar[str] = "recv"
     chan: int = field(default=0, kw_only=True)
     peer: int = field(default=0, kw_only=True)
     seq: int = field(default=0, kw_only=True)
     slot: int | None = field(default=None, kw_only=True)
+    batch: int | None = field(default=None, kw_only=True)
 
 
 @dataclass(eq=False, slots=True)
@@ -309,6 +312,12 @@ OP_CLASSES: dict[str, type[Op]] = {
         Return,
     )
 }
+
+
+def batch_of(op: Op) -> int | None:
+    """The batch that an op is in, if it is a message that is in one."""
+    return op.batch if isinstance(op, Send | Recv) else None
+
 
 _STRUCTURE = frozenset({"operands", "results", "loc"})
 

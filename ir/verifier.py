@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from .batch_rules import check_batches
 from .channel_rules import check_channel, check_channel_op, unmatched
 from .diagnostics import Diagnostic, IRError
 from .module import Function, Module, Phase, Program, Vjp
@@ -186,6 +187,7 @@ class _ProgramChecker:
                 self._check_op(op, index)
             except Problem as problem:
                 yield Diagnostic(problem.message, op, self._program, problem.value, problem.help)
+        yield from check_batches(self._module, self._program)
         if not self._program.ops or not isinstance(self._program.ops[-1], Return):
             yield Diagnostic(
                 "the program does not end in return",

@@ -375,7 +375,7 @@ class Lowered:
             if sink is not None:
                 sink.finish(module, reports)
                 if fabrics is not None:
-                    sink.add("graphs.txt", describe(module, fabrics.ranks, not is_driven))
+                    sink.add("graphs.txt", describe(module, fabrics, not is_driven))
             fused = Fused(trace.bodies)
             if fuse is not None:
                 fused = fusing.apply(module, self._world)

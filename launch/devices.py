@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -10,7 +10,7 @@ import torch
 
 from ..backends.base import World
 from ..backends.devices import find
-from ..backends.devices.base import Device
+from ..backends.devices.base import Device, Fabric
 from ..passes.fabrics import Fabrics
 
 
@@ -110,13 +110,19 @@ def _gather(world: World) -> Fabrics | None:
     mine = None
     if device is not None:
         fabric = device.fabric
-        mine = ("?", ()) if fabric is None else (fabric.name, tuple(map(str, fabric.reduces)))
+        mine = fabric or Fabric("?", frozenset())
     everyone = world.allgather(mine)
     if not any(everyone):
         return None
-    reduces = set.intersection(*(set(each[1]) for each in everyone if each is not None))
-    ranks = [each[0] if each is not None else "-" for each in everyone]
-    return Fabrics("+".join(ranks), "+".join(sorted(reduces)))
+    found = [each for each in everyone if each is not None]
+    reduces = frozenset.intersection(*(each.reduces for each in found))
+    ranks = [each.name if each is not None else "-" for each in everyone]
+    rendezvous = {each.name for each in found if each.rendezvous}
+    return Fabrics("+".join(ranks), _joined(map(str, reduces)), _joined(rendezvous))
+
+
+def _joined(names: Iterable[str]) -> str:
+    return "+".join(sorted(names))
 
 
 def torch_device(world: World) -> torch.device | None:

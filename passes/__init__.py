@@ -3,6 +3,7 @@
 from . import (
     assign_stages,
     assign_streams,
+    batch_messages,
     capture,
     check_deadlock,
     check_races,
@@ -23,6 +24,7 @@ from . import (
 __all__ = [
     "assign_stages",
     "assign_streams",
+    "batch_messages",
     "capture",
     "check_deadlock",
     "check_races",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,6 +11,7 @@ from ..ir.builder import Names
 from ..ir.module import Module, Phase, Program
 from ..ir.ops import Collective, Free, Op, Recv, Return, Send, Value, Wait
 from .base import Pass
+from .fabrics import one_by_one
 from .registry import register
 
 
@@ -33,19 +35,27 @@ class AssignStreams(Pass):
         %h.on_send = wait(%h) {stream = send} : f32[8,512]
         %h.send = send(%h.on_send) {chan = 0, peer = 1, seq = 0, stream = send} : future<unit>
         %h.sent = wait(%h.send) {stream = compute} : unit
+
+    Attributes:
+        rendezvous: as in `Fabrics`; what such a transport sends and receives is on one stream.
     """
+
+    rendezvous: str = ""
 
     name: ClassVar[str] = "assign-streams"
     requires: ClassVar[tuple[Phase, ...]] = (Phase.SCHEDULED,)
 
     def run(self, module: Module) -> bool:
-        changed = [_assign(program) for program in module.programs]
+        single = one_by_one(module, self.rendezvous)
+        changed = [_assign(program, single) for program in module.programs]
         return any(changed)
 
 
-def _stream_of(op: Op) -> Stream | None:
+def _stream_of(op: Op, single: Collection[int]) -> Stream | None:
     if op.stream is not None or isinstance(op, Return | Free):
         return op.stream
+    if isinstance(op, Send | Recv) and op.chan in single:
+        return Stream.MESSAGE
     if isinstance(op, Send):
         return Stream.SEND
     if isinstance(op, Recv):
@@ -53,14 +63,14 @@ def _stream_of(op: Op) -> Stream | None:
     return Stream.COLLECTIVE if isinstance(op, Collective) else Stream.COMPUTE
 
 
-def _assign(program: Program) -> bool:
+def _assign(program: Program, single: Collection[int]) -> bool:
     names = Names.of(program)
     made_on: dict[Value, Stream] = {}
     waited: dict[tuple[Value, Stream], Value] = {}
     ops: list[Op] = []
     changed = False
     for op in program.ops:
-        stream = _stream_of(op)
+        stream = _stream_of(op, single)
         changed = changed or stream is not op.stream
         op.stream = stream
         if stream is not None and type(op) is not Wait:

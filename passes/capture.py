@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ..ir.attributes import Stream
 from ..ir.module import Channel, FunctionKind, Module, Phase, Program
-from ..ir.ops import Alloc, Call, Collective, Constant, Copy, Op, Recv, Return, Send, Value, Wait
+from ..ir.ops import (
+    Alloc,
+    Call,
+    Collective,
+    Constant,
+    Copy,
+    Op,
+    Recv,
+    Return,
+    Send,
+    Value,
+    Wait,
+    batch_of,
+)
 from .base import Pass
 from .fabrics import Fabrics
 from .registry import register
+
+LEAST = 2
+"""How many ops are worth a graph where messages are part of it."""
 
 
 @register
@@ -44,17 +61,20 @@ class Capture(Pass):
         messages: whether messages between devices may be part of a graph. Those of a program that
             one rank drives are announced by hosts, one by one, so only what is computed between
             them is.
+        rendezvous: as in `Fabrics`; what goes by such a transport keeps the order of its stream,
+            in graphs and outside.
     """
 
     ranks: str = ""
     messages: bool = True
+    rendezvous: str = ""
 
     name: ClassVar[str] = "capture"
     requires: ClassVar[tuple[Phase, ...]] = (Phase.SCHEDULED,)
     optional: ClassVar[bool] = True
 
     def run(self, module: Module) -> bool:
-        fabrics = Fabrics(self.ranks)
+        fabrics = Fabrics(self.ranks, rendezvous=self.rendezvous)
         changed = False
         for program in module.programs:
             if fabrics.of_rank(program.rank or 0) is not None:
@@ -87,7 +107,13 @@ def cuts(module: Module, program: Program, fabrics: Fabrics, messages: bool = Tr
             reason = "messages are announced"
         if reason is not None:
             found[index] = reason
-    while crossing := _crossing(program, found):
+    in_turn = {id_ for id_, channel in module.channels.items() if fabrics.is_one_by_one(channel)}
+    while True:
+        crossing = _crossing(program, found)
+        outside = found.keys() | crossing.keys() | _too_little(program, found)
+        crossing = crossing | _overtaking(program, outside, in_turn)
+        if not crossing:
+            break
         found.update(crossing)
     return [Cut(program.ops[index], index, reason) for index, reason in sorted(found.items())]
 
@@ -115,12 +141,58 @@ def _crossing(program: Program, found: Mapping[int, str]) -> dict[int, str]:
                 crossing[at] = f"a {what} that is posted early, ahead of what the host does"
             if at is not None and index not in found and (at in found or at in crossing):
                 crossing[index] = "a wait for what is posted early"
-    return crossing
+    return crossing | _mates(program, found.keys() | crossing.keys())
 
 
-def describe(module: Module, ranks: str, messages: bool = True) -> str:
+def _overtaking(program: Program, left: Collection[int], in_turn: Set[int]) -> dict[int, str]:
+    """What could overtake, in a graph, what is ahead of it on its stream and was posted outside.
+
+    A graph has branches of its own in place of the device's streams, and its branches wait for
+    nothing but what the compute stream has waited for when the graph begins.
+    """
+    pending: dict[Stream | None, list[Value]] = {}
+    found: dict[int, str] = {}
+    for index, op in enumerate(program.ops):
+        if isinstance(op, Wait):
+            for ahead in pending.values():
+                if op.operands[0] in ahead:
+                    del ahead[: ahead.index(op.operands[0]) + 1]
+        elif isinstance(op, Send | Recv | Collective) and op.chan in in_turn:
+            ahead = pending.setdefault(op.stream, [])
+            if index in left:
+                ahead.append(op.result)
+            elif ahead:
+                found[index] = "a message behind one that is posted early, on the same stream"
+    return found
+
+
+def _too_little(program: Program, left: Collection[int]) -> set[int]:
+    """The ops between two that are left to the host that are not worth a graph."""
+    found: set[int] = set()
+    part: list[int] = []
+    for index, op in enumerate(program.ops):
+        if index not in left and not isinstance(op, Return):
+            part.append(index)
+            continue
+        if _work([program.ops[i] for i in part]) < LEAST:
+            found.update(part)
+        part = []
+    return found
+
+
+def _mates(program: Program, left: Set[int]) -> dict[int, str]:
+    """What is in a batch with something that is left to the host, and not left to it itself."""
+    batches = {index: batch_of(op) for index, op in enumerate(program.ops)}
+    torn = {batches[index] for index in left} - {None}
+    return {
+        index: "a message in a batch with one that is posted early"
+        for index, batch in batches.items()
+        if batch in torn and index not in left
+    }
+
+
+def describe(module: Module, fabrics: Fabrics, messages: bool = True) -> str:
     """For each rank with a device the graphs of its program, and what cuts it, in words."""
-    fabrics = Fabrics(ranks)
     lines = []
     for program in module.programs:
         if fabrics.of_rank(program.rank or 0) is None:
@@ -140,7 +212,7 @@ def describe(module: Module, ranks: str, messages: bool = True) -> str:
 def _number(module: Module, program: Program, fabrics: Fabrics, messages: bool) -> bool:
     before = [op.graph for op in program.ops]
     left_to_host = {cut.index for cut in cuts(module, program, fabrics, messages)}
-    least = 2 if messages else 1
+    least = LEAST if messages else 1
     number = 0
     pending: list[Op] = []
     for index, op in enumerate(program.ops):
@@ -155,12 +227,16 @@ def _number(module: Module, program: Program, fabrics: Fabrics, messages: bool) 
 
 def _close(ops: list[Op], number: int, least: int) -> bool:
     """Make a graph of some ops, if that saves the host any work."""
-    work = sum(isinstance(op, Call | Copy | Send | Recv | Collective | Constant) for op in ops)
-    if work < least:
+    if _work(ops) < least:
         return False
     for op in ops:
         op.graph = number
     return True
+
+
+def _work(ops: Sequence[Op]) -> int:
+    """How many ops the host would have to put on streams."""
+    return sum(isinstance(op, Call | Copy | Send | Recv | Collective | Constant) for op in ops)
 
 
 def _reason(op: Op, module: Module, fabrics: Fabrics, hosts: set[Value]) -> str | None:

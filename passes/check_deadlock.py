@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ..ir.attributes import Stream
 from ..ir.communication import Message, Progress
 from ..ir.diagnostics import Diagnostic, IRError, error
 from ..ir.module import Module, Phase
@@ -108,7 +109,9 @@ def _explain(progress: Progress) -> IRError:
         f"deadlock: {who} would wait for each other for ever"
         if len(ranks) > 1
         else f"deadlock: {who} would wait for itself for ever",
-        help="post receives before waits that their senders depend on, and wait as late as "
+        help=_ONE_BY_ONE
+        if any(step.op.stream is Stream.MESSAGE for step in circle)
+        else "post receives before waits that their senders depend on, and wait as late as "
         "possible",
         notes=tuple(
             Diagnostic(step.message, step.op, progress.programs[step.rank]) for step in circle
@@ -116,8 +119,22 @@ def _explain(progress: Progress) -> IRError:
     )
 
 
+_ONE_BY_ONE = (
+    "this transport does the messages of a rank one after the other: let batch-messages put them "
+    "into one order on all ranks, and those that cross into one batch"
+)
+
+
 def _why(progress: Progress, message: Message) -> _Step:
     """Why a message is not complete when nothing moves any more."""
+    steps = (step for part in message.unit if (step := _obstacle(progress, part)) is not None)
+    found = next(steps, None)
+    assert found is not None, "a message with no reason to wait is complete"
+    return found
+
+
+def _obstacle(progress: Progress, message: Message) -> _Step | None:
+    """What is in the way of a message; None if nothing is but, perhaps, others of its batch."""
     for rank, op in message.ends.items():
         if not progress.posted(message, rank):
             return _stays(
@@ -135,14 +152,14 @@ def _why(progress: Progress, message: Message) -> _Step:
         )
     for rank, op in message.ends.items():
         head = None if op.stream is None else progress.head(rank, op.stream)
-        if op.stream is not None and head is not None and head is not message:
+        if op.stream is not None and head is not None and head not in message.unit:
             return _Step(
                 f"on rank {rank}, {message} is behind {head} on stream {op.stream.value}",
                 rank,
                 op,
                 head,
             )
-    raise AssertionError("a message with no reason to wait is complete")
+    return None
 
 
 def _stays(progress: Progress, rank: int, consequence: str) -> _Step:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..ir.module import Channel
+from ..ir.module import Channel, Module
 from ..ir.types import DType, Place
 
 HOST = "cpu"
@@ -20,6 +20,13 @@ def is_by_stream(channel: Channel) -> bool:
     return channel.via not in HOST_NAMES
 
 
+def one_by_one(module: Module, rendezvous: str) -> frozenset[int]:
+    """The channels whose messages a rank does one after the other; `rendezvous` as in `Fabrics`."""
+    fabrics = Fabrics(rendezvous=rendezvous)
+    edges = (channel for channel in module.channels.values() if not channel.collective)
+    return frozenset(channel.id for channel in edges if fabrics.is_one_by_one(channel))
+
+
 @dataclass(frozen=True)
 class Fabrics:
     """The transports between devices, in the text form that options of passes have.
@@ -28,10 +35,13 @@ class Fabrics:
         ranks: for each rank, with `+` between them, the transport that joins its device to others
             that have the same one; `-` for a rank without a device. Empty where none has any.
         reduces: the element types that these transports reduce, with `+` between them.
+        rendezvous: those of these transports, with `+` between them, that do the messages of a rank
+            one after the other, each when its other end has come.
     """
 
     ranks: str = ""
     reduces: str = ""
+    rendezvous: str = ""
 
     def of_rank(self, rank: int) -> str | None:
         """The transport of a rank's device, if it has one."""
@@ -50,6 +60,10 @@ class Fabrics:
     def knows(self, name: str) -> bool:
         """Whether any device is joined to others by a transport of that name."""
         return name in self.ranks.split("+")
+
+    def is_one_by_one(self, channel: Channel) -> bool:
+        """Whether a rank does the operations of a channel's transport one after the other."""
+        return channel.via is not None and channel.via in self.rendezvous.split("+")
 
     def can_reduce(self, dtype: DType) -> bool:
         """Whether the transports reduce elements of a type."""

@@ -20,7 +20,7 @@ from typing import TypeAlias
 from ..ir.attributes import Stream
 from ..ir.communication import Message, match
 from ..ir.module import Module, Program
-from ..ir.ops import Collective, Free, Op, Recv, Send, Value, Wait
+from ..ir.ops import Collective, Free, Op, Recv, Send, Value, Wait, batch_of
 
 Line: TypeAlias = int
 """A channel by its number, or a stream by a negative number, as these hash faster than streams."""
@@ -59,6 +59,7 @@ class Clocks:
 
     lines: list[Line] = field(default_factory=list)
     known: list[Known] = field(default_factory=list)
+    _batches: dict[int, int] = field(default_factory=dict)
 
     @staticmethod
     def of(program: Program, blocking: bool) -> Clocks:
@@ -79,6 +80,9 @@ class Clocks:
                 and HOST in latest
             ):
                 known = clocks._joined(known, line, latest[HOST])
+            batch = batch_of(op)
+            if batch is not None:
+                clocks._batches[index] = batch
             lines.append(line)
             knowns.append(known)
             latest[line] = index
@@ -89,7 +93,14 @@ class Clocks:
     def is_done(self, earlier: int, later: int) -> bool:
         """Whether an op is surely done when a later one of the program starts."""
         line = self.lines[earlier]
-        return line == self.lines[later] or self.known[later].get(line, -1) >= earlier
+        if line == self.lines[later]:
+            return not self._are_together(earlier, later)
+        return self.known[later].get(line, -1) >= earlier
+
+    def _are_together(self, one: int, other: int) -> bool:
+        """Whether two ops are in one batch, so that neither follows the other."""
+        batch = self._batches.get(one)
+        return batch is not None and batch == self._batches.get(other)
 
     def _joined(self, known: Known, line: Line, other: int) -> Known:
         """What is known once the op `other` is done as well; the same object if nothing is new."""
@@ -115,8 +126,8 @@ class Order:
         self._programs = {program.rank or 0: program for program in module.programs}
         self._messages = match(module)
         self._index: dict[Op, Node] = {}
-        self._before: dict[Node, int] = {}
-        self._host: dict[Node, int] = {}
+        self._before: dict[Node, tuple[int, ...]] = {}
+        self._host: dict[Node, tuple[int, ...]] = {}
         self._made: dict[Value, Node] = {}
         self._frees: dict[Message, Node] = {}
         for rank, program in self._programs.items():
@@ -140,13 +151,16 @@ class Order:
         return target in seen
 
     def _read(self, rank: int, program: Program) -> None:
-        latest: dict[Line, int] = {}
+        # What each line ends in: an op, or those of a batch, which do not follow one another.
+        latest: dict[Line, tuple[int, ...]] = {}
         origins: dict[Value, Message] = {}
         for index, op in enumerate(program.ops):
             node, line = (rank, index), line_of(op, self._blocking)
             self._index[op] = node
-            if line in latest:
-                self._before[node] = latest[line]
+            last = latest.get(line, ())
+            batch = batch_of(op)
+            together = last and batch is not None and batch == batch_of(program.ops[last[0]])
+            self._before[node] = self._before[rank, last[0]] if together else last
             if isinstance(op, _COMMUNICATION):
                 origins[op.results[0]] = self._messages[op.chan or 0, op.seq or 0]
                 # It is started when the host comes to it.
@@ -158,7 +172,7 @@ class Order:
                     self._frees.setdefault(message, node)
                 elif op.results:
                     origins[op.result] = message
-            latest[line] = index
+            latest[line] = (*last, index) if together else (index,)
             self._made.update(dict.fromkeys(op.results, node))
 
     def _node(self, op: Op) -> Node:
@@ -189,5 +203,5 @@ class Order:
         """The op before another on its line, and on the host."""
         rank, _ = node
         for table in (self._before, self._host):
-            if node in table:
-                yield self._node(self._programs[rank].ops[table[node]])
+            for index in table.get(node, ()):
+                yield self._node(self._programs[rank].ops[index])

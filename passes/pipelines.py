@@ -5,6 +5,7 @@ from __future__ import annotations
 from .assign_stages import AssignStages
 from .assign_streams import AssignStreams
 from .base import Pass, Pipeline
+from .batch_messages import BatchMessages
 from .capture import Capture
 from .check_deadlock import CheckDeadlock
 from .check_races import CheckRaces
@@ -38,7 +39,8 @@ def default_pipeline(
         schedule: in which order each rank runs its tasks; 1F1B if there is none.
         switches: optional passes to leave out and experimental ones to take in.
         fabrics: what joins the ranks' devices; None where no rank has any.
-        is_driven: whether one rank starts executions, so that hosts announce messages.
+        is_driven: whether one rank starts executions, so that hosts announce messages, and errors
+            may take their place.
         fuse: what compiles the graphs of functions as a whole; None if nothing does.
 
     Raises:
@@ -94,10 +96,17 @@ def default_pipeline(
 def _for_devices(steps: list[Pass], fabrics: Fabrics, is_driven: bool) -> list[Pass]:
     """The steps, and those that devices need besides.
 
-    Channels are made for one transport each, so it is chosen before there are any. Graphs only
-    number the ops of programs, which stay as they have been proved.
+    Channels are made for one transport each, so it is chosen before there are any. Messages are put
+    in order once receives have been posted as early as may be. Graphs only number the ops of
+    programs, which stay as they have been proved.
     """
-    choose = ChooseTransports(fabrics.ranks, fabrics.reduces)
-    at = next(i for i, step in enumerate(steps) if isinstance(step, InsertTransfers)) + 1
-    capture = Capture(fabrics.ranks, messages=not is_driven)
-    return [*steps[:at], choose, *steps[at:], capture]
+    found: list[Pass] = []
+    for step in steps:
+        if isinstance(step, AssignStreams):
+            order = BatchMessages(fabrics.rendezvous, batches=not is_driven)
+            found += order, AssignStreams(fabrics.rendezvous)
+        else:
+            found.append(step)
+        if isinstance(step, InsertTransfers):
+            found.append(ChooseTransports(fabrics.ranks, fabrics.reduces))
+    return [*found, Capture(fabrics.ranks, not is_driven, fabrics.rendezvous)]

@@ -25,10 +25,13 @@ class Fabric:
     Attributes:
         name: of its communicator, as in `cg.via(x, name)`.
         reduces: the element types that its reductions take.
+        rendezvous: whether it does the messages of a rank one after the other, each when its other
+            end has come, so that they need one order on all ranks.
     """
 
     name: str
     reduces: frozenset[DType]
+    rendezvous: bool = False
 
 
 class Event(Protocol):

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from ...ir.attributes import Stream
-from ...ir.ops import Call, Collective, Copy, Op, Recv, Send, Value, Wait
+from ...ir.ops import Call, Collective, Copy, Op, Recv, Send, Value, Wait, batch_of
 from ...ir.types import FutureType, UnitType
 from ..base import Port
 from ..instructions import Instruction
@@ -52,6 +52,7 @@ class DeviceBinder(HostedBinder):
         self._slots: dict[Value, Mark] = {}
         self._freed: dict[tuple[int, int], Mark] = {}
         self._streamed: dict[Value, StreamPort] = {}
+        self._batches: dict[int, Mark] = {}
         self._crossing = frozenset(
             op.operands[0]
             for op in linked.program.ops
@@ -88,7 +89,7 @@ class DeviceBinder(HostedBinder):
         self._ports[future] = port
         self._indices[future] = self._at
         self._streamed[future] = port
-        done = self._done[future] = Mark(flow)
+        done = self._done[future] = self._mark_behind(op)
         freed = None
         if isinstance(op, Recv) and op.slot is not None:
             freed = self._freed.setdefault((op.chan, op.slot), Mark(flow))
@@ -97,6 +98,13 @@ class DeviceBinder(HostedBinder):
         return instructions.issue(
             port, self._code.registers, source, queue, done, Mark(flow), flow.compute, freed
         )
+
+    def _mark_behind(self, op: Op) -> Mark:
+        """The mark behind an op; those of a batch have one, which the last of them moves."""
+        batch = batch_of(op)
+        if batch is None:
+            return Mark(self.flow)
+        return self._batches.setdefault(batch, Mark(self.flow))
 
     def _bind_wait(self, op: Wait) -> None:
         source, queue = op.operands[0], self.flow.use(stream_of(op))

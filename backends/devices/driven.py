@@ -8,8 +8,9 @@ broken off. Members of a collective tell each other that they have come to it, a
 their streams.
 
 Receives go onto their stream in the order of the program: whoever waits for one has those ahead of
-it put there first. Of several executions in flight, one has put all its work on the rank's streams
-before the next does, so what two ranks put on the streams between them is in one order on both.
+it put there first, and so has a send that is on their stream. Of several executions in flight, one
+has put all its work on the rank's streams before the next does, so what two ranks put on the
+streams between them is in one order on both.
 """
 
 from __future__ import annotations
@@ -17,8 +18,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from ...ir.attributes import Stream
 from ...ir.module import Channel
-from ...ir.ops import Barrier, Call, Collective, Constant, Copy, Op, Recv, Send, Value, View, Wait
+from ...ir.ops import (
+    Barrier,
+    Call,
+    Collective,
+    Constant,
+    Copy,
+    Op,
+    Recv,
+    Send,
+    Value,
+    View,
+    Wait,
+    batch_of,
+)
 from ...ir.types import UnitType
 from .. import instructions as host
 from ..base import Communicator, Port
@@ -131,6 +146,14 @@ class DrivenBinder(DeviceBinder):
             self._expected[op.result] = op, port, telling
             self._emit(tell, Step(Role.ISSUE, port=telling))
             return
+        if batch_of(op) is not None:
+            self._fail(
+                op,
+                f"`{op.opcode}` is in a batch of a graph that one rank drives",
+                "an error may take its place; compile with batch-messages{batches=false}",
+            )
+        if port.stream is Stream.MESSAGE:
+            self._receive(None)
         token = self._tokens[op.result] = self._token()
         if isinstance(op, Send):
             self._emit(self._on_stream(op, port), Step(Role.COMPUTE, sources, (token,)))

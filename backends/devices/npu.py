@@ -24,6 +24,7 @@ HCCL = Fabric(
             DType.BOOL,
         }
     ),
+    rendezvous=True,
 )
 """HCCL; what it does not reduce, such as 64-bit floating point, it still moves."""
 

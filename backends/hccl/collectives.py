@@ -52,10 +52,12 @@ def check_supported(op: Op, symbols: Symbols) -> None:
     Raises:
         BindError: there is none; it is named.
     """
-    name = NEEDS[type(op)]
+    is_batched = isinstance(op, Send | Recv) and op.batch is not None
+    name = "HcclBatchSendRecv" if is_batched else NEEDS[type(op)]
     if not symbols.has(name):
+        what = f"`{op.opcode}` in a batch" if is_batched else f"`{op.opcode}`"
         raise BindError(
-            f"`{op.opcode}` is not supported: HCCL in {symbols.path} has no {name}. Install a "
+            f"{what} is not supported: HCCL in {symbols.path} has no {name}. Install a "
             "newer CANN, or let the value take another way by cg.via(x, 'cpu')"
         )
 

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
+from ...ir.attributes import Stream
 from ...ir.module import Channel
 from ...ir.ops import Collective, Recv, Send
-from ...ir.types import ValueType
+from ...ir.types import TensorType, ValueType
 from ..base import Port, World
+from ..errors import BindError
 from ..streams.collectives import Collectives
 from ..streams.communicator import StreamCommunicator
+from ..streams.library import Messenger
+from ..streams.pool import Pool
+from .batch import Batch
 from .collectives import HcclCollectives, check_supported
 from .library import HcclLibrary
 from .pool import HcclPool
-from .symbols import Symbols, load
+from .symbols import load
 
 
 class HcclCommunicator(StreamCommunicator):
@@ -27,14 +32,18 @@ class HcclCommunicator(StreamCommunicator):
 
     collectives: ClassVar[type[Collectives]] = HcclCollectives
 
+    def __init__(self, pool: Pool, channels: Sequence[Channel], rank: int) -> None:
+        super().__init__(pool, channels, rank)
+        self._batches: dict[int, Batch] = {}
+
     def send_port(self, op: Send, channel: Channel, type_: ValueType) -> Port:
         """See `Communicator`."""
-        check_supported(op, self._symbols)
+        check_supported(op, self._library.symbols)
         return super().send_port(op, channel, type_)
 
     def recv_port(self, op: Recv, channel: Channel, type_: ValueType) -> Port:
         """See `Communicator`."""
-        check_supported(op, self._symbols)
+        check_supported(op, self._library.symbols)
         return super().recv_port(op, channel, type_)
 
     def collective_port(
@@ -45,14 +54,39 @@ class HcclCommunicator(StreamCommunicator):
         result: ValueType,
     ) -> Port:
         """See `Communicator`."""
-        check_supported(op, self._symbols)
+        check_supported(op, self._library.symbols)
         return super().collective_port(op, channel, operand, result)
 
+    def reset(self) -> None:
+        """See `StreamCommunicator`; batches that were begun are forgotten."""
+        for batch in self._batches.values():
+            batch.forget()
+        super().reset()
+
     @property
-    def _symbols(self) -> Symbols:
+    def _library(self) -> HcclLibrary:
         library = self._pool.library
         assert isinstance(library, HcclLibrary), "the pool was made with one"
-        return library.symbols
+        return library
+
+    def _stream(self, op: Send | Recv | Collective, usual: Stream) -> tuple[Stream, Any]:
+        if isinstance(op, Collective):
+            return super()._stream(op, usual)
+        if op.stream not in (None, Stream.MESSAGE):
+            raise BindError(
+                f"`{op.opcode}` {op.seq} of channel {op.chan} is on stream {op.stream.value}: HCCL "
+                "does the messages of a rank one after the other, so they are all on stream "
+                "message; let batch-messages and assign-streams put them there"
+            )
+        return super()._stream(op, Stream.MESSAGE)
+
+    def _messenger(self, op: Send | Recv, type_: TensorType) -> Messenger:
+        if op.batch is None:
+            return self._library
+        batch = self._batches.setdefault(op.batch, Batch(self._library))
+        if type_.nbytes:  # what is empty is not sent
+            batch.size += 1
+        return batch
 
 
 def connect(

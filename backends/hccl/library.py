@@ -137,13 +137,23 @@ class HcclLibrary:
         self, messages: Sequence[tuple[int, int, int, int]], comm: Any, stream: Any
     ) -> None:
         """See `Library`; one HcclBatchSendRecv, whose messages do not wait for one another."""
-        items = (SendRecvItem * (2 * len(messages)))()
-        for index, (peer, source, target, nbytes) in enumerate(messages):
-            items[2 * index] = SendRecvItem(SEND, source, nbytes, BYTES, peer)
-            items[2 * index + 1] = SendRecvItem(RECEIVE, target, nbytes, BYTES, peer)
-        code = self._batch(items, len(items), comm, self._raw(stream))
+        items = []
+        for peer, source, target, nbytes in messages:
+            items.append(SendRecvItem(SEND, source, nbytes, BYTES, peer))
+            items.append(SendRecvItem(RECEIVE, target, nbytes, BYTES, peer))
+        self.batch(items, comm, stream)
+
+    def batch(self, items: Sequence[SendRecvItem], comm: Any, stream: Any) -> None:
+        """Messages as one operation, of which none waits for another.
+
+        HCCL takes one message in each direction between two ranks, and the same ones at both ends.
+        """
+        given = (SendRecvItem * len(items))(*items)
+        code = self._batch(given, len(items), comm, self._raw(stream))
         if code != SUCCESS:
-            self._fail("HcclBatchSendRecv", code, f"with {len(messages)} members")
+            peers = sorted({item.remote_rank for item in items})
+            whom = f"member{'s' if len(peers) > 1 else ''} {', '.join(map(str, peers))}"
+            self._fail("HcclBatchSendRecv", code, f"of {len(items)} messages with {whom}")
 
     def all_reduce(
         self, source: int, target: int, count: int, type_: int, op: int, comm: Any, stream: Any

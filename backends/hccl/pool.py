@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from time import monotonic, sleep
 from typing import ClassVar
 
@@ -11,19 +12,30 @@ from ...ir.module import Channel
 from ..base import World
 from ..devices.base import Device, Queue
 from ..streams.library import CommunicationError
-from ..streams.pool import Group, Line, Pool
+from ..streams.pool import FLOAT_BYTES, Group, Line, Pool
 from .library import HcclLibrary
 
 LIMIT = 32
 """Communicators that a rank may be a member of. HCCL takes 400 MB of device memory for each, or
-twice HCCL_BUFFSIZE; in a pipeline of any length a rank has four."""
+twice HCCL_BUFFSIZE; in a pipeline of any length a rank has two."""
 
 GRACE_SECONDS = 5.0
 """How long messages that were under way at a failure get to come to their end."""
 
 
+@dataclass(frozen=True)
+class Pair(Group):
+    """Two ranks that send to each other, each way by the same communicator."""
+
+    def __str__(self) -> str:
+        return f"ranks {self.ranks[0]} and {self.ranks[1]}"
+
+
 class HcclPool(Pool):
     """See `Pool`.
+
+    A rank's messages go one after the other, so one communicator serves both directions between two
+    ranks; and what is one operation has to be on one.
 
     HCCL cannot break off what is under way. After a failure the streams therefore get some time to
     become empty: if they do on all ranks, every message has met its other end, and the
@@ -50,6 +62,12 @@ class HcclPool(Pool):
     def handle(self, queue: Queue) -> Queue:
         """See `Pool`; the queue itself, for its raw handle has to be asked for at each call."""
         return queue
+
+    def group_of(self, channel: Channel) -> Group:
+        """See `Pool`."""
+        if channel.collective:
+            return super().group_of(channel)
+        return Pair(tuple(sorted(channel.ranks)), collective=False)
 
     def join(self, channels: Iterable[Channel]) -> dict[int, Line]:
         """See `Pool`.
@@ -102,7 +120,7 @@ class HcclPool(Pool):
             return None
         device = self.device
         marks = []
-        for kind in (Stream.SEND, Stream.RECV, Stream.COLLECTIVE):
+        for kind in (Stream.MESSAGE, Stream.COLLECTIVE):
             mark = device.event()
             mark.record(device.stream(kind))
             marks.append(mark)
@@ -115,6 +133,19 @@ class HcclPool(Pool):
         except RuntimeError as error:  # what torch_npu raises once a stream has failed
             return "; ".join(self.errors()) or str(error)
         return None
+
+    def _warm_edge(self, line: Line, source: int, target: int) -> None:
+        """See `Pool`; each way alone, and both at once where HCCL has batches."""
+        library, stream = self.library, self._stream(Stream.MESSAGE)
+        assert isinstance(library, HcclLibrary), "the pool was made with one"
+        peer, comm = line.peer, line.comm
+        for sender in (0, 1):
+            if line.member == sender:
+                library.send(source, FLOAT_BYTES, peer, comm, stream)
+            else:
+                library.recv(target, FLOAT_BYTES, peer, comm, stream)
+        if library.symbols.has("HcclBatchSendRecv"):
+            library.exchange([(peer, source, target, FLOAT_BYTES)], comm, stream)
 
     def _connect(self, groups: Sequence[Group]) -> None:
         """One group after the other: a process listens for the members of one at a time."""

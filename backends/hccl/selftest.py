@@ -55,7 +55,7 @@ def _row(name: str, check: Check) -> str:
     try:
         return f"pass | {name} | {check()}"
     except Exception as error:  # whatever it is, it is what the table is to show
-        return f"FAIL | {name} | {type(error).__name__}: {error}"
+        return f"FAIL | {name} | {type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _layouts() -> str:
@@ -76,7 +76,10 @@ def _library(path: str | None) -> str:
 
 
 def _enough(ranks: int) -> str:
-    count = int(torch.get_device_module("npu").device_count())
+    try:
+        count = int(torch.get_device_module("npu").device_count())
+    except RuntimeError as error:  # torch does not know the kind
+        raise RuntimeError("torch_npu, which knows how many there are, is not there") from error
     if count < ranks:
         raise RuntimeError(f"there are {count}; ask for fewer by -n")
     return f"{count} found"

@@ -16,6 +16,7 @@ from ..base import Port
 from ..dtypes import TORCH_DTYPES
 from ..errors import BindError
 from .collectives import Collectives
+from .library import Messenger
 from .pool import Holder, Line, Pool
 from .ports import CollectivePort, RecvPort, SendPort
 
@@ -51,14 +52,19 @@ class StreamCommunicator:
         """See `Communicator`."""
         tensor = self._only_tensor(op, channel, type_)
         stream, handle = self._stream(op, Stream.SEND)
-        return SendPort(handle, self._pool.library, self._lines[channel.id], tensor, stream)
+        library = self._messenger(op, tensor)
+        return SendPort(handle, library, self._lines[channel.id], tensor, stream)
 
     def recv_port(self, op: Recv, channel: Channel, type_: ValueType) -> Port:
         """See `Communicator`."""
         tensor = self._only_tensor(op, channel, type_)
         stream, handle = self._stream(op, Stream.RECV)
         slot = None if op.slot is None or op.operands else self._slot(op.slot, channel, tensor)
-        library, line, device = self._pool.library, self._lines[channel.id], self._pool.device
+        library, line, device = (
+            self._messenger(op, tensor),
+            self._lines[channel.id],
+            self._pool.device,
+        )
         return RecvPort(handle, library, line, tensor, stream, slot, device.torch_device)
 
     def collective_port(
@@ -101,6 +107,15 @@ class StreamCommunicator:
         """The stream of an op, and as the library takes it."""
         stream = op.stream or usual
         return stream, self._pool.handle(self._pool.device.stream(stream))
+
+    def _messenger(self, op: Send | Recv, type_: TensorType) -> Messenger:
+        """What sends or receives an op's tensor."""
+        if op.batch is not None:
+            raise BindError(
+                f"`{op.opcode}` {op.seq} of channel {op.chan} is in a batch, which "
+                f"{self._pool.library_name} does not need: compile without batch-messages"
+            )
+        return self._pool.library
 
     def _only_tensor(self, op: Op, channel: Channel, type_: ValueType) -> TensorType:
         if not isinstance(type_, TensorType):

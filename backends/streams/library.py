@@ -16,7 +16,17 @@ class CommunicationError(TransportError):
     """The library has reported an error, or does not get ready."""
 
 
-class Library(Protocol):
+class Messenger(Protocol):
+    """What sends and receives bytes."""
+
+    def send(self, pointer: int, nbytes: int, peer: int, comm: Any, stream: Any) -> None:
+        """Send bytes to member `peer`."""
+
+    def recv(self, pointer: int, nbytes: int, peer: int, comm: Any, stream: Any) -> None:
+        """Receive bytes from member `peer`."""
+
+
+class Library(Messenger, Protocol):
     """A collective communication library. Every call may raise `CommunicationError`.
 
     A communicator is what `connect` returns. Its calls are made by one thread. A stream is given as
@@ -45,12 +55,6 @@ class Library(Protocol):
 
     def is_ready(self, comm: Any) -> bool:
         """Whether a communicator has been joined."""
-
-    def send(self, pointer: int, nbytes: int, peer: int, comm: Any, stream: Any) -> None:
-        """Send bytes to member `peer`."""
-
-    def recv(self, pointer: int, nbytes: int, peer: int, comm: Any, stream: Any) -> None:
-        """Receive bytes from member `peer`."""
 
     def all_reduce(
         self, source: int, target: int, count: int, type_: int, op: int, comm: Any, stream: Any

@@ -266,7 +266,7 @@ class Pool(ABC):
         self.device.synchronize()
 
     def _warm_edge(self, line: Line, source: int, target: int) -> None:
-        """Send a number over the line between two ranks; `source` and `target` point to memory."""
+        """Send a number over the line of two ranks; `source` and `target` are pointers to it."""
         if line.member == 0:
             stream = self._stream(Stream.SEND)
             self.library.send(source, FLOAT_BYTES, line.peer, line.comm, stream)

@@ -12,7 +12,7 @@ from ...ir.attributes import Stream
 from ...ir.types import TensorType
 from ..dtypes import TORCH_DTYPES
 from ..poison import Poison
-from .library import Library
+from .library import Messenger
 from .pool import Line
 
 
@@ -21,7 +21,7 @@ class _Port:
 
     stream: Stream
 
-    def __init__(self, stream: Stream, handle: Any, library: Library, line: Line) -> None:
+    def __init__(self, stream: Stream, handle: Any, library: Messenger, line: Line) -> None:
         self.stream = stream
         self.landing: Tensor | None = None
         self._handle = handle
@@ -54,7 +54,7 @@ class SendPort(_Port):
     holds = False
 
     def __init__(
-        self, handle: Any, library: Library, line: Line, type_: TensorType, stream: Stream
+        self, handle: Any, library: Messenger, line: Line, type_: TensorType, stream: Stream
     ) -> None:
         super().__init__(stream, handle, library, line)
         self._nbytes = type_.nbytes
@@ -89,7 +89,7 @@ class RecvPort(_Port):
     def __init__(
         self,
         handle: Any,
-        library: Library,
+        library: Messenger,
         line: Line,
         type_: TensorType,
         stream: Stream,
@@ -140,7 +140,7 @@ class CollectivePort(_Port):
     def __init__(
         self,
         handle: Any,
-        library: Library,
+        library: Messenger,
         line: Line,
         stream: Stream,
         make: Callable[[], Tensor],

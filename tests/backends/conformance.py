@@ -8,7 +8,8 @@ The cases know nothing of how they are run: in threads, by mpirun, on devices or
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from cg.ir.parser import parse_module
 from cg.ir.types import DType, TensorType
 from cg.ir.verifier import verify
 from cg.passes.assign_streams import AssignStreams
+from cg.passes.batch_messages import BatchMessages
+from cg.passes.check_deadlock import CheckDeadlock
 from cg.passes.manager import PassManager
 from cg.passes.overlap import Overlap
 from cg.passes.plan_buffers import PlanBuffers
@@ -44,12 +47,20 @@ class Case:
     objects: bool = False
     planned: bool = field(default=True)
 
-    def module(self) -> Module:
-        """The module as it is run."""
+    def module(self, via: str | None = None, rendezvous: str = "") -> Module:
+        """The module as it is run.
+
+        Args:
+            via: the transport of its channels.
+            rendezvous: that transport, if it does a rank's messages one after the other.
+        """
         module = parse_module(self.text)
+        for id_, channel in module.channels.items():
+            module.channels[id_] = replace(channel, via=via)
         verify(module)
         if self.planned:
-            PassManager((Overlap(), AssignStreams(), PlanBuffers())).run(module)
+            streams = BatchMessages(rendezvous), AssignStreams(rendezvous)
+            PassManager((Overlap(), *streams, PlanBuffers(), CheckDeadlock())).run(module)
         return module
 
     @property
@@ -108,65 +119,60 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 # -- the cases ------------------------------------------------------------------------------
 
 
-def cases() -> Iterator[Case]:
-    """All of them."""
-    yield from messages()
-    yield from collectives()
+WORLDS = (2, 4)
+"""Numbers of ranks for which there is the whole suite."""
 
 
-def messages() -> Iterator[Case]:
+def cases(worlds: Sequence[int] = WORLDS) -> Iterator[Case]:
+    """All of them, for each number of ranks; the number is in the name."""
+    for world in worlds:
+        for case in (*messages(world), *collectives(world)):
+            yield replace(case, name=f"{case.name}@{world}")
+
+
+def messages(world: int) -> Iterator[Case]:
     """Point-to-point."""
     for dtype in DType:
-        yield one_way(f"message-{dtype.value}", f"{dtype.value}[5,3]")
+        yield one_way(f"message-{dtype.value}", f"{dtype.value}[5,3]", world)
     for shape in ("f32[]", "f32[0,4]", "u8[1]", "f32[300,1000]"):
-        yield one_way(f"message-{shape}", shape)
-    yield one_way("message-object", "object", objects=True)
-    yield dense()
-    yield pipeline("pipeline-2", 2, 6)
-    yield pipeline("pipeline-4", 4, 5)
-    yield exchange()
-    yield ring(4)
+        yield one_way(f"message-{shape}", shape, world)
+    yield one_way("message-object", "object", world, objects=True)
+    yield dense(world)
+    yield pipeline("pipeline", world, 6)
+    yield exchange(world)
+    yield ring(world)
 
 
-def one_way(name: str, type_: str, objects: bool = False) -> Case:
-    """Rank 0 sends what it is given, rank 1 returns it."""
-    text = f"""
-module @m phase=scheduled world=2 {{
-  channel 0 {{ranks = {{0..1}}}}
-  program @0(%x: {type_}) {{
-    %s = send(%x) {{chan = 0, peer = 1, seq = 0}} : future<unit>
-    wait(%s)
-    return()
-  }}
-  program @1() {{
-    %r = recv() {{chan = 0, peer = 0, seq = 0}} : future<{type_}>
-    %v = wait(%r) : {type_}
-    return(%v)
-  }}
-}}
-"""
-    return Case(name, text, objects=objects)
+def one_way(
+    name: str, type_: str, world: int, given: str | None = None, objects: bool = False
+) -> Case:
+    """Each rank but the last sends what it is given to the next, which returns it.
+
+    Args:
+        given: what a rank is given where it sends only a part of that.
+    """
+    lines = [f"module @m phase=scheduled world={world} {{"]
+    lines += [f"  channel {rank} {{ranks = {{{rank},{rank + 1}}}}}" for rank in range(world - 1)]
+    part = f"    %x = view(%whole) {{dim = 1, length = 2, start = 3}} : {type_}"
+    param = f"%x: {type_}" if given is None else f"%whole: {given}"
+    for rank in range(world):
+        sends, receives = rank < world - 1, rank > 0
+        lines.append(f"  program @{rank}({param if sends else ''}) {{")
+        if receives:
+            come = f"recv() {{chan = {rank - 1}, peer = {rank - 1}, seq = 0}}"
+            lines.append(f"    %r = {come} : future<{type_}>")
+        if sends:
+            go = f"send(%x) {{chan = {rank}, peer = {rank + 1}, seq = 0}}"
+            lines += [part] if given is not None else []
+            lines += [f"    %s = {go} : future<unit>", "    wait(%s)"]
+        lines += [f"    %v = wait(%r) : {type_}"] if receives else []
+        lines += [f"    return({'%v' if receives else ''})", "  }"]
+    return Case(name, "\n".join([*lines, "}"]), objects=objects)
 
 
-def dense() -> Case:
+def dense(world: int) -> Case:
     """A part of a tensor that does not lie densely in memory arrives dense."""
-    text = """
-module @m phase=scheduled world=2 {
-  channel 0 {ranks = {0..1}}
-  program @0(%x: f32[4,6]) {
-    %p = view(%x) {dim = 1, length = 2, start = 3} : f32[4,2]
-    %s = send(%p) {chan = 0, peer = 1, seq = 0} : future<unit>
-    wait(%s)
-    return(%p)
-  }
-  program @1() {
-    %r = recv() {chan = 0, peer = 0, seq = 0} : future<f32[4,2]>
-    %v = wait(%r) : f32[4,2]
-    return(%v)
-  }
-}
-"""
-    return Case("dense", text)
+    return one_way("dense", "f32[4,2]", world, given="f32[4,6]")
 
 
 _ADD = "  function @builtin.add.f32.8x16(f32[8,16], f32[8,16]) -> (f32[8,16]) {kind = builtin}\n"
@@ -199,12 +205,13 @@ def pipeline(name: str, ranks: int, count: int) -> Case:
     return Case(name, "\n".join([*lines, "}"]))
 
 
-def exchange() -> Case:
-    """Two ranks send to each other at once, and back again."""
-    lines = ["module @m phase=scheduled world=2 {", _ADD.rstrip()]
-    lines += ["  channel 0 {ranks = {0..1}}", "  channel 1 {ranks = {1,0}}"]
-    for rank in range(2):
-        out, into, peer = rank, 1 - rank, 1 - rank
+def exchange(world: int) -> Case:
+    """Each two ranks send to each other at once, and back again."""
+    lines = [f"module @m phase=scheduled world={world} {{", _ADD.rstrip()]
+    lines += [f"  channel {rank} {{ranks = {{{rank},{rank ^ 1}}}}}" for rank in range(world)]
+    for rank in range(world):
+        out = rank
+        into = peer = rank ^ 1
         lines += [
             f"  program @{rank}(%x: {_T}) {{",
             f"    %r0 = recv() {{chan = {into}, peer = {peer}, seq = 0}} : future<{_T}>",
@@ -242,14 +249,15 @@ def ring(ranks: int) -> Case:
                 f"    wait(%s{hop})",
             ]
         lines += [f"    return(%v{ranks}, %v1)", "  }"]
-    return Case(f"ring-{ranks}", "\n".join([*lines, "}"]))
+    return Case("ring", "\n".join([*lines, "}"]))
 
 
 _REDUCED = (DType.F64, DType.F32, DType.F16, DType.BF16, DType.I64, DType.I32, DType.I8, DType.U8)
 
 
-def collectives() -> Iterator[Case]:
+def collectives(world: int) -> Iterator[Case]:
     """Each collective, over types, dimensions and groups."""
+    collective = partial(_collective, world=world)
     for dtype in (*_REDUCED, DType.BOOL):
         for op in ("sum", "prod", "min", "max"):
             yield collective(
@@ -277,18 +285,16 @@ def collectives() -> Iterator[Case]:
                 (4, 8),
                 shrink=dim,
             )
+    some = (world - 2 or 1, 0)
     yield collective(
-        "all_reduce-group", "all_reduce(%x) {@, op = sum}", DType.F32, (3,), group=(2, 0), world=4
+        "all_reduce-group", "all_reduce(%x) {@, op = sum}", DType.F32, (3,), group=some
     )
-    yield collective(
-        "all_gather-4", "all_gather(%x) {dim = 1, @}", DType.F16, (3, 2), grow=1, world=4
-    )
-    yield broadcast(0)
-    yield broadcast(1)
-    yield barrier()
+    yield collective("all_gather-f16", "all_gather(%x) {dim = 1, @}", DType.F16, (3, 2), grow=1)
+    yield from (broadcast(root, world) for root in range(world))
+    yield barrier(world)
 
 
-def collective(
+def _collective(
     name: str,
     call: str,
     dtype: DType,
@@ -296,7 +302,8 @@ def collective(
     grow: int | None = None,
     shrink: int | None = None,
     group: tuple[int, ...] = (),
-    world: int = 2,
+    *,
+    world: int,
 ) -> Case:
     """Two collectives of a group, one after the other."""
     members = group or tuple(range(world))
@@ -325,17 +332,18 @@ def collective(
     return Case(name, "\n".join([*lines, "}"]), reduces=reduces)
 
 
-def broadcast(root: int) -> Case:
+def broadcast(root: int, world: int) -> Case:
     """One rank's value, on all."""
+    group = f"{{0..{world - 1}}}"
     lines = [
-        "module @m phase=scheduled world=2 {",
-        "  channel 0 {collective = true, ranks = {0..1}}",
+        f"module @m phase=scheduled world={world} {{",
+        f"  channel 0 {{collective = true, ranks = {group}}}",
     ]
-    for rank in range(2):
+    for rank in range(world):
         operand = "%x" if rank == root else ""
         lines += [
             f"  program @{rank}({'%x: bf16[7]' if rank == root else ''}) {{",
-            f"    %f = broadcast({operand}) {{chan = 0, group = {{0..1}}, root = {root}, seq = 0}}"
+            f"    %f = broadcast({operand}) {{chan = 0, group = {group}, root = {root}, seq = 0}}"
             " : future<bf16[7]>",
             "    %y = wait(%f) : bf16[7]",
             "    return(%y)",
@@ -344,16 +352,17 @@ def broadcast(root: int) -> Case:
     return Case(f"broadcast-{root}", "\n".join([*lines, "}"]))
 
 
-def barrier() -> Case:
+def barrier(world: int) -> Case:
     """No values, but a meeting."""
+    group = f"{{0..{world - 1}}}"
     lines = [
-        "module @m phase=scheduled world=2 {",
-        "  channel 0 {collective = true, ranks = {0..1}}",
+        f"module @m phase=scheduled world={world} {{",
+        f"  channel 0 {{collective = true, ranks = {group}}}",
     ]
-    for rank in range(2):
+    for rank in range(world):
         lines += [
             f"  program @{rank}(%x: f32[2]) {{",
-            "    %f = barrier() {chan = 0, group = {0..1}, seq = 0} : future<unit>",
+            f"    %f = barrier() {{chan = 0, group = {group}, seq = 0}} : future<unit>",
             "    wait(%f)",
             "    return(%x)",
             "  }",

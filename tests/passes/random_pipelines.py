@@ -32,6 +32,7 @@ from cg.ir.ops import (
     Value,
     View,
     Wait,
+    batch_of,
 )
 from cg.ir.types import DType, Place, TensorType, Type, UnitType, relocate
 
@@ -398,12 +399,27 @@ class Machine:
         return key is None or key in self.complete
 
     def can_complete(self, key: tuple[int, int]) -> bool:
+        """Whether a message, and all that are in a batch with it, can complete."""
+        return all(map(self.is_in_reach, self.unit(key)))
+
+    def unit(self, key: tuple[int, int]) -> list[tuple[int, int]]:
+        """The messages that complete together with one, if all of them have been posted."""
+        (rank, op), *_ = self.posted[key].items()
+        batch = batch_of(op)
+        if batch is None:
+            return [key]
+        mates = [other for other in self.ops[rank] if batch_of(other) == batch]
+        return [(other.chan, other.seq) for other in mates]
+
+    def is_in_reach(self, key: tuple[int, int]) -> bool:
+        if key not in self.posted:
+            return False
         channel = self.module.channels[key[0]]
         ends = self.posted[key]
         if ends.keys() != set(channel.ranks):
             return False
         for rank, op in ends.items():
-            if op.stream is not None and self.queues[rank, op.stream][0] != key:
+            if op.stream is not None and self.queues[rank, op.stream][0] not in self.unit(key):
                 return False
             if isinstance(op, Recv) and op.slot is not None and not self.is_next_in_slot(rank, op):
                 return False
@@ -417,13 +433,14 @@ class Machine:
                 return False
         return (recv.chan, recv.slot) not in self.occupied
 
-    def finish(self, key: tuple[int, int]) -> None:
-        self.complete.add(key)
-        for rank, op in self.posted[key].items():
-            if op.stream is not None:
-                self.queues[rank, op.stream].pop(0)
-            if isinstance(op, Recv) and op.slot is not None:
-                self.occupied[op.chan, op.slot] = key
+    def finish(self, first: tuple[int, int]) -> None:
+        for key in self.unit(first):
+            self.complete.add(key)
+            for rank, op in self.posted[key].items():
+                if op.stream is not None:
+                    self.queues[rank, op.stream].remove(key)
+                if isinstance(op, Recv) and op.slot is not None:
+                    self.occupied[op.chan, op.slot] = key
 
     def read(self, rank: int, value: Value) -> Meaning:
         held = self.values[rank][value]

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from cg.ir.attributes import Stream
 from cg.ir.diagnostics import IRError
 from cg.ir.module import Module
-from cg.ir.ops import Transfer
+from cg.ir.ops import Recv, Send, Transfer
 from cg.ir.parser import parse_module
 from cg.passes.capture import Capture, describe
 from cg.passes.choose_transports import ChooseTransports
+from cg.passes.fabrics import Fabrics
 from cg.passes.insert_transfers import InsertTransfers
 from cg.passes.manager import PassManager
+from cg.passes.pipelines import default_pipeline
 from cg.passes.split_transfers import SplitTransfers
 
 RANKS = "nccl+nccl+-"
@@ -126,7 +129,7 @@ def test_the_host_cuts_it_and_a_receive_under_way_is_of_neither_part() -> None:
     assert graphs(text) == [None, 0, 0, 0, None, None, 1, 1, None]
     module = parse_module(text)
     PassManager((Capture("nccl+nccl"),)).run(module)
-    assert describe(module, "nccl+nccl").splitlines() == [
+    assert describe(module, Fabrics("nccl+nccl")).splitlines() == [
         "rank 0: 2 graphs",
         "  cut 1 times: a receive that is posted early, ahead of what the host does",
         "  cut 1 times: @a.update is opaque",
@@ -140,6 +143,80 @@ def test_where_hosts_announce_messages_only_what_is_between_them_is_captured() -
     assert found == [None, 0, None, None, None, 1, 1, None]
 
 
+SWAP = """
+module @s phase=scheduled world=2 {
+  function @a.f(f32[4]) -> (f32[4]) {actor = a, effect = read}
+  function @a.update() -> (unit) {actor = a, kind = opaque}
+  channel 0 {ranks = {0..1}, via = hccl}
+  channel 1 {ranks = {1,0}, via = hccl}
+  program @0(%x: f32[4]) {
+    %h = call(%x) {fn = @a.f} : f32[4]
+    %d = send(%h) {batch = 0, chan = 0, peer = 1, seq = 0} : future<unit>
+    %r = recv() {batch = 0, chan = 1, peer = 1, seq = 0} : future<f32[4]>
+    %a = call(%h) {fn = @a.f} : f32[4]
+    %b = call(%a) {fn = @a.f} : f32[4]
+    %u = call() {fn = @a.update} : unit
+    wait(%d)
+    %v = wait(%r) : f32[4]
+    return(%b, %v)
+  }
+  program @1(%x: f32[4]) {
+    %d = send(%x) {batch = 0, chan = 1, peer = 0, seq = 0} : future<unit>
+    %r = recv() {batch = 0, chan = 0, peer = 0, seq = 0} : future<f32[4]>
+    wait(%d)
+    %v = wait(%r) : f32[4]
+    return(%v)
+  }
+}
+"""
+
+
+def test_a_batch_is_not_torn_apart() -> None:
+    """The receive is posted ahead of what the host does and awaited behind it: in no graph."""
+
+    def graphs(text: str) -> list[int | None]:
+        module = parse_module(text)
+        PassManager((Capture("hccl+hccl"),)).run(module)
+        return [op.graph for op in module.program_of(0).ops][:5]
+
+    assert graphs(SWAP.replace("batch = 0, ", "")) == [0, 0, None, 1, 1]
+    assert graphs(SWAP) == [None, None, None, 0, 0]
+
+
+def test_nothing_in_a_graph_overtakes_what_is_posted_outside() -> None:
+    """The receive is of no graph, so what comes behind it on its stream is of none, either."""
+    text = PROGRAM.replace("via = nccl", "via = hccl").replace(
+        "HOST", "%u = call() {fn = @a.update} : unit"
+    )
+    text = text.replace("seq = 0}", "seq = 0, stream = message}")
+
+    def graphs(rendezvous: str) -> list[int | None]:
+        module = parse_module(text)
+        PassManager((Capture("hccl+hccl", rendezvous=rendezvous),)).run(module)
+        return [op.graph for op in module.program_of(0).ops]
+
+    assert graphs("") == [None, 0, 0, 0, None, None, 1, 1, None]
+    assert graphs("hccl") == [None, None, None, None, None, None, 0, 0, None]
+
+
 def test_a_rank_without_a_device_captures_nothing() -> None:
     module = parse_module(PROGRAM.replace("HOST", ""))
     assert not Capture("-+-").run(module)
+
+
+def test_transports_that_do_messages_one_after_the_other() -> None:
+    """Both directions are on one stream, and what crosses is a batch."""
+    text = PROGRAM.replace("HOST", "").replace("via = nccl", "via = hccl")
+    module = parse_module(text)
+    fabrics = Fabrics("hccl+hccl", rendezvous="hccl")
+    steps = [
+        p
+        for p in default_pipeline(fabrics=fabrics)
+        if p.name in ("batch-messages", "assign-streams")
+    ]
+    PassManager(tuple(steps)).run(module)
+    ops = [op for op in module.program_of(0).ops if isinstance(op, Send | Recv)]
+    assert [(op.opcode, op.stream, op.batch) for op in ops] == [
+        ("send", Stream.MESSAGE, None),
+        ("recv", Stream.MESSAGE, None),
+    ]

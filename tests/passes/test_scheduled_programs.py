@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given, settings
@@ -31,6 +32,8 @@ BACKS = [
     "schedule{schedule=%s},plan-buffers,check-types,check-deadlock",
     "schedule{schedule=%s},overlap{lookahead=1},plan-buffers,assign-streams,check-deadlock",
     "schedule{schedule=%s},assign-streams,overlap{lookahead=4},plan-buffers,check-deadlock",
+    "schedule{schedule=%s},overlap,batch-messages{rendezvous=hccl},assign-streams{rendezvous=hccl},"
+    "plan-buffers,check-types,check-deadlock,check-races",
 ]
 SCHEDULES = [schedules.gpipe().name, schedules.one_f_one_b().name, schedules.auto().name]
 
@@ -39,6 +42,9 @@ def compile_step(drawn: Drawn, back: str) -> tuple[Module, Module]:
     """The module in phase ASYNC, and what the passes of `back` make of it."""
     module = Maker(drawn).make()
     PassManager(parse_pipeline(SPLIT if "schedule=auto" in back else FRONT)).run(module)
+    if "rendezvous" in back:
+        for id_, channel in module.channels.items():
+            module.channels[id_] = replace(channel, via="hccl")
     before = clone(module)
     PassManager(parse_pipeline(back), check=True).run(module)
     return before, module

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable, Sequence
+from threading import Lock
 from typing import Any
 
 import torch
 
-from cg.backends.base import World
+from cg.backends.base import Port, World
 from cg.backends.devices.binder import DeviceBinder
 from cg.backends.devices.executable import DeviceExecutable
+from cg.backends.fabric import VirtualFabric
 from cg.backends.linked import LinkedProgram
 from cg.backends.nccl.communicator import NcclCommunicator
 from cg.backends.nccl.pool import NcclPool
 from cg.backends.poison import Poison
-from cg.backends.values import duplicate
 from cg.ir.module import Channel, Module
 
 from .fakes import PATIENCE, FakeDevice, FakeLibrary
@@ -53,7 +53,11 @@ class ThreadWorld:
 
 def on_ranks(size: int, play: Callable[[ThreadWorld], Any]) -> list[Any]:
     """What `play` returns on each rank; raises what the lowest rank raised."""
-    shared: dict[str, Any] = {"barrier": threading.Barrier(size), "values": {}, "host": {}}
+    shared: dict[str, Any] = {
+        "barrier": threading.Barrier(size),
+        "values": {},
+        "host": (VirtualFabric(), Lock()),
+    }
     results: dict[int, Any] = {}
     errors: dict[int, BaseException] = {}
 
@@ -77,61 +81,63 @@ def on_ranks(size: int, play: Callable[[ThreadWorld], Any]) -> list[Any]:
 
 
 class HostCommunicator:
-    """A transport of the host: a queue for each channel; sends and receives only."""
+    """A transport of hosts: that of the virtual world, one thread at a time.
 
-    def __init__(self, world: ThreadWorld) -> None:
-        self._queues = world.shared["host"]
+    Args:
+        fabric: what the ranks have in common.
+    """
+
+    def __init__(self, fabric: VirtualFabric, lock: Lock, rank: int) -> None:
+        self._lock = lock
+        self._there = fabric.communicator(rank)
 
     def send_port(self, op: Any, channel: Channel, type_: Any) -> Any:
-        return _HostPort(self._queue(channel), type_, sends=True)
+        return _Locked(self._lock, self._there.send_port(op, channel, type_))
 
     def recv_port(self, op: Any, channel: Channel, type_: Any) -> Any:
-        return _HostPort(self._queue(channel), type_, sends=False)
+        return _Locked(self._lock, self._there.recv_port(op, channel, type_))
 
     def collective_port(self, op: Any, channel: Channel, operand: Any, result: Any) -> Any:
-        raise NotImplementedError
+        port = self._there.collective_port(op, channel, operand, result)
+        return _Locked(self._lock, port)
 
     def progress(self) -> None:
         pass
 
     def reset(self) -> None:
-        pass
+        with self._lock:
+            self._there.reset()
 
     def close(self) -> None:
         pass
 
-    def _queue(self, channel: Channel) -> queue.Queue[Any]:
-        return self._queues.setdefault(channel.id, queue.Queue())  # type: ignore[no-any-return]
 
+class _Locked:
+    """A port that one thread uses at a time, of all that its fabric has."""
 
-class _HostPort:
-    def __init__(self, line: queue.Queue[Any], type_: Any, sends: bool) -> None:
-        self._line = line
-        self._type = type_
-        self._sends = sends
-        self._value: Any = None
+    def __init__(self, lock: Lock, port: Port) -> None:
+        self._lock = lock
+        self._port = port
 
     def start(self, value: Any) -> None:
-        if self._sends:
-            self._line.put(duplicate(value, self._type))
+        with self._lock:
+            self._port.start(value)
 
     def fail(self, poison: Poison) -> None:
-        self._line.put(poison)
+        with self._lock:
+            self._port.fail(poison)
 
     def poll(self) -> bool:
-        if self._sends:
-            return True
-        try:
-            self._value = self._line.get_nowait()
-        except queue.Empty:
-            return False
-        return True
+        with self._lock:
+            return self._port.poll()
 
     def take(self) -> Any:
-        return self._value
+        with self._lock:
+            return self._port.take()
 
     def release(self) -> None:
-        self._value = None
+        with self._lock:
+            self._port.release()
 
 
 def bound(
@@ -150,7 +156,7 @@ def bound(
     pool = NcclPool(world, device, library)
     by_device = [c for c in module.channels.values() if c.via in (None, "fake")]
     streams = NcclCommunicator(pool, by_device, world.rank)
-    host = HostCommunicator(world)
+    host = HostCommunicator(*world.shared["host"], world.rank)
     serving: dict[int, Any] = {
         id_: streams if channel.via in (None, "fake") else host
         for id_, channel in module.channels.items()

@@ -1,4 +1,4 @@
-"""The stream communicator, over fake devices, does what every communicator must."""
+"""Communicators over fake devices do what every communicator must."""
 
 from __future__ import annotations
 
@@ -17,7 +17,18 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_on_streams(case: Case) -> None:
-    actual = play(case.module(), [case.inputs(i) for i in range(EXECUTIONS)])
+    compare(case, None)
+
+
+@pytest.mark.parametrize("case", list(cases((2,))), ids=lambda case: case.name)
+def test_from_devices_by_hosts(case: Case) -> None:
+    """What streams do not carry is staged: objects, too, and collectives."""
+    compare(case, "cpu")
+
+
+def compare(case: Case, via: str | None) -> None:
+    """Each execution gives what it gives in the virtual world."""
+    actual = play(case.module(via), [case.inputs(i) for i in range(EXECUTIONS)])
     for i, expected in enumerate(case.expected()):
         for rank, values in enumerate(expected):
             check(actual[i][rank], values, f"{case.name}, execution {i}, rank {rank}")

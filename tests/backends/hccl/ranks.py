@@ -19,6 +19,7 @@ from cg.backends.hccl.pool import HcclPool
 from cg.backends.hccl.symbols import load
 from cg.ir.attributes import Stream
 
+from ...mpi.jobs import ROOT
 from .build import STANDIN
 
 PATIENCE = 30.0
@@ -81,7 +82,7 @@ class Rank:
         key = self.library.unique_id() if self.rank == 0 else b""
         return self.library.connect(self.size, self.world.allgather(key)[0], self.rank)
 
-    def stream(self, kind: Stream = Stream.SEND) -> Any:
+    def stream(self, kind: Stream = Stream.MESSAGE) -> Any:
         return self.device.stream(kind)
 
 
@@ -123,7 +124,7 @@ def _received(into: Any) -> Any:
 
 def _play(world: PipeWorld, path: Path, job: Any, out: Any, variables: Any) -> None:
     os.environ.update({"HCCL_SO_PATH": str(path), "HCCL_EXEC_TIMEOUT": "10", **(variables or {})})
-    sys.path.insert(0, str(STANDIN))
+    sys.path[:0] = [str(STANDIN), str(ROOT)]
     try:
         importlib.import_module("torch_npu")
         result = job(Rank(world, path))

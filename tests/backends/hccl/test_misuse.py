@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from cg.backends.hccl.abi import SendRecvItem
+from cg.backends.hccl.abi import BYTES, RECEIVE, SEND, SendRecvItem
 from cg.backends.streams.library import CommunicationError
 from cg.ir.attributes import Stream
 from cg.ir.module import Channel
@@ -26,11 +26,11 @@ def values(*numbers: float) -> torch.Tensor:
     return torch.tensor(numbers)
 
 
-def settled(rank: Rank, comm: Any) -> str | None:
+def settled(rank: Rank, comm: Any, kind: Stream = Stream.MESSAGE) -> str | None:
     """What the library reports of a communicator, once its work is over or has failed."""
     deadline = time.monotonic() + 8
     mark = rank.device.event()
-    mark.record(rank.stream())
+    mark.record(rank.stream(kind))
     try:
         while not mark.query():
             assert time.monotonic() < deadline, "the stream is stuck"
@@ -203,6 +203,56 @@ def test_two_sends_to_each_other(mock: Path) -> None:
     assert both(mock, job) == ["communication operation remote error (HCCL result 21)"] * 2
 
 
+def test_messages_that_cross_on_streams_of_their_own(mock: Path) -> None:
+    """What HCCL's reference says: the next one begins when the other end of the last has come."""
+
+    def job(rank: Rank) -> str | None:
+        comms, data = [rank.comm(), rank.comm()], values(1.0, 2.0)
+        peer, library = 1 - rank.rank, rank.library
+        library.recv(data.data_ptr(), 4, peer, comms[peer], rank.stream(Stream.RECV))
+        library.send(data.data_ptr() + 4, 4, peer, comms[rank.rank], rank.stream(Stream.SEND))
+        return settled(rank, comms[peer], Stream.RECV) or library.error(comms[rank.rank])
+
+    assert both(mock, job, HCCL_EXEC_TIMEOUT="1") == ["timeout (HCCL result 9)"] * 2
+
+
+def test_messages_that_cross_as_one(mock: Path) -> None:
+    def job(rank: Rank) -> list[float]:
+        comm, data, peer = rank.comm(), values(rank.rank, 0.0), 1 - rank.rank
+        items = [
+            SendRecvItem(SEND, data.data_ptr(), 4, BYTES, peer),
+            SendRecvItem(RECEIVE, data.data_ptr() + 4, 4, BYTES, peer),
+        ]
+        rank.library.batch(items[:: 1 - 2 * rank.rank], comm, rank.stream())
+        assert settled(rank, comm) is None
+        return data.tolist()
+
+    assert both(mock, job) == [[0.0, 1.0], [1.0, 0.0]]
+
+
+def test_a_batch_of_which_the_other_rank_has_a_part(mock: Path) -> None:
+    def job(rank: Rank) -> str | None:
+        comm, data, peer = rank.comm(), values(1.0, 2.0), 1 - rank.rank
+        items = [
+            SendRecvItem(SEND, data.data_ptr(), 4, BYTES, peer),
+            SendRecvItem(RECEIVE, data.data_ptr() + 4, 4, BYTES, peer),
+        ]
+        rank.library.batch(items[rank.rank :], comm, rank.stream())
+        return settled(rank, comm)
+
+    assert both(mock, job) == ["communication operation remote error (HCCL result 21)"] * 2
+
+
+def test_two_messages_in_one_direction_in_a_batch(mock: Path) -> None:
+    def call(rank: Rank, comm: Any) -> None:
+        data = values(1.0, 2.0)
+        items = [SendRecvItem(SEND, data.data_ptr() + 4 * i, 4, BYTES, 1) for i in range(2)]
+        rank.library.batch(items, comm, rank.stream())
+
+    text = refused(mock, call)
+    assert "HcclBatchSendRecv of 2 messages with member 1: parameter error" in text
+
+
 def test_messages_of_other_sizes(mock: Path) -> None:
     def job(rank: Rank) -> str | None:
         comm, data = rank.comm(), values(1.0, 2.0)
@@ -304,7 +354,7 @@ def test_after_a_failure_without_messages_under_way(mock: Path) -> None:
         if rank.rank == 0:
             rank.library.send(data.data_ptr(), 4, 1, line.comm, rank.stream())
         else:
-            rank.library.recv(data.data_ptr(), 4, 0, line.comm, rank.stream(Stream.RECV))
+            rank.library.recv(data.data_ptr(), 4, 0, line.comm, rank.stream())
         pool.close()
         return line.comm is None and before is not None and float(data) == 1.0
 

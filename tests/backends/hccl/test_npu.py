@@ -46,6 +46,6 @@ def test_ranks_without_npus() -> None:
     with pytest.raises(BindError) as raised:
         connect(world, [Channel(0, (0, 1))], "/no/libhccl.so")
     assert str(raised.value) == (
-        "HCCL is to serve the edge from rank 0 to rank 1, but rank 0 has no NPU; leave the choice "
+        "HCCL is to serve ranks 0 and 1, but rank 0 has no NPU; leave the choice "
         "to cg, or use cg.via(x, 'cpu')"
     )

@@ -1,11 +1,13 @@
 /* A library with HCCL's interface for host memory, which moves bytes between processes, and holds
  * callers to the documented rules: what breaks one is refused, and said on standard error. */
 #define _GNU_SOURCE
+#include <errno.h>
 #include <pthread.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "runtime.h"
@@ -207,6 +209,7 @@ typedef struct {
     head head;
     char *source, *target;
     uint32_t items;
+    uint64_t turn; /* among the sends and receives of this process; 0 for anything else */
     HcclSendRecvItem item[];
 } operation;
 
@@ -446,13 +449,41 @@ static HcclResult carry_out(operation *self) {
     return result;
 }
 
+/* A process that has called HcclSend or HcclRecv gets to the next of these when the other end has
+ * come: they have one order, whatever streams and communicators they are on. */
+static pthread_mutex_t turns = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t turned = PTHREAD_COND_INITIALIZER;
+static uint64_t last_turn = 0, over = 0;
+
+static HcclResult take_turn(operation *self) {
+    struct timespec until;
+    clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_sec += (time_t)seconds_of("HCCL_EXEC_TIMEOUT", 60);
+    int late = 0;
+    pthread_mutex_lock(&turns);
+    while (over + 1 != self->turn && !late)
+        late = pthread_cond_timedwait(&turned, &turns, &until) == ETIMEDOUT;
+    pthread_mutex_unlock(&turns);
+    return late ? fail(self, HCCL_E_TIMEOUT, "it is behind a message whose other end has not come")
+                : HCCL_SUCCESS;
+}
+
+static void end_turn(operation *self) {
+    pthread_mutex_lock(&turns);
+    if (over + 1 == self->turn) over++;
+    pthread_cond_broadcast(&turned);
+    pthread_mutex_unlock(&turns);
+}
+
 static HcclResult run(void *argument) {
     operation *self = argument;
     communicator *comm = self->comm;
     HcclResult result = mock_device_error(); /* after an error nothing more is done */
+    if (result == HCCL_SUCCESS && self->turn) result = take_turn(self);
     pthread_mutex_lock(&comm->turn);
     if (result == HCCL_SUCCESS) result = carry_out(self);
     pthread_mutex_unlock(&comm->turn);
+    if (self->turn) end_turn(self);
     __atomic_sub_fetch(&comm->pending, 1, __ATOMIC_SEQ_CST);
     free(self);
     return result;
@@ -477,6 +508,8 @@ static HcclResult enqueue(operation *made, aclrtStream stream) {
         return refuse(HCCL_E_PTR, "%s: replayed on a communicator that has been destroyed",
                       made->function);
     if (made->head.kind != MESSAGES) made->head.sequence = comm->sequence++;
+    if (strcmp(made->function, "HcclSend") == 0 || strcmp(made->function, "HcclRecv") == 0)
+        made->turn = ++last_turn;
     __atomic_add_fetch(&comm->pending, 1, __ATOMIC_SEQ_CST);
     mock_enqueue(stream, run, made);
     return HCCL_SUCCESS;
@@ -554,6 +587,11 @@ static HcclResult put_items(const char *function, HcclSendRecvItem *items, uint3
     for (uint32_t i = 0; i < count; i++) {
         HcclResult checked = check_item(function, comm, &items[i]);
         if (checked != HCCL_SUCCESS) return checked;
+        for (uint32_t j = 0; j < i; j++)
+            if (items[j].remoteRank == items[i].remoteRank &&
+                items[j].sendRecvType == items[i].sendRecvType)
+                return refuse(HCCL_E_PARA, "%s: two messages in one direction, with rank %u",
+                              function, items[i].remoteRank);
     }
     return put(comm, function, MESSAGES, items, count, (operation){0}, stream);
 }

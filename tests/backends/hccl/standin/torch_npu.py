@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+
+from tests.backends.recording import Pool, Recording
 
 COUNT = int(os.environ.get("MOCK_NPUS", "8"))
 """How many devices the machine pretends to have."""
@@ -137,40 +137,6 @@ class _Steps(list[Any]):
             super().append(lambda: (_drain(), _library.mockReplay(first, last)))
 
 
-class Recording(TorchDispatchMode):
-    """Keeps torch's operations instead of doing them; their results hold nothing until a replay."""
-
-    def __init__(self, steps: _Steps) -> None:
-        super().__init__()
-        self.steps = steps
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func.is_view or func.namespace == "prims" or "empty" in func.name():
-            return func(*args, **kwargs)
-        if func._schema.is_mutable:
-            self.steps.append(lambda: func(*args, **kwargs))
-            return args[0] if func._schema.returns else None
-        on_meta = {"device": torch.device("meta")} if kwargs.get("device") is not None else {}
-        like = tree_map_only(torch.Tensor, lambda t: t.to("meta"), (args, {**kwargs, **on_meta}))
-        outputs = tree_map_only(torch.Tensor, _blank, func(*like[0], **like[1]))
-
-        def step() -> None:
-            made = tree_leaves(func(*args, **kwargs))
-            for target, value in zip(tree_leaves(outputs), made, strict=True):
-                target.copy_(value)
-
-        self.steps.append(step)
-        return outputs
-
-
-def _blank(like: torch.Tensor) -> torch.Tensor:
-    blank = torch.empty_like(like, device="cpu")
-    return blank.fill_(float("nan")) if blank.is_floating_point() else blank
-
-
 class NPUGraph:
     """What was put on streams while it was captured; nothing of that has run."""
 
@@ -180,7 +146,7 @@ class NPUGraph:
         _drain()
         self.steps = _Steps()
         self._branches: dict[Stream, Stream] = {}
-        self._recording = Recording(self.steps)
+        self._recording = Recording(self.steps, _pool)
         _thread.graph = self
         _library.mockCaptureBegin()
         self._recording.__enter__()
@@ -229,6 +195,7 @@ def _set_device(index: int) -> None:
 
 
 _thread = threading.local()
+_pool = Pool()
 _streams: list[Stream] = []
 _state: dict[str, Any] = {}
 _state["current"] = Stream()
