@@ -1,8 +1,9 @@
 """Write what the documentation takes from the code: `python docs/generate.py`.
 
 Reference tables, pages made of docstrings, and the output of the snippets that are marked to be
-run are all kept in the pages themselves, so that they can be read without building anything. A
-test holds each page against what this script would write.
+run are all kept in the pages themselves, so that they can be read without building anything;
+pictures of recorded figures are kept beside them. A test holds each page and each picture against
+what this script would write.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from generator.pages import PAGES, ROOT, render
+from generator.pages import PAGES, PICTURES, ROOT, render
 
 
 def main() -> int:
@@ -20,12 +21,12 @@ def main() -> int:
     parser.add_argument("pages", nargs="*", help="parts of the names of pages; all by default")
     options = parser.parse_args()
     stale = []
-    for page in PAGES:
+    for page in (*PAGES, *PICTURES):
         name = str(page.relative_to(ROOT))
         if options.pages and not any(part in name for part in options.pages):
             continue
         text = render(page)
-        if text != page.read_text(encoding="utf-8"):
+        if not page.exists() or text != page.read_text(encoding="utf-8"):
             stale.append(name)
             if not options.check:
                 page.write_text(text, encoding="utf-8")

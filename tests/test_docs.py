@@ -5,20 +5,23 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "docs"))  # the generator is no part of the package
 
+from generator import bars  # noqa: E402
 from generator.docstrings import to_markdown  # noqa: E402
-from generator.pages import PAGES, render  # noqa: E402
+from generator.pages import PAGES, PICTURES, render  # noqa: E402
 from generator.snippets import SnippetError, run_page  # noqa: E402
 
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]
+DRAWN = [str(picture.relative_to(ROOT)) for picture in PICTURES]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=IDS)
+@pytest.mark.parametrize("page", [*PAGES, *PICTURES], ids=IDS + DRAWN)
 def test_pages_are_up_to_date(page: Path) -> None:
     """Runs the page's snippets in the virtual world, too."""
     lines, written = render(page).splitlines(), page.read_text(encoding="utf-8").splitlines()
@@ -59,6 +62,28 @@ def test_every_page_is_in_the_navigation() -> None:
     listed = set(re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
     assert listed == pages
+
+
+def test_every_picture_is_shown_by_a_page() -> None:
+    shown = {(page.parent / link).resolve() for page in PAGES for link in links(page)}
+    assert set(PICTURES) <= shown
+
+
+def test_bars_are_as_long_as_their_values() -> None:
+    def group(label: str, *values: float) -> bars.Group:
+        return bars.Group(label, tuple(bars.Bar(value, "blue", str(value)) for value in values))
+
+    # A heading begins a scale of its own.
+    groups = [group("one"), group("a", 50.0), group("b", 100.0, 0.0), group("two"), group("c", 2.0)]
+    picture = bars.draw("Speed", "<of light>", groups, [("grey", "not drawn")])
+    width = r'<rect class="blue" x="[\d.]+" y="[\d.]+" width="([\d.]+)"'
+    half, full, none, other = map(float, re.findall(width, picture))
+    assert half == full / 2
+    assert (none, other) == (0.0, full)
+    assert ElementTree.fromstring(picture)[0].text == "Speed"
+    assert "prefers-color-scheme: dark" in picture
+    with pytest.raises(KeyError, match="no colour red; there are blue"):
+        bars.draw("", "", [bars.Group("a", (bars.Bar(1.0, "red", ""),))], [])
 
 
 def run(text: str) -> str:

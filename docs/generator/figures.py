@@ -8,12 +8,12 @@ from typing import Any
 
 from .tables import table
 
-_RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
 
 def schedules() -> str:
     """Bubbles, activations and makespans of every schedule, foreseen and measured."""
-    recorded = json.loads((_RESULTS / "schedules.json").read_text(encoding="utf-8"))
+    recorded = json.loads((RESULTS / "schedules.json").read_text(encoding="utf-8"))
     rows = recorded["figures"]
     head = (
         "schedule",

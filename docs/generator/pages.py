@@ -1,4 +1,4 @@
-"""The pages, and how one is brought up to date."""
+"""The pages and their pictures, and how one is brought up to date."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from . import api, figures, operations, passes, tables
+from . import api, figures, gpus, operations, passes, tables
 from .snippets import run_page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,8 +29,21 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "passes": passes.reference,
     "schedules": tables.schedules,
     "schedule-figures": figures.schedules,
+    "gpu-machine": gpus.machine,
+    "gpu-round-trips": gpus.round_trips,
+    "gpu-pipelines": gpus.pipelines,
+    "gpu-others": gpus.others,
+    "llama-speed": gpus.llama_speed,
+    "llama-paper": gpus.llama_paper,
+    "llama-before": gpus.llama_before,
 }
 """What may stand between `<!-- generated: name -->` and `<!-- end -->`."""
+
+PICTURES: dict[Path, Callable[[], str]] = {
+    ROOT / "docs" / "images" / "gpu_round_trips.svg": gpus.round_trip_picture,
+    ROOT / "docs" / "images" / "gpu_llama.svg": gpus.llama_picture,
+}
+"""Images that pages show, drawn from what benchmarks have recorded."""
 
 _SECTION = re.compile(r"(<!-- generated: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
@@ -38,10 +51,14 @@ _SECTION = re.compile(r"(<!-- generated: (\S+) -->\n)(.*?)(<!-- end -->)", re.DO
 def render(page: Path) -> str:
     """The text that the page should have: sections generated anew, snippets run again.
 
+    A picture is drawn anew.
+
     Raises:
         KeyError: the page asks for a section that there is not.
         SnippetError: a snippet does not do what it should.
     """
+    if page in PICTURES:
+        return PICTURES[page]()
 
     def section(match: re.Match[str]) -> str:
         head, name, _, end = match.groups()
