@@ -1,6 +1,6 @@
 """Runs random steps on the ranks of a job, each against its own Python: see tests/properties.
 
-    mpiexec -n 4 python -m tests.mpi.oracle_job 0 30
+    mpiexec -n 4 python -m tests.mpi.oracle_job 0 30 [EXECUTIONS]
 
 Every rank draws the same recipes, and runs each step eagerly by itself, with actors of its own.
 """
@@ -31,21 +31,23 @@ from tests.properties.steps import inputs, make_step
 
 
 def main() -> None:
-    first, last = map(int, sys.argv[1:])
+    first, last, *more = map(int, sys.argv[1:])
     torch.set_num_threads(1)
+    # A device replays what it has captured from the third execution on.
+    executions = more[0] if more else 2 if worlds.world().device is None else 6
     flavour = Flavour(ALL, worlds=(cg.world_size(),))
     passed = 0
     for seed in range(first, last):
         recipe = draw_recipe(random.Random(seed).randint, flavour, BASIC, KINDS)
         try:
-            passed += check(recipe)
+            passed += check(recipe, executions)
         except BaseException as error:
             error.add_note(f"seed {seed}: {recipe}")
             raise
     print(f"rank {cg.rank()}: {passed} of {last - first} agree")
 
 
-def check(recipe: Recipe) -> bool:
+def check(recipe: Recipe, executions: int) -> bool:
     """Compare some executions on this rank; whether the schedule has taken the step."""
     with use_world(VirtualWorld(cg.world_size())):
         eager_actors = new_actors(recipe)
@@ -59,8 +61,7 @@ def check(recipe: Recipe) -> bool:
         if recipe.must_overlap:
             raise
         return False
-    # A device replays what it has captured from the third execution on.
-    for execution in range(2 if worlds.world().device is None else 6):
+    for execution in range(executions):
         given = inputs(execution)
         expected, actual = eager(*given), compiled(*given)
         gets = recipe.outputs is None or cg.rank() in recipe.outputs
