@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 RANKS  ?= 2
+JOBS   ?= 2
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.stamp
@@ -11,7 +12,7 @@ STAMP  := $(VENV)/.stamp
 
 help:
 	@echo "make train   train a small GPT, cut into actors on $(RANKS) MPI ranks (RANKS=n for another number)"
-	@echo "make test    run all tests"
+	@echo "make test    run all tests, $(JOBS) at a time (JOBS=n for another number)"
 	@echo "make lint    ruff and mypy --strict"
 	@echo "make bench   the benchmarks that need no GPU"
 	@echo "make bench-ray  compare with Ray Compiled Graphs, in an environment of its own"
@@ -38,8 +39,9 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt Makefile
 train: setup
 	$(BIN)/python -m cg.launch -n $(RANKS) examples/train_gpt.py $(ARGS)
 
+# What starts jobs of several ranks is done by one of the processes; see tests/conftest.py.
 test: setup
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(JOBS) $(ARGS)
 
 test-gpu: setup
 	$(BIN)/python -m pytest -m gpu $(ARGS)

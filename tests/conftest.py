@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadScopeScheduling
 
 import cg
 
@@ -44,12 +46,29 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what starts processes under mpirun, and leave out what is slow."""
-    tests = ROOT / "tests"
     if not config.getoption("--slow"):
         slow = [item for item in items if item.get_closest_marker("slow")]
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=slow)
     for item in items:
-        file = item.path.relative_to(tests)
-        if file.parts[0] in ("mpi", "examples") or file.name == "test_jobs.py":
+        if starts_jobs(item.nodeid):
             item.add_marker(pytest.mark.mpi)
+
+
+def starts_jobs(nodeid: str) -> bool:
+    """Whether a test starts processes under mpirun."""
+    file = PurePosixPath(nodeid.partition("::")[0])
+    return file.parts[1] in ("mpi", "examples") or file.name == "test_jobs.py"
+
+
+class OneJobAtATime(LoadScopeScheduling):
+    """Tests side by side; those that start jobs, which have deadlines, are done by one process."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "jobs" if starts_jobs(nodeid) else nodeid
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneJobAtATime:
+    """What hands tests to processes under `--numprocesses`."""
+    return OneJobAtATime(config, log)
