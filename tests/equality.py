@@ -91,6 +91,11 @@ def compare_all(every: bool) -> list[str]:
     return done
 
 
+def comparisons(world: int) -> int:
+    """How many there are with every schedule: all in float64, the basic two in float32."""
+    return 2 + sum(len(layout.schedules) for layout in layouts(world, True))
+
+
 def _compare(
     layout: Layout, schedules: list[str], dtype: torch.dtype, layers: int
 ) -> Iterator[str]:

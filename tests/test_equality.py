@@ -9,7 +9,7 @@ import cg
 from cg.backends.virtual import VirtualWorld
 from cg.launch.world import use_world
 
-from .equality import compare_all, layouts
+from .equality import compare_all, comparisons, layouts
 
 
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
@@ -18,14 +18,9 @@ def test_losses_and_gradients_are_those_of_a_plain_loop(world: int) -> None:
     torch.set_num_threads(1)
     try:
         with use_world(VirtualWorld(world)):
-            assert len(compare_all(every=True)) == expected(world)
+            assert len(compare_all(every=True)) == comparisons(world)
     finally:
         torch.set_num_threads(threads)
-
-
-def expected(world: int) -> int:
-    """How many comparisons there are: float64 with every schedule, float32 with the basic two."""
-    return 2 + sum(len(layout.schedules) for layout in layouts(world, True))
 
 
 def test_every_schedule_is_compared() -> None:

@@ -1,13 +1,14 @@
 """All that HCCL must do, on the ranks of a job: conformance, random steps, training.
 
-    mpiexec -n 2 python -m tests.backends.hccl.suite_job 0 6
+    mpiexec -n 2 python -m tests.backends.hccl.suite_job 0 6 [every]
 
-The numbers are the seeds of random steps.
+The numbers are the seeds of random steps; `every` trains in every schedule.
 """
 
 from __future__ import annotations
 
 import ctypes
+import sys
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ OPERATIONS = (
 
 def main() -> None:
     torch.set_num_threads(1)
+    every = sys.argv[3:] == ["every"]
+    del sys.argv[3:]
     world: Any = worlds.world()
     assert world.device.kind == "npu"
     library = ctypes.CDLL(str(config().hccl_library))
@@ -38,7 +41,7 @@ def main() -> None:
     parts = {
         "conformance": conformance_job.main,
         "random steps": oracle_job.main,
-        "training": lambda: print(f"rank {world.rank}: {len(compare_all(False))} trainings agree"),
+        "training": lambda: print(f"rank {world.rank}: {len(compare_all(every))} trainings agree"),
     }
     before = dict.fromkeys(OPERATIONS, 0)
     for name, part in parts.items():

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ...equality import comparisons
 from ...mpi.jobs import ROOT, Ended, environment, needs_mpi, run
 from ...mpi.test_devices import check_driven, check_interruptions
 from .build import STANDIN, needs_compiler
@@ -42,12 +43,26 @@ def calls(output: str, rank: int, part: str) -> dict[str, int]:
     return {name: int(count) for name, count in re.findall(r"(\w+) (\d+)", found)}
 
 
-@pytest.mark.parametrize(("ranks", "seeds"), [(2, (0, 6)), (4, (100, 102))])
+@pytest.mark.parametrize(("ranks", "seeds"), [(2, (0, 10)), (4, (100, 106))])
 def test_conformance_random_steps_and_training(
     mock: Path, ranks: int, seeds: tuple[int, int]
 ) -> None:
-    program = ["-m", "tests.backends.hccl.suite_job", *map(str, seeds)]
-    ended = on_npus(mock, ranks, program)
+    check_suite(on_npus(mock, ranks, [*SUITE, *map(str, seeds)]), ranks, seeds, trainings=4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_more_random_steps_and_every_schedule(mock: Path, ranks: int) -> None:
+    ended = on_npus(mock, ranks, [*SUITE, "200", "220", "every"], seconds=1400)
+    check_suite(ended, ranks, (200, 220), trainings=comparisons(ranks))
+
+
+SUITE = ("-m", "tests.backends.hccl.suite_job")
+
+
+def check_suite(ended: Ended, ranks: int, seeds: tuple[int, int], trainings: int) -> None:
+    """All cases conform, all steps that were taken agree, and so does all training."""
     assert ended.code == 0, ended.output
     cases = len(list(served(ranks)))
     assert cases > 70
@@ -55,7 +70,7 @@ def test_conformance_random_steps_and_training(
         ran, replayed = re.findall(rf"rank {rank}: (\d+) cases .*, (\d+) replays", ended.output)[0]
         assert int(ran) == cases
         assert int(replayed) > 0
-        assert f"rank {rank}: 4 trainings agree" in ended.output
+        assert f"rank {rank}: {trainings} trainings agree" in ended.output
         agreed = re.findall(rf"rank {rank}: (\d+) of \d+ agree", ended.output)
         assert int(agreed[0]) >= 0.6 * (seeds[1] - seeds[0])
         trained = calls(ended.output, rank, "training")

@@ -75,6 +75,10 @@ def test_a_missing_function_is_named(tmp_path: Path) -> None:
         symbols.get("HcclBatchSendRecv")(None, 0, None, None)
     with pytest.raises(BindError, match=r"`all_to_all` is not supported: .* no HcclBatchSendRecv"):
         check_supported(AllToAll(dim=0), symbols)
+    with pytest.raises(
+        BindError, match=r"`send` in a batch is not supported: .* HcclBatchSendRecv"
+    ):
+        check_supported(Send(peer=1, batch=0), symbols)
     check_supported(Send(peer=1), symbols)
 
 
