@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any
@@ -132,7 +133,10 @@ class Accelerator:
             with suppress(RuntimeError):  # what went wrong may have broken the capture, too
                 graph.capture_end()
             raise
-        graph.capture_end()
+        with warnings.catch_warnings():
+            # Messages are left out of a rehearsal, and there may be nothing else.
+            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+            graph.capture_end()
         self._graphs.add(graph)
         return graph  # type: ignore[no-any-return]
 

@@ -278,13 +278,23 @@ class Segment:
     def _rehearse(
         self, trained: Sequence[Tensor], state: tuple[Tensor | None, ...]
     ) -> tuple[Graph, Outlasting]:
-        """Capture once to see what the segment leaves behind, and make room for that."""
+        """Capture once to see what the segment leaves behind, and make room for that.
+
+        Without messages: to drop a graph that has some makes the library wait for all that is on
+        the device, such as a receive that was posted early and waits for what comes later here.
+        """
         registers = self._registers
         rooms = ((port, port.room()) for port in self._ports)
         landings = [(port, room) for port, room in rooms if room is not None]
         outside = {_storage(t) for t in (*registers, *state) if isinstance(t, Tensor)}
         landed = {_storage(room) for _, room in landings}
-        graph = self._device.capture(lambda: self._record(Outlasting(tuple(landings))))
+        for port in self._ports:
+            port.rehearses = True
+        try:
+            graph = self._device.capture(lambda: self._record(Outlasting(tuple(landings))))
+        finally:
+            for port in self._ports:
+                port.rehearses = False
         values = {r: registers[r] for r in self._interface.gives}
         made = {r: value for r, value in values.items() if isinstance(value, Tensor)}
         used = {_storage(value) for value in made.values()}

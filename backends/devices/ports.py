@@ -23,10 +23,12 @@ class StreamPort(Protocol):
     Attributes:
         stream: which stream carries it out.
         landing: memory for the value, if the op is not to take new memory each time.
+        rehearses: whether `start` puts nothing on the stream.
     """
 
     stream: Stream
     landing: Tensor | None
+    rehearses: bool
 
     def room(self) -> Tensor | None:
         """New memory for the value as `prepare` takes it; None if it takes none."""

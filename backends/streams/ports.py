@@ -24,6 +24,7 @@ class _Port:
     def __init__(self, stream: Stream, handle: Any, library: Messenger, line: Line) -> None:
         self.stream = stream
         self.landing: Tensor | None = None
+        self.rehearses = False
         self._handle = handle
         self._library = library
         self._line = line
@@ -71,7 +72,7 @@ class SendPort(_Port):
 
     def start(self, value: Tensor) -> None:
         """See `StreamPort`."""
-        if self._nbytes:
+        if self._nbytes and not self.rehearses:
             line = self._line
             self._library.send(value.data_ptr(), self._nbytes, line.peer, line.comm, self._handle)
 
@@ -122,7 +123,7 @@ class RecvPort(_Port):
         into = self._slot if value is None else value
         assert into is not None, "without a slot, `prepare` takes memory"
         self._value = into
-        if self._nbytes:
+        if self._nbytes and not self.rehearses:
             line = self._line
             self._library.recv(into.data_ptr(), self._nbytes, line.peer, line.comm, self._handle)
 
@@ -170,7 +171,8 @@ class CollectivePort(_Port):
         """See `StreamPort`."""
         assert self._result is not None
         source = self._result if self._operand is None else self._operand
-        self._run(source.data_ptr(), self._result.data_ptr())
+        if not self.rehearses:
+            self._run(source.data_ptr(), self._result.data_ptr())
 
     def take(self) -> Any:
         """See `StreamPort`; what has to be put in order is so on the compute stream."""

@@ -213,7 +213,8 @@ def graphs() -> None:
                     expected[1] = total
                     kept.append((future.result(timeout=30), expected))
             for found, expected in kept:
-                assert all(map(torch.allclose, found, expected)), (found, expected)
+                here = [each.cpu() for each in found]
+                assert all(map(torch.allclose, here, expected)), (here, expected)
             assert len(kept) == 16
         seats = graph._made.graph.seats[cg.rank()]
         segments = [s for seat in seats for each in seat.instances for s in each._graphs.segments]

@@ -33,6 +33,7 @@ class ThreadWorld:
         self.nodes = [0] * size
         self.shared = shared
         self.device: Any = None
+        self.library: Any = None
 
     def plays(self, rank: int) -> bool:
         return rank == self.rank
@@ -152,7 +153,7 @@ def bound(
     Channels that say `via = fake`, or nothing, go by the device, all others by the host.
     """
     device = world.device = FakeDevice(world.rank, delay)
-    library = FakeLibrary(device)
+    library = world.library = FakeLibrary(device)
     pool = NcclPool(world, device, library)
     by_device = [c for c in module.channels.values() if c.via in (None, "fake")]
     streams = NcclCommunicator(pool, by_device, world.rank)

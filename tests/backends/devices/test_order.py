@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cg.backends.devices.capture import WARM_UPS
+from cg.backends.devices.executable import DeviceExecutable
 from cg.backends.errors import BindError, TransportError
 from cg.backends.nccl import bindings
 from cg.backends.nccl.pool import LIMIT, NcclPool, width_of
@@ -16,7 +17,7 @@ from cg.ir.module import Channel
 from cg.passes.capture import Capture
 from cg.passes.manager import PassManager
 
-from ..conformance import pipeline
+from ..conformance import Case, pipeline
 from .fakes import FakeDevice, FakeLibrary
 from .ranks import PATIENCE, ThreadWorld, bound, on_ranks, pause
 
@@ -48,15 +49,20 @@ def test_the_host_is_not_held_up() -> None:
     assert on_ranks(2, play) == [0, 0]
 
 
+def captured(world: ThreadWorld, case: Case) -> DeviceExecutable:
+    """A case's program on this rank, whole in one graph, all of its messages between devices."""
+    module = case.module()
+    for id_, channel in module.channels.items():
+        module.channels[id_] = replace(channel, via="fake")
+    PassManager((Capture("fake+fake"),)).run(module)
+    return bound(world, module)
+
+
 def test_memory_is_given_back_once_and_then_captured() -> None:
     case = pipeline("p", 2, 2)
 
     def play(world: ThreadWorld) -> list[tuple[int, int]]:
-        module = case.module()
-        for id_, channel in module.channels.items():
-            module.channels[id_] = replace(channel, via="fake")
-        PassManager((Capture("fake+fake"),)).run(module)
-        executable = bound(world, module)
+        executable = captured(world, case)
         found = []
         for execution in range(WARM_UPS + 3):
             executable.run(case.inputs(execution)[world.rank], pause, PATIENCE)
@@ -69,6 +75,24 @@ def test_memory_is_given_back_once_and_then_captured() -> None:
         assert found[:WARM_UPS] == [(0, 0)] * WARM_UPS
         assert [given_back for given_back, _ in found[WARM_UPS:]] == [1] * 3
         assert found[WARM_UPS][1] > 0
+
+
+def test_a_rehearsal_has_no_messages() -> None:
+    case = pipeline("p", 2, 2)
+
+    def play(world: ThreadWorld) -> list[int]:
+        executable = captured(world, case)
+        counts = []
+        for execution in range(WARM_UPS + 1):
+            before = len(world.library.calls)
+            executable.run(case.inputs(execution)[world.rank], pause, PATIENCE)
+            counts.append(len(world.library.calls) - before)
+            world.barrier()
+        return counts
+
+    for counts in on_ranks(2, play):
+        assert counts[0] > 0
+        assert counts == [counts[0]] * len(counts)
 
 
 def test_a_rank_is_a_member_of_so_many_communicators() -> None:
