@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -13,11 +13,15 @@ import pytest
 from ..backends.conformance import cases
 from .jobs import ROOT, environment, needs_mpi, run
 
+# By what is installed: whoever looks for the module `pip` turns setuptools' distutils off for this
+# process (Python 3.11), and with it the compilers that look for a C++ compiler.
+INSTALLED = {distribution.name for distribution in metadata.distributions()}
+
 pytestmark = [
     *needs_mpi,
     pytest.mark.timeout(120),
     pytest.mark.skipif(
-        not (find_spec("pip") and find_spec("setuptools")),
+        not {"pip", "setuptools"} <= INSTALLED,
         reason="the package is installed by pip and setuptools, and one of them is missing",
     ),
 ]
