@@ -19,20 +19,9 @@ from cg.launch.pictures.graph_svg import graph_svg
 from cg.launch.pictures.model import Kind
 from cg.launch.world import use_world
 
+from .stage import Stage
+
 SVG = "{http://www.w3.org/2000/svg}"
-
-
-@cg.actor
-class Stage(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = torch.nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.linear(x))
-
-    def update(self) -> None:
-        self.linear.weight.grad = None
 
 
 @cg.actor

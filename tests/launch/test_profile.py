@@ -21,18 +21,7 @@ from cg.launch.pictures.model import Kind
 from cg.launch.world import use_world
 from tests.mpi.profile_job import check_trace, events_of
 
-
-@cg.actor
-class Stage(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = torch.nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.linear(x))
-
-    def update(self) -> None:
-        self.linear.weight.grad = None
+from .stage import Stage
 
 
 @cg.actor
