@@ -213,7 +213,8 @@ def flow(drives: bool) -> None:
             assert futures[n].result(timeout=30) == [n + 1] * len(actors)
         del futures
         assert graph.execute(0).result(timeout=30)[0] == 200
-        assert seen == list(range(1, 201, 3))
+        # Of those that are in flight together, any may end first.
+        assert sorted(seen) == list(range(1, 201, 3))
         pair = [slow.execute(0.2), slow.execute(0.0)]
         with raises(cg.CapacityError, "2 executions of 'chain' are in flight"):
             slow.execute(0.0, block=False)
