@@ -12,25 +12,21 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
-from .errors import DeadlockError, StepTimeout
+from .errors import CapacityError, DeadlockError, StepTimeout
 from .flight import FlightRecord
-from .futures import CapacityError, Future
+from .futures import Future
 from .graphs import Graph
 from .records import GRAPHS, SEATS, Kind, Record, Records, VirtualRecords
 from .resident import Resident
 
-_FORESEE_EVERY = 64
+_FORESEE_EVERY: Final = 64
 """After how many fruitless turns in a row the driver looks for failures ahead of its programs."""
 
 
-Order = Callable[[], bool | None]
-"""Does what a record asks of a rank. It says whether that has moved anything here, which a record
-of somebody else's business does not; or None if its time is not come."""
-
-_PASS_OVER = 32
-"""After how many records in a row that do not concern it a rank gives way to one that works."""
+Order = Callable[[], bool]
+"""Does what a record asks of a rank; false if its time is not come."""
 
 
 class Waiting(Protocol):
@@ -135,8 +131,8 @@ class Executions:
         if graph.driver in graph.closed:
             return
         self._until(lambda: not graph.in_flight)
-        everyone = range(graph.world)
-        publish = self._records[graph.driver].publisher(everyone)
+        others = [rank for rank in range(graph.world) if rank != graph.driver]
+        publish = self._records[graph.driver].publisher(others, others)
         publish(Record(Kind.CLOSE, graph.number).pack())
         self._release(graph, graph.driver)
         while self._readers and self.turn():
@@ -176,15 +172,16 @@ class Executions:
 
     def launcher(self, graph: Graph) -> Launcher:
         """Starts executions of an open graph; for the driver."""
-        publish = self._records[graph.driver].publisher(graph.wake)
+        to = sorted(graph.participants)
+        publish = self._records[graph.driver].publisher(to, graph.wake)
         return Launcher(self, graph, publish, self.residents[graph.driver])
 
     def turn(self) -> bool:
         """See `Progress`."""
         moved = False
         for rank, reader in self._readers.items():
-            while (taken := self._take(rank, reader)) is not None:
-                moved = moved or taken
+            while self._take(rank, reader):
+                moved = True
         for resident in self._all if self._random is None else self._shuffled():
             if resident.in_flight and resident.turn():
                 moved = True
@@ -272,21 +269,21 @@ class Executions:
             )
         self._until(lambda: bool(graph.free))
 
-    def _take(self, rank: int, reader: Callable[[], int]) -> bool | None:
-        """Do what the next record asks of a rank, and say whether that has moved anything here.
+    def _take(self, rank: int, reader: Callable[[], int]) -> bool:
+        """Do what the next record asks of a rank.
 
-        None if there is no record, or its time is not come. What a record waits for are executions
-        before it, so it is always the next to be done.
+        False if there is no record, or its time is not come. What a record waits for are
+        executions before it, so it is always the next to be done.
         """
         record = (self._held.pop(rank, 0) if self._held else 0) or reader()
         if not record:
-            return None
+            return False
         orders = self._orders[rank]
         order = orders.get(record)
         if order is None:
             order = orders[record] = self._understand(rank, Record.unpack(record))
         done = order()
-        if done is None:
+        if not done:
             self._held[rank] = record
         return done
 
@@ -299,27 +296,19 @@ class Executions:
         instance, siblings = seat.instances[record.variant], seat.instances
         started, resident = graph.started, self.residents[rank]
 
-        def begin() -> bool | None:
+        def begin() -> bool:
             for other in siblings:
                 if other.running:
-                    return None
+                    return False
             resident.begin(instance, (), started[rank])
             started[rank] += 1
             return True
 
-        give_way = self._waiting.pause
+        return begin
 
-        def pass_over() -> bool:
-            started[rank] += 1
-            if not started[rank] % _PASS_OVER:
-                give_way(2, None)
-            return False
-
-        return begin if rank in graph.participants else pass_over
-
-    def _close_here(self, graph: Graph, rank: int) -> bool | None:
+    def _close_here(self, graph: Graph, rank: int) -> bool:
         if not graph.is_idle(rank):
-            return None
+            return False
         self._release(graph, rank)
         return True
 
@@ -350,7 +339,9 @@ class Executions:
                 record = FlightRecord(instance.module, [instance.position()])
                 name = instance.module.name
                 where.append(f"  @{name} {instance.execution}: {record.describe().strip()}")
-        return "\n".join([f"execution {future.execution} has not ended after {timeout} s", *where])
+        return "\n".join(
+            [f"execution {future.execution} has not ended after {timeout:g} s", *where]
+        )
 
 
 class Launcher:

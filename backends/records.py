@@ -7,12 +7,15 @@ word of 64.
 from __future__ import annotations
 
 import enum
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
-GRAPHS, VARIANTS, SEATS = 1 << 18, 1 << 10, 1 << 10
-BITS = 40
+GRAPHS: Final = 1 << 18
+VARIANTS: Final = 1 << 10
+SEATS: Final = 1 << 10
+BITS: Final = 40
 
 
 class Kind(enum.IntEnum):
@@ -54,13 +57,14 @@ class Record:
 class Records(Protocol):
     """Carries records from the driver to all other ranks, in order."""
 
-    def publisher(self, wake: Sequence[int]) -> Callable[[int], None]:
-        """Tells all other ranks of a record; for the driver.
+    def publisher(self, to: Sequence[int], wake: Sequence[int]) -> Callable[[int], None]:
+        """Tells other ranks of a record; for the driver.
 
         It may wait for a rank that lags far behind.
 
         Args:
-            wake: the ranks that are woken for it if they sleep; the others may take their time.
+            to: the ranks that it concerns.
+            wake: those of them that are woken for it if they sleep.
         """
 
     def reader(self, rank: int) -> Callable[[], int]:
@@ -68,35 +72,29 @@ class Records(Protocol):
 
 
 class VirtualRecords:
-    """Records in a list, for a process that plays all ranks."""
+    """Records in lists, for a process that plays all ranks."""
 
     def __init__(self) -> None:
-        self._records: list[int] = []
-        self._first = 0
-        self._next: dict[int, int] = {}
+        self._records: dict[int, deque[int]] = {}
 
-    def publisher(self, wake: Sequence[int]) -> Callable[[int], None]:
+    def publisher(self, to: Sequence[int], wake: Sequence[int]) -> Callable[[int], None]:
         """See `Records`."""
-        return self._records.append
+        lists = [self._of(rank) for rank in to]
+
+        def put(record: int) -> None:
+            for records in lists:
+                records.append(record)
+
+        return put
 
     def reader(self, rank: int) -> Callable[[], int]:
         """See `Records`."""
-        self._next.setdefault(rank, self._first + len(self._records))
+        records = self._of(rank)
 
         def take() -> int:
-            at = self._next[rank] - self._first
-            if at == len(self._records):
-                return 0
-            self._next[rank] += 1
-            record = self._records[at]
-            self._forget()
-            return record
+            return records.popleft() if records else 0
 
         return take
 
-    def _forget(self) -> None:
-        """Drop what every rank has taken."""
-        done = min(self._next.values()) - self._first
-        if done >= 256:
-            del self._records[:done]
-            self._first += done
+    def _of(self, rank: int) -> deque[int]:
+        return self._records.setdefault(rank, deque())

@@ -5,9 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from .instance import Instance
 from .turnstiles import Turnstiles
+
+_OLDEST: Final = 4
+"""How many executions are looked at in every turn."""
 
 
 @dataclass(slots=True)
@@ -55,11 +59,17 @@ class Resident:
             self.in_flight.pop()
 
     def turn(self) -> bool:
-        """Go on with each execution until it has to wait; whether any has moved."""
+        """Go on with executions until each has to wait; whether any has moved.
+
+        Actors take executions in the order of their start, so the oldest are the likeliest to
+        move. While they do, the others are not looked at.
+        """
         if self._random is not None:
             return self._shuffled(self._random)
         moved = ended = False
-        for instance in self.in_flight:
+        for age, instance in enumerate(self.in_flight):
+            if age >= _OLDEST and (moved or ended):
+                break
             before = instance.pending
             if instance.advance():
                 ended = True

@@ -1,33 +1,37 @@
-"""The driver's records (`backends/records.py`): a ring in shared memory, messages between machines.
+"""The driver's records (`backends/records.py`): rings in shared memory, messages between machines.
 
-The ring has one writer and a reader for each other rank of the machine. Each word carries its own
-number beside the record, so a reader looks at one word only. Readers say how far they are a few
-times a round, so that the writer does not overtake them.
+A ring has one writer, the driver, and one reader. Each word carries its own number beside the
+record, so a reader looks at one word only. It says how far it is a few times a round, so that the
+writer does not overtake it.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 from ..errors import TransportError
 from ..records import BITS
-from .layout import LINE, WORDS
-from .mpi import module_of
+from .layout import WORDS
 from .node import Node
 
-SLOTS = 1024
-"""Records in the ring; a power of two."""
+SLOTS: Final = 1024
+"""Records in a ring; a power of two."""
 
-_TELL_EVERY = SLOTS // 4
-_RECORD_MASK = (1 << BITS) - 1
-_NUMBER_MASK = (1 << (64 - BITS)) - 1
-_MOST_UNDER_WAY = 4
+_RING: Final = SLOTS + WORDS
+"""Words of a ring; behind its records is how far its reader says to be."""
+
+_TELL_EVERY: Final = SLOTS // 4
+_RECORD_MASK: Final = (1 << BITS) - 1
+_NUMBER_MASK: Final = (1 << (64 - BITS)) - 1
+_MOST_UNDER_WAY: Final = 4 * _TELL_EVERY
 
 
 class RecordRing:
-    """The records of one driver; implements `Records`. Making one is collective.
+    """The records of one driver, in a ring for each other rank; implements `Records`.
+
+    Making one is collective.
 
     Args:
         node: this machine.
@@ -35,45 +39,50 @@ class RecordRing:
         pause: how the driver waits for a reader that lags behind.
 
     Raises:
-        TransportError: there is no shared memory for the ring.
+        TransportError: there is no shared memory for the rings.
     """
 
     def __init__(self, node: Node, driver: int, pause: Callable[[int], None]) -> None:
         self._node = node
         self._driver = driver
-        self._pause = pause
         others = [rank for rank in range(node.size) if rank != driver]
         near = [rank for rank in others if node.node_of(rank) == node.node_of(driver)]
         self._readers = tuple(near)
-        self._sleepers = tuple((node.waiting(rank), rank) for rank in near)
-        self._far = tuple(rank for rank in others if rank not in near)
-        self._count = 0
-        self._floor = 0
         self._tag = node.reserve_tags(1)
-        self._under_way: deque[list[Any]] = deque()
         self._words = self._share()
+        self._near: dict[int, _Near] = {}
+        self._far: dict[int, _Far] = {}
+        if node.rank == driver:
+            self._near = {
+                rank: _Near(node, self._words, index * _RING, pause)
+                for index, rank in enumerate(near)
+            }
+            self._far = {
+                rank: _Far(node.comm, rank, self._tag, pause)
+                for rank in others
+                if rank not in self._near
+            }
 
-    def publisher(self, wake: Sequence[int]) -> Callable[[int], None]:
+    def publisher(self, to: Sequence[int], wake: Sequence[int]) -> Callable[[int], None]:
         """See `Records`."""
-        node, words, order = self._node, self._words, self._node.order
-        fence, waiting = node.fence, node.words
-        sleepers = tuple(sleeper for sleeper in self._sleepers if sleeper[1] in wake)
+        node = self._node
+        fence, order, waiting = node.fence, node.order, node.words
+        near = [self._near[rank] for rank in to if rank in self._near]
+        far = [self._far[rank] for rank in to if rank in self._far]
+        sleepers = [(node.waiting(rank), rank) for rank in wake if rank in self._near]
 
         def put(record: int) -> None:
-            count = self._count
-            if count - self._floor == SLOTS:
-                self._wait_for_readers()
             if order is not None:
                 order()
-            words[count % SLOTS] = ((count + 1) & _NUMBER_MASK) << BITS | record
-            self._count = count + 1
+            for ring in near:
+                ring.put(record)
             if sleepers:
                 fence()
                 for word, rank in sleepers:
                     if waiting[word]:
                         node.ring(rank)
-            if self._far:
-                self._send(record)
+            for other in far:
+                other.put(record)
 
         return put
 
@@ -85,12 +94,13 @@ class RecordRing:
 
     def _near_reader(self, rank: int) -> Callable[[], int]:
         words, order = self._words, self._node.order
-        cursor = SLOTS + self._readers.index(rank) * WORDS
+        base = self._readers.index(rank) * _RING
+        cursor = base + SLOTS
         count = words[cursor]
 
         def take() -> int:
             nonlocal count
-            word = words[count % SLOTS]
+            word = words[base + count % SLOTS]
             if word >> BITS != (count + 1) & _NUMBER_MASK:
                 return 0
             if order is not None:
@@ -116,39 +126,10 @@ class RecordRing:
 
         return take
 
-    def _send(self, record: int) -> None:
-        """To the other machines. A synchronous message now and then keeps readers in step."""
-        comm = self._node.comm
-        content = record.to_bytes(8, "little")
-        send = comm.Isend if self._count % _TELL_EVERY else comm.Issend
-        self._under_way.append([send(content, rank, self._tag) for rank in self._far])
-        most = _MOST_UNDER_WAY * _TELL_EVERY
-        polls = 0
-        while self._under_way and module_of(comm).Request.Testall(self._under_way[0]):
-            self._under_way.popleft()
-        while len(self._under_way) > most:
-            if module_of(comm).Request.Testall(self._under_way[0]):
-                self._under_way.popleft()
-                continue
-            polls += 1
-            self._pause(polls)
-
-    def _wait_for_readers(self) -> None:
-        """Wait until every reader has left the slot that is written next."""
-        words, polls = self._words, 0
-        cursors = [SLOTS + index * WORDS for index in range(len(self._readers))]
-        while True:
-            self._floor = min((words[cursor] for cursor in cursors), default=self._count)
-            if self._count - self._floor < SLOTS:
-                return
-            self._node.wake_all()
-            polls += 1
-            self._pause(polls)
-
     def _share(self) -> memoryview:
         """Map the ring; all ranks take part."""
         node = self._node
-        nbytes = SLOTS * 8 + max(len(self._readers), 1) * LINE
+        nbytes = max(len(self._readers), 1) * 8 * _RING
         key, problem, own = None, None, None
         if node.rank == self._driver:
             try:
@@ -174,3 +155,66 @@ class RecordRing:
                 )
         view = memoryview(bytearray(nbytes)) if memory is None else memoryview(memory)
         return view.cast("Q")
+
+
+class _Near:
+    """The driver's end of the ring of one rank of its machine."""
+
+    __slots__ = ("_base", "_count", "_floor", "_node", "_pause", "_words")
+
+    def __init__(
+        self, node: Node, words: memoryview, base: int, pause: Callable[[int], None]
+    ) -> None:
+        self._node = node
+        self._words = words
+        self._base = base
+        self._pause = pause
+        self._count = self._floor = 0
+
+    def put(self, record: int) -> None:
+        """Write a record; waits for a reader that is a whole round behind."""
+        count = self._count
+        if count - self._floor == SLOTS:
+            self._wait()
+        self._words[self._base + count % SLOTS] = ((count + 1) & _NUMBER_MASK) << BITS | record
+        self._count = count + 1
+
+    def _wait(self) -> None:
+        words, cursor, polls = self._words, self._base + SLOTS, 0
+        while True:
+            self._floor = words[cursor]
+            if self._count - self._floor < SLOTS:
+                return
+            self._node.wake_all()
+            polls += 1
+            self._pause(polls)
+
+
+class _Far:
+    """The driver's messages to one rank of another machine."""
+
+    __slots__ = ("_comm", "_count", "_pause", "_rank", "_tag", "_under_way")
+
+    def __init__(self, comm: Any, rank: int, tag: int, pause: Callable[[int], None]) -> None:
+        self._comm = comm
+        self._rank = rank
+        self._tag = tag
+        self._pause = pause
+        self._count = 0
+        self._under_way: deque[Any] = deque()
+
+    def put(self, record: int) -> None:
+        """Send a record. A synchronous message now and then keeps the reader in step."""
+        comm, under_way = self._comm, self._under_way
+        self._count += 1
+        send = comm.Isend if self._count % _TELL_EVERY else comm.Issend
+        under_way.append(send(record.to_bytes(8, "little"), self._rank, self._tag))
+        polls = 0
+        while under_way and under_way[0].Test():
+            under_way.popleft()
+        while len(under_way) > _MOST_UNDER_WAY:
+            if under_way[0].Test():
+                under_way.popleft()
+                continue
+            polls += 1
+            self._pause(polls)
