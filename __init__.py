@@ -13,6 +13,7 @@ from .launch.bootstrap import prepare as _prepare
 
 if TYPE_CHECKING:
     from .backends.errors import (
+        CapacityError,
         DeadlockError,
         PlanMismatch,
         RemoteError,
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
         TransportError,
     )
     from .backends.fuse import FuseError
-    from .backends.futures import CapacityError, Future
+    from .backends.futures import Future
     from .ir.costs import Costs, Link
     from .ir.diagnostics import IRError
     from .ir.types import Place
@@ -94,7 +95,7 @@ _HOMES = {
     "IRError": "ir.diagnostics",
     "InputError": "tracer.trace",
     "RemoteError": "backends.errors",
-    "CapacityError": "backends.futures",
+    "CapacityError": "backends.errors",
     "StepTimeout": "backends.errors",
     "PlanMismatch": "backends.errors",
     "DeadlockError": "backends.errors",

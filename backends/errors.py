@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import traceback
 from dataclasses import dataclass
-from pathlib import Path
 
 from ..ir.location import Location
 
@@ -103,6 +101,11 @@ class StepTimeout(TimeoutError):
     """A step has not ended by its deadline; the message says where this rank waits."""
 
 
+class CapacityError(RuntimeError):
+    """As many executions are in flight as the graph was compiled for, and none was to be waited
+    for."""
+
+
 class PlanMismatch(RuntimeError):
     """The ranks have compiled different plans; the message shows the first line that differs."""
 
@@ -123,6 +126,17 @@ class TransportError(RuntimeError):
     """A value cannot be sent as it is, or the messages of a channel do not match."""
 
 
+class PeerLost(TransportError):
+    """A rank has ended, or has given up, while others still needed it."""
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message, rank)
+        self.rank = rank
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class UnknownCommunicator(LookupError):
     """No communicator is registered under that name."""
 
@@ -138,9 +152,9 @@ def type_name(error: BaseException) -> str:
 def traceback_text(error: BaseException) -> str:
     """The formatted traceback, without the frames of this package that lead to the method."""
     trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OURS):
+    while trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith(_OURS):
         trace = trace.tb_next
     return "".join(traceback.format_exception(type(error), error, trace))
 
 
-_OURS = tuple(str(Path(__file__).parent.parent / room) + os.sep for room in ("backends", "tracer"))
+_OURS = ("cg.backends.", "cg.tracer.")

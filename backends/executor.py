@@ -273,11 +273,13 @@ class Executable:
     def _fail(self, error: Exception) -> RemoteError:
         self._failed = True
         op = self.program.ops[self.position().op]
-        return RemoteError(failure_at(op, self.program, self.module, error, self._bodies))
+        failed = RemoteError(failure_at(op, self.program, self.module, error, self._bodies))
+        failed.__cause__ = error  # machine code made of this module would leave `from` out
+        return failed
 
     def _timeout(self, timeout: float | None) -> StepTimeout:
         where = FlightRecord(self.module, [self.position()]).describe().strip()
-        return StepTimeout(f"the step has not ended after {timeout} s: {where}")
+        return StepTimeout(f"the step has not ended after {timeout:g} s: {where}")
 
 
 class _Timer:

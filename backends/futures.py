@@ -14,11 +14,6 @@ _LOG = logging.getLogger("cg")
 Callback = Callable[["Future"], object]
 
 
-class CapacityError(RuntimeError):
-    """As many executions are in flight as the graph was compiled for, and none was to be waited
-    for."""
-
-
 class Progress(Protocol):
     """What moves executions on; nothing does but calls of this."""
 

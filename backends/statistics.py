@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Final
 
-RECENT = 256
+RECENT: Final = 256
 """How many executions medians are taken over."""
 
 

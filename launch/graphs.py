@@ -94,17 +94,18 @@ def use_executions(world: World, executions: Executions) -> None:
     """Let a world's graphs be those of `executions`; before any graph of it is compiled."""
     _worlds[world] = executions
     # After the hook of the transport, which therefore runs later.
-    atexit.register(_close_all, ref(executions))
+    atexit.register(_close_all, ref(world))
 
 
-def _close_all(executions: ref[Executions]) -> None:
+def _close_all(world: ref[World]) -> None:
     """At the interpreter's exit: as the driver, close every graph that is still open."""
-    alive = executions()
-    if alive is None:
+    alive = world()
+    executions = None if alive is None else _worlds.get(alive)
+    if executions is None:
         return
-    for graph in tuple(alive.graphs.values()):
-        if graph.driver in alive.residents:
-            alive.close(graph)
+    for graph in tuple(executions.graphs.values()):
+        if graph.driver in executions.residents:
+            executions.close(graph)
 
 
 def make_graph(

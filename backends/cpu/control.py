@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import monotonic
+from typing import Final
 
-from ..errors import PlanMismatch, StepTimeout, TransportError
+from ..errors import PeerLost, PlanMismatch, StepTimeout, TransportError
 from ..flight import Position
 from .link import Failed, Link, Reached, Status
 from .node import Node
@@ -18,25 +19,14 @@ from .rows import Meeting, Rows, State
 from .verdict import Errors, pickled, unpickled
 from .waiting import Waiter, WaitPolicy
 
-GRACE = 1.0
+GRACE: Final = 1.0
 """Seconds that a failed execution waits for the other ranks, so that all agree on the error."""
 
-_TELL_EVERY = 0.5
+_TELL_EVERY: Final = 0.5
 """Seconds between two reports of a waiting rank to other machines."""
 
 Watch = Callable[[], Position]
 Describe = Callable[[Sequence[Position]], str]
-
-
-class PeerLost(TransportError):
-    """A rank has ended, or has given up, while others still needed it."""
-
-    def __init__(self, message: str, rank: int) -> None:
-        super().__init__(message, rank)
-        self.rank = rank
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 class Control:

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from ..errors import TransportError
 from .mpi import module_of
 
 Fence = Callable[[], object]
@@ -23,10 +24,6 @@ _SEQ_CST = 5  # memory_order_seq_cst of C11
 _MEMBARRIER_NUMBERS = {"x86_64": 324, "aarch64": 283}
 _MEMBARRIER_GLOBAL_EXPEDITED = 1 << 1
 _MEMBARRIER_REGISTER_GLOBAL_EXPEDITED = 1 << 2
-
-
-class FenceError(RuntimeError):
-    """This machine offers no full memory fence that Python can reach."""
 
 
 def full_fence(comm: Any = None) -> tuple[Fence, Callable[[], None]]:
@@ -39,7 +36,7 @@ def full_fence(comm: Any = None) -> tuple[Fence, Callable[[], None]]:
         comm: an mpi4py communicator, or None where there is no MPI.
 
     Raises:
-        FenceError: nothing of that is there.
+        TransportError: nothing of that is there.
     """
     if platform.machine() in _X86_64:
         return _lock_fence(), _nothing
@@ -48,7 +45,7 @@ def full_fence(comm: Any = None) -> tuple[Fence, Callable[[], None]]:
         return window_fence(comm)
     fence = fence or membarrier_fence()
     if fence is None:
-        raise FenceError(
+        raise TransportError(
             "no full memory fence found: install libatomic (libatomic1 in Debian), or run under MPI"
         )
     return fence, _nothing

@@ -7,28 +7,38 @@ write lies in different cache lines (64 bytes).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
-LINE = 64
-WORDS = 8  # words in a cache line
+LINE: Final = 64
+WORDS: Final = 8  # words in a cache line
 
 # -- control block: one row per rank of the world ------------------------------------------------
 
-ROW = 5 * WORDS  # words of a row
+ROW: Final = 5 * WORDS  # words of a row
 # First two lines: where the rank is, read in slow paths only. Written by the rank or, for a rank
 # of another machine, by the leader of this one.
-STATE, EPOCH, PLAN, EXECUTION, AT, AWAITED, RUNNING, BEAT = range(8)
-STATUS_WORDS = 8
+STATE: Final = 0
+EPOCH: Final = 1
+PLAN: Final = 2
+EXECUTION: Final = 3
+AT: Final = 4
+AWAITED: Final = 5
+RUNNING: Final = 6
+BEAT: Final = 7
+STATUS_WORDS: Final = 8
 # Second line: the last epoch of which the rank has reached each meeting; and the plans of its last
 # two executions, that of an odd epoch second. A rank is never two ahead of another one.
-REACHED = WORDS
-PLANS = WORDS + 4
+REACHED: Final = WORDS
+PLANS: Final = WORDS + 4
 # Third line: the epoch that has failed here, and the bytes of the pickled error, if it began here.
 # An error larger than its room in the block lies in a segment.
-FAILED, ERROR_KEY, ERROR_BYTES = (2 * WORDS + index for index in range(3))
+FAILED: Final = 2 * WORDS
+ERROR_KEY: Final = 2 * WORDS + 1
+ERROR_BYTES: Final = 2 * WORDS + 2
 # Fourth line: whether the rank sleeps or is about to.
-WAITING = 3 * WORDS
+WAITING: Final = 3 * WORDS
 # After all rows, each rank has room for an error.
-ERROR_ROOM = 16 * 1024
+ERROR_ROOM: Final = 16 * 1024
 
 
 def block_bytes(ranks: int) -> int:
@@ -45,13 +55,22 @@ def error_at(rank: int, ranks: int) -> int:
 
 # A slot's header, written by the sender: number of the message in it, its bytes, and, where these
 # did not fit into the slot, the segment that holds them: the slot's own, or one that is lent.
-FULL, NBYTES, OVERFLOW_KEY, OVERFLOW_BYTES = range(4)
-LOAN, LOAN_KEY, LOAN_BYTES, LENDING = range(4, 8)
+FULL: Final = 0
+NBYTES: Final = 1
+OVERFLOW_KEY: Final = 2
+OVERFLOW_BYTES: Final = 3
+LOAN: Final = 4
+LOAN_KEY: Final = 5
+LOAN_BYTES: Final = 6
+LENDING: Final = 7
 # What a message is, added to its bytes in the header: an error in place of a value; an object as a
 # bare pickle; bytes as they are; and, beside any of these, that it is in memory that is lent. No
 # room is that large, so readers look at this only where a message seems not to fit.
-POISON, PICKLE, RAW, LENT = 1 << 63, 1 << 62, 1 << 61, 1 << 60
-SIZE_MASK = LENT - 1
+POISON: Final = 1 << 63
+PICKLE: Final = 1 << 62
+RAW: Final = 1 << 61
+LENT: Final = 1 << 60
+SIZE_MASK: Final = LENT - 1
 
 
 @dataclass(frozen=True, slots=True)

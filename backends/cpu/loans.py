@@ -10,7 +10,7 @@ copied instead.
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -19,14 +19,14 @@ from .layout import LINE, round_up
 from .node import Node
 from .segments import Segment
 
-LIMIT = 2
+LIMIT: Final = 2
 """Segments of one lane: one to write to while the last value is still in use. More would be lent
 only to those who keep what they get, and copies suit them as well."""
 
-_RETURNED = 0  # word of a segment: how often its receiver has given it back
-_INDEX_BITS = 8
-_SPARE = 1 << 20
-_MANY = 4
+_RETURNED: Final = 0  # word of a segment: how often its receiver has given it back
+_INDEX_BITS: Final = 8
+_SPARE: Final = 1 << 20
+_MANY: Final = 4
 
 
 class Loan:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from time import monotonic_ns
+from typing import Final
 
 from ..flight import Position
 from .layout import (
@@ -23,7 +24,7 @@ from .layout import (
 )
 from .node import Node
 
-_STALE = 500_000_000
+_STALE: Final = 500_000_000
 """Nanoseconds after which a rank that has not reported is taken to be at work, not waiting."""
 
 _NOWHERE = (1 << 64) - 1
@@ -40,7 +41,7 @@ class State(enum.IntEnum):
     SERVING = 4
 
 
-_RUNNING = int(State.RUNNING)
+_RUNNING: Final = int(State.RUNNING)
 """A plain number, which is stored at half the cost of a member of an enumeration."""
 
 

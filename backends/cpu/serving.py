@@ -7,9 +7,9 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from os import sched_yield
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from .control import PeerLost
+from ..errors import PeerLost
 from .layout import ROW, STATE
 from .node import Node
 from .rows import State
@@ -17,35 +17,36 @@ from .rows import State
 if TYPE_CHECKING:
     from ..futures import Future
 
-_YIELDS = 500
+_YIELDS: Final = 500
 """Fruitless turns with a yield of the core after each, before the process sleeps. A turn takes some
 microsecond, a yield that finds nobody else to run half of one. Where two ranks share a core, each
 turn without a yield would delay the other by as much."""
 
-_FEW_YIELDS = 2
+_FEW_YIELDS: Final = 2
 """The same where something else that does not wait has the core."""
 
-_LONG_YIELD = 200e-6
+_LONG_YIELD: Final = 200e-6
 """Seconds after which a yield has not given way to a rank, but to somebody who works. The kernel
 lets him go on to the end of his time slice, unless the one who wants the core has slept."""
 
-_CROWDED = 0.05
+_CROWDED: Final = 0.05
 """Seconds in which that has to happen twice to be taken as the rule, and for which it then is."""
 
-_SLEEP = 0.1
+_SLEEP: Final = 0.1
 """Seconds of one sleep; then the process looks again, in case a ring was lost."""
 
-_NAP, _LONGEST_NAP = 50e-6, 5e-3
+_NAP: Final = 50e-6
+_LONGEST_NAP: Final = 5e-3
 """Seconds of the first sleep where other machines take part, for nothing rings for them, and of the
 longest; each is twice as long as the one before."""
 
-_TICKS = 64
+_TICKS: Final = 64
 """Turns of an event loop in which a future is polled, before the process waits for the bell."""
 
-_GLANCE = 0.1
+_GLANCE: Final = 0.1
 """Seconds after which an event loop looks again, in case a ring was lost."""
 
-_TIMER = 1e-3
+_TIMER: Final = 1e-3
 """The same where other machines take part."""
 
 

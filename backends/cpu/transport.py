@@ -22,7 +22,7 @@ class CpuTransport:
 
     Raises:
         TransportError: the processes cannot share memory.
-        FenceError: this machine has no memory fence that Python can reach.
+        TransportError: this machine has no memory fence that Python can reach.
     """
 
     def __init__(self, world: MpiWorld, policy: WaitPolicy | None = None) -> None:
