@@ -48,7 +48,7 @@ class MixedRuntime(RankRuntime):
             for communicator in self._communicators:
                 hold = getattr(communicator, "hold", None)
                 if hold is not None:
-                    hold(self._executable)
+                    hold(self)
 
     def run(self, inputs: Inputs) -> tuple[Any, ...] | None:
         """See `RankRuntime`."""
@@ -61,9 +61,13 @@ class MixedRuntime(RankRuntime):
         """See `Runtime`."""
         if self._watchdog is not None:
             self._watchdog.close()
+        self.drop_graphs()
+        super().close()
+
+    def drop_graphs(self) -> None:
+        """Forget what was captured of messages; idempotent."""
         if isinstance(self._executable, DeviceExecutable):
             self._executable.drop_graphs()
-        super().close()
 
     def _bind(self, linked: LinkedProgram) -> Executable:
         device = self._world.device

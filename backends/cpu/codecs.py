@@ -10,6 +10,7 @@ from torch import Tensor
 from ...ir.types import ObjectType, TensorType, ValueType
 from ..dtypes import TORCH_DTYPES, describe
 from ..errors import TransportError
+from .copying import Copier
 from .objects import Encoded, decode, encode
 
 
@@ -82,9 +83,16 @@ class TensorCodec:
 
 
 class ObjectCodec:
-    """Any Python object, pickled."""
+    """Any Python object, pickled.
+
+    Args:
+        copier: copies its bulk data.
+    """
 
     nbytes: int | None = None
+
+    def __init__(self, copier: Copier) -> None:
+        self._copy = copier.copy
 
     def prepare(self, value: Any) -> tuple[Encoded, int]:
         """See `Codec`."""
@@ -93,7 +101,7 @@ class ObjectCodec:
 
     def write(self, prepared: Encoded, target: memoryview, at: int) -> None:
         """See `Codec`."""
-        prepared.write(target, at)
+        prepared.write(target, at, self._copy)
 
     def view(self, source: memoryview, at: int, nbytes: int, private: bool) -> Any:
         """See `Codec`."""
@@ -116,8 +124,8 @@ class UnitCodec:
         """See `Codec`."""
 
 
-def codec_of(type_: ValueType) -> TensorCodec | ObjectCodec | UnitCodec:
+def codec_of(type_: ValueType, copier: Copier) -> TensorCodec | ObjectCodec | UnitCodec:
     """The codec of an IR type."""
     if isinstance(type_, TensorType):
         return TensorCodec(type_)
-    return ObjectCodec() if isinstance(type_, ObjectType) else UnitCodec()
+    return ObjectCodec(copier) if isinstance(type_, ObjectType) else UnitCodec()

@@ -29,6 +29,7 @@ from ..collectives import reduce, split
 from ..errors import BindError
 from ..poison import Poison
 from .codecs import Codec, TensorCodec, UnitCodec, codec_of
+from .copying import Copier
 from .messages import Active, ReceiveLane, SendLane, incoming, outgoing
 
 Steps = Generator[None, None, Any]
@@ -105,6 +106,7 @@ class Group:
         ranks: the members, in group order.
         out: lanes to the other members; one may serve several.
         into: lanes from the other members, by rank.
+        copier: copies large payloads.
     """
 
     def __init__(
@@ -114,8 +116,10 @@ class Group:
         out: Sequence[SendLane],
         into: Mapping[int, ReceiveLane],
         active: Active,
+        copier: Copier,
     ) -> None:
         self.rank = rank
+        self.copier = copier
         self.ranks = ranks
         self.out = out
         self.into = into
@@ -252,7 +256,7 @@ class _Barrier:
 
 class _Broadcast:
     def __init__(self, group: Group, root: int, type_: ValueType) -> None:
-        codec = codec_of(type_)
+        codec = codec_of(type_, group.copier)
         self._is_root = group.rank == root
         self._fan = Fan(group.out if self._is_root else (), codec)
         sources = {} if self._is_root else {root: group.into[root]}

@@ -94,7 +94,7 @@ class CpuCommunicator:
         lane = self._fans[channel.id][0]
         if isinstance(type_, ObjectType) and isinstance(lane, LocalSender):
             return ObjectSendPort(lane)
-        codec = codec_of(type_)
+        codec = codec_of(type_, self._node.copier)
         if op.slot is not None and isinstance(codec, TensorCodec) and isinstance(lane, LocalSender):
             return SlotSendPort(lane, codec, op.slot)
         return SendPort(lane, outgoing(codec, op.slot))
@@ -109,7 +109,7 @@ class CpuCommunicator:
         lane = self._receivers[channel.id, op.peer]
         if isinstance(type_, ObjectType) and isinstance(lane, LocalReceiver):
             return ObjectRecvPort(lane)
-        codec = codec_of(type_)
+        codec = codec_of(type_, self._node.copier)
         if op.slot is None or op.operands or not isinstance(codec, TensorCodec):
             return RecvPort(lane, incoming(codec, op.slot))
         if isinstance(lane, LocalReceiver):
@@ -270,7 +270,15 @@ class CpuCommunicator:
         into: dict[int, ReceiveLane] = {
             peer: self._receivers[channel.id, peer] for peer in channel.ranks if peer != rank
         }
-        return Group(rank, channel.ranks, self._fans.get(channel.id, ()), into, self._active)
+        out = self._fans.get(channel.id, ())
+        return Group(
+            rank,
+            channel.ranks,
+            out,
+            into,
+            self._active,
+            self._node.copier,
+        )
 
     def _check_slot(self, op: Send | Recv, channel: Channel, type_: ValueType) -> None:
         if op.slot is None:

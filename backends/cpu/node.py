@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from ..base import World
 from ..errors import TransportError
+from .copying import Copier
 from .doorbell import Doorbell
 from .fences import full_fence, publish_fence
 from .layout import ROW, WAITING, block_bytes
@@ -40,6 +41,7 @@ class Node:
         words: the same as words of 8 bytes; row r belongs to rank r.
         fence: a full memory fence.
         order: what must stand between a payload and its flag, if anything.
+        copier: copies large payloads.
         bell: wakes and is woken; knows which processes have died.
         comm: a communicator of this package's own for payloads, None if there is one machine.
     """
@@ -62,6 +64,7 @@ class Node:
         first = {node: rank for rank, node in reversed(list(enumerate(world.nodes)))}
         self.leaders = tuple(sorted(first.values()))
         self.bell = Doorbell()
+        self.copier = Copier()
         mine = (os.getpid(), self.bell.address, os.sched_getaffinity(0))
         everyone = world.allgather(mine)
         self.pids = [pid for pid, _, _ in everyone]

@@ -38,7 +38,7 @@ class ObjectSendPort:
 
     def __init__(self, lane: LocalSender) -> None:
         self._lane = lane
-        self._message = Outgoing(ObjectCodec())
+        self._message = Outgoing(ObjectCodec(lane.node.copier))
         self._message.done = True
         self._put = lane.put
 

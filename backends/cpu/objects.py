@@ -22,6 +22,8 @@ from torch.nn import Parameter
 from ..errors import TransportError
 from .layout import round_up
 
+Copy = Callable[[memoryview, memoryview], None]
+
 _HEAD = struct.Struct("<QQ")
 _PLAIN = frozenset({bytes, str, int, float, bool, type(None)})
 _NUMPY = frozenset(
@@ -45,8 +47,12 @@ class Encoded:
         for length in lengths:
             self.nbytes = round_up(self.nbytes) + length
 
-    def write(self, target: memoryview, at: int) -> None:
-        """Write the message at byte `at` of `target`, which is a multiple of 64."""
+    def write(self, target: memoryview, at: int, copy: Copy) -> None:
+        """Write the message at byte `at` of `target`, which is a multiple of 64.
+
+        Args:
+            copy: copies bulk data, as `Copier` does.
+        """
         head = at + len(self._head)
         end = head + len(self._pickle)
         target[at:head] = self._head
@@ -54,7 +60,7 @@ class Encoded:
         for buffer in self._buffers:
             begin = at + round_up(end - at)
             end = begin + buffer.nbytes
-            target[begin:end] = buffer
+            copy(target[begin:end], buffer)
 
 
 def encode(value: Any) -> Encoded:

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cg.backends.cpu.copying import Copier
 from cg.backends.cpu.objects import decode, encode
 from cg.backends.errors import TransportError
 
@@ -19,7 +20,7 @@ from cg.backends.errors import TransportError
 def round_trip(value: Any, private: bool = False) -> Any:
     encoded = encode(value)
     memory = memoryview(bytearray(64 + encoded.nbytes))
-    encoded.write(memory, 64)
+    encoded.write(memory, 64, Copier().copy)
     result = decode(memory, 64, encoded.nbytes, private)
     if not private:
         memory[:] = b"\xff" * len(memory)  # the slot is used again
@@ -109,7 +110,7 @@ def test_private_memory_is_kept_without_a_copy() -> None:
     value = (torch.arange(100.0), "text")
     encoded = encode(value)
     memory = memoryview(bytearray(encoded.nbytes))
-    encoded.write(memory, 0)
+    encoded.write(memory, 0, Copier().copy)
     tensor, _ = decode(memory, 0, encoded.nbytes, True)
     memory[encoded.nbytes - 4 :] = b"\0\0\0\0"
     assert tensor[99] == 0
