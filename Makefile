@@ -7,7 +7,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.stamp
 
-.PHONY: setup train test test-gpu lint bench bench-gpu bench-ray docs clean
+.PHONY: setup train test test-gpu lint bench bench-gpu bench-ray compiled docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -18,6 +18,7 @@ help:
 	@echo "make bench-ray  compare with Ray Compiled Graphs, in an environment of its own"
 	@echo "make test-gpu, make bench-gpu   the same on $(RANKS) ranks, each with a GPU"
 	@echo "make docs    build the documentation into site/"
+	@echo "make compiled  a wheel in dist/ whose hot modules are machine code; needs a C compiler"
 	@echo "make setup   only create or update $(VENV)"
 
 setup: $(STAMP)
@@ -57,17 +58,24 @@ lint: setup
 bench: setup
 	$(BIN)/python benchmarks/run.py $(ARGS)
 
-# Ray and what it needs stay out of .venv. Both sides run on the same Python, torch and numpy.
+compiled: setup
+	rm -rf dist
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist . \
+	  --config-settings=--global-option=--compiled
+
+# Ray and what it needs stay out of .venv. Both sides run on the same Python, torch and numpy; cg as
+# the compiled wheel, and from the checkout beside it.
 RAY       := .venv-ray
 RAY_STAMP := $(RAY)/.stamp
 
 $(RAY_STAMP): setup.cfg constraints.txt benchmarks/ray_comparison/requirements.txt
 	$(PYTHON) -m venv $(RAY)
-	$(RAY)/bin/python -m pip install --quiet -e '.[mpich,examples]' \
+	$(RAY)/bin/python -m pip install --quiet '.[mpich,examples]' \
 	  -r benchmarks/ray_comparison/requirements.txt -c constraints.txt
 	@touch $@
 
-bench-ray: $(RAY_STAMP)
+bench-ray: $(RAY_STAMP) compiled
+	$(RAY)/bin/python -m pip install --quiet --no-deps --no-index --force-reinstall dist/*.whl
 	$(RAY)/bin/python benchmarks/ray_comparison/run.py $(ARGS)
 
 docs: setup

@@ -12,8 +12,19 @@ from pathlib import Path
 import matplotlib
 from matplotlib import pyplot
 
-COLOURS = {"ray core": "#9aa5b1", "ray compiled": "#d1495b", "cg": "#00798c", "mpi4py": "#edae49"}
-NAMES = {"ray core": "Ray Core", "ray compiled": "Ray Compiled Graph"}
+COLOURS = {
+    "ray core": "#9aa5b1",
+    "ray compiled": "#d1495b",
+    "cg": "#00798c",
+    "cg source": "#7cc6d2",
+    "mpi4py": "#edae49",
+}
+NAMES = {
+    "ray core": "Ray Core",
+    "ray compiled": "Ray Compiled Graph",
+    "cg": "cg, compiled wheel",
+    "cg source": "cg, from source",
+}
 
 
 def draw(summary: dict[str, dict[str, dict[str, float]]], file: Path) -> None:
@@ -29,7 +40,7 @@ def draw(summary: dict[str, dict[str, dict[str, float]]], file: Path) -> None:
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 6), width_ratios=(3, 2))
     bars(left, summary, "p50_us", "µs, median (shorter is better)")
     bars(right, summary, "per_second", "executions per second (longer is better)")
-    figure.legend(*left.get_legend_handles_labels(), loc="lower center", ncols=4, frameon=False)
+    figure.legend(*left.get_legend_handles_labels(), loc="lower center", ncols=5, frameon=False)
     figure.tight_layout(rect=(0, 0.05, 1, 1))
     figure.savefig(file, metadata={"Date": None})
     pyplot.close(figure)

@@ -4,7 +4,7 @@
     python benchmarks/ray_comparison/run.py [--repeats 3] [--seconds 1] [--record]
 
 The arms run one after the other, each in processes of its own, and all of them again for each
-repeat (ABAB…). With --record the figures go to benchmarks/results/ray_comparison.json and the plot
+repeat (ABAB…). "cg" is the compiled wheel, "cg source" this checkout as it is. With --record the figures go to benchmarks/results/ray_comparison.json and the plot
 to docs/images/.
 """
 
@@ -21,6 +21,7 @@ import sys
 import tempfile
 from datetime import UTC, datetime
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ ARMS: dict[str, list[list[str]]] = {
     "ray core": [["ray_arm.py", "core"]],
     "ray compiled": [["ray_arm.py", "compiled"]],
     "cg": [["-m", "cg.launch", "-n", "4", "cg_arm.py"]],
+    "cg source": [["-m", "cg.launch", "-n", "4", "cg_arm.py"]],
     "mpi4py": [
         ["-m", "cg.launch", "-n", "2", "mpi_arm.py"],
         ["-m", "cg.launch", "-n", "4", "mpi_arm.py"],
@@ -47,8 +49,8 @@ GRACE = 15.0
 Cells = dict[str, dict[str, float]]
 
 
-def run(words: list[str], options: list[str]) -> Cells:
-    """Run one program to its end; the cells that it has measured.
+def run(arm: str, words: list[str], options: list[str]) -> Cells:
+    """Run one program of an arm to its end; the cells that it has measured.
 
     Raises:
         RuntimeError: it has failed, or has not ended in time and was stopped.
@@ -57,7 +59,10 @@ def run(words: list[str], options: list[str]) -> Cells:
         file = Path(folder) / "cells.json"
         program = [str(HERE / word) if word.endswith(".py") else word for word in words]
         command = [sys.executable, *program, "--json", str(file), *options]
-        process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+        paths = {"PYTHONPATH": str(ROOT / ".dev")} if arm == "cg source" else {}
+        process = subprocess.Popen(
+            command, cwd=ROOT, start_new_session=True, env={**os.environ, **paths}
+        )
         try:
             code = process.wait(TIMEOUT)
         except BaseException:
@@ -105,6 +110,17 @@ def revision() -> str:
         timeout=60,
     )
     return described.stdout.strip()
+
+
+def check_wheel() -> None:
+    """Return if the cg of this environment is the compiled wheel.
+
+    Raises:
+        SystemExit: it is not.
+    """
+    found = find_spec("cg.backends.instance")
+    if found is None or found.origin is None or found.origin.endswith(".py"):
+        raise SystemExit("the compiled wheel of cg is not installed here: run make bench-ray")
 
 
 def medians(repeats: list[dict[str, Cells]]) -> dict[str, Cells]:
@@ -172,6 +188,7 @@ def main() -> None:
     parser.add_argument("--record", action="store_true", help="write the figures and the plot")
     args = parser.parse_args()
     options = ["--seconds", str(args.seconds), "--only", args.only]
+    check_wheel()
     before = machine()
     repeats: list[dict[str, Cells]] = []
     for number in range(args.repeats):
@@ -180,7 +197,7 @@ def main() -> None:
         for arm in args.arms:
             cells: Cells = {}
             for words in ARMS[arm]:
-                cells.update(run(words, options))
+                cells.update(run(arm, words, options))
             repeats[-1][arm] = cells
     summary = medians(repeats)
     print(table(summary))

@@ -1,0 +1,107 @@
+"""Builds wheels. `setup.cfg` says what is in them; this, which of it can be machine code.
+
+    pip install . --config-settings=--global-option=--compiled
+
+makes machine code of the modules below, by mypyc. That needs a C compiler and Python's headers.
+The source is the same, and so is what it does; see docs/design/0033-compiled-modules.md.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_py import build_py
+
+OPTION = "--compiled"
+
+PACKAGES = ("ir", "tracer", "passes", "backends", "launch")
+
+COMPILED = (
+    "backends/checks.py",
+    "backends/executions.py",
+    "backends/executor.py",
+    "backends/graphs.py",
+    "backends/instance.py",
+    "backends/instructions.py",
+    "backends/records.py",
+    "backends/resident.py",
+    "backends/statistics.py",
+    "backends/steps.py",
+    "backends/turnstiles.py",
+    "backends/cpu/control.py",
+    "backends/cpu/layout.py",
+    "backends/cpu/local.py",
+    "backends/cpu/messages.py",
+    "backends/cpu/object_ports.py",
+    "backends/cpu/ports.py",
+    "backends/cpu/record_ring.py",
+    "backends/cpu/rows.py",
+    "backends/cpu/serving.py",
+    # They extend what is compiled.
+    "backends/devices/executable.py",
+    "backends/devices/instance.py",
+)
+"""What every execution goes through, and that no user extends or replaces."""
+
+
+class BuildPy(build_py):
+    """Leaves this file out of the package, whose root is the checkout's."""
+
+    def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
+        """See `build_py`."""
+        found = super().find_package_modules(package, package_dir)
+        return [module for module in found if module[:2] != ("cg", "setup")]
+
+
+def extensions() -> list[Extension]:
+    """The compiled modules, made of a copy of the sources under the package's name."""
+    from mypyc.build import mypycify  # only who compiles has it
+
+    top = Path("build/mypyc")
+    shutil.rmtree(top, ignore_errors=True)
+    source = top / "source" / "cg"
+    for package in PACKAGES:
+        shutil.copytree(package, source / package)
+    shutil.copy("__init__.py", source)
+    config = top / "mypy.ini"
+    config.write_text(f"[mypy]\nmypy_path = {source.parent}\n")
+    options = [
+        f"--config-file={config}",
+        "--explicit-package-bases",
+        "--follow-imports=silent",
+        # What torch and others say of their types changes nothing in the code that is made.
+        "--no-site-packages",
+        "--ignore-missing-imports",
+    ]
+    modules = [str(source / module) for module in COMPILED]
+    return list(
+        mypycify(
+            [*options, *modules],
+            opt_level="2",
+            group_name="cg",
+            target_dir=str(top),
+        )
+    )
+
+
+COMMANDS = {"build_py": BuildPy}
+
+
+def main() -> None:
+    """Build what the command line asks for."""
+    if OPTION not in sys.argv:
+        setup(cmdclass=COMMANDS)
+        return
+    sys.argv.remove(OPTION)
+    # A front end asks first what building needs, and installs it.
+    if "egg_info" in sys.argv:
+        setup(cmdclass=COMMANDS, setup_requires=["mypy[mypyc]"])
+    else:
+        setup(cmdclass=COMMANDS, ext_modules=extensions())
+
+
+if __name__ == "__main__":
+    main()
