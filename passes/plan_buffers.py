@@ -17,6 +17,9 @@ from .fabrics import is_by_stream
 from .liveness import Storages
 from .registry import register
 
+LARGE = 256 * 1024
+"""Bytes from which on memory that changes hands costs a host less than a copy out of a slot."""
+
 
 @register
 @dataclass(frozen=True)
@@ -29,9 +32,10 @@ class PlanBuffers(Pass):
     knows their size, and the receiver gets one of its own.
 
     What leaves the plan's control, as an operand of an opaque call or as an output, is
-    copied first if it may live in a slot. Where a device's transport brings it, it has no slot
-    instead: the receive takes memory of its own. A storage that is still being sent is freed after
-    the wait for the send. Values that may share storage are freed together.
+    copied first if it may live in a slot. Where a device's transport brings it, or where it has
+    `LARGE` bytes or more, it has no slot instead: the receive takes memory of its own. A storage
+    that is still being sent is freed after the wait for the send. Values that may share storage are
+    freed together.
 
     Before::
 
@@ -106,7 +110,7 @@ def _copy_escaping(
                 storage = storages.of(value)
                 if storage is None or not storage.slots:
                     continue
-                if all(is_by_stream(module.channels[recv.chan]) for recv in storage.slots):
+                if all(_may_be_private(recv, module) for recv in storage.slots):
                     private.update(storage.slots)
                     continue
                 names = names or Names.of(program)
@@ -120,6 +124,14 @@ def _copy_escaping(
         ops.append(op)
     program.ops[:] = ops
     return bool(copies)
+
+
+def _may_be_private(recv: Recv, module: Module) -> bool:
+    """Whether a message may as well come into memory that is the receiver's own."""
+    future = recv.result.type
+    assert isinstance(future, FutureType)
+    assert isinstance(future.value, TensorType), "objects have no slot"
+    return is_by_stream(module.channels[recv.chan]) or future.value.nbytes >= LARGE
 
 
 def _stream_of_copy(op: Op, before: list[Op]) -> Stream | None:

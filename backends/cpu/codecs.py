@@ -10,7 +10,7 @@ from torch import Tensor
 from ...ir.types import ObjectType, TensorType, ValueType
 from ..dtypes import TORCH_DTYPES, describe
 from ..errors import TransportError
-from .copying import Copier
+from .copying import LEAST, Copier
 from .objects import Encoded, decode, encode
 
 
@@ -42,9 +42,14 @@ class Codec(Protocol):
 
 
 class TensorCodec:
-    """Tensors of one dtype and shape, stored contiguously."""
+    """Tensors of one dtype and shape, stored contiguously.
 
-    def __init__(self, type_: TensorType) -> None:
+    Args:
+        copier: copies them where they are large.
+    """
+
+    def __init__(self, type_: TensorType, copier: Copier) -> None:
+        self._copier = copier
         self.dtype = TORCH_DTYPES[type_.dtype]
         self.shape = torch.Size(type_.shape)
         self.nbytes: int | None = type_.nbytes
@@ -66,7 +71,16 @@ class TensorCodec:
 
     def write(self, prepared: Tensor, target: memoryview, at: int) -> None:
         """See `Codec`."""
-        self.view(target, at, 0, False).copy_(prepared)
+        if not self.write_large(prepared, target, at):
+            self.view(target, at, 0, False).copy_(prepared)
+
+    def write_large(self, prepared: Tensor, target: memoryview, at: int) -> bool:
+        """Write a tensor that is large and lies in one piece; whether this one is."""
+        nbytes = self.nbytes or 0
+        if nbytes < LEAST or not prepared.is_contiguous() or prepared.device.type != "cpu":
+            return False
+        self._copier.copy(target[at : at + nbytes], self.contiguous_bytes(prepared))
+        return True
 
     def view(self, source: memoryview, at: int, nbytes: int, private: bool) -> Tensor:
         """See `Codec`."""
@@ -127,5 +141,5 @@ class UnitCodec:
 def codec_of(type_: ValueType, copier: Copier) -> TensorCodec | ObjectCodec | UnitCodec:
     """The codec of an IR type."""
     if isinstance(type_, TensorType):
-        return TensorCodec(type_)
+        return TensorCodec(type_, copier)
     return ObjectCodec(copier) if isinstance(type_, ObjectType) else UnitCodec()

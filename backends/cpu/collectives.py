@@ -287,7 +287,7 @@ class _Combine:
     def __init__(self, op: Collective, group: Group, operand: TensorType) -> None:
         self._op = op
         self._index = group.ranks.index(group.rank)
-        self._exchange = _Exchange(group, TensorCodec(operand))
+        self._exchange = _Exchange(group, TensorCodec(operand, group.copier))
 
     def run(self, value: Any) -> Steps:
         tensors = yield from self._exchange.run(value)
@@ -318,9 +318,9 @@ class _SplitAllReduce:
         self._part = -(-operand.numel // count)
         self._numel = operand.numel
         self._begin = group.ranks.index(group.rank) * self._part
-        self._whole = _Exchange(group, TensorCodec(operand))
+        self._whole = _Exchange(group, TensorCodec(operand, group.copier))
         part = TensorType(operand.dtype, (self._part,))
-        self._parts = _Exchange(group, TensorCodec(part))
+        self._parts = _Exchange(group, TensorCodec(part, group.copier))
 
     def run(self, value: Any) -> Steps:
         tensors = yield from self._whole.run(value)

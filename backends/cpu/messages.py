@@ -76,10 +76,11 @@ class Outgoing:
 class OutgoingTensor(Outgoing):
     """A tensor to be sent; keeps a view of each slot that it has been written to."""
 
-    __slots__ = ("_views",)
+    __slots__ = ("_codec", "_views")
 
     def __init__(self, codec: TensorCodec, slot: int | None = None) -> None:
         super().__init__(codec, slot)
+        self._codec = codec
         self._views: dict[int, tuple[memoryview, Tensor]] = {}
 
     def write(self, slot: int, target: memoryview, at: int) -> None:
@@ -87,9 +88,11 @@ class OutgoingTensor(Outgoing):
         if self.mark:
             super().write(slot, target, at)
             return
+        if self._codec.write_large(self.prepared, target, at):
+            return
         cached = self._views.get(slot)
         if cached is None or cached[0] is not target:
-            cached = self._views[slot] = (target, self.codec.view(target, at, 0, False))
+            cached = self._views[slot] = (target, self._codec.view(target, at, 0, False))
         cached[1].copy_(self.prepared)
 
 

@@ -52,10 +52,12 @@ class SlotSendPort:
     """Sends a tensor through its planned slot of shared memory: at once, if the slot is free."""
 
     __slots__ = (
+        "_at",
         "_consumed",
         "_dtype",
         "_full",
         "_lane",
+        "_memory",
         "_message",
         "_nbytes",
         "_order",
@@ -64,6 +66,7 @@ class SlotSendPort:
         "_slot",
         "_view",
         "_words",
+        "_write_large",
     )
 
     def __init__(self, lane: LocalSender, codec: TensorCodec, slot: int) -> None:
@@ -74,6 +77,7 @@ class SlotSendPort:
         self._order = lane.node.order
         self._consumed, self._nbytes, self._full, memory, at = lane.place_of(slot)
         self._view = codec.view(memory, at, 0, False)
+        self._memory, self._at, self._write_large = memory, at, codec.write_large
         self._dtype, self._shape, self._size = codec.dtype, codec.shape, codec.nbytes
         self._message = OutgoingTensor(codec, slot)
 
@@ -98,7 +102,8 @@ class SlotSendPort:
         order = self._order
         if order is not None:
             order()
-        self._view.copy_(value)
+        if not self._write_large(value, self._memory, self._at):
+            self._view.copy_(value)
         words[self._nbytes] = self._size
         if order is not None:
             order()

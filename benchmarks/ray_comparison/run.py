@@ -4,8 +4,8 @@
     python benchmarks/ray_comparison/run.py [--repeats 3] [--seconds 1] [--record]
 
 The arms run one after the other, each in processes of its own, and all of them again for each
-repeat (ABAB…). "cg" is the compiled wheel, "cg source" this checkout as it is. With --record the figures go to benchmarks/results/ray_comparison.json and the plot
-to docs/images/.
+repeat (ABAB…). "cg" is the compiled wheel, "cg source" this checkout as it is. With --record the
+figures go to benchmarks/results/ray_comparison.json and the plot to docs/images/.
 """
 
 from __future__ import annotations
