@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import configparser
+import importlib
+import importlib.util
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+import pytest
 
 from cg.launch.pictures.html import timeline_html
 from cg.launch.pictures.model import Picture
 
 ROOT = Path(__file__).resolve().parent.parent
+IS_WHEEL = Path(str(importlib.import_module("cg").__file__)).resolve().parent != ROOT
 ROOMS = ("ir", "tracer", "passes", "backends", "launch")
 
 
@@ -50,5 +57,50 @@ def test_pages_find_what_they_are_made_from() -> None:
 
 
 def test_no_stray_module_at_the_root() -> None:
-    # It would ship in the wheel, as cg.<name>.
-    assert [file.name for file in ROOT.glob("*.py")] == ["__init__.py"]
+    # It would ship in the wheel, as cg.<name>; setup.py leaves itself out.
+    assert {file.name for file in ROOT.glob("*.py")} == {"__init__.py", "setup.py"}
+
+
+@pytest.mark.skipif(not IS_WHEEL, reason="tests the checkout, whose root is the package")
+def test_how_wheels_are_built_is_not_in_them() -> None:
+    assert importlib.util.find_spec("cg.setup") is None
+
+
+def compiled_modules() -> set[Path]:
+    """The modules that setup.py can make machine code of."""
+    tree = ast.parse((ROOT / "setup.py").read_text())
+    (found,) = (
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "COMPILED"
+    )
+    assert len(found) == len(set(found))
+    return {ROOT / name for name in found}
+
+
+def classes(modules: Iterable[Path]) -> Iterator[tuple[str, list[str]]]:
+    """Each class, with the names of what it extends."""
+    for module in modules:
+        for node in ast.walk(ast.parse(module.read_text())):
+            if isinstance(node, ast.ClassDef):
+                yield node.name, [ast.unparse(base).split("[")[0] for base in node.bases]
+
+
+def test_what_is_compiled_can_be() -> None:
+    # See docs/design/0033-compiled-modules.md.
+    modules = compiled_modules()
+    everything = {file for room in ROOMS for file in (ROOT / room).rglob("*.py")}
+    assert modules < everything
+    names = {name for name, _ in classes(modules)}
+    for name, bases in classes(modules):
+        assert not any(base.endswith(("Error", "Exception")) for base in bases), name
+    for name, bases in classes(everything - modules):
+        assert names.isdisjoint(bases), f"{name} extends a compiled class, and is not compiled"
+
+
+def test_compiled_modules_are_machine_code_in_a_compiled_wheel() -> None:
+    names = [
+        ".".join(("cg", *m.relative_to(ROOT).with_suffix("").parts)) for m in compiled_modules()
+    ]
+    suffixes = {Path(str(importlib.import_module(name).__file__)).suffix for name in names}
+    assert suffixes == ({".so"} if importlib.util.find_spec("cg__mypyc") else {".py"})

@@ -1,4 +1,6 @@
-"""Watches a device: an execution that does not end, or a fault of its messages, ends the job.
+"""Watches a device: an execution that does not end, a fault of the device or of its messages.
+
+Each of them ends the job.
 
 The host puts work on streams and goes on, so it does not notice a message that never comes; and
 when it waits for the device at last, in a method or in the caller's program, nobody is left to look
@@ -124,7 +126,14 @@ class Watchdog:
         if self._watched is None:
             return None
         execution, since = self._watched
-        if self._event.query():
+        try:
+            passed = self._event.query()
+        except RuntimeError as error:
+            return (
+                f"the device has failed in execution {execution} or behind it, and cannot be used "
+                f"any more: {error}"
+            )
+        if passed:
             self._watched = None
             return None
         if self._timeout is not None and monotonic() - since > self._timeout:

@@ -225,7 +225,10 @@ def graphs() -> None:
 
 def within() -> None:
     """A traced line raises in the middle of what is to become a graph: what is ahead of it has run
-    once, what depends on it has not, whether there are graphs or not."""
+    once, what depends on it has not, whether there are graphs or not.
+
+    A GPU does not raise there: it finds the index out later, and gives up for good.
+    """
     table = torch.zeros(4, dtype=torch.long)
 
     def play(passes: str) -> list[list[float]]:
@@ -408,6 +411,8 @@ CHECKS = (
 
 def main() -> None:
     for check in CHECKS:
+        if check is within and "nccl" in sys.argv:
+            continue
         check()
         cg.barrier()
         if cg.rank() == 0:

@@ -57,6 +57,38 @@ def test_where_the_host_may_take_long(bound: Bound) -> None:
         assert put_by(bound) is None
 
 
+class BrokenEvent:
+    """The event of a device that has come upon an error of its own."""
+
+    def record(self, stream: object) -> None:
+        pass
+
+    def query(self) -> bool:
+        raise RuntimeError("device-side assert triggered")
+
+    def synchronize(self) -> None:
+        pass
+
+
+def test_a_device_that_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "INTERVAL", 0.01)
+    device = FakeDevice()
+    monkeypatch.setattr(device, "event", BrokenEvent)
+    barked: list[str] = []
+    done = threading.Event()
+
+    def bark(trouble: str) -> None:
+        barked.append(trouble)
+        done.set()
+
+    dog = Watchdog(device, None, list, bark)
+    dog.watch(7)
+    assert done.wait(20)
+    dog.close()
+    assert "the device has failed in execution 7 or behind it" in barked[0]
+    assert "device-side assert triggered" in barked[0]
+
+
 @pytest.mark.parametrize("moves", [False, True])
 def test_a_host_that_does_not_go_on(
     bound: Bound, moves: bool, monkeypatch: pytest.MonkeyPatch

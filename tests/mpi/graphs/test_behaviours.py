@@ -9,7 +9,7 @@ import pytest
 
 from ..jobs import Ended, needs_mpi, run
 
-pytestmark = [*needs_mpi, pytest.mark.timeout(200)]
+pytestmark = [*needs_mpi, pytest.mark.wheel, pytest.mark.timeout(200)]
 
 JOB = Path(__file__).with_name("behaviours_job.py")
 
