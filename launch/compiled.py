@@ -197,7 +197,7 @@ class Compiled:
             )
         if made.recover is not None:
             made.recover()
-        made.executions.serve(made.graph)
+        made.serve()
         self._close_runtimes()
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -12,6 +13,7 @@ from ..backends.base import World
 from ..backends.cpu.node import MpiWorld
 from ..backends.cpu.record_ring import RecordRing
 from ..backends.cpu.serving import Serving
+from ..backends.devices.base import Device
 from ..backends.executions import Executions, virtual_executions
 from ..backends.futures import Future
 from ..backends.graphs import Graph
@@ -38,12 +40,20 @@ class Made:
         statistics: what this process measures of it, by rank.
         recover: called on all ranks before they go on with the graph: after a failed step, messages
             between devices have been broken off. None where there are no devices.
+        device: of this rank, if it has one.
     """
 
     executions: Executions
     graph: Graph
     statistics: Mapping[int, Statistics]
     recover: Callable[[], None] | None
+    device: Device | None
+
+    def serve(self) -> None:
+        """See `Executions.serve`. One session of the device spans all executions: to enter one for
+        each would cost as much as a message."""
+        with nullcontext() if self.device is None else self.device.session():
+            self.executions.serve(self.graph)
 
     @property
     def launch(self) -> Launch | None:
@@ -166,7 +176,7 @@ def make_graph(
     recover = None
     if fabrics_of(world) is not None:
         recover = transport_of(world).recover_if_due  # type: ignore[arg-type] # it has devices
-    return Made(executions, graph, statistics, recover)
+    return Made(executions, graph, statistics, recover, on_device and on_device.device)
 
 
 def _cpu_executions(world: MpiWorld) -> Executions:

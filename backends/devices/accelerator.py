@@ -73,6 +73,9 @@ class Accelerator:
         return self
 
     def __enter__(self) -> None:
+        if self._callers:
+            self._callers.append(self._callers[-1])
+            return
         module, compute = self._module, self._compute
         before = module.current_stream(self.index)
         self._begin.record(before)
@@ -82,6 +85,8 @@ class Accelerator:
 
     def __exit__(self, *_: object) -> None:
         before = self._callers.pop()
+        if self._callers:
+            return
         self._end.record(self._compute)
         self._module.set_stream(before)
         before.wait_event(self._end)

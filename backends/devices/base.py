@@ -99,7 +99,7 @@ class Device(Protocol):
         """Inside, the compute stream is torch's current one.
 
         It begins behind what is on the caller's stream, and the caller's stream goes on behind it,
-        without blocking the host.
+        without blocking the host. Inside of another session it changes nothing.
         """
 
     def caller(self) -> Queue:
