@@ -366,7 +366,7 @@ class Segment:
         sources += [parameter.grad for parameter, _ in outlasting.gradients]
         targets = [memory for _, memory in (*outlasting.copies, *outlasting.gradients)]
         if targets:
-            torch._foreach_copy_(targets, sources)
+            torch._foreach_copy_(list(map(_signed, targets)), list(map(_signed, sources)))
         for register, memory in outlasting.copies:
             registers[register] = memory
         for parameter, memory in outlasting.gradients:
@@ -385,6 +385,14 @@ def _address(tensor: Tensor) -> int:
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+def _signed(tensor: Tensor) -> Tensor:
+    """The same bits in a type that torch can copy many tensors of in one kernel."""
+    return tensor.view(_SIGNED[tensor.dtype]) if tensor.dtype in _SIGNED else tensor
+
+
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 def _like(values: Sequence[Tensor]) -> list[Tensor]:
