@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -22,7 +22,8 @@ class Overlap(Pass):
     """Move receives up and waits down, within a bound on messages in flight.
 
     A receive is posted as soon as its channel has fewer than `lookahead` receives that have been
-    posted and not been waited for; one that is posted earlier stays. A wait moves down to the first
+    posted and not been waited for, and no more than `ahead` calls are left before it is needed; one
+    that is posted earlier stays. A wait moves down to the first
     use of what it gives. The wait for a send moves down to just before the send of the same channel
     that is `lookahead` later, or to the end.
 
@@ -57,13 +58,18 @@ class Overlap(Pass):
         return()
 
     A receive that a device carries out waits on its multiprocessors. A channel whose receives do so
-    while their rank computes is marked `background`, and its transport takes fewer of them.
+    while their rank computes is marked `background`, and its transport takes fewer of them. Nor
+    does a device take any number of kernels behind a receive that waits: CUDA stops launching a
+    graph after some thousands, and if the message is sent by what comes then, nothing moves any
+    more.
 
     Attributes:
         lookahead: how many messages of a channel this pass lets be in flight at each end.
+        ahead: over how many calls that compute a receive is moved up.
     """
 
     lookahead: int = 2
+    ahead: int = 4
 
     name: ClassVar[str] = "overlap"
     requires: ClassVar[tuple[Phase, ...]] = (Phase.SCHEDULED,)
@@ -72,12 +78,17 @@ class Overlap(Pass):
     def __post_init__(self) -> None:
         if self.lookahead < 1:
             raise ValueError(f"lookahead is at least 1, not {self.lookahead}")
+        if self.ahead < 0:
+            raise ValueError(f"ahead is at least 0, not {self.ahead}")
 
     def run(self, module: Module) -> bool:
         changed = False
         for program in module.programs:
             _refuse_planned(program)
-            ops = _post_early(_wait_late(program.ops, self.lookahead), self.lookahead)
+            computing = [isinstance(op, Call) and _computes(op, module) for op in program.ops]
+            calls = {op for op, computes in zip(program.ops, computing, strict=True) if computes}
+            late = _wait_late(program.ops, self.lookahead)
+            ops = _post_early(late, calls, self.lookahead, self.ahead)
             changed = changed or any(a is not b for a, b in zip(ops, program.ops, strict=True))
             program.ops[:] = ops
         return _mark_background(module) or changed
@@ -159,12 +170,18 @@ def _may_wait_late(op: Wait, barriers: set[Value]) -> bool:
     return isinstance(op.operands[0].type, FutureType) and op.operands[0] not in barriers
 
 
-def _post_early(ops: Sequence[Op], lookahead: int) -> list[Op]:
-    """Move each receive to where its channel has room for it, without overtaking another."""
+def _post_early(ops: Sequence[Op], calls: Set[Op], lookahead: int, ahead: int) -> list[Op]:
+    """Move each receive to where its channel has room for it, without overtaking another.
+
+    Args:
+        calls: those of `ops` that compute.
+        lookahead, ahead: as in `Overlap`.
+    """
     receives = [op for op in ops if isinstance(op, Recv)]
     channels = {op.result: op.chan for op in receives}
+    needed = _calls_before_waits(ops, calls)
     moved: list[Op] = []
-    posted = 0
+    posted = done = 0
     in_flight: dict[int, int] = {}
 
     def post_while_there_is_room(until: int) -> None:
@@ -173,7 +190,8 @@ def _post_early(ops: Sequence[Op], lookahead: int) -> list[Op]:
         while posted < len(receives):
             op = receives[posted]
             count = in_flight.get(op.chan, 0)
-            if posted >= until and (count >= lookahead or op.operands):
+            too_early = needed.get(op.result, done) - done > ahead
+            if posted >= until and (count >= lookahead or too_early or op.operands):
                 break
             in_flight[op.chan] = count + 1
             moved.append(op)
@@ -187,7 +205,22 @@ def _post_early(ops: Sequence[Op], lookahead: int) -> list[Op]:
             post_while_there_is_room(seen)
             continue
         moved.append(op)
-        if isinstance(op, Wait) and op.operands[0] in channels:
+        if op in calls:
+            done += 1
+            post_while_there_is_room(seen)
+        elif isinstance(op, Wait) and op.operands[0] in channels:
             in_flight[channels[op.operands[0]]] -= 1
             post_while_there_is_room(seen)
     return moved
+
+
+def _calls_before_waits(ops: Sequence[Op], calls: Set[Op]) -> dict[Value, int]:
+    """For each future, how many of the calls stand before the first wait for it."""
+    before: dict[Value, int] = {}
+    done = 0
+    for op in ops:
+        if op in calls:
+            done += 1
+        elif isinstance(op, Wait):
+            before.setdefault(op.operands[0], done)
+    return before

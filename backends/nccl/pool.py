@@ -65,15 +65,25 @@ class NcclPool(Pool):
         self._is_broken = True
         self._drop_graphs()
         threads = []
+        failed: list[CommunicationError] = []
+
+        def abort(comm: object) -> None:
+            try:
+                self.library.abort(comm)
+            except (
+                CommunicationError
+            ) as error:  # what has brought this about is what users are told
+                failed.append(error)
+
         for line in self._lines():
             comm, line.comm = line.comm, None
-            thread = threading.Thread(target=self.library.abort, args=(comm,), daemon=True)
+            thread = threading.Thread(target=abort, args=(comm,), daemon=True)
             thread.start()
             threads.append(thread)
         deadline = monotonic() + ABORT_SECONDS
         for thread in threads:
             thread.join(max(deadline - monotonic(), 0.0))
-        self._is_stuck = any(thread.is_alive() for thread in threads)
+        self._is_stuck = bool(failed) or any(thread.is_alive() for thread in threads)
 
     def reset(self) -> None:
         """See `Pool`; all communicators are made anew.
