@@ -69,7 +69,7 @@ class Overlap(Pass):
     """
 
     lookahead: int = 2
-    ahead: int = 4
+    ahead: int = 2
 
     name: ClassVar[str] = "overlap"
     requires: ClassVar[tuple[Phase, ...]] = (Phase.SCHEDULED,)
