@@ -157,7 +157,17 @@ def others() -> str:
     return table(("date", "GPUs", "how", "found"), rows)
 
 
-_OTHER_SECTIONS = ("overlap", "memory", "profile", "equality", "failure", "sanitizer")
+_OTHER_SECTIONS = (
+    "overlap",
+    "memory",
+    "profile",
+    "equality",
+    "failure",
+    "sanitizer",
+    "random",
+    "wheel",
+    "ahead",
+)
 
 
 def _source(run: Row) -> str:
@@ -221,9 +231,43 @@ def _llama_words() -> str:
         f"Peaks without `fuse`, GiB on the fullest rank, cg and torch: "
         f"{'; '.join(_peaks(eager))}; the best of cg takes "
         f"{max(_best(eager, 'cg')['peak_gib']):.1f}.",
-        "8 microbatches and 2 GPUs only; 4 were not available. One run each, medians of 5 steps.",
+        "8 microbatches and 2 GPUs; 4 were not available. One run each, medians of 5 steps.",
     ]
     return "\n".join(f"- {point}" for point in points)
+
+
+def llama_sizes() -> str:
+    """Tokens a second and GPU with other numbers of microbatches, and ratios to torch."""
+    run = _run("sizes")
+    sizes = sorted({row["microbatches"] for row in run["rows"]})
+    schedules = dict.fromkeys(
+        (row["section"], row["schedule"]) for row in run["rows"] if row["side"] == "cg"
+    )
+    rows = []
+    for section, schedule in schedules:
+        cells = []
+        for size in sizes:
+            found = {
+                (row["side"], row["section"], row["schedule"]): row
+                for row in run["rows"]
+                if row["microbatches"] == size
+            }
+            mine = found.get(("cg", section, schedule))
+            other = found.get(("torch", section, _PAIRS.get(schedule, "")))
+            cell = f"{_tokens(mine):.0f}" if mine is not None else ""
+            if mine is not None and other is not None:
+                cell += f", {_times(_tokens(mine), _tokens(other))}"
+            cells.append(cell)
+        rows.append((_name({"section": section, "schedule": schedule}), *cells))
+    best = []
+    for size in sizes:
+        of = [row for row in run["rows"] if row["microbatches"] == size]
+        mine, other = (
+            max(_tokens(row) for row in of if row["side"] == side) for side in ("cg", "torch")
+        )
+        best.append(_times(mine, other))
+    rows.append(("best of cg / best of torch", *best))
+    return table(("tokens/s/GPU, and by torch's", *(f"m = {size}" for size in sizes)), rows)
 
 
 def _peaks(run: Row) -> list[str]:

@@ -34,6 +34,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "gpu-pipelines": gpus.pipelines,
     "gpu-others": gpus.others,
     "llama-speed": gpus.llama_speed,
+    "llama-sizes": gpus.llama_sizes,
     "llama-paper": gpus.llama_paper,
     "llama-before": gpus.llama_before,
 }
