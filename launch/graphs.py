@@ -176,7 +176,8 @@ def make_graph(
     recover = None
     if fabrics_of(world) is not None:
         recover = transport_of(world).recover_if_due  # type: ignore[arg-type] # it has devices
-    return Made(executions, graph, statistics, recover, on_device and on_device.device)
+    device = None if on_device is None else on_device.device
+    return Made(executions, graph, statistics, recover, device)
 
 
 def _cpu_executions(world: MpiWorld) -> Executions:
