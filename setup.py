@@ -28,7 +28,6 @@ COMPILED = (
     "backends/instructions.py",
     "backends/records.py",
     "backends/resident.py",
-    "backends/statistics.py",
     "backends/steps.py",
     "backends/turnstiles.py",
     "backends/cpu/control.py",
