@@ -213,7 +213,10 @@ def test_messages_that_cross_on_streams_of_their_own(mock: Path) -> None:
         library.send(data.data_ptr() + 4, 4, peer, comms[rank.rank], rank.stream(Stream.SEND))
         return settled(rank, comms[peer], Stream.RECV) or library.error(comms[rank.rank])
 
-    assert both(mock, job, HCCL_EXEC_TIMEOUT="1") == ["timeout (HCCL result 9)"] * 2
+    found = both(mock, job, HCCL_EXEC_TIMEOUT="1")
+    # Who gives up first goes on to its send, which may reach the other one just in time.
+    assert "timeout (HCCL result 9)" in found
+    assert set(found) <= {"timeout (HCCL result 9)", None}
 
 
 def test_messages_that_cross_as_one(mock: Path) -> None:
