@@ -46,6 +46,9 @@ class TensorCodec:
 
     Args:
         copier: copies them where they are large.
+
+    Attributes:
+        is_large: whether several threads copy them; only then does it pay to ask `write_large`.
     """
 
     def __init__(self, type_: TensorType, copier: Copier) -> None:
@@ -53,6 +56,7 @@ class TensorCodec:
         self.dtype = TORCH_DTYPES[type_.dtype]
         self.shape = torch.Size(type_.shape)
         self.nbytes: int | None = type_.nbytes
+        self.is_large = type_.nbytes >= LEAST
         self._type = type_
 
     def prepare(self, value: Any) -> tuple[Tensor, int]:
@@ -71,15 +75,15 @@ class TensorCodec:
 
     def write(self, prepared: Tensor, target: memoryview, at: int) -> None:
         """See `Codec`."""
-        if not self.write_large(prepared, target, at):
+        if not (self.is_large and self.write_large(prepared, target, at)):
             self.view(target, at, 0, False).copy_(prepared)
 
     def write_large(self, prepared: Tensor, target: memoryview, at: int) -> bool:
-        """Write a tensor that is large and lies in one piece; whether this one is."""
-        nbytes = self.nbytes or 0
-        if nbytes < LEAST or not prepared.is_contiguous() or prepared.device.type != "cpu":
+        """Write a large tensor that lies in one piece in the host's memory; whether it does."""
+        if not prepared.is_contiguous() or prepared.device.type != "cpu":
             return False
-        self._copier.copy(target[at : at + nbytes], self.contiguous_bytes(prepared))
+        source = self.contiguous_bytes(prepared)
+        self._copier.copy(target[at : at + source.nbytes], source)
         return True
 
     def view(self, source: memoryview, at: int, nbytes: int, private: bool) -> Tensor:

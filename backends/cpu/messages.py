@@ -88,11 +88,12 @@ class OutgoingTensor(Outgoing):
         if self.mark:
             super().write(slot, target, at)
             return
-        if self._codec.write_large(self.prepared, target, at):
+        codec = self._codec
+        if codec.is_large and codec.write_large(self.prepared, target, at):
             return
         cached = self._views.get(slot)
         if cached is None or cached[0] is not target:
-            cached = self._views[slot] = (target, self._codec.view(target, at, 0, False))
+            cached = self._views[slot] = (target, codec.view(target, at, 0, False))
         cached[1].copy_(self.prepared)
 
 

@@ -77,7 +77,8 @@ class SlotSendPort:
         self._order = lane.node.order
         self._consumed, self._nbytes, self._full, memory, at = lane.place_of(slot)
         self._view = codec.view(memory, at, 0, False)
-        self._memory, self._at, self._write_large = memory, at, codec.write_large
+        self._memory, self._at = memory, at
+        self._write_large = codec.write_large if codec.is_large else None
         self._dtype, self._shape, self._size = codec.dtype, codec.shape, codec.nbytes
         self._message = OutgoingTensor(codec, slot)
 
@@ -102,7 +103,8 @@ class SlotSendPort:
         order = self._order
         if order is not None:
             order()
-        if not self._write_large(value, self._memory, self._at):
+        write_large = self._write_large
+        if write_large is None or not write_large(value, self._memory, self._at):
             self._view.copy_(value)
         words[self._nbytes] = self._size
         if order is not None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from cg.backends.cpu.communicator import RING_BYTES, RING_SLOTS, CpuCommunicator
+from cg.backends.cpu.copying import LEAST
 from cg.backends.cpu.layout import SlotLayout
 from cg.backends.cpu.loans import LIMIT
 from cg.backends.cpu.node import Node
@@ -206,6 +207,30 @@ def test_tensors_of_all_dtypes_and_shapes(dtype: DType, shape: tuple[int, ...]) 
                 assert got.dtype is value.dtype
                 assert torch.equal(got.to(torch.complex64), value.to(torch.complex64))
                 port.release()
+
+    run_communicators(2, [channel], body)
+
+
+@pytest.mark.parametrize("slot", [0, None], ids=["slot", "ring"])
+@pytest.mark.parametrize("nbytes", [LEAST - 4, LEAST, 2 * LEAST], ids=["small", "least", "large"])
+def test_large_tensors_in_one_piece_or_not(nbytes: int, slot: int | None) -> None:
+    type_ = TensorType(DType.F32, (nbytes // 4,))
+    channel = Channel(0, (0, 1), slots=1, slot_bytes=nbytes)
+    whole = torch.arange(nbytes // 4, dtype=torch.float32)
+    strided = torch.arange(nbytes // 2, dtype=torch.float32)[::2]
+
+    def body(communicator: CpuCommunicator, world: ThreadWorld) -> Any:
+        if world.rank == 0:
+            port = send(communicator, channel, type_, slot)
+            for value in (whole, strided):
+                put(port, value)
+            return
+        port = recv(communicator, channel, type_, slot)
+        for value in (whole, strided):
+            port.start(None)
+            wait(port)
+            assert torch.equal(port.take(), value)
+            port.release()
 
     run_communicators(2, [channel], body)
 
