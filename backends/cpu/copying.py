@@ -35,7 +35,7 @@ class Copier:
     def __init__(self, helpers: int | None = None) -> None:
         free = len(os.sched_getaffinity(0)) - 1
         self._helpers = min(free, MOST_HELPERS) if helpers is None else helpers
-        self._jobs: SimpleQueue[_Job] = SimpleQueue()
+        self._jobs: SimpleQueue[Job] = SimpleQueue()
         self._started = False
 
     def copy(self, target: memoryview, source: memoryview) -> None:
@@ -43,13 +43,17 @@ class Copier:
         if source.nbytes < LEAST or not self._helpers:
             target[:] = source
             return
-        job = _Job(target, source)
+        job = Job(target, source)
+        self.hand_out(job)
+        job.work()
+        job.wait()
+
+    def hand_out(self, job: Job) -> None:
+        """Let the helping threads take part in a copy, as soon as they get a core."""
         if not self._started:
             self._start()
         for _ in range(self._helpers):
             self._jobs.put(job)
-        job.work()
-        job.wait()
 
     def _start(self) -> None:
         self._started = True
@@ -61,8 +65,8 @@ class Copier:
             self._jobs.get().work()
 
 
-class _Job:
-    """One copy."""
+class Job:
+    """One copy, of `source` to `target`: contiguous bytes, as many of the one as of the other."""
 
     def __init__(self, target: memoryview, source: memoryview) -> None:
         self._target = np.frombuffer(target, dtype=np.uint8)

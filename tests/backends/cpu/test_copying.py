@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from cg.backends.cpu.copying import LEAST, PART, Copier
+from cg.backends.cpu.copying import LEAST, PART, Copier, Job
 
 
 @pytest.mark.parametrize("helpers", [0, 1, 3])
@@ -36,6 +36,16 @@ def test_threads_ask_at_the_same_time() -> None:
         thread.join(timeout=60)
     for target, source in zip(targets, sources, strict=True):
         assert (target == source).all()
+
+
+@pytest.mark.parametrize("helpers", [1, 3])
+def test_helpers_alone_copy_everything(helpers: int) -> None:
+    source = np.random.default_rng(0).integers(0, 256, 3 * PART + 1, dtype=np.uint8)
+    target = np.zeros_like(source)
+    job = Job(memoryview(target), memoryview(source))
+    Copier(helpers).hand_out(job)
+    job.wait()
+    assert (target == source).all()
 
 
 def test_nothing_waits_for_a_helper_that_gets_no_core() -> None:
