@@ -23,18 +23,17 @@ class Overlap(Pass):
 
     A receive is posted as soon as its channel has fewer than `lookahead` receives that have been
     posted and not been waited for, and no more than `ahead` calls are left before it is needed; one
-    that is posted earlier stays. A wait moves down to the first
-    use of what it gives. The wait for a send moves down to just before the send of the same channel
-    that is `lookahead` later, or to the end.
+    that is posted earlier stays. A wait moves down to the first use of what it gives. The wait for
+    a send moves down to just before the send of the same channel that is `lookahead` later, or to
+    the end.
 
     Why this cannot bring about a deadlock: the receives of a rank keep their order among each
     other, over all channels; so do its sends; and so do its collectives. Suppose that the programs
     come from one global order of messages, in which no wait for a message stands before the posting
     of an earlier one. That still holds afterwards: receives only move up, waits only down. Take the
-    first message in that order that is not complete when nothing moves. A rank that has not
-    posted it stays at a wait for a later message, which would have to stand before it: it does
-    not. Ahead of it on its streams are only earlier messages, and these are complete. So it is
-    complete, too.
+    first message in that order that is not complete when nothing moves. A rank that has not posted
+    it stays at a wait for a later message, which would have to stand before it: it does not. Ahead
+    of it on its streams are only earlier messages, and these are complete. So it is complete, too.
 
     Before::
 
@@ -85,8 +84,7 @@ class Overlap(Pass):
         changed = False
         for program in module.programs:
             _refuse_planned(program)
-            computing = [isinstance(op, Call) and _computes(op, module) for op in program.ops]
-            calls = {op for op, computes in zip(program.ops, computing, strict=True) if computes}
+            calls = {op for op in program.ops if isinstance(op, Call) and _computes(op, module)}
             late = _wait_late(program.ops, self.lookahead)
             ops = _post_early(late, calls, self.lookahead, self.ahead)
             changed = changed or any(a is not b for a, b in zip(ops, program.ops, strict=True))
@@ -170,7 +168,7 @@ def _may_wait_late(op: Wait, barriers: set[Value]) -> bool:
     return isinstance(op.operands[0].type, FutureType) and op.operands[0] not in barriers
 
 
-def _post_early(ops: Sequence[Op], calls: Set[Op], lookahead: int, ahead: int) -> list[Op]:
+def _post_early(ops: Sequence[Op], calls: Set[Call], lookahead: int, ahead: int) -> list[Op]:
     """Move each receive to where its channel has room for it, without overtaking another.
 
     Args:
@@ -214,7 +212,7 @@ def _post_early(ops: Sequence[Op], calls: Set[Op], lookahead: int, ahead: int) -
     return moved
 
 
-def _calls_before_waits(ops: Sequence[Op], calls: Set[Op]) -> dict[Value, int]:
+def _calls_before_waits(ops: Sequence[Op], calls: Set[Call]) -> dict[Value, int]:
     """For each future, how many of the calls stand before the first wait for it."""
     before: dict[Value, int] = {}
     done = 0
