@@ -49,7 +49,7 @@ class NcclPool(Pool):
 
     def __init__(self, world: World, device: Device | None, library: Library | None) -> None:
         super().__init__(world, device, library)
-        self._is_stuck = False
+        self._stuck: list[str] = []
 
     def group_of(self, channel: Channel) -> Group:
         """See `Pool`."""
@@ -64,39 +64,43 @@ class NcclPool(Pool):
         """
         self._is_broken = True
         self._drop_graphs()
-        threads = []
-        failed: list[CommunicationError] = []
+        lines = self._lines()
+        stuck: dict[Group, str | None] = dict.fromkeys(
+            (line.group for line in lines), f"it takes longer than {ABORT_SECONDS:g} s"
+        )
 
-        def abort(comm: object) -> None:
+        def abort(group: Group, comm: object) -> None:
             try:
                 self.library.abort(comm)
-            except (
-                CommunicationError
-            ) as error:  # what has brought this about is what users are told
-                failed.append(error)
+                stuck[group] = None
+            except CommunicationError as error:  # it must not hide the failure that has led here
+                stuck[group] = str(error)
 
-        for line in self._lines():
+        threads = []
+        for line in lines:
             comm, line.comm = line.comm, None
-            thread = threading.Thread(target=abort, args=(comm,), daemon=True)
+            thread = threading.Thread(target=abort, args=(line.group, comm), daemon=True)
             thread.start()
             threads.append(thread)
         deadline = monotonic() + ABORT_SECONDS
         for thread in threads:
             thread.join(max(deadline - monotonic(), 0.0))
-        self._is_stuck = bool(failed) or any(thread.is_alive() for thread in threads)
+        self._stuck += [f"{group}: {why}" for group, why in stuck.items() if why is not None]
 
     def reset(self) -> None:
         """See `Pool`; all communicators are made anew.
 
         Raises:
-            CommunicationError: some rank's have not been given up in time.
+            CommunicationError: some rank has not given all of its own up.
         """
         if not self._is_broken:
             return
-        if any(self._world.allgather(self._is_stuck)):
+        everyone = enumerate(self._world.allgather(self._stuck))
+        reasons = [f"rank {rank}: {why}" for rank, stuck in everyone for why in stuck]
+        if reasons:
             raise CommunicationError(
-                "messages between devices could not be broken off after a failed step; start the "
-                "job again"
+                "messages between devices could not be broken off after a failed step "
+                f"({'; '.join(reasons)}); start the job again"
             )
         self._is_broken = False
         if self._device is not None:
