@@ -373,24 +373,25 @@ def llama_picture() -> str:
 
 
 def machine() -> str:
-    """On what, with which versions, by which commands."""
+    """On what, with which versions, by which commands on which days."""
     recorded = json.loads((RESULTS / "llama.json").read_text(encoding="utf-8"))
     of, runs = recorded["machine"], recorded["runs"]
     packages = ", ".join(f"{name} {version}" for name, version in of["packages"].items())
-    dates = sorted({run["date"] for run in [*runs, *_gpu()["runs"]]})
-    commands = [run for run in [*_gpu()["runs"], *runs] if run["date"] == dates[-1]]
-    lines = "\n".join(
-        f"- `{run['command']}`" + (f": {run['what']}" if "what" in run else "")
-        for run in commands
-        if "command" in run
-    )
+    commands = [run for run in [*_gpu()["runs"], *runs] if "command" in run]
+    commands.sort(key=lambda run: str(run["date"]))
+    lines = "\n".join(dict.fromkeys(map(_command, commands)))
     return (
         f"{of['accelerators']}; 2 of one host with {of['cores']} cores unless a line says "
-        f"otherwise; driver {of['driver']}, Python {of['python']}, {packages}. Measured on "
-        f"{dates[-1]}, by\n\n{lines}\n\n"
-        f"and, where a line says so, on {dates[0]}. All rows, with their commands, are in "
-        "`benchmarks/results/gpu.json` and `llama.json`."
+        f"otherwise; driver {of['driver']}, Python {of['python']}, {packages}. Measured by\n\n"
+        f"{lines}\n\nAll rows, with their commands, are in `benchmarks/results/gpu.json` and "
+        "`llama.json`."
     )
+
+
+def _command(run: Row) -> str:
+    gpus = f", {run['gpus']} GPUs" if run.get("gpus", 2) != 2 else ""
+    what = f": {run['what']}" if "what" in run else ""
+    return f"- {run['date']}{gpus}: `{run['command']}`{what}"
 
 
 def _gpu() -> Row:
