@@ -100,3 +100,16 @@ class Scale(torch.nn.Module):
 
     def noise(self, x: torch.Tensor) -> torch.Tensor:
         return x + torch.rand(x.shape)
+
+
+def chain_of(count: int, **options: Any) -> tuple[Any, list[Any]]:
+    """A graph through workers on ranks 1, 2, ..., and the workers."""
+    workers = [Worker.on(rank)(f"w{rank}") for rank in range(1, count + 1)]
+
+    @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
+    def chain(x):
+        for worker in workers:
+            x = worker.echo(x)
+        return x
+
+    return chain.lower(cg.object).compile(**options), workers
