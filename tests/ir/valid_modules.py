@@ -1,0 +1,116 @@
+"""A valid module for each phase, and what the verifier says of one that is broken."""
+
+from __future__ import annotations
+
+import pytest
+
+from cg.ir.diagnostics import IRError
+from cg.ir.module import Module
+from cg.ir.parser import parse_module
+from cg.ir.verifier import verify
+
+DECLARATIONS = """
+  function @f(f32[4]) -> (f32[4]) {actor = a0, effect = read}
+  function @f.fwd(f32[4]) -> (f32[4], f32[2], i64[]) {actor = a0, effect = read}
+  function @f.bwd(f32[2], i64[], f32[4]) -> (f32[4]) {actor = a0, effect = accumulate}
+  function @g(f32[4], object) -> (f32[], unit) {actor = a1, aliases = {0 -> 0}, effect = write}
+  function @drop(f32[4]) -> (f32[4]) {random = true}
+  function @update() -> (unit) {actor = a0, effect = write}
+  vjp @v {backward = @f.bwd, forward = @f.fwd, grad_inputs = {0}, grad_outputs = {0}}
+"""
+
+TRACED = f"""module @m phase=traced world=2 {{{DECLARATIONS}
+  program @m(%x: f32[4]@{{0..1}}, %o: object@1) {{
+    %h = call(%x) {{fn = @f, vjp = @v}} : f32[4]@0
+    %h2 = call(%h) {{fn = @f, vjp = @v}} : f32[4]@0
+    %d = call(%x) {{fn = @drop, key = 0}} : f32[4]@1
+    %l, %u = call(%h2, %o) {{fn = @g}} : f32[]@1, unit@1
+    %p = view(%x) {{dim = 0, length = 2, start = 2}} : f32[2]@0
+    %q = copy(%p) : f32[2]@0
+    %c = constant() {{fill = 1.0}} : f32[]@{{0..1}}
+    %r = constant() {{ref = @c0}} : object@0
+    %s = all_reduce(%h, %d) {{group = {{0..1}}, op = sum}} : f32[4]@{{0..1}}
+    %t = all_gather(%h, %d) {{dim = 0, group = {{0..1}}}} : f32[8]@{{0..1}}
+    %e0, %e1 = reduce_scatter(%h, %d) {{dim = 0, group = {{0..1}}, op = avg}} : f32[2]@0, f32[2]@1
+    %a0, %a1 = all_to_all(%h, %d) {{dim = 0, group = {{0..1}}}} : f32[4]@0, f32[4]@1
+    %b = broadcast(%h) {{group = {{0..1}}, root = 0}} : f32[4]@{{0..1}}
+    %n = barrier() {{group = {{0..1}}}} : unit@{{0..1}}
+    backward(%l)
+    %k = call() {{fn = @update}} : unit@0
+    return(%l, %h) {{at = {{0..1}}}}
+  }}
+}}
+"""
+
+PLACED = f"""module @m phase=placed world=2 {{{DECLARATIONS}
+  program @m(%x: f32[4]@{{0..1}}, %o: object@1) {{
+    %h = call(%x) {{fn = @f}} : f32[4]@0
+    %t = transfer(%h) {{via = nccl}} : f32[4]@1
+    %l, %u = call(%t, %o) {{fn = @g}} : f32[]@1, unit@1
+    %b = broadcast(%h) {{group = {{0..1}}, root = 0}} : f32[4]@{{0..1}}
+    %r = all_reduce(%h, %t) {{group = {{0..1}}, op = max}} : f32[4]@{{0..1}}
+    %l0 = transfer(%l) : f32[]@{{0..1}}
+    return(%l0) {{at = {{0..1}}}}
+  }}
+}}
+"""
+
+ASYNC = f"""module @m phase=async world=2 {{{DECLARATIONS}
+  channel 0 {{ranks = {{0,1}}}}
+  channel 1 {{collective = true, ranks = {{0..1}}}}
+  program @m(%x: f32[4]@{{0..1}}, %o: object@1) {{
+    %h = call(%x) {{fn = @f}} : f32[4]@0
+    %s = send(%h) {{chan = 0, peer = 1, seq = 0}} : future<unit@0>
+    %r = recv() {{chan = 0, peer = 0, seq = 0}} : future<f32[4]@1>
+    wait(%s)
+    %t = wait(%r) : f32[4]@1
+    %l, %u = call(%t, %o) {{fn = @g}} : f32[]@1, unit@1
+    %b = broadcast(%l) {{chan = 1, group = {{0..1}}, root = 1, seq = 0}} : future<f32[]@{{0..1}}>
+    %l0 = wait(%b) : f32[]@{{0..1}}
+    return(%l0) {{at = {{0..1}}}}
+  }}
+}}
+"""
+
+SCHEDULED = f"""module @m phase=scheduled world=2 {{{DECLARATIONS}
+  channel 0 {{ranks = {{0,1}}}}
+  channel 1 {{collective = true, ranks = {{0..1}}}}
+  program @0(%x: f32[4]) {{
+    %h = call(%x) {{fn = @f, stream = compute}} : f32[4]
+    %w = wait(%h) {{stream = send}} : f32[4]
+    %s = send(%w) {{chan = 0, peer = 1, seq = 0, stream = send}} : future<unit>
+    %s1 = send(%w) {{chan = 0, peer = 1, seq = 1, stream = send}} : future<unit>
+    %u = wait(%s) {{stream = compute}} : unit
+    %b = broadcast() {{chan = 1, group = {{0..1}}, root = 1, seq = 0}} : future<f32[]>
+    %l0 = wait(%b) {{stream = compute}} : f32[]
+    %n = barrier() {{chan = 1, group = {{0..1}}, seq = 1}} : future<unit>
+    return(%l0)
+  }}
+  program @1(%x: f32[4], %o: object) {{
+    %a = alloc() {{offset = 0}} : f32[4]
+    %r = recv(%a) {{chan = 0, peer = 0, seq = 0, stream = recv}} : future<f32[4]>
+    %r1 = recv() {{chan = 0, peer = 0, seq = 1, stream = recv}} : future<f32[4]>
+    %t = wait(%r) {{stream = compute}} : f32[4]
+    %l, %u = call(%t, %o) {{fn = @g, stream = compute}} : f32[], unit
+    free(%a, %u)
+    %b = broadcast(%l) {{chan = 1, group = {{0..1}}, root = 1, seq = 0}} : future<f32[]>
+    %l0 = wait(%b) {{stream = compute}} : f32[]
+    %n = barrier() {{chan = 1, group = {{0..1}}, seq = 1}} : future<unit>
+    return(%l0)
+  }}
+}}
+"""
+
+VALID = {"traced": TRACED, "placed": PLACED, "async": ASYNC, "scheduled": SCHEDULED}
+
+
+def errors(module: Module) -> str:
+    with pytest.raises(IRError) as caught:
+        verify(module)
+    return str(caught.value)
+
+
+def broken(text: str, old: str, new: str) -> str:
+    assert old in text, "the module does not have what is to be broken"
+    module = parse_module(text.replace(old, new, 1))
+    return errors(module)
