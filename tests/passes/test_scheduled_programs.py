@@ -22,7 +22,8 @@ from cg.passes import schedules
 from cg.passes.manager import PassManager
 from cg.passes.registry import parse_pipeline
 
-from .random_pipelines import Drawn, Machine, Maker, World, drawn_steps, run_async
+from .meanings import Machine, World, run_async
+from .random_pipelines import Drawn, Maker, drawn_steps
 
 FRONT = "dce,assign-stages,differentiate,cse,place,dce,insert-transfers,split-transfers"
 SPLIT = FRONT.replace("differentiate", "differentiate{split_backward=true}")
