@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import random
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from driving import chain_of, graph_of, on_machines, raises
 
 import cg
-from cg.launch.world import use_world, world
 
 torch.set_num_threads(1)
 
@@ -80,13 +78,6 @@ class Worker:
     def cpu(self, nothing: Any) -> float:
         return time.process_time()
 
-    def leave(self, how: Any) -> Any:
-        if how == "exit":
-            sys.exit(5)
-        if how == "kill":
-            os.kill(os.getpid(), 9)
-        return how
-
     @cg.opaque(fake=lambda self, x: torch.empty_like(x))
     def shaped(self, x: torch.Tensor) -> torch.Tensor:
         if (x < 0).any():
@@ -108,36 +99,8 @@ def workers() -> list[Any]:
     return [Worker.on(rank)(f"w{rank}") for rank in range(1, cg.world_size())]
 
 
-def graph_of(function: Any, *args: Any, **options: Any) -> Any:
-    step = cg.trace(inputs=cg.on(0), outputs=cg.on(0))(function)
-    return step.lower(*(args or (cg.object,))).compile(**options)
-
-
-def chain_of(actors: list[Any], method: str = "echo", **options: Any) -> Any:
-    def chain(x):
-        for actor in actors:
-            x = getattr(actor, method)(x)
-        return x
-
-    return graph_of(chain, **options)
-
-
-@contextlib.contextmanager
-def raises(kind: type[BaseException], text: str = "") -> Any:
-    caught: list[BaseException] = []
-    try:
-        yield caught
-    except kind as error:
-        caught.append(error)
-    assert caught, f"no {kind.__name__} was raised"
-    assert text in str(caught[0]), caught[0]
-
-
 def equal(a: Any, b: Any) -> bool:
     return type(a) is type(b) and bool(np.array_equal(a, b))
-
-
-# -- scenarios after which the job goes on ---------------------------------------------------------
 
 
 def values(drives: bool) -> None:
@@ -505,75 +468,10 @@ def idle(drives: bool) -> None:
         assert max(shares) < 0.05, shares
 
 
-# -- scenarios that end the job -------------------------------------------------------------------
-
-
-def exits(drives: bool) -> None:
-    """The driver ends without closing; nobody hangs."""
-    graph = chain_of(workers())
-    if not drives:
-        graph.serve()
-        return
-    assert graph.execute(1).result(timeout=30) == 1
-    graph.execute(2)  # dropped
-
-
-def forgets(drives: bool) -> None:
-    """A rank ends instead of serving."""
-    graph = chain_of(workers())
-    if cg.rank() == 1:
-        return
-    if not drives:
-        graph.serve()
-        return
-    graph.execute(1).result(timeout=60)
-
-
-def dies(drives: bool) -> None:
-    """A method ends its process by force."""
-    graph = chain_of(workers(), "leave")
-    if not drives:
-        graph.serve()
-        return
-    assert graph.execute("stay").result(timeout=30) == "stay"
-    graph.execute(sys.argv[3]).result(timeout=60)
-
-
-def throws(drives: bool) -> None:
-    """The driver does not catch what a method raises."""
-    graph = chain_of(workers(), "fail")
-    if not drives:
-        graph.serve()
-        return
-    graph.execute("boom").result(timeout=60)
-
-
-def waits(drives: bool) -> None:
-    """Everybody waits, for Ctrl-C."""
-    graph = chain_of(workers(), "sleep")
-    if not drives:
-        graph.serve()
-        return
-    future = graph.execute(60.0)
-    Path(sys.argv[3]).write_text("waiting")
-    future.result()
-
-
-ENDING = ("exits", "forgets", "dies", "throws", "waits")
-
-
 def main() -> None:
-    with contextlib.ExitStack() as stack:
-        if len(sys.argv) > 2 and set(sys.argv[2]) != {"0"}:
-            sys.path.insert(0, str(Path(__file__).parent))
-            from cpu_world import TestWorld
-
-            nodes = [int(digit) for digit in sys.argv[2]]
-            stack.enter_context(use_world(TestWorld(world().comm, nodes)))
+    with on_machines(*sys.argv[2:3]):
         for name in sys.argv[1].split(","):
             globals()[name](cg.rank() == 0)
-            if name in ENDING:
-                return
             cg.barrier()
             if cg.rank() == 0:
                 print(f"passed {name}", flush=True)

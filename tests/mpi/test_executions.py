@@ -1,4 +1,4 @@
-"""Graphs driven from one rank, between processes: see executions_job.py."""
+"""Graphs driven from one rank, between processes: see executions_job.py and endings_job.py."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from .jobs import Ended, finish, needs_mpi, run, start
 pytestmark = [*needs_mpi, pytest.mark.timeout(300)]
 
 JOB = str(Path(__file__).with_name("executions_job.py"))
+ENDINGS = str(Path(__file__).with_name("endings_job.py"))
 SCENARIOS = (
     "values",
     "kept",
@@ -30,38 +31,38 @@ SCENARIOS = (
 )
 
 
-def drive(scenarios: str, *arguments: str, ranks: int = 4) -> Ended:
-    return run(ranks, [JOB, scenarios, *arguments], seconds=200)
+def end(how: str, *arguments: str, ranks: int = 4) -> Ended:
+    return run(ranks, [ENDINGS, how, *arguments], seconds=200)
 
 
 @pytest.mark.parametrize("nodes", ["0000", "0011"], ids=["one machine", "two machines"])
 def test_scenarios(nodes: str) -> None:
-    ended = drive(",".join(SCENARIOS), nodes)
+    ended = run(4, [JOB, ",".join(SCENARIOS), nodes], seconds=200)
     assert ended.code == 0, ended.output
     passed = [line.split()[1] for line in ended.output.splitlines() if line.startswith("passed")]
     assert passed == list(SCENARIOS), ended.output
 
 
 def test_a_driver_that_does_not_close_ends_all_the_same() -> None:
-    ended = drive("exits")
+    ended = end("exits")
     assert ended.code == 0, ended.output
 
 
 def test_a_rank_that_does_not_serve_is_named() -> None:
-    ended = drive("forgets", ranks=3)
+    ended = end("forgets", ranks=3)
     assert ended.code != 0
     assert "rank 1 has ended while graphs are open" in ended.output
 
 
 @pytest.mark.parametrize("how", ["kill", "exit"])
 def test_a_rank_that_dies_ends_the_job(how: str) -> None:
-    ended = drive("dies", "0000", how)
+    ended = end("dies", how)
     assert ended.code != 0
     assert ended.seconds < 60
 
 
 def test_an_error_that_nobody_catches_ends_the_job() -> None:
-    ended = drive("throws")
+    ended = end("throws")
     assert ended.code != 0
     assert "Boom on rank 1 in worker" in ended.output
     assert 'raise Boom(f"{self.tag} got {x!r}", 7)' in ended.output
@@ -69,7 +70,7 @@ def test_an_error_that_nobody_catches_ends_the_job() -> None:
 
 def test_ctrl_c_ends_the_job(tmp_path: Path) -> None:
     sign = tmp_path / "sign"
-    process = start(3, [JOB, "waits", "000", str(sign)])
+    process = start(3, [ENDINGS, "waits", str(sign)])
     until = time.monotonic() + 60
     while not sign.exists() and time.monotonic() < until and process.poll() is None:
         time.sleep(0.05)
