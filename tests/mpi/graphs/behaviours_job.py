@@ -9,11 +9,9 @@ passed; all ranks end by 0 if everything has, although the last behaviour leaves
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import random
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,101 +19,16 @@ import numpy as np
 import torch
 
 import cg
-from cg.launch.world import use_world, world
+from cg.launch.world import world
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from executions_job import Boom, graph_of, raises  # in the folder above
+from driving import graph_of, on_machines, raises  # in the folder above
+from players import Boom, Net, Player, players
 
 torch.set_num_threads(1)
 SECONDS = 60
 MIB = 1 << 20
-
-
-@cg.actor
-class Player:
-    """Keeps a log of what it was asked for."""
-
-    def __init__(self) -> None:
-        self.log: list[Any] = []
-        self.kept: list[Any] = []
-
-    def echo(self, x: Any) -> Any:
-        return x
-
-    @cg.opaque
-    def note(self, *what: Any, **named: Any) -> Any:
-        """Logs its arguments; returns how many notes there are."""
-        self.log.append((*what, named) if named else what)
-        return len(self.log)
-
-    def pack(self, *parts: Any, **named: Any) -> Any:
-        return (list(parts), named)
-
-    def read_log(self, nothing: Any) -> list[Any]:
-        return self.log
-
-    @cg.opaque(returns=2)
-    def split(self, x: Any) -> Any:
-        return (x[0], x[1:]) if len(x) > 1 else (x,)
-
-    def fail(self, x: Any) -> Any:
-        self.log.append(x)
-        if x == "boom":
-            raise Boom("refused", 3)
-        return x
-
-    def nap(self, x: Any) -> Any:
-        time.sleep(x)
-        return x
-
-    def jitter(self, x: Any) -> Any:
-        """Gives back what it gets, sooner or later."""
-        time.sleep(random.random() * 0.002)
-        return x
-
-    def keep(self, x: Any) -> float:
-        """Keeps what it gets, and writes to it."""
-        self.kept.append(x)
-        x[0] = -1.0
-        return float(x[1])
-
-    def kept_sums(self, nothing: Any) -> list[float]:
-        return [float(x[1:].sum()) for x in self.kept]
-
-    def memory(self, nothing: Any) -> int:
-        """Resident bytes of its process."""
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-    @cg.opaque(fake=lambda self, x: torch.empty_like(x))
-    def twice(self, x: torch.Tensor) -> torch.Tensor:
-        return x * 2
-
-    @cg.opaque(fake=lambda self, x: torch.empty_like(x))
-    def odd_shape(self, x: torch.Tensor) -> torch.Tensor:
-        return x if x[0] > 0 else torch.ones(7)
-
-
-@cg.actor
-class Net(torch.nn.Module):
-    """Traced methods."""
-
-    def __init__(self, by: float) -> None:
-        super().__init__()
-        self.by = torch.nn.Parameter(torch.full((), by), requires_grad=False)
-
-    def scale(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.by
-
-    def first(self, x: torch.Tensor) -> torch.Tensor:
-        return x[:1] * self.by
-
-    def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return x + y
-
-
-def players() -> list[Any]:
-    return [Player.on(rank)() for rank in range(1, cg.world_size())]
 
 
 # -- values and arguments --------------------------------------------------------------------------
@@ -519,12 +432,7 @@ BEHAVIOURS = (
 
 
 def main() -> None:
-    with contextlib.ExitStack() as stack:
-        if len(sys.argv) > 1 and set(sys.argv[1]) != {"0"}:
-            from cpu_world import TestWorld
-
-            nodes = [int(digit) for digit in sys.argv[1]]
-            stack.enter_context(use_world(TestWorld(world().comm, nodes)))
+    with on_machines(*sys.argv[1:2]):
         for behaviour in BEHAVIOURS:
             behaviour(cg.rank() == 0)
             if behaviour is not BEHAVIOURS[-1]:
