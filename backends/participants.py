@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ..ir.module import Module
 from ..ir.ops import Return, Send
+from .sealed import is_sealed
 
 
 def participants(modules: Sequence[Module], driver: int) -> frozenset[int]:
@@ -23,10 +24,15 @@ def participants(modules: Sequence[Module], driver: int) -> frozenset[int]:
 def woken_by_record(modules: Sequence[Module], driver: int) -> tuple[int, ...]:
     """The participants that the driver does not send to in every variant.
 
-    A message of the driver wakes its receiver, so a record need not.
+    A message of the driver wakes its receiver, so a record need not. Those of a sealed program go
+    past the hosts.
     """
     receivers = [
-        {op.peer for op in module.program_of(driver).ops if isinstance(op, Send)}
+        {
+            op.peer
+            for op in module.program_of(driver).ops
+            if isinstance(op, Send) and not is_sealed(module)
+        }
         for module in modules
     ]
     always = set.intersection(*receivers)

@@ -9,6 +9,10 @@ same on all ranks, so no two executions can wait for each other.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
+
+STREAMS: Final = "the streams of the device"
+"""The turnstile of a rank's streams, beside those of its actors, whose names have no spaces."""
 
 
 class Turnstile:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar, overload
 
 from ..backends.base import World
 from ..backends.fuse import check_name
+from ..backends.sealed import is_sealed
 from ..ir.clone import clone
 from ..ir.costs import Costs
 from ..ir.module import Module, Phase
@@ -375,7 +376,8 @@ class Lowered:
             if sink is not None:
                 sink.finish(module, reports)
                 if fabrics is not None:
-                    sink.add("graphs.txt", describe(module, fabrics, not is_driven))
+                    whole = not is_driven or is_sealed(module)
+                    sink.add("graphs.txt", describe(module, fabrics, whole))
             fused = Fused(trace.bodies)
             if fuse is not None:
                 fused = fusing.apply(module, self._world)

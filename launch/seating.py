@@ -10,7 +10,8 @@ from typing import Any
 from ..backends.base import Body, Communicator, World
 from ..backends.devices.base import Device
 from ..backends.devices.driven import Announcements, DrivenBinder
-from ..backends.devices.instance import DeviceInstance
+from ..backends.devices.instance import AnnouncedInstance, SealedInstance
+from ..backends.devices.sealed import SealedBinder
 from ..backends.devices.warm import warm
 from ..backends.devices.watchdog import Watchdog, cold, put_by
 from ..backends.fabric import VirtualFabric
@@ -18,7 +19,9 @@ from ..backends.flight import FlightRecord, Position
 from ..backends.graphs import Rebuild
 from ..backends.instance import Guard, Instance, Reports
 from ..backends.linked import LinkedProgram
+from ..backends.participants import participants
 from ..backends.resident import Resident, Seat
+from ..backends.sealed import is_sealed
 from ..backends.statistics import Statistics
 from ..backends.witnesses import witnesses
 from ..ir.module import Channel, Module
@@ -94,7 +97,12 @@ class Wiring:
             for c in channels
             if fabrics is not None and c.via is not None and fabrics.knows(c.via)
         }
-        silent = [witnesses(module, driver) for module in modules]
+        silent = [
+            tuple(sorted(participants([module], driver)))
+            if is_sealed(module)
+            else witnesses(module, driver)
+            for module in modules
+        ]
         reporting = {
             rank: Channel(next(numbers), (rank, driver), slots=0, slot_bytes=0)
             for rank in sorted(set[int]().union(*silent))
@@ -141,16 +149,25 @@ class OnDevice:
         self._resident = resident
         self._streams: list[Communicator] = []
         self._cold: dict[str, str] = {}
-        self._watchdog = Watchdog(device, timeout, self._faults, self._give_up, self._putting)
+        self._sealed: list[SealedInstance] = []
+        self._watchdog = Watchdog(device, timeout, self._faults, self.give_up, self._putting)
         self.watch = self._watchdog.watch
 
     def seat(self, instances: Sequence[Instance], connections: Connections) -> Seat:
         """A seat; what it holds is given back once the device has nothing to do."""
         self._streams += connections.streams
+        sealed = [each for each in instances if isinstance(each, SealedInstance)]
+        self._sealed += sealed
+        for communicator in connections.streams if sealed else ():
+            hold = getattr(communicator, "hold", None)
+            if hold is not None:
+                hold(self)
 
         def close() -> None:
             self._watchdog.close()
             self.device.synchronize()
+            for instance in sealed:
+                instance.drop_graphs()
             for communicator in (*connections.streams, connections.host):
                 communicator.close()
 
@@ -163,6 +180,11 @@ class OnDevice:
             self._cold.update(warm(linked, self.device))
         self.device.synchronize()  # constants are there for all streams
 
+    def drop_graphs(self) -> None:
+        """Forget what was captured of messages; idempotent."""
+        for instance in self._sealed:
+            instance.drop_graphs()
+
     def _putting(self) -> Position | None:
         """Where the host puts work on the device at the moment, if it does."""
         busy = (each for each in self._resident.in_flight if each.pending is None)
@@ -171,7 +193,7 @@ class OnDevice:
     def _faults(self) -> Sequence[str]:
         return faults_of(self._streams)
 
-    def _give_up(self, trouble: str) -> None:
+    def give_up(self, trouble: str) -> None:
         """End the job: the device does not end what was put on it."""
         where = [
             FlightRecord(instance.module, [instance.position()]).describe().strip()
@@ -241,11 +263,20 @@ class Seating:
         on_device = self.on_device
         if on_device is None:
             return Instance(linked, *shared)
+        device, watch = on_device.device, on_device.watch
+        if is_sealed(linked.module):
+            return SealedInstance(
+                linked,
+                *shared,
+                binder=partial(SealedBinder, device=device),
+                device=device,
+                watch=watch,
+                abandon=on_device.give_up,
+            )
         announcing = self._wiring.announcing.items()
         announcements = {id_: Announcements(host, channel) for id_, channel in announcing}
-        binder = partial(DrivenBinder, device=on_device.device, announcements=announcements)
-        device, watch = on_device.device, on_device.watch
-        return DeviceInstance(linked, *shared, binder=binder, device=device, watch=watch)
+        binder = partial(DrivenBinder, device=device, announcements=announcements)
+        return AnnouncedInstance(linked, *shared, binder=binder, device=device, watch=watch)
 
     def _reports(self, rank: int, silent: tuple[int, ...], host: Communicator) -> Reports | None:
         reporting = self._wiring.reporting

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..ir.attributes import Stream
+from ..ir.attributes import Effect, Stream
 from ..ir.module import Channel, FunctionKind, Module, Phase, Program
 from ..ir.ops import (
     Alloc,
@@ -58,15 +58,16 @@ class Capture(Pass):
 
     Attributes:
         ranks: as in `Fabrics`; a rank without a device captures nothing.
-        messages: whether messages between devices may be part of a graph. Those of a program that
-            one rank drives are announced by hosts, one by one, so only what is computed between
-            them is.
+        driven: whether one rank starts executions of the programs. Messages between devices are
+            then announced by hosts, one by one, and only what is computed between them is part of a
+            graph; unless all programs are one graph each, and change no state: nothing can fail on
+            a host then, and nothing needs to be announced.
         rendezvous: as in `Fabrics`; what goes by such a transport keeps the order of its stream,
             in graphs and outside.
     """
 
     ranks: str = ""
-    messages: bool = True
+    driven: bool = False
     rendezvous: str = ""
 
     name: ClassVar[str] = "capture"
@@ -75,10 +76,11 @@ class Capture(Pass):
 
     def run(self, module: Module) -> bool:
         fabrics = Fabrics(self.ranks, rendezvous=self.rendezvous)
+        messages = not self.driven or _needs_no_host(module, fabrics)
         changed = False
         for program in module.programs:
             if fabrics.of_rank(program.rank or 0) is not None:
-                changed = _number(module, program, fabrics, self.messages) or changed
+                changed = _number(module, program, fabrics, messages) or changed
         return changed
 
 
@@ -116,6 +118,27 @@ def cuts(module: Module, program: Program, fabrics: Fabrics, messages: bool = Tr
             break
         found.update(crossing)
     return [Cut(program.ops[index], index, reason) for index, reason in sorted(found.items())]
+
+
+def _needs_no_host(module: Module, fabrics: Fabrics) -> bool:
+    """Whether each rank's device can do all of its program in one go, and changes no state."""
+    if any(map(fabrics.is_one_by_one, module.channels.values())):
+        return False  # their operations are in one order with those that hosts announce
+    for program in module.programs:
+        if all(isinstance(op, Return) for op in program.ops):
+            continue
+        functions = [module.functions[op.fn.name] for op in program.ops if isinstance(op, Call)]
+        if (
+            fabrics.of_rank(program.rank or 0) is None
+            or any(function.effect not in _CHANGES_NOTHING for function in functions)
+            or cuts(module, program, fabrics)
+            or _too_little(program, ())
+        ):
+            return False
+    return True
+
+
+_CHANGES_NOTHING = (Effect.PURE, Effect.READ)
 
 
 def _crossing(program: Program, found: Mapping[int, str]) -> dict[int, str]:

@@ -109,4 +109,4 @@ def _for_devices(steps: list[Pass], fabrics: Fabrics, is_driven: bool) -> list[P
             found.append(step)
         if isinstance(step, InsertTransfers):
             found.append(ChooseTransports(fabrics.ranks, fabrics.reduces))
-    return [*found, Capture(fabrics.ranks, not is_driven, fabrics.rendezvous)]
+    return [*found, Capture(fabrics.ranks, is_driven, fabrics.rendezvous)]

@@ -41,15 +41,12 @@ from ..binder import Code
 from ..instructions import Instruction
 from ..linked import LinkedProgram
 from ..steps import KEEP, Role, Step
-from ..turnstiles import Tickets
+from ..turnstiles import STREAMS, Tickets
 from . import instructions
 from .base import Device
 from .binder import DeviceBinder
 from .flow import Mark
 from .ports import StreamPort, is_stream_port
-
-STREAMS = "the streams of the device"
-"""The turnstile of a rank's streams, beside those of its actors, whose names have no spaces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +135,12 @@ class DrivenBinder(DeviceBinder):
             return
         assert isinstance(op, Send | Recv | Collective), "nothing else has a port"
         assert op.chan is not None, "a program's messages have channels"
+        if op.graph is not None:
+            self._fail(
+                op,
+                f"`{op.opcode}` is in a graph, and other messages of the step are not",
+                "in a graph that one rank drives, all are or none is",
+            )
         sources = tuple(map(self._register, op.operands))
         telling = self._announcements[op.chan].port(op)
         tell = host.issue(telling, self._code.registers, None)

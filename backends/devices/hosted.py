@@ -6,7 +6,7 @@ device. So errors can travel in messages, and several executions of a graph may 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -52,12 +52,7 @@ class HostedBinder(Binder):
     def bind(self) -> Code:
         """See `Binder`; first of all the inputs come to the device."""
         code = super().bind()
-        front = self._first(code) if self._lands_inputs else []
-        code.instructions[:0] = front
-        code.steps[:0] = [KEEP] * len(front)
-        code.ops[:0] = [0] * len(front)
-        code.awaited[:0] = [None] * len(front)
-        code.clears[:] = [index + len(front) for index in code.clears]
+        put_first(code, self._first(code) if self._lands_inputs else [])
         return code
 
     _lands_inputs = True
@@ -90,6 +85,15 @@ class HostedBinder(Binder):
             sends = operand if isinstance(operand, TensorType) else None
             port = StagedPort(port, self.device, sends)
         super()._issue(op, port)
+
+
+def put_first(code: Code, front: Sequence[instructions.Instruction]) -> None:
+    """Let a bound program begin with some instructions."""
+    code.instructions[:0] = front
+    code.steps[:0] = [KEEP] * len(front)
+    code.ops[:0] = [0] * len(front)
+    code.awaited[:0] = [None] * len(front)
+    code.clears[:] = [index + len(front) for index in code.clears]
 
 
 def landed(value: Any, device: Device) -> Any:

@@ -7,16 +7,22 @@ from typing import Any
 
 from torch import Tensor
 
+from ..base import Port
+from ..binder import Binder
+from ..careful import Careful
 from ..instance import Guard, Instance, Reports
 from ..instructions import Instruction
 from ..linked import LinkedProgram
+from ..poison import Poison
 from ..statistics import Statistics
 from ..steps import Role
 from ..tracing import InstructionLog
 from ..turnstiles import Turnstiles
 from .base import Device, Queue
+from .capture import Segment
 from .driven import DrivenBinder
 from .interleave import interleave
+from .sealed import SealedBinder
 
 
 class Delivery:
@@ -47,10 +53,60 @@ class DeviceInstance(Instance):
     whatever its receiver puts on a stream behind `delivery`.
 
     Args:
-        linked, turnstiles, statistics, guards, reports: as `Instance` takes them.
-        binder: binds the program.
+        linked, turnstiles, statistics, guards, reports, binder: as `Instance` takes them.
         device: of this rank.
         watch: called with the number of each execution that has been put on the device.
+    """
+
+    def __init__(
+        self,
+        linked: LinkedProgram,
+        turnstiles: Turnstiles,
+        statistics: Statistics,
+        guards: Sequence[Guard],
+        reports: Reports | None,
+        binder: Callable[..., Binder],
+        device: Device,
+        watch: Callable[[int], None],
+    ) -> None:
+        super().__init__(linked, turnstiles, statistics, guards, reports, binder)
+        self._device = device
+        self._watch = watch
+        self._polls: dict[Instruction | None, Callable[[], bool]] = {}
+        for instruction, step in zip(self._code.instructions, self._code.steps, strict=True):
+            if step.role is Role.AWAIT and step.port is not None:
+                self._polls[instruction] = step.port.poll
+            elif step.role is Role.KEEP:
+                self._polls[instruction] = instruction
+
+    def advance(self) -> bool:
+        """See `Instance`; the device is only asked for if there is something to put on it."""
+        poll = self._polls.get(self.pending)
+        if poll is not None and not (poll() or poll()):
+            for move_on in self._progress:
+                move_on()
+            return False
+        with self._device.session():
+            return super().advance()
+
+    def _end(self) -> None:
+        if self.on_end is not None:
+            outputs = self._get_outputs(self._registers)
+            tensors = [value for value in outputs if isinstance(value, Tensor)]
+            self._device.keep(tensors)
+            self.delivery = Delivery(self._device, self._device.caller(), tensors)
+        execution = self.execution
+        super()._end()
+        self._watch(execution)
+
+
+class AnnouncedInstance(DeviceInstance):
+    """One whose hosts announce each message; an error may take a message's place.
+
+    Args:
+        linked, turnstiles, statistics, guards, reports, device, watch: as `DeviceInstance` takes
+            them.
+        binder: binds the program.
     """
 
     def __init__(
@@ -71,27 +127,9 @@ class DeviceInstance(Instance):
             binders.append(binder(*given))
             return binders[0]
 
-        super().__init__(linked, turnstiles, statistics, guards, reports, make)
+        super().__init__(linked, turnstiles, statistics, guards, reports, make, device, watch)
         self._graphs = interleave(self._code, linked, binders[0])
         self._instructions = self._graphs.instructions
-        self._device = device
-        self._watch = watch
-        self._polls: dict[Instruction | None, Callable[[], bool]] = {}
-        for instruction, step in zip(self._code.instructions, self._code.steps, strict=True):
-            if step.role is Role.AWAIT and step.port is not None:
-                self._polls[instruction] = step.port.poll
-            elif step.role is Role.KEEP:
-                self._polls[instruction] = instruction
-
-    def advance(self) -> bool:
-        """See `Instance`; the device is only asked for if there is something to put on it."""
-        poll = self._polls.get(self.pending)
-        if poll is not None and not (poll() or poll()):
-            for move_on in self._progress:
-                move_on()
-            return False
-        with self._device.session():
-            return super().advance()
 
     def record(self, log: InstructionLog | None) -> None:
         """See `Instance`; what is recorded runs as it is, and not by graphs."""
@@ -112,12 +150,75 @@ class DeviceInstance(Instance):
                 instruction()
         return super()._go_on_after(error, limit)
 
-    def _end(self) -> None:
-        if self.on_end is not None:
-            outputs = self._get_outputs(self._registers)
-            tensors = [value for value in outputs if isinstance(value, Tensor)]
-            self._device.keep(tensors)
-            self.delivery = Delivery(self._device, self._device.caller(), tensors)
-        execution = self.execution
-        super()._end()
-        self._watch(execution)
+
+class SealedInstance(DeviceInstance):
+    """One whose device does the whole program in one go, messages included.
+
+    Nothing is to fail once it has begun: the other ranks have put their parts on their devices, or
+    will. If something does nevertheless, the job ends. What makes the result worthless but not
+    impossible, an actor that was changed since it was traced, is reported behind it.
+
+    Args:
+        linked, turnstiles, statistics, guards, reports, device, watch: as `DeviceInstance` takes
+            them.
+        binder: binds the program.
+        abandon: ends the job, and says why.
+    """
+
+    def __init__(
+        self,
+        linked: LinkedProgram,
+        turnstiles: Turnstiles,
+        statistics: Statistics,
+        guards: Sequence[Guard] = (),
+        reports: Reports | None = None,
+        *,
+        binder: Callable[..., SealedBinder],
+        device: Device,
+        watch: Callable[[int], None],
+        abandon: Callable[[str], None],
+    ) -> None:
+        binders: list[SealedBinder] = []
+
+        def make(*given: Any) -> SealedBinder:
+            binders.append(binder(*given))
+            return binders[0]
+
+        self._abandon = abandon
+        self._change: Poison | None = None
+        super().__init__(linked, turnstiles, statistics, guards, reports, make, device, watch)
+        self._binder = binders[0]
+
+    def drop_graphs(self) -> None:
+        """Forget what was captured; idempotent."""
+        self._binder.forget()
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The parts of the program that are captured."""
+        return self._binder.segments
+
+    def _distrust(self, error: Exception) -> None:
+        careful = Careful(self._code, self.program, self.module, self._bodies)
+        careful.distrust(error)
+        self._change = careful.poison
+        self._statistics.failures += 1
+
+    def _report(self, port: Port) -> bool:
+        change, self._change = self._change, None
+        if change is None:
+            port.start(None)
+        else:
+            port.fail(change)
+        return True
+
+    def _go_on_after(self, error: BaseException, limit: int | None) -> bool:
+        role = self._code.steps[self._index()].role
+        if role is Role.COMPUTE or (role is Role.KEEP and isinstance(error, Exception)):
+            what = f"{type(error).__name__}: {error}"
+            self._abandon(
+                f"rank {self.rank} could not put its part of an execution of "
+                f"'{self.module.name}' on its device ({what}), and the other ranks wait for it; "
+                "compiled with passes='-capture', a step's errors travel instead"
+            )
+        return super()._go_on_after(error, limit)

@@ -30,6 +30,8 @@ DRIVEN = [
     "state",
     "errors",
     "graphs",
+    "sealed",
+    "changed",
     "within",
     "collectives",
     "timeouts",
@@ -95,6 +97,16 @@ def test_interruptions_on_fake_devices() -> None:
 def test_driven_graphs_on_fake_devices(ranks: int, how: tuple[str, ...]) -> None:
     program = ["-m", "tests.mpi.device_job", *how, "tests.mpi.driven_job"]
     check_driven(run(ranks, program, seconds=100))
+
+
+def test_what_cannot_be_put_on_a_device_ends_the_job_where_nothing_is_announced() -> None:
+    job = ["-m", "tests.mpi.device_job", "tests.mpi.driven_fault_job"]
+    ended = run(2, job, seconds=60)
+    assert ended.code != 0, ended.output
+    assert "rank 1 could not put its part of an execution of 'step'" in ended.output
+    assert "IndexError" in ended.output
+    assert "compiled with passes='-capture'" in ended.output
+    assert "nobody has noticed" not in ended.output
 
 
 @pytest.mark.gpu

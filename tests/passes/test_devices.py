@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from cg.backends.sealed import is_sealed
 from cg.ir.attributes import Stream
 from cg.ir.diagnostics import IRError
 from cg.ir.module import Module
@@ -114,9 +115,9 @@ module @s phase=scheduled world=2 {
 """
 
 
-def graphs(text: str, messages: bool = True) -> list[int | None]:
+def graphs(text: str, driven: bool = False) -> list[int | None]:
     module = parse_module(text)
-    PassManager((Capture("nccl+nccl", messages),)).run(module)
+    PassManager((Capture("nccl+nccl", driven),)).run(module)
     return [op.graph for op in module.program_of(0).ops]
 
 
@@ -139,8 +140,28 @@ def test_the_host_cuts_it_and_a_receive_under_way_is_of_neither_part() -> None:
 
 
 def test_where_hosts_announce_messages_only_what_is_between_them_is_captured() -> None:
-    found = graphs(PROGRAM.replace("HOST", ""), messages=False)
-    assert found == [None, 0, None, None, None, 1, 1, None]
+    text = PROGRAM.replace("HOST", "").replace("effect = read", "effect = update")
+    assert graphs(text, driven=True) == [None, 0, None, None, None, 1, 1, None]
+
+
+def test_a_driven_step_that_needs_no_host_and_changes_nothing_is_one_graph() -> None:
+    assert graphs(PROGRAM.replace("HOST", ""), driven=True) == [0] * 7 + [None]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("HOST", "%u = call() {fn = @a.update} : unit"),  # opaque: it may raise
+        ("channel 1 {ranks = {1,0}, via = nccl}", "channel 1 {ranks = {1,0}, via = cpu}"),
+    ],
+)
+def test_one_rank_that_needs_its_host_is_enough_for_announcements(before: str, after: str) -> None:
+    assert before in PROGRAM
+    module = parse_module(PROGRAM.replace(before, after).replace("HOST", ""))
+    PassManager((Capture("nccl+nccl", True),)).run(module)
+    assert not is_sealed(module)
+    messages = [op for p in module.programs for op in p.ops if isinstance(op, Send | Recv)]
+    assert [op.graph for op in messages] == [None] * len(messages)
 
 
 SWAP = """
