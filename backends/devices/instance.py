@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +16,7 @@ from ..instructions import Instruction
 from ..linked import LinkedProgram
 from ..poison import Poison
 from ..statistics import Statistics
-from ..steps import Role
+from ..steps import KEEP, Role
 from ..tracing import InstructionLog
 from ..turnstiles import Turnstiles
 from .base import Device, Queue
@@ -89,15 +90,18 @@ class DeviceInstance(Instance):
         with self._device.session():
             return super().advance()
 
-    def _end(self) -> None:
+    def _deliver(self) -> None:
+        """Inside a session, with all work on streams: let the caller's stream have the result."""
         if self.on_end is not None:
             outputs = self._get_outputs(self._registers)
             tensors = [value for value in outputs if isinstance(value, Tensor)]
             self._device.keep(tensors)
             self.delivery = Delivery(self._device, self._device.caller(), tensors)
-        execution = self.execution
+        self._watch(self.execution)
+
+    def _end(self) -> None:
+        self._deliver()
         super()._end()
-        self._watch(execution)
 
 
 class AnnouncedInstance(DeviceInstance):
@@ -156,7 +160,7 @@ class SealedInstance(DeviceInstance):
 
     Nothing is to fail once it has begun: the other ranks have put their parts on their devices, or
     will. If something does nevertheless, the job ends. What makes the result worthless but not
-    impossible, an actor that was changed since it was traced, is reported behind it.
+    impossible, an actor that was changed since it was traced, is reported.
 
     Args:
         linked, turnstiles, statistics, guards, reports, device, watch: as `DeviceInstance` takes
@@ -186,17 +190,44 @@ class SealedInstance(DeviceInstance):
 
         self._abandon = abandon
         self._change: Poison | None = None
+        self._is_put = False
+        self._binders = binders
         super().__init__(linked, turnstiles, statistics, guards, reports, make, device, watch)
-        self._binder = binders[0]
+
+    def start(self, inputs: Sequence[Any], execution: int) -> None:
+        """See `Instance`."""
+        self._is_put = False
+        super().start(inputs, execution)
+
+    def advance(self) -> bool:
+        """See `Instance`; to wait for reports takes no device."""
+        return Instance.advance(self) if self._is_put else super().advance()
 
     def drop_graphs(self) -> None:
         """Forget what was captured; idempotent."""
-        self._binder.forget()
+        self._binders[0].forget()
 
     @property
     def segments(self) -> tuple[Segment, ...]:
         """The parts of the program that are captured."""
-        return self._binder.segments
+        return self._binders[0].segments
+
+    def _add_reports(self, reports: Reports) -> None:
+        """The report goes ahead of the work, which cannot fail."""
+        self._insert(None, self._hand_over, KEEP)
+        if reports.send is not None:
+            self._insert(self._binders[0].gates, partial(self._report, reports.send), KEEP)
+            self._insert(None, reports.send.poll, KEEP)
+        super()._add_reports(Reports(receive=reports.receive))
+
+    def _hand_over(self) -> bool:
+        """All is on the streams: the result is there for whoever takes the execution's end."""
+        self._deliver()
+        self._is_put = True
+        return True
+
+    def _end(self) -> None:
+        Instance._end(self)
 
     def _distrust(self, error: Exception) -> None:
         careful = Careful(self._code, self.program, self.module, self._bodies)

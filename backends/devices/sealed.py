@@ -28,6 +28,7 @@ class SealedBinder(DeviceBinder):
     """Binds one program; see `Binder`.
 
     Attributes:
+        gates: how many instructions at the program's begin wait for earlier executions.
         segments: the parts of the program that are captured, in order.
     """
 
@@ -42,6 +43,7 @@ class SealedBinder(DeviceBinder):
         super().__init__(linked, execution, tickets, device=device)
         self.segments: tuple[Segment, ...] = ()
         self._linked = linked
+        self.gates = 0
         self._gates: list[Instruction] = []
         self._passages: list[Instruction] = []
         self._ran = 0
@@ -49,6 +51,7 @@ class SealedBinder(DeviceBinder):
     def bind(self) -> Code:
         """See `Binder`."""
         code = super().bind()
+        self.gates = len(self._gates)
         self.segments = cut(code, self._linked, self)
         put_first(code, [*self._gates, self._make_room, *self._first(code)])
         self._at = max(len(self._program.ops) - 1, 0)
