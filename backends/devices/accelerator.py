@@ -22,10 +22,18 @@ class Accelerator:
         fabric: what joins it to others of its kind.
         handle: the attribute of torch's streams that holds the raw stream.
         graph: the name of the class of graphs in the module.
+        current: the raw handle of the current stream of a device, if torch tells it faster than
+            the stream itself.
     """
 
     def __init__(
-        self, kind: str, index: int, fabric: Fabric | None, handle: str, graph: str
+        self,
+        kind: str,
+        index: int,
+        fabric: Fabric | None,
+        handle: str,
+        graph: str,
+        current: Callable[[int], int] | None = None,
     ) -> None:
         self.kind = kind
         self.index = index
@@ -34,6 +42,8 @@ class Accelerator:
         self._module: Any = torch.get_device_module(kind)
         self._handle = handle
         self._graph_class: Callable[[], Any] = getattr(self._module, graph)
+        self._current_handle = current
+        self._current: Any = None
         self._streams: dict[Stream, Any] = {}
         self._callers: list[Any] = []
         self._pool: Any = None
@@ -77,7 +87,7 @@ class Accelerator:
             self._callers.append(self._callers[-1])
             return
         module, compute = self._module, self._compute
-        before = module.current_stream(self.index)
+        before = self._find_current()
         self._begin.record(before)
         compute.wait_event(self._begin)
         self._callers.append(before)
@@ -95,7 +105,16 @@ class Accelerator:
         """See `Device`."""
         if self._callers:
             return self._callers[-1]  # type: ignore[no-any-return]
-        return self._module.current_stream(self.index)  # type: ignore[no-any-return]
+        return self._find_current()  # type: ignore[no-any-return]
+
+    def _find_current(self) -> Any:
+        """Torch's current stream; the one from before, if it still is that one."""
+        handle, current = self._current_handle, self._current
+        if handle is None:
+            return self._module.current_stream(self.index)
+        if current is None or getattr(current, self._handle) != handle(self.index):
+            current = self._current = self._module.current_stream(self.index)
+        return current
 
     def keep(self, tensors: Sequence[torch.Tensor]) -> None:
         """See `Device`."""

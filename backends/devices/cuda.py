@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
 from ...ir.types import DType
 from .accelerator import Accelerator
 from .base import Fabric
@@ -29,4 +33,7 @@ NCCL = Fabric(
 
 def make(index: int) -> Accelerator:
     """The GPU `index` of this process."""
-    return Accelerator("cuda", index, NCCL, handle="cuda_stream", graph="CUDAGraph")
+    current: Any = torch._C._cuda_getCurrentRawStream
+    return Accelerator(
+        "cuda", index, NCCL, handle="cuda_stream", graph="CUDAGraph", current=current
+    )
