@@ -29,8 +29,13 @@ _LONG_YIELD: Final = 200e-6
 """Seconds after which a yield has not given way to a rank, but to somebody who works. The kernel
 lets him go on to the end of his time slice, unless the one who wants the core has slept."""
 
+_LONG_WEIGHT: Final = 8
+_CROWDED_AT: Final = 16
+"""A long yield counts 8 and a short one takes 1 back. At 16 long ones are the rule; those that come
+now and then are not, such as where a hypervisor takes the core away for a while."""
+
 _CROWDED: Final = 0.05
-"""Seconds in which that has to happen twice to be taken as the rule, and for which it then is."""
+"""Seconds for which they are then taken as the rule."""
 
 _SLEEP: Final = 0.1
 """Seconds of one sleep; then the process looks again, in case a ring was lost."""
@@ -62,6 +67,7 @@ class Serving:
         self._flag = node.waiting(node.rank)
         self._spans = len(node.leaders) > 1
         self._yields = _YIELDS
+        self._crowd = 0
         self._crowded_until = 0.0
         self._suspected_at = 0
         self._pumps: dict[asyncio.AbstractEventLoop, _Pump] = {}
@@ -79,9 +85,12 @@ class Serving:
             sched_yield()
             ended = perf_counter()
             if ended - began > _LONG_YIELD:
-                if ended < self._crowded_until:  # not the first of late
+                self._crowd = min(self._crowd + _LONG_WEIGHT, _CROWDED_AT)
+                if self._crowd == _CROWDED_AT:
                     self._yields = _FEW_YIELDS
-                self._crowded_until = ended + _CROWDED
+                    self._crowded_until = ended + _CROWDED
+            elif self._crowd:
+                self._crowd -= 1
         else:
             self._sleep(polls, seconds)
 
