@@ -31,6 +31,7 @@ COMPILED = (
     "backends/steps.py",
     "backends/turnstiles.py",
     "backends/cpu/control.py",
+    "backends/cpu/crowd.py",
     "backends/cpu/layout.py",
     "backends/cpu/local.py",
     "backends/cpu/messages.py",

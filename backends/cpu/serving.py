@@ -10,6 +10,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
 
 from ..errors import PeerLost
+from .crowd import Crowd
 from .layout import ROW, STATE
 from .node import Node
 from .rows import State
@@ -24,18 +25,6 @@ turn without a yield would delay the other by as much."""
 
 _FEW_YIELDS: Final = 2
 """The same where something else that does not wait has the core."""
-
-_LONG_YIELD: Final = 200e-6
-"""Seconds after which a yield has not given way to a rank, but to somebody who works. The kernel
-lets him go on to the end of his time slice, unless the one who wants the core has slept."""
-
-_LONG_WEIGHT: Final = 8
-_CROWDED_AT: Final = 16
-"""A long yield counts 8 and a short one takes 1 back. At 16 long ones are the rule; those that come
-now and then are not, such as where a hypervisor takes the core away for a while."""
-
-_CROWDED: Final = 0.05
-"""Seconds for which they are then taken as the rule."""
 
 _SLEEP: Final = 0.1
 """Seconds of one sleep; then the process looks again, in case a ring was lost."""
@@ -67,8 +56,7 @@ class Serving:
         self._flag = node.waiting(node.rank)
         self._spans = len(node.leaders) > 1
         self._yields = _YIELDS
-        self._crowd = 0
-        self._crowded_until = 0.0
+        self._crowd = Crowd()
         self._suspected_at = 0
         self._pumps: dict[asyncio.AbstractEventLoop, _Pump] = {}
 
@@ -84,13 +72,8 @@ class Serving:
             began = perf_counter()
             sched_yield()
             ended = perf_counter()
-            if ended - began > _LONG_YIELD:
-                self._crowd = min(self._crowd + _LONG_WEIGHT, _CROWDED_AT)
-                if self._crowd == _CROWDED_AT:
-                    self._yields = _FEW_YIELDS
-                    self._crowded_until = ended + _CROWDED
-            elif self._crowd:
-                self._crowd -= 1
+            if self._crowd.saw(began, ended):
+                self._yields = _FEW_YIELDS
         else:
             self._sleep(polls, seconds)
 
@@ -103,7 +86,7 @@ class Serving:
                 raise lost
             self._suspected_at = polls
             return
-        if self._yields == _FEW_YIELDS and perf_counter() > self._crowded_until:
+        if self._yields == _FEW_YIELDS and self._crowd.is_over(perf_counter()):
             self._yields = _YIELDS
         if not node.words[self._flag]:
             node.words[self._flag] = 1
