@@ -16,8 +16,8 @@ LASTS: Final = 0.05
 
 _WEIGHT: Final = 8
 _ENOUGH: Final = 16
-"""A long yield counts 8, and a short one takes 1 back. At 16 long ones are the rule. Those that come
-now and then are not, such as where a hypervisor takes the core away for a while."""
+"""A long yield counts 8, and a short one takes 1 back. At 16 long ones are the rule. Those that
+come now and then are not, such as where a hypervisor takes the core away for a while."""
 
 
 class Crowd:
