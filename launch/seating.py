@@ -180,6 +180,10 @@ class OnDevice:
             self._cold.update(warm(linked, self.device))
         self.device.synchronize()  # constants are there for all streams
 
+    def in_flight(self) -> Sequence[Instance]:
+        """The executions of the rank, in the order of their start."""
+        return self._resident.in_flight
+
     def drop_graphs(self) -> None:
         """Forget what was captured of messages; idempotent."""
         for instance in self._sealed:
@@ -272,6 +276,7 @@ class Seating:
                 device=device,
                 watch=watch,
                 abandon=on_device.give_up,
+                in_flight=on_device.in_flight,
             )
         announcing = self._wiring.announcing.items()
         announcements = {id_: Announcements(host, channel) for id_, channel in announcing}

@@ -158,7 +158,7 @@ class Segment:
             self._warm += 1
             if self.reason is None:
                 self._come_again()  # what comes to the same place from the start has one graph
-            self._run()
+            self.run()
             return True
         trained = [p for tensors in self._trained_in for p in tensors()]
         state = [t for tensors in self._state_of for t in tensors()]
@@ -169,14 +169,14 @@ class Segment:
         if graphs is None:
             if len(self._graphs) >= STATES:
                 self.reason = "its parameters or gradients are other tensors each time"
-                self._run()
+                self.run()
                 return True
             graphs = self._graphs[key] = Graphs()
         found = self._free_one(graphs)
         if found is None:
             found = self._capture(trained, (*state, *gradients), gradients, graphs, direct)
         if found is None:
-            self._run()
+            self.run()
         else:
             self._replay(found, trained)
         return True
@@ -186,7 +186,8 @@ class Segment:
         self._graphs.clear()
         self._warm = 0
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Put the work on the streams as it is, one thing after the other."""
         self._flow.fork()
         for at, instruction in enumerate(self._instructions):
             self.at = at

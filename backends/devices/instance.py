@@ -11,6 +11,7 @@ from torch import Tensor
 from ..base import Port
 from ..binder import Binder
 from ..careful import Careful
+from ..errors import TransportError
 from ..instance import Guard, Instance, Reports
 from ..instructions import Instruction
 from ..linked import LinkedProgram
@@ -97,11 +98,11 @@ class DeviceInstance(Instance):
             tensors = [value for value in outputs if isinstance(value, Tensor)]
             self._device.keep(tensors)
             self.delivery = Delivery(self._device, self._device.caller(), tensors)
-        self._watch(self.execution)
 
     def _end(self) -> None:
         self._deliver()
         super()._end()
+        self._watch(self.execution)
 
 
 class AnnouncedInstance(DeviceInstance):
@@ -159,14 +160,19 @@ class SealedInstance(DeviceInstance):
     """One whose device does the whole program in one go, messages included.
 
     Nothing is to fail once it has begun: the other ranks have put their parts on their devices, or
-    will. If something does nevertheless, the job ends. What makes the result worthless but not
-    impossible, an actor that was changed since it was traced, is reported.
+    will. If something does nevertheless, the job ends. An actor that was changed since it was
+    traced is reported, and its calls make zeros.
+
+    It begins when every earlier execution of the rank has ended whose messages are announced: what
+    is behind it on the device waits for other hosts, and such an execution's methods may wait for
+    the device.
 
     Args:
         linked, turnstiles, statistics, guards, reports, device, watch: as `DeviceInstance` takes
             them.
         binder: binds the program.
         abandon: ends the job, and says why.
+        in_flight: gives the executions of the rank, in the order of their start.
     """
 
     def __init__(
@@ -181,6 +187,7 @@ class SealedInstance(DeviceInstance):
         device: Device,
         watch: Callable[[int], None],
         abandon: Callable[[str], None],
+        in_flight: Callable[[], Sequence[Instance]],
     ) -> None:
         binders: list[SealedBinder] = []
 
@@ -189,14 +196,18 @@ class SealedInstance(DeviceInstance):
             return binders[0]
 
         self._abandon = abandon
+        self._in_flight = in_flight
         self._change: Poison | None = None
-        self._is_put = False
+        self._has_begun = self._is_put = False
         self._binders = binders
         super().__init__(linked, turnstiles, statistics, guards, reports, make, device, watch)
+        self._needs_no_grad = True  # messages and copies are part of no history
 
     def start(self, inputs: Sequence[Any], execution: int) -> None:
         """See `Instance`."""
-        self._is_put = False
+        self._has_begun = self._is_put = False
+        self._change = None
+        self._binders[0].is_distrusted = False
         super().start(inputs, execution)
 
     def advance(self) -> bool:
@@ -214,11 +225,28 @@ class SealedInstance(DeviceInstance):
 
     def _add_reports(self, reports: Reports) -> None:
         """The report goes ahead of the work, which cannot fail."""
+        gates = self._binders[0].gates
+        if reports.send is not None:
+            self._insert(gates, partial(self._report, reports.send), KEEP)
+        self._insert(gates, self._begin, KEEP)
+        self._insert(0, self._is_due, KEEP)
         self._insert(None, self._hand_over, KEEP)
         if reports.send is not None:
-            self._insert(self._binders[0].gates, partial(self._report, reports.send), KEEP)
             self._insert(None, reports.send.poll, KEEP)
         super()._add_reports(Reports(receive=reports.receive))
+
+    def _is_due(self) -> bool:
+        """Whether no earlier execution is in progress whose messages are announced."""
+        for instance in self._in_flight():
+            if instance is self:
+                return True
+            if instance.running and not isinstance(instance, SealedInstance):
+                return False
+        return True
+
+    def _begin(self) -> bool:
+        self._has_begun = True
+        return True
 
     def _hand_over(self) -> bool:
         """All is on the streams: the result is there for whoever takes the execution's end."""
@@ -228,24 +256,26 @@ class SealedInstance(DeviceInstance):
 
     def _end(self) -> None:
         Instance._end(self)
+        self._watch(self.execution)
 
     def _distrust(self, error: Exception) -> None:
         careful = Careful(self._code, self.program, self.module, self._bodies)
         careful.distrust(error)
         self._change = careful.poison
+        self._binders[0].is_distrusted = True
         self._statistics.failures += 1
 
     def _report(self, port: Port) -> bool:
-        change, self._change = self._change, None
-        if change is None:
+        if self._change is None:
             port.start(None)
         else:
-            port.fail(change)
+            port.fail(self._change)
         return True
 
     def _go_on_after(self, error: BaseException, limit: int | None) -> bool:
-        role = self._code.steps[self._index()].role
-        if role is Role.COMPUTE or (role is Role.KEEP and isinstance(error, Exception)):
+        computes = self._code.steps[self._index()].role is Role.COMPUTE
+        is_under_way = self._has_begun and not self._is_put
+        if is_under_way and (computes or not isinstance(error, TransportError)):
             what = f"{type(error).__name__}: {error}"
             self._abandon(
                 f"rank {self.rank} could not put its part of an execution of "

@@ -9,8 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import chain
+from typing import Any, NoReturn
 
+import torch
+
+from ...ir.attributes import Effect
+from ...ir.module import Function, FunctionKind
+from ...ir.ops import Alloc, Call, Op, Return
+from ...ir.types import TensorType
+from ..base import Body, Port
 from ..binder import Code
+from ..dtypes import TORCH_DTYPES
 from ..instructions import Instruction
 from ..linked import LinkedProgram
 from ..steps import KEEP
@@ -20,6 +29,7 @@ from .binder import DeviceBinder
 from .capture import WARM_UPS, Segment
 from .cut import cut
 from .hosted import put_first
+from .ports import is_stream_port
 
 Gates = dict[int, list[Instruction]]
 
@@ -30,6 +40,8 @@ class SealedBinder(DeviceBinder):
     Attributes:
         gates: how many instructions at the program's begin wait for earlier executions.
         segments: the parts of the program that are captured, in order.
+        is_distrusted: whether calls make zeros instead of what their methods make, and nothing is
+            replayed: only the messages are real, which the other ranks wait for.
     """
 
     def __init__(
@@ -44,15 +56,26 @@ class SealedBinder(DeviceBinder):
         self.segments: tuple[Segment, ...] = ()
         self._linked = linked
         self.gates = 0
+        self.is_distrusted = False
         self._gates: list[Instruction] = []
         self._passages: list[Instruction] = []
         self._ran = 0
 
     def bind(self) -> Code:
-        """See `Binder`."""
+        """See `Binder`.
+
+        Raises:
+            BindError: besides what every binder raises, an op of the program needs its host.
+        """
+        for op in self._program.ops:
+            if op.graph != 0 and not isinstance(op, Alloc | Return):
+                self._refuse(op)
         code = super().bind()
         self.gates = len(self._gates)
         self.segments = cut(code, self._linked, self)
+        code.instructions[:] = [
+            self._guarded(each) if isinstance(each, Segment) else each for each in code.instructions
+        ]
         put_first(code, [*self._gates, self._make_room, *self._first(code)])
         self._at = max(len(self._program.ops) - 1, 0)
         for instruction in (self._join, *self._passages):
@@ -64,6 +87,58 @@ class SealedBinder(DeviceBinder):
         self._ran = 0
         for segment in self.segments:
             segment.forget()
+
+    def _refuse(self, op: Op) -> NoReturn:
+        self._fail(
+            op,
+            f"`{op.opcode}` needs its host, and the messages of the step are part of graphs",
+            "in a graph that one rank drives they are so only if devices can do everything",
+        )
+
+    def _issue(self, op: Op, port: Port) -> None:
+        if not is_stream_port(port):
+            self._refuse(op)
+        super()._issue(op, port)
+
+    def _bind_call(self, op: Call) -> None:
+        function = self._module.functions[op.fn.name]
+        if (
+            function.kind is FunctionKind.OPAQUE
+            or op.key is not None
+            or function.effect not in (Effect.PURE, Effect.READ)
+        ):
+            self._refuse(op)
+        super()._bind_call(op)
+
+    def _adapted(self, body: Body, function: Function) -> Body:
+        """A body that makes zeros where its actor is not what was traced."""
+        adapted = super()._adapted(body, function)
+        shapes = [
+            (type_.shape, TORCH_DTYPES[type_.dtype]) if isinstance(type_, TensorType) else None
+            for type_ in function.outputs
+        ]
+        target = self.device.torch_device
+
+        def run(*inputs: Any) -> Any:
+            if not self.is_distrusted:
+                return adapted(*inputs)
+            return tuple(
+                None if each is None else torch.zeros(each[0], dtype=each[1], device=target)
+                for each in shapes
+            )
+
+        return run
+
+    def _guarded(self, segment: Segment) -> Instruction:
+        """A segment, which is not replayed either in that case."""
+
+        def run() -> bool:
+            if not self.is_distrusted:
+                return segment()
+            segment.run()
+            return True
+
+        return run
 
     def _make_gates(self) -> tuple[Gates, Gates]:
         """None among the ops: they are all at the program's begin and end."""

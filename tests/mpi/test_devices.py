@@ -30,8 +30,6 @@ DRIVEN = [
     "state",
     "errors",
     "graphs",
-    "sealed",
-    "changed",
     "within",
     "collectives",
     "timeouts",
@@ -40,6 +38,9 @@ DRIVEN = [
     "mixed",
     "after",
 ]
+
+
+SEALED = ["sealed", "changed", "beside"]
 
 
 def check_driven(ended: Ended, passed: Sequence[str] = DRIVEN) -> None:
@@ -99,6 +100,12 @@ def test_driven_graphs_on_fake_devices(ranks: int, how: tuple[str, ...]) -> None
     check_driven(run(ranks, program, seconds=100))
 
 
+@pytest.mark.parametrize(("ranks", "how"), [(2, ()), (3, ()), (2, ("--slow",))])
+def test_steps_that_need_no_host_on_fake_devices(ranks: int, how: tuple[str, ...]) -> None:
+    program = ["-m", "tests.mpi.device_job", *how, "tests.mpi.sealed_job"]
+    check_driven(run(ranks, program, seconds=100), SEALED)
+
+
 def test_what_cannot_be_put_on_a_device_ends_the_job_where_nothing_is_announced() -> None:
     job = ["-m", "tests.mpi.device_job", "tests.mpi.driven_fault_job"]
     ended = run(2, job, seconds=60)
@@ -115,6 +122,13 @@ def test_driven_graphs_on_gpus() -> None:
     program = ["-m", "tests.mpi.driven_job", "nccl"]
     ended = run(2, program, variables={"CG_DEVICE": "auto"}, seconds=100)
     check_driven(ended, [check for check in DRIVEN if check != "within"])
+
+
+@pytest.mark.gpu
+@needs_gpus
+def test_steps_that_need_no_host_on_gpus() -> None:
+    program = ["-m", "tests.mpi.sealed_job", "nccl"]
+    check_driven(run(2, program, variables={"CG_DEVICE": "auto"}, seconds=100), SEALED)
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ import pytest
 
 from ...equality import comparisons
 from ...mpi.jobs import ROOT, Ended, environment, needs_mpi, run
-from ...mpi.test_devices import check_driven, check_interruptions
+from ...mpi.test_devices import SEALED, check_driven, check_interruptions
 from .build import STANDIN, needs_compiler
 from .conformance_job import served
 from .test_npu import needs_no_torch_npu
@@ -153,6 +153,11 @@ def test_a_failure_leaves_what_cannot_be_broken_off(mock: Path) -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_driven_graphs(mock: Path, ranks: int) -> None:
     check_driven(on_npus(mock, ranks, ["-m", "tests.mpi.driven_job", "hccl"]))
+
+
+def test_steps_that_need_no_host(mock: Path) -> None:
+    """They are announced: the order of messages is that of announcements."""
+    check_driven(on_npus(mock, 2, ["-m", "tests.mpi.sealed_job", "hccl"]), SEALED)
 
 
 def test_interruptions(mock: Path) -> None:
