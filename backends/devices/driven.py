@@ -44,7 +44,7 @@ from ..steps import KEEP, Role, Step
 from ..turnstiles import STREAMS, Tickets
 from . import instructions
 from .base import Device
-from .binder import DeviceBinder
+from .binder import DeviceBinder, stream_of
 from .flow import Mark
 from .ports import StreamPort, is_stream_port
 
@@ -101,15 +101,16 @@ class DrivenBinder(DeviceBinder):
         work = [index for index, op in enumerate(ops) if isinstance(op, _WORK)]
         self._first_work = next((i for i in work if not isinstance(ops[i], Recv)), 0)
         self._last_work = max(work, default=-1)
-        for value in linked.program.params:
-            if value in self._crossing:
-                self._made[value] = Mark(self.flow)
+        params = frozenset(linked.program.params)
+        streams = {stream_of(op): None for op in ops if not params.isdisjoint(op.operands)}
+        self._landed = Mark(self.flow)
+        self._takers = [self.flow.use(each) for each in streams if each is not Stream.COMPUTE]
 
     _lands_inputs = True
 
     def _first(self, code: Code) -> list[Instruction]:
-        marked = [self._made[value] for value in self._program.params if value in self._made]
-        marks = [instructions.mark(made, self.flow.compute) for made in marked]
+        """Inputs come to the compute stream; others that take them wait for that."""
+        marks = [instructions.mark(self._landed, self.flow.compute)] if self._takers else []
         return [*super()._first(code), *marks]
 
     def _make_gates(self) -> tuple[dict[int, list[Instruction]], dict[int, list[Instruction]]]:
@@ -117,7 +118,8 @@ class DrivenBinder(DeviceBinder):
         uses = {op.chan for op in self._program.ops if isinstance(op, Send | Recv | Collective)}
         if self._tickets is not None and not uses.isdisjoint(self._announcements):
             gate, passage = self._tickets.gate(STREAMS)
-            gates.setdefault(self._first_work, []).append(gate)
+            follows = [instructions.follow(self._landed, queue) for queue in self._takers]
+            gates.setdefault(self._first_work, []).extend([gate, *follows])
             passages.setdefault(self._last_work, []).append(passage)
         self.gates = frozenset(gate for each in gates.values() for gate in each)
         return gates, passages

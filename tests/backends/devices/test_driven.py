@@ -1,0 +1,56 @@
+"""What a program of a graph that one rank drives puts on streams, beside what all programs do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from cg.backends.devices.driven import Announcements, DrivenBinder
+from cg.backends.linked import LinkedProgram
+from cg.backends.nccl.communicator import NcclCommunicator
+from cg.backends.nccl.pool import NcclPool
+from cg.backends.turnstiles import Tickets, Turnstiles
+from cg.ir.attributes import Stream
+from cg.ir.module import Module
+
+from ..conformance import one_way
+from .fakes import FakeDevice, FakeLibrary
+from .ranks import HostCommunicator, ThreadWorld, on_ranks, pause
+
+
+def execute(world: ThreadWorld, module: Module, inputs: list[torch.Tensor]) -> FakeDevice:
+    """Run this rank's program once; the device that it ran on."""
+    device = FakeDevice(world.rank)
+    pool = NcclPool(world, device, FakeLibrary(device))
+    streams = NcclCommunicator(pool, list(module.channels.values()), world.rank)
+    host = HostCommunicator(*world.shared["host"], world.rank)
+    announcements = {
+        id_: Announcements(host, replace(channel, id=100 + id_, via=None))
+        for id_, channel in module.channels.items()
+    }
+    linked = LinkedProgram(module, world.rank, {}, {}, dict.fromkeys(module.channels, streams))
+    tickets = Tickets(Turnstiles())
+    binder = DrivenBinder(linked, lambda: 0, tickets, device=device, announcements=announcements)
+    code = binder.bind()
+    code.registers[:] = code.template
+    code.registers[: len(inputs)] = inputs
+    tickets.take()
+    for instruction in code.instructions:
+        while not instruction():
+            pause(0)
+    return device
+
+
+def test_an_input_is_sent_behind_its_landing() -> None:
+    case = one_way("message", "f32[8]", 2)
+    module = case.module("fake")
+
+    def play(world: ThreadWorld) -> tuple[list[str], list[str]]:
+        device = execute(world, module, case.inputs(0)[world.rank])
+        found = device.queues.get(Stream.SEND)
+        return device.stream(Stream.COMPUTE).log, [] if found is None else found.log
+
+    (compute, sends), _ = on_ranks(2, play)
+    at = sends.index("send 32")
+    assert sends[at - 1].replace("wait", "record") == compute[0], (compute, sends)
