@@ -20,10 +20,8 @@ from ..backends.graphs import Graph
 from ..backends.plan import check_plan
 from ..backends.records import SEATS, VARIANTS
 from ..backends.resident import Seat
-from ..backends.sealed import is_sealed
 from ..backends.statistics import Statistics
 from ..backends.variants import share_channels
-from ..ir.module import Module
 from .devices import fabrics_of
 from .runtime import transport_of
 from .seating import OnDevice, Seating, Variant, Wiring
@@ -158,8 +156,6 @@ def make_graph(
         for module in modules:
             check_plan(module, world)
     executions = executions_of(world)
-    if world.device is not None:
-        _check_alike(modules, executions)
     executions.claim(driver)
     wiring = Wiring.of(world, modules, channels, driver)
     seating = Seating(world, variants, wiring, driver, seed)
@@ -182,29 +178,6 @@ def make_graph(
         recover = transport_of(world).recover_if_due  # type: ignore[arg-type] # it has devices
     device = None if on_device is None else on_device.device
     return Made(executions, graph, statistics, recover, device)
-
-
-def _check_alike(modules: Sequence[Module], executions: Executions) -> None:
-    """Return if hosts announce the messages of all open graphs, this one included, or of none.
-
-    Raises:
-        RuntimeError: they do so for some.
-    """
-    opened = [
-        seat.instances for graph in executions.graphs.values() for seat in _first_seats(graph)
-    ]
-    known = [instance.module for instances in opened for instance in instances]
-    talking = [module for module in (*known, *modules) if module.channels]
-    if len(set(map(is_sealed, talking))) > 1:
-        raise RuntimeError(
-            "hosts announce the messages of one graph or signature on devices and not those of "
-            "another, which do not go together: compile all with passes='-capture', or close the "
-            "open graphs first"
-        )
-
-
-def _first_seats(graph: Graph) -> list[Seat]:
-    return [seats[0] for seats in graph.seats.values() if seats]
 
 
 def _cpu_executions(world: MpiWorld) -> Executions:

@@ -386,6 +386,27 @@ def after() -> None:
             assert [first(graph.execute(x_of(i)).result()) for i in range(3)] == [2.0, 6.0, 10.0]
 
 
+def late() -> None:
+    """Inputs that are on the device but not made yet, or come there behind other work."""
+    stages = parts()
+    device = stages[0].local.total.device if cg.rank() == 0 else None
+    side = 8 if device is None or device.type == "cpu" else 4096
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return stages[0].forward(stages[1].check(x))
+
+    with driven(step, x_of(0), max_inflight=3) as graph:
+        if cg.rank() == 0:
+            ones = torch.ones(side, side, device=device)
+            for i in range(8):
+                slow = ones
+                for _ in range(20):
+                    slow = slow @ ones / side
+                made = slow[0, :WIDTH] * i
+                futures = [graph.execute(x) for x in (x_of(i), made)]
+                assert [first(each.result()) for each in futures] == [2.0 * (i + 1)] * 2, i
+
+
 def exits() -> None:
     """The interpreter ends with executions in flight and the graph open."""
     stages = parts()
@@ -413,6 +434,7 @@ CHECKS = (
     awaits,
     mixed,
     after,
+    late,
 )
 
 

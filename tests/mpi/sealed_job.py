@@ -87,22 +87,27 @@ def changed() -> None:
 
 
 def beside() -> None:
-    """Hosts announce the messages of all open graphs, or of none."""
+    """Executions of a graph whose messages are announced, and whose methods wait for the device."""
     stages = parts()
+
+    def talks(x: torch.Tensor) -> torch.Tensor:
+        name = stages[1].label(stages[1].forward(x))
+        there = stages[0].named(stages[0].forward(x), name)
+        back = stages[1].named(x, stages[0].label(there))
+        return stages[0].forward(stages[1].forward(back))
 
     def step(x: torch.Tensor) -> torch.Tensor:
         return stages[0].forward(stages[1].forward(x))
 
-    with driven(step, x_of(0), max_inflight=2) as whole:
-        try:
-            driven(step, x_of(0), max_inflight=2, passes="-capture")
-        except RuntimeError as error:
-            assert "compile all with passes='-capture'" in str(error), error
-            assert "hccl" not in sys.argv
-        else:
-            assert "hccl" in sys.argv, "graphs of both kinds are open"
+    announced, whole = (driven(each, x_of(0), max_inflight=3) for each in (talks, step))
+    with announced, whole:
         if cg.rank() == 0:
-            assert first(whole.execute(x_of(1)).result()) == 6.0
+            futures = [(announced if i % 3 else whole).execute(x_of(i % 5)) for i in range(30)]
+            for i, future in enumerate(futures):
+                x = i % 5
+                back = x + (2 * x + 2 * x + 1)
+                right = 2 * (2 * back + 1) if i % 3 else 2 * (2 * x + 1)
+                assert first(future.result(timeout=30)) == right, i
 
 
 def main() -> None:

@@ -37,6 +37,7 @@ DRIVEN = [
     "awaits",
     "mixed",
     "after",
+    "late",
 ]
 
 
