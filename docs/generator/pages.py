@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from . import api, figures, gpus, operations, passes, tables
+from . import api, figures, gpus, llama, operations, passes, tables
 from .snippets import run_page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,16 +33,18 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "gpu-round-trips": gpus.round_trips,
     "gpu-pipelines": gpus.pipelines,
     "gpu-others": gpus.others,
-    "llama-speed": gpus.llama_speed,
-    "llama-sizes": gpus.llama_sizes,
-    "llama-paper": gpus.llama_paper,
-    "llama-before": gpus.llama_before,
+    "llama-speed": llama.speed,
+    "llama-speed-of-two": llama.speed_of_two,
+    "llama-sizes": llama.sizes,
+    "llama-sizes-of-two": llama.sizes_of_two,
+    "llama-paper": llama.paper,
+    "llama-before": llama.before,
 }
 """What may stand between `<!-- generated: name -->` and `<!-- end -->`."""
 
 PICTURES: dict[Path, Callable[[], str]] = {
     ROOT / "docs" / "images" / "gpu_round_trips.svg": gpus.round_trip_picture,
-    ROOT / "docs" / "images" / "gpu_llama.svg": gpus.llama_picture,
+    ROOT / "docs" / "images" / "gpu_llama.svg": llama.picture,
 }
 """Images that pages show, drawn from what benchmarks have recorded."""
 
