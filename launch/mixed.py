@@ -7,6 +7,7 @@ host only puts messages on streams.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from time import monotonic, sleep
 from typing import Any
 
 from ..backends.base import World
@@ -15,7 +16,7 @@ from ..backends.devices.watchdog import Watchdog, cold, put_by
 from ..backends.errors import TransportError
 from ..backends.executor import Executable
 from ..backends.linked import LinkedProgram
-from ..ir.attributes import Effect
+from ..ir.attributes import Effect, Stream
 from ..ir.module import Module, Program
 from ..ir.ops import Call, Collective, Recv, Value, Wait
 from ..passes.fabrics import Fabrics, is_by_stream
@@ -38,6 +39,8 @@ class MixedRuntime(RankRuntime):
         self._lost: list[str] = []
         self._recover = self._recover_or_refuse
         if world.device is not None:
+            self._compute = world.device.stream(Stream.COMPUTE)
+            self._ahead = world.device.event()
             self._watchdog = Watchdog(
                 world.device,
                 self._timeout,
@@ -52,6 +55,8 @@ class MixedRuntime(RankRuntime):
 
     def run(self, inputs: Inputs) -> tuple[Any, ...] | None:
         """See `RankRuntime`."""
+        if self._watchdog is not None:
+            self._ahead.record(self._compute)
         outputs = super().run(inputs)
         if self._watchdog is not None:
             self._watchdog.watch(self._executable.execution)
@@ -91,14 +96,33 @@ class MixedRuntime(RankRuntime):
 
         A message that has been put on a stream would otherwise wait for its other end for ever.
         """
-        begun = self._executable.begun
+        # Arguments that do not fit are found out before the program begins.
+        has_begun = self._executable.execution == self.executions - 1
+        begun = self._executable.begun if has_begun else 0
         self._lost = sorted({actor for at, actor in self._doubtful if at < begun})
         agreed = super()._fail(error)
+        self._end_what_is_ahead()
         for communicator in self._communicators:
             break_off = getattr(communicator, "break_off", None)
             if break_off is not None:
                 break_off()
         return agreed
+
+    def _end_what_is_ahead(self) -> None:
+        """Wait for what the device was given before the failed execution: its messages are whole.
+
+        Every rank has put its part of it on its device, and what it returned is in use already.
+        """
+        if self._watchdog is None:
+            return
+        deadline = None if self._timeout is None else monotonic() + self._timeout
+        while not self._ahead.query():
+            if deadline is not None and monotonic() > deadline:
+                self._give_up(
+                    "a step has failed, and the device has not ended what was ahead of it within "
+                    f"{self._timeout:g} s"
+                )
+            sleep(0.001)
 
     def _resets(self) -> Sequence[Callable[[], None]]:
         return (*super()._resets(), self._tell_what_is_lost)

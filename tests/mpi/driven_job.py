@@ -362,8 +362,12 @@ def mixed() -> None:
 
 
 def after() -> None:
-    """A step fails on all ranks, which breaks messages off; the graph goes on all the same."""
+    """A step fails on all ranks, which breaks messages off; the graph goes on all the same.
+
+    What was put on devices before comes to its end: an earlier step, and an execution of the graph.
+    """
     stages = parts()
+    device = stages[cg.rank()].local.total.device
 
     @cg.trace(outputs=cg.on(1))
     def checked(x: torch.Tensor) -> torch.Tensor:
@@ -373,8 +377,18 @@ def after() -> None:
         return stages[0].forward(stages[1].forward(x))
 
     whole = checked.lower(x_of(0)).compile()
+    earlier = cg.trace(step).lower(x_of(0)).compile()
     graph = driven(step, x_of(0), max_inflight=2)
     whole(x_of(1))
+    for run in (earlier, graph):
+        result = run(slowly(x_of(1), device))
+        try:
+            whole(torch.zeros(1))
+        except cg.InputError:
+            pass
+        else:
+            raise AssertionError("the shape is another")
+        assert result is None or first(result) == 6.0
     try:
         whole(x_of(-1))
     except cg.RemoteError as error:
@@ -386,23 +400,26 @@ def after() -> None:
             assert [first(graph.execute(x_of(i)).result()) for i in range(3)] == [2.0, 6.0, 10.0]
 
 
+def slowly(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The same on a device, which has much to do before it is there."""
+    side = 8 if device.type == "cpu" else 4096
+    ones = made = torch.ones(side, side, device=device)
+    for _ in range(20):
+        made = made @ ones / side
+    return made[0, : len(x)] * x.to(device)
+
+
 def late() -> None:
     """Inputs that are on the device but not made yet, or come there behind other work."""
     stages = parts()
-    device = stages[0].local.total.device if cg.rank() == 0 else None
-    side = 8 if device is None or device.type == "cpu" else 4096
 
     def step(x: torch.Tensor) -> torch.Tensor:
         return stages[0].forward(stages[1].check(x))
 
     with driven(step, x_of(0), max_inflight=3) as graph:
         if cg.rank() == 0:
-            ones = torch.ones(side, side, device=device)
             for i in range(8):
-                slow = ones
-                for _ in range(20):
-                    slow = slow @ ones / side
-                made = slow[0, :WIDTH] * i
+                made = slowly(x_of(i), stages[0].local.total.device)
                 futures = [graph.execute(x) for x in (x_of(i), made)]
                 assert [first(each.result()) for each in futures] == [2.0 * (i + 1)] * 2, i
 
