@@ -133,7 +133,6 @@ class Step:
         self._inputs = inputs
         self._outputs = outputs
         self._compiled: dict[tuple[Any, ...], Compiled] = {}
-        self._compilations = 0
 
     def __get__(self, instance: object, owner: type | None = None) -> Step:
         """The step of one object, where a method is decorated; made when it is first asked for."""
@@ -230,12 +229,6 @@ class Step:
         """The rank that may start executions, if there is one."""
         inputs = self._inputs
         return inputs.rank if inputs is not None and inputs.is_single else None
-
-    def _next_name(self) -> str:
-        """What files of the next compilation are called."""
-        self._compilations += 1
-        suffix = "" if self._compilations == 1 else f"-{self._compilations}"
-        return self.__name__ + suffix
 
 
 class Lowered:
@@ -367,9 +360,8 @@ class Lowered:
         )
         variants = []
         for trace, fusing in zip(self.traces, self._fusing, strict=True):
-            name = self._step._next_name()
             folder = None if dump is None else Path(dump)
-            sink = make_dump(settings, folder, name, self._world.rank)
+            sink = make_dump(settings, folder, self._step.__name__, self._world)
             module = clone(trace.module)
             pipeline = pipeline_of(settle(schedule, module, pipeline_of))
             reports = PassManager(pipeline, dump=sink).run(module)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
+from ..backends.base import World
 from ..ir.module import Module
 from ..passes.grid import format_grid
 from ..passes.manager import PassReport, format_reports
@@ -22,7 +25,8 @@ class Dump:
 
     Attributes:
         directory: made if it does not exist.
-        prefix: the step's name; the n-th compilation of a step adds `-n`.
+        prefix: the step's name; the n-th compilation of a step of this name, in this process and to
+            this directory, adds `-n`.
         passes: which passes write their module, by a search in the names; None for all.
     """
 
@@ -52,17 +56,26 @@ class Dump:
         (self.directory / f"{self.prefix}.{name}").write_text(text, encoding="utf-8")
 
 
-def make_dump(settings: Config, directory: Path | None, name: str, rank: int) -> Dump | None:
-    """Where a compilation on `rank` writes, if it does.
+def make_dump(settings: Config, directory: Path | None, name: str, world: World) -> Dump | None:
+    """Where a compilation writes, if it does.
 
     Args:
         settings: the environment's wishes.
         directory: the caller's wish, which comes before the environment's.
-        name: what the files are called.
-        rank: this process's; others than rank 0 add it to the name.
+        name: of the step.
+        world: this process's; ranks other than rank 0 add theirs to the name of the files.
     """
     directory = directory or settings.dump
+    rank = world.rank
     wanted = settings.dump_ranks is None or rank in settings.dump_ranks
     if directory is None or not wanted:
         return None
-    return Dump(directory, name if rank == 0 else f"{name}.rank{rank}", settings.dump_passes)
+    seen = _seen.setdefault(world, Counter())
+    seen[directory.absolute(), name] += 1
+    count = seen[directory.absolute(), name]
+    prefix = name if count == 1 else f"{name}-{count}"
+    return Dump(directory, prefix if rank == 0 else f"{prefix}.rank{rank}", settings.dump_passes)
+
+
+_seen: WeakKeyDictionary[World, Counter[tuple[Path, str]]] = WeakKeyDictionary()
+"""How often steps of a name have been compiled to a directory."""

@@ -167,3 +167,22 @@ def test_dumps_have_timelines(tmp_path: Path) -> None:
     with talk.lower(cg.object).compile(dump=tmp_path):
         ElementTree.parse(tmp_path / "talk.timeline.svg")
         assert "@talk" in (tmp_path / "talk.timeline.html").read_text()
+
+
+def test_dumps_of_steps_of_one_name_do_not_overwrite_each_other(tmp_path: Path) -> None:
+    """Neither do two compilations of one step; another directory begins anew."""
+    speaker = Speaker.on(0)()
+
+    def make() -> Any:
+        @cg.trace
+        def step(x: Any) -> Any:
+            return speaker.say(x)
+
+        return step.lower(cg.object)
+
+    first, second = make(), make()
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        for lowered in (first, second, first):
+            lowered.compile(dump=folder).close()
+        names = sorted(path.name for path in folder.glob("*.passes.txt"))
+        assert names == ["step-2.passes.txt", "step-3.passes.txt", "step.passes.txt"]
