@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from ..ir.module import Module
 from ..ir.types import Place
 from .interface import Body, Guard
 from .specs import Leaf, ObjectSpec, Static, TensorSpec, Tree, static_key
-from .values import ObjectMarker
+from .values import NotAValue, ObjectMarker
 
 
 class InputError(TypeError):
@@ -249,7 +250,21 @@ def static_argument(leaf: Any) -> Any:
                 "hashable, so it cannot be static; pass tensors, make it hashable (a frozen "
                 "dataclass, a tuple), or lower the step with cg.object in its place"
             ) from None
+        if _may_change_unnoticed(leaf):
+            raise InputError(
+                f"a step takes {_shortened(leaf)} as an argument, which is equal to itself however "
+                "it changes, so it cannot be static; pass what it holds, make it a frozen "
+                "dataclass, or lower the step with cg.object in its place"
+            )
     return leaf
+
+
+def _may_change_unnoticed(leaf: Any) -> bool:
+    """Whether a value compares by identity and has attributes that can be set."""
+    kind: Any = type(leaf)
+    if kind.__hash__ is not object.__hash__ or isinstance(leaf, NotAValue | ModuleType):
+        return False
+    return bool(getattr(leaf, "__dict__", None)) and not callable(leaf)
 
 
 def leaf_spec(leaf: Any) -> Leaf:

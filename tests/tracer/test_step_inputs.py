@@ -97,16 +97,24 @@ def test_wrong_arguments_are_named() -> None:
             inputs.flatten(args, kwargs)
 
 
+class SimpleOptions:
+    """Compares by identity."""
+
+    def __init__(self, scale: int) -> None:
+        self.scale = scale
+
+
 def test_arguments_that_no_step_takes() -> None:
     cases: list[tuple[Any, str]] = [
         (np.ones(2), r"a numpy array as an argument; pass torch.from_numpy\(array\)"),
         ({1, 2}, r"takes \{1, 2\} as an argument, which is neither a tensor nor hashable"),
+        (SimpleOptions(3), r"equal to itself however it changes, .* make it a frozen dataclass"),
         (torch.ones(2).to_sparse(), r"dense tensors only; pass tensor.to_dense\(\)"),
     ]
     for argument, message in cases:
         with pytest.raises(InputError, match=message):
             Bench(2).trace(flat, argument)
-    for argument, message in cases[:2]:
+    for argument, message in cases[:3]:
         with pytest.raises(InputError, match=message):
             signature_of((argument,), {})
     with pytest.raises(
