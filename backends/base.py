@@ -33,6 +33,8 @@ class Port(Protocol):
     `holds = False` that its `release` does nothing, and so need not be called. The port of a `recv`
     may have a method `foresee()`, which gives the poison that has come in place of its message,
     without taking it, or None; an execution then fails before its program comes to it.
+    That of a `send` may have a method `own()`, called once when the program is bound: the operand
+    may change before `poll` has returned true, so `start` copies what it does not send at once.
     """
 
     def start(self, value: Any) -> None:

@@ -102,6 +102,8 @@ class Binder:
         self._code = Code()
         self._ports: dict[Value, Port] = {}
         self._indices: dict[Value, int] = {}
+        self._copies: dict[int, int] = {}
+        self._returned: frozenset[Value] = frozenset()
         self._at = 0
         self._layout: Layout
 
@@ -118,6 +120,9 @@ class Binder:
         code.template = [None] * self._layout.size
         arena = self._make_arena()
         gates, passages = self._make_gates()
+        if self._tickets is not None:
+            returns = (op for op in self._program.ops if isinstance(op, Return))
+            self._returned = frozenset(value for op in returns for value in op.operands)
         for index, op in enumerate(self._program.ops):
             self._at = index
             for gate in gates.get(index, ()):
@@ -160,18 +165,26 @@ class Binder:
     def _make_gates(self) -> tuple[dict[int, list[Instruction]], dict[int, list[Instruction]]]:
         """What waits for an actor before its first call, and what lets others pass after its last.
 
-        Calls that touch no state need neither.
+        Calls that touch no state need neither. What an opaque method has made may be changed by its
+        actor's next call, so others pass once it has been used and sent.
         """
         gates: dict[int, list[Instruction]] = {}
         passages: dict[int, list[Instruction]] = {}
         if self._tickets is None:
             return gates, passages
         calls: dict[str, list[int]] = {}
+        makers: dict[int, str] = {}
         for index, op in enumerate(self._program.ops):
             if isinstance(op, Call):
                 function = self._module.functions[op.fn.name]
                 if function.actor is not None and function.effect is not Effect.PURE:
                     calls.setdefault(function.actor, []).append(index)
+                    if function.kind is FunctionKind.OPAQUE:
+                        makers.update((self._register(v), function.actor) for v in op.results)
+            if isinstance(op, Call | Send | Collective):
+                for register in map(self._register, op.operands):
+                    if register in makers:
+                        calls[makers[register]].append(index)
         for actor, indices in calls.items():
             gate, passage = self._tickets.gate(actor)
             gates.setdefault(indices[0], []).append(gate)
@@ -262,6 +275,9 @@ class Binder:
             instructions.call(body, self._code.registers, inputs, outputs),
             Step(Role.COMPUTE, tuple(inputs), tuple(outputs), function=function),
         )
+        for value in op.results if function.kind is FunctionKind.OPAQUE else ():
+            if value in self._returned:
+                self._copies[self._register(value)] = self._copied(value)
 
     def _adapted(self, body: Body, function: Function) -> Body:
         """A body as it is called; what an opaque one returns is checked."""
@@ -286,7 +302,15 @@ class Binder:
         channel, communicator = self._channel(op)
         type_ = op.operands[0].type
         assert not isinstance(type_, FutureType)
-        self._issue(op, communicator.send_port(op, channel, type_))
+        port = communicator.send_port(op, channel, type_)
+        own = getattr(port, "own", None)
+        if own is not None and self._may_change(op.operands[0]):
+            own()
+        self._issue(op, port)
+
+    def _may_change(self, value: Value) -> bool:
+        """Whether a method may change a value while it waits to be sent."""
+        return value in self._layout.handled
 
     def _bind_recv(self, op: Recv) -> None:
         channel, communicator = self._channel(op)
@@ -333,7 +357,29 @@ class Binder:
             self._emit(instructions.release(port), KEEP)
 
     def _bind_return(self, op: Return) -> None:
-        self._code.outputs = tuple(self._register(value) for value in op.operands)
+        self._code.outputs = tuple(map(self._output, op.operands))
+
+    def _output(self, value: Value) -> int:
+        """The register of what the caller gets.
+
+        Several executions may be in flight, and an actor may change in one what its method has
+        returned in another. From other ranks the caller gets copies anyway.
+        """
+        source = self._register(value)
+        if self._tickets is None or value not in self._layout.made:
+            return source
+        copy = self._copies.get(source)  # made at once, before anybody could change it
+        return self._copied(value) if copy is None else copy
+
+    def _copied(self, value: Value) -> int:
+        """Copy a value; the register of the copy."""
+        source, target = self._register(value), len(self._code.template)
+        self._code.registers.append(None)
+        self._code.template.append(None)
+        duplicate = torch.clone if isinstance(value.type, TensorType) else deepcopy
+        run = instructions.apply(self._code.registers, source, target, duplicate)
+        self._emit(run, Step(Role.COMPUTE, (source,), (target,)))
+        return target
 
     def _finish(self) -> None:
         """Await what nobody waited for, and release what nobody freed."""

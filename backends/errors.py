@@ -149,6 +149,14 @@ def type_name(error: BaseException) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
+def message_text(error: BaseException) -> str:
+    """What an exception says; a user's `__str__` may raise one itself."""
+    try:
+        return str(error)
+    except Exception:
+        return "<its __str__ has failed>"
+
+
 def traceback_text(error: BaseException) -> str:
     """The formatted traceback, without the frames of this package that lead to the method."""
     trace = error.__traceback__

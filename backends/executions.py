@@ -372,9 +372,11 @@ class Launcher:
 
         Raises:
             CapacityError: the graph is at its capacity, and `block` is false.
+            RuntimeError: a method that an execution calls is running on this rank.
             TransportError: a rank has ended.
         """
         graph, executions = self._graph, self._executions
+        self._resident.check_idle()
         if not graph.free:
             executions.make_room(graph, block)
         number = self._count

@@ -132,10 +132,16 @@ class SendPort:
         self.label = (op.seq, op.slot, type_)
         self.value: Any = None
         self.done = False
+        self._owns = False
+
+    def own(self) -> None:
+        """See `Port`."""
+        self._owns = True
 
     def start(self, value: Any) -> None:
         """Offer the message."""
-        self.value = value
+        is_copied = self._owns and not isinstance(value, Poison)
+        self.value = duplicate(value, self.type) if is_copied else value
         self.done = False
         self.place.sends.append(self)
         self.place.traffic.start(self)

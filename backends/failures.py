@@ -11,7 +11,7 @@ from ..ir.module import Module, Program
 from ..ir.ops import Call, Op
 from ..ir.printer import format_op
 from .base import Body
-from .errors import Failure, traceback_text, type_name
+from .errors import Failure, message_text, traceback_text, type_name
 
 Locate = Callable[[TracebackType | None], Location | None]
 
@@ -31,7 +31,7 @@ def failure_at(
     source = linecache.getline(op.loc.file, op.loc.line).strip() if op.loc else ""
     return Failure(
         type_name=type_name(error),
-        message=str(error),
+        message=message_text(error),
         rank=program.rank or 0,
         op=format_op(op),
         actor=actor,

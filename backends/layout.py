@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -25,6 +25,8 @@ class Layout:
         clears: registers to be emptied at a `free`, by the index of that op.
         releases: futures whose port is released at a `free`, by the index of that op.
         escaping: values that may outlive the execution, or be changed, in a user's hands.
+        handled: values that an opaque method has taken or made, so that its actor may change them.
+        made: those of them that such a method has made.
     """
 
     registers: dict[Value, int]
@@ -34,6 +36,8 @@ class Layout:
     clears: dict[int, int]
     releases: dict[int, tuple[Value, ...]]
     escaping: frozenset[Value]
+    handled: frozenset[Value]
+    made: frozenset[Value]
 
 
 def lay_out(program: Program, module: Module) -> Layout:
@@ -58,6 +62,15 @@ def lay_out(program: Program, module: Module) -> Layout:
         clears=clears,
         releases=builder.releases(),
         escaping=builder.escaping(),
+        handled=builder.sharing_with(
+            value
+            for op in program.ops
+            if builder.is_opaque(op)
+            for value in (*op.operands, *op.results)
+        ),
+        made=builder.sharing_with(
+            value for op in program.ops if builder.is_opaque(op) for value in op.results
+        ),
     )
 
 
@@ -150,15 +163,20 @@ class _Layouter:
         return found
 
     def escaping(self) -> frozenset[Value]:
-        roots = {
-            self._root(value)
+        return self.sharing_with(
+            value
             for op in self.program.ops
-            if isinstance(op, Return) or self._is_opaque(op)
+            if isinstance(op, Return) or self.is_opaque(op)
             for value in op.operands
-        }
+        )
+
+    def sharing_with(self, values: Iterable[Value]) -> frozenset[Value]:
+        """All that share storage with one of some values."""
+        roots = set(map(self._root, values))
         return frozenset(value for value in self.registers if self._root(value) in roots)
 
-    def _is_opaque(self, op: Op) -> bool:
+    def is_opaque(self, op: Op) -> bool:
+        """Whether an op calls a method that is not traced."""
         return (
             isinstance(op, Call) and self.module.functions[op.fn.name].kind is FunctionKind.OPAQUE
         )

@@ -50,34 +50,64 @@ class Resident:
         self.turnstiles = Turnstiles()
         self.in_flight: list[Instance] = []
         self._random = shuffle
+        self._is_busy = False
 
     def begin(self, instance: Instance, inputs: Sequence[object], execution: int) -> None:
         """Start an execution, and go on with it as far as it comes."""
         instance.start(inputs, execution)
         self.in_flight.append(instance)
-        if self._random is None and instance.advance():
-            self.in_flight.pop()
+        if self._random is not None:
+            return
+        self._is_busy = True
+        try:
+            if instance.advance():
+                self.in_flight.pop()
+        finally:
+            self._is_busy = False
 
     def turn(self) -> bool:
         """Go on with executions until each has to wait; whether any has moved.
 
         Actors take executions in the order of their start, so the oldest are the likeliest to
         move. While they do, the others are not looked at.
+
+        Raises:
+            RuntimeError: a method that an execution calls is running.
         """
-        if self._random is not None:
-            return self._shuffled(self._random)
-        moved = ended = False
+        self.check_idle()
+        self._is_busy = True
+        try:
+            return self._in_order() if self._random is None else self._shuffled(self._random)
+        finally:
+            self._is_busy = False
+            for instance in self.in_flight:
+                if not instance.running:
+                    # Also where Ctrl-C comes in the middle of another one.
+                    self.in_flight = [each for each in self.in_flight if each.running]
+                    break
+
+    def check_idle(self) -> None:
+        """Return unless a method that an execution calls is running on this rank.
+
+        Raises:
+            RuntimeError: one is, so executions cannot go on before it has returned.
+        """
+        if self._is_busy:
+            raise RuntimeError(
+                f"a method that runs on rank {self.rank} starts an execution, or asks for one's "
+                "result; executions of this rank go on only when the method has returned. Call "
+                "the other actor in the step, or do it in the driver's own code"
+            )
+
+    def _in_order(self) -> bool:
+        moved = False
         for age, instance in enumerate(self.in_flight):
-            if age >= _OLDEST and (moved or ended):
+            if age >= _OLDEST and moved:
                 break
             before = instance.pending
-            if instance.advance():
-                ended = True
-            elif instance.pending is not before:
+            if instance.advance() or instance.pending is not before:
                 moved = True
-        if ended:
-            self.in_flight = [instance for instance in self.in_flight if instance.running]
-        return moved or ended
+        return moved
 
     def _shuffled(self, source: random.Random) -> bool:
         moved = False
@@ -85,5 +115,4 @@ class Resident:
             before = instance.pending
             ended = instance.advance_by(source.randint(1, 4))
             moved = moved or ended or instance.pending is None or instance.pending is not before
-        self.in_flight = [instance for instance in self.in_flight if instance.running]
         return moved

@@ -26,8 +26,19 @@ class Carry(torch.nn.Module):
         return self.value.clone()
 
     def set(self, value: torch.Tensor) -> None:
-        """Replace the value."""
-        self.value.copy_(value)
+        """Replace the value.
+
+        Raises:
+            ValueError: the new one has another dtype or shape.
+        """
+        old = self.value
+        if value.dtype is not old.dtype or value.shape != old.shape:
+            raise ValueError(
+                f"cg.carry holds {old.dtype} of shape {tuple(old.shape)}, and is set to "
+                f"{value.dtype} of shape {tuple(value.shape)}; convert the value, or let the carry "
+                "begin with one like it"
+            )
+        old.copy_(value)
 
 
 @actor

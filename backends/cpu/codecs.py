@@ -30,6 +30,9 @@ class Codec(Protocol):
             TransportError: the value is not of the type, or cannot be pickled.
         """
 
+    def keep(self, prepared: Any) -> Any:
+        """The same as `prepare` gave, but of its own, so that the value may change."""
+
     def write(self, prepared: Any, target: memoryview, at: int) -> None:
         """Write what `prepare` gave at byte `at`."""
 
@@ -72,6 +75,10 @@ class TensorCodec:
             )
         assert self.nbytes is not None
         return (value.detach() if value.requires_grad else value), self.nbytes
+
+    def keep(self, prepared: Tensor) -> Tensor:
+        """See `Codec`."""
+        return prepared.clone()
 
     def write(self, prepared: Tensor, target: memoryview, at: int) -> None:
         """See `Codec`."""
@@ -117,6 +124,11 @@ class ObjectCodec:
         encoded = encode(value)
         return encoded, encoded.nbytes
 
+    def keep(self, prepared: Encoded) -> Encoded:
+        """See `Codec`."""
+        prepared.keep()
+        return prepared
+
     def write(self, prepared: Encoded, target: memoryview, at: int) -> None:
         """See `Codec`."""
         prepared.write(target, at, self._copy)
@@ -134,6 +146,9 @@ class UnitCodec:
     def prepare(self, value: Any) -> tuple[None, int]:
         """See `Codec`."""
         return None, 0
+
+    def keep(self, prepared: None) -> None:
+        """See `Codec`."""
 
     def write(self, prepared: None, target: memoryview, at: int) -> None:
         """See `Codec`."""

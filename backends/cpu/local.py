@@ -132,6 +132,7 @@ class LocalSender:
     def push(self, message: Outgoing) -> None:
         """See `SendLane`."""
         if self.queue or not self._send(message):
+            message.keep()
             self.queue.append(message)
             self._active[self] = None
 

@@ -25,19 +25,27 @@ class Outgoing:
         slot: the planned slot that carries it; None for the next of the ring.
         prepared: what is to be written.
         nbytes: bytes of the message.
+        keeps: whether the value may change before the message is done, so that what cannot be sent
+            at once is copied.
         mark: what it is (`layout.py`), if it is not a value of the codec's.
         done: whether it has been written, so that the value may be changed.
     """
 
-    __slots__ = ("codec", "done", "mark", "nbytes", "prepared", "slot")
+    __slots__ = ("codec", "done", "keeps", "mark", "nbytes", "prepared", "slot")
 
     def __init__(self, codec: Codec, slot: int | None = None) -> None:
         self.codec = codec
         self.slot = slot
         self.prepared: Any = None
         self.nbytes = 0
+        self.keeps = False
         self.mark = 0
         self.done = False
+
+    def keep(self) -> None:
+        """Copy what has not been sent, if it may change."""
+        if self.keeps and not self.mark:
+            self.prepared = self.codec.keep(self.prepared)
 
     def load(self, value: Any) -> None:
         """Take the value to be sent.

@@ -42,6 +42,10 @@ class ObjectSendPort:
         self._message.done = True
         self._put = lane.put
 
+    def own(self) -> None:
+        """See `Port`."""
+        self._message.keeps = True
+
     def start(self, value: Any) -> None:
         """See `Port`."""
         content, mark = small(value)

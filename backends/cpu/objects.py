@@ -47,6 +47,10 @@ class Encoded:
         for length in lengths:
             self.nbytes = round_up(self.nbytes) + length
 
+    def keep(self) -> None:
+        """Copy the bulk data, which is the object's own until then."""
+        self._buffers = [memoryview(bytes(buffer)) for buffer in self._buffers]
+
     def write(self, target: memoryview, at: int, copy: Copy) -> None:
         """Write the message at byte `at` of `target`, which is a multiple of 64.
 
@@ -126,7 +130,8 @@ def _loads(message: memoryview, length: int, count: int) -> Any:
 
 def _reduce_tensor(tensor: Tensor) -> Any:
     """A tensor as (its bytes, dtype, shape); torch's own way where that would lose something."""
-    if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.__dict__:
+    is_plain = tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_quantized
+    if not is_plain or tensor.__dict__:
         torchs_own: Callable[[int], Any] = tensor.__reduce_ex__
         return torchs_own(5)
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()

@@ -22,6 +22,10 @@ class SendPort:
         self._lane = lane
         self._message = message
 
+    def own(self) -> None:
+        """See `Port`."""
+        self._message.keeps = True
+
     def start(self, value: Any) -> None:
         """See `Port`."""
         message = self._message
@@ -81,6 +85,10 @@ class SlotSendPort:
         self._write_large = codec.write_large if codec.is_large else None
         self._dtype, self._shape, self._size = codec.dtype, codec.shape, codec.nbytes
         self._message = OutgoingTensor(codec, slot)
+
+    def own(self) -> None:
+        """See `Port`."""
+        self._message.keeps = True
 
     def start(self, value: Any) -> None:
         """See `Port`."""

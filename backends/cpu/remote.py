@@ -71,6 +71,7 @@ class RemoteSender:
 
     def push(self, message: Outgoing) -> None:
         """See `SendLane`."""
+        message.keep()  # MPI reads it until the other side has it
         self._queue.append(message)
         self._active[self] = None
         self._issue()

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pickle
 
-from ..errors import Failure, RemoteError, TransportError, traceback_text, type_name
+from ..errors import (
+    Failure,
+    RemoteError,
+    TransportError,
+    message_text,
+    traceback_text,
+    type_name,
+)
 from .layout import ERROR_BYTES, ERROR_KEY, ERROR_ROOM, FAILED, ROW, error_at
 from .node import Node
 
@@ -83,7 +90,7 @@ def pickled(error: BaseException, rank: int) -> bytes:
         pickle.loads(content)
     except Exception:  # whatever a user's exception class does when it is pickled
         failure = Failure(
-            type_name(error), str(error), rank, op="", traceback=traceback_text(error)
+            type_name(error), message_text(error), rank, op="", traceback=traceback_text(error)
         )
         return pickle.dumps(RemoteError(failure), 5)
     return content
