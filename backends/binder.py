@@ -271,13 +271,16 @@ class Binder:
             body = self._seeded(body, op.key)
         inputs = [self._register(value) for value in op.operands]
         outputs = [self._register(value) for value in op.results]
-        self._emit(
-            instructions.call(body, self._code.registers, inputs, outputs),
-            Step(Role.COMPUTE, tuple(inputs), tuple(outputs), function=function),
-        )
+        run = instructions.call(body, self._code.registers, inputs, outputs)
+        targets = list(outputs)
         for value in op.results if function.kind is FunctionKind.OPAQUE else ():
             if value in self._returned:
-                self._copies[self._register(value)] = self._copied(value)
+                target, copy = self._copied(value)
+                run = instructions.both(run, copy)
+                self._copies[self._register(value)] = target
+                targets.append(target)
+        step = Step(Role.COMPUTE, tuple(inputs), tuple(targets), function=function)
+        self._emit(run, step)
 
     def _adapted(self, body: Body, function: Function) -> Body:
         """A body as it is called; what an opaque one returns is checked."""
@@ -368,18 +371,19 @@ class Binder:
         source = self._register(value)
         if self._tickets is None or value not in self._layout.made:
             return source
-        copy = self._copies.get(source)  # made at once, before anybody could change it
-        return self._copied(value) if copy is None else copy
+        if source in self._copies:
+            return self._copies[source]  # made at once, before anybody could change the value
+        target, copy = self._copied(value)
+        self._emit(copy, Step(Role.COMPUTE, (source,), (target,)))
+        return target
 
-    def _copied(self, value: Value) -> int:
-        """Copy a value; the register of the copy."""
+    def _copied(self, value: Value) -> tuple[int, Instruction]:
+        """A new register for a copy of a value, and what makes it."""
         source, target = self._register(value), len(self._code.template)
         self._code.registers.append(None)
         self._code.template.append(None)
         duplicate = torch.clone if isinstance(value.type, TensorType) else deepcopy
-        run = instructions.apply(self._code.registers, source, target, duplicate)
-        self._emit(run, Step(Role.COMPUTE, (source,), (target,)))
-        return target
+        return target, instructions.apply(self._code.registers, source, target, duplicate)
 
     def _finish(self) -> None:
         """Await what nobody waited for, and release what nobody freed."""

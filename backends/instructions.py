@@ -51,6 +51,16 @@ def apply(
     return run
 
 
+def both(first: Instruction, second: Instruction) -> Instruction:
+    """Two instructions that never wait, as one."""
+
+    def run() -> bool:
+        first()
+        return second()
+
+    return run
+
+
 def view(
     registers: Registers, source: int, target: int, dim: int, start: int, length: int
 ) -> Instruction:

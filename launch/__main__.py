@@ -111,6 +111,8 @@ def _supervise(line: Sequence[str], variables_: Mapping[str, str], ranks: int) -
     code = job.run(line, variables_)
     if job.ended_by is not None:
         print(f"cg.launch: {job.ended_by.name} ended all {ranks} ranks", file=sys.stderr)
+    elif code != 0:
+        print(f"cg.launch: the job has ended with exit code {code}", file=sys.stderr)
     if code != 0:
         remove_unused(since=started)
     return code

@@ -25,6 +25,9 @@ from .layout import round_up
 Copy = Callable[[memoryview, memoryview], None]
 
 _HEAD = struct.Struct("<QQ")
+_SHARED = 1 << 16
+"""Bytes of a buffer that shares the memory of its message, where that may be. Smaller ones are
+copied in a few microseconds, and do not hold on to all of it."""
 _PLAIN = frozenset({bytes, str, int, float, bool, type(None)})
 _NUMPY = frozenset(
     {torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool}
@@ -104,10 +107,7 @@ def decode(source: memoryview, at: int, nbytes: int, private: bool) -> Any:
         if not count:
             begin = at + _HEAD.size
             return pickle.loads(source[begin : begin + length])
-        message = source[at : at + nbytes]
-        if not private:
-            message = memoryview(bytearray(message))
-        return _loads(message, length, count)
+        return _loads(source[at : at + nbytes], length, count, private)
     except Exception as error:
         raise TransportError(
             f"an object from another rank cannot be unpickled: {type(error).__name__}: {error}. "
@@ -115,7 +115,8 @@ def decode(source: memoryview, at: int, nbytes: int, private: bool) -> Any:
         ) from error
 
 
-def _loads(message: memoryview, length: int, count: int) -> Any:
+def _loads(message: memoryview, length: int, count: int, private: bool) -> Any:
+    """The object of a message; who keeps a small part of it does not keep all the memory."""
     lengths = struct.unpack_from(f"<{count}Q", message, _HEAD.size)
     begin = _HEAD.size + 8 * count
     end = begin + length
@@ -124,7 +125,8 @@ def _loads(message: memoryview, length: int, count: int) -> Any:
     for size in lengths:
         start = round_up(end)
         end = start + size
-        buffers.append(message[start:end])
+        part = message[start:end]
+        buffers.append(part if private and size >= _SHARED else memoryview(bytearray(part)))
     return pickle.loads(stream, buffers=buffers)
 
 

@@ -107,13 +107,25 @@ def test_what_arrives_is_the_receivers_own_and_can_be_written() -> None:
 
 
 def test_private_memory_is_kept_without_a_copy() -> None:
-    value = (torch.arange(100.0), "text")
+    value = (torch.arange(20_000.0), "text")
     encoded = encode(value)
     memory = memoryview(bytearray(encoded.nbytes))
     encoded.write(memory, 0, Copier().copy)
     tensor, _ = decode(memory, 0, encoded.nbytes, True)
     memory[encoded.nbytes - 4 :] = b"\0\0\0\0"
-    assert tensor[99] == 0
+    assert tensor[-1] == 0
+
+
+def test_a_small_part_does_not_hold_on_to_the_message() -> None:
+    value = {"small": np.arange(10), "large": np.arange(1 << 20)}
+    for private in (False, True):
+        encoded = encode(value)
+        memory = memoryview(bytearray(encoded.nbytes))
+        encoded.write(memory, 0, Copier().copy)
+        result = decode(memory, 0, encoded.nbytes, private)
+        memory[:] = bytes(len(memory))
+        assert (result["small"] == np.arange(10)).all()
+        assert bool(result["large"].any()) is not private  # which shares the memory
 
 
 def test_bulk_data_stays_out_of_the_pickle() -> None:
