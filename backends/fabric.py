@@ -140,7 +140,8 @@ class SendPort:
 
     def start(self, value: Any) -> None:
         """Offer the message."""
-        is_copied = self._owns and not isinstance(value, Poison)
+        # Where values that are no more are spoilt, programs are to show that they need no copy.
+        is_copied = self._owns and not self.place.poison and not isinstance(value, Poison)
         self.value = duplicate(value, self.type) if is_copied else value
         self.done = False
         self.place.sends.append(self)

@@ -116,13 +116,19 @@ class MixedRuntime(RankRuntime):
         if self._watchdog is None:
             return
         deadline = None if self._timeout is None else monotonic() + self._timeout
-        while not self._ahead.query():
+        while not self._has_ended():
             if deadline is not None and monotonic() > deadline:
                 self._give_up(
                     "a step has failed, and the device has not ended what was ahead of it within "
                     f"{self._timeout:g} s"
                 )
             sleep(0.001)
+
+    def _has_ended(self) -> bool:
+        try:
+            return self._ahead.query()
+        except RuntimeError:
+            return True  # the device has failed: it goes on with nothing
 
     def _resets(self) -> Sequence[Callable[[], None]]:
         return (*super()._resets(), self._tell_what_is_lost)
