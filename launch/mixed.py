@@ -101,11 +101,13 @@ class MixedRuntime(RankRuntime):
         begun = self._executable.begun if has_begun else 0
         self._lost = sorted({actor for at, actor in self._doubtful if at < begun})
         agreed = super()._fail(error)
-        self._end_what_is_ahead()
-        for communicator in self._communicators:
-            break_off = getattr(communicator, "break_off", None)
-            if break_off is not None:
-                break_off()
+        try:
+            self._end_what_is_ahead()
+        finally:  # also if Ctrl-C comes meanwhile: the other ranks break off as well
+            for communicator in self._communicators:
+                break_off = getattr(communicator, "break_off", None)
+                if break_off is not None:
+                    break_off()
         return agreed
 
     def _end_what_is_ahead(self) -> None:
