@@ -45,8 +45,12 @@ class Copier:
             return
         job = Job(target, source)
         self.hand_out(job)
-        job.work()
-        job.wait()
+        try:
+            job.work()
+            job.wait()
+        except BaseException:
+            job.stop()  # what is copied to may be used for something else before long
+            raise
 
     def hand_out(self, job: Job) -> None:
         """Let the helping threads take part in a copy, as soon as they get a core."""
@@ -85,6 +89,11 @@ class Job:
                 return
             np.copyto(self._target[at : at + PART], self._source[at : at + PART])
             self._done.release()
+
+    def stop(self) -> None:
+        """Let nobody begin another part."""
+        with self._lock:
+            self._parts = iter(())
 
     def wait(self) -> None:
         """Return when all parts are copied."""

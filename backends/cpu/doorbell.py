@@ -77,8 +77,9 @@ class Doorbell:
         self._socket.close()
 
     def _bury(self, descriptor: int) -> None:
+        self.dead.add(self._watched[descriptor])  # first, if a signal's handler raises meanwhile
         self._poll.unregister(descriptor)
-        self.dead.add(self._watched.pop(descriptor))
+        del self._watched[descriptor]
         os.close(descriptor)
 
     def _drain(self) -> None:

@@ -98,8 +98,10 @@ def _lock_fence() -> Fence:
     acquire, release = lock.acquire, lock.release
 
     def fence() -> None:
-        acquire()
-        release()
+        try:
+            acquire()
+        finally:  # also where a signal's handler raises in between
+            release()
 
     return fence
 
