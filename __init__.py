@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .backends.errors import (
         CapacityError,
         DeadlockError,
+        ExecutionLost,
         PlanMismatch,
         RemoteError,
         StepTimeout,
@@ -96,6 +97,7 @@ _HOMES = {
     "InputError": "tracer.trace",
     "RemoteError": "backends.errors",
     "CapacityError": "backends.errors",
+    "ExecutionLost": "backends.errors",
     "StepTimeout": "backends.errors",
     "PlanMismatch": "backends.errors",
     "DeadlockError": "backends.errors",
@@ -145,6 +147,7 @@ __all__ = [
     "InputError",
     "RemoteError",
     "CapacityError",
+    "ExecutionLost",
     "StepTimeout",
     "PlanMismatch",
     "DeadlockError",

@@ -12,8 +12,10 @@ from collections.abc import Mapping
 from ..ir.module import Module, Program
 from .base import Body
 from .binder import Code
+from .errors import TransportError
 from .failures import failure_at
 from .instructions import Instruction
+from .interruptions import is_interruption
 from .poison import Poison
 from .steps import Role, Step
 
@@ -25,6 +27,7 @@ class Careful:
         at: index of the instruction to run next, or again.
         poison: what has failed first.
         waits: the instruction that it waits at, if it waits.
+        kept: the last interruption that it could take as the failure of a method.
     """
 
     def __init__(
@@ -33,6 +36,7 @@ class Careful:
         self.at = 0
         self.poison: Poison | None = None
         self.waits: Instruction | None = None
+        self.kept: BaseException | None = None
         self._code = code
         self._program = program
         self._module = module
@@ -91,14 +95,22 @@ class Careful:
             return True
         try:
             return instruction()
+        except (Poison, TransportError) as error:
+            return self._has_failed(index, error)
         except BaseException as error:
+            computes = step.role is Role.COMPUTE
+            if not computes and is_interruption(error):
+                raise  # nobody can say how far a message has come
             if isinstance(error, Exception):
-                self.fail(index, error)
-                self.at = index
-                return True
-            if step.role is Role.COMPUTE:
-                self.fail(index, error)  # and so it is not run again
+                return self._has_failed(index, error)
+            self.fail(index, error)  # and so it is not run again
+            self.kept = error
             raise
+
+    def _has_failed(self, index: int, error: Exception) -> bool:
+        self.fail(index, error)
+        self.at = index
+        return True
 
     def _operand(self, step: Step) -> Poison | None:
         """The poison among the step's operands, if there is one."""

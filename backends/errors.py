@@ -106,6 +106,11 @@ class CapacityError(RuntimeError):
     for."""
 
 
+class ExecutionLost(RuntimeError):
+    """An execution was given up: Ctrl-C, or another signal's handler, came where cg could not go on
+    with it."""
+
+
 class PlanMismatch(RuntimeError):
     """The ranks have compiled different plans; the message shows the first line that differs."""
 

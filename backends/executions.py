@@ -9,17 +9,19 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from time import monotonic
 from typing import Any, Final, Protocol
 
-from .errors import CapacityError, DeadlockError, StepTimeout
+from .errors import CapacityError, StepTimeout
 from .flight import FlightRecord
 from .futures import Future
 from .graphs import Graph
-from .records import GRAPHS, SEATS, Kind, Record, Records, VirtualRecords
+from .interruptions import is_interruption
+from .records import GRAPHS, SEATS, Kind, Record, Records
 from .resident import Resident
+from .restart import STAGES, Stage, Stages, cannot_start_over, give_up, reset
 
 _FORESEE_EVERY: Final = 64
 """After how many fruitless turns in a row the driver looks for failures ahead of its programs."""
@@ -56,6 +58,7 @@ class Executions:
         ranks: those that this process plays.
         records: from the driver to the other ranks; made when the driver is known.
         waiting: how to wait.
+        stages: how all ranks start over after an interruption; None if they cannot.
         shuffle: as in `Resident`.
 
     Attributes:
@@ -63,6 +66,8 @@ class Executions:
         graphs: the open ones, by number.
         driver: the rank that starts executions.
         has_due: whether futures are done whose callbacks have not been called.
+        in_doubt: whether an interruption has left something half done, so that all ranks have to
+            start over (`restart.py`) before anything else.
     """
 
     def __init__(
@@ -70,6 +75,7 @@ class Executions:
         ranks: Sequence[int],
         records: Callable[[int], Records],
         waiting: Waiting,
+        stages: Stages | None,
         shuffle: random.Random | None = None,
     ) -> None:
         self.residents = {rank: Resident(rank, shuffle) for rank in ranks}
@@ -88,6 +94,9 @@ class Executions:
         self._all_readers: dict[int, dict[int, Callable[[], int]]] = {}
         self._due: deque[Future] = deque()
         self.has_due = False
+        self._stages = stages
+        self._doubt = "on another rank"
+        self.in_doubt = False
 
     # -- graphs -----------------------------------------------------------------------------
 
@@ -130,7 +139,7 @@ class Executions:
         """
         if graph.driver in graph.closed:
             return
-        self._until(lambda: not graph.in_flight)
+        self._until(lambda: not (graph.in_flight or self.in_doubt))
         others = [rank for rank in range(graph.world) if rank != graph.driver]
         publish = self._records[graph.driver].publisher(others, others)
         publish(Record(Kind.CLOSE, graph.number).pack())
@@ -149,7 +158,7 @@ class Executions:
         polls, closings = 0, -1
         with self._waiting.serving():
             while True:
-                if closings != self._closings:
+                if closings != self._closings and not self.in_doubt:
                     closings = self._closings
                     if graph.closed.issuperset(mine):
                         break
@@ -157,6 +166,8 @@ class Executions:
                     polls = 0
                 else:
                     polls += 1
+                    if polls > _FORESEE_EVERY:
+                        self._hear()
                     pause(polls, None)
         self._waiting.rest()
 
@@ -177,14 +188,25 @@ class Executions:
         return Launcher(self, graph, publish, self.residents[graph.driver])
 
     def turn(self) -> bool:
-        """See `Progress`."""
+        """See `Progress`.
+
+        Raises:
+            TransportError: an interruption has left executions in doubt that cannot start over.
+        """
+        if self.in_doubt:
+            return self._start_over()
         moved = False
-        for rank, reader in self._readers.items():
-            while self._take(rank, reader):
-                moved = True
-        for resident in self._all if self._random is None else self._shuffled():
-            if resident.in_flight and resident.turn():
-                moved = True
+        try:
+            for rank, reader in self._readers.items():
+                while self._take(rank, reader):
+                    moved = True
+            for resident in self._all if self._random is None else self._shuffled():
+                if resident.in_flight and resident.turn():
+                    moved = True
+        except BaseException as error:
+            self.in_doubt = True
+            self.judge(error)
+            raise
         if self.has_due:
             self.call_back()
         return moved
@@ -247,9 +269,15 @@ class Executions:
 
     def _foresee(self) -> None:
         """Let futures fail whose executions have, before the driver's program comes to it."""
+        self._hear()
         resident = None if self.driver is None else self.residents.get(self.driver)
-        for instance in tuple(resident.in_flight) if resident is not None else ():
-            instance.foresee()
+        try:
+            for instance in tuple(resident.in_flight) if resident is not None else ():
+                instance.foresee()
+        except BaseException as error:
+            self.in_doubt = True
+            self.judge(error)
+            raise
         if self.has_due:
             self.call_back()
 
@@ -259,6 +287,8 @@ class Executions:
         Raises:
             CapacityError: it has none, and `block` is false.
         """
+        if self.in_doubt:
+            self._until(lambda: not self.in_doubt)
         self.turn()
         if graph.free:
             return
@@ -289,9 +319,9 @@ class Executions:
 
     def _understand(self, rank: int, record: Record) -> Order:
         """What to do for a record."""
-        graph = self.graphs[record.graph]
         if record.kind is Kind.CLOSE:
-            return partial(self._close_here, graph, rank)
+            return partial(self._close_here, record.graph, rank)
+        graph = self.graphs[record.graph]
         seat = graph.seats[rank][record.seat]
         instance, siblings = seat.instances[record.variant], seat.instances
         started, resident = graph.started, self.residents[rank]
@@ -306,7 +336,10 @@ class Executions:
 
         return begin
 
-    def _close_here(self, graph: Graph, rank: int) -> bool:
+    def _close_here(self, number: int, rank: int) -> bool:
+        graph = self.graphs.get(number)
+        if graph is None or rank in graph.closed:
+            return True  # the driver was interrupted when it said so, and has said it again
         if not graph.is_idle(rank):
             return False
         self._release(graph, rank)
@@ -328,9 +361,77 @@ class Executions:
 
     def call_back(self) -> None:
         """Call the callbacks of futures that are done."""
-        self.has_due = False
-        while self._due:
-            self._due.popleft().call_back()
+        due, self.has_due = self._due, False
+        try:
+            while due:
+                future = due[0]
+                future.call_back()
+                if due and due[0] is future:
+                    due.popleft()
+        finally:
+            if due:  # after an interruption
+                self.has_due = True
+
+    # -- after an interruption --------------------------------------------------------------
+
+    def judge(self, error: BaseException) -> None:
+        """Whether `error`, which has come out of moving executions on, leaves them in doubt."""
+        self._doubt = f"{type(error).__name__}: {error}".removesuffix(": ")
+        if any(resident.has_kept(error) for resident in self._all):
+            self.in_doubt = False  # a method has failed, and its execution goes on
+        elif any(resident.is_busy for resident in self._all) and not is_interruption(error):
+            self.in_doubt = False  # a method has asked for what it must not ask for
+
+    def _reset(self, stages: Stages) -> None:
+        """Bring what carries messages and records back to its beginning; nobody uses it now."""
+        for rank, reader in self._readers.items():
+            while record := self._held.pop(rank, 0) or reader():
+                asked = Record.unpack(record)
+                if asked.kind is Kind.CLOSE:
+                    self._close_here(asked.graph, rank)
+        for graph in self.graphs.values():
+            reset(graph)
+        if self.driver in self.residents:
+            self._records[self.driver].mend()
+            stages.tell(max((graph.count for graph in self.graphs.values()), default=0))
+
+    def _go_on_from(self, number: int) -> None:
+        """Give the next execution of every graph this number, which random numbers depend on."""
+        for graph in self.graphs.values():
+            graph.count = number
+            for rank in graph.started:
+                graph.started[rank] = number
+
+    def _hear(self) -> None:
+        """Start over if another rank does."""
+        if self._stages is not None and self._stages.is_wanted():
+            self.in_doubt = True
+
+    def _start_over(self) -> bool:
+        """Go through the next stage, if all ranks have gone through the one before."""
+        stages = self._stages
+        if stages is None or any(graph.cannot_restart for graph in self.graphs.values()):
+            raise cannot_start_over(self._doubt)
+        at = stages.mine
+        stage = at % STAGES
+        if stage and stages.missing(at):
+            return False
+        if stage == Stage.STOPPED:
+            self._reset(stages)
+        elif stage == Stage.RESET:
+            self._go_on_from(stages.told(self.driver or 0))
+        elif self.graphs:
+            for graph in self.graphs.values():
+                give_up(graph, self._doubt)
+            for resident in self._all:
+                resident.give_up()
+        else:
+            self.in_doubt = False
+            return True
+        stages.reach(at + 1)
+        if stage == Stage.RESET:
+            self.in_doubt = False
+        return True
 
     def _lateness(self, future: Future, timeout: float | None) -> str:
         where = []
@@ -360,7 +461,6 @@ class Launcher:
         self._resident = resident
         self._instances = [seat.instances for seat in graph.seats[graph.driver]]
         self._record = Record(Kind.EXECUTE, graph.number).pack()
-        self._count = graph.started[graph.driver]
 
     def __call__(self, variant: int, inputs: Sequence[Any], block: bool) -> Future:
         """Start an execution.
@@ -377,46 +477,20 @@ class Launcher:
         """
         graph, executions = self._graph, self._executions
         self._resident.check_idle()
-        if not graph.free:
+        if executions.in_doubt or not graph.free:
             executions.make_room(graph, block)
-        number = self._count
-        self._count = number + 1
-        seat = graph.free.pop()
-        # The others are told first: they come on their way while all else is done here.
-        self._publish(self._record + variant * SEATS + seat)
-        future = graph.futures[seat] = Future(executions, number)
-        self._resident.begin(self._instances[seat][variant], inputs, number)
+        try:
+            number = graph.count
+            graph.count = number + 1
+            seat = graph.free.pop()
+            # The others are told first: they come on their way while all else is done here.
+            self._publish(self._record + variant * SEATS + seat)
+            future = graph.futures[seat] = Future(executions, number)
+            self._resident.begin(self._instances[seat][variant], inputs, number)
+        except BaseException as error:
+            executions.in_doubt = True
+            executions.judge(error)
+            raise
         if executions.has_due:
             executions.call_back()
         return future
-
-
-class VirtualWaiting:
-    """Where one process plays all ranks: if nothing moves, nothing ever will."""
-
-    def pause(self, polls: int, seconds: float | None) -> None:
-        """See `Waiting`.
-
-        Raises:
-            DeadlockError: nothing moves.
-        """
-        if polls > 1000:  # a shuffled turn may leave out those that could move
-            raise DeadlockError("deadlock: no execution in flight can go on")
-
-    def rest(self) -> None:
-        """See `Waiting`."""
-
-    def serving(self) -> AbstractContextManager[object]:
-        """See `Waiting`."""
-        return nullcontext()
-
-    def watch(self, turn: Callable[[], bool], future: Future) -> Generator[Any, None, None]:
-        """See `Waiting`."""
-        while not future.is_done:
-            turn()
-            yield
-
-
-def virtual_executions(size: int, shuffle: random.Random | None = None) -> Executions:
-    """The executions of a virtual world."""
-    return Executions(range(size), lambda driver: VirtualRecords(), VirtualWaiting(), shuffle)

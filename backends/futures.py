@@ -132,14 +132,15 @@ class Future:
             self._delivery = delivery
         if poison is not None:
             self._poison = poison
-        self.is_done = True
         if self._callbacks is not None:
             self._progress.later(self)
+        self.is_done = True  # last: until then it may be resolved once more
 
     def call_back(self) -> None:
         """Call what was to be called."""
-        callbacks, self._callbacks = self._callbacks or [], None
-        for callback in callbacks:
+        callbacks = self._callbacks
+        while callbacks:  # one after the other: after an interruption the rest is still there
+            callback = callbacks.pop(0)
             try:
                 callback(self)
             except Exception:

@@ -32,7 +32,8 @@ class Graph:
         participants: the ranks besides the driver that executions need.
         wake: those of them that a record has to wake.
         free: the driver's seats that have no execution.
-        started: for each rank, how many executions it has started.
+        count: how many executions the driver has started.
+        started: for each other rank, how many it has.
         closed: the ranks on which the graph is closed.
     """
 
@@ -51,6 +52,7 @@ class Graph:
         self.world = modules[0].world
         self.participants = participants(modules, driver)
         self.wake = woken_by_record(modules, driver)
+        self.count = 0
         self.started = dict.fromkeys(seats, 0)
         self.closed: set[int] = set()
         mine = seats.get(driver, ())
@@ -60,6 +62,11 @@ class Graph:
             for instance, rebuild in zip(seat.instances, rebuilds, strict=True):
                 instance.on_end = self._resolver(index, rebuild)
                 instance.on_failure = self._failer(index)
+
+    @property
+    def cannot_restart(self) -> bool:
+        """Whether there is something on its ranks that cannot be brought back to its beginning."""
+        return any(seat.reset is None for seats in self.seats.values() for seat in seats)
 
     @property
     def in_flight(self) -> int:
@@ -72,23 +79,23 @@ class Graph:
 
     def release(self, rank: int) -> None:
         """Give back what the graph holds on a rank."""
-        self.closed.add(rank)
         for seat in self.seats[rank]:
             seat.close()
+        self.closed.add(rank)  # last: an interrupted release is done again
 
     def _resolver(self, seat: int, rebuild: Rebuild | None) -> Callable[[Instance], None]:
         futures, free = self.futures, self.free
 
         def resolve(instance: Instance) -> None:
             future = futures[seat]
-            futures[seat] = None
-            free.append(seat)
             assert future is not None
             if not future.is_done:
                 value = None if rebuild is None else rebuild(instance.outputs)
                 future.resolve(value, None, instance.delivery)
             instance.outputs = ()
             instance.delivery = None
+            futures[seat] = None  # a future that is not done can always be found
+            free.append(seat)
 
         return resolve
 

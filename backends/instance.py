@@ -20,9 +20,11 @@ from .base import Port
 from .binder import Binder
 from .careful import Careful
 from .checks import InputCheck
+from .errors import TransportError
 from .flight import Position
 from .grad_mode import is_grad_enabled, set_grad_enabled
 from .instructions import Instruction, getter
+from .interruptions import is_interruption
 from .linked import LinkedProgram
 from .poison import Poison
 from .statistics import Statistics
@@ -71,7 +73,11 @@ class Instance:
             as any other.
         on_end: called when an execution has ended.
         on_failure: called when something has failed in it, which goes on to its end.
+        kept: the last interruption that it could take as the failure of a method.
     """
+
+    # Of the class until it is set: Python finds no more than 30 attributes of an object fast.
+    kept: BaseException | None = None
 
     def __init__(
         self,
@@ -163,9 +169,9 @@ class Instance:
                 self._blocked += perf_counter() - self._since
             # What it waits at only passes values on; the rest may compute.
             had_grad = self._needs_no_grad and is_grad_enabled()
-            if had_grad:
-                set_grad_enabled(False)
             try:
+                if had_grad:
+                    set_grad_enabled(False)
                 for instruction in self._rest:
                     if not instruction():
                         self.pending = instruction
@@ -182,13 +188,26 @@ class Instance:
     def advance_by(self, limit: int | None) -> bool:
         """The same, for no more than `limit` instructions."""
         had_grad = self._needs_no_grad and is_grad_enabled()
-        if had_grad:
-            set_grad_enabled(False)
         try:
+            if had_grad:
+                set_grad_enabled(False)
             return self._advance_by(limit)
         finally:
             if had_grad:
                 set_grad_enabled(True)
+
+    def abandon(self) -> None:
+        """Give up the execution in progress, if any; idempotent. Messages are not its business."""
+        self._rest = iter(())
+        self.pending = None
+        self._careful = None
+        self.kept = None
+        self.outputs = ()
+        self.delivery = None
+        self._registers[:] = self._template
+        if self.running:
+            self._statistics.failures += 1
+        self.running = False
 
     def record(self, log: InstructionLog | None) -> None:
         """Record every instruction from the next execution on; None: no longer.
@@ -264,10 +283,15 @@ class Instance:
 
     def _go_on_after(self, error: BaseException, limit: int | None) -> bool:
         """What `advance` does when an instruction has raised."""
-        if not isinstance(error, Exception):
-            self._interrupt(self._index(), error)
+        index = self._index()
+        if self._code.steps[index].role is not Role.COMPUTE:
+            if not isinstance(error, (Poison, TransportError)) and is_interruption(error):
+                raise error  # nobody can say how far a message has come
+        elif not isinstance(error, Exception):
+            self._take_care(index, error)
+            self.kept = error
             raise error
-        self._take_care(self._index(), error)
+        self._take_care(index, error)
         return self._advance_with_care(limit)
 
     def _take_care(self, index: int, error: BaseException) -> None:
@@ -285,14 +309,6 @@ class Instance:
             if self.on_failure is not None:
                 self.on_failure(poison)
 
-    def _interrupt(self, index: int, interruption: BaseException) -> None:
-        """Be ready to go on after Ctrl-C: give up a method, try anything else again."""
-        if self._code.steps[index].role is Role.COMPUTE:
-            self._take_care(index, interruption)
-        else:
-            self.pending = self._code.instructions[index]
-            self._since = perf_counter()
-
     def _distrust(self, error: Exception) -> None:
         """Run nothing of what the graph calls on this rank."""
         self._careful = Careful(self._code, self.program, self.module, self._bodies)
@@ -307,7 +323,11 @@ class Instance:
             self._blocked += perf_counter() - self._since
             for move_on in self._progress:
                 move_on()
-        ended = careful.advance(limit)
+        try:
+            ended = careful.advance(limit)
+        except BaseException as error:
+            self.kept = careful.kept if careful.kept is error else None
+            raise
         if ended:
             self._careful = None
             self._statistics.failures += 1

@@ -70,6 +70,9 @@ class Records(Protocol):
     def reader(self, rank: int) -> Callable[[], int]:
         """Gives the next record for a rank that this process plays, or 0 if there is none yet."""
 
+    def mend(self) -> None:
+        """On the driver: be ready for the next record after one that was interrupted."""
+
 
 class VirtualRecords:
     """Records in lists, for a process that plays all ranks."""
@@ -95,6 +98,9 @@ class VirtualRecords:
             return records.popleft() if records else 0
 
         return take
+
+    def mend(self) -> None:
+        """See `Records`; nothing can be half done."""
 
     def _of(self, rank: int) -> deque[int]:
         return self._records.setdefault(rank, deque())

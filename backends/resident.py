@@ -20,11 +20,14 @@ class Seat:
 
     Attributes:
         instances: one for each variant of the graph.
-        close: gives back what they hold.
+        close: gives back what they hold; idempotent.
+        reset: forgets their messages in flight, on all ranks between two barriers, and may be
+            called twice; None where that cannot be done.
     """
 
     instances: tuple[Instance, ...]
     close: Callable[[], None]
+    reset: Callable[[], None] | None = None
 
     @property
     def busy(self) -> bool:
@@ -64,6 +67,27 @@ class Resident:
                 self.in_flight.pop()
         finally:
             self._is_busy = False
+
+    def has_kept(self, error: BaseException) -> bool:
+        """Whether all is in order although `error` has come out of what this rank runs.
+
+        A method that it interrupted has failed, and its execution goes on.
+        """
+        for instance in self.in_flight:
+            if instance.kept is error:
+                instance.kept = None
+                return True
+        return False
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether executions are moved on."""
+        return self._is_busy
+
+    def give_up(self) -> None:
+        """Forget all executions; each instance has been told."""
+        self.in_flight = []
+        self.turnstiles.reset()
 
     def turn(self) -> bool:
         """Go on with executions until each has to wait; whether any has moved.

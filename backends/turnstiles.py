@@ -43,6 +43,11 @@ class Turnstiles:
             found = self._by_actor[actor] = Turnstile()
         return found
 
+    def reset(self) -> None:
+        """Forget all tickets; no execution is in progress."""
+        for stile in self._by_actor.values():
+            stile.issued = stile.passed = 0
+
 
 class Tickets:
     """The tickets of one bound program, taken anew for each of its executions."""

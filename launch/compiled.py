@@ -165,7 +165,7 @@ class Compiled:
             CapacityError: `max_inflight` executions are in flight, and `block` is false.
             RuntimeError: this rank is not the driver, the graph has been closed, or an actor of
                 this rank has changed since it was traced.
-            TransportError: a rank has ended.
+            TransportError: a rank has ended, or Ctrl-C came earlier and ranks cannot start over.
         """
         launch = self._launch
         if launch is None:

@@ -13,8 +13,9 @@ from ..backends.base import World
 from ..backends.cpu.node import MpiWorld
 from ..backends.cpu.record_ring import RecordRing
 from ..backends.cpu.serving import Serving
+from ..backends.cpu.stages import SharedStages
 from ..backends.devices.base import Device
-from ..backends.executions import Executions, virtual_executions
+from ..backends.executions import Executions
 from ..backends.futures import Future
 from ..backends.graphs import Graph
 from ..backends.plan import check_plan
@@ -22,6 +23,7 @@ from ..backends.records import SEATS, VARIANTS
 from ..backends.resident import Seat
 from ..backends.statistics import Statistics
 from ..backends.variants import share_channels
+from ..backends.virtual_executions import virtual_executions
 from .devices import fabrics_of
 from .runtime import transport_of
 from .seating import OnDevice, Seating, Variant, Wiring
@@ -187,4 +189,6 @@ def _cpu_executions(world: MpiWorld) -> Executions:
     def records(driver: int) -> RecordRing:
         return RecordRing(transport.node, driver, serving.pause_simply)
 
-    return Executions((world.rank,), records, serving)
+    spans = len(transport.node.leaders) > 1
+    stages = None if spans else SharedStages(transport.node)
+    return Executions((world.rank,), records, serving, stages)

@@ -259,7 +259,8 @@ class Seating:
             for communicator in (*connections.streams, host):
                 communicator.close()
 
-        return Seat(tuple(instances), close)
+        # What others have made may be reset, but perhaps not be interrupted in that.
+        return Seat(tuple(instances), close, None if connections.streams else host.reset)
 
     def _instance(
         self, linked: LinkedProgram, shared: tuple[Any, ...], host: Communicator

@@ -27,6 +27,7 @@ from ...ir.ops import (
 from ...ir.types import TensorType, ValueType
 from ..collectives import reduce, split
 from ..errors import BindError
+from ..interruptions import is_interruption
 from ..poison import Poison
 from .codecs import Codec, TensorCodec, UnitCodec, codec_of
 from .copying import Copier
@@ -204,6 +205,8 @@ class CollectivePort:
         except StopIteration as end:
             self._value = end.value
         except Exception as error:  # raised again by `take`, where the executor knows whose it is
+            if is_interruption(error):
+                raise
             self._error = error
         else:
             return False

@@ -35,6 +35,10 @@ PLANS: Final = WORDS + 4
 FAILED: Final = 2 * WORDS
 ERROR_KEY: Final = 2 * WORDS + 1
 ERROR_BYTES: Final = 2 * WORDS + 2
+# And how far the rank has come in starting over, and, of the driver, the number of the execution
+# with which all go on.
+RESTART: Final = 2 * WORDS + 3
+RESTART_AT: Final = 2 * WORDS + 4
 # Fourth line: whether the rank sleeps or is about to.
 WAITING: Final = 3 * WORDS
 # After all rows, each rank has room for an error.

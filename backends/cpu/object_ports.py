@@ -53,6 +53,7 @@ class ObjectSendPort:
         if content is None:
             message.load(value)
         elif self._put(content, mark):
+            message.done = True  # an execution that was given up may have left another one
             return
         else:
             message.load_raw(content, mark)

@@ -92,6 +92,11 @@ class RecordRing:
             return self._near_reader(rank)
         return self._far_reader()
 
+    def mend(self) -> None:
+        """See `Records`."""
+        for ring in self._near.values():
+            ring.mend()
+
     def _near_reader(self, rank: int) -> Callable[[], int]:
         words, order = self._words, self._node.order
         base = self._readers.index(rank) * _RING
@@ -178,6 +183,13 @@ class _Near:
             self._wait()
         self._words[self._base + count % SLOTS] = ((count + 1) & _NUMBER_MASK) << BITS | record
         self._count = count + 1
+
+    def mend(self) -> None:
+        """Count a record that was written and not counted."""
+        count = self._count
+        word = self._words[self._base + count % SLOTS]
+        if word >> BITS == (count + 1) & _NUMBER_MASK:
+            self._count = count + 1
 
     def _wait(self) -> None:
         words, cursor, polls = self._words, self._base + SLOTS, 0

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 import cg
-from cg.backends.executions import Executions, virtual_executions
+from cg.backends.executions import Executions
 from cg.backends.virtual import VirtualWorld
+from cg.backends.virtual_executions import virtual_executions
 from cg.launch.graphs import use_executions
 from cg.launch.world import use_world
 

@@ -1,0 +1,36 @@
+"""Tells an exception of a signal's handler from one that the interrupted code has raised."""
+
+from __future__ import annotations
+
+import signal
+from functools import partial
+from types import CodeType
+
+
+def is_interruption(error: BaseException) -> bool:
+    """Whether `error` came in the middle of something that has not failed.
+
+    That is Ctrl-C and whatever else is no `Exception`, and what a handler has raised that is set
+    for a signal.
+    """
+    if not isinstance(error, Exception):
+        return True
+    codes = {_code(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code in codes:
+            return True
+        trace = trace.tb_next
+    return False
+
+
+def _code(handler: object) -> CodeType | None:
+    """The code of a handler; None where it is not written in Python."""
+    while isinstance(handler, partial):
+        handler = handler.func
+    calls = [vars(cls)["__call__"] for cls in type(handler).__mro__ if "__call__" in vars(cls)]
+    for function in (handler, getattr(handler, "__func__", None), *calls):
+        code = getattr(function, "__code__", None)
+        if isinstance(code, CodeType):
+            return code
+    return None

@@ -1,0 +1,127 @@
+"""What executions do after a signal's handler has raised in the middle of them."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+import cg
+from cg.backends.executions import Executions
+from cg.backends.interruptions import is_interruption
+
+from .graph_tools import world
+
+
+class Ring(Exception):
+    """What handlers raise."""
+
+
+@cg.actor
+class Echo:
+    def __init__(self) -> None:
+        self.interrupts = False
+
+    def echo(self, x: Any) -> Any:
+        if self.interrupts:
+            self.interrupts = False
+            raise KeyboardInterrupt
+        return x
+
+
+@pytest.fixture
+def graph() -> Iterator[tuple[Executions, Any, Any]]:
+    with world(2) as executions:
+        actor, other = Echo.on(0)(), Echo.on(1)()
+
+        @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
+        def step(x):
+            return actor.echo(other.echo(x))
+
+        yield executions, step.lower(cg.object).compile(max_inflight=2), actor
+
+
+def test_executions_in_doubt_are_lost_and_later_ones_are_not(graph: Any) -> None:
+    executions, compiled, _ = graph
+    done = compiled.execute(1)
+    assert done.result() == 1
+    called: list[Any] = []
+    lost = [compiled.execute(2), compiled.execute(3)]
+    lost[0].add_done_callback(called.append)
+    executions.in_doubt = True
+    for future in lost:
+        with pytest.raises(cg.ExecutionLost, match="given up") as caught:
+            future.result()
+        assert isinstance(caught.value, cg.RemoteError)
+    assert done.result() == 1
+    assert [compiled.execute(x).result() for x in (4, 5, 6)] == [4, 5, 6]
+    assert called == lost[:1]
+    compiled.close()
+
+
+def test_closing_starts_over_as_well(graph: Any) -> None:
+    executions, compiled, _ = graph
+    lost = compiled.execute(1)
+    executions.in_doubt = True
+    compiled.close()
+    with pytest.raises(cg.ExecutionLost):
+        lost.result()
+
+
+def test_where_nobody_can_start_over_everything_says_so(graph: Any) -> None:
+    executions, compiled, _ = graph
+    future = compiled.execute(1)
+    executions.in_doubt = True
+    stages, executions._stages = executions._stages, None
+    for ask in (future.result, future.done, partial(compiled.execute, 2), compiled.close):
+        with pytest.raises(cg.TransportError, match="start the job again"):
+            ask()
+    executions._stages = stages
+
+
+def test_a_method_that_is_interrupted_has_failed_and_nothing_else(graph: Any) -> None:
+    executions, compiled, actor = graph
+    first = compiled.execute(1)
+    second = compiled.execute(2)
+    actor.local.interrupts = True
+    with pytest.raises(KeyboardInterrupt):
+        first.result()
+    assert not executions.in_doubt
+    with pytest.raises(cg.RemoteError, match="KeyboardInterrupt"):
+        first.result()
+    assert second.result() == 2
+
+
+def handle(number: int, frame: object) -> None:
+    raise Ring
+
+
+class Handler:
+    def method(self, number: int, frame: object) -> None:
+        raise Ring
+
+    def __call__(self, number: int, frame: object) -> None:
+        raise Ring
+
+
+@pytest.mark.parametrize(
+    "handler", [handle, Handler().method, Handler(), partial(handle), signal.default_int_handler]
+)
+def test_what_a_handler_raises_is_an_interruption(handler: Any) -> None:
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with pytest.raises((Ring, KeyboardInterrupt)) as caught:
+            signal.raise_signal(signal.SIGUSR1)
+        assert is_interruption(caught.value)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_what_code_raises_is_none() -> None:
+    with pytest.raises(IndexError) as caught:
+        [].pop()
+    assert not is_interruption(caught.value)
+    assert is_interruption(SystemExit())
