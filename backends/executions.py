@@ -404,7 +404,7 @@ class Executions:
 
     def _hear(self) -> None:
         """Start over if another rank does."""
-        if self._stages is not None and self._stages.is_wanted():
+        if self._stages is not None and self._stages.is_wanted(self.driver or 0):
             self.in_doubt = True
 
     def _start_over(self) -> bool:

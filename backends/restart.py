@@ -41,8 +41,8 @@ class Stages(Protocol):
     def missing(self, stage: int) -> list[int]:
         """The ranks that have gone through fewer; they are woken."""
 
-    def is_wanted(self) -> bool:
-        """Whether another rank has begun to start over."""
+    def is_wanted(self, driver: int) -> bool:
+        """Whether the driver, or for the driver another rank, has begun to start over."""
 
     def tell(self, number: int) -> None:
         """As the driver, before it reaches a stage: the number of the next execution."""

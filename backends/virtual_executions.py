@@ -54,7 +54,7 @@ class VirtualStages:
         """See `Stages`."""
         return []
 
-    def is_wanted(self) -> bool:
+    def is_wanted(self, driver: int) -> bool:
         """See `Stages`."""
         return False
 

@@ -126,7 +126,7 @@ def drive() -> None:
     for graph in made:
         graph.close()
     print(f"{turn} turns, {alarms.raised} interruptions, {lost} lost")
-    assert alarms.raised >= ENOUGH or turn > ENOUGH
+    assert alarms.raised >= ENOUGH // 5, "the machine is too slow"
 
 
 def is_right(future: Any, value: Any) -> bool:
