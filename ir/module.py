@@ -55,6 +55,8 @@ class Function:
         aliases: pairs (output, input) that may share storage.
         loc: where the user defined it.
         fuse: what compiles its graph as a whole, if anything does.
+        adds_products: whether gradients that are matrix products are added to `.grad` by the
+            product itself.
     """
 
     name: str
@@ -67,6 +69,7 @@ class Function:
     aliases: tuple[tuple[int, int], ...] = ()
     loc: Location | None = field(default=None, compare=False)
     fuse: str | None = None
+    adds_products: bool = False
 
 
 @dataclass(frozen=True, slots=True)

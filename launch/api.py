@@ -32,7 +32,7 @@ from .compiled import Compiled, Variant
 from .config import config
 from .devices import fabrics_of, torch_device
 from .dumps import make_dump
-from .fusing import Fused, Fusing
+from .fusing import Fusing
 from .optimistic import Optimistic
 from .settle import settle
 from .world import world
@@ -370,8 +370,9 @@ class Lowered:
                 if fabrics is not None:
                     whole = not is_driven or is_sealed(module)
                     sink.add("graphs.txt", describe(module, fabrics, whole))
-            fused = Fused(trace.bodies)
-            if fuse is not None:
+            if fuse is None:
+                fused = fusing.plain(module, self._world)
+            else:
                 fused = fusing.apply(module, self._world)
                 if sink is not None:
                     sink.add("fused.txt", fused.describe())

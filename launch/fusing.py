@@ -1,9 +1,10 @@
-"""Gives a step the bodies that a compiler of whole graphs makes."""
+"""Gives a step the bodies that its functions ask for: fused ones, if they say so."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import cast
 
 from ..backends.base import Body, World
 from ..backends.fuse import FuseError, fuser
@@ -17,9 +18,9 @@ class Fused:
     """The bodies that the ranks of this process run.
 
     Attributes:
-        bodies: by function, as the trace has them but for those that are compiled.
+        bodies: by function, as the trace has them but for those that are made anew.
         reasons: for each function that a program of this process calls, why it is not compiled;
-            empty if it is.
+            empty if it is. Nothing is in here if the step asks for no compiler.
     """
 
     bodies: Mapping[str, Body]
@@ -35,7 +36,7 @@ class Fused:
 
 
 class Fusing:
-    """Compiles bodies of one trace, each once, whichever programs call it.
+    """Makes bodies of one trace anew, each once, whichever programs call it.
 
     Args:
         bodies: of the trace, by function.
@@ -43,7 +44,16 @@ class Fusing:
 
     def __init__(self, bodies: Mapping[str, Body]) -> None:
         self._bodies = bodies
-        self._known: dict[tuple[str, str], Body | str] = {}
+        self._known: dict[tuple[str, str | None], Body | str] = {}
+
+    def plain(self, module: Module, world: World) -> Fused:
+        """The bodies of a scheduled module that asks for no compiler."""
+        adding = {
+            name: self._adding(name)
+            for name in _called(module, world)
+            if module.functions[name].adds_products and name in self._bodies
+        }
+        return Fused({**self._bodies, **adding})
 
     def apply(self, module: Module, world: World) -> Fused:
         """The bodies of a scheduled module, with those compiled that its functions say; collective.
@@ -62,31 +72,44 @@ class Fusing:
         return fused
 
     def _apply(self, module: Module, world: World) -> Fused:
-        called = dict.fromkeys(
-            op.fn.name
-            for program in module.programs
-            if world.plays(program.rank or 0)
-            for op in program.ops
-            if isinstance(op, Call)
-        )
-        bodies, reasons = dict(self._bodies), {}
-        for name in called:
+        bodies, reasons = dict(self.plain(module, world).bodies), {}
+        for name in _called(module, world):
             function = module.functions[name]
             if function.fuse is None:
                 reasons[name] = refusal(function) or "nothing asks for it"
                 continue
-            made = self._make(name, function.fuse)
+            made = self._compiled(name, function.fuse)
             reasons[name] = made if isinstance(made, str) else ""
             if not isinstance(made, str):
                 bodies[name] = made
         return Fused(bodies, reasons)
 
-    def _make(self, name: str, by: str) -> Body | str:
+    def _adding(self, name: str) -> Body:
+        """The body of a function that adds products by themselves, if it has a graph."""
+        known = self._known.get((name, None))
+        if known is None:
+            body = self._bodies[name]
+            refit = getattr(body, "refit", None)
+            known = self._known[name, None] = body if refit is None else refit(None)
+        return cast(Body, known)
+
+    def _compiled(self, name: str, by: str) -> Body | str:
         """The compiled body of a function, or why there is none."""
         known = self._known.get((name, by))
         if known is None:
             known = self._known[name, by] = _compiled(self._bodies.get(name), by)
         return known
+
+
+def _called(module: Module, world: World) -> dict[str, None]:
+    """The functions that programs of this process call."""
+    return dict.fromkeys(
+        op.fn.name
+        for program in module.programs
+        if world.plays(program.rank or 0)
+        for op in program.ops
+        if isinstance(op, Call)
+    )
 
 
 def _compiled(body: Body | None, by: str) -> Body | str:

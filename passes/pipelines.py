@@ -16,6 +16,7 @@ from .dce import DeadCodeElimination
 from .differentiate import Differentiate
 from .fabrics import Fabrics
 from .fuse import Fuse
+from .fuse_accumulation import FuseAccumulation
 from .insert_transfers import InsertTransfers
 from .overlap import Overlap
 from .place import PlaceReplicated
@@ -79,6 +80,8 @@ def default_pipeline(
         AssignStreams(),
         # Storage lives from where it is made to its last use, waits for sends included.
         PlanBuffers(),
+        # The functions are final: those that `differentiate` has replaced are gone.
+        FuseAccumulation(),
         # The rest proves things about the programs that will run, and changes nothing.
         CheckTypes(),
         CheckDeadlock(),
@@ -88,7 +91,6 @@ def default_pipeline(
     if fabrics is not None:
         steps = _for_devices(steps, fabrics, is_driven)
     if fuse is not None:
-        # The functions are final: those that `differentiate` has replaced are gone.
         steps.append(Fuse(fuse))
     return (switches if switches is not None else Switches()).apply(tuple(steps))
 

@@ -22,9 +22,10 @@ import torch
 from torch import fx
 
 from ..ir.location import Location
-from .fusible import Fusible, Product, make_fusible, results
-from .graphs import Piece, memory_of
+from .fusible import Fusible, make_fusible
+from .graphs import Piece, memory_of, results
 from .lifting import Slot
+from .products import add_product, find_products, is_expanded_for_products
 
 Compute = Callable[..., Sequence[torch.Tensor]]
 """What computes a graph: takes a tensor for each of its placeholders, gives those of its output."""
@@ -42,7 +43,8 @@ class GraphBody(Protocol):
         state: gives the parameters and buffers that it works on.
         trained: gives the parameters to whose `.grad` it adds.
         rebinds: whether it puts new tensors in the place of buffers.
-        refit: gives a body that does the same with a graph compiled as a whole.
+        refit: gives a body that does the same, but adds gradients that are products by the
+            product itself (`products`); with its graph compiled as a whole if it gets a compiler.
     """
 
     locate: Callable[[TracebackType | None], Location | None]
@@ -50,7 +52,7 @@ class GraphBody(Protocol):
     state: Callable[[], list[torch.Tensor]]
     trained: Callable[[], list[torch.Tensor]]
     rebinds: bool
-    refit: Callable[[Compiler], GraphBody]
+    refit: Callable[[Compiler | None], GraphBody]
 
     def __call__(self, *inputs: Any) -> Sequence[Any]: ...
 
@@ -70,11 +72,14 @@ def make_body(piece: Piece, name: str) -> GraphBody:
     return _make(_Writer(piece, re.sub(r"\W", "_", name)), name)
 
 
-def _refit(piece: Piece, name: str, compiler: Compiler) -> GraphBody:
-    """The body of a piece whose graph is computed by what a compiler makes of it."""
+def _refit(piece: Piece, name: str, compiler: Compiler | None) -> GraphBody:
+    """The body of a piece, with products added by themselves; see `GraphBody`."""
+    identifier = re.sub(r"\W", "_", name)
+    if compiler is None:
+        return _make(_AddingWriter(piece, identifier), name)
     fusible = make_fusible(piece)
     compute = compiler(fusible.module, fusible.examples)
-    return _make(_FusedWriter(piece, re.sub(r"\W", "_", name), fusible, compute), name)
+    return _make(_FusedWriter(piece, identifier, fusible, compute), name)
 
 
 def _make(writer: _Writer, name: str) -> GraphBody:
@@ -165,7 +170,7 @@ class _Writer:
     def _statements(self) -> Iterator[_Line]:
         for node in self.piece.graph.nodes:
             if node.op in ("call_function", "get_attr"):
-                yield self._statement(node), self.piece.locations.get(node)
+                yield from self._statement(node)
             for index, gradient in self._early.get(node, ()):
                 yield f"{self._accumulate([index], [gradient.name])}; del {gradient.name}", None
 
@@ -219,9 +224,13 @@ class _Writer:
         within = "".join(f"[{i}]" for i in slot.within)
         return f"{self._global(slot.holder)}[{self._literal(slot.key)}]{within}"
 
-    def _statement(self, node: fx.Node) -> str:
+    def _statement(self, node: fx.Node) -> Iterator[_Line]:
+        text = f"    {node.name} = {self._expression(node)}{self._drop_behind(node)}"
+        yield text, self.piece.locations.get(node)
+
+    def _drop_behind(self, node: fx.Node) -> str:
         drop = ", ".join(n.name for n in self._last_use.get(node, ()))
-        return f"    {node.name} = {self._expression(node)}" + (f"; del {drop}" if drop else "")
+        return f"; del {drop}" if drop else ""
 
     def _expression(self, node: fx.Node) -> str:
         if node.op == "get_attr":
@@ -232,7 +241,9 @@ class _Writer:
             return f"{self._literal(value)}[{self._literal(index)}]"
         args = [self._literal(a) for a in node.args]
         args += [f"{k}={self._literal(v)}" for k, v in node.kwargs.items()]
-        return f"{self._global(_callable(node.target))}({', '.join(args)})"
+        text = f"{self._global(_callable(node.target))}({', '.join(args)})"
+        # Each product would lay an expanded matrix out for itself.
+        return f"{text}.contiguous()" if is_expanded_for_products(node) else text
 
     def _epilogue(self) -> Iterator[str]:
         piece = self.piece
@@ -241,11 +252,14 @@ class _Writer:
         for slot, value in zip(piece.rebinds, rest, strict=False):
             yield f"    {self._slot(slot)} = {value}"
         gradients = rest[len(piece.rebinds) :]
-        done = {index for found in self._early.values() for index, _ in found}
-        late = [index for index in range(len(gradients)) if index not in done]
+        late = [index for index in range(len(gradients)) if index not in self._added()]
         if late:
             yield self._accumulate(late, [gradients[index] for index in late])
         yield f"    return ({', '.join(returned)}{',' if returned else ''})"
+
+    def _added(self) -> set[int]:
+        """The gradients that have been added before the epilogue."""
+        return {index for found in self._early.values() for index, _ in found}
 
     def _values(self) -> list[str]:
         """The results of the graph, in the source."""
@@ -272,29 +286,60 @@ class _Writer:
         return known
 
 
-class _FusedWriter(_Writer):
-    """Writes a body that computes its graph by a single call.
+class _AddingWriter(_Writer):
+    """Writes a body that adds gradients that are products by the product itself."""
 
-    Products that are added to gradients are left to the end, where they are added to them.
-    """
+    def __init__(self, piece: Piece, name: str) -> None:
+        self._products = find_products(piece)
+        super().__init__(piece, name)
+        self.globals["ADD_PRODUCT"] = add_product
+        self._adds = {product.nodes[0]: index for index, product in self._products.items()}
+        self._passed = {node for product in self._products.values() for node in product.nodes}
+
+    def _early_gradients(self) -> dict[fx.Node, list[tuple[int, fx.Node]]]:
+        found = super()._early_gradients()
+        return {
+            at: [(index, node) for index, node in gradients if index not in self._products]
+            for at, gradients in found.items()
+        }
+
+    def _statement(self, node: fx.Node) -> Iterator[_Line]:
+        index = self._adds.get(node)
+        if index is not None:
+            one, other = (factor.name for factor in self._products[index].factors)
+            text = self._add_product(index, one, other) + self._drop_behind(node)
+            yield text, self.piece.locations.get(node)
+        elif node not in self._passed:
+            yield from super()._statement(node)
+
+    def _add_product(self, index: int, one: str, other: str) -> str:
+        parameter = self._slot(self.piece.gradients[index].tensor.slots[0])
+        is_transposed = self._products[index].is_transposed
+        return f"    ADD_PRODUCT({parameter}, {one}, {other}, {is_transposed})"
+
+    def _added(self) -> set[int]:
+        return super()._added() | self._products.keys()
+
+
+class _FusedWriter(_AddingWriter):
+    """Writes a body that computes its graph by a single call, and then adds the products."""
 
     def __init__(self, piece: Piece, name: str, fusible: Fusible, compute: Compute) -> None:
         super().__init__(piece, name)
         self._early.clear()  # all come together
-        self.globals |= {"COMPUTE": compute, "PRODUCT": Product}
+        self.globals["COMPUTE"] = compute
         self._fusible = fusible
 
     def _statements(self) -> Iterator[_Line]:
         names = ", ".join(n.name for n in (*self._state, *self._inputs))
         yield f"    RESULTS = COMPUTE({names})", None
+        first = self.piece.returned + len(self.piece.rebinds)
+        for index in self._products:
+            one, other = self._fusible.results[first + index]
+            yield self._add_product(index, f"RESULTS[{one}]", f"RESULTS[{other}]"), None
 
     def _values(self) -> list[str]:
-        values = []
-        for result in self._fusible.results:
-            texts = [f"RESULTS[{index}]" for index in result.indices]
-            product = f"PRODUCT({', '.join(texts)}, {result.transposed})"
-            values.append(texts[0] if len(texts) == 1 else product)
-        return values
+        return [f"RESULTS[{indices[0]}]" for indices in self._fusible.results]
 
 
 def _callable(target: Any) -> Any:
@@ -332,7 +377,7 @@ def _devices(graph: fx.Graph) -> set[str]:
 
 
 def accumulate(
-    params: list[torch.Tensor], gradients: list[torch.Tensor | Product], owned: tuple[bool, ...]
+    params: list[torch.Tensor], gradients: list[torch.Tensor], owned: tuple[bool, ...]
 ) -> None:
     """Add gradients to `.grad` of parameters, as autograd does.
 
@@ -343,12 +388,7 @@ def accumulate(
     new: list[torch.Tensor] = []
     for param, gradient, is_owned in zip(params, gradients, owned, strict=True):
         existing = param.grad
-        if isinstance(gradient, Product):
-            if existing is None:
-                param.grad = gradient.made_for(param)
-            else:
-                gradient.add_to(existing)
-        elif existing is not None:
+        if existing is not None:
             held.append(existing)
             new.append(gradient)
         elif is_owned and (gradient.is_sparse or gradient.stride() == param.stride()):

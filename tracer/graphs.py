@@ -86,6 +86,13 @@ class Piece:
     locations: dict[fx.Node, Location]
 
 
+def results(graph: fx.Graph) -> Sequence[fx.Node]:
+    """What a piece's graph gives."""
+    (values,) = graph.output_node().args
+    assert isinstance(values, (tuple, list))
+    return values  # type: ignore[return-value]
+
+
 def fake_of(node: fx.Node) -> torch.Tensor:
     """The fake tensor that a node has computed."""
     value = node.meta["val"]

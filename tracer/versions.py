@@ -18,6 +18,7 @@ import torch
 
 from ..ir.module import Function
 from ..ir.types import DType, TensorType
+from .codegen import refitted_alike
 from .interface import Body, TracedHalf, TracedVjp, Write
 from .lifting import StateTensor
 
@@ -73,7 +74,7 @@ def _noting(forward: Body, state: Sequence[StateTensor]) -> Body:
     def body(*inputs: Any) -> Sequence[Any]:
         return (*forward(*inputs), _versions(state))
 
-    return body
+    return refitted_alike(body, forward, lambda refitted: _noting(refitted, state))  # type: ignore[no-any-return]
 
 
 def _checking(
@@ -91,7 +92,10 @@ def _checking(
             raise RuntimeError(_explain(inputs[at], state, what, between))
         return backward(*inputs[:at], *inputs[at + 1 :])
 
-    return body
+    def again(refitted: Body) -> Body:
+        return _checking(refitted, state, at, what, between)
+
+    return refitted_alike(body, backward, again)  # type: ignore[no-any-return]
 
 
 def _versions(state: Sequence[StateTensor]) -> torch.Tensor:

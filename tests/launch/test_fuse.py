@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import cg
 from cg.backends import fuse
 from cg.backends.virtual import VirtualWorld
+from cg.ir.attributes import Effect
 from cg.ir.parser import parse_module
 from cg.ir.printer import format_module
 from cg.launch.world import use_world
@@ -148,6 +149,35 @@ def test_a_step_is_as_before_without() -> None:
     compiled, _, _ = trained(steps=1)
     assert compiled.fused == {}
     assert "fuse" not in format_module(compiled.module)
+
+
+def test_products_add_up_by_themselves() -> None:
+    adding, right, held = trained()
+    plain, losses, found = trained(passes="-fuse-accumulation")
+    assert_close(losses, right)
+    assert_close(found, held)
+    backwards = [f for f in adding.module.functions.values() if f.adds_products]
+    assert {f.effect for f in backwards} == {Effect.ACCUMULATE}
+    assert "adds_products = true" in format_module(adding.module)
+    assert "adds_products" not in format_module(plain.module)
+
+
+def test_without_it_gradients_have_the_bits_of_autograd() -> None:
+    """The optimizer clears gradients, so what the actors hold are sums over microbatches."""
+    _, _, found = trained(passes="-fuse-accumulation", schedule=cg.schedules.gpipe())
+    stages = [Stage.on(rank)(rank, 0.0) for rank in range(2)]
+    for _ in range(3):
+        losses = []
+        for h in X.chunk(M):
+            for stage in stages:
+                h = stage.forward(h)
+            losses.append(stages[-1].loss(h))
+        torch.stack(losses).mean().backward()
+        for stage in stages:
+            stage.update()
+    for stage, held in zip(stages, found, strict=True):
+        for name, tensor in stage.state_dict().items():
+            assert torch.equal(tensor, held[name]), name
 
 
 def test_the_plan_says_what_is_compiled(as_is: list[torch.fx.GraphModule], tmp_path: Path) -> None:
