@@ -57,6 +57,8 @@ class Function:
         fuse: what compiles its graph as a whole, if anything does.
         adds_products: whether gradients that are matrix products are added to `.grad` by the
             product itself.
+        flops: floating-point operations of a call, those of matrix products, convolutions and
+            attention; 0 as well where nothing is known of them.
     """
 
     name: str
@@ -70,6 +72,7 @@ class Function:
     loc: Location | None = field(default=None, compare=False)
     fuse: str | None = None
     adds_products: bool = False
+    flops: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +130,8 @@ class Channel:
         why: why that transport, in words.
         slots: buffers that the receiver keeps, once planned.
         slot_bytes: bytes of each, once planned; 0 where only objects travel.
-        background: whether receives wait on it while their rank computes, so that they had better
-            leave the device to what it computes.
+        background: floating-point operations that a rank does while a receive of the channel waits,
+            in the mean of its messages; None where it computes nothing meanwhile.
     """
 
     id: int
@@ -138,7 +141,7 @@ class Channel:
     slots: int | None = None
     slot_bytes: int | None = None
     why: str | None = None
-    background: bool = False
+    background: int | None = None
 
 
 @dataclass(eq=False, slots=True)

@@ -16,6 +16,7 @@ class Cost:
     Attributes:
         ops: all of them.
         calls: of functions.
+        flops: floating-point operations of traced functions, as `Function.flops` counts them.
         messages_sent, bytes_sent: point to point.
         messages_received, bytes_received: point to point.
         collectives: that the rank takes part in.
@@ -23,6 +24,7 @@ class Cost:
 
     ops: int
     calls: int
+    flops: int
     messages_sent: int
     bytes_sent: int
     messages_received: int
@@ -33,11 +35,13 @@ class Cost:
 def cost_of(module: Module, rank: int) -> Cost:
     """Count what one rank of a scheduled module does."""
     ops = module.program_of(rank).ops
+    calls = [op for op in ops if isinstance(op, Call)]
     sends = [op for op in ops if isinstance(op, Send)]
     receives = [op for op in ops if isinstance(op, Recv)]
     return Cost(
         ops=len(ops),
-        calls=sum(isinstance(op, Call) for op in ops),
+        calls=len(calls),
+        flops=sum(module.functions[op.fn.name].flops for op in calls),
         messages_sent=len(sends),
         bytes_sent=sum(_nbytes(op.operands[0].type) for op in sends),
         messages_received=len(receives),

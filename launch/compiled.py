@@ -275,7 +275,7 @@ class Compiled:
         return [memory_plan(self.module, rank) for rank in range(self.module.world)]
 
     def cost_analysis(self) -> list[Cost]:
-        """What each rank's program does: calls, messages and bytes, by rank."""
+        """What each rank's program does: calls, operations, messages and bytes, by rank."""
         return [cost_of(self.module, rank) for rank in range(self.module.world)]
 
     def simulate(

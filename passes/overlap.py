@@ -57,7 +57,8 @@ class Overlap(Pass):
         return()
 
     A receive that a device carries out waits on its multiprocessors. A channel whose receives do so
-    while their rank computes is marked `background`, and its transport takes fewer of them. Nor
+    while their rank computes is marked `background`, with how much that is, and its transport takes
+    fewer of them where that pays. Nor
     does a device take any number of kernels behind a receive that waits: CUDA stops launching a
     graph after some thousands, and if the message is sent by what comes then, nothing moves any
     more.
@@ -94,22 +95,35 @@ class Overlap(Pass):
 
 def _mark_background(module: Module) -> bool:
     """Mark the channels of devices on which receives wait while their rank computes."""
+    beside: dict[int, list[int]] = {}
     found: set[int] = set()
     for program in module.programs:
-        posted: dict[Value, int] = {}
-        for op in program.ops:
-            if isinstance(op, Recv):
-                posted[op.result] = op.chan
-            elif isinstance(op, Wait):
-                posted.pop(op.operands[0], None)
-            elif isinstance(op, Call) and _computes(op, module):
-                found.update(posted.values())
+        for chan, calls, flops in _beside_receives(program, module):
+            beside.setdefault(chan, []).append(flops)
+            if calls:
+                found.add(chan)
     changed = False
     for id_, channel in module.channels.items():
-        background = id_ in found and is_by_stream(channel)
+        marked = id_ in found and is_by_stream(channel)
+        background = sum(beside[id_]) // len(beside[id_]) if marked else None
         changed = changed or background != channel.background
         module.channels[id_] = replace(channel, background=background)
     return changed
+
+
+def _beside_receives(program: Program, module: Module) -> Iterator[tuple[int, int, int]]:
+    """For each receive its channel, and the calls and operations between its posting and wait."""
+    calls = flops = 0
+    posted: dict[Value, tuple[int, int, int]] = {}
+    for op in program.ops:
+        if isinstance(op, Recv):
+            posted[op.result] = op.chan, calls, flops
+        elif isinstance(op, Wait) and op.operands[0] in posted:
+            chan, calls_before, flops_before = posted.pop(op.operands[0])
+            yield chan, calls - calls_before, flops - flops_before
+        elif isinstance(op, Call) and _computes(op, module):
+            calls += 1
+            flops += module.functions[op.fn.name].flops
 
 
 def _computes(op: Call, module: Module) -> bool:

@@ -24,6 +24,7 @@ from .call import Call
 from .codegen import make_body
 from .effects import ActorEffects
 from .errors import TraceError
+from .flops import count_flops
 from .graphs import Piece, fake_of
 from .guards import storage_key
 from .halves import Halves
@@ -130,6 +131,7 @@ class Functions:
             actor=_actor(target),
             aliases=parts.backward.aliases,
             loc=forward.loc,
+            flops=count_flops(parts.backward.graph),
         )
         vjp = Vjp(name, forward.name, backward.name, grad_outputs, grad_inputs)
         halves: tuple[TracedHalf, ...] = ()
@@ -188,6 +190,7 @@ class Functions:
             random=joint.recorder.draws,
             aliases=piece.aliases,
             loc=call.blame,
+            flops=count_flops(piece.graph),
         )
 
     def _effects_on(self, target: Target) -> ActorEffects:
@@ -278,6 +281,7 @@ def _trace_halves(
         outputs=backward.outputs + left,
         effect=effects.of_backward(joint, halves.input),
         aliases=halves.input.aliases,
+        flops=count_flops(halves.input.graph),
     )
     weight = replace(
         backward,
@@ -286,6 +290,7 @@ def _trace_halves(
         outputs=(),
         effect=effects.of_backward(joint, halves.weight),
         aliases=(),
+        flops=count_flops(halves.weight.graph),
     )
     pieces = ((input_, halves.input), (weight, halves.weight))
     made = tuple(TracedHalf(f, make_body(piece, f.name)) for f, piece in pieces)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from dataclasses import replace
 from time import monotonic
@@ -25,17 +26,44 @@ NARROW = 2
 them, and as many as NCCL sees fit cost an H200 up to a quarter of what it computes meanwhile."""
 
 BYTES_EACH = 8 << 20
-"""One more for each so many bytes of a message, which then takes half a millisecond at most."""
+"""So many bytes of a message to each at most: it then takes half a millisecond."""
 
 WIDE = 16
 """With this many NCCL may as well decide."""
 
+BYTES_A_SECOND = 16.5e9
+"""What one multiprocessor of an H200 sends over NVLink; NCCL gives each a channel of its own."""
+
+FLOPS_A_SECOND = 400e12
+"""What an H200 computes in bfloat16 where a message is worth hiding. Of the square root below
+another speed by a factor of four changes a factor of two."""
+
+MULTIPROCESSORS = 132
+"""Of an H200."""
+
+EXPOSED = 0.25
+"""The share of its time by which a message in the background still delays its rank, about."""
+
 
 def width_of(channel: Channel) -> int | None:
-    """How many multiprocessors the messages of a channel may occupy; None for NCCL's choice."""
-    if not channel.background or not channel.slot_bytes:
+    """How many multiprocessors the messages of a channel may occupy; None for NCCL's choice.
+
+    With w of n multiprocessors a message takes t / w, of which a share s delays its rank, and what
+    is computed in c meanwhile takes c * w / n longer. The sum is least at w = sqrt(s * n * t / c).
+    Widths are powers of two, since each one on an edge is a communicator of its own.
+
+    Source: measured on H200s with 4 MiB messages beside products of 1024 by 1024 elements, and with
+    16 MiB messages beside layers of a Llama; `docs/design/0030-devices.md` has the figures.
+    """
+    if channel.background is None or not channel.slot_bytes:
         return None
-    wanted = max(NARROW, -(-channel.slot_bytes // BYTES_EACH))
+    least = max(NARROW, -(-channel.slot_bytes // BYTES_EACH))
+    computing = channel.background / FLOPS_A_SECOND
+    sending = channel.slot_bytes / BYTES_A_SECOND
+    if EXPOSED * MULTIPROCESSORS * sending >= WIDE**2 * computing:
+        return None
+    best = math.sqrt(EXPOSED * MULTIPROCESSORS * sending / computing)
+    wanted = max(1 << (least - 1).bit_length(), 1 << round(math.log2(max(best, 1.0))))
     return wanted if wanted < WIDE else None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,9 +13,11 @@ from cg.ir.attributes import Stream
 
 from .by_hand import Hand
 from .report import Report
-from .timing import on_device, per_call, reasons
+from .timing import alternately, on_device, per_call, reasons
 
 MICROBATCHES = 8
+
+SWITCHES = {"captured": "", "eager": "-capture", "captured, -overlap": "-overlap"}
 
 
 @cg.actor
@@ -33,30 +35,38 @@ class Linear(torch.nn.Module):
 
 def pipeline(report: Report) -> None:
     """Forward and backward of two matrices."""
-    for size in (64, 1024):
-        a, b = Linear.on(0)(size), Linear.on(1)(size)
-        x = torch.ones(MICROBATCHES * size, size, device="cuda")
+    for size, tf32 in ((64, False), (1024, False), (1024, True)):
+        before = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = tf32
+        try:
+            _measure(report, size, f"{size}²{' TF32' if tf32 else ''}")
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = before
 
-        @cg.trace
-        def step(x: torch.Tensor, a: Any = a, b: Any = b) -> None:
-            losses = [b.loss(a.forward(part)) for part in cg.microbatches(x, MICROBATCHES)]
-            cg.backward(cg.mean(losses))
 
-        raw = HandPipeline(size)
-        hand = on_device(raw.replay)
-        raw.close()
-        report.note("pipeline", f"{size}² by hand, one graph", hand, "µs")
-        for switches in ("", "-capture", "-overlap"):
-            compiled = step.lower(x).compile(passes=switches)
-            name = {"": "captured", "-capture": "eager", "-overlap": "captured, -overlap"}[switches]
-            device = on_device(partial(compiled, x))
-            report.note("pipeline", f"{size}² cg {name}, device", device, "µs", ratio=device / hand)
-            call = per_call(partial(compiled, x))
-            report.note(
-                "pipeline", f"{size}² cg {name}, call and wait", call, "µs", ratio=call / hand
-            )
-            report.say("   ", reasons(compiled))
-            compiled.close()
+def _measure(report: Report, size: int, label: str) -> None:
+    a, b = Linear.on(0)(size), Linear.on(1)(size)
+    x = torch.ones(MICROBATCHES * size, size, device="cuda")
+
+    @cg.trace
+    def step(x: torch.Tensor, a: Any = a, b: Any = b) -> None:
+        losses = [b.loss(a.forward(part)) for part in cg.microbatches(x, MICROBATCHES)]
+        cg.backward(cg.mean(losses))
+
+    raw = HandPipeline(size)
+    compiled = {name: step.lower(x).compile(passes=switches) for name, switches in SWITCHES.items()}
+    runs: dict[str, Callable[[], object]] = {"by hand, one graph": raw.replay}
+    runs["by hand, eager"] = raw.work
+    runs |= {f"cg {name}": partial(each, x) for name, each in compiled.items()}
+    for what, measure in (("device", on_device), ("call and wait", per_call)):
+        found = alternately(runs, measure, rounds=3)
+        for name, value in found.items():
+            ratio = value / found["by hand, one graph"]
+            report.note("pipeline", f"{label} {name}, {what}", value, "µs", ratio=ratio)
+    for each in compiled.values():
+        report.say("   ", reasons(each))
+        each.close()
+    raw.close()
 
 
 class HandPipeline(Hand):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -10,7 +11,7 @@ import cg
 
 from .by_hand import HandRoundTrip
 from .report import Report
-from .timing import on_device, per_call, reasons
+from .timing import alternately, on_device, per_call, reasons
 
 
 @cg.actor
@@ -41,25 +42,24 @@ def round_trip(report: Report) -> None:
         x = torch.arange(numel, dtype=torch.float32, device="cuda")
         step = cg.trace(outputs=cg.on(0))(body)
         raw = HandRoundTrip(numel)
-        hand = on_device(raw.replay, inner=5)
-        hand_call = per_call(raw.replay)
-        for switches in ("", "-capture"):
-            compiled = step.lower(x).compile(passes=switches)
+        compiled = {
+            name: step.lower(x).compile(passes=switches)
+            for name, switches in (("captured", ""), ("eager", "-capture"))
+        }
+        for each in compiled.values():
             for _ in range(4):
-                out = compiled(x)
+                out = each(x)
             if out is not None:
                 assert torch.equal(out, x), "a round trip gives another value"
-            name = "captured" if not switches else "eager"
-            device = on_device(partial(compiled, x), inner=5)
-            call = per_call(partial(compiled, x))
-            report.note(
-                "round_trip", f"{label} cg {name}, device", device, "µs", ratio=device / hand
-            )
-            report.note(
-                "round_trip", f"{label} cg {name}, call and wait", call, "µs", ratio=call / hand
-            )
-            report.say("   ", reasons(compiled))
-            compiled.close()
-        report.note("round_trip", f"{label} by hand, device", hand, "µs")
-        report.note("round_trip", f"{label} by hand, launch and wait", hand_call, "µs")
+        runs: dict[str, Callable[[], object]] = {"by hand": raw.replay}
+        runs |= {f"cg {name}": partial(each, x) for name, each in compiled.items()}
+        for what, measure in (("device", partial(on_device, inner=5)), ("call and wait", per_call)):
+            found = alternately(runs, measure)
+            for name, value in found.items():
+                ratio = value / found["by hand"]
+                how = what.replace("call", "launch") if name == "by hand" else what
+                report.note("round_trip", f"{label} {name}, {how}", value, "µs", ratio=ratio)
+        for each in compiled.values():
+            report.say("   ", reasons(each))
+            each.close()
         raw.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -50,6 +50,22 @@ def on_device(run: Callable[[], object], warm: int = 10, count: int = 30, inner:
         torch.cuda.synchronize()
         times.append(begin.elapsed_time(end) / inner)
     return statistics.median(times) * 1e3
+
+
+def alternately(
+    runs: Mapping[str, Callable[[], object]],
+    measure: Callable[[Callable[[], object]], float],
+    rounds: int = 5,
+) -> dict[str, float]:
+    """Measure each of several calls in turn, some rounds of it; medians by name.
+
+    One after the other they would meet different clocks and neighbours.
+    """
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            found[name].append(measure(run))
+    return {name: statistics.median(values) for name, values in found.items()}
 
 
 def reasons(compiled: Any) -> list[str]:

@@ -126,11 +126,29 @@ def test_bindings_that_are_not_there() -> None:
             bindings.load()
 
 
-def test_messages_in_the_background_are_narrow() -> None:
-    edge = Channel(0, (0, 1), via="nccl", slots=2, slot_bytes=16 << 20, background=True)
-    assert width_of(edge) == 2
-    assert width_of(replace(edge, slot_bytes=64)) == 2
-    assert width_of(replace(edge, slot_bytes=(64 << 20) + 1)) == 9
-    # In front of what waits for them, or this large, they take what they can get.
-    assert width_of(replace(edge, background=False)) is None
-    assert width_of(replace(edge, slot_bytes=200 << 20)) is None
+MIB = 1 << 20
+PRODUCT = 2 * 1024**3
+"""Operations of a product of two matrices of 1024 by 1024 elements."""
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "flops", "width"),
+    [
+        (16 * MIB, 10**13, 2),  # some layers of a Llama
+        (16 * MIB, 10**12, 4),
+        (16 * MIB, 10**11, None),
+        (4 * MIB, 100 * PRODUCT, 4),
+        (4 * MIB, 30 * PRODUCT, 8),
+        (4 * MIB, 3 * PRODUCT, None),
+        (64, 10**13, 2),  # it takes no time, however many there are
+        (64, 0, None),  # nothing that it would hold up
+        (64 * MIB + 1, 10**13, None),  # more than 8 would be 16, of which NCCL decides
+        (40 * MIB, 10**15, 8),
+        (200 * MIB, 10**13, None),
+        (64, None, None),  # in front of what waits for it
+        (0, 10**13, None),  # nothing travels by NCCL
+    ],
+)
+def test_widths_of_messages(nbytes: int, flops: int | None, width: int | None) -> None:
+    edge = Channel(0, (0, 1), via="nccl", slots=2, slot_bytes=nbytes, background=flops)
+    assert width_of(edge) == width

@@ -1,0 +1,68 @@
+"""What a function is said to compute is what torch's flop counter counts when it runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from .function_tools import trace, trace_vjp
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(4, 6, 3, padding=1)
+        self.layer = nn.Linear(6, 8)
+        self.weight = nn.Parameter(torch.randn(2, 8, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.conv(x)).transpose(1, 2)
+        return torch.bmm(self.layer(h), self.weight)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = (x * self.scale).view(2, 3, 5, 8)
+        return nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+
+class Pointwise(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x) + x
+
+
+def counted(run: Any, *values: Tensor) -> tuple[int, Any]:
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        results = run(*values)
+    return counter.get_total_flops(), results
+
+
+CASES = [(Layers, (2, 4, 7)), (Attention, (2, 3, 5, 8)), (Pointwise, (3, 3))]
+
+
+@pytest.mark.parametrize(("kind", "shape"), CASES)
+def test_forward(kind: type[nn.Module], shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape)
+    traced = trace(kind(), "forward", x)
+    count, _ = counted(traced.body, x)
+    assert traced.declaration.flops == count
+    assert (count > 0) is (kind is Layers)  # torch counts no attention on CPUs
+
+
+@pytest.mark.parametrize(("kind", "shape"), CASES)
+def test_both_halves_of_a_backward(kind: type[nn.Module], shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape)
+    traced = trace_vjp(kind(), "forward", (0,), (0,), x.clone().requires_grad_())
+    count, (out, *saved) = counted(traced.forward_body, x)
+    assert traced.forward.flops == count
+    count, _ = counted(traced.backward_body, *saved, torch.ones_like(out))
+    assert traced.backward.flops == count
+    assert sum(half.declaration.flops for half in traced.halves) in (0, count)
