@@ -10,10 +10,13 @@ from ..ir.attributes import Effect
 from ..ir.diagnostics import error
 from ..ir.module import Module, Phase, Program
 from ..ir.ops import Barrier, Call, Free, Op, Recv, Return, Send, Value, Wait
-from ..ir.types import FutureType
+from ..ir.types import FutureType, TensorType
 from .base import Pass
 from .fabrics import is_by_stream
 from .registry import register
+
+SMALL = 1 << 16
+"""Bytes of a message that travels in less time than a second branch of a device's graph takes."""
 
 
 @register
@@ -25,7 +28,8 @@ class Overlap(Pass):
     posted and not been waited for, and no more than `ahead` calls are left before it is needed; one
     that is posted earlier stays. A wait moves down to the first use of what it gives. The wait for
     a send moves down to just before the send of the same channel that is `lookahead` later, or to
-    the end.
+    the end. Small messages between devices move over calls that compute, or not at all: side by
+    side with each other they would cost more than they take.
 
     Why this cannot bring about a deadlock: the receives of a rank keep their order among each
     other, over all channels; so do its sends; and so do its collectives. Suppose that the programs
@@ -86,8 +90,10 @@ class Overlap(Pass):
         for program in module.programs:
             _refuse_planned(program)
             calls = {op for op in program.ops if isinstance(op, Call) and _computes(op, module)}
-            late = _wait_late(program.ops, self.lookahead)
-            ops = _post_early(late, calls, self.lookahead, self.ahead)
+            stays = _not_worth_moving(program.ops, module, calls, self.lookahead)
+            late = _wait_late(program.ops, self.lookahead, stays)
+            small = {op for op in late if isinstance(op, Recv) and _is_small(op, module)}
+            ops = _post_early(late, calls, small, self.lookahead, self.ahead)
             changed = changed or any(a is not b for a, b in zip(ops, program.ops, strict=True))
             program.ops[:] = ops
         return _mark_background(module) or changed
@@ -143,8 +149,42 @@ def _refuse_planned(program: Program) -> None:
             )
 
 
-def _wait_late(ops: Sequence[Op], lookahead: int) -> list[Op]:
-    """Move each wait for a future to where it is needed."""
+def _not_worth_moving(
+    ops: Sequence[Op], module: Module, calls: Set[Call], lookahead: int
+) -> Set[Op]:
+    """The waits for small sends on devices with nothing to compute before they would have to end.
+
+    A graph of a device with two branches takes some microseconds longer than one with one.
+    """
+    sends: dict[Value, Send] = {}
+    sent: dict[int, int] = {}
+    begun: dict[tuple[int, int], int] = {}  # calls before a channel's n-th send
+    waits: list[tuple[Op, int, int, int]] = []
+    done = 0
+    for op in ops:
+        if op in calls:
+            done += 1
+        elif isinstance(op, Send):
+            sends[op.result] = op
+            sent[op.chan] = number = sent.get(op.chan, 0) + 1
+            begun[op.chan, number] = done
+        elif isinstance(op, Wait) and op.operands[0] in sends:
+            send = sends[op.operands[0]]
+            if _is_small(send, module):
+                waits.append((op, done, send.chan, sent[send.chan] + lookahead))
+    return {op for op, at, chan, number in waits if begun.get((chan, number), done) == at}
+
+
+def _is_small(op: Send | Recv, module: Module) -> bool:
+    """Whether a message between devices is small."""
+    type_ = op.operands[0].type if isinstance(op, Send) else op.result.type
+    value = type_.value if isinstance(type_, FutureType) else type_
+    is_by_device = is_by_stream(module.channels[op.chan])
+    return is_by_device and isinstance(value, TensorType) and value.nbytes <= SMALL
+
+
+def _wait_late(ops: Sequence[Op], lookahead: int, stays: Set[Op]) -> list[Op]:
+    """Move each wait for a future to where it is needed, but for those that stay."""
     barriers = {op.results[0] for op in ops if isinstance(op, Barrier) and op.results}
     used = {value for op in ops for value in op.operands}
     moved: list[Op] = []
@@ -154,7 +194,7 @@ def _wait_late(ops: Sequence[Op], lookahead: int) -> list[Op]:
         for value in op.operands:
             if value in held:
                 moved.append(held.pop(value))
-        if isinstance(op, Wait) and _may_wait_late(op, barriers):
+        if isinstance(op, Wait) and op not in stays and _may_wait_late(op, barriers):
             future = op.operands[0]
             if op.results and op.results[0] in used:
                 held[op.results[0]] = op
@@ -182,11 +222,14 @@ def _may_wait_late(op: Wait, barriers: set[Value]) -> bool:
     return isinstance(op.operands[0].type, FutureType) and op.operands[0] not in barriers
 
 
-def _post_early(ops: Sequence[Op], calls: Set[Call], lookahead: int, ahead: int) -> list[Op]:
+def _post_early(
+    ops: Sequence[Op], calls: Set[Call], small: Set[Recv], lookahead: int, ahead: int
+) -> list[Op]:
     """Move each receive to where its channel has room for it, without overtaking another.
 
     Args:
         calls: those of `ops` that compute.
+        small: receives that only move up over such.
         lookahead, ahead: as in `Overlap`.
     """
     receives = [op for op in ops if isinstance(op, Recv)]
@@ -202,7 +245,8 @@ def _post_early(ops: Sequence[Op], calls: Set[Call], lookahead: int, ahead: int)
         while posted < len(receives):
             op = receives[posted]
             count = in_flight.get(op.chan, 0)
-            too_early = needed.get(op.result, done) - done > ahead
+            left = needed.get(op.result, done) - done
+            too_early = left > ahead or (op in small and not left)
             if posted >= until and (count >= lookahead or too_early or op.operands):
                 break
             in_flight[op.chan] = count + 1

@@ -108,7 +108,7 @@ def backward(module: nn.Module, x: Tensor, times: int, adds: bool) -> Counter[st
     return ops.counts
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
 @pytest.mark.parametrize("times", [1, 2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_sums_are_those_of_autograd(kind: type[nn.Module], times: int, dtype: torch.dtype) -> None:
