@@ -57,8 +57,8 @@ def _round_trip_words() -> str:
     hand = "by hand, device"
     points = [
         f"8 bytes on the device: {_times(small['cg captured, device'], small[hand])} by hand "
-        f"captured, {_times(small['cg eager, device'], small[hand])} eager. For the host a graph is "
-        "faster, "
+        f"captured, {_times(small['cg eager, device'], small[hand])} eager. For the host a graph "
+        "is faster, "
         f"{small['cg captured, call and wait']:.0f} against "
         f"{small['cg eager, call and wait']:.0f} µs with the wait.",
         f"40 MB on the device: {_times(large['cg captured, device'], large[hand])} captured, "
@@ -174,6 +174,8 @@ _OTHER_SECTIONS = (
     "sanitizer",
     "random",
     "wheel",
+    "slower host",
+    "widths",
     "ahead",
 )
 
