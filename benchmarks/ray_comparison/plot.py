@@ -17,6 +17,7 @@ COLOURS = {
     "ray compiled": "#d1495b",
     "cg": "#00798c",
     "cg source": "#7cc6d2",
+    "cg bound": "#004e5a",
     "mpi4py": "#edae49",
 }
 NAMES = {
@@ -24,6 +25,7 @@ NAMES = {
     "ray compiled": "Ray Compiled Graph",
     "cg": "cg, compiled wheel",
     "cg source": "cg, from source",
+    "cg bound": "cg, compiled wheel, bound to cores",
 }
 
 

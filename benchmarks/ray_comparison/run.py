@@ -4,8 +4,9 @@
     python benchmarks/ray_comparison/run.py [--repeats 3] [--seconds 1] [--record]
 
 The arms run one after the other, each in processes of its own, and all of them again for each
-repeat (ABAB…). "cg" is the compiled wheel, "cg source" this checkout as it is. With --record the
-figures go to benchmarks/results/ray_comparison.json and the plot to docs/images/.
+repeat (ABAB…). "cg" is the compiled wheel, "cg bound" the same with ranks that keep to cores, and
+"cg source" this checkout as it is. With --record the figures go to
+benchmarks/results/ray_comparison.json and the plot to docs/images/.
 """
 
 from __future__ import annotations
@@ -32,12 +33,16 @@ ROOT = HERE.parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "ray_comparison.json"
 PICTURE = ROOT / "docs" / "images" / "ray_comparison.svg"
 
+BOUND = ["--mpi-arg=-bind-to", "--mpi-arg=core"]
+"""Ranks keep to cores, in turn, though there are more of them than cores."""
+
 # Each command writes its cells to a file of its own; FILE stands for it.
 ARMS: dict[str, list[list[str]]] = {
     "ray core": [["ray_arm.py", "core"]],
     "ray compiled": [["ray_arm.py", "compiled"]],
     "cg": [["-m", "cg.launch", "-n", "4", "cg_arm.py"]],
     "cg source": [["-m", "cg.launch", "-n", "4", "cg_arm.py"]],
+    "cg bound": [["-m", "cg.launch", "-n", "4", *BOUND, "cg_arm.py"]],
     "mpi4py": [
         ["-m", "cg.launch", "-n", "2", "mpi_arm.py"],
         ["-m", "cg.launch", "-n", "4", "mpi_arm.py"],

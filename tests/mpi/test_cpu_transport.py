@@ -62,7 +62,7 @@ def test_another_plan_is_named(reports: Reports) -> None:
 
 def test_a_timeout_shows_where_all_ranks_are(reports: Reports) -> None:
     (message,) = set(reports["late"].values())
-    assert "the step has not ended after 1.5 s" in message
+    assert "the step has not ended after 2.5 s" in message
     assert "rank 0 at 4 awaits 2" in message
     assert "rank 1" in message
 
