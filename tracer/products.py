@@ -83,5 +83,8 @@ def add_product(
         gradient = torch.empty_like(parameter, requires_grad=False)
         torch.mm(one, other, out=gradient.t() if is_transposed else gradient)
         parameter.grad = gradient
-    else:
+    elif gradient.dtype is one.dtype:
         (gradient.t() if is_transposed else gradient).addmm_(one, other)
+    else:  # `.grad` of a type of its own, by `Tensor.grad_dtype`; BLAS adds to none
+        product = torch.mm(one, other)
+        gradient.add_(product.t() if is_transposed else product)

@@ -149,6 +149,27 @@ def test_what_was_there_is_added_to() -> None:
     assert torch.equal(held, expected)
 
 
+@pytest.mark.skipif(not hasattr(nn.Parameter, "grad_dtype"), reason="gradients of one type only")
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("kind", [Straight, Turned])
+def test_gradients_of_a_type_of_their_own(kind: type[nn.Module], adds: bool) -> None:
+    module = kind().to(torch.bfloat16)
+    parameter = next(p for p in module.parameters() if p.ndim == 2)
+    x = whole(5, SIZE, dtype=torch.bfloat16)
+    traced = trace_vjp(module, "forward", (0,), (0,), x.clone().requires_grad_())
+    body: Any = traced.backward_body
+    body = body.refit(None) if adds else body
+    parameter.grad_dtype = torch.float32
+    parameter.grad = torch.zeros_like(parameter, dtype=torch.float32)
+    with torch.no_grad():
+        out, *saved = traced.forward_body(x)
+        for _ in range(2):
+            body(*saved, whole(*out.shape, dtype=out.dtype))
+    product = x.float().t() @ whole(5, 3)
+    assert parameter.grad.dtype is torch.float32
+    assert torch.equal(parameter.grad, 2 * (product.t() if kind is Turned else product))
+
+
 class Summed(nn.Module):
     """The gradient of the product is one number, expanded."""
 
