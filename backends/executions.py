@@ -285,11 +285,14 @@ class Executions:
         """Return when the graph has a free seat.
 
         Raises:
-            CapacityError: it has none, and `block` is false.
+            CapacityError: it has none, or ranks start over, and `block` is false.
         """
-        if self.in_doubt:
-            self._until(lambda: not self.in_doubt)
         self.turn()
+        if self.in_doubt:
+            if not block:
+                again = "call execute again a little later, or with block=True"
+                raise CapacityError(f"ranks start over after an interruption: {again}")
+            self._until(lambda: not self.in_doubt)
         if graph.free:
             return
         if not block:

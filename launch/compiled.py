@@ -162,7 +162,8 @@ class Compiled:
 
         Raises:
             InputError: the arguments are not of the types that were traced; nothing was sent.
-            CapacityError: `max_inflight` executions are in flight, and `block` is false.
+            CapacityError: `max_inflight` executions are in flight, or ranks start over after an
+                interruption, and `block` is false.
             RuntimeError: this rank is not the driver, the graph has been closed, or an actor of
                 this rank has changed since it was traced.
             TransportError: a rank has ended, or Ctrl-C came earlier and ranks cannot start over.

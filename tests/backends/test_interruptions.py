@@ -62,6 +62,16 @@ def test_executions_in_doubt_are_lost_and_later_ones_are_not(graph: Any) -> None
     compiled.close()
 
 
+def test_an_execution_that_must_not_wait_does_not_wait_for_ranks(graph: Any) -> None:
+    executions, compiled, _ = graph
+    executions.in_doubt = True
+    for _ in range(2):  # a stage in each call
+        with pytest.raises(cg.CapacityError, match="start over after an interruption"):
+            compiled.execute(1, block=False)
+    assert compiled.execute(2, block=False).result() == 2
+    compiled.close()
+
+
 def test_closing_starts_over_as_well(graph: Any) -> None:
     executions, compiled, _ = graph
     lost = compiled.execute(1)
