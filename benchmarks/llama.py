@@ -139,7 +139,9 @@ def run_cg(
     """Compile and time one schedule, and hold it against what its simulation says."""
     placing, cut = pipe.placing, pipe.cut
     x, y = batch(bench.shape, microbatches, str(bench.device))
-    costs = bench.costs.get((cut, True)) or bench.costs.get((cut, False))
+    costs = bench.costs.get((cut, True, microbatches)) or bench.costs.get(
+        (cut, False, microbatches)
+    )
     schedule = chosen(name, costs, cg.world_size())
     began = time.perf_counter()
     fuse = bench.options.fuse
@@ -186,8 +188,11 @@ def bubbles(
     data: tuple[Tensor, Tensor],
     modules: Sequence[Any],
 ) -> dict[str, Any]:
-    """Idle shares of a step: recorded, and simulated with costs measured once for each cut."""
-    key = (cut, schedule.splits)
+    """Idle shares of a step: recorded, and simulated with costs measured once for each cut.
+
+    With more microbatches a GPU idles less, and its clocks are slower: each number has its costs.
+    """
+    key = (cut, schedule.splits, len(data[0]))
     if key not in bench.costs:
         costs = cg.measure(compiled, *data, executions=4)
         # Channels have other numbers in other programs; all edges are alike.

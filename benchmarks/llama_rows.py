@@ -42,7 +42,7 @@ class Bench:
     """What all sections share.
 
     Attributes:
-        costs: measured, for each cut and for whole and split backwards.
+        costs: measured, for each cut, for whole and split backwards, and by microbatches.
         torch_is_sound: whether torch.distributed may still be used: not after a failure.
     """
 
@@ -50,7 +50,7 @@ class Bench:
     shape: Shape
     device: torch.device
     rows: list[dict[str, Any]] = field(default_factory=list)
-    costs: dict[tuple[Cut, bool], cg.Costs] = field(default_factory=dict)
+    costs: dict[tuple[Cut, bool, int], cg.Costs] = field(default_factory=dict)
     weights: Weights | None = None
     torch_is_sound: bool = True
 

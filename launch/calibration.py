@@ -145,12 +145,13 @@ def _links(world: World, module: Module, overhead: float) -> dict[int, Link]:
     edges: dict[tuple[int, int], Link] = {}
     found: dict[int, Link] = {}
     sizes = _largest_messages(module)
-    for channel in module.channels.values():
+    channels = tuple(module.channels.values())
+    for channel in channels:
         links = []
         for one, other in _edges_of(channel):
             edge = (min(one, other), max(one, other))
             if edge not in edges:
-                edges[edge] = try_edge(world, edge, sizes.get(edge, 0), overhead)
+                edges[edge] = try_edge(world, edge, sizes.get(edge, 0), overhead, channels)
             links.append(edges[edge])
         link = _slowest(links)
         if link is not None:

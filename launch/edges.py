@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from statistics import median
@@ -15,7 +16,7 @@ from torch import Tensor
 from ..backends.base import Body, World
 from ..ir.attributes import Symbol
 from ..ir.costs import Link
-from ..ir.module import Function, Module, Phase, Program
+from ..ir.module import Channel, Function, Module, Phase, Program
 from ..ir.ops import Call, Op, Return, Value
 from ..ir.types import DType, Place, TensorType, relocate
 from ..passes.manager import PassManager
@@ -35,7 +36,13 @@ _LARGE = 1 << 18
 """Bytes of the messages, if the step has no larger ones: bandwidth needs some difference."""
 
 
-def try_edge(world: World, edge: tuple[int, int], largest: int, overhead: float) -> Link:
+def try_edge(
+    world: World,
+    edge: tuple[int, int],
+    largest: int,
+    overhead: float,
+    channels: Sequence[Channel] = (),
+) -> Link:
     """Latency and bandwidth between two ranks; collective, the other ranks look on.
 
     Args:
@@ -43,22 +50,26 @@ def try_edge(world: World, edge: tuple[int, int], largest: int, overhead: float)
         edge: the two.
         largest: bytes of the largest message that will matter.
         overhead: milliseconds to leave out, which a sender spends before a message leaves.
+        channels: of the step. What a device sends in the background moves as slowly here.
     """
     large = max(largest, _LARGE)
-    time = _one_way(world, edge, _SMALL)
-    longer = _one_way(world, edge, large) - time
+    time = _one_way(world, edge, _SMALL, channels)
+    longer = _one_way(world, edge, large, channels) - time
     # GB/s are 1e6 bytes a millisecond.
     bandwidth = (large - _SMALL) / longer / 1e6 if longer > 0 else math.inf
     return Link(max(0.0, time - overhead), bandwidth)
 
 
-def _one_way(world: World, edge: tuple[int, int], nbytes: int) -> float:
+def _one_way(
+    world: World, edge: tuple[int, int], nbytes: int, channels: Sequence[Channel]
+) -> float:
     """Milliseconds from the end of a call to the start of the one that it sends a tensor to.
 
     Times of one rank are compared with one another only, so that clocks need not agree: from a
     call's end to the next one's start on the same rank, less the call on the other rank between.
     """
     module = _ping_pong(world, edge, nbytes)
+    _set_background(module, channels)
     device = torch_device(world)
     made = torch.empty(nbytes, dtype=torch.uint8, device=device)
     think = partial(sleep, _PAUSE) if device is None else _product(device)
@@ -89,6 +100,16 @@ def _product(device: torch.device) -> Callable[[], object]:
     """Keeps a device busy for long enough that its host has put the next message on a stream."""
     matrix = torch.zeros(_SIDE, _SIDE, device=device)
     return partial(torch.mm, matrix, matrix)
+
+
+def _set_background(module: Module, channels: Sequence[Channel]) -> None:
+    """Give messages the multiprocessors that those of the step have, and so its communicators."""
+    for id_, channel in module.channels.items():
+        for one in channels:
+            if one.background is not None and one.ranks == channel.ranks:
+                module.channels[id_] = replace(
+                    channel, background=one.background, slot_bytes=one.slot_bytes
+                )
 
 
 def _ping_pong(world: World, edge: tuple[int, int], nbytes: int) -> Module:

@@ -12,7 +12,7 @@ import pytest
 from cg.backends.program_times import RankTimes
 from cg.ir.communication import Span
 from cg.ir.costs import Costs, Link
-from cg.ir.module import Module
+from cg.ir.module import Channel, Module
 from cg.ir.ops import Call
 from cg.ir.parser import parse_module
 from cg.ir.verifier import verify
@@ -83,8 +83,15 @@ def costs_of(module: Module, recordings: Sequence[Recording], world: World | Non
     The two calls of rank 0 have 0.25 ms between them, in which a send is posted.
     """
 
-    def try_edge(world: object, edge: tuple[int, int], largest: int, overhead: float) -> Link:
+    def try_edge(
+        world: object,
+        edge: tuple[int, int],
+        largest: int,
+        overhead: float,
+        channels: Sequence[Channel],
+    ) -> Link:
         assert (edge, largest) == ((0, 1), 16)
+        assert channels == tuple(module.channels.values())
         return Link(0.5 - overhead)
 
     with mock.patch("cg.launch.calibration.try_edge", try_edge):

@@ -1,0 +1,53 @@
+"""What goes back and forth to find out what a message costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from unittest import mock
+
+import pytest
+
+from cg.ir.module import Channel, Module
+from cg.launch.edges import try_edge
+
+
+@dataclass
+class World:
+    """What a trial asks a world."""
+
+    size: int = 2
+    device: object = None
+    is_virtual: bool = True
+
+
+class _Seen(Exception):
+    """Ends a trial where it would be run."""
+
+
+def tried(*channels: Channel) -> Module:
+    """The first module that two ranks with these channels would run."""
+    patched = mock.patch("cg.launch.edges.record", side_effect=_Seen)
+    with patched as record, pytest.raises(_Seen):
+        try_edge(World(), (0, 1), 4096, 0.0, channels)  # type: ignore[arg-type]
+    (call,) = record.call_args_list
+    module = call.args[1]
+    assert isinstance(module, Module)
+    return module
+
+
+def channels_of(module: Module) -> dict[tuple[int, ...], tuple[int | None, int | None]]:
+    return {one.ranks: (one.background, one.slot_bytes) for one in module.channels.values()}
+
+
+def test_messages_of_a_trial_are_those_of_a_step_that_waits() -> None:
+    assert {background for background, _ in channels_of(tried()).values()} == {None}
+    plain = Channel(7, (0, 1), slot_bytes=4096)
+    assert channels_of(tried(plain)) == channels_of(tried())
+
+
+def test_messages_in_the_background_keep_what_they_occupy() -> None:
+    one = Channel(7, (1, 0), slot_bytes=1 << 24, background=10**12)
+    elsewhere = Channel(8, (2, 1), slot_bytes=1 << 24, background=10**13)
+    found = channels_of(tried(one, elsewhere))
+    assert found[1, 0] == (10**12, 1 << 24)
+    assert found[0, 1] == channels_of(tried())[0, 1]
