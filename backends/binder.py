@@ -7,7 +7,6 @@ need no instruction at all.
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -44,6 +43,7 @@ from .linked import LinkedProgram
 from .random import seeded
 from .steps import KEEP, Role, Step
 from .turnstiles import Tickets
+from .values import duplicate_object
 
 
 @dataclass(slots=True)
@@ -241,10 +241,8 @@ class Binder:
 
     def _bind_copy(self, op: Copy) -> None:
         source, target = self._register(op.operands[0]), self._register(op.result)
-        tensor = isinstance(op.result.type, TensorType)
-        duplicate: Callable[[Any], Any] = torch.clone if tensor else deepcopy
         self._emit(
-            instructions.apply(self._code.registers, source, target, duplicate),
+            instructions.apply(self._code.registers, source, target, _duplicate(op.result)),
             Step(Role.COMPUTE, (source,), (target,)),
         )
 
@@ -382,8 +380,7 @@ class Binder:
         source, target = self._register(value), len(self._code.template)
         self._code.registers.append(None)
         self._code.template.append(None)
-        duplicate = torch.clone if isinstance(value.type, TensorType) else deepcopy
-        return target, instructions.apply(self._code.registers, source, target, duplicate)
+        return target, instructions.apply(self._code.registers, source, target, _duplicate(value))
 
     def _finish(self) -> None:
         """Await what nobody waited for, and release what nobody freed."""
@@ -406,6 +403,11 @@ _BINDERS: dict[type[Op], Callable[[Binder, Any], None]] = {
     Free: lambda binder, op: binder._bind_free(op),
     Return: lambda binder, op: binder._bind_return(op),
 }
+
+
+def _duplicate(value: Value) -> Callable[[Any], Any]:
+    """What copies it."""
+    return torch.clone if isinstance(value.type, TensorType) else duplicate_object
 
 
 def _promised(future: Value) -> ValueType:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Generator
 from typing import Any, Protocol
@@ -34,6 +36,17 @@ class Progress(Protocol):
         """Go on inside an asyncio event loop until the future is done."""
 
 
+class _Watch:
+    """Awaited, it lasts until a future is done; unlike the future it raises no error of its own."""
+
+    def __init__(self, future: Future, progress: Progress) -> None:
+        self._future = future
+        self._progress = progress
+
+    def __await__(self) -> Generator[Any, None, None]:
+        yield from self._progress.watch(self._future)
+
+
 class Future:
     """The result of an execution, sooner or later.
 
@@ -54,6 +67,7 @@ class Future:
     _poison: Poison | None = None
     _delivery: Callable[[], None] | None = None
     _callbacks: list[Callback] | None = None
+    _attendant: asyncio.Task[None] | None = None
 
     def __init__(self, progress: Progress, execution: int) -> None:
         self.execution = execution
@@ -101,14 +115,23 @@ class Future:
     def add_done_callback(self, callback: Callback) -> None:
         """Call `callback(future)` when the execution has ended; at once if it has.
 
-        It is called while the driver moves executions on, in the driver's thread. What it raises
-        is logged.
+        It is called while the driver moves executions on, in the driver's thread; a running event
+        loop of asyncio goes on with them meanwhile. What it raises is logged.
         """
         if self._callbacks is None:
             self._callbacks = []
         self._callbacks.append(callback)
         if self.is_done:
             self.call_back()
+        elif self._attendant is None:
+            with contextlib.suppress(RuntimeError):  # no loop is running
+                self._attendant = asyncio.get_running_loop().create_task(self._attend())
+
+    def remove_done_callback(self, callback: Callback) -> int:
+        """Call `callback` no more; how often it would have been called."""
+        before = self._callbacks or []
+        self._callbacks = [each for each in before if each != callback]
+        return len(before) - len(self._callbacks)
 
     def __await__(self) -> Generator[Any, None, Any]:
         if not self.is_done:
@@ -120,6 +143,21 @@ class Future:
         if self.is_done:
             state = "failed" if self._poison is not None else "done"
         return f"<Future of execution {self.execution}, {state}>"
+
+    def cancelled(self) -> bool:
+        """False: an execution that has been started comes to its end."""
+        return False
+
+    async def _attend(self) -> None:
+        """Move the execution on inside an event loop, for who waits for a callback."""
+        try:
+            if not self.is_done:
+                await _Watch(self, self._progress)
+        except Exception:
+            _LOG.exception("%r cannot end", self)
+            self.call_back()  # whoever waits is to look
+        finally:
+            self._attendant = None
 
     # -- for those who run the execution ----------------------------------------------------
 

@@ -6,7 +6,10 @@ catches in the end is an exception that is both a `RemoteError` and of the origi
 
 from __future__ import annotations
 
+import contextlib
 import pickle
+from collections.abc import Mapping
+from types import GetSetDescriptorType, MemberDescriptorType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,6 +17,8 @@ from .errors import Failure, RemoteError
 
 _NOT_MIXED = (StopIteration, StopAsyncIteration, RemoteError)
 """Classes that mean something to the interpreter when they are raised, and our own."""
+
+_NOT_FIELDS = {"args", "obj"}
 
 
 class Poison(Exception):
@@ -71,11 +76,43 @@ def _packed(error: BaseException) -> bytes:
     cls = type(error)
     whole: Any = error
     if cls.__reduce__ is BaseException.__reduce__:
-        whole = (cls, error.args, error.__dict__)
+        whole = (cls, error.args, _portable(error.__dict__), _portable(_fields(error)))
     try:
         return pickle.dumps(whole, 5)
     except Exception:  # whatever a user's class does when it is pickled
         return b""
+
+
+def _fields(error: BaseException) -> dict[str, Any]:
+    """What an exception keeps outside of `__dict__`: in slots, or as the interpreter's own do.
+
+    An AttributeError's object, which may be anything, is left out.
+    """
+    kinds = (MemberDescriptorType, GetSetDescriptorType)
+    found: dict[str, Any] = {}
+    for cls in type(error).__mro__:
+        for name, descriptor in vars(cls).items():
+            if isinstance(descriptor, kinds) and name not in _NOT_FIELDS and name[:2] != "__":
+                value = getattr(error, name, None)
+                if value is not None:
+                    found.setdefault(name, value)
+    return found
+
+
+def _set_fields(error: BaseException, values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        with contextlib.suppress(AttributeError, TypeError):  # what can be read only
+            setattr(error, name, value)
+
+
+def _portable(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Those attributes that can be pickled."""
+    found = {}
+    for name, value in attributes.items():
+        with contextlib.suppress(Exception):  # whatever a user's class does when it is pickled
+            pickle.dumps(value, 5)
+            found[name] = value
+    return found
 
 
 def _unpacked(content: bytes) -> BaseException | None:
@@ -83,10 +120,11 @@ def _unpacked(content: bytes) -> BaseException | None:
         whole = pickle.loads(content)
         if isinstance(whole, BaseException):
             return whole
-        cls, args, attributes = whole
+        cls, args, attributes, fields = whole
         error: BaseException = cls.__new__(cls, *args)
         error.args = args
         error.__dict__.update(attributes)
+        _set_fields(error, fields)
     except Exception:  # its class is not there, or is not what it was
         return None
     return error
@@ -102,10 +140,10 @@ def _mixed(failure: Failure, original: BaseException) -> RemoteError:
         return RemoteError(failure)
     try:
         error = _class_for(cls)(failure)
-        # What the interpreter's own classes keep outside of `__dict__`, such as `errno`.
         _builtin_base(cls).__init__(error, *original.args)
         error.args = original.args
         error.__dict__.update(original.__dict__)
+        _set_fields(error, _fields(original))
         error.failure = failure
     except Exception:  # a metaclass, slots, or a base that cannot be combined
         return RemoteError(failure)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..ir.types import TensorType, UnitType, ValueType
-from .errors import TransportError
+from .cpu.objects import decode, encode
 
 
 def duplicate(value: Any, type_: ValueType) -> Any:
@@ -22,13 +22,23 @@ def duplicate(value: Any, type_: ValueType) -> Any:
         return value.clone(memory_format=torch.contiguous_format)
     if isinstance(type_, UnitType):
         return None
-    try:
-        return pickle.loads(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
-    except Exception as error:
-        raise TransportError(
-            f"an object of type {type(value).__name__} cannot go to another rank, because it "
-            f"cannot be pickled: {error}"
-        ) from error
+    return duplicate_object(value)
+
+
+def duplicate_object(value: Any) -> Any:
+    """A copy of an object, just as another rank would get it.
+
+    Raises:
+        TransportError: it cannot be pickled.
+    """
+    encoded = encode(value)
+    memory = np.empty(encoded.nbytes, dtype=np.uint8).data
+    encoded.write(memory, 0, _copy)
+    return decode(memory, 0, encoded.nbytes, private=True)
+
+
+def _copy(target: memoryview, source: memoryview) -> None:
+    target[:] = source
 
 
 def spoil(value: Any) -> None:

@@ -6,10 +6,12 @@ import argparse
 import os
 import shlex
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from .attendance import Attendance
 from .config import THREAD_VARIABLES, Config, ConfigError, environment, table
 from .job import Job
 from .launcher import Launcher, LaunchError, command, find, variables
@@ -102,13 +104,27 @@ def _run(options: argparse.Namespace) -> int:
         extra=options.mpi_arg,
     )
     _show(options, line, ours, launcher)
-    return _supervise(line, {**inherited, **ours, **variables(launcher, os.geteuid() == 0)}, ranks)
+    everything = {**inherited, **ours, **variables(launcher, os.geteuid() == 0)}
+    with tempfile.TemporaryDirectory(prefix="cg-job-") as folder:
+        everything["CG_ATTENDANCE"] = folder
+        return _supervise(line, everything, ranks, Attendance(Path(folder)))
 
 
-def _supervise(line: Sequence[str], variables_: Mapping[str, str], ranks: int) -> int:
+def _supervise(
+    line: Sequence[str], variables_: Mapping[str, str], ranks: int, attendance: Attendance
+) -> int:
     started = time.time()
     job = Job()
     code = job.run(line, variables_)
+    lost = ", ".join(map(str, attendance.present()))
+    if code == 0 and lost:
+        code = 1
+        print(
+            f"cg.launch: the job has ended in the middle of its work, on rank {lost}: one of them "
+            "ended with exit code 0 and did not leave the job, as os._exit(0) does, and the others "
+            "were ended with it. Use sys.exit, or raise an error",
+            file=sys.stderr,
+        )
     if job.ended_by is not None:
         print(f"cg.launch: {job.ended_by.name} ended all {ranks} ranks", file=sys.stderr)
     elif code != 0:

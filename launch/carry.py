@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..backends.values import duplicate_object
 from ..tracer.actors import ActorHandle
 from ..tracer.opaque import opaque
 from .api import actor
@@ -55,8 +56,12 @@ class CarryObject:
 
     @opaque
     def set(self, value: Any) -> None:
-        """Replace the value."""
-        self.value = value
+        """Replace the value, by a copy: what comes from this rank may be changed by who made it.
+
+        Raises:
+            TransportError: it cannot be pickled.
+        """
+        self.value = duplicate_object(value)
 
 
 def carry(initial: Any, *, on: int) -> ActorHandle:

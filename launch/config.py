@@ -52,6 +52,8 @@ class Config:
     """Where actors live: on the host, or on an accelerator of each rank's own."""
     hccl_library: str | None = None
     """The file of HCCL; None: it is looked for."""
+    attendance: Path | None = None
+    """Where ranks of this machine say that they are in the job; None: nobody asks."""
     launch: Launch | None = None
     """How an MPI launcher started this process; None: it did not."""
     preset_threads: frozenset[str] = frozenset()
@@ -290,6 +292,15 @@ VARIABLES = (
         "of its local rank, or all on the CPU. `auto` takes accelerators where there are as many "
         "as ranks.",
         _word,
+    ),
+    Variable(
+        "CG_ATTENDANCE",
+        "attendance",
+        "a directory",
+        "none",
+        "Where ranks have a file while they are in the job. `cg.launch` sets it, to notice those "
+        "that end in the middle of it with exit code 0.",
+        Path,
     ),
     Variable(
         "HCCL_SO_PATH",

@@ -15,6 +15,7 @@ from typing import Any
 from ..backends.base import World
 from ..backends.virtual import VirtualWorld
 from . import devices, failure
+from .attendance import Attendance
 from .config import Config, config
 from .detect import HYDRA, OPEN_MPI, Launch
 from .mpi import MpiWorld
@@ -79,7 +80,11 @@ def _start(settings: Config) -> World:
     check_ranks(launch, mpi.COMM_WORLD.size, settings.ranks)
     guard.end_job = mpi.COMM_WORLD.Abort
     started = MpiWorld(mpi, settings.timeout)
-    atexit.register(_leave, started, guard)
+    attendance = None
+    if settings.attendance is not None:
+        attendance = Attendance(settings.attendance)
+        attendance.join(started.rank)
+    atexit.register(_leave, started, guard, attendance)
     _unlink_segments(started)
     torch: Any = sys.modules.get("torch")
     if settings.bind_devices and torch is not None:
@@ -206,7 +211,7 @@ def _mapped_files() -> set[str]:
     return {fields[5] for line in lines if len(fields := line.split(maxsplit=5)) == 6}
 
 
-def _leave(started: MpiWorld, guard: failure.Guard) -> None:
+def _leave(started: MpiWorld, guard: failure.Guard, attendance: Attendance | None) -> None:
     """At the interpreter's exit: meet the other ranks and finalise MPI, or end the job.
 
     An exception has gone past our hook where the program has put another hook in its place.
@@ -223,3 +228,6 @@ def _leave(started: MpiWorld, guard: failure.Guard) -> None:
     except (TimeoutError, WorldError) as error:
         guard.say(str(error))
         guard.fail(1)
+    else:
+        if attendance:
+            attendance.leave(started.rank)

@@ -208,7 +208,7 @@ def _value(size: int, memory: memoryview, at: int, nbytes: int, private: bool) -
 
     Raises:
         Poison: it is an error.
-        TransportError: it cannot be unpickled.
+        Exception: it cannot be unpickled.
     """
     content = memory[at : at + nbytes]
     if size & RAW:

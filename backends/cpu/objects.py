@@ -88,8 +88,8 @@ def encode(value: Any) -> Encoded:
     except Exception as error:
         raise TransportError(
             f"an object of type {type(value).__qualname__} cannot be pickled, so it cannot go to "
-            f"another rank: {error}. Send tensors and plain data, and make what cannot be "
-            "pickled (files, locks, lambdas) on the rank that uses it"
+            f"another rank, nor be copied for a caller: {error}. Send tensors and plain data, and "
+            "make what cannot be pickled (files, locks, lambdas) on the rank that uses it"
         ) from error
 
 
@@ -100,7 +100,7 @@ def decode(source: memoryview, at: int, nbytes: int, private: bool) -> Any:
         private: whether the object may keep the memory of `source`.
 
     Raises:
-        TransportError: it cannot be unpickled.
+        Exception: whatever its class raises when it is unpickled, with a note that says so.
     """
     length, count = _HEAD.unpack_from(source, at)
     try:
@@ -109,10 +109,11 @@ def decode(source: memoryview, at: int, nbytes: int, private: bool) -> Any:
             return pickle.loads(source[begin : begin + length])
         return _loads(source[at : at + nbytes], length, count, private)
     except Exception as error:
-        raise TransportError(
-            f"an object from another rank cannot be unpickled: {type(error).__name__}: {error}. "
-            "Its class must be importable under the same name on every rank"
-        ) from error
+        error.add_note(
+            "An object from another rank was being unpickled. Its class must be importable under "
+            "the same name on every rank"
+        )
+        raise
 
 
 def _loads(message: memoryview, length: int, count: int, private: bool) -> Any:

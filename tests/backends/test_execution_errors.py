@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import threading
 import traceback
 from typing import Any
 
@@ -214,8 +215,10 @@ def test_what_cannot_be_pickled_or_unpickled() -> None:
         assert futures[0].result() == 1
         with pytest.raises(cg.RemoteError, match="cannot be pickled"):
             futures[1].result()
-        with pytest.raises(cg.RemoteError, match=r"LookupError|not here"):
+        with pytest.raises(LookupError, match="not here") as caught:
             futures[2].result()
+        assert isinstance(caught.value, cg.RemoteError)
+        assert "importable under the same name on every rank" in str(caught.value)
         assert futures[3].result() == 2
 
 
@@ -266,6 +269,49 @@ def test_an_error_of_both_classes(error: Exception) -> None:
         assert type(again) is type(got)
         assert str(again) == str(got)
         assert type(error).__name__ in "".join(traceback.format_exception(got))
+
+
+class Slotted(Exception):
+    """Keeps one thing in a slot, and one that cannot be pickled beside it."""
+
+    __slots__ = ("kept", "left")
+
+
+def _named(kind: str) -> Exception:
+    if kind == "attribute":
+        return AttributeError("no", name="n", obj=threading.Lock())
+    if kind == "slots":
+        slotted = Slotted("s")
+        slotted.kept, slotted.left = 3, threading.Lock()
+        return slotted
+    if kind == "lock":
+        error = Boom("it", 3)
+        error.lock = threading.Lock()  # type: ignore[attr-defined]
+        return error
+    return {
+        "file": FileNotFoundError(2, "no", "file", None, "other"),
+        "module": ModuleNotFoundError("no", name="n", path="p"),
+        "name": NameError("no", name="n"),
+    }[kind]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("file", {"errno": 2, "filename": "file", "filename2": "other"}),
+        ("module", {"name": "n", "path": "p"}),
+        ("name", {"name": "n"}),
+        ("attribute", {"name": "n"}),
+        ("slots", {"kept": 3}),
+        ("lock", {"code": 3}),
+    ],
+)
+def test_what_an_exception_keeps_beside_its_arguments(kind: str, fields: dict[str, Any]) -> None:
+    error = _named(kind)
+    poison = Poison(Failure(type(error).__name__, str(error), 2, "op"), error)
+    for got in (poison.error(), Poison.from_bytes(poison.to_bytes()).error()):
+        assert isinstance(got, type(error))
+        assert {name: getattr(got, name) for name in fields} == fields
 
 
 @pytest.mark.parametrize("error", [StopIteration(1), ExceptionGroup("g", [ValueError()])], ids=str)

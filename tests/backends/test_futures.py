@@ -108,6 +108,45 @@ def test_await() -> None:
         asyncio.run(fail())
 
 
+def test_an_event_loop_goes_on_for_who_waits_for_a_callback() -> None:
+    async def go() -> None:
+        came = asyncio.Event()
+        graph.execute(1).add_done_callback(lambda future: came.set())
+        await asyncio.wait_for(came.wait(), 30)
+        futures = [graph.execute(i) for i in range(3)]
+        done, pending = await asyncio.wait(  # type: ignore[type-var]
+            futures, timeout=30, return_when=asyncio.FIRST_EXCEPTION
+        )
+        assert (done, pending) == (set(futures), set())
+        failing = bad.execute(0)
+        (ended,), _ = await asyncio.wait([failing], timeout=30)  # type: ignore[type-var]
+        assert isinstance(ended.exception(), ZeroDivisionError)
+
+    with world(3):
+        graph, _ = chain_of(2, max_inflight=4)
+        worker = Worker.on(1)()
+
+        @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
+        def divide(x):
+            return worker.divide(x)
+
+        bad = divide.lower(cg.object).compile()
+        asyncio.run(go())
+
+
+def test_a_callback_that_is_removed_is_not_called() -> None:
+    with world(3):
+        graph, _ = chain_of(2)
+        seen: list[cg.Future] = []
+        future = graph.execute(1)
+        future.add_done_callback(seen.append)
+        future.add_done_callback(seen.append)
+        assert future.remove_done_callback(seen.append) == 2
+        assert future.remove_done_callback(seen.append) == 0
+        assert future.result() == 1
+        assert seen == []
+
+
 def test_close() -> None:
     with world(3) as executions:
         graph, _ = chain_of(2)

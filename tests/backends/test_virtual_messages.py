@@ -231,7 +231,9 @@ def test_units_travel() -> None:
 
 
 def test_an_object_that_cannot_be_pickled_is_an_error_with_the_reason() -> None:
-    with pytest.raises(RemoteError, match="type function cannot go to another rank") as caught:
+    with pytest.raises(
+        RemoteError, match="type function cannot be pickled, so it cannot go to another rank"
+    ) as caught:
         run(PASS.replace("TYPE", "object"), [[lambda: 0], []], {"b.change": lambda x: (None,)})
     assert caught.value.type_name == "cg.backends.errors.TransportError"
 

@@ -41,6 +41,17 @@ def test_an_exception_on_one_rank_ends_the_job(launch: Start, mode: str) -> None
     assert "[rank 0]" not in job.output
 
 
+def test_a_rank_that_ends_with_code_0_in_the_middle_ends_the_job(launch: Start) -> None:
+    job = launch(2, "behave.py", "vanish")
+    assert job.finish() != 0, job.output
+    in_the_middle = (
+        r"the job has ended in the middle of its work, on rank [01, ]+: .*os\._exit\(0\)"
+    )
+    # MPICH's launcher reports success; others, or the waiting rank, notice it by themselves.
+    noticed = "the program of rank 1 has ended", "finaliz", "TERMINATION"
+    assert re.search(in_the_middle, job.output) or any(word in job.output for word in noticed)
+
+
 def test_an_exception_in_a_thread_ends_the_job(launch: Start) -> None:
     job = launch(2, "behave.py", "in_thread")
     assert job.finish() == 1, job.output

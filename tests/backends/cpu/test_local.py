@@ -270,7 +270,7 @@ def test_an_object_that_cannot_be_read_is_an_error_of_its_receiver_alone() -> No
             put(port, "next")
             return None
         port = recv(communicator, EDGE, OBJECT)
-        with pytest.raises(TransportError, match="cannot be unpickled: ValueError: not here"):
+        with pytest.raises(ValueError, match="not here"):
             get(port)
         return get(port)
 

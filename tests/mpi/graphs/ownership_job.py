@@ -35,6 +35,19 @@ class Mute(Exception):
 
 
 @cg.actor
+class Model(torch.nn.Module):
+    """Computes with a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2))
+
+    @cg.opaque
+    def predict(self, x: list[float]) -> dict[str, torch.Tensor]:
+        return {"y": (self.weight * torch.tensor(x)).sum(0, keepdim=True)}
+
+
+@cg.actor
 class Source:
     """Returns the same memory each time, filled again."""
 
@@ -145,6 +158,35 @@ def results_are_the_callers_own(drives: bool) -> None:
             assert x.sum() == 4
 
 
+def results_with_a_history(drives: bool) -> None:
+    """What a model has computed comes as from any rank: without the graph that leads to it."""
+    for rank in (0, 1):
+        model = Model.on(rank)()
+        with graph_of(lambda x, model=model: model.predict(x)) as graph:
+            if drives:
+                found = graph.execute([1.0, 2.0]).result(SECONDS)["y"]
+                assert found.is_leaf
+                assert found.tolist() == [3.0]
+
+
+def what_a_carry_is_set_to(drives: bool) -> None:
+    """It keeps what it was given, whatever becomes of the caller's own."""
+    for rank in (0, 1):
+        kept = cg.carry([0], on=rank)
+
+        def step(x, kept=kept):
+            before = kept.get()
+            kept.set(x)
+            return before
+
+        with graph_of(step) as graph:
+            if drives:
+                x = [5]
+                assert graph.execute(x).result(SECONDS) == [0]
+                x.append(6)
+                assert graph.execute([7]).result(SECONDS) == [5]
+
+
 def methods_that_ask_for_results(drives: bool) -> None:
     """Executions of the driver's rank go on when the method has returned, and not before."""
     global inner
@@ -235,6 +277,8 @@ BEHAVIOURS = (
     memory_that_is_filled_again,
     memory_that_waits_for_something_else,
     results_are_the_callers_own,
+    results_with_a_history,
+    what_a_carry_is_set_to,
     methods_that_ask_for_results,
     methods_that_leave,
     errors_without_a_text,

@@ -16,6 +16,8 @@ BEHAVIOURS = (
     "memory_that_is_filled_again",
     "memory_that_waits_for_something_else",
     "results_are_the_callers_own",
+    "results_with_a_history",
+    "what_a_carry_is_set_to",
     "methods_that_ask_for_results",
     "methods_that_leave",
     "errors_without_a_text",

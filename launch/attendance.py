@@ -1,0 +1,33 @@
+"""Which ranks of a job have not left it as they should; for its launcher.
+
+A rank that ends with code 0 in the middle of a job, as `os._exit(0)` does, looks to an MPI launcher
+like one that is through: it ends the others without a word, and the job counts as a success. So
+`cg.launch` gives ranks a folder. Each has a file there while it is in the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Attendance:
+    """The ranks in a job, as files in a folder; other machines do not have it, and say nothing."""
+
+    folder: Path
+
+    def join(self, rank: int) -> None:
+        """The rank has come."""
+        with contextlib.suppress(OSError):
+            (self.folder / str(rank)).touch()
+
+    def leave(self, rank: int) -> None:
+        """The rank has met the others at its program's end."""
+        with contextlib.suppress(OSError):
+            (self.folder / str(rank)).unlink(missing_ok=True)
+
+    def present(self) -> list[int]:
+        """The ranks that have come and not left."""
+        return sorted(int(path.name) for path in self.folder.iterdir())

@@ -1,0 +1,24 @@
+"""Who is in a job, as files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cg.launch.attendance import Attendance
+
+
+def test_who_has_come_and_not_left(tmp_path: Path) -> None:
+    attendance = Attendance(tmp_path)
+    assert attendance.present() == []
+    for rank in (10, 2, 1):
+        attendance.join(rank)
+    attendance.leave(2)
+    attendance.leave(2)
+    assert attendance.present() == [1, 10]
+
+
+def test_ranks_of_other_machines_say_nothing(tmp_path: Path) -> None:
+    elsewhere = Attendance(tmp_path / "not there")
+    elsewhere.join(0)
+    elsewhere.leave(0)
+    assert not elsewhere.folder.exists()
