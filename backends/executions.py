@@ -15,10 +15,10 @@ from time import monotonic
 from typing import Any, Final, Protocol
 
 from .errors import CapacityError, StepTimeout
-from .flight import FlightRecord
 from .futures import Future
 from .graphs import Graph
 from .interruptions import is_interruption
+from .lateness import positions_in_flight
 from .records import GRAPHS, SEATS, Kind, Record, Records
 from .resident import Resident
 from .restart import STAGES, Stage, Stages, cannot_start_over, give_up, reset
@@ -215,7 +215,8 @@ class Executions:
         """See `Progress`."""
         if timeout is not None:
             if not self._until(lambda: future.is_done, timeout):
-                raise StepTimeout(self._lateness(future, timeout))
+                late = f"execution {future.execution} has not ended after {timeout:g} s"
+                raise StepTimeout("\n".join([late, *positions_in_flight(self._all)]))
             return
         turn, pause = self.turn, self._waiting.pause
         polls = 0
@@ -435,17 +436,6 @@ class Executions:
         if stage == Stage.RESET:
             self.in_doubt = False
         return True
-
-    def _lateness(self, future: Future, timeout: float | None) -> str:
-        where = []
-        for resident in self.residents.values():
-            for instance in resident.in_flight:
-                record = FlightRecord(instance.module, [instance.position()])
-                name = instance.module.name
-                where.append(f"  @{name} {instance.execution}: {record.describe().strip()}")
-        return "\n".join(
-            [f"execution {future.execution} has not ended after {timeout:g} s", *where]
-        )
 
 
 class Launcher:

@@ -279,6 +279,39 @@ def timeouts(drives: bool) -> None:
         assert graph.execute(0.0).result(timeout=30) == 0.0
 
 
+def positions(drives: bool) -> None:
+    """A timeout names the line and the rank that it waits for, and claims no more than it knows."""
+    *_, last = workers()
+
+    @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
+    def answered(x):
+        return last.sleep(x)
+
+    @cg.trace(inputs=cg.on(0), outputs=cg.on(3))
+    def unanswered(x):
+        return last.sleep(x)
+
+    with answered.lower(cg.object).compile() as graph:
+        if drives:
+            future = graph.execute(0.3)
+            with raises(TimeoutError) as caught:
+                future.result(timeout=0)
+            said = str(caught[0])
+            assert f"@answered 0: rank 0 waits at {__file__}:" in said, said
+            assert ", in answered (`%sleep.at0 = wait(" in said, said
+            assert said.endswith("it needs rank 3's send of message 0 of channel 1"), said
+            future.result(timeout=30)
+    with unanswered.lower(cg.object).compile() as graph:
+        if drives:
+            future = graph.execute(0.3)
+            with raises(TimeoutError) as caught:
+                future.result(timeout=0)
+            said = str(caught[0])
+            assert "rank 0 waits for rank 3 to end its program, whose last call is " in said, said
+            assert ", in unanswered (`%sleep = call(" in said, said
+            future.result(timeout=30)
+
+
 def awaits(drives: bool) -> None:
     """Futures in an event loop, that turns meanwhile, and waits without polling."""
     actors = workers()
