@@ -212,16 +212,19 @@ class Step:
     def _trace(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], optimistic: bool = False
     ) -> Trace:
+        here = world()
         return trace_step(
             self.__wrapped__,
             args,
             kwargs,
-            peers=world(),
+            peers=here,
             inputs=self._inputs,
             outputs=self._outputs,
             name=self.__name__,
-            tracer=Functions(torch_device(world())),
+            tracer=Functions(torch_device(here)),
             optimistic=optimistic,
+            # In the virtual world, actors may be wherever the user has put them.
+            host_only=here.device is None and not here.is_virtual,
         )
 
     @property

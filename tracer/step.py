@@ -35,6 +35,7 @@ def trace_step(
     name: str,
     tracer: FunctionTracer,
     optimistic: bool = False,
+    host_only: bool = False,
 ) -> Trace:
     """Trace a step for arguments like `args` and `kwargs`. All ranks call this alike.
 
@@ -49,6 +50,7 @@ def trace_step(
         tracer: traces actors' methods and torch functions.
         optimistic: assume that no gradients have to be clipped. The step then returns what it
             returns and a tuple of scalars, on all ranks: it is right if all of these are true.
+        host_only: as in `InputSpec`.
 
     Raises:
         TraceError: the step does something that cannot be compiled.
@@ -63,7 +65,7 @@ def trace_step(
     session.optimistic = optimistic
     source = _place(session, inputs, "inputs", name)
     target = _place(session, outputs, "outputs", name)
-    spec = _describe_inputs(fn, args, kwargs, name, source)
+    spec = _describe_inputs(fn, args, kwargs, name, source, host_only)
     held_args, held_kwargs = spec.tree.fill(_parameters(session, spec))
     before = torch.get_rng_state()
     with entered(session), Recorder(session):
@@ -119,12 +121,17 @@ def _place(session: Session, place: Place | None, what: str, name: str) -> Place
 
 
 def _describe_inputs(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str, place: Place
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    name: str,
+    place: Place,
+    host_only: bool,
 ) -> InputSpec:
     leaves, spec = tree_flatten((args, kwargs))
     tree = Tree(tuple(map(leaf_spec, leaves)), spec)
     signature = inspect.signature(fn)
-    return InputSpec(name, tree, name_leaves(signature, spec), place, signature)
+    return InputSpec(name, tree, name_leaves(signature, spec), place, signature, host_only)
 
 
 def _parameters(session: Session, spec: InputSpec) -> list[TracedTensor | ObjectValue]:

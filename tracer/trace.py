@@ -18,6 +18,8 @@ from .interface import Body, Guard
 from .specs import Leaf, ObjectSpec, Static, TensorSpec, Tree, static_key
 from .values import NotAValue, ObjectMarker
 
+_STRIDED = torch.strided
+
 
 class InputError(TypeError):
     """A step is called with arguments that it was not traced for, or that no step can take."""
@@ -33,6 +35,8 @@ class InputSpec:
         names: how messages name each leaf, as `batch.tokens`.
         place: the ranks that call the step with arguments.
         signature: the parameters of the step's Python function.
+        host_only: whether tensors have to be in the host's memory, as there is no device that they
+            could be brought to.
     """
 
     step: str
@@ -40,6 +44,7 @@ class InputSpec:
     names: tuple[str, ...]
     place: Place
     signature: inspect.Signature
+    host_only: bool = False
     _count: int = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -51,7 +56,8 @@ class InputSpec:
         """The values for the program's parameters, in order.
 
         Raises:
-            InputError: an argument is missing, or is not what the step was traced for.
+            InputError: an argument is missing, or is not what the step was traced for; a tensor
+                is not dense, or on a device that the step does not take it from.
         """
         if kwargs or len(args) != self._count:
             leaves: Sequence[Any] = self._flatten(args, kwargs)
@@ -66,6 +72,8 @@ class InputSpec:
                     or leaf.dtype is not spec.dtype
                     or leaf.shape != spec.shape
                     or leaf.requires_grad > spec.requires_grad
+                    or leaf.layout is not _STRIDED
+                    or not (leaf.is_cpu or self._takes_from(leaf))
                 ):
                     raise self._misfit(index, leaf)
                 values.append(leaf)
@@ -114,6 +122,10 @@ class InputSpec:
             positional.extend(given[name] if several else (given[name],))
         return tuple(positional), {name: named[name] for name in example[1]}
 
+    def _takes_from(self, leaf: torch.Tensor) -> bool:
+        """Whether a tensor may be on the device that it is on, which is not the host."""
+        return not (self.host_only or leaf.is_meta)
+
     def _misfit(self, index: int, leaf: Any) -> InputError:
         spec, name = self.tree.leaves[index], self.names[index]
         if isinstance(spec, Static):
@@ -127,10 +139,20 @@ class InputSpec:
                 f"argument {name} of {self.step}() requires a gradient, which a compiled step "
                 f"does not give to its inputs; pass {name}.detach()"
             )
+        if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
+            return InputError(
+                f"argument {name} of {self.step}() is a tensor of layout {leaf.layout}, and a step "
+                f"takes dense tensors only; pass {name}.to_dense()"
+            )
         expected = describe(spec.dtype, spec.shape)
         got = (
             describe(leaf.dtype, leaf.shape) if isinstance(leaf, torch.Tensor) else _shortened(leaf)
         )
+        if got == expected:
+            why = f"and this rank works in the host's memory; pass {name}.cpu()"
+            if leaf.is_meta:
+                why = "where tensors have no elements; pass one that has"
+            return InputError(f"argument {name} of {self.step}() is on '{leaf.device}', {why}")
         return InputError(
             f"argument {name} of {self.step}() must be {expected}, as when the step was traced, "
             f"and is {got}; lower the step again for it"

@@ -155,6 +155,11 @@ def tensors(drives: bool) -> None:
             assert [t.unique().item() for t in (doubled, scaled, more)] == [6 * i, 3 * i, 9 * i + 1]
         with raises(cg.InputError, "must be float32[50,40]"):
             graph.execute(torch.zeros(50))
+        with raises(cg.InputError, "pass x.to_dense()"):
+            graph.execute(torch.zeros(50, 40).to_sparse())
+        with raises(cg.InputError, "x of step() is on 'meta'"):
+            graph.execute(torch.zeros(50, 40, device="meta"))
+        assert graph.variants[0].trace.inputs.host_only
 
 
 def flow(drives: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -95,6 +96,29 @@ def test_wrong_arguments_are_named() -> None:
     for args, kwargs, message in cases:
         with pytest.raises(InputError, match=message):
             inputs.flatten(args, kwargs)
+
+
+def test_tensors_have_elements_and_a_place_for_each() -> None:
+    inputs = spec(flat, X)
+    with pytest.raises(InputError, match=r"x of step\(\) is a tensor of layout torch.sparse_coo"):
+        inputs.flatten((X.to_sparse(),), {})
+    with pytest.raises(InputError, match=r"x of step\(\) is on 'meta', where tensors have"):
+        inputs.flatten((X.to("meta"),), {})
+
+
+class OnGPU(torch.Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    is_cpu, is_meta, device = False, False, torch.device("cuda:0")  # type: ignore[assignment]
+
+
+def test_a_rank_without_a_device_takes_tensors_of_the_host() -> None:
+    elsewhere = torch.ones(2, 3).as_subclass(OnGPU)
+    anywhere = spec(flat, X)
+    assert anywhere.flatten((elsewhere,), {})[0] is elsewhere
+    message = r"x of step\(\) is on 'cuda:0', and this rank works in .* pass x.cpu\(\)"
+    with pytest.raises(InputError, match=message):
+        replace(anywhere, host_only=True).flatten((elsewhere,), {})
 
 
 class SimpleOptions:
