@@ -465,7 +465,8 @@ class Launcher:
 
         Raises:
             CapacityError: the graph is at its capacity, and `block` is false.
-            RuntimeError: a method that an execution calls is running on this rank.
+            RuntimeError: another thread uses this rank's graphs, or a method that an execution
+                calls is running on it.
             TransportError: a rank has ended.
         """
         graph, executions = self._graph, self._executions

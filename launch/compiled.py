@@ -164,8 +164,9 @@ class Compiled:
             InputError: the arguments are not of the types that were traced; nothing was sent.
             CapacityError: `max_inflight` executions are in flight, or ranks start over after an
                 interruption, and `block` is false.
-            RuntimeError: this rank is not the driver, the graph has been closed, or an actor of
-                this rank has changed since it was traced.
+            RuntimeError: this rank is not the driver, the graph has been closed, an actor of this
+                rank has changed since it was traced, a method of this rank asks for it, or another
+                thread is using this rank's graphs.
             TransportError: a rank has ended, or Ctrl-C came earlier and ranks cannot start over.
         """
         launch = self._launch
