@@ -18,7 +18,7 @@ from .errors import CapacityError, StepTimeout
 from .futures import Future
 from .graphs import Graph
 from .interruptions import is_interruption
-from .lateness import positions_in_flight
+from .lateness import positions_in_flight, seconds
 from .records import GRAPHS, SEATS, Kind, Record, Records
 from .resident import Resident
 from .restart import STAGES, Stage, Stages, cannot_start_over, give_up, reset
@@ -211,11 +211,12 @@ class Executions:
             self.call_back()
         return moved
 
-    def wait(self, future: Future, timeout: float | None) -> None:
+    def wait(self, future: Future, timeout: object) -> None:
         """See `Progress`."""
-        if timeout is not None:
-            if not self._until(lambda: future.is_done, timeout):
-                late = f"execution {future.execution} has not ended after {timeout:g} s"
+        limit = None if timeout is None else seconds(timeout)
+        if limit is not None:
+            if not self._until(lambda: future.is_done, limit):
+                late = f"execution {future.execution} has not ended after {limit:g} s"
                 raise StepTimeout("\n".join([late, *positions_in_flight(self._all)]))
             return
         turn, pause = self.turn, self._waiting.pause

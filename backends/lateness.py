@@ -1,12 +1,30 @@
-"""Says where the executions in flight are, as far as one process knows."""
+"""How long a caller waits for an execution, and where those in flight are when the time is up."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from numbers import Real
 
 from .flight import FlightRecord
 from .instance import Instance
 from .resident import Resident
+
+
+def seconds(timeout: object) -> float | None:
+    """A time to wait, as it was given; None if it is infinite.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is nan.
+    """
+    if not isinstance(timeout, Real):
+        kind = type(timeout).__name__
+        raise TypeError(f"timeout={timeout!r} is a {kind}: give a number of seconds, or None")
+    value = float(timeout)
+    if math.isnan(value):
+        raise ValueError("timeout=nan: give a number of seconds, or None to wait without a limit")
+    return None if value == math.inf else value
 
 
 def positions_in_flight(residents: Sequence[Resident]) -> list[str]:

@@ -131,7 +131,7 @@ def _describe_inputs(
     leaves, spec = tree_flatten((args, kwargs))
     tree = Tree(tuple(map(leaf_spec, leaves)), spec)
     signature = inspect.signature(fn)
-    return InputSpec(name, tree, name_leaves(signature, spec), place, signature, host_only)
+    return InputSpec(name, tree, name_leaves(name, signature, spec), place, signature, host_only)
 
 
 def _parameters(session: Session, spec: InputSpec) -> list[TracedTensor | ObjectValue]:

@@ -306,8 +306,8 @@ def leaf_spec(leaf: Any) -> Leaf:
     return Static(static_argument(leaf))
 
 
-def name_leaves(signature: inspect.Signature, spec: TreeSpec) -> tuple[str, ...]:
-    """A name for each leaf of `(args, kwargs)`, from the parameters: `batch.tokens`, `x`.
+def name_leaves(step: str, signature: inspect.Signature, spec: TreeSpec) -> tuple[str, ...]:
+    """A name for each leaf of a step's `(args, kwargs)`, from the parameters: `batch.tokens`, `x`.
 
     Raises:
         InputError: the arguments do not fit the parameters.
@@ -317,7 +317,7 @@ def name_leaves(signature: inspect.Signature, spec: TreeSpec) -> tuple[str, ...]
     try:
         bound = signature.bind(*args, **kwargs).arguments
     except TypeError as error:
-        raise InputError(str(error)) from None
+        raise InputError(f"{step}(): {error}") from None
     names: dict[int, str] = {}
     for parameter, argument in bound.items():
         _collect(parameter, signature.parameters[parameter].kind, argument, names)

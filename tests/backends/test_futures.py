@@ -6,6 +6,7 @@ import asyncio
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 
 import cg
@@ -54,6 +55,18 @@ def test_a_timeout_leaves_the_graph_usable() -> None:
         assert future.result(timeout=5) == "x"
         assert future.exception() is None
         assert graph.execute("y").result(timeout=5) == "y"
+
+
+def test_a_timeout_is_a_number_of_seconds() -> None:
+    with world(2):
+        graph, _ = chain_of(1)
+        future = graph.execute("x")
+        with pytest.raises(TypeError, match=r"timeout='x' is a str: give a number of seconds"):
+            future.result(timeout="x")
+        with pytest.raises(ValueError, match="timeout=nan: give a number of seconds"):
+            future.exception(timeout=float("nan"))
+        assert future.result(timeout=float("inf")) == "x"
+        assert graph.execute("y").result(timeout=np.float32(30)) == "y"
 
 
 @cg.actor
