@@ -203,7 +203,9 @@ class Compiled:
         self._close_runtimes()
 
     def close(self) -> None:
-        """End the step, and give back its buffers; idempotent. It cannot be used after that.
+        """End the step, and give back its buffers; idempotent. It cannot be run after that.
+
+        What says something about it, such as `statistics` and `visualize`, still does.
 
         The driver of a graph waits for the executions in flight, and then lets all ranks leave
         `serve`. On another rank this is `serve`, if the driver has not closed the graph yet.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -204,6 +205,14 @@ def _static_output(leaf: Any, name: str, loc: Location | None) -> Leaf:
             f"step {name} returns {leaf!r}, {leaf.what_it_is}",
             loc=loc,
             remedy="return what its methods return",
+        )
+    if is_dataclass(leaf):
+        kind = type(leaf).__name__
+        raise TraceError(
+            f"step {name} returns a {kind}, a dataclass that is not registered as a pytree",
+            loc=loc,
+            remedy=f"call torch.export.register_dataclass({kind}) once, or return its fields in a "
+            "tuple or a dictionary",
         )
     if not isinstance(leaf, _STATIC_OUTPUTS):
         raise TraceError(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from ..ir.module import Module
 from ..ir.types import Place
@@ -267,6 +267,8 @@ def static_argument(leaf: Any) -> Any:
         try:
             hash(leaf)
         except TypeError:
+            if is_dataclass(leaf):
+                raise InputError(_unregistered(leaf, "not hashable")) from None
             raise InputError(
                 f"a step takes {_shortened(leaf)} as an argument, which is neither a tensor nor "
                 "hashable, so it cannot be static; pass tensors, make it hashable (a frozen "
@@ -279,6 +281,26 @@ def static_argument(leaf: Any) -> Any:
                 "dataclass, or lower the step with cg.object in its place"
             )
     return leaf
+
+
+def _unregistered(leaf: Any, problem: str) -> str:
+    """What is wrong with a dataclass that is a leaf, and what to do."""
+    name = type(leaf).__name__
+    return (
+        f"a step takes {_shortened(leaf)} as an argument, a dataclass that is {problem}, so it "
+        f"cannot be static; call torch.export.register_dataclass({name}) once, and its fields are "
+        "arguments, or lower the step with cg.object in its place"
+    )
+
+
+def _holds_markers(leaf: Any) -> bool:
+    """Whether fields of a dataclass, or of one in it, stand for values of the step."""
+    if isinstance(leaf, ObjectMarker | TensorSpec):
+        return True
+    if not is_dataclass(leaf) or isinstance(leaf, type):
+        return False
+    held = (getattr(leaf, each.name, None) for each in fields(leaf))
+    return any(_holds_markers(part) for value in held for part in tree_leaves(value))
 
 
 def _may_change_unnoticed(leaf: Any) -> bool:
@@ -303,6 +325,8 @@ def leaf_spec(leaf: Any) -> Leaf:
         if leaf.layout is not torch.strided or leaf.is_quantized or leaf.is_nested:
             raise InputError("a step takes dense tensors only; pass tensor.to_dense()")
         return TensorSpec(leaf.dtype, tuple(leaf.shape), leaf.requires_grad)
+    if _holds_markers(leaf):
+        raise InputError(_unregistered(leaf, "no pytree, and holds what is known only at run time"))
     return Static(static_argument(leaf))
 
 

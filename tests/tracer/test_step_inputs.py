@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from cg.ir.types import Place
+from cg.tracer.errors import TraceError
 from cg.tracer.specs import TensorSpec
 from cg.tracer.trace import InputError, InputSpec, Trace, signature_of
 from cg.tracer.values import OBJECT
@@ -126,6 +127,47 @@ class SimpleOptions:
 
     def __init__(self, scale: int) -> None:
         self.scale = scale
+
+
+@dataclass
+class Plain:
+    x: Any
+
+
+@dataclass(frozen=True)
+class Frozen:
+    x: Any
+
+
+@dataclass
+class Registered:
+    x: Any
+
+
+torch.export.register_dataclass(Registered)
+
+
+def test_dataclasses() -> None:
+    inputs = spec(flat, Registered(OBJECT), Frozen(3))
+    assert inputs.flatten((Registered("text"), Frozen(3)), {}) == ["text"]
+    assert inputs.names == ("x.x", "y")
+    advice = r"call torch.export.register_dataclass\({}\) once, and its fields are arguments"
+    for given, why in (
+        (Plain(OBJECT), "no pytree, and holds what is known only at run time.*"),
+        (Plain(3), "not hashable.*"),
+        (Frozen(OBJECT), "no pytree, and holds what is known only at run time.*"),
+        (Frozen((1, Frozen([OBJECT]))), "no pytree, and holds what is known only at run time.*"),
+    ):
+        with pytest.raises(InputError, match=why + advice.format(type(given).__name__)):
+            Bench(2).trace(flat, given)
+
+
+def test_a_step_that_returns_a_dataclass() -> None:
+    with pytest.raises(TraceError, match="returns a Frozen, a dataclass that is not") as caught:
+        Bench(2).trace(Frozen, X)
+    assert "torch.export.register_dataclass(Frozen)" in caught.value.remedy
+    returned = Bench(2).trace(Registered, X).outputs
+    assert returned.rebuild([Y]) == Registered(Y)
 
 
 def test_arguments_that_no_step_takes() -> None:
