@@ -15,10 +15,10 @@ from time import monotonic
 from typing import Any, Final, Protocol
 
 from .errors import CapacityError, StepTimeout
-from .flight import FlightRecord
 from .futures import Future
 from .graphs import Graph
 from .interruptions import is_interruption
+from .lateness import positions_in_flight, seconds
 from .records import GRAPHS, SEATS, Kind, Record, Records
 from .resident import Resident
 from .restart import STAGES, Stage, Stages, cannot_start_over, give_up, reset
@@ -211,11 +211,13 @@ class Executions:
             self.call_back()
         return moved
 
-    def wait(self, future: Future, timeout: float | None) -> None:
+    def wait(self, future: Future, timeout: object) -> None:
         """See `Progress`."""
-        if timeout is not None:
-            if not self._until(lambda: future.is_done, timeout):
-                raise StepTimeout(self._lateness(future, timeout))
+        limit = None if timeout is None else seconds(timeout)
+        if limit is not None:
+            if not self._until(lambda: future.is_done, limit):
+                late = f"execution {future.execution} has not ended after {limit:g} s"
+                raise StepTimeout("\n".join([late, *positions_in_flight(self._all)]))
             return
         turn, pause = self.turn, self._waiting.pause
         polls = 0
@@ -436,17 +438,6 @@ class Executions:
             self.in_doubt = False
         return True
 
-    def _lateness(self, future: Future, timeout: float | None) -> str:
-        where = []
-        for resident in self.residents.values():
-            for instance in resident.in_flight:
-                record = FlightRecord(instance.module, [instance.position()])
-                name = instance.module.name
-                where.append(f"  @{name} {instance.execution}: {record.describe().strip()}")
-        return "\n".join(
-            [f"execution {future.execution} has not ended after {timeout:g} s", *where]
-        )
-
 
 class Launcher:
     """Starts executions of one graph on its driver."""
@@ -475,7 +466,8 @@ class Launcher:
 
         Raises:
             CapacityError: the graph is at its capacity, and `block` is false.
-            RuntimeError: a method that an execution calls is running on this rank.
+            RuntimeError: another thread uses this rank's graphs, or a method that an execution
+                calls is running on it.
             TransportError: a rank has ended.
         """
         graph, executions = self._graph, self._executions

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..ir.module import Module
-from ..ir.ops import Collective, Op, Recv, Send
+from ..ir.ops import Call, Collective, Op, Recv, Send
 from ..ir.printer import format_op
 
 
@@ -25,6 +25,7 @@ class Position:
         awaited: index of the communication op whose completion it waits for, or None where it
             does not wait.
         running: whether an execution is in progress.
+        reporter: the rank whose report it waits for that its program has ended, if it does.
     """
 
     rank: int
@@ -32,6 +33,7 @@ class Position:
     op: int
     awaited: int | None = None
     running: bool = True
+    reporter: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,9 @@ class FlightRecord:
         found = []
         for rank in sorted(self._positions):
             position = self._positions[rank]
-            if position.running and position.awaited is not None:
+            if position.running and position.reporter is not None:
+                found.append(self._explain_report(position, position.reporter))
+            elif position.running and position.awaited is not None:
                 found.append(self._explain(position, position.awaited))
         return found
 
@@ -97,12 +101,12 @@ class FlightRecord:
         program = self._programs[position.rank]
         at, op = program.ops[position.op], program.ops[awaited]
         head = f"rank {position.rank} waits at {_place(at)}"
+        if at is not op:
+            head += f" for `{format_op(op)}`" if op.loc == at.loc else f" for {_place(op)}"
         if isinstance(op, Collective):
             return self._explain_collective(position, op, head)
         assert isinstance(op, (Send, Recv))
         what = f"message {op.seq} of channel {op.chan}"
-        if at is not op:
-            head += f" for {_place(op)}"
         other = self._find(op.peer, op)
         if other is None:
             return Blocked(position.rank, f"{head}: rank {op.peer} never has {what}", (op.peer,))
@@ -113,8 +117,20 @@ class FlightRecord:
                 reason += f", but rank {holder} has not freed slot {op.slot}"
             return Blocked(position.rank, reason, (holder,))
         theirs = "recv" if isinstance(op, Send) else "send"
-        reason = f"{head}: rank {op.peer} has not come to its {theirs} of {what}"
+        if op.peer in self._positions:
+            reason = f"{head}: rank {op.peer} has not come to its {theirs} of {what}"
+        else:
+            reason = f"{head}: it needs rank {op.peer}'s {theirs} of {what}"
         return Blocked(position.rank, reason, (op.peer,))
+
+    def _explain_report(self, position: Position, reporter: int) -> Blocked:
+        """The calls of such a rank lead to nothing that is sent here, so they are named."""
+        program = self._programs[reporter]
+        calls = [op for op in program.ops if isinstance(op, Call)]
+        reason = f"rank {position.rank} waits for rank {reporter} to end its program"
+        if calls:
+            reason += f", whose last call is {_place(calls[-1])}"
+        return Blocked(position.rank, reason, (reporter,))
 
     def _explain_collective(self, position: Position, op: Collective, head: str) -> Blocked:
         missing = []
@@ -153,8 +169,8 @@ _COUNTERPART: dict[type[Op], type[Op]] = {Send: Recv, Recv: Send}
 
 
 def _place(op: Op) -> str:
-    where = f" ({op.loc})" if op.loc is not None else ""
-    return f"`{format_op(op)}`{where}"
+    """The user's line, if it is known, and the op."""
+    return f"`{format_op(op)}`" if op.loc is None else f"{op.loc} (`{format_op(op)}`)"
 
 
 def _follow(rank: int, edges: dict[int, tuple[int, ...]], path: list[int], dead: set[int]) -> bool:

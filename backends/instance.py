@@ -42,11 +42,11 @@ class Reports:
 
     Attributes:
         send: on such a rank, where to send the report.
-        receive: on the driver, where the reports come in.
+        receive: on the driver, where the report of each such rank comes in.
     """
 
     send: Port | None = None
-    receive: tuple[Port, ...] = ()
+    receive: tuple[tuple[int, Port], ...] = ()
 
 
 class Instance:
@@ -234,8 +234,11 @@ class Instance:
         if not self.running:
             return Position(self.rank, self.execution, 0, None, running=False)
         at = self._index()
-        awaited = self._code.awaited[at] if self.pending is not None else None
-        return Position(self.rank, self.execution, self._code.ops[at], awaited)
+        op = self._code.ops[at]
+        if self.pending is None:
+            return Position(self.rank, self.execution, op)
+        awaited, reporter = self._code.awaited[at], self._code.steps[at].reporter
+        return Position(self.rank, self.execution, op, awaited, reporter=reporter)
 
     def _advance_by(self, limit: int | None) -> bool:
         if self._careful is not None:
@@ -368,9 +371,9 @@ class Instance:
 
     def _add_reports(self, reports: Reports) -> None:
         """Post the receives first of all, await them last; send when all else is done."""
-        for port in reports.receive:
+        for rank, port in reports.receive:
             self._insert(0, partial(_start, port), Step(Role.ISSUE, port=port))
-            self._insert(None, partial(_take, port), Step(Role.AWAIT, port=port))
+            self._insert(None, partial(_take, port), Step(Role.AWAIT, port=port, reporter=rank))
         if reports.send is not None:
             self._insert(None, partial(self._report, reports.send), KEEP)
             self._insert(None, reports.send.poll, KEEP)

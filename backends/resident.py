@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Final
 
 from .instance import Instance
@@ -53,7 +54,7 @@ class Resident:
         self.turnstiles = Turnstiles()
         self.in_flight: list[Instance] = []
         self._random = shuffle
-        self._is_busy = False
+        self._busy_in = 0
 
     def begin(self, instance: Instance, inputs: Sequence[object], execution: int) -> None:
         """Start an execution, and go on with it as far as it comes."""
@@ -61,12 +62,12 @@ class Resident:
         self.in_flight.append(instance)
         if self._random is not None:
             return
-        self._is_busy = True
+        self._busy_in = get_ident()
         try:
             if instance.advance():
                 self.in_flight.pop()
         finally:
-            self._is_busy = False
+            self._busy_in = 0
 
     def has_kept(self, error: BaseException) -> bool:
         """Whether all is in order although `error` has come out of what this rank runs.
@@ -81,8 +82,8 @@ class Resident:
 
     @property
     def is_busy(self) -> bool:
-        """Whether executions are moved on."""
-        return self._is_busy
+        """Whether a thread moves executions on."""
+        return self._busy_in != 0
 
     def give_up(self) -> None:
         """Forget all executions; each instance has been told."""
@@ -96,14 +97,14 @@ class Resident:
         move. While they do, the others are not looked at.
 
         Raises:
-            RuntimeError: a method that an execution calls is running.
+            RuntimeError: as `check_idle` says.
         """
         self.check_idle()
-        self._is_busy = True
+        self._busy_in = get_ident()
         try:
             return self._in_order() if self._random is None else self._shuffled(self._random)
         finally:
-            self._is_busy = False
+            self._busy_in = 0
             for instance in self.in_flight:
                 if not instance.running:
                     # Also where Ctrl-C comes in the middle of another one.
@@ -111,12 +112,18 @@ class Resident:
                     break
 
     def check_idle(self) -> None:
-        """Return unless a method that an execution calls is running on this rank.
+        """Return unless executions of this rank are being moved on.
 
         Raises:
-            RuntimeError: one is, so executions cannot go on before it has returned.
+            RuntimeError: another thread does that; or a method that an execution calls is running,
+                and they cannot go on before it has returned.
         """
-        if self._is_busy:
+        if self._busy_in:
+            if self._busy_in != get_ident():
+                raise RuntimeError(
+                    f"another thread is using the graphs of rank {self.rank}: use one thread, or a "
+                    "lock around every call of a graph and of its futures"
+                )
             raise RuntimeError(
                 f"a method that runs on rank {self.rank} starts an execution, or asks for one's "
                 "result; executions of this rank go on only when the method has returned. Call "

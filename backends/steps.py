@@ -37,6 +37,7 @@ class Step:
         targets: registers that it writes.
         port: what ISSUE starts, and AWAIT polls.
         function: what COMPUTE calls, if it is a call.
+        reporter: the rank whose report AWAIT waits for, if it is no op of the program.
     """
 
     role: Role
@@ -44,6 +45,7 @@ class Step:
     targets: tuple[int, ...] = ()
     port: Port | None = None
     function: Function | None = None
+    reporter: int | None = None
 
 
 KEEP = Step(Role.KEEP)

@@ -27,7 +27,7 @@ from ..passes.schedules import Schedule
 from ..tracer.actors import ActorFactory
 from ..tracer.functions import Functions
 from ..tracer.step import trace_step
-from ..tracer.trace import Trace, signature_of
+from ..tracer.trace import InputError, Trace, signature_of
 from .compiled import Compiled, Variant
 from .config import config
 from .devices import fabrics_of, torch_device
@@ -181,6 +181,7 @@ class Step:
                 Python objects, and Python constants.
 
         Raises:
+            InputError: the step does not take these arguments.
             TraceError: the function, or a method that it calls, cannot be traced.
         """
         again = functools.partial(self._trace, args, kwargs, optimistic=True)
@@ -196,32 +197,48 @@ class Step:
                 arguments, or the one argument; otherwise as in `lower`.
 
         Raises:
+            InputError: the step does not take one of the sets.
             TraceError: the function, or a method that it calls, cannot be traced.
+            TypeError: `signatures` is no list, tuple or other sequence.
             ValueError: there is no signature.
         """
+        if not isinstance(signatures, Sequence) or isinstance(signatures, (str, bytes)):
+            raise TypeError(
+                f"lower_many() of {self.__name__} takes a list with an entry for each set of "
+                f"arguments, and was given a value of type {type(signatures).__name__}; for a "
+                "single set use lower()"
+            )
         if not signatures:
-            raise ValueError("lower_many() takes at least one set of arguments")
-        traces = []
-        for given in signatures:
-            if isinstance(given, dict):
-                traces.append(self._trace((), given))
-            else:
-                traces.append(self._trace(given if isinstance(given, tuple) else (given,), {}))
+            raise ValueError(f"lower_many() of {self.__name__} takes at least one set of arguments")
+        traces = [self._trace_entry(index, given) for index, given in enumerate(signatures)]
         return Lowered(self, traces, world())
+
+    def _trace_entry(self, index: int, given: Any) -> Trace:
+        """The trace for one of the sets of arguments that `lower_many` takes."""
+        args, kwargs = given if isinstance(given, tuple) else (given,), {}
+        if isinstance(given, dict):
+            args, kwargs = (), given
+        try:
+            return self._trace(args, kwargs)
+        except InputError as error:
+            raise InputError(f"entry {index} of lower_many(): {error}") from None
 
     def _trace(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], optimistic: bool = False
     ) -> Trace:
+        here = world()
         return trace_step(
             self.__wrapped__,
             args,
             kwargs,
-            peers=world(),
+            peers=here,
             inputs=self._inputs,
             outputs=self._outputs,
             name=self.__name__,
-            tracer=Functions(torch_device(world())),
+            tracer=Functions(torch_device(here)),
             optimistic=optimistic,
+            # In the virtual world, actors may be wherever the user has put them.
+            host_only=here.device is None and not here.is_virtual,
         )
 
     @property

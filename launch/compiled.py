@@ -164,8 +164,9 @@ class Compiled:
             InputError: the arguments are not of the types that were traced; nothing was sent.
             CapacityError: `max_inflight` executions are in flight, or ranks start over after an
                 interruption, and `block` is false.
-            RuntimeError: this rank is not the driver, the graph has been closed, or an actor of
-                this rank has changed since it was traced.
+            RuntimeError: this rank is not the driver, the graph has been closed, an actor of this
+                rank has changed since it was traced, a method of this rank asks for it, or another
+                thread is using this rank's graphs.
             TransportError: a rank has ended, or Ctrl-C came earlier and ranks cannot start over.
         """
         launch = self._launch
@@ -202,7 +203,9 @@ class Compiled:
         self._close_runtimes()
 
     def close(self) -> None:
-        """End the step, and give back its buffers; idempotent. It cannot be used after that.
+        """End the step, and give back its buffers; idempotent. It cannot be run after that.
+
+        What says something about it, such as `statistics` and `visualize`, still does.
 
         The driver of a graph waits for the executions in flight, and then lets all ranks leave
         `serve`. On another rank this is `serve`, if the driver has not closed the graph yet.

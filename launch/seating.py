@@ -291,7 +291,7 @@ class Seating:
             for other in silent:
                 channel = reporting[other]
                 recv = Recv(chan=channel.id, peer=other)
-                ports.append(host.recv_port(recv, channel, UnitType()))
+                ports.append((other, host.recv_port(recv, channel, UnitType())))
             return Reports(receive=tuple(ports))
         if rank in silent:
             channel = reporting[rank]

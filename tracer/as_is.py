@@ -15,7 +15,8 @@ from .errors import TraceError
 from .interface import Body
 from .opaque import OpaqueMark
 from .results import describe
-from .specs import Leaf, ObjectSpec, Static, TensorSpec, Tree
+from .specs import Leaf, ObjectSpec, TensorSpec, Tree
+from .trace import describe as outline
 
 
 def opaque_results(
@@ -74,13 +75,10 @@ def _stand_in(leaf: Leaf, device: torch.device) -> Any:
     return leaf
 
 
-def strict_body(
-    function: Callable[..., Any], mark: OpaqueMark, signature: Tree, results: Tree, what: str
-) -> Body:
-    """As `opaque_body`, for a call that a loss depends on: no gradient may be lost.
+def strictly(function: Callable[..., Any], what: str) -> Callable[..., Any]:
+    """`function`, for a call that a loss depends on: no gradient may be lost.
 
     Raises (when it runs):
-        TypeError: as there.
         RuntimeError: a tensor that the function returns requires a gradient.
     """
 
@@ -97,13 +95,15 @@ def strict_body(
                 )
         return result
 
-    return opaque_body(checked, mark, signature, results, what)
+    return checked
 
 
 def opaque_body(
     function: Callable[..., Any], mark: OpaqueMark, signature: Tree, results: Tree, what: str
 ) -> Body:
     """A body that calls `function` with the filled-in signature, gradients enabled.
+
+    `what` names it in messages, with its file and line.
 
     Raises (when it runs):
         TypeError: the function returns something else than its mark says.
@@ -151,7 +151,7 @@ def _for_one(
 def _words(result: Any) -> str:
     if isinstance(result, (tuple, list)):
         return f"a {type(result).__name__} of {len(result)}"
-    return f"a {type(result).__name__}"
+    return f"a value of type {type(result).__name__}"
 
 
 def _caller(function: Callable[..., Any], signature: Tree) -> Callable[[tuple[Any, ...]], Any]:
@@ -178,23 +178,64 @@ def _checked(call: Callable[[tuple[Any, ...]], Any], results: Tree, what: str) -
         with torch.enable_grad():
             result = call(inputs)
         leaves, spec = pytree.tree_flatten(result)
-        if spec != results.spec:
-            raise TypeError(f"{what} returned {spec}, but its fake promised {results.spec}")
+        if spec != results.spec or not all(map(_is_promised, leaves, results.leaves)):
+            returned = pytree.tree_map(_outline, result)
+            promised = pytree.tree_unflatten(map(_promise, results.leaves), results.spec)
+            raise TypeError(
+                f"{what} returned {returned!r}, but its fake promised {promised!r}. Types are "
+                "fixed when a step is compiled: return on every call what the fake says, or "
+                "correct the fake"
+            )
         return tuple(
-            _as_promised(v, leaf, what) for v, leaf in zip(leaves, results.leaves, strict=True)
+            _plain(value, what) if isinstance(leaf, TensorSpec) else value
+            for value, leaf in zip(leaves, results.leaves, strict=True)
         )
 
     return body
 
 
-def _as_promised(value: Any, leaf: Leaf, what: str) -> Any:
-    if isinstance(leaf, (ObjectSpec, Static)):
-        return value
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{what} returned {_words(value)}, but its fake promised a tensor")
-    if value.dtype != leaf.dtype or tuple(value.shape) != leaf.shape:
+def _is_promised(value: Any, leaf: Leaf) -> bool:
+    if not isinstance(leaf, TensorSpec):
+        return True
+    return (
+        isinstance(value, torch.Tensor)
+        and value.dtype is leaf.dtype
+        and tuple(value.shape) == leaf.shape
+    )
+
+
+class _Outline(str):
+    """Stands for a value in a structure that is printed."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _outline(value: Any) -> _Outline:
+    if isinstance(value, torch.Tensor):
+        return _Outline(outline(value.dtype, value.shape))
+    return _Outline("None" if value is None else type(value).__name__)
+
+
+def _promise(leaf: Leaf) -> _Outline:
+    if isinstance(leaf, TensorSpec):
+        return _Outline(outline(leaf.dtype, leaf.shape))
+    return _Outline("object")
+
+
+def _plain(value: torch.Tensor, what: str) -> torch.Tensor:
+    """A tensor as it travels."""
+    if value.layout is not torch.strided:
         raise TypeError(
-            f"{what} returned a tensor {value.dtype} {list(value.shape)}, but its fake promised "
-            f"{leaf.dtype} {list(leaf.shape)}"
+            f"{what} returned a tensor of layout {value.layout}, but its fake promised a dense "
+            "one: return x.to_dense(), or mark the method @cg.opaque without a fake, and its "
+            "result travels as an object"
+        )
+    if value.is_meta:
+        raise TypeError(
+            f"{what} returned a tensor on 'meta', which has no elements: return one that has; only "
+            "a fake returns types alone"
         )
     return value.detach().contiguous()

@@ -19,7 +19,7 @@ from ..ir.attributes import Effect
 from ..ir.location import Location
 from ..ir.module import Function, FunctionKind, Vjp
 from ..ir.types import TensorType
-from .as_is import opaque_body, opaque_results, strict_body
+from .as_is import opaque_body, opaque_results, strictly
 from .call import Call
 from .codegen import make_body
 from .effects import ActorEffects
@@ -221,10 +221,10 @@ class Functions:
             actor=_actor(target),
             loc=home or loc,
         )
-        bodies = [
-            make(function, mark, signature, results, what) for make in (opaque_body, strict_body)
-        ]
-        return TracedFunction(declaration, results, (), bodies[0], None, bodies[1])
+        place = what if home is None else f"{what} ({home})"
+        body = opaque_body(function, mark, signature, results, place)
+        strict = opaque_body(strictly(function, what), mark, signature, results, place)
+        return TracedFunction(declaration, results, (), body, None, strict)
 
 
 def _takes_objects(signature: Tree) -> bool:

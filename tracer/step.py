@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ def trace_step(
     name: str,
     tracer: FunctionTracer,
     optimistic: bool = False,
+    host_only: bool = False,
 ) -> Trace:
     """Trace a step for arguments like `args` and `kwargs`. All ranks call this alike.
 
@@ -49,6 +51,7 @@ def trace_step(
         tracer: traces actors' methods and torch functions.
         optimistic: assume that no gradients have to be clipped. The step then returns what it
             returns and a tuple of scalars, on all ranks: it is right if all of these are true.
+        host_only: as in `InputSpec`.
 
     Raises:
         TraceError: the step does something that cannot be compiled.
@@ -63,7 +66,7 @@ def trace_step(
     session.optimistic = optimistic
     source = _place(session, inputs, "inputs", name)
     target = _place(session, outputs, "outputs", name)
-    spec = _describe_inputs(fn, args, kwargs, name, source)
+    spec = _describe_inputs(fn, args, kwargs, name, source, host_only)
     held_args, held_kwargs = spec.tree.fill(_parameters(session, spec))
     before = torch.get_rng_state()
     with entered(session), Recorder(session):
@@ -119,12 +122,17 @@ def _place(session: Session, place: Place | None, what: str, name: str) -> Place
 
 
 def _describe_inputs(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str, place: Place
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    name: str,
+    place: Place,
+    host_only: bool,
 ) -> InputSpec:
     leaves, spec = tree_flatten((args, kwargs))
     tree = Tree(tuple(map(leaf_spec, leaves)), spec)
     signature = inspect.signature(fn)
-    return InputSpec(name, tree, name_leaves(signature, spec), place, signature)
+    return InputSpec(name, tree, name_leaves(name, signature, spec), place, signature, host_only)
 
 
 def _parameters(session: Session, spec: InputSpec) -> list[TracedTensor | ObjectValue]:
@@ -197,6 +205,14 @@ def _static_output(leaf: Any, name: str, loc: Location | None) -> Leaf:
             f"step {name} returns {leaf!r}, {leaf.what_it_is}",
             loc=loc,
             remedy="return what its methods return",
+        )
+    if is_dataclass(leaf):
+        kind = type(leaf).__name__
+        raise TraceError(
+            f"step {name} returns a {kind}, a dataclass that is not registered as a pytree",
+            loc=loc,
+            remedy=f"call torch.export.register_dataclass({kind}) once, or return its fields in a "
+            "tuple or a dictionary",
         )
     if not isinstance(leaf, _STATIC_OUTPUTS):
         raise TraceError(

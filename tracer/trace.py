@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from ..ir.module import Module
 from ..ir.types import Place
 from .interface import Body, Guard
 from .specs import Leaf, ObjectSpec, Static, TensorSpec, Tree, static_key
 from .values import NotAValue, ObjectMarker
+
+_STRIDED = torch.strided
 
 
 class InputError(TypeError):
@@ -33,6 +35,8 @@ class InputSpec:
         names: how messages name each leaf, as `batch.tokens`.
         place: the ranks that call the step with arguments.
         signature: the parameters of the step's Python function.
+        host_only: whether tensors have to be in the host's memory, as there is no device that they
+            could be brought to.
     """
 
     step: str
@@ -40,6 +44,7 @@ class InputSpec:
     names: tuple[str, ...]
     place: Place
     signature: inspect.Signature
+    host_only: bool = False
     _count: int = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -51,7 +56,8 @@ class InputSpec:
         """The values for the program's parameters, in order.
 
         Raises:
-            InputError: an argument is missing, or is not what the step was traced for.
+            InputError: an argument is missing, or is not what the step was traced for; a tensor
+                is not dense, or on a device that the step does not take it from.
         """
         if kwargs or len(args) != self._count:
             leaves: Sequence[Any] = self._flatten(args, kwargs)
@@ -66,6 +72,8 @@ class InputSpec:
                     or leaf.dtype is not spec.dtype
                     or leaf.shape != spec.shape
                     or leaf.requires_grad > spec.requires_grad
+                    or leaf.layout is not _STRIDED
+                    or not (leaf.is_cpu or self._takes_from(leaf))
                 ):
                     raise self._misfit(index, leaf)
                 values.append(leaf)
@@ -114,6 +122,10 @@ class InputSpec:
             positional.extend(given[name] if several else (given[name],))
         return tuple(positional), {name: named[name] for name in example[1]}
 
+    def _takes_from(self, leaf: torch.Tensor) -> bool:
+        """Whether a tensor may be on the device that it is on, which is not the host."""
+        return not (self.host_only or leaf.is_meta)
+
     def _misfit(self, index: int, leaf: Any) -> InputError:
         spec, name = self.tree.leaves[index], self.names[index]
         if isinstance(spec, Static):
@@ -127,10 +139,20 @@ class InputSpec:
                 f"argument {name} of {self.step}() requires a gradient, which a compiled step "
                 f"does not give to its inputs; pass {name}.detach()"
             )
+        if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
+            return InputError(
+                f"argument {name} of {self.step}() is a tensor of layout {leaf.layout}, and a step "
+                f"takes dense tensors only; pass {name}.to_dense()"
+            )
         expected = describe(spec.dtype, spec.shape)
         got = (
             describe(leaf.dtype, leaf.shape) if isinstance(leaf, torch.Tensor) else _shortened(leaf)
         )
+        if got == expected:
+            why = f"and this rank works in the host's memory; pass {name}.cpu()"
+            if leaf.is_meta:
+                why = "where tensors have no elements; pass one that has"
+            return InputError(f"argument {name} of {self.step}() is on '{leaf.device}', {why}")
         return InputError(
             f"argument {name} of {self.step}() must be {expected}, as when the step was traced, "
             f"and is {got}; lower the step again for it"
@@ -245,6 +267,8 @@ def static_argument(leaf: Any) -> Any:
         try:
             hash(leaf)
         except TypeError:
+            if is_dataclass(leaf):
+                raise InputError(_unregistered(leaf, "not hashable")) from None
             raise InputError(
                 f"a step takes {_shortened(leaf)} as an argument, which is neither a tensor nor "
                 "hashable, so it cannot be static; pass tensors, make it hashable (a frozen "
@@ -257,6 +281,26 @@ def static_argument(leaf: Any) -> Any:
                 "dataclass, or lower the step with cg.object in its place"
             )
     return leaf
+
+
+def _unregistered(leaf: Any, problem: str) -> str:
+    """What is wrong with a dataclass that is a leaf, and what to do."""
+    name = type(leaf).__name__
+    return (
+        f"a step takes {_shortened(leaf)} as an argument, a dataclass that is {problem}, so it "
+        f"cannot be static; call torch.export.register_dataclass({name}) once, and its fields are "
+        "arguments, or lower the step with cg.object in its place"
+    )
+
+
+def _holds_markers(leaf: Any) -> bool:
+    """Whether fields of a dataclass, or of one in it, stand for values of the step."""
+    if isinstance(leaf, ObjectMarker | TensorSpec):
+        return True
+    if not is_dataclass(leaf) or isinstance(leaf, type):
+        return False
+    held = (getattr(leaf, each.name, None) for each in fields(leaf))
+    return any(_holds_markers(part) for value in held for part in tree_leaves(value))
 
 
 def _may_change_unnoticed(leaf: Any) -> bool:
@@ -281,11 +325,13 @@ def leaf_spec(leaf: Any) -> Leaf:
         if leaf.layout is not torch.strided or leaf.is_quantized or leaf.is_nested:
             raise InputError("a step takes dense tensors only; pass tensor.to_dense()")
         return TensorSpec(leaf.dtype, tuple(leaf.shape), leaf.requires_grad)
+    if _holds_markers(leaf):
+        raise InputError(_unregistered(leaf, "no pytree, and holds what is known only at run time"))
     return Static(static_argument(leaf))
 
 
-def name_leaves(signature: inspect.Signature, spec: TreeSpec) -> tuple[str, ...]:
-    """A name for each leaf of `(args, kwargs)`, from the parameters: `batch.tokens`, `x`.
+def name_leaves(step: str, signature: inspect.Signature, spec: TreeSpec) -> tuple[str, ...]:
+    """A name for each leaf of a step's `(args, kwargs)`, from the parameters: `batch.tokens`, `x`.
 
     Raises:
         InputError: the arguments do not fit the parameters.
@@ -295,7 +341,7 @@ def name_leaves(signature: inspect.Signature, spec: TreeSpec) -> tuple[str, ...]
     try:
         bound = signature.bind(*args, **kwargs).arguments
     except TypeError as error:
-        raise InputError(str(error)) from None
+        raise InputError(f"{step}(): {error}") from None
     names: dict[int, str] = {}
     for parameter, argument in bound.items():
         _collect(parameter, signature.parameters[parameter].kind, argument, names)

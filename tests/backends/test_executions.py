@@ -230,6 +230,10 @@ def test_variants() -> None:
         assert graph(torch.ones(3, 4))[1].item() == 6
         with pytest.raises(ValueError, match="at least one set of arguments"):
             step.lower_many([])
+        with pytest.raises(cg.InputError, match=r"entry 1 of lower_many\(\): step\(\): too many"):
+            step.lower_many([torch.zeros(2), (1, 2, 3)])
+        with pytest.raises(TypeError, match=r"lower_many\(\) of step takes a list .* type Tensor"):
+            step.lower_many(torch.zeros(2, 3))
         # One set of channels serves all variants, each slot large enough for the largest.
         sizes = {c.ranks: c.slot_bytes for c in graph.variants[0].module.channels.values()}
         assert sizes[(0, 1)] == 3 * 4 * 4

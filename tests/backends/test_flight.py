@@ -24,7 +24,7 @@ def test_a_rank_that_runs_or_has_ended_is_not_blocked() -> None:
     assert [entry.rank for entry in record.blocked()] == [2]
     assert record.describe() == (
         "  rank 0 has ended execution 4\n"
-        "  rank 1 runs `%h = call(%v) {fn = @b.double} : f32[4]` (chain.py:4, in step)\n"
+        "  rank 1 runs chain.py:4, in step (`%h = call(%v) {fn = @b.double} : f32[4]`)\n"
         "  rank 2 waits at `%v = wait(%r) : f32[4]` for `%r = recv() {chan = 1, peer = 1, "
         "seq = 0} : future<f32[4]>`: rank 1 has not come to its send of message 0 of channel 1"
     )
@@ -56,8 +56,30 @@ def test_whether_both_sides_are_posted_is_seen_from_position_execution_and_end()
     assert missing in reason(Position(1, 6, 0, running=False))
 
 
-def test_a_rank_nobody_has_heard_of_counts_as_missing() -> None:
-    assert reasons(Position(0, 0, 1, awaited=0)) == {0: (1,)}
+def test_a_rank_nobody_has_heard_of_is_waited_for_and_nothing_is_said_of_it() -> None:
+    (blocked,) = FlightRecord(SWAP, [Position(0, 0, 1, awaited=0)]).blocked()
+    assert blocked.on == (1,)
+    assert blocked.reason == (
+        "rank 0 waits at swap.py:2, in step (`wait(%s)`) for swap.py:1, in step "
+        "(`%s = send(%x) {chan = 0, peer = 1, seq = 0} : future<unit>`): "
+        "it needs rank 1's recv of message 0 of channel 0"
+    )
+
+
+def test_who_waits_for_a_report_names_the_last_call_of_its_rank() -> None:
+    (blocked,) = FlightRecord(module(CHAIN), [Position(0, 0, 0, reporter=1)]).blocked()
+    assert blocked.on == (1,)
+    assert blocked.reason == (
+        "rank 0 waits for rank 1 to end its program, whose last call is chain.py:4, in step "
+        "(`%h = call(%v) {fn = @b.double} : f32[4]`)"
+    )
+
+
+def test_a_line_is_named_once() -> None:
+    text = CHAIN.replace("%v = wait(%r) : f32[4]", '%v = wait(%r) : f32[4] loc("chain.py":3)')
+    text = text.replace("future<f32[4]>", 'future<f32[4]> loc("chain.py":3)')
+    (blocked,) = FlightRecord(module(text), [Position(1, 0, 1, awaited=0)]).blocked()
+    assert blocked.reason.count("chain.py:3") == 1
 
 
 def test_a_collective_waits_for_those_who_have_not_come() -> None:

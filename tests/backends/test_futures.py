@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
+import numpy as np
 import pytest
 
 import cg
@@ -53,6 +55,55 @@ def test_a_timeout_leaves_the_graph_usable() -> None:
         assert future.result(timeout=5) == "x"
         assert future.exception() is None
         assert graph.execute("y").result(timeout=5) == "y"
+
+
+def test_a_timeout_is_a_number_of_seconds() -> None:
+    with world(2):
+        graph, _ = chain_of(1)
+        future = graph.execute("x")
+        with pytest.raises(TypeError, match=r"timeout='x' is a str: give a number of seconds"):
+            future.result(timeout="x")
+        with pytest.raises(ValueError, match="timeout=nan: give a number of seconds"):
+            future.exception(timeout=float("nan"))
+        assert future.result(timeout=float("inf")) == "x"
+        assert graph.execute("y").result(timeout=np.float32(30)) == "y"
+
+
+@cg.actor
+class Gate:
+    """Says that it has been called, and returns when it may."""
+
+    def __init__(self) -> None:
+        self.called, self.open = threading.Event(), threading.Event()
+
+    @cg.opaque
+    def wait(self, x: Any) -> Any:
+        self.called.set()
+        assert self.open.wait(30)
+        return x
+
+
+def test_a_second_thread_is_told_apart_from_a_method() -> None:
+    with world(2):
+        gate = Gate.on(1)()
+
+        @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
+        def step(x):
+            return gate.wait(x)
+
+        graph = step.lower(cg.object).compile(max_inflight=2)
+        future = graph.execute("x")
+        other = threading.Thread(target=future.result)
+        other.start()
+        try:
+            assert gate.local.called.wait(30)
+            with pytest.raises(RuntimeError, match="another thread is using the graphs of rank 1"):
+                future.done()
+        finally:
+            gate.local.open.set()
+            other.join()
+        assert future.result() == "x"
+        assert graph.execute("y").result() == "y"
 
 
 def test_done_moves_on() -> None:

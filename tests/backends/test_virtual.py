@@ -53,11 +53,11 @@ def test_crossing_rendezvous_sends_are_a_deadlock_with_its_cycle(shuffle: int | 
         run(text, [[ZEROS], [ONES]], shuffle=shuffle)
     assert str(caught.value) == (
         "deadlock: no rank of @swap can go on\n"
-        "  rank 0 waits at `wait(%s)` (swap.py:2, in step) for "
-        "`%s = send(%x) {chan = 0, peer = 1, seq = 0} : future<unit>` (swap.py:1, in step): "
+        "  rank 0 waits at swap.py:2, in step (`wait(%s)`) for "
+        "swap.py:1, in step (`%s = send(%x) {chan = 0, peer = 1, seq = 0} : future<unit>`): "
         "rank 1 has not come to its recv of message 0 of channel 0\n"
-        "  rank 1 waits at `wait(%s)` (swap.py:12, in step) for "
-        "`%s = send(%x) {chan = 1, peer = 0, seq = 0} : future<unit>` (swap.py:11, in step): "
+        "  rank 1 waits at swap.py:12, in step (`wait(%s)`) for "
+        "swap.py:11, in step (`%s = send(%x) {chan = 1, peer = 0, seq = 0} : future<unit>`): "
         "rank 0 has not come to its recv of message 0 of channel 1\n"
         "  cycle: rank 0 -> rank 1 -> rank 0"
     )

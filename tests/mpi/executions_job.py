@@ -155,6 +155,11 @@ def tensors(drives: bool) -> None:
             assert [t.unique().item() for t in (doubled, scaled, more)] == [6 * i, 3 * i, 9 * i + 1]
         with raises(cg.InputError, "must be float32[50,40]"):
             graph.execute(torch.zeros(50))
+        with raises(cg.InputError, "pass x.to_dense()"):
+            graph.execute(torch.zeros(50, 40).to_sparse())
+        with raises(cg.InputError, "x of step() is on 'meta'"):
+            graph.execute(torch.zeros(50, 40, device="meta"))
+        assert graph.variants[0].trace.inputs.host_only
 
 
 def flow(drives: bool) -> None:
@@ -277,6 +282,39 @@ def timeouts(drives: bool) -> None:
             future.result(timeout=0)
         assert future.result(timeout=30) == 0.3
         assert graph.execute(0.0).result(timeout=30) == 0.0
+
+
+def positions(drives: bool) -> None:
+    """A timeout names the line and the rank that it waits for, and claims no more than it knows."""
+    *_, last = workers()
+
+    @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
+    def answered(x):
+        return last.sleep(x)
+
+    @cg.trace(inputs=cg.on(0), outputs=cg.on(3))
+    def unanswered(x):
+        return last.sleep(x)
+
+    with answered.lower(cg.object).compile() as graph:
+        if drives:
+            future = graph.execute(0.3)
+            with raises(TimeoutError) as caught:
+                future.result(timeout=0)
+            said = str(caught[0])
+            assert f"@answered 0: rank 0 waits at {__file__}:" in said, said
+            assert ", in answered (`%sleep.at0 = wait(" in said, said
+            assert said.endswith("it needs rank 3's send of message 0 of channel 1"), said
+            future.result(timeout=30)
+    with unanswered.lower(cg.object).compile() as graph:
+        if drives:
+            future = graph.execute(0.3)
+            with raises(TimeoutError) as caught:
+                future.result(timeout=0)
+            said = str(caught[0])
+            assert "rank 0 waits for rank 3 to end its program, whose last call is " in said, said
+            assert ", in unanswered (`%sleep = call(" in said, said
+            future.result(timeout=30)
 
 
 def awaits(drives: bool) -> None:

@@ -129,7 +129,7 @@ def test_a_deadline_names_where_every_rank_is(survived: dict[str, Reports]) -> N
             assert error["error"] == "StepTimeout"
             # A rank that the machine has kept from reporting for half a second is taken to run.
             for rank in range(4):
-                where = rf"rank {rank} (waits at|runs) `%.*in slow|rank {rank} is at work"
+                where = rf"rank {rank} (waits at|runs) .*, in slow \(`%|rank {rank} is at work"
                 assert re.search(where, error["message"])
             assert "rank 1 has ended" not in error["message"]
             assert "has not come to" in error["message"]

@@ -25,6 +25,17 @@ pytestmark = pytest.mark.timeout(120)
 X = torch.ones(2, 3)
 
 
+class Returner:
+    """Returns what it was made with, and promises what it is given."""
+
+    def __init__(self, made: Any) -> None:
+        self.made = made
+
+    @opaque(fake=lambda self, x: x)
+    def given(self, x: torch.Tensor) -> Any:
+        return self.made
+
+
 class Actor(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +134,7 @@ def test_several_objects() -> None:
     assert traced.results.fill([1, 2]) == (1, 2)
     assert traced.body(X) == ([[1, 1, 1], [1, 1, 1]], [6])
     assert trace(Actor(), "none", X).body(X) == ()
-    with pytest.raises(TypeError, match=r"Actor.two is marked @cg.opaque\(returns=2\)"):
+    with pytest.raises(TypeError, match=r"Actor.two \(.*\) is marked @cg.opaque\(returns=2\)"):
         trace(Actor(), "two", X, wrong=True).body(X)
 
 
@@ -136,8 +147,28 @@ def test_tensors_by_a_fake() -> None:
     assert y.is_contiguous()
     assert not y.requires_grad
     assert torch.equal(y, actor.linear(X)[:1].expand(4, 3))
-    with pytest.raises(TypeError, match=r"returned a tensor .*\[5, 3\], but its fake promised"):
+    with pytest.raises(
+        TypeError, match=r"returned \{'y': float32\[5,3\], 'text': str}, but its fake promised"
+    ):
         trace(actor, "faked", X, 4, "wrong").body(X)
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (torch.ones(5), r"returned float32\[5\], but its fake promised float32\[4\]\. Types are"),
+        (torch.ones(4).double(), r"returned float64\[4\], but its fake promised float32\[4\]\."),
+        (None, r"returned None, but its fake promised float32\[4\]\."),
+        ([torch.ones(4)], r"returned \[float32\[4\]\], but its fake promised float32\[4\]\."),
+        (torch.ones(4).to_sparse(), r"returned a tensor of layout torch.sparse_coo, .*to_dense"),
+        (torch.ones(4, device="meta"), r"returned a tensor on 'meta', which has no elements"),
+    ],
+)
+def test_what_breaks_the_promise_of_a_fake(made: Any, message: str) -> None:
+    place = r"Returner.given \(.*test_opaque.py:\d+, in given\) "
+    with pytest.raises(TypeError, match=place + message) as caught:
+        trace(Returner(made), "given", torch.ones(4)).body(torch.ones(4))
+    assert "TreeSpec" not in str(caught.value)
 
 
 def test_a_fake_that_fails() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from cg.ir.types import Place
+from cg.tracer.errors import TraceError
 from cg.tracer.specs import TensorSpec
 from cg.tracer.trace import InputError, InputSpec, Trace, signature_of
 from cg.tracer.values import OBJECT
@@ -97,11 +99,75 @@ def test_wrong_arguments_are_named() -> None:
             inputs.flatten(args, kwargs)
 
 
+def test_tensors_have_elements_and_a_place_for_each() -> None:
+    inputs = spec(flat, X)
+    with pytest.raises(InputError, match=r"x of step\(\) is a tensor of layout torch.sparse_coo"):
+        inputs.flatten((X.to_sparse(),), {})
+    with pytest.raises(InputError, match=r"x of step\(\) is on 'meta', where tensors have"):
+        inputs.flatten((X.to("meta"),), {})
+
+
+class OnGPU(torch.Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    is_cpu, is_meta, device = False, False, torch.device("cuda:0")  # type: ignore[assignment]
+
+
+def test_a_rank_without_a_device_takes_tensors_of_the_host() -> None:
+    elsewhere = torch.ones(2, 3).as_subclass(OnGPU)
+    anywhere = spec(flat, X)
+    assert anywhere.flatten((elsewhere,), {})[0] is elsewhere
+    message = r"x of step\(\) is on 'cuda:0', and this rank works in .* pass x.cpu\(\)"
+    with pytest.raises(InputError, match=message):
+        replace(anywhere, host_only=True).flatten((elsewhere,), {})
+
+
 class SimpleOptions:
     """Compares by identity."""
 
     def __init__(self, scale: int) -> None:
         self.scale = scale
+
+
+@dataclass
+class Plain:
+    x: Any
+
+
+@dataclass(frozen=True)
+class Frozen:
+    x: Any
+
+
+@dataclass
+class Registered:
+    x: Any
+
+
+torch.export.register_dataclass(Registered)
+
+
+def test_dataclasses() -> None:
+    inputs = spec(flat, Registered(OBJECT), Frozen(3))
+    assert inputs.flatten((Registered("text"), Frozen(3)), {}) == ["text"]
+    assert inputs.names == ("x.x", "y")
+    advice = r"call torch.export.register_dataclass\({}\) once, and its fields are arguments"
+    for given, why in (
+        (Plain(OBJECT), "no pytree, and holds what is known only at run time.*"),
+        (Plain(3), "not hashable.*"),
+        (Frozen(OBJECT), "no pytree, and holds what is known only at run time.*"),
+        (Frozen((1, Frozen([OBJECT]))), "no pytree, and holds what is known only at run time.*"),
+    ):
+        with pytest.raises(InputError, match=why + advice.format(type(given).__name__)):
+            Bench(2).trace(flat, given)
+
+
+def test_a_step_that_returns_a_dataclass() -> None:
+    with pytest.raises(TraceError, match="returns a Frozen, a dataclass that is not") as caught:
+        Bench(2).trace(Frozen, X)
+    assert "torch.export.register_dataclass(Frozen)" in caught.value.remedy
+    returned = Bench(2).trace(Registered, X).outputs
+    assert returned.rebuild([Y]) == Registered(Y)
 
 
 def test_arguments_that_no_step_takes() -> None:

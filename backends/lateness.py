@@ -1,0 +1,47 @@
+"""How long a caller waits for an execution, and where those in flight are when the time is up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from numbers import Real
+
+from .flight import FlightRecord
+from .instance import Instance
+from .resident import Resident
+
+
+def seconds(timeout: object) -> float | None:
+    """A time to wait, as it was given; None if it is infinite.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is nan.
+    """
+    if not isinstance(timeout, Real):
+        kind = type(timeout).__name__
+        raise TypeError(f"timeout={timeout!r} is a {kind}: give a number of seconds, or None")
+    value = float(timeout)
+    if math.isnan(value):
+        raise ValueError("timeout=nan: give a number of seconds, or None to wait without a limit")
+    return None if value == math.inf else value
+
+
+def positions_in_flight(residents: Sequence[Resident]) -> list[str]:
+    """Where each execution in flight is, a line for each rank among `residents`.
+
+    What other processes have come to is not known here, and is not said.
+    """
+    executions: dict[tuple[int, int], list[Instance]] = {}
+    for resident in residents:
+        for instance in resident.in_flight:
+            if instance.running:
+                key = (id(instance.module), instance.execution)
+                executions.setdefault(key, []).append(instance)
+    lines = []
+    for instances in executions.values():
+        first = instances[0]
+        record = FlightRecord(first.module, [instance.position() for instance in instances])
+        head = f"  @{first.module.name} {first.execution}"
+        lines += [f"{head}: {line.strip()}" for line in record.describe().splitlines()]
+    return lines
