@@ -11,7 +11,9 @@ looks.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from time import monotonic
 from typing import Protocol
 
@@ -53,8 +55,28 @@ def put_by(watched: Watched) -> Position | None:
     return at
 
 
+@dataclass(frozen=True, slots=True)
+class Put:
+    """An execution that has been put on the device as a whole.
+
+    Attributes:
+        execution: its number.
+        since: when it was put there, by the monotonic clock.
+        event: behind all of it.
+    """
+
+    execution: int
+    since: float
+    event: Event
+
+
 class Watchdog:
     """Watches one program's executions on its device.
+
+    Each execution has an event behind it, of its own until the device has passed it. So one thread
+    alone uses an event at a time: the one that puts work on the device records it and lines it up,
+    the watchdog asks for it, takes it out of the line, and lays it aside to be used again. Neither
+    waits for the other, and no execution is left out, however many the device has before it.
 
     Args:
         device: of this rank.
@@ -72,26 +94,30 @@ class Watchdog:
         bark: Callable[[str], None],
         putting: Callable[[], Position | None] = lambda: None,
     ) -> None:
+        self._device = device
         self._compute = device.stream(Stream.COMPUTE)
-        self._event: Event = device.event()
         self._timeout = timeout
         self._faults = faults
         self._bark = bark
         self._putting = putting
         self._put: tuple[Position, float] | None = None
-        self._watched: tuple[int, float] | None = None
+        self._line: deque[Put] = deque()
+        self._spare: deque[Event] = deque()
+        self._passed = monotonic()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="cg watchdog", daemon=True)
         self._thread.start()
 
     def watch(self, execution: int) -> None:
-        """An execution has been put on the device as a whole.
-
-        While an earlier one is not over, there is nothing to add: this one is behind it.
-        """
-        if self._watched is None:
-            self._event.record(self._compute)
-            self._watched = (execution, monotonic())
+        """An execution has been put on the device as a whole; called by one thread."""
+        if self._stop.is_set():
+            return  # nobody looks any more, nor takes anything out of the line
+        try:
+            event = self._spare.popleft()
+        except IndexError:
+            event = self._device.event()
+        event.record(self._compute)
+        self._line.append(Put(execution, monotonic(), event))
 
     def close(self) -> None:
         """Stop watching; idempotent."""
@@ -123,25 +149,41 @@ class Watchdog:
         )
 
     def _look_at_device(self) -> str | None:
-        if self._watched is None:
+        line = self._line
+        if not line:
             return None
-        execution, since = self._watched
+        first = line[0]
         try:
-            passed = self._event.query()
+            self._let_go()
         except RuntimeError as error:
             return (
-                f"the device has failed in execution {execution} or behind it, and cannot be used "
-                f"any more: {error}"
+                f"the device has failed in execution {first.execution} or behind it, and cannot be "
+                f"used any more: {error}"
             )
-        if passed:
-            self._watched = None
+        if not line or self._timeout is None:
             return None
-        if self._timeout is not None and monotonic() - since > self._timeout:
-            return (
-                f"execution {execution} has been put on the device, which has not ended it after "
-                f"{self._timeout:g} s"
-            )
-        return None
+        first = line[0]
+        if monotonic() - max(first.since, self._passed) <= self._timeout:
+            return None
+        return (
+            f"execution {first.execution} has been put on the device, which has not ended it after "
+            f"{self._timeout:g} s"
+        )
+
+    def _let_go(self) -> None:
+        """Take out of the line what the device has passed; it passes the events in their order.
+
+        An execution's time begins when the device has passed the one ahead of it.
+        """
+        line = self._line
+        newest = line[-1]
+        last = newest if newest.event.query() else None
+        while line and (last is not None or line[0].event.query()):
+            passed = line.popleft()
+            self._spare.append(passed.event)
+            self._passed = monotonic()
+            if passed is last:
+                last = None
 
 
 def cold(functions: Mapping[str, str]) -> str:
