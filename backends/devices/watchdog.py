@@ -125,7 +125,14 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._stop.wait(INTERVAL):
-            trouble = self._look()
+            try:
+                trouble = self._look()
+            except Exception as error:
+                # Nobody would look any more, and the next hang would last for ever.
+                trouble = (
+                    "the device and its messages cannot be watched any more: a look at them has "
+                    f"failed with {type(error).__name__}: {error}"
+                )
             if trouble is not None:
                 self._bark(trouble)
                 return

@@ -11,6 +11,7 @@ import pytest
 from cg.backends.devices import watchdog
 from cg.backends.devices.watchdog import Watchdog, put_by
 from cg.backends.flight import Position
+from cg.backends.streams.library import CommunicationError
 from cg.ir.module import Module, Program
 from cg.ir.parser import parse_module
 
@@ -241,3 +242,24 @@ def test_nothing_is_lined_up_once_nobody_looks(watching: Watching) -> None:
     watching.dog.close()
     watching.watch(4)
     assert watching.queue.made == []
+
+
+def test_a_look_that_fails_is_told_and_not_the_end_of_looking(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watchdog, "INTERVAL", 0.01)
+    barked: list[str] = []
+    done = threading.Event()
+
+    def faults() -> list[str]:
+        raise CommunicationError("invalid argument")
+
+    def bark(trouble: str) -> None:
+        barked.append(trouble)
+        done.set()
+
+    dog = Watchdog(FakeDevice(), None, faults, bark)
+    assert done.wait(20)
+    dog.close()
+    assert "cannot be watched any more" in barked[0]
+    assert "CommunicationError: invalid argument" in barked[0]
