@@ -22,6 +22,7 @@ from ...ir.module import FunctionKind, Module, Program
 from ...ir.ops import Call
 from ..flight import Position
 from .base import Device, Event
+from .unfinished import Work
 
 INTERVAL = 0.25
 """Seconds between two looks."""
@@ -60,11 +61,13 @@ class Put:
     """An execution that has been put on the device as a whole.
 
     Attributes:
+        work: what it is an execution of.
         execution: its number.
         since: when it was put there, by the monotonic clock.
         event: behind all of it.
     """
 
+    work: Work
     execution: int
     since: float
     event: Event
@@ -108,7 +111,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="cg watchdog", daemon=True)
         self._thread.start()
 
-    def watch(self, execution: int) -> None:
+    def watch(self, work: Work, execution: int) -> None:
         """An execution has been put on the device as a whole; called by one thread."""
         if self._stop.is_set():
             return  # nobody looks any more, nor takes anything out of the line
@@ -117,7 +120,7 @@ class Watchdog:
         except IndexError:
             event = self._device.event()
         event.record(self._compute)
-        self._line.append(Put(execution, monotonic(), event))
+        self._line.append(Put(work, execution, monotonic(), event))
 
     def close(self) -> None:
         """Stop watching; idempotent."""
@@ -164,8 +167,8 @@ class Watchdog:
             self._let_go()
         except RuntimeError as error:
             return (
-                f"the device has failed in execution {first.execution} or behind it, and cannot be "
-                f"used any more: {error}"
+                f"the device has failed in execution {first.execution} of {first.work.name} or "
+                f"behind it, and cannot be used any more: {error}"
             )
         if not line or self._timeout is None:
             return None
@@ -173,8 +176,9 @@ class Watchdog:
         if monotonic() - max(first.since, self._passed) <= self._timeout:
             return None
         return (
-            f"execution {first.execution} has been put on the device, which has not ended it after "
-            f"{self._timeout:g} s"
+            f"the host has put all of execution {first.execution} of {first.work.name} on the "
+            f"device, which has not ended it after {self._timeout:g} s. The device is at:\n"
+            f"{first.work.unfinished(first.execution)}"
         )
 
     def _let_go(self) -> None:
@@ -191,6 +195,21 @@ class Watchdog:
             self._passed = monotonic()
             if passed is last:
                 last = None
+
+
+def advice(logs: Sequence[str]) -> str:
+    """What to do about a device that does not end what was put on it.
+
+    Args:
+        logs: where the libraries that carry messages say more, in words.
+    """
+    places = " and at ".join(["the output of the other ranks", *logs])
+    return (
+        f"\nA message has two ends: look at {places} for the same message, by its channel and its "
+        "number, and for an error ahead of this one. Compiled with passes='-capture', no graph "
+        "hides at which op the device is. Where it only needs longer, raise compile(timeout=...) "
+        "or CG_TIMEOUT"
+    )
 
 
 def cold(functions: Mapping[str, str]) -> str:

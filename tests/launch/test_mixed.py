@@ -31,11 +31,13 @@ def runtime(ahead: Any, **attributes: Any) -> MixedRuntime:
     made = object.__new__(MixedRuntime)
     executable = object.__new__(DeviceExecutable)
     executable.cold = {}
+    executable.work = SimpleNamespace(name="step 'it' (plan 01)")  # type: ignore[assignment]
     given: dict[str, Any] = {
         "_ahead": ahead,
         "_executable": executable,
         "_watchdog": object(),
         "_timeout": 0.01,
+        "_communicators": [SimpleNamespace(logs="the library's own log"), object()],
         "_world": SimpleNamespace(end_job=end_job),
         "_control": SimpleNamespace(flight_record=lambda: "  rank 0 is somewhere"),
         **attributes,
@@ -49,10 +51,14 @@ def test_what_is_ahead_of_a_failed_step_and_does_not_end() -> None:
     with pytest.raises(Ended) as ended:
         runtime(Never())._end_what_is_ahead()
     message = str(ended.value)
-    assert "a step has failed, and the device has not ended what was ahead of it within 0.01 s" in (
-        message
-    )
-    assert "  rank 0 is somewhere" in message
+    assert (
+        "an execution of step 'it' (plan 01) has failed, and the device has not ended what was "
+        "ahead of it within 0.01 s\nHere is where the host of every rank is in step 'it' (plan 01)"
+    ) in message
+    assert "\n  rank 0 is somewhere\n" in message
+    assert (
+        "look at the output of the other ranks and at the library's own log for the same message"
+    ) in message
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("device-side assert")])

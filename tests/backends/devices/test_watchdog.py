@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -29,6 +31,7 @@ module @step phase=scheduled world=1 {
 }
 """
 GRAPH, OPAQUE = 0, 1
+WORK: Any = SimpleNamespace(name="step 'it'", unfinished="  a part of execution {}".format)
 AT = Position(rank=0, execution=3, op=GRAPH)
 
 
@@ -84,10 +87,10 @@ def test_a_device_that_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
         done.set()
 
     dog = Watchdog(device, None, list, bark)
-    dog.watch(7)
+    dog.watch(WORK, 7)
     assert done.wait(20)
     dog.close()
-    assert "the device has failed in execution 7 or behind it" in barked[0]
+    assert "the device has failed in execution 7 of step 'it' or behind it" in barked[0]
     assert "device-side assert triggered" in barked[0]
 
 
@@ -162,7 +165,7 @@ class Watching:
 
     def watch(self, *executions: int) -> None:
         for execution in executions:
-            self.dog.watch(execution)
+            self.dog.watch(WORK, execution)
 
     def after(self, seconds: float, done: int) -> str | None:
         """What it sees once the device has done so many executions in all."""
@@ -189,7 +192,10 @@ def test_an_execution_that_does_not_end(watching: Watching) -> None:
     assert watching.after(9, done=0) is None
     trouble = watching.after(2, done=0)
     assert trouble is not None
-    assert "execution 4 has been put on the device, which has not ended it after 10 s" in trouble
+    assert trouble == (
+        "the host has put all of execution 4 of step 'it' on the device, which has not ended it "
+        "after 10 s. The device is at:\n  a part of execution 4"
+    )
 
 
 def test_the_one_behind_another_that_ends_is_watched_too(watching: Watching) -> None:
@@ -198,7 +204,7 @@ def test_the_one_behind_another_that_ends_is_watched_too(watching: Watching) -> 
     assert watching.after(9, done=1) is None  # the device has had it for no more than that
     trouble = watching.after(2, done=1)
     assert trouble is not None
-    assert "execution 5 has been put on the device" in trouble
+    assert "the host has put all of execution 5 of" in trouble
 
 
 def test_one_that_is_put_while_the_one_ahead_is_let_go_is_not_lost(
@@ -217,7 +223,7 @@ def test_one_that_is_put_while_the_one_ahead_is_let_go_is_not_lost(
     assert watching.after(1, done=1) is None
     trouble = watching.after(11, done=1)
     assert trouble is not None
-    assert "execution 5 has been put" in trouble
+    assert "the host has put all of execution 5 of" in trouble
 
 
 def test_a_device_that_is_far_behind_but_goes_on_is_left_alone(watching: Watching) -> None:

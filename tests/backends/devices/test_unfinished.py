@@ -1,0 +1,144 @@
+"""What is known of an execution that a device has not ended; its streams are threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cg.backends.devices.flow import Flow, Mark
+from cg.backends.devices.unfinished import MOST, Work
+from cg.backends.flight import Position
+from cg.backends.plan import plan_hash
+from cg.ir.attributes import Stream
+from cg.ir.parser import parse_module
+
+from .fakes import FakeDevice
+
+PLAN = parse_module("""
+module @step phase=scheduled world=2 {
+  channel 0 {ranks = {0,1}}
+  channel 1 {ranks = {1,0}}
+  program @0(%x: f32[2]) {
+    %r = recv() {chan = 1, peer = 1, seq = 0, stream = recv} : future<f32[2]>
+    %q = recv() {chan = 1, peer = 1, seq = 1, stream = recv} : future<f32[2]>
+    %s = send(%x) {chan = 0, graph = 3, peer = 1, seq = 0, stream = send} : future<unit>
+    return()
+  }
+  program @1() { return() }
+}
+""")
+FIRST, SECOND, SENT = 0, 1, 2
+
+
+class Bound:
+    """The program of rank 0 as it is on a device whose streams are held up."""
+
+    def __init__(self) -> None:
+        self.device = FakeDevice()
+        self.flow = Flow(self.device)  # type: ignore[arg-type]
+        self.marks = {index: Mark(self.flow) for index in (FIRST, SECOND, SENT)}
+        self.gates: list[threading.Event] = []
+        self.execution = 5
+
+    def put(self, index: int, stream: Stream) -> threading.Event:
+        """Put a message on its stream; it ends when the event is set."""
+        gate, queue = threading.Event(), self.device.stream(stream)
+        self.gates.append(gate)
+        queue.put("message", lambda: _held(gate))
+        self.marks[index].record(queue)  # type: ignore[arg-type]
+        return gate
+
+    def end(self, gate: threading.Event, index: int) -> None:
+        """Let a message end."""
+        gate.set()
+        self.marks[index]._event.synchronize()
+
+    def unfinished(self, *segments: Any) -> str:
+        work = Work(
+            PLAN.programs[0],
+            PLAN,
+            list(self.marks.items()),
+            segments,
+            lambda: Position(0, self.execution, 0, None, running=False),
+        )
+        assert work.name == f"step 'step' (plan {plan_hash(PLAN)[:16]})"
+        return work.unfinished(5)
+
+
+def _held(gate: threading.Event) -> None:
+    gate.wait(20)
+
+
+def segment(number: int, behind: Mark | None = None, is_replayed: bool = True) -> Any:
+    return SimpleNamespace(number=number, behind=behind, is_replayed=is_replayed)
+
+
+@pytest.fixture
+def bound() -> Iterator[Bound]:
+    made = Bound()
+    yield made
+    for gate in made.gates:
+        gate.set()
+
+
+def test_the_message_that_a_stream_is_at(bound: Bound) -> None:
+    first = bound.put(FIRST, Stream.RECV)
+    second = bound.put(SECOND, Stream.RECV)
+    assert bound.unfinished() == (
+        "  stream recv: `%r = recv() {chan = 1, peer = 1, seq = 0, stream = recv} : "
+        "future<f32[2]>`, message 0 of channel 1 from rank 1, and 1 more behind it"
+    )
+    bound.end(first, FIRST)
+    assert bound.unfinished().endswith("message 1 of channel 1 from rank 1")
+    bound.end(second, SECOND)
+    assert bound.unfinished() == "  its messages have ended, so it is at a kernel of a method"
+
+
+def test_nothing_is_said_of_an_execution_that_another_is_put_behind(bound: Bound) -> None:
+    bound.put(FIRST, Stream.RECV)
+    bound.execution = 6
+    assert bound.unfinished() == (
+        "  a part of it that is not known, since the host has put what is of execution 6 behind it"
+    )
+
+
+def test_the_first_graph_that_has_not_ended(bound: Bound) -> None:
+    passed, open_ = Mark(bound.flow), Mark(bound.flow)
+    gate, queue = threading.Event(), bound.device.stream(Stream.SEND)
+    bound.gates.append(gate)
+    queue.put("graph", lambda: _held(gate))
+    open_.record(queue)  # type: ignore[arg-type]
+    told = bound.unfinished(segment(2, passed), segment(3, open_), segment(4, open_))
+    assert told == (
+        "  graph 3, which begins with `%s = send(%x) {chan = 0, graph = 3, peer = 1, seq = 0, "
+        "stream = send} : future<unit>`: at one of its messages (message 0 of channel 0 to rank "
+        "1), or at a kernel of a method; behind it: graphs 4"
+    )
+    assert "graph 3" in bound.unfinished(segment(3))  # the only one, with no mark behind it
+    assert "graph" not in bound.unfinished(segment(3, open_, is_replayed=False))
+
+
+def test_of_many_messages_of_a_graph_some_are_named(bound: Bound) -> None:
+    bound.marks = {}
+    work = Work(
+        PLAN.programs[0],
+        PLAN,
+        [(SENT, Mark(bound.flow))] * (MOST + 2),
+        [segment(3)],
+        lambda: Position(0, 5, 0),
+    )
+    assert "; 2 more)" in work.unfinished(5)
+
+
+def test_a_device_that_has_failed_says_nothing(bound: Bound) -> None:
+    bound.put(FIRST, Stream.RECV)
+
+    def query() -> bool:
+        raise RuntimeError("device-side assert triggered")
+
+    bound.marks[FIRST]._event.query = query  # type: ignore[method-assign]
+    assert "since the device has failed: device-side assert triggered" in bound.unfinished()
