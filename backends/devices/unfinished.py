@@ -102,7 +102,7 @@ class Work:
         return [f"{head}: {what}{tail}"]
 
     def _nothing_known(self) -> str:
-        if any(mark.is_outside for _, mark in self._messages):
+        if self._messages:
             return "its messages have ended, so it is at a kernel of a method"
         return "it has no messages between devices, so it is at a kernel of a method"
 

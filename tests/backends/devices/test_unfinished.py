@@ -8,7 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from cg.backends.devices.capture import WARM_UPS
 from cg.backends.devices.flow import Flow, Mark
 from cg.backends.devices.unfinished import MOST, Work
 from cg.backends.flight import Position
@@ -16,7 +18,11 @@ from cg.backends.plan import plan_hash
 from cg.ir.attributes import Stream
 from cg.ir.parser import parse_module
 
-from .fakes import FakeDevice
+from ..conformance import pipeline
+from .fakes import PATIENCE, FakeDevice, FakeEvent
+from .ranks import ThreadWorld, on_ranks, pause
+from .ranks import bound as bound_on
+from .test_order import captured
 
 PLAN = parse_module("""
 module @step phase=scheduled world=2 {
@@ -142,3 +148,61 @@ def test_a_device_that_has_failed_says_nothing(bound: Bound) -> None:
 
     bound.marks[FIRST]._event.query = query  # type: ignore[method-assign]
     assert "since the device has failed: device-side assert triggered" in bound.unfinished()
+
+
+def _unheard(self: FakeEvent) -> bool:
+    return False
+
+
+def test_a_program_that_was_captured_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = pipeline("p", 2, 2)
+    monkeypatch.setattr(FakeEvent, "query", _unheard)  # nothing waits for a mark by it
+
+    def play(world: ThreadWorld) -> list[str]:
+        executable = captured(world, case)
+        told = []
+        for execution in range(WARM_UPS + 1):
+            executable.run(case.inputs(execution)[world.rank], pause, PATIENCE)
+            told.append(executable.work.unfinished(execution))
+            world.barrier()
+        return told
+
+    for rank, told in enumerate(on_ranks(2, play)):
+        assert all(each.startswith("  stream ") for each in told[:WARM_UPS])
+        assert told[-1].startswith("  graph 0, which begins with ")
+        way = "to rank 1" if rank == 0 else "from rank 0"
+        assert f" of channel 0 {way}" in told[-1]
+        assert "stream" not in told[-1].split(": at one of its messages")[1]
+
+
+TWO_GRAPHS = """
+module @step phase=scheduled world=1 {
+  function @a.first(f32[2]) -> (f32[2]) {effect = pure, kind = graph}
+  function @a.opaque(f32[2]) -> (f32[2]) {effect = write, kind = opaque}
+  program @0(%x: f32[2]) {
+    %a = call(%x) {fn = @a.first, graph = 0, stream = compute} : f32[2]
+    %b = call(%a) {fn = @a.opaque, stream = compute} : f32[2]
+    %c = call(%b) {fn = @a.first, graph = 1, stream = compute} : f32[2]
+    return(%c)
+  }
+}
+"""
+
+
+def test_of_several_graphs_it_is_known_which_have_ended() -> None:
+    def play(world: ThreadWorld) -> str:
+        bodies = {"a.first": lambda x: (x * 2,), "a.opaque": lambda x: (x + 1,)}
+        executable = bound_on(world, parse_module(TWO_GRAPHS), bodies)
+        for _ in range(WARM_UPS + 1):
+            executable.run([torch.ones(2)], pause, PATIENCE)
+        execution = executable.execution
+        first, second = executable.segments
+        assert (first.replays, second.replays) == (1, 1)
+        assert "graph" not in executable.work.unfinished(execution)
+        assert second.behind is not None
+        second.behind._event.query = lambda: False  # type: ignore[method-assign]
+        return executable.work.unfinished(execution)
+
+    (told,) = on_ranks(1, play)
+    assert told.startswith("  graph 1, which begins with `%c = call(%b)")
+    assert told.endswith(": at a kernel of a method")
