@@ -6,7 +6,7 @@ from the module and the positions of all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from ..ir.module import Module
@@ -52,9 +52,18 @@ class Blocked:
 
 
 class FlightRecord:
-    """Explains the positions of the ranks of one scheduled module."""
+    """Explains the positions of the ranks of one scheduled module.
 
-    def __init__(self, module: Module, positions: Sequence[Position]) -> None:
+    Args:
+        module: scheduled.
+        positions: of the ranks of which any is known.
+        devices: the ranks whose hosts put their programs on devices, and do not wait for these.
+    """
+
+    def __init__(
+        self, module: Module, positions: Sequence[Position], devices: Collection[int] = ()
+    ) -> None:
+        self._devices = devices
         self._module = module
         self._positions = {position.rank: position for position in positions}
         self._programs = {p.rank: p for p in module.programs if p.rank is not None}
@@ -92,6 +101,11 @@ class FlightRecord:
         return "\n".join(lines)
 
     def _describe_free(self, position: Position) -> str:
+        if not position.running and position.rank in self._devices:
+            return (
+                f"the host of rank {position.rank} has put all of execution {position.execution} "
+                "on its device, which may not have ended it"
+            )
         if not position.running:
             return f"rank {position.rank} has ended execution {position.execution}"
         op = self._programs[position.rank].ops[position.op]
@@ -110,17 +124,17 @@ class FlightRecord:
         other = self._find(op.peer, op)
         if other is None:
             return Blocked(position.rank, f"{head}: rank {op.peer} never has {what}", (op.peer,))
+        theirs = "recv" if isinstance(op, Send) else "send"
+        if op.peer not in self._positions:
+            reason = f"{head}: it needs rank {op.peer}'s {theirs} of {what}"
+            return Blocked(position.rank, reason, (op.peer,))
         if self._issued(position, op.peer, other):
             holder = op.peer if isinstance(op, Send) else position.rank
             reason = f"{head}: {what} is posted on both sides"
             if op.slot is not None:
                 reason += f", but rank {holder} has not freed slot {op.slot}"
             return Blocked(position.rank, reason, (holder,))
-        theirs = "recv" if isinstance(op, Send) else "send"
-        if op.peer in self._positions:
-            reason = f"{head}: rank {op.peer} has not come to its {theirs} of {what}"
-        else:
-            reason = f"{head}: it needs rank {op.peer}'s {theirs} of {what}"
+        reason = f"{head}: rank {op.peer} has not come to its {theirs} of {what}"
         return Blocked(position.rank, reason, (op.peer,))
 
     def _explain_report(self, position: Position, reporter: int) -> Blocked:
@@ -133,14 +147,19 @@ class FlightRecord:
         return Blocked(position.rank, reason, (reporter,))
 
     def _explain_collective(self, position: Position, op: Collective, head: str) -> Blocked:
-        missing = []
+        missing, unknown = [], []
         for rank in op.group.ranks:
             other = self._find(rank, op)
-            if other is None or not self._issued(position, rank, other):
+            if other is not None and rank not in self._positions:
+                unknown.append(rank)
+            elif other is None or not self._issued(position, rank, other):
                 missing.append(rank)
-        names = ", ".join(f"rank {rank}" for rank in missing) or "nobody"
-        reason = f"{head}: {names} has not come to {op.opcode} {op.seq} of channel {op.chan}"
-        return Blocked(position.rank, reason, tuple(missing))
+        what = f"{op.opcode} {op.seq} of channel {op.chan}"
+        found = [f"{_names(missing)} has not come to {what}"] if missing or not unknown else []
+        if unknown:
+            found.append(f"it is not known whether {_names(unknown)} has come to {what}")
+        reason = f"{head}: {', and '.join(found)}"
+        return Blocked(position.rank, reason, tuple(sorted((*missing, *unknown))))
 
     def _find(self, rank: int, op: Send | Recv | Collective) -> int | None:
         """Index of the op of `rank` that matches `op`."""
@@ -157,15 +176,17 @@ class FlightRecord:
 
     def _issued(self, asking: Position, rank: int, index: int) -> bool:
         """Whether `rank` has issued its op `index` in the execution that `asking` is in."""
-        position = self._positions.get(rank)
-        if position is None:
-            return False
+        position = self._positions[rank]
         if position.execution != asking.execution:
             return position.execution > asking.execution
         return not position.running or position.op > index
 
 
 _COUNTERPART: dict[type[Op], type[Op]] = {Send: Recv, Recv: Send}
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return ", ".join(f"rank {rank}" for rank in ranks) or "nobody"
 
 
 def _place(op: Op) -> str:

@@ -267,8 +267,9 @@ class Instance:
 
     def _index(self) -> int:
         """Index of the instruction that was begun last."""
-        if self._careful is not None:
-            return min(self._careful.at, len(self._code.steps) - 1)
+        careful = self._careful  # once: other threads ask for the position, too
+        if careful is not None:
+            return min(careful.at, len(self._code.steps) - 1)
         return max(len(self._instructions) - length_hint(self._rest) - 1, 0)
 
     def _end(self) -> None:

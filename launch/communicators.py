@@ -72,6 +72,12 @@ def connect_channels(
     return Connected(tuple(made), serving)
 
 
+def logs_of(communicators: Iterable[Communicator]) -> list[str]:
+    """Where transports between devices say more of what goes wrong, in words, each once."""
+    found = (getattr(each, "logs", None) for each in communicators)
+    return list(dict.fromkeys(logs for logs in found if logs is not None))
+
+
 def faults_of(communicators: Iterable[Communicator]) -> list[str]:
     """What transports between devices report, in words."""
     return [fault for each in communicators for fault in getattr(each, "faults", tuple)()]

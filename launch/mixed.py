@@ -12,15 +12,16 @@ from typing import Any
 
 from ..backends.base import World
 from ..backends.devices.executable import DeviceExecutable
-from ..backends.devices.watchdog import Watchdog, cold, put_by
+from ..backends.devices.watchdog import Watchdog, advice, cold, put_by
 from ..backends.errors import TransportError
 from ..backends.executor import Executable
+from ..backends.flight import FlightRecord
 from ..backends.linked import LinkedProgram
 from ..ir.attributes import Effect, Stream
 from ..ir.module import Module, Program
 from ..ir.ops import Call, Collective, Recv, Value, Wait
 from ..passes.fabrics import Fabrics, is_by_stream
-from .communicators import faults_of
+from .communicators import faults_of, logs_of
 from .rank_runtime import Inputs, RankRuntime
 
 
@@ -37,6 +38,9 @@ class MixedRuntime(RankRuntime):
         super().__init__(world, *arguments)
         self._doubtful = built_on_streams(self._executable.program, self._executable.module)
         self._lost: list[str] = []
+        module = self._executable.module
+        devices = {r for c in module.channels.values() if is_by_stream(c) for r in c.ranks}
+        self._describe = lambda found: FlightRecord(module, found, devices).describe()
         self._recover = self._recover_or_refuse
         if world.device is not None:
             self._compute = world.device.stream(Stream.COMPUTE)
@@ -59,7 +63,7 @@ class MixedRuntime(RankRuntime):
             self._ahead.record(self._compute)
         outputs = super().run(inputs)
         if self._watchdog is not None:
-            self._watchdog.watch(self._executable.execution)
+            self._watchdog.watch(self._on_device.work, self._executable.execution)
         return outputs
 
     def close(self) -> None:
@@ -85,8 +89,17 @@ class MixedRuntime(RankRuntime):
         where = self._control.flight_record()
         end = getattr(self._world, "end_job", None)
         assert end is not None, "ranks with devices are processes of a job"
+        executable = self._on_device
+        end(
+            f"{trouble}\nHere is where the host of every rank is in {executable.work.name}; a host "
+            "outside of executions has put its last one on its device, and does not wait for that:"
+            f"\n{where}{cold(executable.cold)}{advice(logs_of(self._communicators))}"
+        )
+
+    @property
+    def _on_device(self) -> DeviceExecutable:
         assert isinstance(self._executable, DeviceExecutable), "ranks with a device have a watchdog"
-        end(f"{trouble}. Here is where every rank is:\n{where}{cold(self._executable.cold)}")
+        return self._executable
 
     def _faults(self) -> Sequence[str]:
         return faults_of(self._communicators)
@@ -121,8 +134,8 @@ class MixedRuntime(RankRuntime):
         while not self._has_ended():
             if deadline is not None and monotonic() > deadline:
                 self._give_up(
-                    "a step has failed, and the device has not ended what was ahead of it within "
-                    f"{self._timeout:g} s"
+                    f"an execution of {self._on_device.work.name} has failed, and the device has "
+                    f"not ended what was ahead of it within {self._timeout:g} s"
                 )
             sleep(0.001)
 

@@ -12,8 +12,9 @@ from ..backends.devices.base import Device
 from ..backends.devices.driven import Announcements, DrivenBinder
 from ..backends.devices.instance import AnnouncedInstance, SealedInstance
 from ..backends.devices.sealed import SealedBinder
+from ..backends.devices.unfinished import named
 from ..backends.devices.warm import warm
-from ..backends.devices.watchdog import Watchdog, cold, put_by
+from ..backends.devices.watchdog import Watchdog, advice, cold, put_by
 from ..backends.fabric import VirtualFabric
 from ..backends.flight import FlightRecord, Position
 from ..backends.graphs import Rebuild
@@ -28,7 +29,7 @@ from ..ir.module import Channel, Module
 from ..ir.ops import Recv, Send
 from ..ir.types import UnitType
 from ..passes.fabrics import is_by_stream
-from .communicators import connect_channels, faults_of
+from .communicators import connect_channels, faults_of, logs_of
 from .devices import fabrics_of
 from .runtime import transport_of
 
@@ -199,13 +200,16 @@ class OnDevice:
 
     def give_up(self, trouble: str) -> None:
         """End the job: the device does not end what was put on it."""
+        rank = self._resident.rank
         where = [
-            FlightRecord(instance.module, [instance.position()]).describe().strip()
+            f"  execution {instance.execution} of {named(instance.module)}:\n"
+            f"  {FlightRecord(instance.module, [instance.position()], (rank,)).describe()}"
             for instance in self._resident.in_flight
-        ]
+        ] or ["  in no execution: all that it was given is on its device"]
         end = getattr(self._world, "end_job", None)
         assert end is not None, "ranks with devices are processes of a job"
-        end("\n".join([f"{trouble}. Of the executions in flight:", *where]) + cold(self._cold))
+        said = "\n".join([trouble, f"Here is where the host of rank {rank} is:", *where])
+        end(said + cold(self._cold) + advice(logs_of(self._streams)))
 
 
 class Seating:

@@ -9,6 +9,7 @@ its own stream wait; the host goes on. What goes by the host's memory makes the 
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import itemgetter
 
 from torch import Tensor
 
@@ -22,6 +23,7 @@ from ..steps import KEEP, Role, Step
 from ..turnstiles import Tickets
 from . import instructions
 from .base import Device
+from .capture import Segment
 from .flow import Flow, Mark
 from .hosted import HostedBinder
 from .ports import StreamPort, is_stream_port
@@ -35,6 +37,7 @@ class DeviceBinder(HostedBinder):
 
     Attributes:
         flow: the program's streams, which run in stretches.
+        segments: the parts of the program that are captured when it is bound, in order.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class DeviceBinder(HostedBinder):
     ) -> None:
         super().__init__(linked, execution, tickets, device=device)
         self.flow = Flow(device)
+        self.segments: tuple[Segment, ...] = ()
         self._made: dict[Value, Mark] = {}
         self._done: dict[Value, Mark] = {}
         self._slots: dict[Value, Mark] = {}
@@ -58,6 +62,12 @@ class DeviceBinder(HostedBinder):
             for op in linked.program.ops
             if isinstance(op, Wait) and not isinstance(op.operands[0].type, FutureType)
         )
+
+    @property
+    def messages(self) -> list[tuple[int, Mark]]:
+        """The ops that go by streams, as indices of the program's, with the mark behind each."""
+        made = {value: i for i, op in enumerate(self._program.ops) for value in op.results}
+        return sorted(((made[f], mark) for f, mark in self._done.items()), key=itemgetter(0))
 
     _lands_inputs = False  # whoever runs the program does it, ahead of what is captured
 

@@ -117,6 +117,8 @@ class Segment:
         at: the instruction that was begun last, where they run one by one; else 0.
         captures: graphs captured so far.
         replays: executions that replayed one.
+        is_replayed: whether the last execution did.
+        behind: set behind each replay, where a program has several segments; else None.
     """
 
     def __init__(
@@ -130,8 +132,11 @@ class Segment:
         flow: Flow,
         stable: dict[int, Tensor],
         needs: Sequence[Mark],
+        behind: Mark | None = None,
     ) -> None:
         self.number = number
+        self.behind = behind
+        self.is_replayed = False
         self.reason = _refusal(bodies)
         self.at = 0
         self.captures = 0
@@ -154,6 +159,7 @@ class Segment:
     def __call__(self) -> bool:
         """Put the segment's work on the streams."""
         self.at = 0
+        self.is_replayed = False
         if self.reason is not None or self._warm < WARM_UPS:
             self._warm += 1
             if self.reason is None:
@@ -224,6 +230,7 @@ class Segment:
             mark.wait(self._flow.compute)
         captured.graph.replay()
         self.replays += 1
+        self.is_replayed = True
         copied = self._interface.copied
         for register, value in captured.gives:
             registers[register] = value.clone() if register in copied else value
@@ -231,6 +238,8 @@ class Segment:
             registers[register] = loan.out()
         for parameter, gradient in zip(trained, captured.gradients, strict=True):
             parameter.grad = gradient
+        if self.behind is not None:
+            self.behind.record(self._flow.compute)
 
     def _capture(
         self,

@@ -14,6 +14,7 @@ from ..linked import LinkedProgram
 from ..steps import KEEP, Role, Step
 from .binder import DeviceBinder
 from .capture import Interface, Segment
+from .flow import Mark
 from .ports import is_stream_port
 
 
@@ -25,6 +26,7 @@ def cut(code: Code, linked: LinkedProgram, binder: DeviceBinder) -> tuple[Segmen
     """
     program, functions = linked.program, linked.module.functions
     runs = runs_of(code, program)
+    several = sum(number is not None for number, _, _ in runs) > 1
     segments: list[Segment] = []
     stable: dict[int, Tensor] = {}
     instructions: list[Instruction] = []
@@ -64,6 +66,7 @@ def cut(code: Code, linked: LinkedProgram, binder: DeviceBinder) -> tuple[Segmen
             binder.flow,
             stable,
             binder.awaited_outside(number),
+            Mark(binder.flow) if several else None,
         )
         segments.append(segment)
         step = Step(Role.COMPUTE, interface.reads, interface.gives)

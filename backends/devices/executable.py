@@ -15,6 +15,7 @@ from .binder import DeviceBinder
 from .capture import WARM_UPS, Segment
 from .cut import cut
 from .hosted import landed
+from .unfinished import Work
 from .warm import warm
 
 
@@ -29,6 +30,7 @@ class DeviceExecutable(Executable):
 
     Attributes:
         segments: the parts of the program that are captured, in order.
+        work: what it puts on the device, for the watchdog.
         cold: the functions that could not be run ahead of all messages, by name, and why.
     """
 
@@ -47,6 +49,7 @@ class DeviceExecutable(Executable):
         self._ran = 0
         if any(op.graph is not None for op in linked.program.ops):
             self.segments = cut(self._code, linked, binder)
+        self.work = Work(self.program, self.module, binder.messages, self.segments, self.position)
         self.cold = warm(linked, device)
         device.synchronize()  # constants are there for all streams
 

@@ -78,6 +78,19 @@ class Mark:
         self._captured: Event | None = None
         self._place = -1
 
+    @property
+    def is_outside(self) -> bool:
+        """Whether it was last set where no graph holds it."""
+        return self._place == OUTSIDE
+
+    def has_passed(self) -> bool:
+        """Whether its stream has passed it, as it was last set outside of graphs; for any thread.
+
+        Raises:
+            RuntimeError: the device has failed.
+        """
+        return self._event.query()
+
     def record(self, queue: Queue) -> None:
         """Mark where the stream is now."""
         flow = self._flow

@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor
 
 from ..base import Port
-from ..binder import Binder
 from ..careful import Careful
 from ..errors import TransportError
 from ..instance import Guard, Instance, Reports
@@ -21,10 +20,12 @@ from ..steps import KEEP, Role
 from ..tracing import InstructionLog
 from ..turnstiles import Turnstiles
 from .base import Device, Queue
+from .binder import DeviceBinder
 from .capture import Segment
 from .driven import DrivenBinder
 from .interleave import interleave
 from .sealed import SealedBinder
+from .unfinished import Work
 
 
 class Delivery:
@@ -57,7 +58,8 @@ class DeviceInstance(Instance):
     Args:
         linked, turnstiles, statistics, guards, reports, binder: as `Instance` takes them.
         device: of this rank.
-        watch: called with the number of each execution that has been put on the device.
+        watch: called with each execution that has been put on the device: what it is of, and its
+            number.
     """
 
     def __init__(
@@ -67,13 +69,21 @@ class DeviceInstance(Instance):
         statistics: Statistics,
         guards: Sequence[Guard],
         reports: Reports | None,
-        binder: Callable[..., Binder],
+        binder: Callable[..., DeviceBinder],
         device: Device,
-        watch: Callable[[int], None],
+        watch: Callable[[Work, int], None],
     ) -> None:
-        super().__init__(linked, turnstiles, statistics, guards, reports, binder)
+        binders: list[DeviceBinder] = []
+
+        def make(*given: Any) -> DeviceBinder:
+            binders.append(binder(*given))
+            return binders[0]
+
+        super().__init__(linked, turnstiles, statistics, guards, reports, make)
+        bound = binders[0]
+        work = Work(self.program, self.module, bound.messages, bound.segments, self.position)
         self._device = device
-        self._watch = watch
+        self._watch = partial(watch, work)
         self._polls: dict[Instruction | None, Callable[[], bool]] = {}
         for instruction, step in zip(self._code.instructions, self._code.steps, strict=True):
             if step.role is Role.AWAIT and step.port is not None:
@@ -124,7 +134,7 @@ class AnnouncedInstance(DeviceInstance):
         *,
         binder: Callable[..., DrivenBinder],
         device: Device,
-        watch: Callable[[int], None],
+        watch: Callable[[Work, int], None],
     ) -> None:
         binders: list[DrivenBinder] = []
 
@@ -185,7 +195,7 @@ class SealedInstance(DeviceInstance):
         *,
         binder: Callable[..., SealedBinder],
         device: Device,
-        watch: Callable[[int], None],
+        watch: Callable[[Work, int], None],
         abandon: Callable[[str], None],
         in_flight: Callable[[], Sequence[Instance]],
     ) -> None:

@@ -39,7 +39,6 @@ class SealedBinder(DeviceBinder):
 
     Attributes:
         gates: how many instructions at the program's begin wait for earlier executions.
-        segments: the parts of the program that are captured, in order.
         is_distrusted: whether calls make zeros instead of what their methods make, and nothing is
             replayed: only the messages are real, which the other ranks wait for.
     """
@@ -53,7 +52,6 @@ class SealedBinder(DeviceBinder):
         device: Device,
     ) -> None:
         super().__init__(linked, execution, tickets, device=device)
-        self.segments: tuple[Segment, ...] = ()
         self._linked = linked
         self.gates = 0
         self.is_distrusted = False

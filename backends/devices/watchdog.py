@@ -11,7 +11,9 @@ looks.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from time import monotonic
 from typing import Protocol
 
@@ -20,6 +22,7 @@ from ...ir.module import FunctionKind, Module, Program
 from ...ir.ops import Call
 from ..flight import Position
 from .base import Device, Event
+from .unfinished import Work
 
 INTERVAL = 0.25
 """Seconds between two looks."""
@@ -53,8 +56,30 @@ def put_by(watched: Watched) -> Position | None:
     return at
 
 
+@dataclass(frozen=True, slots=True)
+class Put:
+    """An execution that has been put on the device as a whole.
+
+    Attributes:
+        work: what it is an execution of.
+        execution: its number.
+        since: when it was put there, by the monotonic clock.
+        event: behind all of it.
+    """
+
+    work: Work
+    execution: int
+    since: float
+    event: Event
+
+
 class Watchdog:
     """Watches one program's executions on its device.
+
+    Each execution has an event behind it, of its own until the device has passed it. So one thread
+    alone uses an event at a time: the one that puts work on the device records it and lines it up,
+    the watchdog asks for it, takes it out of the line, and lays it aside to be used again. Neither
+    waits for the other, and no execution is left out, however many the device has before it.
 
     Args:
         device: of this rank.
@@ -72,26 +97,30 @@ class Watchdog:
         bark: Callable[[str], None],
         putting: Callable[[], Position | None] = lambda: None,
     ) -> None:
+        self._device = device
         self._compute = device.stream(Stream.COMPUTE)
-        self._event: Event = device.event()
         self._timeout = timeout
         self._faults = faults
         self._bark = bark
         self._putting = putting
         self._put: tuple[Position, float] | None = None
-        self._watched: tuple[int, float] | None = None
+        self._line: deque[Put] = deque()
+        self._spare: deque[Event] = deque()
+        self._passed = monotonic()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="cg watchdog", daemon=True)
         self._thread.start()
 
-    def watch(self, execution: int) -> None:
-        """An execution has been put on the device as a whole.
-
-        While an earlier one is not over, there is nothing to add: this one is behind it.
-        """
-        if self._watched is None:
-            self._event.record(self._compute)
-            self._watched = (execution, monotonic())
+    def watch(self, work: Work, execution: int) -> None:
+        """An execution has been put on the device as a whole; called by one thread."""
+        if self._stop.is_set():
+            return  # nobody looks any more, nor takes anything out of the line
+        try:
+            event = self._spare.popleft()
+        except IndexError:
+            event = self._device.event()
+        event.record(self._compute)
+        self._line.append(Put(work, execution, monotonic(), event))
 
     def close(self) -> None:
         """Stop watching; idempotent."""
@@ -99,7 +128,14 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._stop.wait(INTERVAL):
-            trouble = self._look()
+            try:
+                trouble = self._look()
+            except Exception as error:
+                # Nobody would look any more, and the next hang would last for ever.
+                trouble = (
+                    "the device and its messages cannot be watched any more: a look at them has "
+                    f"failed with {type(error).__name__}: {error}"
+                )
             if trouble is not None:
                 self._bark(trouble)
                 return
@@ -123,25 +159,57 @@ class Watchdog:
         )
 
     def _look_at_device(self) -> str | None:
-        if self._watched is None:
+        line = self._line
+        if not line:
             return None
-        execution, since = self._watched
+        first = line[0]
         try:
-            passed = self._event.query()
+            self._let_go()
         except RuntimeError as error:
             return (
-                f"the device has failed in execution {execution} or behind it, and cannot be used "
-                f"any more: {error}"
+                f"the device has failed in execution {first.execution} of {first.work.name} or "
+                f"behind it, and cannot be used any more: {error}"
             )
-        if passed:
-            self._watched = None
+        if not line or self._timeout is None:
             return None
-        if self._timeout is not None and monotonic() - since > self._timeout:
-            return (
-                f"execution {execution} has been put on the device, which has not ended it after "
-                f"{self._timeout:g} s"
-            )
-        return None
+        first = line[0]
+        if monotonic() - max(first.since, self._passed) <= self._timeout:
+            return None
+        return (
+            f"the host has put all of execution {first.execution} of {first.work.name} on the "
+            f"device, which has not ended it after {self._timeout:g} s. The device is at:\n"
+            f"{first.work.unfinished(first.execution)}"
+        )
+
+    def _let_go(self) -> None:
+        """Take out of the line what the device has passed; it passes the events in their order.
+
+        An execution's time begins when the device has passed the one ahead of it.
+        """
+        line = self._line
+        newest = line[-1]
+        last = newest if newest.event.query() else None
+        while line and (last is not None or line[0].event.query()):
+            passed = line.popleft()
+            self._spare.append(passed.event)
+            self._passed = monotonic()
+            if passed is last:
+                last = None
+
+
+def advice(logs: Sequence[str]) -> str:
+    """What to do about a device that does not end what was put on it.
+
+    Args:
+        logs: where the libraries that carry messages say more, in words.
+    """
+    places = " and at ".join(["the output of the other ranks", *logs])
+    return (
+        f"\nA message has two ends: look at {places} for the same message, by its channel and its "
+        "number, and for an error ahead of this one. Compiled with passes='-capture', no graph "
+        "hides at which op the device is. Where it only needs longer, raise compile(timeout=...) "
+        "or CG_TIMEOUT"
+    )
 
 
 def cold(functions: Mapping[str, str]) -> str:

@@ -92,9 +92,9 @@ class NcclPool(Pool):
         """
         self._is_broken = True
         self._drop_graphs()
-        lines = self._lines()
+        taken = self._take()
         stuck: dict[Group, str | None] = dict.fromkeys(
-            (line.group for line in lines), f"it takes longer than {ABORT_SECONDS:g} s"
+            (group for group, _ in taken), f"it takes longer than {ABORT_SECONDS:g} s"
         )
 
         def abort(group: Group, comm: object) -> None:
@@ -105,9 +105,8 @@ class NcclPool(Pool):
                 stuck[group] = str(error)
 
         threads = []
-        for line in lines:
-            comm, line.comm = line.comm, None
-            thread = threading.Thread(target=abort, args=(line.group, comm), daemon=True)
+        for group, comm in taken:
+            thread = threading.Thread(target=abort, args=(group, comm), daemon=True)
             thread.start()
             threads.append(thread)
         deadline = monotonic() + ABORT_SECONDS

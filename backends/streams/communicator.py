@@ -80,6 +80,11 @@ class StreamCommunicator:
         parts = self.collectives(op, line, operand, result, pool, handle).parts()
         return CollectivePort(handle, pool.library, line, stream, *parts)
 
+    @property
+    def logs(self) -> str:
+        """Where the library says more of what goes wrong, in words."""
+        return self._pool.logs
+
     def progress(self) -> None:
         """The device moves on by itself."""
 

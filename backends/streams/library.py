@@ -29,7 +29,8 @@ class Messenger(Protocol):
 class Library(Messenger, Protocol):
     """A collective communication library. Every call may raise `CommunicationError`.
 
-    A communicator is what `connect` returns. Its calls are made by one thread. A stream is given as
+    A communicator is what `connect` returns. Its calls are made by one thread, except for `error`,
+    which others call at any time until the communicator is given up. A stream is given as
     `Pool.handle` gives it; element types and reductions are the library's own numbers.
 
     Attributes:

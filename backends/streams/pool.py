@@ -6,6 +6,7 @@ one communicator one after the other, whatever streams they are on.
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -78,6 +79,10 @@ class Holder(Protocol):
 class Pool(ABC):
     """The communicators of this process; a subclass says what is so of one library.
 
+    Watchdogs ask for errors by threads of their own. A communicator is asked and is taken out of
+    its line under one lock, and only what has been taken out is given up: so none is asked that is
+    being given up, or is no more.
+
     Args:
         world: all ranks.
         device: of this rank; None if it has none, so that it is a member of no communicator.
@@ -97,6 +102,7 @@ class Pool(ABC):
 
     def __init__(self, world: World, device: Device | None, library: Library | None) -> None:
         self._is_broken = False
+        self._taking = threading.Lock()
         self._world = world
         self._device = device
         self._library = library
@@ -161,23 +167,30 @@ class Pool(ABC):
         self._holders.add(holder)
 
     def errors(self) -> list[str]:
-        """What the library reports of its communicators, with whom they join."""
-        found = []
+        """What the library reports of its communicators, with whom they join; for any thread.
+
+        Nothing while a failure is dealt with: the other ranks break off as well, which shows here.
+
+        Raises:
+            CommunicationError: it does not report.
+        """
+        found: list[str] = []
+        if self._is_broken:
+            return found
         for line in self._lines():
-            error = self.library.error(line.comm)
+            with self._taking:
+                error = None if line.comm is None else self.library.error(line.comm)
             if error is not None:
                 found.append(f"{line.group}: {error}")
         return found
 
     def close(self) -> None:
         """Give all communicators up, once the device has nothing to do; idempotent."""
-        lines = self._lines()
-        if lines:
+        if self._lines():
             self.device.synchronize()
         self._drop_graphs()
-        for line in lines:
-            self.library.destroy(line.comm)
-            line.comm = None
+        for _, comm in self._take():
+            self.library.destroy(comm)
         self._groups.clear()
 
     def _drop_graphs(self) -> None:
@@ -187,8 +200,17 @@ class Pool(ABC):
     # -- joining ----------------------------------------------------------------------------
 
     def _lines(self) -> list[Line]:
-        lines = self._groups.values()
+        lines = tuple(self._groups.values())  # at once: groups may be added by another thread
         return [line for line in lines if line is not None and line.comm is not None]
+
+    def _take(self) -> list[tuple[Group, Any]]:
+        """All communicators, out of their lines, to be given up."""
+        taken = []
+        with self._taking:
+            for line in self._lines():
+                taken.append((line.group, line.comm))
+                line.comm = None
+        return taken
 
     def _check_devices(self, new: Sequence[Group]) -> None:
         if not new:

@@ -82,6 +82,14 @@ def test_a_line_is_named_once() -> None:
     assert blocked.reason.count("chain.py:3") == 1
 
 
+def test_on_devices_a_host_that_is_through_may_be_ahead() -> None:
+    ended = [Position(0, 4, 0, running=False), Position(1, 4, 0, running=False)]
+    assert FlightRecord(SWAP, ended, devices={0}).describe() == (
+        "  the host of rank 0 has put all of execution 4 on its device, which may not have ended "
+        "it\n  rank 1 has ended execution 4"
+    )
+
+
 def test_a_collective_waits_for_those_who_have_not_come() -> None:
     plan = module(barrier(MEET, MEET))
     record = FlightRecord(plan, [Position(0, 0, 1, awaited=0), Position(1, 0, 0)])
@@ -89,3 +97,12 @@ def test_a_collective_waits_for_those_who_have_not_come() -> None:
     assert blocked.on == (1,)
     assert "rank 1 has not come to barrier 0 of channel 0" in blocked.reason
     assert record.cycle() == ()
+
+
+def test_a_collective_knows_nothing_of_those_nobody_has_heard_of() -> None:
+    plan = module(barrier(MEET, MEET))
+    (blocked,) = FlightRecord(plan, [Position(0, 0, 1, awaited=0)]).blocked()
+    assert blocked.on == (1,)
+    assert blocked.reason.endswith(
+        ": it is not known whether rank 1 has come to barrier 0 of channel 0"
+    )

@@ -117,6 +117,28 @@ def test_what_cannot_be_put_on_a_device_ends_the_job_where_nothing_is_announced(
     assert "nobody has noticed" not in ended.output
 
 
+@pytest.mark.parametrize(
+    ("how", "step", "at"),
+    [
+        ([], "step", r"stream recv: `%forward.recv = .*, message 0 of channel 0 from rank 1"),
+        (["behind"], "step", r"a part of it that is not known, since .* of execution 4 behind it"),
+        (["driven"], "driven", r"stream recv: `%forward.recv = .*, message 0 of channel 1 from"),
+    ],
+)
+def test_an_execution_that_a_device_does_not_end(how: list[str], step: str, at: str) -> None:
+    job = ["-m", "tests.mpi.device_job", "tests.mpi.device_hang_job", *how]
+    ended = run(2, job, seconds=60)
+    assert ended.code != 0, ended.output
+    named = rf"step '{step}' \(plan [0-9a-f]{{16}}\)"
+    first = rf"the host has put all of execution 0 of {named} on the device, which has not ended it"
+    assert re.search(first, ended.output), ended.output
+    assert re.search(at, ended.output), ended.output
+    where = "in no execution" if "driven" in how else "the host of rank 0 has put all of execution"
+    assert where in ended.output, ended.output
+    assert "raise compile(timeout=...) or CG_TIMEOUT" in ended.output
+    assert "nobody has noticed" not in ended.output
+
+
 @pytest.mark.gpu
 @needs_gpus
 def test_driven_graphs_on_gpus() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -76,3 +77,86 @@ def test_it_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(CommunicationError, match=message("it takes longer than 0.05 s")):
         pool.reset()
     library.over.set()
+
+
+class Strict:
+    """A library that may be asked about communicators that there are, and about no others.
+
+    The first question is answered when `answer` is set.
+    """
+
+    def __init__(self) -> None:
+        self.asked, self.answer = threading.Event(), threading.Event()
+        self.given_up: list[object] = []
+        self.wrong: list[object] = []
+
+    def error(self, comm: object) -> str | None:
+        self.asked.set()
+        self.answer.wait(20)
+        if comm is None or comm in self.given_up:
+            self.wrong.append(comm)
+        return "unhandled system error"
+
+    def abort(self, comm: object) -> None:
+        self.given_up.append(comm)
+
+    destroy = abort
+
+
+@pytest.mark.parametrize("give_up", [NcclPool.abort, NcclPool.close])
+def test_nobody_asks_about_a_communicator_that_is_given_up(
+    give_up: Callable[[NcclPool], None],
+) -> None:
+    library = Strict()
+    pool = joined(library)
+    found: list[str] = []
+    asks = threading.Thread(target=lambda: found.extend(pool.errors()), daemon=True)
+    asks.start()
+    assert library.asked.wait(20)
+    gives_up = threading.Thread(target=give_up, args=(pool,), daemon=True)
+    gives_up.start()
+    gives_up.join(0.1)  # long enough to go wrong, if nothing holds it up
+    assert library.given_up == []
+    library.answer.set()
+    asks.join(20)
+    gives_up.join(20)
+    assert len(library.given_up) == 1
+    assert library.wrong == []
+    assert found == ["the edge from rank 0 to rank 1: unhandled system error"]
+    assert pool.errors() == []
+
+
+def test_one_that_goes_between_two_questions_is_left_out() -> None:
+    library = Strict()
+    library.answer.set()
+    pool = joined(library)
+    line = next(iter(pool._groups.values()))
+    other = Group((1, 0), collective=False)
+    pool._groups[other] = Line(other, 0)
+    pool._groups[other].comm = object()  # type: ignore[union-attr]
+    assert line is not None
+    said = library.error
+
+    def error(comm: object) -> str | None:
+        pool._groups[other].comm = None  # type: ignore[union-attr]
+        return said(comm)
+
+    library.error = error  # type: ignore[method-assign]
+    assert len(pool.errors()) == 1
+    assert library.wrong == []
+
+
+def test_what_others_break_off_is_no_error_while_a_failure_is_dealt_with() -> None:
+    library = Strict()
+    library.answer.set()
+    pool = joined(library)
+    told: list[list[str]] = []
+
+    class Holder:
+        def drop_graphs(self) -> None:
+            told.append(pool.errors())
+
+    holder = Holder()
+    pool.hold(holder)
+    pool.abort()
+    assert told == [[]]

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from cg.backends.devices import watchdog
 from cg.backends.devices.watchdog import Watchdog, put_by
 from cg.backends.flight import Position
+from cg.backends.streams.library import CommunicationError
 from cg.ir.module import Module, Program
 from cg.ir.parser import parse_module
 
@@ -27,6 +31,7 @@ module @step phase=scheduled world=1 {
 }
 """
 GRAPH, OPAQUE = 0, 1
+WORK: Any = SimpleNamespace(name="step 'it'", unfinished="  a part of execution {}".format)
 AT = Position(rank=0, execution=3, op=GRAPH)
 
 
@@ -82,10 +87,10 @@ def test_a_device_that_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
         done.set()
 
     dog = Watchdog(device, None, list, bark)
-    dog.watch(7)
+    dog.watch(WORK, 7)
     assert done.wait(20)
     dog.close()
-    assert "the device has failed in execution 7 or behind it" in barked[0]
+    assert "the device has failed in execution 7 of step 'it' or behind it" in barked[0]
     assert "device-side assert triggered" in barked[0]
 
 
@@ -116,3 +121,151 @@ def test_a_host_that_does_not_go_on(
         assert barked == []
     else:
         assert "has not taken the next piece of execution 3 for 0.1 s" in barked[0]
+
+
+class Queue:
+    """A compute stream that passes events when it is told to."""
+
+    def __init__(self) -> None:
+        self.put = self.done = 0
+        self.made: list[Mark] = []
+
+    def event(self) -> Mark:
+        self.made.append(Mark(self))
+        return self.made[-1]
+
+
+class Mark:
+    """An event of it."""
+
+    def __init__(self, queue: Queue) -> None:
+        self.queue = queue
+        self.at = 0
+        self.asked = 0
+
+    def record(self, stream: object) -> None:
+        self.queue.put += 1
+        self.at = self.queue.put
+
+    def query(self) -> bool:
+        self.asked += 1
+        return self.at <= self.queue.done
+
+    def synchronize(self) -> None:
+        pass
+
+
+@dataclass
+class Watching:
+    """A watchdog that looks when it is told to, by a clock that goes when it is told to."""
+
+    dog: Watchdog
+    queue: Queue
+    now: float = 0.0
+
+    def watch(self, *executions: int) -> None:
+        for execution in executions:
+            self.dog.watch(WORK, execution)
+
+    def after(self, seconds: float, done: int) -> str | None:
+        """What it sees once the device has done so many executions in all."""
+        self.now += seconds
+        self.queue.done = done
+        return self.dog._look()
+
+
+@pytest.fixture
+def watching(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watching]:
+    monkeypatch.setattr(watchdog, "INTERVAL", 1000.0)
+    device, queue = FakeDevice(), Queue()
+    monkeypatch.setattr(device, "event", queue.event)
+    found: list[Watching] = []
+    monkeypatch.setattr(watchdog, "monotonic", lambda: found[0].now if found else 0.0)
+    dog = Watchdog(device, 10.0, list, lambda trouble: None)
+    found.append(Watching(dog, queue))
+    yield found[0]
+    dog.close()
+
+
+def test_an_execution_that_does_not_end(watching: Watching) -> None:
+    watching.watch(4)
+    assert watching.after(9, done=0) is None
+    trouble = watching.after(2, done=0)
+    assert trouble is not None
+    assert trouble == (
+        "the host has put all of execution 4 of step 'it' on the device, which has not ended it "
+        "after 10 s. The device is at:\n  a part of execution 4"
+    )
+
+
+def test_the_one_behind_another_that_ends_is_watched_too(watching: Watching) -> None:
+    watching.watch(4, 5)
+    assert watching.after(1, done=1) is None
+    assert watching.after(9, done=1) is None  # the device has had it for no more than that
+    trouble = watching.after(2, done=1)
+    assert trouble is not None
+    assert "the host has put all of execution 5 of" in trouble
+
+
+def test_one_that_is_put_while_the_one_ahead_is_let_go_is_not_lost(
+    watching: Watching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watching.watch(4)
+    first = watching.queue.made[0]
+
+    def query() -> bool:
+        if not first.asked:
+            first.asked += 1
+            watching.watch(5)
+        return True
+
+    monkeypatch.setattr(first, "query", query)
+    assert watching.after(1, done=1) is None
+    trouble = watching.after(11, done=1)
+    assert trouble is not None
+    assert "the host has put all of execution 5 of" in trouble
+
+
+def test_a_device_that_is_far_behind_but_goes_on_is_left_alone(watching: Watching) -> None:
+    watching.watch(*range(100))
+    for done in range(1, 101):
+        assert watching.after(9, done) is None
+    assert watching.after(100, done=100) is None
+
+
+def test_events_are_used_again_and_those_of_a_device_that_keeps_up_are_asked_for_once(
+    watching: Watching,
+) -> None:
+    for done in range(50, 501, 50):
+        watching.watch(*range(50))
+        asked = sum(event.asked for event in watching.queue.made)
+        assert watching.after(1, done) is None
+        assert sum(event.asked for event in watching.queue.made) == asked + 1
+    assert len(watching.queue.made) == 50
+
+
+def test_nothing_is_lined_up_once_nobody_looks(watching: Watching) -> None:
+    watching.dog.close()
+    watching.watch(4)
+    assert watching.queue.made == []
+
+
+def test_a_look_that_fails_is_told_and_not_the_end_of_looking(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watchdog, "INTERVAL", 0.01)
+    barked: list[str] = []
+    done = threading.Event()
+
+    def faults() -> list[str]:
+        raise CommunicationError("invalid argument")
+
+    def bark(trouble: str) -> None:
+        barked.append(trouble)
+        done.set()
+
+    dog = Watchdog(FakeDevice(), None, faults, bark)
+    assert done.wait(20)
+    dog.close()
+    assert "cannot be watched any more" in barked[0]
+    assert "CommunicationError: invalid argument" in barked[0]
