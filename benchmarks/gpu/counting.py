@@ -1,4 +1,4 @@
-"""What a rank's host asks of its GPU, by calls of CUDA, while something runs; and what is allowed."""
+"""What a rank's host asks of its GPU by calls of CUDA while something runs, and what it may."""
 
 from __future__ import annotations
 
