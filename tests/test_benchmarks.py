@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import platform
+import runpy
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
+from benchmarks import provenance
 from benchmarks.gpu.counting import Counts, check, sort_out
 
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 STEPS = 10
 
 # What CUDA's profiler has seen on an H200 in ten steps, with names that are no calls of CUDA.
@@ -54,3 +61,31 @@ def test_a_graph_a_step_and_copies_of_inputs_are_allowed() -> None:
 def test_what_else_a_host_does_is_found(more: Mapping[str, int], said: str) -> None:
     with pytest.raises(AssertionError, match=said):
         against({**WHOLE, **more})
+
+
+def test_gpus_are_counted_by_name() -> None:
+    listed = "NVIDIA H200, 580.159.04\nNVIDIA H200, 580.159.04"
+    assert provenance.gpus(listed) == {"gpus": {"NVIDIA H200": 2}, "driver": "580.159.04"}
+    assert provenance.gpus("") == provenance.gpus("NVIDIA-SMI has failed") == {}
+
+
+def test_a_program_that_is_not_there_says_nothing() -> None:
+    assert provenance._said(["no-such-program"]) == ""
+    assert provenance._said([sys.executable, "-c", "print('x'); raise SystemExit(1)"]) == ""
+
+
+def test_figures_of_gpus_say_where_they_come_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setattr(sys, "argv", ["benchmarks/gpu.py", "--sections", "profile,host"])
+    report = runpy.run_path(str(BENCHMARKS / "gpu" / "report.py"))["Report"]()
+    report.note("profile", "graph launches in a step", 1.0, "")
+    report.write(tmp_path / "gpu.json")
+    written = json.loads((tmp_path / "gpu.json").read_text())
+    assert [row["value"] for row in written["rows"]] == [1.0]
+    assert written["command"] == "python benchmarks/gpu.py --sections profile,host"
+    assert written["ranks"] == 1
+    assert written["machine"]["python"] == platform.python_version()
+    assert {"torch", "numpy"} <= set(written["machine"]["packages"])
+    assert {"date", "revision"} <= set(written)
