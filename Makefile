@@ -7,7 +7,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.stamp
 
-.PHONY: setup train test test-gpu lint bench bench-gpu bench-ray compiled docs clean
+.PHONY: setup train test test-gpu sanitize-gpu lint bench bench-gpu bench-ray compiled docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -16,7 +16,9 @@ help:
 	@echo "make lint    ruff and mypy --strict"
 	@echo "make bench   the benchmarks that need no GPU"
 	@echo "make bench-ray  compare with Ray Compiled Graphs, in an environment of its own"
-	@echo "make test-gpu, make bench-gpu   the same on $(RANKS) ranks, each with a GPU"
+	@echo "make test-gpu  the tests that need GPUs, on 2 to 4 of this machine's, as many as there are"
+	@echo "make sanitize-gpu  training on 2 GPUs under compute-sanitizer's racecheck and memcheck"
+	@echo "make bench-gpu the benchmarks on $(RANKS) ranks, each with a GPU"
 	@echo "make docs    build the documentation into site/"
 	@echo "make compiled  a wheel in dist/ whose hot modules are machine code; needs a C compiler"
 	@echo "make setup   only create or update $(VENV)"
@@ -46,6 +48,13 @@ test: setup
 
 test-gpu: setup
 	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+# One step of training on each of two GPUs, under NVIDIA's checkers; see docs/guide/gpus.md.
+sanitize-gpu: setup
+	for tool in racecheck memcheck; do \
+	  compute-sanitizer --tool $$tool --target-processes all \
+	    $(BIN)/python -m cg.launch --no-affinity -n 2 -m tests.mpi.training_job 2 || exit 1; \
+	done
 
 bench-gpu: setup
 	$(BIN)/python -m cg.launch -n $(RANKS) benchmarks/gpu.py $(ARGS)

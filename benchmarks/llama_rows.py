@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from llama_model import Cut, Part, Shape, Weights, forget_gradients
+from provenance import provenance
 
 import cg
 
@@ -53,6 +54,7 @@ class Bench:
     costs: dict[tuple[Cut, bool, int], cg.Costs] = field(default_factory=dict)
     weights: Weights | None = None
     torch_is_sound: bool = True
+    _origin: dict[str, Any] = field(default_factory=dict)
 
     @property
     def is_gpu(self) -> bool:
@@ -67,9 +69,11 @@ class Bench:
             self.write()
 
     def write(self) -> None:
-        """All rows so far, so that a run that is cut short has left something."""
+        """All rows so far, and their origin: a run that is cut short has left something."""
         if self.options.json is not None and cg.rank() == 0:
-            self.options.json.write_text(json.dumps({"rows": self.rows}, indent=1) + "\n")
+            self._origin = self._origin or {**provenance(), "ranks": cg.world_size()}
+            found = {**self._origin, "rows": self.rows}
+            self.options.json.write_text(json.dumps(found, indent=1) + "\n")
 
     def synchronize(self) -> None:
         if self.is_gpu:

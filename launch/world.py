@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..backends.base import World
 from ..backends.virtual import VirtualWorld
 from . import devices, failure
@@ -86,13 +88,29 @@ def _start(settings: Config) -> World:
         attendance.join(started.rank)
     atexit.register(_leave, started, guard, attendance)
     _unlink_segments(started)
-    torch: Any = sys.modules.get("torch")
-    if settings.bind_devices and torch is not None:
-        devices.bind(torch.accelerator, started.local_rank)
-        started.device = devices.for_rank(
-            settings.device, started.local_rank, started.local_size, torch.accelerator
-        )
+    _take_device(started, settings, guard)
     return started
+
+
+def _take_device(started: MpiWorld, settings: Config, guard: failure.Guard) -> None:
+    """Give this rank its device; all ranks together, whatever the settings of each."""
+    sight = devices.Sight(devices.HOST)
+    if settings.bind_devices:
+        devices.bind(torch.accelerator, started.local_rank)
+        sight = devices.look(settings.device, torch.accelerator)
+    everyone = started.allgather(sight)
+    if started.rank == 0:
+        ranks = range(started.size)
+        machines = [
+            [everyone[rank] for rank in ranks if started.nodes[rank] == node]
+            for node in sorted(set(started.nodes))
+        ]
+        why = devices.declined(machines)
+        if why is not None:
+            guard.say(why)
+    started.device = devices.for_rank(
+        started.local_rank, [everyone[rank] for rank in started.local_ranks]
+    )
 
 
 def _load(launch: Launch) -> Any:

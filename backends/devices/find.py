@@ -26,6 +26,17 @@ def present() -> str | None:
     return found.type if found is not None and found.type in MAKERS else None
 
 
+def name(kind: str, index: int) -> str:
+    """What tells a device from all others of the machine, whichever of them a process can see.
+
+    Where torch gives no such name, its number among those that the process sees has to do: two
+    processes that see one device each then seem to see the same.
+    """
+    properties = torch.get_device_module(kind).get_device_properties(index)
+    uuid = getattr(properties, "uuid", None)
+    return f"number {index}, which torch does not name" if uuid is None else str(uuid)
+
+
 def make(kind: str, index: int) -> Accelerator:
     """The device of a kind, as this process's current one."""
     return MAKERS[kind](index)

@@ -1,45 +1,62 @@
-"""What the host calls during steps that are captured whole."""
+"""What the hosts call during steps that are captured whole: one graph a step, and no wait."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 
 import cg
 
+from .counting import check, counted
 from .pipeline import MICROBATCHES, Linear
 from .report import Report
 
+STEPS = 10
+WARM = 8
+"""Steps ahead of those that count, in which graphs are captured."""
+
+COPIES = 2
+"""Of an input that comes from the host: to the device, and from there to where the graph reads."""
+
 
 def profile(report: Report) -> None:
-    """What the host calls during steps that are captured whole."""
-    a, b = Linear.on(0)(64), Linear.on(1)(64)
+    """Calls of CUDA on all ranks in steps whose input is on the device, and on the host.
+
+    Raises:
+        AssertionError: a rank does more than launch one graph a step, and copy its inputs.
+    """
+    stages = [Linear.on(rank)(64) for rank in range(cg.world_size())]
     x = torch.ones(MICROBATCHES * 64, 64, device="cuda")
 
     @cg.trace
     def step(x: torch.Tensor) -> None:
-        losses = [b.loss(a.forward(part)) for part in cg.microbatches(x, MICROBATCHES)]
+        losses = []
+        for part in cg.microbatches(x, MICROBATCHES):
+            for stage in stages[:-1]:
+                part = stage.forward(part)
+            losses.append(stages[-1].loss(part))
         cg.backward(cg.mean(losses))
 
     compiled = step.lower(x).compile()
-    for _ in range(8):
-        compiled(x)
-    torch.cuda.synchronize()
-    cg.barrier()
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as trace:
-        for _ in range(10):
-            compiled(x)
-        cg.barrier()
-    torch.cuda.synchronize()
-    counts: dict[str, int] = {}
-    for event in trace.key_averages():
-        if event.key.startswith("cuda"):
-            counts[event.key] = event.count
-    launches = counts.get("cudaGraphLaunch", 0) / 10
-    syncs = sum(n for key, n in counts.items() if "Synchronize" in key)
-    report.note("profile", "graph launches in a step", launches, "", counts=counts)
-    report.note(
-        "profile", "synchronisations in 10 steps (the profiler's own end adds some)", syncs, ""
-    )
-    report.say("   ", counts)
+    counted(lambda: None)  # the first profile of a process has more to do
+    nothing = counted(lambda: None)
+    reads = [len(compiled.module.program_of(rank).params) for rank in range(cg.world_size())]
+    for where, given, copies in (("the device", x, 0), ("the host", x.cpu(), COPIES)):
+        for _ in range(WARM):
+            compiled(given)
+        found = counted(partial(_run, compiled, given))
+        allowed = [copies * count for count in reads]
+        for rank, mine in enumerate(found):
+            what = f"input on {where}, rank {rank}: graph launches in a step"
+            report.note("profile", what, mine.graphs / STEPS, "", counts=dict(mine.calls))
+            report.say(f"    copies in a step: {mine.copies / STEPS:g} of {allowed[rank]} allowed")
+            report.say("   ", dict(mine.calls))
+        check(found, nothing, STEPS, allowed)
+        report.say(f"  nothing else was launched, no host has waited: input on {where}")
     compiled.close()
+
+
+def _run(compiled: cg.Compiled, x: torch.Tensor) -> None:
+    for _ in range(STEPS):
+        compiled(x)

@@ -40,6 +40,7 @@ def overlap(report: Report) -> None:
     matrix, which nothing can hide. The other matrices may come meanwhile.
     """
     if cg.world_size() < 4:
+        report.say(f"  needs 4 ranks, and there are {cg.world_size()}")
         return
     receiver = Worker.on(0)()
     senders = [Worker.on(rank)() for rank in (1, 2, 3)]

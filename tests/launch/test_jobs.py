@@ -117,6 +117,23 @@ def test_a_rank_that_never_starts_is_waited_for_no_longer_than_the_deadline(laun
     assert "_initialise_on_every_rank" in job.output or "init" in job.output
 
 
+def test_ranks_that_see_an_accelerator_of_their_own_each_take_it(launch: Start) -> None:
+    job = launch(2, "behave.py", "see_one", "a", "b", options=["--device", "cuda"])
+    assert job.finish() == 0, job.output
+    assert job.output.count("device=cuda:0") == 2, job.output
+    assert "CG_DEVICE" not in job.output
+
+
+def test_ranks_that_see_the_same_accelerator_stay_on_the_host_and_one_says_so(
+    launch: Start,
+) -> None:
+    job = launch(2, "behave.py", "see_one", "a", "a")
+    assert job.finish() == 0, job.output
+    assert job.output.count("device=None") == 2, job.output
+    assert job.output.count("[rank 0] CG_DEVICE=auto leaves actors on the host: 2 ranks") == 1
+    assert job.output.count("CG_DEVICE=auto") == 1, job.output
+
+
 def test_ranks_may_end_at_different_times(launch: Start) -> None:
     job = launch(2, "behave.py", "skew")
     assert job.finish() == 0, job.output

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
@@ -13,6 +13,10 @@ from .jobs import Ended, counts_of_agreement, needs_mpi, run
 pytestmark = [*needs_mpi, pytest.mark.timeout(150)]
 
 needs_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+GPUS = max(2, min(torch.cuda.device_count(), 4))
+"""Ranks of the jobs that take any number."""
+
+ON_GPUS = {"CG_DEVICE": "auto"}
 
 
 def check_interruptions(ended: Ended, interrupted: Sequence[int]) -> None:
@@ -50,10 +54,32 @@ def check_driven(ended: Ended, passed: Sequence[str] = DRIVEN) -> None:
     assert re.findall(r"passed (\w+)", ended.output) == list(passed), ended.output
 
 
+ENDINGS = {
+    "kill": "signal 9",
+    "sleep": r"(after|for) 3(\.0)? s",
+    "stall": r"(after|for) 3(\.0)? s",
+}
+"""What is said, by what `device_endings_job` does."""
+
+
+def check_ending(
+    ending: str, program: Sequence[str], device: Mapping[str, str] | None = None
+) -> None:
+    """The job has ended by itself, soon, with a message and a code."""
+    ended = run(2, program, variables=device, seconds=60)
+    assert ended.code != 0, ended.output
+    assert f"it begins to {ending}" in ended.output
+    assert re.search(ENDINGS[ending], ended.output), ended.output
+    assert "nobody has noticed" not in ended.output
+    if ending == "stall":
+        # No host waits for another one, so what looks at devices has to find out.
+        assert "StepTimeout" not in ended.output
+
+
 def play(job: str, *words: str, fake: bool, ranks: int = 2, seconds: float = 100) -> str:
     start = ["-m", "tests.mpi.device_job"] if fake else ["-m"]
-    device = {"CG_DEVICE": "cpu" if fake else "auto"}
-    ended = run(ranks, [*start, f"tests.mpi.{job}", *words], variables=device, seconds=seconds)
+    variables = {} if fake else ON_GPUS
+    ended = run(ranks, [*start, f"tests.mpi.{job}", *words], variables=variables, seconds=seconds)
     assert ended.code == 0, ended.output
     return ended.output
 
@@ -107,6 +133,15 @@ def test_steps_that_need_no_host_on_fake_devices(ranks: int, how: tuple[str, ...
     check_driven(run(ranks, program, seconds=100), SEALED)
 
 
+def test_masks_of_dropout_on_fake_devices() -> None:
+    assert play("captured_job", "dropout", fake=True).count("dropout is as it should be") == 2
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_bad_end_of_a_rank_on_a_fake_device_ends_the_job(ending: str) -> None:
+    check_ending(ending, ["-m", "tests.mpi.device_job", "tests.mpi.device_endings_job", ending])
+
+
 def test_what_cannot_be_put_on_a_device_ends_the_job_where_nothing_is_announced() -> None:
     job = ["-m", "tests.mpi.device_job", "tests.mpi.driven_fault_job"]
     ended = run(2, job, seconds=60)
@@ -143,7 +178,7 @@ def test_an_execution_that_a_device_does_not_end(how: list[str], step: str, at: 
 @needs_gpus
 def test_driven_graphs_on_gpus() -> None:
     program = ["-m", "tests.mpi.driven_job", "nccl"]
-    ended = run(2, program, variables={"CG_DEVICE": "auto"}, seconds=100)
+    ended = run(GPUS, program, variables=ON_GPUS, seconds=100)
     check_driven(ended, [check for check in DRIVEN if check != "within"])
 
 
@@ -151,14 +186,14 @@ def test_driven_graphs_on_gpus() -> None:
 @needs_gpus
 def test_steps_that_need_no_host_on_gpus() -> None:
     program = ["-m", "tests.mpi.sealed_job", "nccl"]
-    check_driven(run(2, program, variables={"CG_DEVICE": "auto"}, seconds=100), SEALED)
+    check_driven(run(GPUS, program, variables=ON_GPUS, seconds=100), SEALED)
 
 
 @pytest.mark.gpu
 @needs_gpus
 def test_a_fault_of_a_gpu_ends_the_job_with_a_message() -> None:
     program = ["-m", "tests.mpi.device_fault_job"]
-    ended = run(2, program, variables={"CG_DEVICE": "auto"}, seconds=60)
+    ended = run(2, program, variables=ON_GPUS, seconds=60)
     assert ended.code != 0, ended.output
     assert "the device has failed in execution" in ended.output
     assert "device-side assert" in ended.output
@@ -166,16 +201,40 @@ def test_a_fault_of_a_gpu_ends_the_job_with_a_message() -> None:
 
 @pytest.mark.gpu
 @needs_gpus
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_bad_end_of_a_rank_on_a_gpu_ends_the_job(ending: str) -> None:
+    check_ending(ending, ["-m", "tests.mpi.device_endings_job", ending], ON_GPUS)
+
+
+@pytest.mark.gpu
+@needs_gpus
+@pytest.mark.parametrize("word", ["dropout", "fused"])
+def test_what_is_captured_on_gpus(word: str) -> None:
+    output = play("captured_job", word, fake=False, ranks=GPUS)
+    assert output.count(f"{word} is as it should be") == GPUS
+
+
+@pytest.mark.gpu
+@needs_gpus
+def test_a_step_is_one_launch_on_each_gpu_and_waits_for_none() -> None:
+    program = ["benchmarks/gpu.py", "--sections", "profile"]
+    ended = run(GPUS, program, variables=ON_GPUS, seconds=100)
+    assert ended.code == 0, ended.output
+    assert ended.output.count("nothing else was launched, no host has waited") == 2, ended.output
+
+
+@pytest.mark.gpu
+@needs_gpus
 @pytest.mark.parametrize("words", [["nccl4py"], ["nccl4py", "--capture"], ["cupy"]])
 def test_nccl_conforms(words: list[str]) -> None:
     pytest.importorskip({"nccl4py": "nccl.bindings", "cupy": "cupy.cuda"}[words[0]])
-    assert "cases conform" in play("conformance_job", *words, fake=False)
+    assert "cases conform" in play("conformance_job", *words, fake=False, ranks=GPUS)
 
 
 @pytest.mark.gpu
 @needs_gpus
 def test_pipelines_on_gpus() -> None:
-    assert play("pipeline_job", "0", "4", fake=False).count("9 agree") == 2
+    assert play("pipeline_job", "0", "4", fake=False, ranks=GPUS).count("9 agree") == GPUS
 
 
 @pytest.mark.gpu
@@ -194,13 +253,17 @@ def test_failures_on_gpus() -> None:
 @pytest.mark.gpu
 @needs_gpus
 def test_training_on_gpus() -> None:
-    assert play("training_job", "50", fake=False).count("trained as on one device") == 2
+    output = play("training_job", "50", fake=False, ranks=GPUS)
+    assert output.count("trained as on one device") == GPUS
 
 
 @pytest.mark.gpu
 @needs_gpus
 def test_random_steps_on_gpus() -> None:
-    assert counts_of_agreement(play("oracle_job", "0", "20", fake=False)) == [17, 17]
+    # By ranks: the others cannot be pipelined there.
+    agree = {2: 17, 3: 18, 4: 18}[GPUS]
+    output = play("oracle_job", "0", "20", fake=False, ranks=GPUS)
+    assert counts_of_agreement(output) == [agree] * GPUS
 
 
 @pytest.mark.gpu

@@ -3,7 +3,8 @@
     mpiexec -n 2 python -m tests.mpi.training_job 200
 
 Single precision, deterministic. In every step all losses and gradients are compared, under each
-combination of capture and overlap; every rank trains all stages by itself, on its own device.
+combination of capture and overlap; every rank trains all stages by itself, on its own device. On a
+device, what is captured must have been replayed, if there are steps enough.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Any
 import torch
 
 import cg
+from cg.backends.devices.capture import WARM_UPS
+from cg.launch import world as worlds
 
 WIDTH, ROWS, MICROBATCHES = 32, 16, 4
 SWITCHES = ("", "-capture", "-overlap", "-capture,-overlap")
@@ -86,8 +89,24 @@ def train(steps: int, switches: str) -> float:
         for each in optimizers:
             each.step()
             each.zero_grad()
+    if worlds.world().device is not None and steps > WARM_UPS:
+        check_captured(compiled, "-capture" not in switches)
     compiled.close()
     return worst
+
+
+def check_captured(compiled: Any, captures: bool) -> None:
+    """Every part of this rank's program that can be captured has been, and was replayed."""
+    segments = segments_of(compiled)
+    assert bool(segments) == captures, segments
+    assert all(each.reason is None for each in segments), [each.reason for each in segments]
+    assert all(each.replays > 0 for each in segments), [each.replays for each in segments]
+
+
+def segments_of(compiled: Any) -> Sequence[Any]:
+    """The parts of this rank's program that are captured; none where it has no device."""
+    (executables,) = compiled._runtimes[0].bound.values()
+    return getattr(executables[0], "segments", ())
 
 
 def plain(blocks: Sequence[Block], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,10 @@ from cg.launch.detect import detect
 
 prepare()
 
-from cg.launch.world import world  # noqa: E402  (torch comes after the threads are capped)
+import torch  # noqa: E402  (it comes after the threads are capped)
+
+from cg.backends.devices import find  # noqa: E402
+from cg.launch.world import world  # noqa: E402
 
 MODE = sys.argv[1]
 LAUNCH = detect(os.environ)
@@ -172,6 +175,21 @@ def talk() -> None:
         if "/dev/shm/mpich" in line:
             say(f"segment={line.split()[5]}")
     say(f"threads={os.environ.get('OMP_NUM_THREADS')}")
+
+
+def see_one() -> None:
+    """Each rank sees one accelerator, which the arguments name by rank."""
+    named = type("Properties", (), {"uuid": sys.argv[2 + RANK]})
+    torch.get_device_module = lambda kind: type(
+        "Module", (), {"get_device_properties": staticmethod(lambda index: named)}
+    )
+    torch.accelerator.is_available = lambda: True
+    torch.accelerator.device_count = lambda: 1
+    torch.accelerator.current_accelerator = lambda: torch.device("cuda", 0)
+    torch.accelerator.set_device_index = lambda index: None
+    find.MAKERS["cuda"] = lambda index: f"cuda:{index}"
+    say(f"device={world().device}")
+    world().barrier()
 
 
 def virtual() -> None:
