@@ -9,6 +9,7 @@ from torch import Tensor
 from ...ir.module import FunctionKind, Program
 from ...ir.ops import Call
 from ..binder import Code
+from ..fallbacks import Fallbacks
 from ..instructions import Instruction
 from ..linked import LinkedProgram
 from ..steps import KEEP, Role, Step
@@ -24,6 +25,7 @@ def cut(code: Code, linked: LinkedProgram, binder: DeviceBinder) -> tuple[Segmen
     of any, the other streams fork from the compute stream.
     """
     program, functions = linked.program, linked.module.functions
+    fallbacks = linked.fallbacks or Fallbacks(linked.module, linked.rank)
     runs = runs_of(code, program)
     segments: list[Segment] = []
     stable: dict[int, Tensor] = {}
@@ -64,6 +66,7 @@ def cut(code: Code, linked: LinkedProgram, binder: DeviceBinder) -> tuple[Segmen
             binder.flow,
             stable,
             binder.awaited_outside(number),
+            fallbacks,
         )
         segments.append(segment)
         step = Step(Role.COMPUTE, interface.reads, interface.gives)

@@ -16,6 +16,7 @@ from torch import Tensor
 from ...ir.module import FunctionKind
 from ...ir.ops import Call
 from ..binder import Code
+from ..fallbacks import Fallbacks
 from ..instructions import Instruction
 from ..linked import LinkedProgram
 from ..steps import Role
@@ -70,6 +71,7 @@ def interleave(code: Code, linked: LinkedProgram, binder: DrivenBinder) -> Inter
     program, functions = linked.program, linked.module.functions
     made = Interleaved([], [], {}, {}, code.instructions)
     flow, stable = Flow(binder.device), dict[int, Tensor]()
+    fallbacks = linked.fallbacks or Fallbacks(linked.module, linked.rank)
 
     def emit(indices: Sequence[int]) -> None:
         made.instructions.extend(code.instructions[i] for i in indices)
@@ -83,7 +85,14 @@ def interleave(code: Code, linked: LinkedProgram, binder: DrivenBinder) -> Inter
             if isinstance(op, Call) and functions[op.fn.name].kind is FunctionKind.GRAPH
         )
         bodies = [linked.bodies[name] for name in called]
-        if number is None or sum(map(_operators, bodies)) < LEAST:
+        if number is None:
+            emit(range(first, last))
+            continue
+        operators = sum(map(_operators, bodies))
+        if operators < LEAST:
+            fallbacks.note(
+                number, f"{operators} of the {LEAST} operators of torch that are worth it"
+            )
             emit(range(first, last))
             continue
         gates = [i for i in range(within[0], within[-1]) if code.instructions[i] in binder.gates]
@@ -101,6 +110,7 @@ def interleave(code: Code, linked: LinkedProgram, binder: DrivenBinder) -> Inter
             flow,
             stable,
             (),
+            fallbacks,
         )
         made.instructions.append(segment)
         made.places.append(within[0])
