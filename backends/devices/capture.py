@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -165,6 +166,7 @@ class Segment:
         self._addresses: tuple[int, ...] = ()
         self._direct: tuple[int, ...] = ()
         self._warm = 0
+        self._failed: Graph | None = None
         self._fallbacks = fallbacks
         if any(getattr(body, "rebinds", False) for body in bodies):
             self._stay(_REBINDS)
@@ -204,6 +206,7 @@ class Segment:
     def forget(self) -> None:
         """Drop the graphs: their messages are no more."""
         self._graphs.clear()
+        self._failed = None
         self._warm = 0
 
     def run(self) -> None:
@@ -274,7 +277,7 @@ class Segment:
         try:
             rehearsal, outlasting = self._rehearse(trained, state)
             self._put_back(taken, trained, gradients)
-            graph = self._device.capture(lambda: self._record(outlasting))
+            graph = self._record_all(outlasting)
             del rehearsal  # until now it has kept the pool, so that its memory serves again
         except RuntimeError as error:
             self._put_back(before, trained, gradients)
@@ -369,6 +372,31 @@ class Segment:
                 self._stable[register] = value
         return tuple(gives), tuple(loans)
 
+    def _record_all(self, outlasting: Outlasting) -> Graph:
+        """Capture the segment with its messages.
+
+        If something fails, the capture ends like any other. Its graph may have messages, and to
+        drop it would make the library wait for the device: it is kept until all are dropped.
+        """
+        failures: list[RuntimeError] = []
+
+        def work() -> None:
+            try:
+                self._record(outlasting)
+            except RuntimeError as error:
+                failures.append(error)
+
+        try:
+            graph = self._device.capture(work)
+        except RuntimeError:
+            if failures:  # what went wrong has broken the capture, too
+                raise failures.pop() from None
+            raise
+        if failures:
+            self._failed = graph
+            raise failures.pop()  # nothing here refers to it: its traceback refers to the graph
+        return graph
+
     def _record(self, outlasting: Outlasting) -> None:
         flow = self._flow
         for port, memory in outlasting.landings:
@@ -380,6 +408,10 @@ class Segment:
                 instruction()
             flow.join()
             self._copy_out(outlasting)
+        except BaseException:
+            with suppress(RuntimeError):  # as when the capture is broken
+                flow.join()  # a capture cannot end without the streams that it has forked
+            raise
         finally:
             flow.end_capture()
             for port, _ in outlasting.landings:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,9 +19,12 @@ from cg.backends.linked import LinkedProgram
 from cg.backends.streams.library import CommunicationError
 from cg.ir.parser import parse_module
 from cg.launch.dumps import Dump
+from cg.passes.capture import Capture
+from cg.passes.manager import PassManager
 
-from .fakes import FakeDevice
-from .ranks import pause
+from ..conformance import check, pipeline
+from .fakes import PATIENCE, FakeDevice
+from .ranks import ThreadWorld, bound, on_ranks, pause
 
 X = torch.ones(4)
 
@@ -157,6 +161,43 @@ def test_what_fails_as_it_is_too_is_captured_once_it_works() -> None:
     body.broken, told.device.capture = False, capture  # type: ignore[method-assign]
     told.run(times=WARM_UPS + 1)
     assert (told.segment.replays, told.segment.reason, told.warned) == (1, None, [])
+
+
+def test_a_message_that_cannot_be_captured() -> None:
+    """The capture ends, what was captured before is kept until graphs are dropped, values come."""
+    case = pipeline("p", 2, 2)
+    expected = case.expected()
+
+    def play(world: ThreadWorld) -> tuple[str | None, int, int]:
+        module = case.module()
+        for id_, channel in module.channels.items():
+            module.channels[id_] = replace(channel, via="fake")
+        PassManager((Capture("fake+fake"),)).run(module)
+        executable = bound(world, module)
+        library, device = world.library, world.device
+        put, comms = library._put, list[Any]()
+
+        def fail_at_second(*arguments: Any) -> None:
+            if device.recording is not None and device.recorded_of:
+                comms.extend(device.recorded_of)
+                raise CommunicationError("no more is captured")
+            put(*arguments)
+
+        library._put = fail_at_second
+        for i in range(WARM_UPS + 2):
+            at = i % len(expected)
+            outputs = executable.run(case.inputs(at)[world.rank], pause, PATIENCE)
+            check(outputs, expected[at][world.rank], f"execution {i}, rank {world.rank}")
+            world.barrier()
+        (segment,) = executable.segments
+        held = sum(len(comm.graphs) for comm in set(comms))
+        executable.drop_graphs()
+        return segment.reason, held, sum(len(comm.graphs) for comm in set(comms))
+
+    with pytest.warns(RuntimeWarning, match="no more is captured"):
+        found = on_ranks(2, play)
+    says = "it cannot be captured: the edge from rank 0 to rank 1: no more is captured"
+    assert found == [(says, 1, 0)] * 2
 
 
 def test_executions_in_flight_tell_once() -> None:
