@@ -132,6 +132,7 @@ class Segment:
         at: the instruction that was begun last, where they run one by one; else 0.
         captures: graphs captured so far.
         replays: executions that replayed one.
+        lent: what the last execution has lent to the caller, by register.
     """
 
     def __init__(
@@ -152,6 +153,7 @@ class Segment:
         self.at = 0
         self.captures = 0
         self.replays = 0
+        self.lent: tuple[tuple[int, Loan], ...] = ()
         self._instructions = tuple(instructions)
         self._registers = registers
         self._interface = interface
@@ -211,6 +213,7 @@ class Segment:
 
     def run(self) -> None:
         """Put the work on the streams as it is, one thing after the other."""
+        self.lent = ()
         self._flow.fork()
         for at, instruction in enumerate(self._instructions):
             self.at = at
@@ -250,6 +253,9 @@ class Segment:
                 memory.copy_(value, non_blocking=True)
         for mark in self._needs:
             mark.wait(self._flow.compute)
+        for _, loan in captured.loans:
+            loan.await_users(self._device)
+        self.lent = captured.loans
         captured.graph.replay()
         self.replays += 1
         copied = self._interface.copied

@@ -40,6 +40,7 @@ class Interleaved:
         within: for each graph, by its index, those instructions of the plain program that it does.
         behind: for each graph, by its index, those among them that come behind it.
         plain: the plain program.
+        segments: the graphs.
     """
 
     instructions: list[Instruction]
@@ -47,11 +48,7 @@ class Interleaved:
     within: dict[int, list[int]]
     behind: dict[int, list[int]]
     plain: Sequence[Instruction]
-
-    @property
-    def segments(self) -> list[Segment]:
-        """The graphs."""
-        return [each for each in self.instructions if isinstance(each, Segment)]
+    segments: list[Segment]
 
     def place(self, index: int) -> int:
         """Where the plain program is while instruction `index` runs."""
@@ -69,7 +66,7 @@ class Interleaved:
 def interleave(code: Code, linked: LinkedProgram, binder: DrivenBinder) -> Interleaved:
     """Replace each run of computation that is worth it by a graph; `code` stays as it is."""
     program, functions = linked.program, linked.module.functions
-    made = Interleaved([], [], {}, {}, code.instructions)
+    made = Interleaved([], [], {}, {}, code.instructions, [])
     flow, stable = Flow(binder.device), dict[int, Tensor]()
     fallbacks = linked.fallbacks or Fallbacks(linked.module, linked.rank)
 
@@ -113,6 +110,7 @@ def interleave(code: Code, linked: LinkedProgram, binder: DrivenBinder) -> Inter
             fallbacks,
         )
         made.instructions.append(segment)
+        made.segments.append(segment)
         made.places.append(within[0])
         emit([*behind, *range(within[-1] + 1, last)])
     return made
