@@ -8,6 +8,7 @@ from typing import Any
 
 from ..ir.module import Module, Program
 from .base import Body, Communicator
+from .fallbacks import Fallbacks
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,7 @@ class LinkedProgram:
         constants: the values that `constant` ops refer to, by name.
         communicators: for every channel that the program uses, by channel id.
         seed: of all random numbers; the same on all ranks.
+        fallbacks: hears of graphs that are not replayed; made by whoever needs it if None.
     """
 
     module: Module
@@ -29,6 +31,7 @@ class LinkedProgram:
     constants: Mapping[str, Any] = field(default_factory=dict)
     communicators: Mapping[int, Communicator] = field(default_factory=dict)
     seed: int = 0
+    fallbacks: Fallbacks | None = None
 
     @property
     def program(self) -> Program:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar, overload
 
 from ..backends.base import World
+from ..backends.fallbacks import Fallbacks
 from ..backends.fuse import check_name
 from ..backends.sealed import is_sealed
 from ..ir.clone import clone
@@ -31,7 +32,7 @@ from ..tracer.trace import InputError, Trace, signature_of
 from .compiled import Compiled, Variant
 from .config import config
 from .devices import fabrics_of, torch_device
-from .dumps import make_dump
+from .dumps import Dump, make_dump
 from .fusing import Fusing
 from .optimistic import Optimistic
 from .settle import settle
@@ -378,7 +379,8 @@ class Lowered:
         variants = []
         for trace, fusing in zip(self.traces, self._fusing, strict=True):
             folder = None if dump is None else Path(dump)
-            sink = make_dump(settings, folder, self._step.__name__, self._world)
+            dumped = make_dump(settings, folder, self._step.__name__, self._world)
+            sink = dumped if dumped is not None and dumped.is_wanted else None
             module = clone(trace.module)
             pipeline = pipeline_of(settle(schedule, module, pipeline_of))
             reports = PassManager(pipeline, dump=sink).run(module)
@@ -387,13 +389,14 @@ class Lowered:
                 if fabrics is not None:
                     whole = not is_driven or is_sealed(module)
                     sink.add("graphs.txt", describe(module, fabrics, whole))
+            fallbacks = _fallbacks(module, self._world, dumped)
             if fuse is None:
                 fused = fusing.plain(module, self._world)
             else:
                 fused = fusing.apply(module, self._world)
                 if sink is not None:
                     sink.add("fused.txt", fused.describe())
-            variants.append(Variant(trace, module, reports, fused))
+            variants.append(Variant(trace, module, reports, fused, fallbacks))
         return Compiled(
             variants,
             self._world,
@@ -411,3 +414,12 @@ class Lowered:
         reached = [index for index, p in enumerate(pipeline) if p.ensures is phase]
         PassManager(pipeline[: reached[0] + 1]).run(module)
         return module
+
+
+def _fallbacks(module: Module, world: World, dumped: Dump | None) -> Fallbacks:
+    """Hears of this rank's graphs that are not replayed; whoever dumps is told on all ranks."""
+    if dumped is None:
+        return Fallbacks(module, world.rank)
+    if not dumped.is_wanted:
+        dumped.remove("graphs.txt")
+    return Fallbacks(module, world.rank, functools.partial(dumped.append, "graphs.txt"))

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from ..backends.base import World
+from ..backends.fallbacks import Fallbacks
 from ..backends.futures import Future
 from ..backends.program_simulator import ProgramSimulation
 from ..backends.program_times import ProgramTimes
@@ -40,12 +41,14 @@ class Variant:
         module: scheduled.
         reports: what each pass did.
         fused: what its functions run.
+        fallbacks: its graphs that are not replayed, as far as has been seen.
     """
 
     trace: Trace
     module: Module
     reports: list[PassReport]
     fused: Fused
+    fallbacks: Fallbacks
 
 
 class Compiled:
@@ -116,6 +119,19 @@ class Compiled:
         Empty where it has. There is nothing in here if `fuse` was not given.
         """
         return dict(self.variants[0].fused.reasons)
+
+    def uncaptured(self, variant: int = 0) -> dict[int, str]:
+        """For each graph of this rank's program that its device does not replay, why.
+
+        By its number, which is the `graph` of its ops. A graph is captured in its third execution,
+        so what cannot be is known behind that; there is a warning, too, and a line in the dump's
+        `graphs.txt`. Empty where all graphs can be captured, and on a rank without a device. What
+        is part of no graph is in `graphs.txt` alone.
+
+        Args:
+            variant: which of the signatures.
+        """
+        return dict(self.variants[variant].fallbacks.reasons)
 
     # -- on all ranks together --------------------------------------------------------------
 
@@ -406,6 +422,7 @@ class Compiled:
                 variant.trace.constants,
                 seed=self._seed,
                 timeout=self._timeout,
+                fallbacks=variant.fallbacks,
             )
             self._watched.append(watch(self._world, variant.module, runtime.bound))
         return runtime
@@ -418,6 +435,7 @@ class Compiled:
                 variant.trace.constants,
                 variant.trace.guards,
                 variant.trace.outputs.rebuild if driver in variant.trace.outputs.place else None,
+                variant.fallbacks,
             )
             for variant in self.variants
         ]

@@ -28,11 +28,13 @@ class Dump:
         prefix: the step's name; the n-th compilation of a step of this name, in this process and to
             this directory, adds `-n`.
         passes: which passes write their module, by a search in the names; None for all.
+        is_wanted: whether this rank writes what it compiles; if not, only what is seen as it runs.
     """
 
     directory: Path
     prefix: str
     passes: re.Pattern[str] | None = None
+    is_wanted: bool = True
 
     def write(self, step: int, label: str, text: str) -> None:
         """Write `prefix.005.after-split-transfers.cg`; see `DumpSink`."""
@@ -51,6 +53,16 @@ class Dump:
         """Write another text of the same compilation."""
         self._write(name, text)
 
+    def remove(self, name: str) -> None:
+        """Remove what an earlier program has written under this name, if it has."""
+        (self.directory / f"{self.prefix}.{name}").unlink(missing_ok=True)
+
+    def append(self, name: str, text: str) -> None:
+        """Add to what has been written under this name, when there is more to say as it runs."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with (self.directory / f"{self.prefix}.{name}").open("a", encoding="utf-8") as file:
+            file.write(text)
+
     def _write(self, name: str, text: str) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         (self.directory / f"{self.prefix}.{name}").write_text(text, encoding="utf-8")
@@ -67,14 +79,15 @@ def make_dump(settings: Config, directory: Path | None, name: str, world: World)
     """
     directory = directory or settings.dump
     rank = world.rank
-    wanted = settings.dump_ranks is None or rank in settings.dump_ranks
-    if directory is None or not wanted:
+    if directory is None:
         return None
     seen = _seen.setdefault(world, Counter())
     seen[directory.absolute(), name] += 1
     count = seen[directory.absolute(), name]
     prefix = name if count == 1 else f"{name}-{count}"
-    return Dump(directory, prefix if rank == 0 else f"{prefix}.rank{rank}", settings.dump_passes)
+    prefix = prefix if rank == 0 else f"{prefix}.rank{rank}"
+    wanted = settings.dump_ranks is None or rank in settings.dump_ranks
+    return Dump(directory, prefix, settings.dump_passes, wanted)
 
 
 _seen: WeakKeyDictionary[World, Counter[tuple[Path, str]]] = WeakKeyDictionary()

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 from ..backends.base import Body, World
 from ..backends.cpu.node import MpiWorld
 from ..backends.cpu.transport import CpuTransport
+from ..backends.fallbacks import Fallbacks
 from ..backends.linked import LinkedProgram
 from ..backends.statistics import Statistics
 from ..backends.tracing import Recordable
@@ -99,6 +100,7 @@ def make_runtime(
     *,
     seed: int,
     timeout: float | None,
+    fallbacks: Fallbacks | None = None,
 ) -> Runtime:
     """Bind a scheduled module in `world`; collective.
 
@@ -109,12 +111,14 @@ def make_runtime(
         bodies, constants: what the ranks that this process plays run with.
         seed: of all random numbers.
         timeout: seconds that an execution may take; None for no limit.
+        fallbacks: hears of what a device does not replay.
     """
     if world.is_virtual:
         return VirtualRuntime(module, parameters, bodies, constants, seed)
 
     def link(connected: Connected) -> LinkedProgram:
-        return LinkedProgram(module, world.rank, bodies, constants, connected.serving, seed)
+        serving = connected.serving
+        return LinkedProgram(module, world.rank, bodies, constants, serving, seed, fallbacks)
 
     kind = MixedRuntime if needs_several(module, fabrics_of(world)) else RankRuntime
     transport = transport_of(world)  # type: ignore[arg-type] # only MPI's is not virtual

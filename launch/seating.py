@@ -16,6 +16,7 @@ from ..backends.devices.unfinished import named
 from ..backends.devices.warm import warm
 from ..backends.devices.watchdog import Watchdog, advice, cold, put_by
 from ..backends.fabric import VirtualFabric
+from ..backends.fallbacks import Fallbacks
 from ..backends.flight import FlightRecord, Position
 from ..backends.graphs import Rebuild
 from ..backends.instance import Guard, Instance, Reports
@@ -43,6 +44,7 @@ class Variant:
         bodies, constants: what the ranks that this process plays run with.
         guards: what the traces of this process's actors rely on.
         rebuild: makes what the step returns; None where the driver gets nothing.
+        fallbacks: hears of what a device does not replay.
     """
 
     module: Module
@@ -50,6 +52,7 @@ class Variant:
     constants: Mapping[str, Any]
     guards: Sequence[Guard]
     rebuild: Rebuild | None
+    fallbacks: Fallbacks
 
 
 @dataclass(frozen=True)
@@ -250,6 +253,7 @@ class Seating:
                 variant.constants,
                 {**serving, **told},
                 self._seed,
+                variant.fallbacks,
             )
             # The driver's guards are checked before it starts an execution at all.
             guards = () if rank == self._driver else variant.guards

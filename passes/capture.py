@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import ClassVar
@@ -221,31 +222,65 @@ def describe(module: Module, fabrics: Fabrics, messages: bool = True) -> str:
         if fabrics.of_rank(program.rank or 0) is None:
             lines.append(f"rank {program.rank}: no device")
             continue
+        if not _work(program.ops):
+            lines.append(f"rank {program.rank}: nothing to do")
+            continue
         graphs = {op.graph for op in program.ops if op.graph is not None}
-        whole = "one graph, the whole program" if len(graphs) == 1 else f"{len(graphs)} graphs"
         found = cuts(module, program, fabrics, messages)
-        lines.append(f"rank {program.rank}: {f'{len(graphs)} graphs' if found else whole}")
-        counted: dict[str, int] = {}
-        for cut in found:
-            counted[cut.reason] = counted.get(cut.reason, 0) + 1
-        lines += [f"  cut {count} times: {reason}" for reason, count in counted.items()]
+        is_whole = len(graphs) == 1 and not found
+        what = "one graph, the whole program" if is_whole else f"{len(graphs)} graphs"
+        lines.append(f"rank {program.rank}: {what}")
+        lines += _counted("cut", [cut.reason for cut in found])
+        lines += _counted("left out", _left_out(program, {cut.index for cut in found}, messages))
     return "\n".join(lines) + "\n"
+
+
+def _counted(what: str, reasons: Sequence[str]) -> list[str]:
+    return [f"  {what} {count} times: {reason}" for reason, count in Counter(reasons).items()]
+
+
+def _left_out(program: Program, left_to_host: Set[int], messages: bool) -> list[str]:
+    """For each part between cuts that is no graph, why."""
+    least = _least(messages)
+    works = [
+        _work(part)
+        for part in _parts(program, left_to_host)
+        if all(op.graph is None for op in part)
+    ]
+    return [
+        "the pass `capture` is switched off"
+        if work >= least
+        else f"a part with {work} of the {least} ops that are worth a graph"
+        for work in works
+        if work
+    ]
 
 
 def _number(module: Module, program: Program, fabrics: Fabrics, messages: bool) -> bool:
     before = [op.graph for op in program.ops]
     left_to_host = {cut.index for cut in cuts(module, program, fabrics, messages)}
-    least = LEAST if messages else 1
-    number = 0
-    pending: list[Op] = []
-    for index, op in enumerate(program.ops):
+    for op in program.ops:
         op.graph = None
-        if index in left_to_host or isinstance(op, Return):
-            number += _close(pending, number, least)
-            pending = []
-        elif not isinstance(op, Alloc):
-            pending.append(op)
+    number = 0
+    for part in _parts(program, left_to_host):
+        number += _close(part, number, _least(messages))
     return before != [op.graph for op in program.ops]
+
+
+def _parts(program: Program, left_to_host: Set[int]) -> list[list[Op]]:
+    """The ops in a row that the host is not needed for."""
+    parts: list[list[Op]] = [[]]
+    for index, op in enumerate(program.ops):
+        if index in left_to_host or isinstance(op, Return):
+            parts.append([])
+        elif not isinstance(op, Alloc):
+            parts[-1].append(op)
+    return parts
+
+
+def _least(messages: bool) -> int:
+    """How many ops are worth a graph; without messages among them, the binder decides."""
+    return LEAST if messages else 1
 
 
 def _close(ops: list[Op], number: int, least: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakSet
 
@@ -24,6 +24,8 @@ class Accelerator:
         graph: the name of the class of graphs in the module.
         current: the raw handle of the current stream of a device, if torch tells it faster than
             the stream itself.
+        end_pool: tells torch's allocator that a capture to a pool of a device is over, where there
+            is such a call; raises RuntimeError if it knows.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class Accelerator:
         handle: str,
         graph: str,
         current: Callable[[int], int] | None = None,
+        end_pool: Callable[[int, Any], None] = lambda *_: None,
     ) -> None:
         self.kind = kind
         self.index = index
@@ -47,6 +50,8 @@ class Accelerator:
         self._streams: dict[Stream, Any] = {}
         self._callers: list[Any] = []
         self._pool: Any = None
+        self._end_pool = end_pool
+        self._broken: list[Any] = []
         self._graphs: WeakSet[Any] = WeakSet()
         self._begin = self._module.Event()
         self._end = self._module.Event()
@@ -146,23 +151,39 @@ class Accelerator:
         module = self._module
         # Not the whole device: a receive that was posted early may wait for what is captured here.
         self.stream(Stream.COMPUTE).synchronize()
-        if not self._graphs:
+        if not self._graphs or self._pool is None:
             # A pool is gone with the last graph that uses it, and so is what it has taken.
             self._pool = module.graph_pool_handle()
         graph = self._graph_class()
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             work()
-        except BaseException:
-            with suppress(RuntimeError):  # what went wrong may have broken the capture, too
+            with warnings.catch_warnings():
+                # Messages are left out of a rehearsal, and there may be nothing else.
+                warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
                 graph.capture_end()
+        except BaseException:
+            self._end_failed(graph)
             raise
-        with warnings.catch_warnings():
-            # Messages are left out of a rehearsal, and there may be nothing else.
-            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
-            graph.capture_end()
         self._graphs.add(graph)
         return graph  # type: ignore[no-any-return]
+
+    def _end_failed(self, graph: Any) -> None:
+        """End a capture in which something has gone wrong, if it has not ended.
+
+        What went wrong may have broken the capture, and torch's allocator then believes that it
+        goes on: it gives the pool to no other one, holds back memory that several streams have
+        used, and may ask the graph what is part of it, which has to live therefore.
+        """
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            pool, self._pool = self._pool, None
+            try:
+                self._end_pool(self.index, pool)
+            except RuntimeError:
+                return  # it knows: the capture has ended, and only its graph could not be made
+            self._broken.append(graph)
 
     def give_back(self) -> None:
         """See `Device`."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from ..base import Body
+from ..fallbacks import Fallbacks, Refusal
 from ..instructions import Instruction, Registers
 from .base import Device, Graph
 from .flow import Flow, Mark
@@ -40,6 +42,19 @@ is."""
 
 LENDING = 2
 """Graphs whose outputs the caller may hold; with all of them held, outputs are copied."""
+
+_REBINDS = Refusal(
+    "it replaces buffers of an actor by new tensors", "Let the method write to them, as by copy_()."
+)
+_OTHERS = Refusal(
+    "its parameters or gradients are other tensors each time",
+    "Between steps, write to parameters, buffers and gradients in place, or set .grad to None.",
+)
+_TENSORS = "Let the value be a tensor, or a constant of the step."
+_CAPTURABLE = (
+    "A method that asks the device for a number, or moves memory of the host, can be @cg.opaque; "
+    "passes='-capture' captures nothing, and says nothing of it."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +134,7 @@ class Segment:
         replays: executions that replayed one.
         is_replayed: whether the last execution did.
         behind: set behind each replay, where a program has several segments; else None.
+        lent: what the last execution has lent to the caller, by register.
     """
 
     def __init__(
@@ -132,15 +148,17 @@ class Segment:
         flow: Flow,
         stable: dict[int, Tensor],
         needs: Sequence[Mark],
+        fallbacks: Fallbacks,
         behind: Mark | None = None,
     ) -> None:
         self.number = number
         self.behind = behind
         self.is_replayed = False
-        self.reason = _refusal(bodies)
+        self.reason: str | None = None
         self.at = 0
         self.captures = 0
         self.replays = 0
+        self.lent: tuple[tuple[int, Loan], ...] = ()
         self._instructions = tuple(instructions)
         self._registers = registers
         self._interface = interface
@@ -155,6 +173,10 @@ class Segment:
         self._addresses: tuple[int, ...] = ()
         self._direct: tuple[int, ...] = ()
         self._warm = 0
+        self._failed: Graph | None = None
+        self._fallbacks = fallbacks
+        if any(getattr(body, "rebinds", False) for body in bodies):
+            self._stay(_REBINDS)
 
     def __call__(self) -> bool:
         """Put the segment's work on the streams."""
@@ -174,15 +196,17 @@ class Segment:
         graphs = self._graphs.get(key)
         if graphs is None:
             if len(self._graphs) >= STATES:
-                self.reason = "its parameters or gradients are other tensors each time"
                 self.run()
+                self._stay(_OTHERS)
                 return True
             graphs = self._graphs[key] = Graphs()
-        found = self._free_one(graphs)
-        if found is None:
-            found = self._capture(trained, (*state, *gradients), gradients, graphs, direct)
-        if found is None:
+        found = self._free_one(graphs) or self._capture(
+            trained, (*state, *gradients), gradients, graphs, direct
+        )
+        if isinstance(found, Refusal):
+            # If that fails, too, there is more amiss than the capture: after a reset comes another.
             self.run()
+            self._stay(found)
         else:
             self._replay(found, trained)
         return True
@@ -190,15 +214,22 @@ class Segment:
     def forget(self) -> None:
         """Drop the graphs: their messages are no more."""
         self._graphs.clear()
+        self._failed = None
         self._warm = 0
 
     def run(self) -> None:
         """Put the work on the streams as it is, one thing after the other."""
+        self.lent = ()
         self._flow.fork()
         for at, instruction in enumerate(self._instructions):
             self.at = at
             instruction()
         self.at = 0
+
+    def _stay(self, refusal: Refusal) -> None:
+        """Run as it is from now on."""
+        self.reason = refusal.reason
+        self._fallbacks.warn(self.number, refusal)
 
     def _come_again(self) -> bool:
         """Whether all inputs are where a graph may read them in place.
@@ -228,6 +259,9 @@ class Segment:
                 memory.copy_(value, non_blocking=True)
         for mark in self._needs:
             mark.wait(self._flow.compute)
+        for _, loan in captured.loans:
+            loan.await_users(self._device)
+        self.lent = captured.loans
         captured.graph.replay()
         self.replays += 1
         self.is_replayed = True
@@ -248,22 +282,21 @@ class Segment:
         gradients: Sequence[Tensor | None],
         graphs: Graphs,
         direct: bool,
-    ) -> Captured | None:
-        """Record the segment; None, with a reason, if that cannot be."""
+    ) -> Captured | Refusal:
+        """Record the segment, if that can be."""
         registers, before = self._registers, list(self._registers)
         takes = self._take(direct)
-        if takes is None:
-            return None
+        if isinstance(takes, Refusal):
+            return takes
         taken = list(registers)
         try:
             rehearsal, outlasting = self._rehearse(trained, state)
             self._put_back(taken, trained, gradients)
-            graph = self._device.capture(lambda: self._record(outlasting))
+            graph = self._record_all(outlasting)
             del rehearsal  # until now it has kept the pool, so that its memory serves again
         except RuntimeError as error:
-            self.reason = f"it cannot be captured: {error}"
             self._put_back(before, trained, gradients)
-            return None
+            return Refusal(f"it cannot be captured: {' '.join(str(error).split())}", _CAPTURABLE)
         self.captures += 1
         lends = len(graphs.lending) < LENDING
         gives, loans = self._given(lends)
@@ -319,15 +352,15 @@ class Segment:
             tuple(zip(parameters.values(), _like(gradients), strict=True)),
         )
 
-    def _take(self, direct: bool) -> tuple[tuple[int, Tensor], ...] | None:
+    def _take(self, direct: bool) -> tuple[tuple[int, Tensor], ...] | Refusal:
         """Put the memory that the graph is to read into the registers that it reads."""
         registers = self._registers
         takes = []
         for register in self._interface.reads:
             value = registers[register]
             if not isinstance(value, Tensor):
-                self.reason = f"it reads {type(value).__name__}, which is no tensor"
-                return None
+                what = type(value).__name__
+                return Refusal(f"it reads a value of type {what}, which is no tensor", _TENSORS)
             if direct and register in self._interface.inputs:
                 continue
             memory = value if self._stable.get(register) is value else value.clone()
@@ -354,6 +387,31 @@ class Segment:
                 self._stable[register] = value
         return tuple(gives), tuple(loans)
 
+    def _record_all(self, outlasting: Outlasting) -> Graph:
+        """Capture the segment with its messages.
+
+        If something fails, the capture ends like any other. Its graph may have messages, and to
+        drop it would make the library wait for the device: it is kept until all are dropped.
+        """
+        failures: list[RuntimeError] = []
+
+        def work() -> None:
+            try:
+                self._record(outlasting)
+            except RuntimeError as error:
+                failures.append(error)
+
+        try:
+            graph = self._device.capture(work)
+        except RuntimeError:
+            if failures:  # what went wrong has broken the capture, too
+                raise failures.pop() from None
+            raise
+        if failures:
+            self._failed = graph
+            raise failures.pop()  # nothing here refers to it: its traceback refers to the graph
+        return graph
+
     def _record(self, outlasting: Outlasting) -> None:
         flow = self._flow
         for port, memory in outlasting.landings:
@@ -365,6 +423,10 @@ class Segment:
                 instruction()
             flow.join()
             self._copy_out(outlasting)
+        except BaseException:
+            with suppress(RuntimeError):  # as when the capture is broken
+                flow.join()  # a capture cannot end without the streams that it has forked
+            raise
         finally:
             flow.end_capture()
             for port, _ in outlasting.landings:
@@ -381,12 +443,6 @@ class Segment:
             registers[register] = memory
         for parameter, memory in outlasting.gradients:
             parameter.grad = memory
-
-
-def _refusal(bodies: Sequence[Body]) -> str | None:
-    if any(getattr(body, "rebinds", False) for body in bodies):
-        return "it replaces buffers of an actor by new tensors"
-    return None
 
 
 def _address(tensor: Tensor) -> int:

@@ -35,5 +35,17 @@ def make(index: int) -> Accelerator:
     """The GPU `index` of this process."""
     current: Any = torch._C._cuda_getCurrentRawStream
     return Accelerator(
-        "cuda", index, NCCL, handle="cuda_stream", graph="CUDAGraph", current=current
+        "cuda",
+        index,
+        NCCL,
+        handle="cuda_stream",
+        graph="CUDAGraph",
+        current=current,
+        end_pool=_end_pool,
     )
+
+
+def _end_pool(index: int, pool: tuple[int, int]) -> None:
+    """As torch's own trees of graphs end what they take from a pool."""
+    torch._C._cuda_endAllocateToPool(index, pool)
+    torch._C._cuda_releasePool(index, pool)

@@ -9,6 +9,7 @@ from torch import Tensor
 from ...ir.module import FunctionKind, Program
 from ...ir.ops import Call
 from ..binder import Code
+from ..fallbacks import Fallbacks
 from ..instructions import Instruction
 from ..linked import LinkedProgram
 from ..steps import KEEP, Role, Step
@@ -25,6 +26,7 @@ def cut(code: Code, linked: LinkedProgram, binder: DeviceBinder) -> tuple[Segmen
     of any, the other streams fork from the compute stream.
     """
     program, functions = linked.program, linked.module.functions
+    fallbacks = linked.fallbacks or Fallbacks(linked.module, linked.rank)
     runs = runs_of(code, program)
     several = sum(number is not None for number, _, _ in runs) > 1
     segments: list[Segment] = []
@@ -66,6 +68,7 @@ def cut(code: Code, linked: LinkedProgram, binder: DeviceBinder) -> tuple[Segmen
             binder.flow,
             stable,
             binder.awaited_outside(number),
+            fallbacks,
             Mark(binder.flow) if several else None,
         )
         segments.append(segment)

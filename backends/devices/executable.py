@@ -75,6 +75,9 @@ class DeviceExecutable(Executable):
             outputs = super().run(there, pause, timeout, execution, checked)
             flow.join()
             device.keep([value for value in outputs if isinstance(value, Tensor)])
+            for segment in self.segments:
+                for _, loan in segment.lent:
+                    loan.hand_to_caller(device)
         return outputs
 
     def reset(self) -> None:

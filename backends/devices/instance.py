@@ -24,6 +24,7 @@ from .binder import DeviceBinder
 from .capture import Segment
 from .driven import DrivenBinder
 from .interleave import interleave
+from .lending import Loan
 from .sealed import SealedBinder
 from .unfinished import Work
 
@@ -35,18 +36,24 @@ class Delivery:
         device: where the result is made.
         caller: the stream that goes on behind the execution already.
         tensors: the result's.
+        loans: those of them that are a graph's memory.
     """
 
-    def __init__(self, device: Device, caller: Queue, tensors: Sequence[Tensor]) -> None:
+    def __init__(
+        self, device: Device, caller: Queue, tensors: Sequence[Tensor], loans: Sequence[Loan]
+    ) -> None:
         self._device = device
         self._caller = caller
         self._tensors = tensors
+        self._loans = loans
 
     def __call__(self) -> None:
         """Let the current stream go on behind the execution."""
         if self._device.caller() != self._caller:
             with self._device.session():
                 self._device.keep(self._tensors)
+                for loan in self._loans:
+                    loan.hand_to_caller(self._device)
 
 
 class DeviceInstance(Instance):
@@ -101,13 +108,21 @@ class DeviceInstance(Instance):
         with self._device.session():
             return super().advance()
 
+    @property
+    def segments(self) -> Sequence[Segment]:
+        """The parts of the program that are captured."""
+        return ()
+
     def _deliver(self) -> None:
         """Inside a session, with all work on streams: let the caller's stream have the result."""
         if self.on_end is not None:
             outputs = self._get_outputs(self._registers)
             tensors = [value for value in outputs if isinstance(value, Tensor)]
             self._device.keep(tensors)
-            self.delivery = Delivery(self._device, self._device.caller(), tensors)
+            loans = [loan for segment in self.segments for _, loan in segment.lent]
+            for loan in loans:
+                loan.hand_to_caller(self._device)
+            self.delivery = Delivery(self._device, self._device.caller(), tensors, loans)
 
     def _end(self) -> None:
         self._deliver()
@@ -151,6 +166,11 @@ class AnnouncedInstance(DeviceInstance):
         super().record(log)
         if log is None:
             self._instructions = self._graphs.instructions
+
+    @property
+    def segments(self) -> Sequence[Segment]:
+        """See `DeviceInstance`."""
+        return self._graphs.segments
 
     def _index(self) -> int:
         index = super()._index()
@@ -229,8 +249,8 @@ class SealedInstance(DeviceInstance):
         self._binders[0].forget()
 
     @property
-    def segments(self) -> tuple[Segment, ...]:
-        """The parts of the program that are captured."""
+    def segments(self) -> Sequence[Segment]:
+        """See `DeviceInstance`."""
         return self._binders[0].segments
 
     def _add_reports(self, reports: Reports) -> None:

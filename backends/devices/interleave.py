@@ -16,6 +16,7 @@ from torch import Tensor
 from ...ir.module import FunctionKind
 from ...ir.ops import Call
 from ..binder import Code
+from ..fallbacks import Fallbacks
 from ..instructions import Instruction
 from ..linked import LinkedProgram
 from ..steps import Role
@@ -39,6 +40,7 @@ class Interleaved:
         within: for each graph, by its index, those instructions of the plain program that it does.
         behind: for each graph, by its index, those among them that come behind it.
         plain: the plain program.
+        segments: the graphs.
     """
 
     instructions: list[Instruction]
@@ -46,11 +48,7 @@ class Interleaved:
     within: dict[int, list[int]]
     behind: dict[int, list[int]]
     plain: Sequence[Instruction]
-
-    @property
-    def segments(self) -> list[Segment]:
-        """The graphs."""
-        return [each for each in self.instructions if isinstance(each, Segment)]
+    segments: list[Segment]
 
     def place(self, index: int) -> int:
         """Where the plain program is while instruction `index` runs."""
@@ -68,8 +66,9 @@ class Interleaved:
 def interleave(code: Code, linked: LinkedProgram, binder: DrivenBinder) -> Interleaved:
     """Replace each run of computation that is worth it by a graph; `code` stays as it is."""
     program, functions = linked.program, linked.module.functions
-    made = Interleaved([], [], {}, {}, code.instructions)
+    made = Interleaved([], [], {}, {}, code.instructions, [])
     flow, stable = Flow(binder.device), dict[int, Tensor]()
+    fallbacks = linked.fallbacks or Fallbacks(linked.module, linked.rank)
 
     def emit(indices: Sequence[int]) -> None:
         made.instructions.extend(code.instructions[i] for i in indices)
@@ -83,7 +82,14 @@ def interleave(code: Code, linked: LinkedProgram, binder: DrivenBinder) -> Inter
             if isinstance(op, Call) and functions[op.fn.name].kind is FunctionKind.GRAPH
         )
         bodies = [linked.bodies[name] for name in called]
-        if number is None or sum(map(_operators, bodies)) < LEAST:
+        if number is None:
+            emit(range(first, last))
+            continue
+        operators = sum(map(_operators, bodies))
+        if operators < LEAST:
+            fallbacks.note(
+                number, f"{operators} of the {LEAST} operators of torch that are worth it"
+            )
             emit(range(first, last))
             continue
         gates = [i for i in range(within[0], within[-1]) if code.instructions[i] in binder.gates]
@@ -101,8 +107,10 @@ def interleave(code: Code, linked: LinkedProgram, binder: DrivenBinder) -> Inter
             flow,
             stable,
             (),
+            fallbacks,
         )
         made.instructions.append(segment)
+        made.segments.append(segment)
         made.places.append(within[0])
         emit([*behind, *range(within[-1] + 1, last)])
     return made

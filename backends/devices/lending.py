@@ -9,15 +9,22 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 from torch.utils import dlpack
 
+from ...ir.attributes import Stream
+from .base import Device, Queue
+
 
 class Loan:
     """A tensor of a graph that the caller gets, and whether it has been given back.
 
     What the caller gets has a storage of its own over the same memory. That storage goes with the
     last tensor that uses any of it, views included, whatever else uses the graph's.
+
+    When the host has dropped it, the caller's streams may still read it, and torch's allocator does
+    not know of that: the storage is none of its own. So a loan knows the streams that it was handed
+    to, and whoever uses its memory again waits for what is on them by then.
     """
 
-    __slots__ = ("_as_bytes", "_dtype", "_lent", "_memory", "_shape")
+    __slots__ = ("_as_bytes", "_dtype", "_lent", "_memory", "_shape", "_users")
 
     def __init__(self, tensor: Tensor) -> None:
         memory = tensor.detach().contiguous()
@@ -27,9 +34,11 @@ class Loan:
         self._dtype = tensor.dtype
         self._shape = tensor.shape
         self._lent: Any = None
+        self._users: list[Queue] = []
 
     def out(self) -> Tensor:
-        """The tensor, for the caller."""
+        """The tensor, for the caller; see `hand_to_caller`."""
+        self._users.clear()
         tensor: Tensor = dlpack.from_dlpack(_export(self._memory))
         if self._as_bytes:
             tensor = tensor.view(self._dtype).view(self._shape)
@@ -39,6 +48,25 @@ class Loan:
     def is_back(self) -> bool:
         """Whether nobody holds the tensor, or part of it, any more."""
         return self._lent is None or self._lent.expired()
+
+    def hand_to_caller(self, device: Device) -> None:
+        """Inside a session: the caller's stream will use the tensor."""
+        caller = device.caller()
+        if caller not in self._users:
+            self._users.append(caller)
+            device.keep((self._memory,))  # for when the graph is dropped
+
+    def await_users(self, device: Device) -> None:
+        """Inside a session: let the compute stream wait for those who have used the tensor.
+
+        It is behind the caller's stream already.
+        """
+        caller = device.caller()
+        for user in self._users:
+            if user != caller:
+                passed = device.event()
+                passed.record(user)
+                device.stream(Stream.COMPUTE).wait_event(passed)
 
 
 _export: Any = torch._C._to_dlpack

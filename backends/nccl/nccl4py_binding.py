@@ -9,6 +9,7 @@ import nccl.bindings.nccl as low
 
 from ..streams.library import CommunicationError
 from .codes import BYTES, IN_PROGRESS, SUCCESS
+from .failures import failed
 
 
 class Nccl4py:
@@ -24,16 +25,16 @@ class Nccl4py:
 
     def __init__(self, nonblocking: bool) -> None:
         self._nonblocking = nonblocking
-        low.get_version()  # loads the library, or says that there is none
+        _checked("version", low.get_version)  # loads the library, or says that there is none
 
     def version(self) -> str:
         """See `Library`."""
-        number = int(low.get_version())
+        number = int(_checked("version", low.get_version))
         return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
     def unique_id(self) -> bytes:
         """See `Library`."""
-        return bytes(low.get_unique_id())
+        return bytes(_checked("making of a key", low.get_unique_id))
 
     def connect(self, size: int, unique: bytes, rank: int, width: int | None = None) -> Any:
         """See `Library`."""
@@ -42,24 +43,31 @@ class Nccl4py:
         if width is not None:
             config.min_ctas, config.max_ctas = 1, width
         key = low.UniqueId.from_buffer(unique)
-        return _checked(low.comm_init_rank_config, size, key, rank, config)
+        what = f"joining of {size} ranks, as member {rank},"
+        return _checked(what, low.comm_init_rank_config, size, key, rank, config)
 
     def is_ready(self, comm: Any) -> bool:
         """See `Library`."""
-        state = int(low.comm_get_async_error(comm))
+        state = int(_checked("look for errors", low.comm_get_async_error, comm))
         if state not in (SUCCESS, IN_PROGRESS):
             raise CommunicationError(f"{low.get_error_string(state)} {low.get_last_error(comm)}")
         return state == SUCCESS
 
     def send(self, pointer: int, nbytes: int, peer: int, comm: Any, stream: int) -> None:
         """See `Library`."""
-        low.send(pointer, nbytes, BYTES, peer, comm, stream)
+        try:
+            low.send(pointer, nbytes, BYTES, peer, comm, stream)
+        except low.NCCLError as error:
+            raise failed(f"send of {nbytes} bytes to member {peer}", error) from error
         if self._nonblocking:
             self._finish(comm)
 
     def recv(self, pointer: int, nbytes: int, peer: int, comm: Any, stream: int) -> None:
         """See `Library`."""
-        low.recv(pointer, nbytes, BYTES, peer, comm, stream)
+        try:
+            low.recv(pointer, nbytes, BYTES, peer, comm, stream)
+        except low.NCCLError as error:
+            raise failed(f"receive of {nbytes} bytes from member {peer}", error) from error
         if self._nonblocking:
             self._finish(comm)
 
@@ -67,7 +75,10 @@ class Nccl4py:
         self, source: int, target: int, count: int, type_: int, op: int, comm: Any, stream: int
     ) -> None:
         """See `Library`."""
-        low.all_reduce(source, target, count, type_, op, comm, stream)
+        try:
+            low.all_reduce(source, target, count, type_, op, comm, stream)
+        except low.NCCLError as error:
+            raise failed(f"all-reduce of {count} elements of type {type_}", error) from error
         if self._nonblocking:
             self._finish(comm)
 
@@ -75,13 +86,19 @@ class Nccl4py:
         self, source: int, target: int, count: int, type_: int, op: int, comm: Any, stream: int
     ) -> None:
         """See `Library`."""
-        low.reduce_scatter(source, target, count, type_, op, comm, stream)
+        try:
+            low.reduce_scatter(source, target, count, type_, op, comm, stream)
+        except low.NCCLError as error:
+            raise failed(f"reduce-scatter of {count} elements of type {type_}", error) from error
         if self._nonblocking:
             self._finish(comm)
 
     def all_gather(self, source: int, target: int, nbytes: int, comm: Any, stream: int) -> None:
         """See `Library`."""
-        low.all_gather(source, target, nbytes, BYTES, comm, stream)
+        try:
+            low.all_gather(source, target, nbytes, BYTES, comm, stream)
+        except low.NCCLError as error:
+            raise failed(f"all-gather of {nbytes} bytes", error) from error
         if self._nonblocking:
             self._finish(comm)
 
@@ -89,7 +106,10 @@ class Nccl4py:
         self, source: int, target: int, nbytes: int, root: int, comm: Any, stream: int
     ) -> None:
         """See `Library`."""
-        low.broadcast(source, target, nbytes, BYTES, root, comm, stream)
+        try:
+            low.broadcast(source, target, nbytes, BYTES, root, comm, stream)
+        except low.NCCLError as error:
+            raise failed(f"broadcast of {nbytes} bytes from member {root}", error) from error
         if self._nonblocking:
             self._finish(comm)
 
@@ -97,30 +117,39 @@ class Nccl4py:
         self, messages: Sequence[tuple[int, int, int, int]], comm: Any, stream: int
     ) -> None:
         """See `Library`."""
-        low.group_start()
         try:
-            for peer, source, target, nbytes in messages:
-                low.send(source, nbytes, BYTES, peer, comm, stream)
-                low.recv(target, nbytes, BYTES, peer, comm, stream)
-        finally:
-            low.group_end()
+            low.group_start()
+            try:
+                for peer, source, target, nbytes in messages:
+                    low.send(source, nbytes, BYTES, peer, comm, stream)
+                    low.recv(target, nbytes, BYTES, peer, comm, stream)
+            finally:
+                low.group_end()
+        except low.NCCLError as error:
+            # The end of a group fails, too, if one of its calls has: that one says why.
+            within = error.__context__
+            first = within if isinstance(within, low.NCCLError) else error
+            raise failed(f"exchange with {len(messages)} members", first) from error
         if self._nonblocking:
             self._finish(comm)
 
     def error(self, comm: Any) -> str | None:
         """See `Library`."""
-        state = int(low.comm_get_async_error(comm))
+        try:
+            state = int(low.comm_get_async_error(comm))
+        except low.NCCLError as error:  # of a watchdog's thread, which goes by what is returned
+            return str(failed("look for errors", error))
         if state in (SUCCESS, IN_PROGRESS):
             return None
         return f"{low.get_error_string(state)} {low.get_last_error(comm)}".strip()
 
     def abort(self, comm: Any) -> None:
         """See `Library`."""
-        _checked(low.comm_abort, comm)
+        _checked("breaking off", low.comm_abort, comm)
 
     def destroy(self, comm: Any) -> None:
         """See `Library`."""
-        _checked(low.comm_destroy, comm)
+        _checked("giving up of a communicator", low.comm_destroy, comm)
 
     def _finish(self, comm: Any) -> None:
         """Wait until the last call has put its work on the stream."""
@@ -128,11 +157,12 @@ class Nccl4py:
             pass
 
 
-def _checked(call: Any, *arguments: Any) -> Any:
+def _checked(what: str, call: Any, *arguments: Any) -> Any:
+    """A call that is not one of many in a step; those do without another one around them."""
     try:
         return call(*arguments)
     except low.NCCLError as error:
-        raise CommunicationError(str(error)) from error
+        raise failed(what, error) from error
 
 
 def make(nonblocking: bool) -> Nccl4py:

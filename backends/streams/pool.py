@@ -259,7 +259,10 @@ class Pool(ABC):
 
     def _joined(self, group: Group, key: bytes, member: int) -> Any:
         library = self.library
-        comm = library.connect(len(group.ranks), key, member, group.width)
+        try:
+            comm = library.connect(len(group.ranks), key, member, group.width)
+        except CommunicationError as error:
+            raise CommunicationError(f"{group}: {error}") from error
         deadline = monotonic() + CONNECT_SECONDS
         while not library.is_ready(comm):
             if monotonic() > deadline:

@@ -12,7 +12,7 @@ from ...ir.attributes import Stream
 from ...ir.types import TensorType
 from ..dtypes import TORCH_DTYPES
 from ..poison import Poison
-from .library import Messenger
+from .library import CommunicationError, Messenger
 from .pool import Line
 
 
@@ -48,6 +48,10 @@ class _Port:
     def release(self) -> None:
         """See `StreamPort`."""
 
+    def _failed(self, error: CommunicationError) -> CommunicationError:
+        """What the library has raised, with whom it concerns."""
+        return CommunicationError(f"{self._line.group}: {error}")
+
 
 class SendPort(_Port):
     """Sends a tensor's bytes."""
@@ -73,8 +77,11 @@ class SendPort(_Port):
     def start(self, value: Tensor) -> None:
         """See `StreamPort`."""
         if self._nbytes and not self.rehearses:
-            line = self._line
-            self._library.send(value.data_ptr(), self._nbytes, line.peer, line.comm, self._handle)
+            line, at = self._line, value.data_ptr()
+            try:
+                self._library.send(at, self._nbytes, line.peer, line.comm, self._handle)
+            except CommunicationError as error:
+                raise self._failed(error) from error
 
     def take(self) -> None:
         """A send makes no value."""
@@ -124,8 +131,11 @@ class RecvPort(_Port):
         assert into is not None, "without a slot, `prepare` takes memory"
         self._value = into
         if self._nbytes and not self.rehearses:
-            line = self._line
-            self._library.recv(into.data_ptr(), self._nbytes, line.peer, line.comm, self._handle)
+            line, at = self._line, into.data_ptr()
+            try:
+                self._library.recv(at, self._nbytes, line.peer, line.comm, self._handle)
+            except CommunicationError as error:
+                raise self._failed(error) from error
 
     def take(self) -> Tensor | None:
         """See `StreamPort`."""
@@ -172,7 +182,10 @@ class CollectivePort(_Port):
         assert self._result is not None
         source = self._result if self._operand is None else self._operand
         if not self.rehearses:
-            self._run(source.data_ptr(), self._result.data_ptr())
+            try:
+                self._run(source.data_ptr(), self._result.data_ptr())
+            except CommunicationError as error:
+                raise self._failed(error) from error
 
     def take(self) -> Any:
         """See `StreamPort`; what has to be put in order is so on the compute stream."""

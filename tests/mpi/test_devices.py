@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -110,6 +111,24 @@ def test_calls_are_timed_on_fake_devices() -> None:
 
 def test_lifetimes_on_fake_devices() -> None:
     assert play("lifetimes_job", fake=True).count("nothing was written over") == 2
+
+
+def test_fallbacks_on_fake_devices(tmp_path: Path) -> None:
+    """The dump has those of every rank, and none of a program before."""
+    (tmp_path / "step.rank1.graphs.txt").write_text("of a program before\n")
+    job = ["-m", "tests.mpi.device_job", "tests.mpi.fallback_job"]
+    variables = {"CG_DEVICE": "cpu", "CG_DUMP": str(tmp_path)}
+    ended = run(2, job, variables=variables, seconds=100)
+    assert ended.output.count("what falls back says so") == 2, ended.output
+    found = {p.name: p.read_text() for p in sorted(tmp_path.glob("*graphs.txt"))}
+    there = (
+        "rank 1: graph 0 is put on op by op: it cannot be captured: this device records nothing\n"
+    )
+    one_graph = "rank 0: one graph, the whole program\nrank 1: one graph, the whole program\n"
+    assert found["whole.graphs.txt"] == one_graph
+    assert found["whole.rank1.graphs.txt"] == found["step.rank1.graphs.txt"] == there
+    few = "is put on op by op: 1 of the 8 operators of torch that are worth it\n"
+    assert few in found["step.graphs.txt"]
 
 
 def test_failures_on_fake_devices() -> None:

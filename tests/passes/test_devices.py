@@ -139,6 +139,38 @@ def test_the_host_cuts_it_and_a_receive_under_way_is_of_neither_part() -> None:
     ]
 
 
+SMALL = """
+module @s phase=scheduled world=2 {
+  function @a.f(f32[4]) -> (f32[4]) {actor = a, effect = read}
+  program @0(%x: f32[4]) {
+    %h = call(%x) {fn = @a.f} : f32[4]
+    MORE
+    return(%h)
+  }
+  program @1() { return() }
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "captures", "why"),
+    [
+        ("", True, "a part with 1 of the 2 ops that are worth a graph"),
+        ("", False, "a part with 1 of the 2 ops that are worth a graph"),
+        ("%g = call(%h) {fn = @a.f} : f32[4]", False, "the pass `capture` is switched off"),
+    ],
+)
+def test_a_part_that_is_no_graph_says_why(more: str, captures: bool, why: str) -> None:
+    module = parse_module(SMALL.replace("MORE", more))
+    if captures:
+        PassManager((Capture("nccl+nccl"),)).run(module)
+    assert describe(module, Fabrics("nccl+nccl")).splitlines() == [
+        "rank 0: 0 graphs",
+        f"  left out 1 times: {why}",
+        "rank 1: nothing to do",
+    ]
+
+
 def test_where_hosts_announce_messages_only_what_is_between_them_is_captured() -> None:
     text = PROGRAM.replace("HOST", "").replace("effect = read", "effect = update")
     assert graphs(text, driven=True) == [None, 0, None, None, None, 1, 1, None]

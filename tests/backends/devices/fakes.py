@@ -180,6 +180,8 @@ class FakeDevice:
         self.recorded_of: list[FakeComm] = []
         self.pool = Pool()
         self.queues: dict[Stream, FakeQueue] = {}
+        self.current: FakeQueue | None = None
+        self._depth = 0
         self._raw: dict[int, FakeQueue] = {}
 
     def stream(self, kind: Stream) -> FakeQueue:
@@ -210,11 +212,24 @@ class FakeDevice:
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
+        """Where a test has made a stream the current one, as accelerators have it."""
         self.sessions += 1
-        yield
+        before, self._depth = self.current, self._depth + 1
+        if before is not None and self._depth == 1:
+            begin = self.event()
+            begin.record(before)
+            self.stream(Stream.COMPUTE).wait_event(begin)
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if before is not None and self._depth == 0:
+                end = self.event()
+                end.record(self.stream(Stream.COMPUTE))
+                before.wait_event(end)
 
     def caller(self) -> FakeQueue:
-        return self.stream(Stream.COMPUTE)
+        return self.stream(Stream.COMPUTE) if self.current is None else self.current
 
     def keep(self, tensors: Sequence[torch.Tensor]) -> None:
         pass

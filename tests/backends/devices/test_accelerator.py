@@ -1,0 +1,113 @@
+"""What an accelerator does when a capture fails, over a stub in the place of torch's module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from cg.backends.devices.accelerator import Accelerator
+
+
+class Stub:
+    """A module of torch for a kind of device, and its graph; `end` says how captures end."""
+
+    Event = Stream = lambda *_, **__: Stub()
+
+    def __init__(self) -> None:
+        self.end: list[Exception | None] = []
+        self.ended = 0
+        self.pools: list[Any] = []
+        self.handles = 0
+
+    def CUDAGraph(self) -> Any:  # noqa: N802
+        return Graph(self)
+
+    def graph_pool_handle(self) -> Any:
+        self.handles += 1
+        return (0, self.handles)
+
+    def set_device(self, index: int) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class Graph:
+    def __init__(self, module: Stub) -> None:
+        self.module = module
+
+    def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
+        self.module.pools.append(pool)
+
+    def capture_end(self) -> None:
+        self.module.ended += 1
+        error = self.module.end.pop(0) if self.module.end else None
+        if error is not None:
+            raise error
+
+
+class Ended:
+    """Tells the allocator, which may know."""
+
+    def __init__(self, knows: bool = False) -> None:
+        self.pools: list[Any] = []
+        self.knows = knows
+
+    def __call__(self, index: int, pool: Any) -> None:
+        if self.knows:
+            raise RuntimeError("not recording to this pool")
+        self.pools.append(pool)
+
+
+def device_of(
+    monkeypatch: pytest.MonkeyPatch, end_pool: Callable[[int, Any], None]
+) -> tuple[Accelerator, Stub]:
+    module = Stub()
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    return Accelerator("cuda", 0, None, "raw", "CUDAGraph", end_pool=end_pool), module
+
+
+def boom() -> None:
+    raise ValueError("a call in the capture")
+
+
+def nothing() -> None: ...
+
+
+def test_a_capture_that_can_be_ended_leaves_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Ended()
+    device, module = device_of(monkeypatch, told)
+    kept = device.capture(nothing)
+    with pytest.raises(ValueError, match="a call in the capture"):
+        device.capture(boom)
+    another = device.capture(nothing)
+    assert (module.ended, module.pools, told.pools) == (3, [(0, 1)] * 3, [])
+    del kept, another
+
+
+@pytest.mark.parametrize("work", [boom, nothing])
+def test_a_broken_capture_gives_up_the_pool(
+    monkeypatch: pytest.MonkeyPatch, work: Callable[[], None]
+) -> None:
+    told = Ended()
+    device, module = device_of(monkeypatch, told)
+    kept = device.capture(nothing)
+    module.end = [RuntimeError("the capture is broken")] * 2
+    with pytest.raises((ValueError, RuntimeError)):
+        device.capture(work)
+    module.end = []
+    another = device.capture(nothing)
+    assert told.pools == [(0, 1)]
+    assert module.pools == [(0, 1), (0, 1), (0, 2)]
+    assert len(device._broken) == 1
+    del kept, another
+
+
+def test_a_graph_that_cannot_be_made_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, module = device_of(monkeypatch, Ended(knows=True))
+    module.end = [RuntimeError("out of memory"), RuntimeError("no capture")]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        device.capture(nothing)
+    assert device._broken == []
