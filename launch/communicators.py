@@ -41,12 +41,14 @@ def connect_channels(
     world: World,
     transport: CpuTransport,
     channels: Sequence[Channel],
+    step: str,
     host: Communicator | None = None,
 ) -> Connected:
     """Make the communicators that channels need, in one order on all ranks; collective.
 
     Args:
         transport: of hosts.
+        step: whose channels they are, for messages.
         host: what serves the channels of hosts; made, even if there are none, if it is None.
 
     Raises:
@@ -63,6 +65,9 @@ def connect_channels(
         served = by_name[name]
         if name != HOST:
             communicator = create(name, world, served)
+            of_step = getattr(communicator, "of_step", None)
+            if of_step is not None:
+                of_step(step)
         elif host is None:
             communicator = transport.communicator(world, served)
         else:

@@ -17,7 +17,8 @@ from ..streams.pool import Group, Pool
 LIMIT = 32
 """Communicators that a rank may be a member of. Each takes some 500 MB of device memory and, while
 its operations run, multiprocessors. In a pipeline a rank has four, on 64 ranks as on 3. Where each
-of 64 ranks sends to each other one, it would have 126: such a plan is refused."""
+of 64 ranks sends to each other one, it would have 126: such a plan is refused. Those of open plans
+count together; those that only closed ones have used make room."""
 
 ABORT_SECONDS = 10.0
 
@@ -73,6 +74,11 @@ class NcclPool(Pool):
     library_name: ClassVar[str] = "NCCL"
     device_name: ClassVar[str] = "GPU"
     limit: ClassVar[int] = LIMIT
+    needs: ClassVar[str] = (
+        "Each direction between two ranks takes one, each further width of messages there another "
+        "one, and so does each group of a collective"
+    )
+    ways_out: ClassVar[str] = "with passes='-overlap' there is one width only"
     logs: ClassVar[str] = "that of NCCL with NCCL_DEBUG=INFO"
 
     def __init__(self, world: World, device: Device | None, library: Library | None) -> None:
@@ -106,7 +112,8 @@ class NcclPool(Pool):
 
         threads = []
         for line in lines:
-            comm, line.comm = line.comm, None
+            with self._giving_up:
+                comm, line.comm = line.comm, None
             thread = threading.Thread(target=abort, args=(line.group, comm), daemon=True)
             thread.start()
             threads.append(thread)

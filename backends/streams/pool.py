@@ -1,15 +1,18 @@
 """The communicators of a process, made when a plan first needs them and shared by all plans.
 
 There is one for each group of ranks that a plan's channels join: libraries run the operations of
-one communicator one after the other, whatever streams they are on.
+one communicator one after the other, whatever streams they are on. They are kept when plans are
+closed, for to make them takes long, until there would be too many.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from threading import Lock
 from time import monotonic, sleep
 from typing import Any, ClassVar, Protocol
 from weakref import WeakSet
@@ -68,6 +71,24 @@ class Line:
         return 1 - self.member
 
 
+class Lease:
+    """What an open plan uses of a pool.
+
+    Attributes:
+        lines: for each channel that this rank is part of, its membership.
+        step: the name of the plan's step, for messages; empty: not known.
+    """
+
+    def __init__(self, lines: Mapping[int, Line]) -> None:
+        self.lines = lines
+        self.step = ""
+
+    @property
+    def groups(self) -> dict[Group, None]:
+        """Whose communicators they are, each once, in the order of the channels."""
+        return dict.fromkeys(line.group for line in self.lines.values())
+
+
 class Holder(Protocol):
     """Who may have graphs with operations of communicators in them."""
 
@@ -87,12 +108,16 @@ class Pool(ABC):
         library_name: in messages.
         device_name: of the devices that it joins, in messages.
         limit: communicators that a rank may be a member of.
+        needs: what takes a communicator, in messages.
+        ways_out: how a plan gets by with fewer, in messages.
         logs: where more is said about ranks that are not joined, in messages.
     """
 
     library_name: ClassVar[str]
     device_name: ClassVar[str]
     limit: ClassVar[int]
+    needs: ClassVar[str]
+    ways_out: ClassVar[str]
     logs: ClassVar[str]
 
     def __init__(self, world: World, device: Device | None, library: Library | None) -> None:
@@ -101,6 +126,8 @@ class Pool(ABC):
         self._device = device
         self._library = library
         self._groups: dict[Group, Line | None] = {}
+        self._leases: dict[Lease, None] = {}
+        self._giving_up = Lock()
         self._holders: WeakSet[Holder] = WeakSet()
 
     @property
@@ -135,26 +162,34 @@ class Pool(ABC):
             CommunicationError: that cannot be; the job has to end.
         """
 
-    def join(self, channels: Iterable[Channel]) -> dict[int, Line]:
+    def join(self, channels: Iterable[Channel]) -> Lease:
         """Be a member of the communicators that the channels need; collective.
 
         Returns:
-            For each channel that this rank is part of, its line.
+            What is to be returned by `leave` when nothing uses it any more.
 
         Raises:
-            BindError: some rank would be a member of too many.
+            BindError: some rank would be a member of too many, with those of open plans.
             CommunicationError: one cannot be joined.
         """
         if self._is_broken:
             self.reset()
         channels = list(channels)
         wanted = dict.fromkeys(map(self.group_of, channels))
-        new = [group for group in wanted if group not in self._groups]
-        self._check_devices(new)
-        self._check_limit(new)
-        self._connect(new)
+        self._check_devices([group for group in wanted if group not in self._groups])
+        self._make_room(wanted)
+        self._connect([group for group in wanted if group not in self._groups])
         lines = ((channel.id, self._groups[self.group_of(channel)]) for channel in channels)
-        return {id_: line for id_, line in lines if line is not None}
+        lease = Lease({id_: line for id_, line in lines if line is not None})
+        self._leases[lease] = None
+        return lease
+
+    def leave(self, lease: Lease) -> None:
+        """A plan is closed, and what it captured has been dropped; idempotent.
+
+        Its communicators stay as they are until another plan needs the room.
+        """
+        self._leases.pop(lease, None)
 
     def hold(self, holder: Holder) -> None:
         """Let `holder` drop its graphs before communicators are given up."""
@@ -164,21 +199,18 @@ class Pool(ABC):
         """What the library reports of its communicators, with whom they join."""
         found = []
         for line in self._lines():
-            error = self.library.error(line.comm)
+            with self._giving_up:  # this is asked by other threads
+                error = None if line.comm is None else self.library.error(line.comm)
             if error is not None:
                 found.append(f"{line.group}: {error}")
         return found
 
     def close(self) -> None:
         """Give all communicators up, once the device has nothing to do; idempotent."""
-        lines = self._lines()
-        if lines:
+        if self._lines():
             self.device.synchronize()
         self._drop_graphs()
-        for line in lines:
-            self.library.destroy(line.comm)
-            line.comm = None
-        self._groups.clear()
+        self._give_up(tuple(self._groups))
 
     def _drop_graphs(self) -> None:
         for holder in self._holders:
@@ -187,7 +219,7 @@ class Pool(ABC):
     # -- joining ----------------------------------------------------------------------------
 
     def _lines(self) -> list[Line]:
-        lines = self._groups.values()
+        lines = tuple(self._groups.values())
         return [line for line in lines if line is not None and line.comm is not None]
 
     def _check_devices(self, new: Sequence[Group]) -> None:
@@ -204,16 +236,68 @@ class Pool(ABC):
                     f"{self.device_name}; leave the choice to cg, or use cg.via(x, 'cpu')"
                 )
 
-    def _check_limit(self, new: Sequence[Group]) -> None:
-        counts = Counter(rank for group in (*self._groups, *new) for rank in group.ranks)
-        rank, count = max(counts.items(), key=lambda item: item[1], default=(0, 0))
+    # -- room -------------------------------------------------------------------------------
+
+    def _make_room(self, wanted: Mapping[Group, None]) -> None:
+        """Give up what no open plan uses, if a rank would be a member of too many; collective.
+
+        All ranks know of all groups, so each finds out by itself whether there is room. A plan may
+        be closed at another time on each rank, so what is in use they have to tell each other.
+        """
+        if _fullest((*self._groups, *wanted))[1] <= self.limit:
+            return
+        steps: dict[Group, dict[str, None]] = {}
+        for step, group in chain.from_iterable(self._world.allgather(self._in_use())):
+            steps.setdefault(group, {})[step] = None
+        rank, count = _fullest((*steps, *wanted))
         if count > self.limit:
-            raise BindError(
-                f"rank {rank} would be a member of {count} {self.library_name} communicators, one "
-                "for each rank that it sends to, receives from, or shares a collective with; "
-                f"{self.limit} is the most. Let some of these values take another way, by "
-                "cg.via(x, 'cpu'), or use collectives over fewer groups"
-            )
+            raise BindError(self._too_many(rank, count, wanted, steps))
+        self._give_up([group for group in self._groups if group not in {*steps, *wanted}])
+
+    def _in_use(self) -> list[tuple[str, Group]]:
+        """What open plans use on this rank."""
+        return [(lease.step, group) for lease in self._leases for group in lease.groups]
+
+    def _too_many(
+        self,
+        rank: int,
+        count: int,
+        wanted: Mapping[Group, None],
+        steps: Mapping[Group, Mapping[str, None]],
+    ) -> str:
+        """Why a plan is refused; `steps` are the open ones that use a group."""
+        mine = sum(rank in group.ranks for group in wanted)
+        held = Counter(
+            step
+            for group, names in steps.items()
+            if rank in group.ranks and group not in wanted
+            for step in names
+        )
+        by = ", ".join(f"'{name}': {held[name]}" if name else str(held[name]) for name in held)
+        others = f", and open ones hold {count - mine} more ({by})" if held else ""
+        close = "Close steps that are not needed any more; let" if held else "Let"
+        return (
+            f"rank {rank} would be a member of {count} {self.library_name} communicators, and "
+            f"{self.limit} is the most: this step needs {mine}{others}. {self.needs}. {close} "
+            f"values that are rarely sent take another way, by cg.via(x, 'cpu'); {self.ways_out}"
+        )
+
+    def _give_up(self, groups: Sequence[Group]) -> None:
+        """Destroy communicators, on all ranks in the same order, once the device has nothing to do.
+
+        No graph may have operations of them: a plan drops its graphs before it is closed.
+        """
+        lines = [line for line in map(self._groups.pop, groups) if line is not None]
+        with self._giving_up:
+            comms = [line.comm for line in lines if line.comm is not None]
+            for line in lines:
+                line.comm = None
+        if comms:
+            self.device.synchronize()
+        for comm in comms:
+            self.library.destroy(comm)
+
+    # -- connecting -------------------------------------------------------------------------
 
     def _connect(self, groups: Sequence[Group]) -> None:
         if not groups:
@@ -276,3 +360,9 @@ class Pool(ABC):
 
     def _stream(self, kind: Stream) -> Any:
         return self.handle(self.device.stream(kind))
+
+
+def _fullest(groups: Iterable[Group]) -> tuple[int, int]:
+    """The rank that is a member of most of some groups, each counted once, and of how many."""
+    counts = Counter(rank for group in dict.fromkeys(groups) for rank in group.ranks)
+    return max(counts.items(), key=lambda item: item[1], default=(0, 0))
