@@ -9,18 +9,23 @@ from ..backends.base import Communicator, World
 from ..backends.cpu.transport import CpuTransport
 from ..backends.hccl.communicator import HcclCommunicator
 from ..backends.hccl.communicator import connect as connect_by_hccl
-from ..backends.nccl.communicator import connect
+from ..backends.nccl.communicator import NcclCommunicator
+from ..backends.nccl.communicator import connect as connect_by_nccl
 from ..backends.registry import create, register
 from ..ir.module import Channel
 from ..passes.fabrics import HOST, is_by_stream
 from .config import config
 
 
+def _connect_by_nccl(world: World, channels: Sequence[Channel]) -> NcclCommunicator:
+    return connect_by_nccl(world, channels, config().nccl_nonblocking)
+
+
 def _connect_by_hccl(world: World, channels: Sequence[Channel]) -> HcclCommunicator:
     return connect_by_hccl(world, channels, config().hccl_library)
 
 
-register("nccl", connect)
+register("nccl", _connect_by_nccl)
 register("hccl", _connect_by_hccl)
 
 

@@ -50,6 +50,7 @@ class HcclPool(Pool):
         "Two ranks that send to each other take one, and so does each group of a collective"
     )
     ways_out: ClassVar[str] = "have collectives over fewer groups"
+    connect_seconds: ClassVar[float | None] = None  # HCCL_CONNECT_TIMEOUT is
     logs: ClassVar[str] = "HCCL's own log"
 
     def __init__(

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from time import monotonic, sleep
 from typing import Any
 
 import nccl.bindings.nccl as low
 
 from ..streams.library import CommunicationError
 from .codes import BYTES, IN_PROGRESS, SUCCESS
+
+CALL_SECONDS = 60.0
+"""How long a call that does not block may take to put its work on the stream. The first ones
+between two members also connect them."""
+
+YIELDS = 100
+"""So often a call is asked for with no more than a yield between."""
+
+NAP = 50e-6
+"""Seconds between two looks after that."""
 
 
 class Nccl4py:
@@ -17,7 +28,8 @@ class Nccl4py:
     Args:
         nonblocking: whether communicators are joined, and all their calls made, without blocking
             the host. Such a communicator can be aborted at any time; but NCCL starts a thread for
-            each call, which has to be waited for here.
+            each call, which has to be waited for here: the next call may only be made when the last
+            is done. That asks the host's side of NCCL alone, and so is allowed in a capture.
     """
 
     name = "NCCL (nccl4py)"
@@ -48,50 +60,44 @@ class Nccl4py:
         """See `Library`."""
         state = int(low.comm_get_async_error(comm))
         if state not in (SUCCESS, IN_PROGRESS):
-            raise CommunicationError(f"{low.get_error_string(state)} {low.get_last_error(comm)}")
+            raise CommunicationError(_described(state, comm))
         return state == SUCCESS
 
     def send(self, pointer: int, nbytes: int, peer: int, comm: Any, stream: int) -> None:
         """See `Library`."""
         low.send(pointer, nbytes, BYTES, peer, comm, stream)
-        if self._nonblocking:
-            self._finish(comm)
+        self._finish(comm)
 
     def recv(self, pointer: int, nbytes: int, peer: int, comm: Any, stream: int) -> None:
         """See `Library`."""
         low.recv(pointer, nbytes, BYTES, peer, comm, stream)
-        if self._nonblocking:
-            self._finish(comm)
+        self._finish(comm)
 
     def all_reduce(
         self, source: int, target: int, count: int, type_: int, op: int, comm: Any, stream: int
     ) -> None:
         """See `Library`."""
         low.all_reduce(source, target, count, type_, op, comm, stream)
-        if self._nonblocking:
-            self._finish(comm)
+        self._finish(comm)
 
     def reduce_scatter(
         self, source: int, target: int, count: int, type_: int, op: int, comm: Any, stream: int
     ) -> None:
         """See `Library`."""
         low.reduce_scatter(source, target, count, type_, op, comm, stream)
-        if self._nonblocking:
-            self._finish(comm)
+        self._finish(comm)
 
     def all_gather(self, source: int, target: int, nbytes: int, comm: Any, stream: int) -> None:
         """See `Library`."""
         low.all_gather(source, target, nbytes, BYTES, comm, stream)
-        if self._nonblocking:
-            self._finish(comm)
+        self._finish(comm)
 
     def broadcast(
         self, source: int, target: int, nbytes: int, root: int, comm: Any, stream: int
     ) -> None:
         """See `Library`."""
         low.broadcast(source, target, nbytes, BYTES, root, comm, stream)
-        if self._nonblocking:
-            self._finish(comm)
+        self._finish(comm)
 
     def exchange(
         self, messages: Sequence[tuple[int, int, int, int]], comm: Any, stream: int
@@ -104,15 +110,14 @@ class Nccl4py:
                 low.recv(target, nbytes, BYTES, peer, comm, stream)
         finally:
             low.group_end()
-        if self._nonblocking:
-            self._finish(comm)
+        self._finish(comm)
 
     def error(self, comm: Any) -> str | None:
         """See `Library`."""
         state = int(low.comm_get_async_error(comm))
         if state in (SUCCESS, IN_PROGRESS):
             return None
-        return f"{low.get_error_string(state)} {low.get_last_error(comm)}".strip()
+        return _described(state, comm)
 
     def abort(self, comm: Any) -> None:
         """See `Library`."""
@@ -123,9 +128,24 @@ class Nccl4py:
         _checked(low.comm_destroy, comm)
 
     def _finish(self, comm: Any) -> None:
-        """Wait until the last call has put its work on the stream."""
+        """Wait until the last call has put its work on the stream, if it may return before."""
+        if not self._nonblocking:
+            return
+        deadline, looks = monotonic() + CALL_SECONDS, 0
         while not self.is_ready(comm):
-            pass
+            if monotonic() > deadline:
+                raise CommunicationError(
+                    f"a call of {self.name} has not put its work on the device within "
+                    f"{CALL_SECONDS:g} s: another member of the communicator may not have made it. "
+                    "Look at the other ranks' output, and at that of NCCL with NCCL_DEBUG=INFO"
+                )
+            looks += 1
+            sleep(NAP if looks > YIELDS else 0)
+
+
+def _described(state: int, comm: Any) -> str:
+    """An error, in NCCL's words."""
+    return f"{low.get_error_string(state)} {low.get_last_error(comm)}".strip()
 
 
 def _checked(call: Any, *arguments: Any) -> Any:

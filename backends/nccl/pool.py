@@ -20,6 +20,9 @@ its operations run, multiprocessors. In a pipeline a rank has four, on 64 ranks 
 of 64 ranks sends to each other one, it would have 126: such a plan is refused. Those of open plans
 count together; those that only closed ones have used make room."""
 
+CONNECT_SECONDS = 120.0
+"""How long the members of a communicator have to join it. NCCL itself waits for ever."""
+
 ABORT_SECONDS = 10.0
 
 NARROW = 2
@@ -79,6 +82,7 @@ class NcclPool(Pool):
         "one, and so does each group of a collective"
     )
     ways_out: ClassVar[str] = "with passes='-overlap' there is one width only"
+    connect_seconds: ClassVar[float | None] = CONNECT_SECONDS
     logs: ClassVar[str] = "that of NCCL with NCCL_DEBUG=INFO"
 
     def __init__(self, world: World, device: Device | None, library: Library | None) -> None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from threading import Lock
+from threading import Lock, Timer
 from time import monotonic, sleep
 from typing import Any, ClassVar, Protocol
 from weakref import WeakSet
@@ -26,10 +27,6 @@ from ..base import World
 from ..devices.base import Device, Queue
 from ..errors import BindError
 from .library import CommunicationError, Library
-
-CONNECT_SECONDS = 120.0
-"""How long the members of a communicator have to join it."""
-
 
 FLOAT_BYTES = 4
 
@@ -110,6 +107,8 @@ class Pool(ABC):
         limit: communicators that a rank may be a member of.
         needs: what takes a communicator, in messages.
         ways_out: how a plan gets by with fewer, in messages.
+        connect_seconds: how long the members of a communicator have to join it; None where the
+            library has a limit of its own.
         logs: where more is said about ranks that are not joined, in messages.
     """
 
@@ -118,6 +117,7 @@ class Pool(ABC):
     limit: ClassVar[int]
     needs: ClassVar[str]
     ways_out: ClassVar[str]
+    connect_seconds: ClassVar[float | None]
     logs: ClassVar[str]
 
     def __init__(self, world: World, device: Device | None, library: Library | None) -> None:
@@ -313,25 +313,50 @@ class Pool(ABC):
             if line is not None:
                 line.comm = self._joined(group, keys[group], line.member)
             self._groups[group] = line
-        self._warm([line for group in groups if (line := self._groups[group]) is not None])
+        lines = [line for group in groups if (line := self._groups[group]) is not None]
+        with self._ending_job_unless(f"carried the first messages of {_listed(lines)}"):
+            self._warm(lines)
 
     def _make_keys(self, groups: Sequence[Group]) -> dict[Group, bytes]:
         first = (group for group in groups if group.ranks[0] == self._world.rank)
         return {group: self.library.unique_id() for group in first}
 
     def _joined(self, group: Group, key: bytes, member: int) -> Any:
-        library = self.library
-        comm = library.connect(len(group.ranks), key, member, group.width)
-        deadline = monotonic() + CONNECT_SECONDS
+        library, seconds = self.library, self.connect_seconds
+        with self._ending_job_unless(f"joined {group}"):
+            comm = library.connect(len(group.ranks), key, member, group.width)
+        deadline = None if seconds is None else monotonic() + seconds
         while not library.is_ready(comm):
-            if monotonic() > deadline:
+            if deadline is not None and monotonic() > deadline:
                 library.abort(comm)
-                raise CommunicationError(
-                    f"{library.name} has not joined {group} within {CONNECT_SECONDS:g} s; look at "
-                    f"the other ranks' output, and at {self.logs}"
-                )
+                raise CommunicationError(self._overdue(f"joined {group}"))
             sleep(0.001)
         return comm
+
+    def _overdue(self, what: str) -> str:
+        return (
+            f"{self.library.name} has not {what} within {self.connect_seconds:g} s; look at the "
+            f"other ranks' output, and at {self.logs}"
+        )
+
+    @contextmanager
+    def _ending_job_unless(self, what: str) -> Iterator[None]:
+        """End the job if what is done inside takes too long: nothing else ends a call that blocks.
+
+        Args:
+            what: would be done then, in words.
+        """
+        end = getattr(self._world, "end_job", None)
+        if self.connect_seconds is None or end is None:
+            yield
+            return
+        timer = Timer(self.connect_seconds, lambda: end(self._overdue(what)))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def _warm(self, lines: Sequence[Line]) -> None:
         """Send something over each line: the first use connects, and takes memory."""
@@ -366,3 +391,7 @@ def _fullest(groups: Iterable[Group]) -> tuple[int, int]:
     """The rank that is a member of most of some groups, each counted once, and of how many."""
     counts = Counter(rank for group in dict.fromkeys(groups) for rank in group.ranks)
     return max(counts.items(), key=lambda item: item[1], default=(0, 0))
+
+
+def _listed(lines: Iterable[Line]) -> str:
+    return ", ".join(str(line.group) for line in lines)

@@ -12,6 +12,7 @@ from .jobs import Ended, counts_of_agreement, needs_mpi, run
 
 pytestmark = [*needs_mpi, pytest.mark.timeout(150)]
 
+NONBLOCKING = ["nccl4py", "--nonblocking", "--capture"]
 needs_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
@@ -144,7 +145,7 @@ def test_a_fault_of_a_gpu_ends_the_job_with_a_message() -> None:
 
 @pytest.mark.gpu
 @needs_gpus
-@pytest.mark.parametrize("words", [["nccl4py"], ["nccl4py", "--capture"], ["cupy"]])
+@pytest.mark.parametrize("words", [["nccl4py"], ["nccl4py", "--capture"], ["cupy"], NONBLOCKING])
 def test_nccl_conforms(words: list[str]) -> None:
     pytest.importorskip({"nccl4py": "nccl.bindings", "cupy": "cupy.cuda"}[words[0]])
     assert "cases conform" in play("conformance_job", *words, fake=False)
