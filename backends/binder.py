@@ -60,6 +60,7 @@ class Code:
         steps: for each instruction what it reads, writes and starts.
         clears: indices of the instructions that only empty a register.
         outputs: registers that the program returns.
+        progress: moves on what the program has begun, while it waits.
     """
 
     instructions: list[Instruction] = field(default_factory=list)
@@ -70,6 +71,7 @@ class Code:
     registers: Registers = field(default_factory=list)
     template: Registers = field(default_factory=list)
     outputs: tuple[int, ...] = ()
+    progress: list[Callable[[], object]] = field(default_factory=list)
 
 
 class Binder:

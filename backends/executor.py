@@ -48,7 +48,7 @@ class Executable:
         self.execution = -1
         self._bodies = linked.bodies
         self._code = binder(linked, lambda: self.execution).bind()
-        self._progress = linked.progress
+        self._progress = (*linked.progress, *self._code.progress)
         self._check_inputs = InputCheck(linked.program)
         self._instructions = self._code.instructions
         self._profile: list[_Timer] | None = None

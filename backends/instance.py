@@ -112,7 +112,7 @@ class Instance:
         self._registers[:] = self._template
         self._count = len(program.params)
         self._get_outputs = getter(self._code.outputs)
-        self._progress = linked.progress
+        self._progress = (*linked.progress, *self._code.progress)
         self._guards = tuple(guards)
         self._needs_no_grad = needs_no_grad(program, module)
         self._statistics = statistics

@@ -40,6 +40,8 @@ class Stream(enum.Enum):
     """An in-order queue of a rank: work on one stream never overtakes itself.
 
     MESSAGE takes both directions of a transport that does a rank's messages one after the other.
+    COPY takes the copies between a device and its host that are part of messages by way of hosts;
+    no op of a program is on it.
     """
 
     COMPUTE = "compute"

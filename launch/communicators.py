@@ -9,18 +9,23 @@ from ..backends.base import Communicator, World
 from ..backends.cpu.transport import CpuTransport
 from ..backends.hccl.communicator import HcclCommunicator
 from ..backends.hccl.communicator import connect as connect_by_hccl
-from ..backends.nccl.communicator import connect
+from ..backends.nccl.communicator import NcclCommunicator
+from ..backends.nccl.communicator import connect as connect_by_nccl
 from ..backends.registry import create, register
 from ..ir.module import Channel
 from ..passes.fabrics import HOST, is_by_stream
 from .config import config
 
 
+def _connect_by_nccl(world: World, channels: Sequence[Channel]) -> NcclCommunicator:
+    return connect_by_nccl(world, channels, config().nccl_nonblocking)
+
+
 def _connect_by_hccl(world: World, channels: Sequence[Channel]) -> HcclCommunicator:
     return connect_by_hccl(world, channels, config().hccl_library)
 
 
-register("nccl", connect)
+register("nccl", _connect_by_nccl)
 register("hccl", _connect_by_hccl)
 
 
@@ -41,12 +46,14 @@ def connect_channels(
     world: World,
     transport: CpuTransport,
     channels: Sequence[Channel],
+    step: str,
     host: Communicator | None = None,
 ) -> Connected:
     """Make the communicators that channels need, in one order on all ranks; collective.
 
     Args:
         transport: of hosts.
+        step: whose channels they are, for messages.
         host: what serves the channels of hosts; made, even if there are none, if it is None.
 
     Raises:
@@ -63,6 +70,9 @@ def connect_channels(
         served = by_name[name]
         if name != HOST:
             communicator = create(name, world, served)
+            of_step = getattr(communicator, "of_step", None)
+            if of_step is not None:
+                of_step(step)
         elif host is None:
             communicator = transport.communicator(world, served)
         else:

@@ -50,6 +50,8 @@ class Config:
     """Whether each rank selects the accelerator of its local rank."""
     device: str = "auto"
     """Where actors live: on the host, or on an accelerator of each rank's own."""
+    nccl_nonblocking: bool = False
+    """Whether NCCL's calls return before they are done."""
     hccl_library: str | None = None
     """The file of HCCL; None: it is looked for."""
     attendance: Path | None = None
@@ -302,6 +304,16 @@ VARIABLES = (
         "Where ranks have a file while they are in the job. `cg.launch` sets it, to notice those "
         "that end in the middle of it with exit code 0.",
         Path,
+    ),
+    Variable(
+        "CG_NCCL_NONBLOCKING",
+        "nccl_nonblocking",
+        _ON,
+        "0",
+        "Whether NCCL's calls return before they are done. Ranks that do not join then are an "
+        "error, instead of the job's end, and messages can be broken off at any time; but NCCL "
+        "starts a thread for each call.",
+        _switch,
     ),
     Variable(
         "HCCL_SO_PATH",

@@ -170,7 +170,11 @@ def make_graph(
     for _ in range(capacity):
         connections = wiring.connect(world)
         for rank, resident in executions.residents.items():
-            seats[rank].append(seating.seat(resident, connections[rank], statistics[rank]))
+            try:
+                seats[rank].append(seating.seat(resident, connections[rank], statistics[rank]))
+            except BaseException:
+                connections[rank].close()  # nobody else will
+                raise
     if on_device is not None:
         on_device.warm(variants)
     graph = Graph(name, driver, modules, seats, [variant.rebuild for variant in variants])

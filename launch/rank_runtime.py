@@ -54,9 +54,14 @@ class RankRuntime:
         self._timeout = timeout
         self._transport = transport
         self._control = transport.control
-        connected = connect_channels(world, transport, list(module.channels.values()))
+        channels = list(module.channels.values())
+        connected = connect_channels(world, transport, channels, module.name)
         self._communicators = connected.communicators
-        self._executable = self._bind(link(connected))
+        try:
+            self._executable = self._bind(link(connected))
+        except BaseException:
+            RankRuntime.close(self)  # nobody else will
+            raise
         self._progress = tuple(each.progress for each in self._communicators)
         self._pick = pick(module, world.rank, parameters)
         self._takes_all = self._pick == list(range(len(parameters)))

@@ -69,6 +69,11 @@ class Connections:
     serving: Sequence[Mapping[int, Communicator]]
     streams: Sequence[Communicator] = ()
 
+    def close(self) -> None:
+        """Give back what serves them; idempotent."""
+        for communicator in (*self.streams, self.host):
+            communicator.close()
+
 
 @dataclass(frozen=True)
 class Wiring:
@@ -128,7 +133,7 @@ class Wiring:
         host = transport.communicator(world, self.hosts)
         # Each variant has slots of its own: it alone knows when they are free.
         connected = [
-            connect_channels(world, transport, list(module.channels.values()), host)
+            connect_channels(world, transport, list(module.channels.values()), module.name, host)
             for module in modules
         ]
         streams = [c for one in connected for c in one.communicators if c is not host]
@@ -172,8 +177,7 @@ class OnDevice:
             self.device.synchronize()
             for instance in sealed:
                 instance.drop_graphs()
-            for communicator in (*connections.streams, connections.host):
-                communicator.close()
+            connections.close()
 
         return Seat(tuple(instances), close)
 
@@ -263,12 +267,9 @@ class Seating:
         if self.on_device is not None:
             return self.on_device.seat(instances, connections)
 
-        def close() -> None:
-            for communicator in (*connections.streams, host):
-                communicator.close()
-
         # What others have made may be reset, but perhaps not be interrupted in that.
-        return Seat(tuple(instances), close, None if connections.streams else host.reset)
+        reset = None if connections.streams else host.reset
+        return Seat(tuple(instances), connections.close, reset)
 
     def _instance(
         self, linked: LinkedProgram, shared: tuple[Any, ...], host: Communicator

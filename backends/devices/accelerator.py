@@ -142,6 +142,15 @@ class Accelerator:
         """See `Device`."""
         return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
 
+    def copy(self, source: torch.Tensor, target: torch.Tensor, queue: Queue) -> None:
+        """See `Device`."""
+        before = self._find_current()
+        self._module.set_stream(queue)
+        try:
+            target.copy_(source, non_blocking=True)
+        finally:
+            self._module.set_stream(before)
+
     def capture(self, work: Callable[[], object]) -> Graph:
         """See `Device`.
 

@@ -123,6 +123,9 @@ class Device(Protocol):
     def host_buffer(self, like: torch.Tensor) -> torch.Tensor:
         """Host memory of the shape and type of `like` that the device can copy to by itself."""
 
+    def copy(self, source: torch.Tensor, target: torch.Tensor, queue: Queue) -> None:
+        """Put a copy on a stream, between the device and a `host_buffer`; neither is kept alive."""
+
     def capture(self, work: Callable[[], None]) -> Graph:
         """Record what `work` puts on the compute stream, and on those that join it, as a graph.
 

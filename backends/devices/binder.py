@@ -8,7 +8,7 @@ its own stream wait; the host goes on. What goes by the host's memory makes the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 
 from torch import Tensor
@@ -22,11 +22,14 @@ from ..linked import LinkedProgram
 from ..steps import KEEP, Role, Step
 from ..turnstiles import Tickets
 from . import instructions
-from .base import Device
+from .base import Device, Queue
 from .capture import Segment
 from .flow import Flow, Mark
 from .hosted import HostedBinder
 from .ports import StreamPort, is_stream_port
+from .staging import StagedPort
+
+_COMPUTE = Stream.COMPUTE
 
 
 class DeviceBinder(HostedBinder):
@@ -121,6 +124,7 @@ class DeviceBinder(HostedBinder):
         port = self._streamed.get(source)
         if port is None:
             super()._bind_wait(op)
+            self._follow_landing(source, op)
             made = self._made.get(source)  # none for what was there before the program began
             if made is not None:
                 self._emit(instructions.follow(made, queue), KEEP)
@@ -133,6 +137,16 @@ class DeviceBinder(HostedBinder):
             self._emit(run, self._arriving(source, target))
         else:
             self._emit(instructions.follow(done, queue), KEEP)
+
+    def _follow_landing(self, future: Value, op: Wait) -> None:
+        """Let the stream of a wait go on behind a message's copy to the device."""
+        port, stream = self._ports.get(future), stream_of(op)
+        if isinstance(port, StagedPort) and port.landed is not None and stream is not _COMPUTE:
+            self._emit(instructions.follow_event(port.landed, self.flow.use(stream)), KEEP)
+
+    def _producers(self, op: Op) -> Sequence[Queue]:
+        """An op of the host takes its operand from its own stream, as one on a device."""
+        return (self.copies.compute, self.flow.use(stream_of(op)))
 
     def _arriving(self, future: Value, target: int) -> Step:
         return Step(Role.AWAIT, (), (target,))

@@ -45,6 +45,7 @@ class DeviceExecutable(Executable):
         (binder,) = binders
         self._device = device
         self._flow = binder.flow
+        self._copies = binder.copies
         self.segments: tuple[Segment, ...] = ()
         self._ran = 0
         if any(op.graph is not None for op in linked.program.ops):
@@ -83,6 +84,7 @@ class DeviceExecutable(Executable):
     def reset(self) -> None:
         """See `Executable.reset`; what was captured is forgotten, for its messages are."""
         super().reset()
+        self._copies.forget()
         self._ran = 0
         self.drop_graphs()
 

@@ -1,7 +1,8 @@
 """Binds a program whose tensors are on a device and whose messages all go by the host.
 
-Work runs on torch's current stream, and the host waits for each message as it does without a
-device. So errors can travel in messages, and several executions of a graph may be in flight.
+Work runs on torch's current stream, and the host waits for each message that it receives as it
+does without a device. So errors can travel in messages, and several executions of a graph may be in
+flight.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...ir.module import Function, FunctionKind
-from ...ir.ops import Op, Recv, Value
+from ...ir.ops import Call, Collective, Op, Recv, Send, Value
 from ...ir.types import FutureType, TensorType
 from .. import instructions
 from ..base import Body, Port
@@ -25,8 +26,8 @@ from ..linked import LinkedProgram
 from ..random import seeded_on
 from ..steps import KEEP
 from ..turnstiles import Tickets
-from .base import Device
-from .staging import StagedPort
+from .base import Device, Queue
+from .staging import Copies, StagedPort
 
 
 class HostedBinder(Binder):
@@ -34,6 +35,9 @@ class HostedBinder(Binder):
 
     Args:
         device: of this rank.
+
+    Attributes:
+        copies: between the device and its host, for messages.
     """
 
     def __init__(
@@ -48,6 +52,8 @@ class HostedBinder(Binder):
         linked = replace(linked, constants=there)
         super().__init__(linked, execution, tickets, target=device.torch_device)
         self.device = device
+        self.copies = Copies(device)
+        self._code.progress.append(self.copies.move_on)
 
     def bind(self) -> Code:
         """See `Binder`; first of all the inputs come to the device."""
@@ -75,16 +81,38 @@ class HostedBinder(Binder):
     def _seeded(self, body: Body, key: int) -> Body:
         return seeded_on(self.device, super()._seeded(body, key), self._seed, key, self._execution)
 
+    def _bind_call(self, op: Call) -> None:
+        if self._module.functions[op.fn.name].kind is FunctionKind.OPAQUE:
+            self._emit(self.copies.move_on, KEEP)  # nothing looks after messages while it runs
+        super()._bind_call(op)
+
     def _issue(self, op: Op, port: Port) -> None:
-        carries = (*op.operands, *op.results)
-        tensors = any(isinstance(_carried(value), TensorType) for value in carries)
-        if tensors and isinstance(op, Recv) and op.operands:
+        operand = _carried(op.operands[0]) if op.operands else None
+        result = _carried(op.result)
+        sends = operand if isinstance(operand, TensorType) else None
+        receives = result if isinstance(result, TensorType) else None
+        if (sends or receives) is not None and isinstance(op, Recv) and op.operands:
             self._fail(op, "a transport of the host cannot receive into a device's buffer")
-        if tensors:
-            operand = _carried(op.operands[0]) if op.operands else None
-            sends = operand if isinstance(operand, TensorType) else None
-            port = StagedPort(port, self.device, sends)
+        if sends is None and not isinstance(op, Recv):
+            # It would overtake those that are still copied.
+            self._emit(self.copies.move_on, KEEP, self._at)
+        if sends is not None or receives is not None:
+            port = self._staged(op, port, sends, receives)
         super()._issue(op, port)
+
+    def _staged(
+        self, op: Op, port: Port, sends: TensorType | None, receives: TensorType | None
+    ) -> StagedPort:
+        assert isinstance(op, Send | Recv | Collective), "nothing else has a port"
+        assert op.chan is not None, "a program's messages have channels"
+        slot = op.slot if isinstance(op, Recv) else None
+        landing = None if receives is None else self.copies.landing(op.chan, slot, receives)
+        changes = sends is not None and self._may_change(op.operands[0])
+        return StagedPort(port, self.copies, sends, landing, self._producers(op), changes)
+
+    def _producers(self, op: Op) -> Sequence[Queue]:
+        """The streams that an op's operand may have been made on."""
+        return (self.copies.compute,)
 
 
 def put_first(code: Code, front: Sequence[instructions.Instruction]) -> None:

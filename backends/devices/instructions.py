@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..instructions import Instruction, Registers
-from .base import Queue
+from .base import Event, Queue
 from .flow import Mark
 from .ports import StreamPort
 
@@ -23,6 +23,16 @@ def follow(place: Mark, queue: Queue) -> Instruction:
 
     def run() -> bool:
         place.wait(queue)
+        return True
+
+    return run
+
+
+def follow_event(event: Event, queue: Queue) -> Instruction:
+    """Let a stream wait for an event."""
+
+    def run() -> bool:
+        queue.wait_event(event)
         return True
 
     return run

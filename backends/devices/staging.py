@@ -1,64 +1,216 @@
-"""Ports that carry a device's tensors by a transport of the host: through the host's memory."""
+"""Ports that carry a device's tensors by a transport of the host: through pinned memory.
+
+Copies between the device and its host are on a stream of their own, `Stream.COPY`, which no op of a
+program is on: they are part of messages. The host puts them there and goes on. A message of the
+host begins when its copy has passed, and messages begin in the order of the program: whatever the
+host does while it waits, it looks after that (`Copies.move_on`).
+"""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...ir.attributes import Stream
 from ...ir.types import TensorType
 from ..base import Port
 from ..dtypes import TORCH_DTYPES
 from ..poison import Poison
-from .base import Device
+from .base import Device, Event, Queue
+
+
+class Copies:
+    """The copies between a device and its host that the messages of one program need.
+
+    Args:
+        device: of this rank.
+
+    Attributes:
+        queue: the stream of copies.
+        compute: the stream of whatever else a program does.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.compute = device.stream(Stream.COMPUTE)
+        self.queue = device.stream(Stream.COPY)
+        self._pending: deque[tuple[Event | None, Callable[[], None]]] = deque()
+        self._landings: dict[tuple[int, int | None, TensorType], Landing] = {}
+
+    def begin(self, copied: Event | None, start: Callable[[], None]) -> None:
+        """Start a message when its copy has passed, and all messages before it have been started.
+
+        Args:
+            copied: behind the copy; None if there is none to wait for.
+        """
+        self._pending.append((copied, start))
+        self.move_on()
+
+    def move_on(self) -> bool:
+        """Start the messages whose copies have passed; whether none is left. Does not block."""
+        pending = self._pending
+        while pending:
+            copied, start = pending[0]
+            if copied is not None and not copied.query():
+                return False
+            pending.popleft()
+            start()
+        return True
+
+    def forget(self) -> None:
+        """Start none of the messages that have not been started."""
+        self._pending.clear()
+
+    def landing(self, channel: int, slot: int | None, type_: TensorType) -> Landing:
+        """Where messages of a type come to the device; each slot of a channel has one."""
+        key = channel, slot, type_
+        if key not in self._landings:
+            self._landings[key] = Landing(self, type_, slot is not None)
+        return self._landings[key]
+
+
+class Landing:
+    """Brings messages to the device.
+
+    Args:
+        type_: of the messages.
+        keeps: whether they come into one place, one after the other, each when the one before has
+            been released. Otherwise each gets memory of its own.
+
+    Attributes:
+        landed: behind the last copy.
+    """
+
+    def __init__(self, copies: Copies, type_: TensorType, keeps: bool) -> None:
+        device = copies.device
+        self._copies = copies
+        self._host = _pinned(device, type_)
+        self._memory = self._new() if keeps else None
+        self._free = device.event()
+        self.landed = device.event()
+
+    def bring(self, value: Tensor) -> Tensor:
+        """A host's tensor, on the device for what is put on the compute stream from now on."""
+        copies = self._copies
+        self._host.copy_(value)
+        target = self._memory
+        if target is None:
+            # New memory may be in use on the compute stream until where that is now.
+            target = self._new()
+            self._free.record(copies.compute)
+        copies.queue.wait_event(self._free)
+        copies.device.copy(self._host, target, copies.queue)
+        self.landed.record(copies.queue)
+        copies.compute.wait_event(self.landed)
+        return target
+
+    def release(self) -> None:
+        """What has been brought is used no more by what is put on the compute stream."""
+        if self._memory is not None:
+            self._free.record(self._copies.compute)
+
+    def _new(self) -> Tensor:
+        return torch.empty_like(self._host, device=self._copies.device.torch_device)
 
 
 class StagedPort:
     """A port of the host whose operand, or value, is a tensor on a device; see `Port`.
 
-    `start` blocks the host until the operand is there to be copied. That asks for nothing that the
-    program does not ask for on a host alone, where an operand is there before its op comes.
-
     Args:
         inner: the host's port.
-        device: of this rank.
+        copies: of the program.
         operand: the type of a tensor that is to be sent, if one is. The host's memory for it is
             taken at once: a driver gives out such memory only when its device has nothing to do.
+        landing: where a tensor that is received comes to the device, if one does.
+        producers: the streams that the operand may have been made on.
+        changes: whether the operand may be changed as soon as `start` has returned, by what is put
+            on the compute stream then.
     """
 
-    def __init__(self, inner: Port, device: Device, operand: TensorType | None) -> None:
+    def __init__(
+        self,
+        inner: Port,
+        copies: Copies,
+        operand: TensorType | None,
+        landing: Landing | None = None,
+        producers: Sequence[Queue] = (),
+        changes: bool = False,
+    ) -> None:
         self._inner = inner
-        self._device = device
-        self._buffer: Tensor | None = None
+        self._copies = copies
+        self._landing = landing
+        self._queue = copies.compute if changes else copies.queue
+        self._made = [(copies.device.event(), producer) for producer in producers]
+        self._copied = copies.device.event()
+        self._value: Any = None
+        self._has_begun = True
+        self._buffer = None if operand is None else _pinned(copies.device, operand)
         self.holds = True
-        if operand is not None:
-            like = torch.empty(operand.shape, dtype=TORCH_DTYPES[operand.dtype], device="meta")
-            self._buffer = device.host_buffer(like)
+
+    @property
+    def landed(self) -> Event | None:
+        """Behind the copy of the last tensor that was received; None if none is."""
+        return None if self._landing is None else self._landing.landed
 
     def start(self, value: Any) -> None:
         """See `Port`."""
         if self._buffer is None:
             self._inner.start(value)
             return
-        self._buffer.copy_(value)
-        self._inner.start(self._buffer)
+        for made, producer in self._made:
+            made.record(producer)
+            self._queue.wait_event(made)
+        self._copies.device.copy(value, self._buffer, self._queue)
+        self._copied.record(self._queue)
+        self._value = value  # its memory is not to be used again before it has been read
+        self._has_begun = False
+        self._copies.begin(self._copied, self._send)
 
     def fail(self, poison: Poison) -> None:
-        """See `Port`."""
-        self._inner.fail(poison)
+        """See `Port`; in its turn, as what is sent."""
+        if self._buffer is None:
+            self._inner.fail(poison)
+            return
+        self._has_begun = False
+        self._copies.begin(None, lambda: self._send_error(poison))
 
     def poll(self) -> bool:
         """See `Port`."""
-        return self._inner.poll()
+        if not self._has_begun:
+            self._copies.move_on()
+        if not (self._has_begun and self._inner.poll()):
+            return False
+        # The host's memory is in use until the message before has come to the device.
+        return self._landing is None or self._landing.landed.query()
 
     def take(self) -> Any:
-        """See `Port`; the tensor is in memory of its own."""
+        """See `Port`."""
         value = self._inner.take()
         if not isinstance(value, Tensor):
             return value
-        return torch.empty_like(value, device=self._device.torch_device).copy_(value)
+        assert self._landing is not None, "a tensor is received where its type says so"
+        return self._landing.bring(value)
 
     def release(self) -> None:
         """See `Port`."""
+        if self._landing is not None:
+            self._landing.release()
         self._inner.release()
+
+    def _send(self) -> None:
+        self._value = None
+        self._has_begun = True
+        self._inner.start(self._buffer)
+
+    def _send_error(self, poison: Poison) -> None:
+        self._has_begun = True
+        self._inner.fail(poison)
+
+
+def _pinned(device: Device, type_: TensorType) -> Tensor:
+    like = torch.empty(type_.shape, dtype=TORCH_DTYPES[type_.dtype], device="meta")
+    return device.host_buffer(like)

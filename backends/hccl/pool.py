@@ -12,7 +12,7 @@ from ...ir.module import Channel
 from ..base import World
 from ..devices.base import Device, Queue
 from ..streams.library import CommunicationError
-from ..streams.pool import FLOAT_BYTES, Group, Line, Pool
+from ..streams.pool import FLOAT_BYTES, Group, Lease, Line, Pool
 from .library import HcclLibrary
 
 LIMIT = 32
@@ -46,6 +46,11 @@ class HcclPool(Pool):
     library_name: ClassVar[str] = "HCCL"
     device_name: ClassVar[str] = "NPU"
     limit: ClassVar[int] = LIMIT
+    needs: ClassVar[str] = (
+        "Two ranks that send to each other take one, and so does each group of a collective"
+    )
+    ways_out: ClassVar[str] = "have collectives over fewer groups"
+    connect_seconds: ClassVar[float | None] = None  # HCCL_CONNECT_TIMEOUT is
     logs: ClassVar[str] = "HCCL's own log"
 
     def __init__(
@@ -69,7 +74,7 @@ class HcclPool(Pool):
             return super().group_of(channel)
         return Pair(tuple(sorted(channel.ranks)), collective=False)
 
-    def join(self, channels: Iterable[Channel]) -> dict[int, Line]:
+    def join(self, channels: Iterable[Channel]) -> Lease:
         """See `Pool`.
 
         Raises:

@@ -21,6 +21,10 @@ BINDINGS = ("nccl4py", "cupy")
 def load(binding: str | None = None, nonblocking: bool = False) -> Library:
     """The library, by the first binding that is installed, or by that of a name.
 
+    Args:
+        binding: one of `BINDINGS`; the first that can be loaded if None.
+        nonblocking: whether the library's calls may return before they are done. CuPy's cannot.
+
     The bindings are not imported before: most machines have neither.
 
     Raises:

@@ -21,8 +21,13 @@ class NcclCommunicator(StreamCommunicator):
     collectives: ClassVar[type[Collectives]] = NcclCollectives
 
 
-def connect(world: World, channels: Sequence[Channel]) -> NcclCommunicator:
+def connect(
+    world: World, channels: Sequence[Channel], nonblocking: bool = False
+) -> NcclCommunicator:
     """NCCL's factory of communicators (`CommunicatorFactory`).
+
+    Args:
+        nonblocking: see `make_pool`. What the first call says holds.
 
     Raises:
         TransportError: no binding of NCCL is installed.
@@ -30,21 +35,22 @@ def connect(world: World, channels: Sequence[Channel]) -> NcclCommunicator:
     """
     pool = _pools.get(world)
     if pool is None:
-        pool = _pools[world] = make_pool(world)
+        pool = _pools[world] = make_pool(world, nonblocking=nonblocking)
     return NcclCommunicator(pool, channels, world.rank)
 
 
-def make_pool(world: World, binding: str | None = None) -> NcclPool:
+def make_pool(world: World, binding: str | None = None, nonblocking: bool = False) -> NcclPool:
     """The communicators of this process, none yet.
 
     Args:
         binding: `nccl4py` or `cupy`; the first that is installed if None.
+        nonblocking: whether NCCL's calls return before they are done; the same on all ranks.
 
     Raises:
         TransportError: no binding of NCCL is installed.
     """
     device = world.device
-    return NcclPool(world, device, None if device is None else load(binding))
+    return NcclPool(world, device, None if device is None else load(binding, nonblocking))
 
 
 _pools: WeakKeyDictionary[World, NcclPool] = WeakKeyDictionary()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from time import monotonic, sleep
 from typing import Any
 
 import nccl.bindings.nccl as low
@@ -11,6 +12,16 @@ from ..streams.library import CommunicationError
 from .codes import BYTES, IN_PROGRESS, SUCCESS
 from .failures import failed
 
+CALL_SECONDS = 60.0
+"""How long a call that does not block may take to put its work on the stream. The first ones
+between two members also connect them."""
+
+YIELDS = 100
+"""So often a call is asked for with no more than a yield between."""
+
+NAP = 50e-6
+"""Seconds between two looks after that."""
+
 
 class Nccl4py:
     """See `Library`.
@@ -18,7 +29,8 @@ class Nccl4py:
     Args:
         nonblocking: whether communicators are joined, and all their calls made, without blocking
             the host. Such a communicator can be aborted at any time; but NCCL starts a thread for
-            each call, which has to be waited for here.
+            each call, which has to be waited for here: the next call may only be made when the last
+            is done. That asks the host's side of NCCL alone, and so is allowed in a capture.
     """
 
     name = "NCCL (nccl4py)"
@@ -50,7 +62,7 @@ class Nccl4py:
         """See `Library`."""
         state = int(_checked("look for errors", low.comm_get_async_error, comm))
         if state not in (SUCCESS, IN_PROGRESS):
-            raise CommunicationError(f"{low.get_error_string(state)} {low.get_last_error(comm)}")
+            raise CommunicationError(_described(state, comm))
         return state == SUCCESS
 
     def send(self, pointer: int, nbytes: int, peer: int, comm: Any, stream: int) -> None:
@@ -59,8 +71,7 @@ class Nccl4py:
             low.send(pointer, nbytes, BYTES, peer, comm, stream)
         except low.NCCLError as error:
             raise failed(f"send of {nbytes} bytes to member {peer}", error) from error
-        if self._nonblocking:
-            self._finish(comm)
+        self._finish(comm)
 
     def recv(self, pointer: int, nbytes: int, peer: int, comm: Any, stream: int) -> None:
         """See `Library`."""
@@ -68,8 +79,7 @@ class Nccl4py:
             low.recv(pointer, nbytes, BYTES, peer, comm, stream)
         except low.NCCLError as error:
             raise failed(f"receive of {nbytes} bytes from member {peer}", error) from error
-        if self._nonblocking:
-            self._finish(comm)
+        self._finish(comm)
 
     def all_reduce(
         self, source: int, target: int, count: int, type_: int, op: int, comm: Any, stream: int
@@ -79,8 +89,7 @@ class Nccl4py:
             low.all_reduce(source, target, count, type_, op, comm, stream)
         except low.NCCLError as error:
             raise failed(f"all-reduce of {count} elements of type {type_}", error) from error
-        if self._nonblocking:
-            self._finish(comm)
+        self._finish(comm)
 
     def reduce_scatter(
         self, source: int, target: int, count: int, type_: int, op: int, comm: Any, stream: int
@@ -90,8 +99,7 @@ class Nccl4py:
             low.reduce_scatter(source, target, count, type_, op, comm, stream)
         except low.NCCLError as error:
             raise failed(f"reduce-scatter of {count} elements of type {type_}", error) from error
-        if self._nonblocking:
-            self._finish(comm)
+        self._finish(comm)
 
     def all_gather(self, source: int, target: int, nbytes: int, comm: Any, stream: int) -> None:
         """See `Library`."""
@@ -99,8 +107,7 @@ class Nccl4py:
             low.all_gather(source, target, nbytes, BYTES, comm, stream)
         except low.NCCLError as error:
             raise failed(f"all-gather of {nbytes} bytes", error) from error
-        if self._nonblocking:
-            self._finish(comm)
+        self._finish(comm)
 
     def broadcast(
         self, source: int, target: int, nbytes: int, root: int, comm: Any, stream: int
@@ -110,8 +117,7 @@ class Nccl4py:
             low.broadcast(source, target, nbytes, BYTES, root, comm, stream)
         except low.NCCLError as error:
             raise failed(f"broadcast of {nbytes} bytes from member {root}", error) from error
-        if self._nonblocking:
-            self._finish(comm)
+        self._finish(comm)
 
     def exchange(
         self, messages: Sequence[tuple[int, int, int, int]], comm: Any, stream: int
@@ -130,8 +136,7 @@ class Nccl4py:
             within = error.__context__
             first = within if isinstance(within, low.NCCLError) else error
             raise failed(f"exchange with {len(messages)} members", first) from error
-        if self._nonblocking:
-            self._finish(comm)
+        self._finish(comm)
 
     def error(self, comm: Any) -> str | None:
         """See `Library`."""
@@ -141,7 +146,7 @@ class Nccl4py:
             return str(failed("look for errors", error))
         if state in (SUCCESS, IN_PROGRESS):
             return None
-        return f"{low.get_error_string(state)} {low.get_last_error(comm)}".strip()
+        return _described(state, comm)
 
     def abort(self, comm: Any) -> None:
         """See `Library`."""
@@ -152,9 +157,24 @@ class Nccl4py:
         _checked("giving up of a communicator", low.comm_destroy, comm)
 
     def _finish(self, comm: Any) -> None:
-        """Wait until the last call has put its work on the stream."""
+        """Wait until the last call has put its work on the stream, if it may return before."""
+        if not self._nonblocking:
+            return
+        deadline, looks = monotonic() + CALL_SECONDS, 0
         while not self.is_ready(comm):
-            pass
+            if monotonic() > deadline:
+                raise CommunicationError(
+                    f"a call of {self.name} has not put its work on the device within "
+                    f"{CALL_SECONDS:g} s: another member of the communicator may not have made it. "
+                    "Look at the other ranks' output, and at that of NCCL with NCCL_DEBUG=INFO"
+                )
+            looks += 1
+            sleep(NAP if looks > YIELDS else 0)
+
+
+def _described(state: int, comm: Any) -> str:
+    """An error, in NCCL's words."""
+    return f"{low.get_error_string(state)} {low.get_last_error(comm)}".strip()
 
 
 def _checked(what: str, call: Any, *arguments: Any) -> Any:

@@ -17,7 +17,11 @@ from ..streams.pool import Group, Pool
 LIMIT = 32
 """Communicators that a rank may be a member of. Each takes some 500 MB of device memory and, while
 its operations run, multiprocessors. In a pipeline a rank has four, on 64 ranks as on 3. Where each
-of 64 ranks sends to each other one, it would have 126: such a plan is refused."""
+of 64 ranks sends to each other one, it would have 126: such a plan is refused. Those of open plans
+count together; those that only closed ones have used make room."""
+
+CONNECT_SECONDS = 120.0
+"""How long the members of a communicator have to join it. NCCL itself waits for ever."""
 
 ABORT_SECONDS = 10.0
 
@@ -73,6 +77,12 @@ class NcclPool(Pool):
     library_name: ClassVar[str] = "NCCL"
     device_name: ClassVar[str] = "GPU"
     limit: ClassVar[int] = LIMIT
+    needs: ClassVar[str] = (
+        "Each direction between two ranks takes one, each further width of messages there another "
+        "one, and so does each group of a collective"
+    )
+    ways_out: ClassVar[str] = "with passes='-overlap' there is one width only"
+    connect_seconds: ClassVar[float | None] = CONNECT_SECONDS
     logs: ClassVar[str] = "that of NCCL with NCCL_DEBUG=INFO"
 
     def __init__(self, world: World, device: Device | None, library: Library | None) -> None:

@@ -17,7 +17,7 @@ from ..dtypes import TORCH_DTYPES
 from ..errors import BindError
 from .collectives import Collectives
 from .library import Messenger
-from .pool import Holder, Line, Pool
+from .pool import Holder, Pool
 from .ports import CollectivePort, RecvPort, SendPort
 
 ALIGNMENT = 256
@@ -39,14 +39,13 @@ class StreamCommunicator:
 
     def __init__(self, pool: Pool, channels: Sequence[Channel], rank: int) -> None:
         self._pool = pool
-        self._lines: dict[int, Line] = pool.join(channels)
-        self._slots: dict[int, Tensor] = {}
-        for channel in channels:
-            if not channel.collective and channel.ranks[1] == rank and channel.slots:
-                size = _padded(channel.slot_bytes or 0)
-                self._slots[channel.id] = torch.empty(
-                    channel.slots, size, dtype=torch.uint8, device=pool.device.torch_device
-                )
+        self._lease = pool.join(channels)
+        self._lines = self._lease.lines
+        try:
+            self._slots = self._make_slots(channels, rank)
+        except BaseException:
+            pool.leave(self._lease)  # nobody can close what was not made
+            raise
 
     def send_port(self, op: Send, channel: Channel, type_: ValueType) -> Port:
         """See `Communicator`."""
@@ -85,6 +84,10 @@ class StreamCommunicator:
         """Where the library says more of what goes wrong, in words."""
         return self._pool.logs
 
+    def of_step(self, name: str) -> None:
+        """Whose messages it carries, for what is said about communicators."""
+        self._lease.step = name
+
     def progress(self) -> None:
         """The device moves on by itself."""
 
@@ -105,8 +108,23 @@ class StreamCommunicator:
         self._pool.reset()
 
     def close(self) -> None:
-        """Give back the slots; the pool keeps the communicators for other plans."""
+        """Give back the slots, and let the pool have the communicators for other plans.
+
+        What was captured of messages has been dropped: see `Pool.leave`.
+        """
         self._slots.clear()
+        self._pool.leave(self._lease)
+
+    def _make_slots(self, channels: Sequence[Channel], rank: int) -> dict[int, Tensor]:
+        """Memory for what this rank receives, by channel."""
+        slots = {}
+        for channel in channels:
+            if not channel.collective and channel.ranks[1] == rank and channel.slots:
+                size = _padded(channel.slot_bytes or 0)
+                slots[channel.id] = torch.empty(
+                    channel.slots, size, dtype=torch.uint8, device=self._pool.device.torch_device
+                )
+        return slots
 
     def _stream(self, op: Send | Recv | Collective, usual: Stream) -> tuple[Stream, Any]:
         """The stream of an op, and as the library takes it."""

@@ -1,16 +1,19 @@
 """The communicators of a process, made when a plan first needs them and shared by all plans.
 
 There is one for each group of ranks that a plan's channels join: libraries run the operations of
-one communicator one after the other, whatever streams they are on.
+one communicator one after the other, whatever streams they are on. They are kept when plans are
+closed, for to make them takes long, until there would be too many.
 """
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
+from threading import Lock, Timer
 from time import monotonic, sleep
 from typing import Any, ClassVar, Protocol
 from weakref import WeakSet
@@ -24,10 +27,6 @@ from ..base import World
 from ..devices.base import Device, Queue
 from ..errors import BindError
 from .library import CommunicationError, Library
-
-CONNECT_SECONDS = 120.0
-"""How long the members of a communicator have to join it."""
-
 
 FLOAT_BYTES = 4
 
@@ -69,6 +68,24 @@ class Line:
         return 1 - self.member
 
 
+class Lease:
+    """What an open plan uses of a pool.
+
+    Attributes:
+        lines: for each channel that this rank is part of, its membership.
+        step: the name of the plan's step, for messages; empty: not known.
+    """
+
+    def __init__(self, lines: Mapping[int, Line]) -> None:
+        self.lines = lines
+        self.step = ""
+
+    @property
+    def groups(self) -> dict[Group, None]:
+        """Whose communicators they are, each once, in the order of the channels."""
+        return dict.fromkeys(line.group for line in self.lines.values())
+
+
 class Holder(Protocol):
     """Who may have graphs with operations of communicators in them."""
 
@@ -92,21 +109,29 @@ class Pool(ABC):
         library_name: in messages.
         device_name: of the devices that it joins, in messages.
         limit: communicators that a rank may be a member of.
+        needs: what takes a communicator, in messages.
+        ways_out: how a plan gets by with fewer, in messages.
+        connect_seconds: how long the members of a communicator have to join it; None where the
+            library has a limit of its own.
         logs: where more is said about ranks that are not joined, in messages.
     """
 
     library_name: ClassVar[str]
     device_name: ClassVar[str]
     limit: ClassVar[int]
+    needs: ClassVar[str]
+    ways_out: ClassVar[str]
+    connect_seconds: ClassVar[float | None]
     logs: ClassVar[str]
 
     def __init__(self, world: World, device: Device | None, library: Library | None) -> None:
         self._is_broken = False
-        self._taking = threading.Lock()
+        self._taking = Lock()
         self._world = world
         self._device = device
         self._library = library
         self._groups: dict[Group, Line | None] = {}
+        self._leases: dict[Lease, None] = {}
         self._holders: WeakSet[Holder] = WeakSet()
 
     @property
@@ -141,26 +166,34 @@ class Pool(ABC):
             CommunicationError: that cannot be; the job has to end.
         """
 
-    def join(self, channels: Iterable[Channel]) -> dict[int, Line]:
+    def join(self, channels: Iterable[Channel]) -> Lease:
         """Be a member of the communicators that the channels need; collective.
 
         Returns:
-            For each channel that this rank is part of, its line.
+            What is to be returned by `leave` when nothing uses it any more.
 
         Raises:
-            BindError: some rank would be a member of too many.
+            BindError: some rank would be a member of too many, with those of open plans.
             CommunicationError: one cannot be joined.
         """
         if self._is_broken:
             self.reset()
         channels = list(channels)
         wanted = dict.fromkeys(map(self.group_of, channels))
-        new = [group for group in wanted if group not in self._groups]
-        self._check_devices(new)
-        self._check_limit(new)
-        self._connect(new)
+        self._check_devices([group for group in wanted if group not in self._groups])
+        self._make_room(wanted)
+        self._connect([group for group in wanted if group not in self._groups])
         lines = ((channel.id, self._groups[self.group_of(channel)]) for channel in channels)
-        return {id_: line for id_, line in lines if line is not None}
+        lease = Lease({id_: line for id_, line in lines if line is not None})
+        self._leases[lease] = None
+        return lease
+
+    def leave(self, lease: Lease) -> None:
+        """A plan is closed, and what it captured has been dropped; idempotent.
+
+        Its communicators stay as they are until another plan needs the room.
+        """
+        self._leases.pop(lease, None)
 
     def hold(self, holder: Holder) -> None:
         """Let `holder` drop its graphs before communicators are given up."""
@@ -189,9 +222,7 @@ class Pool(ABC):
         if self._lines():
             self.device.synchronize()
         self._drop_graphs()
-        for _, comm in self._take():
-            self.library.destroy(comm)
-        self._groups.clear()
+        self._give_up(tuple(self._groups))
 
     def _drop_graphs(self) -> None:
         for holder in self._holders:
@@ -226,16 +257,68 @@ class Pool(ABC):
                     f"{self.device_name}; leave the choice to cg, or use cg.via(x, 'cpu')"
                 )
 
-    def _check_limit(self, new: Sequence[Group]) -> None:
-        counts = Counter(rank for group in (*self._groups, *new) for rank in group.ranks)
-        rank, count = max(counts.items(), key=lambda item: item[1], default=(0, 0))
+    # -- room -------------------------------------------------------------------------------
+
+    def _make_room(self, wanted: Mapping[Group, None]) -> None:
+        """Give up what no open plan uses, if a rank would be a member of too many; collective.
+
+        All ranks know of all groups, so each finds out by itself whether there is room. A plan may
+        be closed at another time on each rank, so what is in use they have to tell each other.
+        """
+        if _fullest((*self._groups, *wanted))[1] <= self.limit:
+            return
+        steps: dict[Group, dict[str, None]] = {}
+        for step, group in chain.from_iterable(self._world.allgather(self._in_use())):
+            steps.setdefault(group, {})[step] = None
+        rank, count = _fullest((*steps, *wanted))
         if count > self.limit:
-            raise BindError(
-                f"rank {rank} would be a member of {count} {self.library_name} communicators, one "
-                "for each rank that it sends to, receives from, or shares a collective with; "
-                f"{self.limit} is the most. Let some of these values take another way, by "
-                "cg.via(x, 'cpu'), or use collectives over fewer groups"
-            )
+            raise BindError(self._too_many(rank, count, wanted, steps))
+        self._give_up([group for group in self._groups if group not in {*steps, *wanted}])
+
+    def _in_use(self) -> list[tuple[str, Group]]:
+        """What open plans use on this rank."""
+        return [(lease.step, group) for lease in self._leases for group in lease.groups]
+
+    def _too_many(
+        self,
+        rank: int,
+        count: int,
+        wanted: Mapping[Group, None],
+        steps: Mapping[Group, Mapping[str, None]],
+    ) -> str:
+        """Why a plan is refused; `steps` are the open ones that use a group."""
+        mine = sum(rank in group.ranks for group in wanted)
+        held = Counter(
+            step
+            for group, names in steps.items()
+            if rank in group.ranks and group not in wanted
+            for step in names
+        )
+        by = ", ".join(f"'{name}': {held[name]}" if name else str(held[name]) for name in held)
+        others = f", and open ones hold {count - mine} more ({by})" if held else ""
+        close = "Close steps that are not needed any more; let" if held else "Let"
+        return (
+            f"rank {rank} would be a member of {count} {self.library_name} communicators, and "
+            f"{self.limit} is the most: this step needs {mine}{others}. {self.needs}. {close} "
+            f"values that are rarely sent take another way, by cg.via(x, 'cpu'); {self.ways_out}"
+        )
+
+    def _give_up(self, groups: Sequence[Group]) -> None:
+        """Destroy communicators, on all ranks in the same order, once the device has nothing to do.
+
+        No graph may have operations of them: a plan drops its graphs before it is closed.
+        """
+        lines = [line for line in map(self._groups.pop, groups) if line is not None]
+        with self._taking:
+            comms = [line.comm for line in lines if line.comm is not None]
+            for line in lines:
+                line.comm = None
+        if comms:
+            self.device.synchronize()
+        for comm in comms:
+            self.library.destroy(comm)
+
+    # -- connecting -------------------------------------------------------------------------
 
     def _connect(self, groups: Sequence[Group]) -> None:
         if not groups:
@@ -251,28 +334,53 @@ class Pool(ABC):
             if line is not None:
                 line.comm = self._joined(group, keys[group], line.member)
             self._groups[group] = line
-        self._warm([line for group in groups if (line := self._groups[group]) is not None])
+        lines = [line for group in groups if (line := self._groups[group]) is not None]
+        with self._ending_job_unless(f"carried the first messages of {_listed(lines)}"):
+            self._warm(lines)
 
     def _make_keys(self, groups: Sequence[Group]) -> dict[Group, bytes]:
         first = (group for group in groups if group.ranks[0] == self._world.rank)
         return {group: self.library.unique_id() for group in first}
 
     def _joined(self, group: Group, key: bytes, member: int) -> Any:
-        library = self.library
-        try:
-            comm = library.connect(len(group.ranks), key, member, group.width)
-        except CommunicationError as error:
-            raise CommunicationError(f"{group}: {error}") from error
-        deadline = monotonic() + CONNECT_SECONDS
+        library, seconds = self.library, self.connect_seconds
+        with self._ending_job_unless(f"joined {group}"):
+            try:
+                comm = library.connect(len(group.ranks), key, member, group.width)
+            except CommunicationError as error:
+                raise CommunicationError(f"{group}: {error}") from error
+        deadline = None if seconds is None else monotonic() + seconds
         while not library.is_ready(comm):
-            if monotonic() > deadline:
+            if deadline is not None and monotonic() > deadline:
                 library.abort(comm)
-                raise CommunicationError(
-                    f"{library.name} has not joined {group} within {CONNECT_SECONDS:g} s; look at "
-                    f"the other ranks' output, and at {self.logs}"
-                )
+                raise CommunicationError(self._overdue(f"joined {group}"))
             sleep(0.001)
         return comm
+
+    def _overdue(self, what: str) -> str:
+        return (
+            f"{self.library.name} has not {what} within {self.connect_seconds:g} s; look at the "
+            f"other ranks' output, and at {self.logs}"
+        )
+
+    @contextmanager
+    def _ending_job_unless(self, what: str) -> Iterator[None]:
+        """End the job if what is done inside takes too long: nothing else ends a call that blocks.
+
+        Args:
+            what: would be done then, in words.
+        """
+        end = getattr(self._world, "end_job", None)
+        if self.connect_seconds is None or end is None:
+            yield
+            return
+        timer = Timer(self.connect_seconds, lambda: end(self._overdue(what)))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def _warm(self, lines: Sequence[Line]) -> None:
         """Send something over each line: the first use connects, and takes memory."""
@@ -301,3 +409,13 @@ class Pool(ABC):
 
     def _stream(self, kind: Stream) -> Any:
         return self.handle(self.device.stream(kind))
+
+
+def _fullest(groups: Iterable[Group]) -> tuple[int, int]:
+    """The rank that is a member of most of some groups, each counted once, and of how many."""
+    counts = Counter(rank for group in dict.fromkeys(groups) for rank in group.ranks)
+    return max(counts.items(), key=lambda item: item[1], default=(0, 0))
+
+
+def _listed(lines: Iterable[Line]) -> str:
+    return ", ".join(str(line.group) for line in lines)

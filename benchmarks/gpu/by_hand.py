@@ -20,7 +20,7 @@ class Hand:
     def __init__(self) -> None:
         world: Any = worlds.world()
         self.pool = make_pool(world)
-        self.lines = self.pool.join([Channel(0, (0, 1)), Channel(1, (1, 0))])
+        self.lines = self.pool.join([Channel(0, (0, 1)), Channel(1, (1, 0))]).lines
         self.device = world.device
         self.streams = {kind: self.device.stream(kind) for kind in Stream}
         self.rank = world.rank

@@ -35,6 +35,7 @@ def test_every_variable_has_its_field() -> None:
             "CG_THREAD_CAP": "0",
             "CG_AFFINITY": "0",
             "CG_BIND_DEVICES": "0",
+            "CG_NCCL_NONBLOCKING": "1",
             "OMP_NUM_THREADS": "3",
             "MKL_NUM_THREADS": "",
         }
@@ -46,6 +47,7 @@ def test_every_variable_has_its_field() -> None:
     assert config.passes == "-overlap,+ipc"
     assert config.timeout == 2.5
     assert (config.thread_cap, config.affinity, config.bind_devices) == (False, False, False)
+    assert config.nccl_nonblocking
     assert config.preset_threads == {"OMP_NUM_THREADS"}
     assert {variable.field for variable in VARIABLES} <= {field.name for field in fields(Config)}
 

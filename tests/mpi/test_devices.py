@@ -13,6 +13,7 @@ from .jobs import Ended, counts_of_agreement, needs_mpi, run
 
 pytestmark = [*needs_mpi, pytest.mark.timeout(150)]
 
+NONBLOCKING = ["nccl4py", "--nonblocking", "--capture"]
 needs_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 GPUS = max(2, min(torch.cuda.device_count(), 4))
 """Ranks of the jobs that take any number."""
@@ -244,7 +245,7 @@ def test_a_step_is_one_launch_on_each_gpu_and_waits_for_none() -> None:
 
 @pytest.mark.gpu
 @needs_gpus
-@pytest.mark.parametrize("words", [["nccl4py"], ["nccl4py", "--capture"], ["cupy"]])
+@pytest.mark.parametrize("words", [["nccl4py"], ["nccl4py", "--capture"], ["cupy"], NONBLOCKING])
 def test_nccl_conforms(words: list[str]) -> None:
     pytest.importorskip({"nccl4py": "nccl.bindings", "cupy": "cupy.cuda"}[words[0]])
     assert "cases conform" in play("conformance_job", *words, fake=False, ranks=GPUS)

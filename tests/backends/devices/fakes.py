@@ -138,6 +138,11 @@ class FakeEvent:
         _wait(self.token, "host")
 
 
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    with torch.no_grad():
+        target.copy_(source)
+
+
 class FakeTimer(FakeEvent):
     """An event that notes when it is passed."""
 
@@ -245,6 +250,9 @@ class FakeDevice:
 
     def host_buffer(self, like: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(like, device="cpu")
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor, queue: FakeQueue) -> None:
+        queue.put("copy", lambda: _copy(source, target))
 
     def capture(self, work: Callable[[], None]) -> FakeGraph:
         self.recording, self.recorded_of = [], []

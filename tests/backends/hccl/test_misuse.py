@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from cg.backends.errors import BindError
 from cg.backends.hccl.abi import BYTES, RECEIVE, SEND, SendRecvItem
 from cg.backends.streams.library import CommunicationError
 from cg.ir.attributes import Stream
@@ -338,8 +339,8 @@ EDGES = [
 def test_groups_are_joined_one_after_the_other(mock: Path) -> None:
     def job(rank: Rank) -> list[int]:
         pool = rank.pool()
-        lines = pool.join(EDGES)
-        again = pool.join(EDGES)
+        lines = pool.join(EDGES).lines
+        again = pool.join(EDGES).lines
         assert all(lines[i] is again[i] for i in lines)
         pool.close()
         return sorted(lines)
@@ -350,7 +351,7 @@ def test_groups_are_joined_one_after_the_other(mock: Path) -> None:
 def test_after_a_failure_without_messages_under_way(mock: Path) -> None:
     def job(rank: Rank) -> bool:
         pool, data = rank.pool(), values(1.0 - rank.rank)
-        line = pool.join(EDGES)[0]
+        line = pool.join(EDGES).lines[0]
         before = line.comm
         pool.abort()
         pool.reset()
@@ -369,7 +370,7 @@ def test_after_a_failure_with_messages_under_way(mock: Path) -> None:
 
     def job(rank: Rank) -> list[str]:
         pool, data = rank.pool(grace=0.3), values(1.0)
-        line = pool.join(EDGES)[0]
+        line = pool.join(EDGES).lines[0]
         if rank.rank == 0:
             rank.library.send(data.data_ptr(), 4, 1, line.comm, rank.stream())
         texts = []
@@ -396,3 +397,20 @@ def test_too_many_communicators(mock: Path) -> None:
     assert raised.kind == "BindError"
     assert "rank 0 would be a member of 39 HCCL communicators" in raised.text
     assert "32 is the most" in raised.text
+
+
+def test_what_no_open_plan_uses_makes_room(mock: Path) -> None:
+    def job(rank: Rank) -> Any:
+        pool: Any = rank.pool()
+        pool.limit = 1
+        pair = pool.join(EDGES[:2])
+        with pytest.raises(BindError, match="this step needs 1, and open ones hold 1 more"):
+            pool.join(EDGES[2:])
+        pool.leave(pair)
+        comm = pair.lines[0].comm
+        lines = pool.join(EDGES[2:]).lines
+        with pytest.raises(CommunicationError):
+            rank.library.send(values(1.0).data_ptr(), 4, 1 - rank.rank, comm, rank.stream())
+        return pair.lines[0].comm is None, sorted(lines)
+
+    assert both(mock, job) == [(True, [2])] * 2
