@@ -91,6 +91,7 @@ class Future:
             StepTimeout: the time is up, which is a `TimeoutError`. The execution goes on, and can
                 be asked for again.
             TransportError: a rank has ended.
+            TypeError, ValueError: the timeout is no number.
         """
         if not self.is_done:
             self._progress.wait(self, timeout)
@@ -106,7 +107,7 @@ class Future:
         """What `result` would raise as the execution's own error, or None.
 
         Raises:
-            StepTimeout, TransportError: as `result`.
+            StepTimeout, TransportError, TypeError, ValueError: as `result`.
         """
         if not self.is_done:
             self._progress.wait(self, timeout)

@@ -238,6 +238,17 @@ def test_an_object_that_cannot_be_pickled_is_an_error_with_the_reason() -> None:
     assert caught.value.type_name == "cg.backends.errors.TransportError"
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint16, torch.complex32], ids=str)
+def test_objects_travel_with_tensors_of_any_type(dtype: torch.dtype) -> None:
+    x = torch.arange(4, dtype=torch.float32).to(dtype)
+    seen: list[Any] = []
+    run(PASS.replace("TYPE", "object"), [[{"x": x}], []], {"b.change": lambda v: (seen.append(v),)})
+    (found,) = seen
+    assert found["x"].dtype is dtype
+    assert found["x"].view(torch.uint8).equal(x.view(torch.uint8))
+    assert found["x"].data_ptr() != x.data_ptr()
+
+
 def test_ranks_do_not_share_an_input_tensor() -> None:
     text = """
     module @inputs phase=scheduled world=2 {

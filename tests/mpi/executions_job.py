@@ -18,81 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 from driving import chain_of, graph_of, on_machines, raises
+from executions_actors import Boom, Scale, Unloadable, Worker
 
 import cg
 
 torch.set_num_threads(1)
-
-
-class Boom(Exception):
-    """A user's exception, whose constructor does not take its `args`."""
-
-    def __init__(self, what: str, code: int) -> None:
-        super().__init__(f"{what} ({code})")
-        self.code = code
-
-
-class Unloadable:
-    """Can be pickled, but not unpickled."""
-
-    def __reduce__(self) -> Any:
-        return (_refuse, ())
-
-
-def _refuse() -> None:
-    raise LookupError("not here")
-
-
-@cg.actor
-class Worker:
-    """Takes any object."""
-
-    def __init__(self, tag: str = "") -> None:
-        self.tag = tag
-        self.total = 0
-        self.seen: list[Any] = []
-
-    def echo(self, x: Any) -> Any:
-        return x
-
-    def add(self, x: int) -> int:
-        self.total += x
-        return self.total
-
-    def keep(self, x: Any) -> int:
-        self.seen.append(x)
-        return len(self.seen)
-
-    def sums(self, nothing: Any) -> list[float]:
-        return [float(np.sum(x)) for x in self.seen]
-
-    def fail(self, x: Any) -> Any:
-        if x == "boom":
-            raise Boom(f"{self.tag} got {x!r}", 7)
-        return x
-
-    def sleep(self, seconds: float) -> float:
-        time.sleep(seconds)
-        return seconds
-
-    def cpu(self, nothing: Any) -> float:
-        return time.process_time()
-
-    @cg.opaque(fake=lambda self, x: torch.empty_like(x))
-    def shaped(self, x: torch.Tensor) -> torch.Tensor:
-        if (x < 0).any():
-            raise ValueError("negative")
-        return x * 2
-
-
-@cg.actor
-class Scale(torch.nn.Module):
-    def __init__(self, by: float) -> None:
-        super().__init__()
-        self.by = torch.nn.Parameter(torch.full((), by), requires_grad=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.by
 
 
 def workers() -> list[Any]:
