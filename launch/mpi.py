@@ -7,9 +7,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from time import sleep
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ..backends.devices.base import Device
+from .failure import DRAIN_SECONDS
 from .waiting import Notice, Notices, WorldError, user_line, wait_until
 
 if TYPE_CHECKING:
@@ -164,6 +166,7 @@ class MpiWorld:
         sys.stdout.flush()
         sys.stderr.write(f"[rank {self._rank}] {message}\n")
         sys.stderr.flush()
+        sleep(DRAIN_SECONDS)
         self._mpi.COMM_WORLD.Abort(1)
 
     def close(self) -> None:

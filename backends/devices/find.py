@@ -32,8 +32,8 @@ def name(kind: str, index: int) -> str:
     Where torch gives no such name, its number among those that the process sees has to do: two
     processes that see one device each then seem to see the same.
     """
-    properties = torch.get_device_module(kind).get_device_properties(index)
-    uuid = getattr(properties, "uuid", None)
+    properties = getattr(torch.get_device_module(kind), "get_device_properties", None)
+    uuid = getattr(properties(index), "uuid", None) if properties is not None else None
     return f"number {index}, which torch does not name" if uuid is None else str(uuid)
 
 
