@@ -28,6 +28,9 @@ _HEAD = struct.Struct("<QQ")
 _SHARED = 1 << 16
 """Bytes of a buffer that shares the memory of its message, where that may be. Smaller ones are
 copied in a few microseconds, and do not hold on to all of it."""
+_REFUSALS = (pickle.PicklingError, TypeError, AttributeError, RecursionError)
+"""What pickle raises for an object that it cannot take."""
+
 _PLAIN = frozenset({bytes, str, int, float, bool, type(None)})
 _NUMPY = frozenset(
     {torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool}
@@ -75,6 +78,7 @@ def encode(value: Any) -> Encoded:
 
     Raises:
         TransportError: it cannot be pickled.
+        Exception: whatever its class raises when it is pickled, with a note that says so.
     """
     try:
         if type(value) in _PLAIN:
@@ -85,12 +89,15 @@ def encode(value: Any) -> Encoded:
         pickler.dispatch_table = _REDUCERS
         pickler.dump(value)
         return Encoded(stream.getbuffer(), [buffer.raw() for buffer in buffers])
-    except Exception as error:
+    except _REFUSALS as error:
         raise TransportError(
             f"an object of type {type(value).__qualname__} cannot be pickled, so it cannot go to "
             f"another rank, nor be copied for a caller: {error}. Send tensors and plain data, and "
             "make what cannot be pickled (files, locks, lambdas) on the rank that uses it"
         ) from error
+    except Exception as error:  # of a class's own __reduce__, or of a signal's handler
+        error.add_note("An object was being pickled, to be sent or copied")
+        raise
 
 
 def decode(source: memoryview, at: int, nbytes: int, private: bool) -> Any:

@@ -28,6 +28,13 @@ class Unloadable:
         return (_refuse, ())
 
 
+class Shy:
+    """Cannot be pickled, in a way of its own."""
+
+    def __reduce__(self) -> Any:
+        raise PermissionError("not me")
+
+
 def _refuse() -> None:
     raise LookupError("not here")
 
@@ -211,7 +218,7 @@ def test_what_cannot_be_pickled_or_unpickled() -> None:
             return worker.echo(x)
 
         graph = step.lower(cg.object).compile()
-        futures = [graph.execute(x) for x in (1, lambda: 0, Unloadable(), 2)]
+        futures = [graph.execute(x) for x in (1, lambda: 0, Unloadable(), 2, Shy())]
         assert futures[0].result() == 1
         with pytest.raises(cg.RemoteError, match="cannot be pickled"):
             futures[1].result()
@@ -220,6 +227,8 @@ def test_what_cannot_be_pickled_or_unpickled() -> None:
         assert isinstance(caught.value, cg.RemoteError)
         assert "importable under the same name on every rank" in str(caught.value)
         assert futures[3].result() == 2
+        with pytest.raises(PermissionError, match="not me"):
+            futures[4].result()
 
 
 def test_an_exit_in_a_method_is_not_swallowed() -> None:

@@ -140,6 +140,17 @@ def test_what_cannot_be_pickled_is_named() -> None:
         encode({"lock": threading.Lock()})
 
 
+class Shy:
+    def __reduce__(self) -> Any:
+        raise PermissionError("not me")
+
+
+def test_what_a_class_raises_is_its_own() -> None:
+    with pytest.raises(PermissionError, match="not me") as caught:
+        encode([Shy()])
+    assert caught.value.__notes__ == ["An object was being pickled, to be sent or copied"]
+
+
 class Strange:
     def __reduce__(self) -> Any:
         return _explode, ()
