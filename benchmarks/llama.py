@@ -1,7 +1,7 @@
 """Train a Llama-shaped model in pipelines of cg and of torch.distributed.pipelining, side by side.
 
     python -m cg.launch -n 2 benchmarks/llama.py [--json FILE] [--sections agree,line,…]
-        [--microbatches 4,8] [--fuse inductor] [--compile-torch]
+        [--microbatches 4,8] [--fuse inductor] [--compile-torch | --no-torch]
 
 16 layers of Llama-7B's shape, embedding and head, in bfloat16, sequences of 2048, one a microbatch;
 forward and backward only. Each rank needs a GPU; `--small --device cpu` tries everything out
@@ -273,6 +273,8 @@ def compare(bench: Bench, section: str, placing: Placing, cut: Cut, names: Seque
                 run_cg(bench, section, name, pipe, m)
     del pipe
     bench.free()
+    if bench.options.no_torch:
+        return
     of_torch = [PAIRS[name] for name in names if name in PAIRS]
     of_torch = list(peer.SCHEDULES[placing.name]) if section == placing.name else of_torch
     if bench.options.compile_torch:
@@ -435,6 +437,7 @@ def parse() -> argparse.Namespace:
     add("--patience", type=float, help="seconds until what hangs ends the job: 150; compiling, 900")
     add("--fuse", help="compile methods of cg's side with this: inductor")
     add("--compile-torch", action="store_true", help="torch.compile the layers on torch's side")
+    add("--no-torch", action="store_true", help="cg's side only, for what is held against paper")
     add("--small", action="store_true", help="a small model")
     add("--device", default="auto", choices=("auto", "cpu"), help="cpu: without GPUs")
     options = parser.parse_args()

@@ -38,6 +38,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "llama-sizes": llama.sizes,
     "llama-sizes-of-two": llama.sizes_of_two,
     "llama-paper": llama.paper,
+    "llama-paper-of-sizes": llama.paper_of_sizes,
     "llama-before": llama.before,
 }
 """What may stand between `<!-- generated: name -->` and `<!-- end -->`."""
