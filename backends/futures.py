@@ -117,7 +117,9 @@ class Future:
         """Call `callback(future)` when the execution has ended; at once if it has.
 
         It is called while the driver moves executions on, in the driver's thread; a running event
-        loop of asyncio goes on with them meanwhile. What it raises is logged.
+        loop of asyncio goes on with them meanwhile. If a rank has died, such a loop logs it and
+        calls back, too: the future is not done then, and `result` raises. What the callback raises
+        is logged.
         """
         if self._callbacks is None:
             self._callbacks = []
