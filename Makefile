@@ -49,11 +49,12 @@ test: setup
 test-gpu: setup
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
-# One step of training on each of two GPUs, under NVIDIA's checkers; see docs/guide/gpus.md.
+# Four steps of training on two GPUs, the last one by graphs, under NVIDIA's checkers; a finding is an
+# error. See docs/guide/gpus.md.
 sanitize-gpu: setup
-	for tool in racecheck memcheck; do \
-	  compute-sanitizer --tool $$tool --target-processes all \
-	    $(BIN)/python -m cg.launch --no-affinity -n 2 -m tests.mpi.training_job 2 || exit 1; \
+	for tool in racecheck "memcheck --report-api-errors no"; do \
+	  compute-sanitizer --tool $$tool --error-exitcode 1 --target-processes all \
+	    $(BIN)/python -m cg.launch --no-affinity -n 2 -m tests.mpi.training_job 4 || exit 1; \
 	done
 
 bench-gpu: setup

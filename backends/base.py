@@ -152,6 +152,9 @@ class World(Protocol):
     def barrier(self) -> None:
         """Wait until every rank has come here."""
 
+    def end_job(self, message: str) -> None:
+        """End all ranks, because of something that this one cannot go on from; not collective."""
+
 
 Body = Callable[..., Sequence[Any]]
 """What a function of the module does: takes its inputs, returns all its outputs in a sequence.

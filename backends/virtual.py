@@ -75,6 +75,10 @@ class VirtualWorld:
     def barrier(self) -> None:
         """Nothing to wait for."""
 
+    def end_job(self, message: str) -> None:
+        """End this process, which is all there is."""
+        raise SystemExit(message)
+
 
 class VirtualExecutable:
     """All programs of a scheduled module, bound to one fabric.

@@ -3,7 +3,9 @@
     python -m cg.launch -n 4 benchmarks/soak.py --seconds 600
 
 Every value is checked against plain Python. At the end it prints what was run, and by how much the
-memory of each rank has grown per minute, over the second half of the time.
+memory of each rank has grown per minute, over the second half of the time: all that is resident,
+and of that what is the rank's own. The rest is memory that ranks share, which grows whenever a
+message meets a place that is too small for it, until all of them have room.
 """
 
 from __future__ import annotations
@@ -55,13 +57,14 @@ class Worker:
             raise Refused(int(-x[0, 0].item()), self.rank)
         return x * 2
 
-    def memory(self, nothing: object) -> int:
+    def memory(self, nothing: object) -> tuple[int, int]:
         return resident_bytes()
 
 
-def resident_bytes() -> int:
-    """Memory of this process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
+def resident_bytes() -> tuple[int, int]:
+    """Memory of this process: all that is resident, and of that what is its own."""
+    resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])
+    return resident * PAGE, (resident - shared) * PAGE
 
 
 @dataclass
@@ -187,12 +190,16 @@ def refused(future: cg.Future, number: int | None, model: Model) -> None:
     assert number in (None, error.number), (number, error)
 
 
-def slope(samples: list[tuple[float, list[int]]]) -> list[float]:
+Sample = tuple[float, list[tuple[int, int]]]
+"""When it was taken, in seconds, and the memory of each rank (`resident_bytes`)."""
+
+
+def slope(samples: list[Sample], which: int) -> list[float]:
     """Growth of each rank's memory in KiB per minute, over the second half of the samples."""
     late = samples[len(samples) // 2 :]
     times = np.array([at for at, _ in late])
     return [
-        float(np.polyfit(times, [sizes[i] / 1024 for _, sizes in late], 1)[0] * 60)
+        round(float(np.polyfit(times, [ranks[i][which] / 1024 for _, ranks in late], 1)[0] * 60), 1)
         for i in range(len(late[0][1]))
     ]
 
@@ -200,11 +207,13 @@ def slope(samples: list[tuple[float, list[int]]]) -> list[float]:
 def drive(graphs: Graphs, seconds: float, seed: int, ranks: int) -> dict[str, Any]:
     source, model = random.Random(seed), Model([0] * ranks)
     waiting: list[Check] = []
-    samples: list[tuple[float, list[int]]] = []
+    samples: list[Sample] = []
     began = time.monotonic()
     due = 0.0
     while (at := time.monotonic() - began) < seconds:
         if at >= due:
+            while waiting:  # what waits for its turn is memory, too, now more and now less
+                waiting.pop()()
             sizes = graphs.memory.execute(None).result(timeout=60)
             samples.append((at, [resident_bytes(), *sizes]))
             due = at + max(seconds / 100, 0.2)
@@ -221,8 +230,10 @@ def drive(graphs: Graphs, seconds: float, seed: int, ranks: int) -> dict[str, An
         "seconds": seconds,
         "executions": model.number,
         **model.counts,
-        "rss_mib": [round(size / 2**20, 1) for size in samples[-1][1]],
-        "rss_kib_per_minute": [round(rate, 1) for rate in slope(samples)],
+        "rss_mib": [round(size / 2**20, 1) for size, _ in samples[-1][1]],
+        "rss_kib_per_minute": slope(samples, 0),
+        "own_mib": [round(own / 2**20, 1) for _, own in samples[-1][1]],
+        "own_kib_per_minute": slope(samples, 1),
     }
 
 

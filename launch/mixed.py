@@ -87,10 +87,8 @@ class MixedRuntime(RankRuntime):
     def _give_up(self, trouble: str) -> None:
         """End the job: the device does not end what was put on it, and the host may wait for it."""
         where = self._control.flight_record()
-        end = getattr(self._world, "end_job", None)
-        assert end is not None, "ranks with devices are processes of a job"
         executable = self._on_device
-        end(
+        self._world.end_job(
             f"{trouble}\nHere is where the host of every rank is in {executable.work.name}; a host "
             "outside of executions has put its last one on its device, and does not wait for that:"
             f"\n{where}{cold(executable.cold)}{advice(logs_of(self._communicators))}"

@@ -213,10 +213,8 @@ class OnDevice:
             f"  {FlightRecord(instance.module, [instance.position()], (rank,)).describe()}"
             for instance in self._resident.in_flight
         ] or ["  in no execution: all that it was given is on its device"]
-        end = getattr(self._world, "end_job", None)
-        assert end is not None, "ranks with devices are processes of a job"
         said = "\n".join([trouble, f"Here is where the host of rank {rank} is:", *where])
-        end(said + cold(self._cold) + advice(logs_of(self._streams)))
+        self._world.end_job(said + cold(self._cold) + advice(logs_of(self._streams)))
 
 
 class Seating:

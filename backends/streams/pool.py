@@ -370,11 +370,10 @@ class Pool(ABC):
         Args:
             what: would be done then, in words.
         """
-        end = getattr(self._world, "end_job", None)
-        if self.connect_seconds is None or end is None:
+        if self.connect_seconds is None:
             yield
             return
-        timer = Timer(self.connect_seconds, lambda: end(self._overdue(what)))
+        timer = Timer(self.connect_seconds, lambda: self._world.end_job(self._overdue(what)))
         timer.daemon = True
         timer.start()
         try:

@@ -64,7 +64,7 @@ def measure(graph: Any, x: torch.Tensor) -> dict[str, float]:
     return {
         "result": median(lambda: graph.execute(x).result(), 50, 300),
         "result and wait": median(waited, 50, 300),
-        f"{IN_FLIGHT} in flight, each": median(in_flight, 10, 50) / IN_FLIGHT,
+        f"{IN_FLIGHT} in flight, each": median(in_flight, 30, 100) / IN_FLIGHT,
     }
 
 

@@ -227,3 +227,8 @@ def test_blocked_time_is_counted_for_the_rank_that_waits() -> None:
     assert 0 < sender.last_blocked < sender.last_total
     assert 0 < sender.bubble < 1
     assert last.executions == 1
+
+
+def test_to_end_the_job_of_a_virtual_world_is_to_end_the_process() -> None:
+    with pytest.raises(SystemExit, match="no way on from here"):
+        VirtualWorld(2).end_job("no way on from here")
