@@ -72,6 +72,11 @@ class DeviceBinder(HostedBinder):
         made = {value: i for i, op in enumerate(self._program.ops) for value in op.results}
         return sorted(((made[f], mark) for f, mark in self._done.items()), key=itemgetter(0))
 
+    @property
+    def escaping(self) -> frozenset[int]:
+        """The registers of values that methods or the caller get, or what shares their memory."""
+        return frozenset(self._register(value) for value in self._layout.escaping)
+
     _lands_inputs = False  # whoever runs the program does it, ahead of what is captured
 
     def _bind_op(self, op: Op, arena: Tensor) -> None:

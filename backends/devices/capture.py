@@ -1,9 +1,10 @@
 """Parts of a rank's program that are recorded once as a graph of the device and then replayed.
 
 A graph reads and writes the memory that it was captured with. So what a segment takes from outside
-is copied into memory of its own first, unless it has come at the same address twice in a row; what
-it hands to methods is copied behind it. What it returns to the caller is not: the caller gets the
-graph's own memory, and while it is in use another graph of the same segment is replayed. Gradients
+is copied into memory of its own first, unless it has come to the same place twice in a row; what
+methods or the caller may keep, or views of it, is copied behind it. What the caller alone gets is
+not: it is the graph's own memory, and while it is in use another graph of the same segment is
+replayed. Gradients
 stay in a graph's memory as `.grad` of their parameters, since that is what an optimizer reads.
 Which tensors the parameters and gradients are is looked at before each replay; a segment has graphs
 for each combination that it has met.
@@ -112,8 +113,9 @@ class Interface:
         reads: registers that it reads and has not written.
         inputs: those of `reads` that hold inputs of the program.
         gives: registers that it writes and others read.
-        copied: those of `gives` that leave the program's control, to methods or the caller.
-        lent: those of `copied` that the caller alone gets.
+        copied: those of `gives` that may leave the program's control, to methods or the caller, by
+            themselves or as another value that shares their memory.
+        lent: those of `copied` that nothing else in the program reads.
     """
 
     reads: tuple[int, ...]
@@ -170,8 +172,8 @@ class Segment:
         self._stable = stable
         self._needs = tuple(needs)
         self._graphs: dict[tuple[Any, ...], Graphs] = {}
-        self._addresses: tuple[int, ...] = ()
-        self._direct: tuple[int, ...] = ()
+        self._places: tuple[Place, ...] = ()
+        self._direct: tuple[Place, ...] = ()
         self._warm = 0
         self._failed: Graph | None = None
         self._fallbacks = fallbacks
@@ -192,7 +194,7 @@ class Segment:
         state = [t for tensors in self._state_of for t in tensors()]
         gradients = [p.grad for p in trained]
         direct = self._come_again()
-        key = (direct, *map(_address, state), *map(id, gradients))
+        key = (direct, *map(_place, state), *map(id, gradients), *map(_place, gradients))
         graphs = self._graphs.get(key)
         if graphs is None:
             if len(self._graphs) >= STATES:
@@ -234,16 +236,15 @@ class Segment:
     def _come_again(self) -> bool:
         """Whether all inputs are where a graph may read them in place.
 
-        That is where they were when they first came at the same addresses twice in a row: a program
+        That is where they were when they first came to the same places twice in a row: a program
         whose caller has one set of buffers then copies nothing.
         """
         registers = self._registers
-        inputs = [registers[i] for i in self._interface.inputs]
-        addresses = tuple([v.data_ptr() if isinstance(v, Tensor) else 0 for v in inputs])
-        if not self._direct and addresses == self._addresses:
-            self._direct = addresses
-        self._addresses = addresses
-        return bool(addresses) and addresses == self._direct
+        places = tuple([_place(registers[i]) for i in self._interface.inputs])
+        if not self._direct and places == self._places:
+            self._direct = places
+        self._places = places
+        return bool(places) and places == self._direct
 
     def _free_one(self, graphs: Graphs) -> Captured | None:
         for captured in graphs.lending:
@@ -253,14 +254,14 @@ class Segment:
 
     def _replay(self, captured: Captured, trained: Sequence[Tensor]) -> None:
         registers = self._registers
-        for register, memory in captured.takes:
-            value = registers[register]
-            if value is not memory:
-                memory.copy_(value, non_blocking=True)
         for mark in self._needs:
             mark.wait(self._flow.compute)
         for _, loan in captured.loans:
             loan.await_users(self._device)
+        for register, memory in captured.takes:
+            value = registers[register]
+            if value is not memory:
+                memory.copy_(value, non_blocking=True)
         self.lent = captured.loans
         captured.graph.replay()
         self.replays += 1
@@ -299,7 +300,7 @@ class Segment:
             return Refusal(f"it cannot be captured: {' '.join(str(error).split())}", _CAPTURABLE)
         self.captures += 1
         lends = len(graphs.lending) < LENDING
-        gives, loans = self._given(lends)
+        gives, loans = self._given(_storages([*taken, *state]) if lends else None)
         after = tuple(parameter.grad for parameter in trained)
         # What was read is put back: the replay takes it like any other.
         for register in self._interface.reads:
@@ -329,7 +330,7 @@ class Segment:
         registers = self._registers
         rooms = ((port, port.room()) for port in self._ports)
         landings = [(port, room) for port, room in rooms if room is not None]
-        outside = {_storage(t) for t in (*registers, *state) if isinstance(t, Tensor)}
+        outside = _storages([*registers, *state])
         landed = {_storage(room) for _, room in landings}
         for port in self._ports:
             port.rehearses = True
@@ -369,23 +370,32 @@ class Segment:
         return tuple(takes)
 
     def _given(
-        self, lends: bool
+        self, outside: frozenset[int] | None
     ) -> tuple[tuple[tuple[int, Tensor], ...], tuple[tuple[int, Loan], ...]]:
-        """What the graph has left in registers, and what of it is lent to the caller."""
+        """What the graph has left in registers, and what of it is lent to the caller.
+
+        Args:
+            outside: the storages that are not the graph's alone, so that what is in them is not
+                lent; None if nothing is.
+        """
         registers, interface = self._registers, self._interface
-        gives, loans = [], []
+        made = {r: v for r in interface.gives if isinstance(v := registers[r], Tensor)}
+        lent = {
+            register: value
+            for register, value in made.items()
+            if outside is not None
+            and register in interface.lent
+            and may_be_lent(value)
+            and _storage(value) not in outside
+        }
+        kept = _storages([value for register, value in made.items() if register not in lent])
+        loans = tuple((r, Loan(value)) for r, value in lent.items() if _storage(value) not in kept)
+        owed = {register for register, _ in loans}
+        gives = tuple((r, value) for r, value in made.items() if r not in owed)
+        self._stable.update((r, value) for r, value in gives if r not in interface.copied)
         for register in interface.gives:
-            value = registers[register]
             registers[register] = None
-            if not isinstance(value, Tensor):
-                continue
-            if lends and register in interface.lent and may_be_lent(value):
-                loans.append((register, Loan(value)))
-                continue
-            gives.append((register, value))
-            if register not in interface.copied:
-                self._stable[register] = value
-        return tuple(gives), tuple(loans)
+        return gives, loans
 
     def _record_all(self, outlasting: Outlasting) -> Graph:
         """Capture the segment with its messages.
@@ -445,12 +455,22 @@ class Segment:
             parameter.grad = memory
 
 
-def _address(tensor: Tensor) -> int:
-    return tensor.data_ptr()
+Place = tuple[object, ...]
+"""Where a tensor's elements are, and how they are to be read; of a shape and type that is known."""
+
+
+def _place(value: object) -> Place:
+    if not isinstance(value, Tensor):
+        return ()
+    return value.data_ptr(), value.stride(), value.is_conj(), value.is_neg()
 
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+def _storages(values: Sequence[object]) -> frozenset[int]:
+    return frozenset(_storage(value) for value in values if isinstance(value, Tensor))
 
 
 def _signed(tensor: Tensor) -> Tensor:

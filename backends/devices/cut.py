@@ -48,7 +48,7 @@ def cut(code: Code, linked: LinkedProgram, binder: DeviceBinder) -> tuple[Segmen
             for i in range(first, last):
                 emit(code.instructions[i], code.ops[i], code.awaited[i], code.steps[i])
             continue
-        interface = interface_of(code, program, first, last)
+        interface = interface_of(code, program, first, last, binder.escaping)
         called = dict.fromkeys(
             op.fn.name
             for op in (program.ops[code.ops[i]] for i in range(first, last))
@@ -92,8 +92,14 @@ def runs_of(code: Code, program: Program) -> list[tuple[int | None, int, int]]:
     return runs
 
 
-def interface_of(code: Code, program: Program, first: int, last: int) -> Interface:
-    """What some instructions in a row have in common with the rest of a program."""
+def interface_of(
+    code: Code, program: Program, first: int, last: int, escaping: frozenset[int]
+) -> Interface:
+    """What some instructions in a row have in common with the rest of a program.
+
+    Args:
+        escaping: registers whose values, or what shares their memory, methods or the caller get.
+    """
     written: dict[int, None] = {}
     reads: dict[int, None] = {}
     for step in code.steps[first:last]:
@@ -101,17 +107,12 @@ def interface_of(code: Code, program: Program, first: int, last: int) -> Interfa
             if register not in written and code.template[register] is None:
                 reads[register] = None
         written.update(dict.fromkeys(step.targets))
-    hands_out: frozenset[int] = frozenset()
-    wanted = set(code.outputs)
-    for step in code.steps[last:]:
-        wanted.update(step.sources)
-        if step.function is not None and step.function.kind is FunctionKind.OPAQUE:
-            hands_out |= frozenset(step.sources)
+    later = {register for step in code.steps[last:] for register in step.sources}
+    outputs = frozenset(code.outputs)
     inputs = tuple(register for register in reads if register < len(program.params))
-    gives = tuple(register for register in written if register in wanted)
+    gives = tuple(register for register in written if register in later or register in outputs)
     # What both a later op and the caller take has one copy for both.
-    lent = frozenset(code.outputs) - {r for step in code.steps[last:] for r in step.sources}
-    return Interface(tuple(reads), inputs, gives, hands_out | set(code.outputs), lent)
+    return Interface(tuple(reads), inputs, gives, escaping | outputs, outputs - later)
 
 
 def _instruction(do: Any) -> Instruction:

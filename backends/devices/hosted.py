@@ -125,8 +125,14 @@ def put_first(code: Code, front: Sequence[instructions.Instruction]) -> None:
 
 
 def landed(value: Any, device: Device) -> Any:
-    """A value for work on the device: a tensor is brought there, unless it is there."""
+    """A value for work on the device: a tensor is brought there, unless it is there.
+
+    Its memory may be written to as soon as this returns. That of pinned memory the device reads
+    later, when it comes to it, so it reads a copy; torch keeps that until then.
+    """
     if isinstance(value, Tensor) and value.device != device.torch_device:
+        if value.is_pinned():
+            value = torch.empty_like(value, pin_memory=True).copy_(value)
         return value.to(device.torch_device, non_blocking=True)
     return value
 

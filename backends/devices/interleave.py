@@ -101,7 +101,7 @@ def interleave(code: Code, linked: LinkedProgram, binder: DrivenBinder) -> Inter
             number,
             [code.instructions[i] for i in within],
             code.registers,
-            interface_of(code, program, first, last),
+            interface_of(code, program, first, last, binder.escaping),
             bodies,
             (),
             flow,

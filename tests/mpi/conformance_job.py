@@ -47,6 +47,7 @@ def main() -> None:
                 runner.run(case)
                 count += 1
         runner.close()
+        assert bool(runner.replays) == runner.capture, f"{runner.replays} replays"
         seconds = time.perf_counter() - began
         if world.rank == 0:
             print(
@@ -103,6 +104,7 @@ class Runner:
             self.replays += sum(segment.replays for segment in executable.segments)
             reasons = [segment.reason for segment in executable.segments if segment.reason]
             assert not reasons, f"{case.name}: {reasons}"
+            assert all(segment.replays for segment in executable.segments), case.name
             executable.drop_graphs()
         communicator.close()
 
