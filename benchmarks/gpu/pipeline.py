@@ -22,9 +22,9 @@ SWITCHES = {"captured": "", "eager": "-capture", "captured, -overlap": "-overlap
 
 @cg.actor
 class Linear(torch.nn.Module):
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.w = torch.nn.Parameter(torch.eye(size) / 2)
+        self.w = torch.nn.Parameter(torch.eye(size, dtype=dtype) / 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x @ self.w
@@ -35,25 +35,31 @@ class Linear(torch.nn.Module):
 
 def pipeline(report: Report) -> None:
     """Forward and backward of two matrices."""
-    for size, tf32 in ((64, False), (1024, False), (1024, True)):
+    for size, dtype, tf32 in (
+        (64, torch.float32, False),
+        (1024, torch.float32, False),
+        (1024, torch.float32, True),
+        (1024, torch.bfloat16, False),
+    ):
         before = torch.backends.cuda.matmul.allow_tf32
         torch.backends.cuda.matmul.allow_tf32 = tf32
+        kind = " TF32" if tf32 else " bf16" if dtype is torch.bfloat16 else ""
         try:
-            _measure(report, size, f"{size}²{' TF32' if tf32 else ''}")
+            _measure(report, size, dtype, f"{size}²{kind}")
         finally:
             torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def _measure(report: Report, size: int, label: str) -> None:
-    a, b = Linear.on(0)(size), Linear.on(1)(size)
-    x = torch.ones(MICROBATCHES * size, size, device="cuda")
+def _measure(report: Report, size: int, dtype: torch.dtype, label: str) -> None:
+    a, b = Linear.on(0)(size, dtype), Linear.on(1)(size, dtype)
+    x = torch.ones(MICROBATCHES * size, size, dtype=dtype, device="cuda")
 
     @cg.trace
     def step(x: torch.Tensor, a: Any = a, b: Any = b) -> None:
         losses = [b.loss(a.forward(part)) for part in cg.microbatches(x, MICROBATCHES)]
         cg.backward(cg.mean(losses))
 
-    raw = HandPipeline(size)
+    raw = HandPipeline(size, dtype)
     compiled = {name: step.lower(x).compile(passes=switches) for name, switches in SWITCHES.items()}
     runs: dict[str, Callable[[], object]] = {"by hand, one graph": raw.replay}
     runs["by hand, eager"] = raw.work
@@ -72,10 +78,10 @@ def _measure(report: Report, size: int, label: str) -> None:
 class HandPipeline(Hand):
     """1F1B by hand."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, dtype: torch.dtype) -> None:
         super().__init__()
-        new = lambda: torch.ones(size, size, device="cuda")  # noqa: E731
-        self.w, self.grad = new(), torch.zeros(size, size, device="cuda")
+        new = lambda: torch.ones(size, size, dtype=dtype, device="cuda")  # noqa: E731
+        self.w, self.grad = new(), torch.zeros(size, size, dtype=dtype, device="cuda")
         self.x = [new() for _ in range(MICROBATCHES)]
         self.h = [new() for _ in range(MICROBATCHES)]
         self.g = [new() for _ in range(MICROBATCHES)]
