@@ -235,8 +235,8 @@ def paper_of_sizes() -> str:
         "multiprocessors. Both have changed since: costs are measured with each number of "
         "microbatches, for with fewer a GPU idles more and its clocks are faster, and a message "
         "that is received in the background is timed with as few multiprocessors as it has in the "
-        f"step. With that all {len(again)} makespans with 4, 8 and 16 that were measured again, on 2 "
-        f"GPUs, are off by {max(map(_error, again), key=abs):+.1%} at most, and their bubbles by "
+        f"step. With that all {len(again)} makespans with 4, 8 and 16 that were measured again, on "
+        f"2 GPUs, are off by {max(map(_error, again), key=abs):+.1%} at most, and their bubbles by "
         f"{max(map(_points, again)):.1f} points. This has not been repeated on 4."
     )
 
