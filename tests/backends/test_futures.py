@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import pickle
 import threading
 from typing import Any
 
@@ -183,6 +185,23 @@ def test_an_event_loop_goes_on_for_who_waits_for_a_callback() -> None:
 
         bad = divide.lower(cg.object).compile()
         asyncio.run(go())
+
+
+def test_a_future_stays_where_it_is() -> None:
+    with world(2):
+        graph, _ = chain_of(1)
+        future = graph.execute("x")
+        for copied in (copy.copy, copy.deepcopy):
+            with pytest.raises(TypeError, match=r"execution 0, .* cannot be copied: .* result\(\)"):
+                copied(future)
+        for given in (future, [future]):
+            with pytest.raises(TypeError, match=r"cannot be pickled or sent: .* by result\(\)"):
+                pickle.dumps(given)
+            with pytest.raises(
+                cg.RemoteError, match=r"cannot be pickled or sent: .* by result\(\)"
+            ):
+                graph.execute(given).result()
+        assert future.result() == "x"
 
 
 def test_a_callback_that_is_removed_is_not_called() -> None:
