@@ -135,7 +135,7 @@ class Compiled:
 
     # -- on all ranks together --------------------------------------------------------------
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Run the step on all ranks; collective.
 
         Returns:
@@ -162,7 +162,7 @@ class Compiled:
 
     # -- from the driver --------------------------------------------------------------------
 
-    def execute(self, *args: Any, block: bool = True, **kwargs: Any) -> Future:
+    def execute(self, /, *args: Any, block: bool = True, **kwargs: Any) -> Future:
         """Start an execution; on the driver, while the other ranks are in `serve`.
 
         Executions go through each actor in the order in which they were started, whatever graph

@@ -252,6 +252,57 @@ def test_a_step_without_a_driver() -> None:
                 use()
 
 
+def test_a_parameter_that_execute_takes_for_itself_does_not_compile() -> None:
+    with world(2):
+        (worker,) = chain_of(1)[1]
+
+        @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
+        def step(x, block):
+            return worker.join(x, block)
+
+        @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
+        def more(x, **named):
+            return worker.join(x, **named)
+
+        for lowered in (
+            step.lower(cg.object, cg.object),
+            step.lower(cg.object, block=3),
+            more.lower(cg.object, block=cg.object),
+        ):
+            with pytest.raises(cg.TraceError, match=r"execute\(\) takes block= for") as caught:
+                lowered.compile()
+            assert caught.value.loc is not None
+            assert caught.value.loc.file == __file__
+            assert caught.value.remedy == "give the parameter block another name"
+        # It is execute that cannot pass it: a call on all ranks can.
+        assert step(1, block=2) == ("w1", (1, 2), {})
+
+
+def test_a_parameter_may_be_called_self() -> None:
+    with world(2):
+        (worker,) = chain_of(1)[1]
+
+        @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
+        def step(x, **named):
+            return worker.join(x, named["self"])
+
+        assert step(1, self=2)[1] == (1, 2)
+        graph = step.lower(cg.object, self=cg.object).compile()
+        assert graph.execute(1, self=3).result()[1] == (1, 3)
+
+
+def test_a_parameter_by_position_only_may_have_any_name() -> None:
+    with world(2):
+        (worker,) = chain_of(1)[1]
+
+        @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
+        def step(block, /, *blocks):
+            return worker.join(block, *blocks)
+
+        graph = step.lower(cg.object, cg.object).compile()
+        assert graph.execute(1, 2).result()[1] == (1, 2)
+
+
 def test_one_driver_at_a_time() -> None:
     with world(3):
         graph, (worker, _) = chain_of(2)
