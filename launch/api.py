@@ -308,7 +308,10 @@ class Lowered:
                 those of CG_PASSES.
             dump: a directory to write the IR after every pass to; that of CG_DUMP if None.
             seed: of the random numbers that the step draws; CG_SEED if None.
-            timeout: seconds that a call on all ranks may take; CG_TIMEOUT if None.
+            timeout: seconds that a call on all ranks may take; CG_TIMEOUT if None. Also those that
+                `execute` waits while `max_inflight` executions are in flight; if None, CG_TIMEOUT
+                where that is set, and else no limit. An execution itself has no other limit than
+                that of `result(timeout)`.
             max_inflight: of a step with `inputs=cg.on(rank)`: how many of its executions may be in
                 flight; each has registers and channels of its own on all ranks.
             fuse: `inductor` has TorchInductor compile the graphs of traced methods and of their
@@ -408,6 +411,7 @@ class Lowered:
             self._world,
             seed=settings.seed if seed is None else seed,
             timeout=settings.timeout if timeout is None else timeout,
+            patience=settings.given_timeout if timeout is None else timeout,
             driver=None if max_inflight is None else self._step._driver,
             max_inflight=max_inflight or 0,
         )

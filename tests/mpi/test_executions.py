@@ -23,6 +23,7 @@ SCENARIOS = (
     "errors",
     "first_failure",
     "timeouts",
+    "room",
     "positions",
     "awaits",
     "many",
