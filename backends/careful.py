@@ -15,7 +15,7 @@ from .binder import Code
 from .errors import TransportError
 from .failures import failure_at
 from .instructions import Instruction
-from .interruptions import is_interruption
+from .interruptions import is_interruption, leaves
 from .poison import Poison
 from .steps import Role, Step
 
@@ -98,16 +98,15 @@ class Careful:
         except (Poison, TransportError) as error:
             return self._has_failed(index, error)
         except BaseException as error:
-            computes = step.role is Role.COMPUTE
-            if not computes and is_interruption(error):
+            if step.role is not Role.COMPUTE and is_interruption(error):
                 raise  # nobody can say how far a message has come
-            if isinstance(error, Exception):
+            if not leaves(error):
                 return self._has_failed(index, error)
             self.fail(index, error)  # and so it is not run again
             self.kept = error
             raise
 
-    def _has_failed(self, index: int, error: Exception) -> bool:
+    def _has_failed(self, index: int, error: BaseException) -> bool:
         self.fail(index, error)
         self.at = index
         return True

@@ -18,7 +18,7 @@ from .errors import CapacityError, StepTimeout
 from .futures import Future
 from .graphs import Graph
 from .interruptions import is_interruption
-from .lateness import positions_in_flight, seconds
+from .lateness import is_full, late_start, positions_in_flight, seconds
 from .records import GRAPHS, SEATS, Kind, Record, Records
 from .resident import Resident
 from .restart import STAGES, Stage, Stages, cannot_start_over, give_up, reset
@@ -288,21 +288,20 @@ class Executions:
 
         Raises:
             CapacityError: it has none, or ranks start over, and `block` is false.
+            StepTimeout: it has none by the graph's deadline.
         """
         self.turn()
-        if self.in_doubt:
-            if not block:
+        if not block:
+            if self.in_doubt:
                 again = "call execute again a little later, or with block=True"
                 raise CapacityError(f"ranks start over after an interruption: {again}")
-            self._until(lambda: not self.in_doubt)
-        if graph.free:
-            return
-        if not block:
-            raise CapacityError(
-                f"{graph.in_flight} executions of '{graph.name}' are in flight, as many as it was "
-                "compiled for: take a result first, or compile it with a larger max_inflight"
-            )
-        self._until(lambda: bool(graph.free))
+            if not graph.free:
+                raise CapacityError(
+                    f"{is_full(graph)}: take a result first, or compile it with a larger "
+                    "max_inflight"
+                )
+        elif not self._until(lambda: not self.in_doubt and bool(graph.free), graph.patience):
+            raise StepTimeout("\n".join([late_start(graph), *positions_in_flight(self._all)]))
 
     def _take(self, rank: int, reader: Callable[[], int]) -> bool:
         """Do what the next record asks of a rank.
@@ -466,6 +465,7 @@ class Launcher:
 
         Raises:
             CapacityError: the graph is at its capacity, and `block` is false.
+            StepTimeout: the graph is at its capacity until its deadline.
             RuntimeError: another thread uses this rank's graphs, or a method that an execution
                 calls is running on it.
             TransportError: a rank has ended.

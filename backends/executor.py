@@ -17,6 +17,7 @@ from .failures import failure_at
 from .flight import FlightRecord, Position
 from .grad_mode import is_grad_enabled, set_grad_enabled
 from .instructions import Instruction, getter
+from .interruptions import leaves
 from .linked import LinkedProgram
 from .statistics import ProfileEntry, Statistics
 from .tracing import InstructionLog
@@ -209,7 +210,9 @@ class Executable:
         for instruction in self._rest:
             try:
                 done = instruction()
-            except Exception as error:
+            except BaseException as error:
+                if leaves(error):
+                    raise
                 raise self._fail(error) from error
             if not done:
                 self._pending = instruction
@@ -232,7 +235,9 @@ class Executable:
                     self._pending = instruction
                     self._blocked_since = perf_counter()
                     return False
-        except Exception as error:
+        except BaseException as error:
+            if leaves(error):
+                raise
             raise self._fail(error) from error
         if length_hint(rest):
             return False
@@ -262,7 +267,9 @@ class Executable:
                 # A second look costs less than to come back here.
                 if poll() or poll():
                     break
-            except Exception as error:
+            except BaseException as error:
+                if leaves(error):
+                    raise
                 raise self._fail(error) from error
             polls += 1
             pause(polls)
@@ -270,7 +277,7 @@ class Executable:
                 raise self._timeout(timeout)
         self._resume()
 
-    def _fail(self, error: Exception) -> RemoteError:
+    def _fail(self, error: BaseException) -> RemoteError:
         self._failed = True
         op = self.program.ops[self.position().op]
         failed = RemoteError(failure_at(op, self.program, self.module, error, self._bodies))

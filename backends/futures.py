@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Generator
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from .errors import RemoteError
 from .poison import Poison
@@ -150,6 +150,21 @@ class Future:
     def cancelled(self) -> bool:
         """False: an execution that has been started comes to its end."""
         return False
+
+    def __copy__(self) -> NoReturn:
+        raise self._stays("copied")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise self._stays("copied")
+
+    def __reduce__(self) -> NoReturn:
+        raise self._stays("pickled or sent")
+
+    def _stays(self, what: str) -> TypeError:
+        return TypeError(
+            f"{self!r} cannot be {what}: executions go on only where they were started. Take the "
+            "value first, by result(), and use that"
+        )
 
     async def _attend(self) -> None:
         """Move the execution on inside an event loop, for who waits for a callback."""

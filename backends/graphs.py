@@ -35,6 +35,7 @@ class Graph:
         count: how many executions the driver has started.
         started: for each other rank, how many it has.
         closed: the ranks on which the graph is closed.
+        patience: seconds that the driver waits for a free seat; None for no limit.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Graph:
         self.count = 0
         self.started = dict.fromkeys(seats, 0)
         self.closed: set[int] = set()
+        self.patience: float | None = None
         mine = seats.get(driver, ())
         self.free = list(reversed(range(len(mine))))
         self.futures: list[Future | None] = [None] * len(mine)

@@ -24,7 +24,7 @@ from .errors import TransportError
 from .flight import Position
 from .grad_mode import is_grad_enabled, set_grad_enabled
 from .instructions import Instruction, getter
-from .interruptions import is_interruption
+from .interruptions import is_interruption, leaves
 from .linked import LinkedProgram
 from .poison import Poison
 from .statistics import Statistics
@@ -291,7 +291,7 @@ class Instance:
         if self._code.steps[index].role is not Role.COMPUTE:
             if not isinstance(error, (Poison, TransportError)) and is_interruption(error):
                 raise error  # nobody can say how far a message has come
-        elif not isinstance(error, Exception):
+        elif leaves(error):
             self._take_care(index, error)
             self.kept = error
             raise error

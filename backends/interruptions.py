@@ -10,10 +10,13 @@ from types import CodeType
 def is_interruption(error: BaseException) -> bool:
     """Whether `error` came in the middle of something that has not failed.
 
-    That is Ctrl-C and whatever else is no `Exception`, and what a handler has raised that is set
-    for a signal.
+    That is Ctrl-C, the wish to exit, and what a handler has raised that is set for a signal; or a
+    group with one of these. Whatever else is no `Exception`, such as a cancelled task's error, is a
+    failure like any other.
     """
-    if not isinstance(error, Exception):
+    if isinstance(error, (KeyboardInterrupt, SystemExit)):
+        return True
+    if isinstance(error, BaseExceptionGroup) and any(map(is_interruption, error.exceptions)):
         return True
     codes = {_code(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
     trace = error.__traceback__
@@ -22,6 +25,14 @@ def is_interruption(error: BaseException) -> bool:
             return True
         trace = trace.tb_next
     return False
+
+
+def leaves(error: BaseException) -> bool:
+    """Whether `error`, which a method has raised, is for the whole process and not for its caller.
+
+    An `Exception` is for the caller, also where a handler has raised it: the method has failed.
+    """
+    return not isinstance(error, Exception) and is_interruption(error)
 
 
 def _code(handler: object) -> CodeType | None:

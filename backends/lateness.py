@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from numbers import Real
 
 from .flight import FlightRecord
+from .graphs import Graph
 from .instance import Instance
 from .resident import Resident
 
@@ -25,6 +26,23 @@ def seconds(timeout: object) -> float | None:
     if math.isnan(value):
         raise ValueError("timeout=nan: give a number of seconds, or None to wait without a limit")
     return None if value == math.inf else value
+
+
+def is_full(graph: Graph) -> str:
+    """Says that a graph has no free seat."""
+    return (
+        f"{graph.in_flight} executions of '{graph.name}' are in flight, as many as it was compiled "
+        "for"
+    )
+
+
+def late_start(graph: Graph) -> str:
+    """Says that an execution has waited too long for a free seat, and what to do."""
+    return (
+        f"execution {graph.count} has not started after {graph.patience:g} s, for "
+        f"{is_full(graph)}. It was not sent: call execute again when one has ended, or compile the "
+        "step with a larger max_inflight or timeout"
+    )
 
 
 def positions_in_flight(residents: Sequence[Resident]) -> list[str]:

@@ -6,6 +6,7 @@ catches in the end is an exception that is both a `RemoteError` and of the origi
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import pickle
 from collections.abc import Mapping
@@ -15,8 +16,8 @@ from weakref import WeakKeyDictionary
 
 from .errors import Failure, RemoteError
 
-_NOT_MIXED = (StopIteration, StopAsyncIteration, RemoteError)
-"""Classes that mean something to the interpreter when they are raised, and our own."""
+_NOT_MIXED = (StopIteration, StopAsyncIteration, asyncio.CancelledError, GeneratorExit, RemoteError)
+"""What means something to the interpreter or to asyncio when it is raised, and our own."""
 
 _NOT_FIELDS = {"args", "obj"}
 
@@ -53,8 +54,9 @@ class Poison(Exception):
         """What the caller is to see.
 
         An instance of `RemoteError` and of the original exception's class, with the original's
-        arguments and attributes, where such a class can be made and the original could be
-        brought here; else a plain `RemoteError`. The original is its `__cause__`.
+        arguments and attributes, where that is an `Exception`, such a class can be made and the
+        original could be brought here; else a plain `RemoteError`, which only names it. The
+        original is its `__cause__`.
         """
         original = self.original
         if original is None and self._pickled:

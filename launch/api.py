@@ -34,6 +34,7 @@ from .config import config
 from .devices import fabrics_of, torch_device
 from .dumps import Dump, make_dump
 from .fusing import Fusing
+from .keywords import check_keywords
 from .optimistic import Optimistic
 from .settle import settle
 from .world import world
@@ -146,7 +147,7 @@ class Step:
             bound = steps[self.__name__] = Step(method, self._inputs, self._outputs)
         return bound
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Run the step; the first call with a signature traces and compiles it.
 
         Returns:
@@ -174,7 +175,7 @@ class Step:
             compiled.close()
         self._compiled.clear()
 
-    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+    def lower(self, /, *args: Any, **kwargs: Any) -> Lowered:
         """Trace the step for arguments like these; collective.
 
         Args:
@@ -307,7 +308,10 @@ class Lowered:
                 those of CG_PASSES.
             dump: a directory to write the IR after every pass to; that of CG_DUMP if None.
             seed: of the random numbers that the step draws; CG_SEED if None.
-            timeout: seconds that a call on all ranks may take; CG_TIMEOUT if None.
+            timeout: seconds that a call on all ranks may take; CG_TIMEOUT if None. Also those that
+                `execute` waits while `max_inflight` executions are in flight; if None, CG_TIMEOUT
+                where that is set, and else no limit. An execution itself has no other limit than
+                that of `result(timeout)`.
             max_inflight: of a step with `inputs=cg.on(rank)`: how many of its executions may be in
                 flight; each has registers and channels of its own on all ranks.
             fuse: `inductor` has TorchInductor compile the graphs of traced methods and of their
@@ -318,6 +322,8 @@ class Lowered:
             FuseError: the compiler, or what it needs, is not there.
             IRError: the step cannot be compiled; the message shows the IR and the source line.
             PlanMismatch: the ranks have compiled different plans.
+            TraceError: a parameter of a step with `inputs=cg.on(rank)` has the name of a keyword of
+                `execute`.
             ValueError: `max_inflight` is less than 1, or there is no such `fuse`.
         """
         return self._compile(schedule, passes, dump, seed, timeout, max_inflight, fuse)
@@ -368,6 +374,9 @@ class Lowered:
         settings = config()
         switches = parse_switches(",".join(filter(None, (settings.passes, passes))))
         is_driven = max_inflight is not None and self._step._driver is not None
+        if is_driven:
+            for trace in self.traces:
+                check_keywords(self._step.__wrapped__, trace.inputs, Compiled.execute)
         fabrics = fabrics_of(self._world)
         pipeline_of = functools.partial(
             default_pipeline,
@@ -402,6 +411,7 @@ class Lowered:
             self._world,
             seed=settings.seed if seed is None else seed,
             timeout=settings.timeout if timeout is None else timeout,
+            patience=settings.given_timeout if timeout is None else timeout,
             driver=None if max_inflight is None else self._step._driver,
             max_inflight=max_inflight or 0,
         )

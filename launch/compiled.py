@@ -72,6 +72,7 @@ class Compiled:
         *,
         seed: int,
         timeout: float | None,
+        patience: float | None,
         driver: int | None,
         max_inflight: int,
     ) -> None:
@@ -90,7 +91,7 @@ class Compiled:
             for index in range(len(variants)):
                 self._runtime(index)
         else:
-            self._made = self._make_graph(driver, max_inflight)
+            self._made = self._make_graph(driver, max_inflight, patience)
             self._launch = self._made.launch
             self._picks = [self._pick(variant, driver) for variant in variants]
             guarded = any(variant.trace.guards for variant in variants)
@@ -135,7 +136,7 @@ class Compiled:
 
     # -- on all ranks together --------------------------------------------------------------
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Run the step on all ranks; collective.
 
         Returns:
@@ -162,7 +163,7 @@ class Compiled:
 
     # -- from the driver --------------------------------------------------------------------
 
-    def execute(self, *args: Any, block: bool = True, **kwargs: Any) -> Future:
+    def execute(self, /, *args: Any, block: bool = True, **kwargs: Any) -> Future:
         """Start an execution; on the driver, while the other ranks are in `serve`.
 
         Executions go through each actor in the order in which they were started, whatever graph
@@ -170,7 +171,8 @@ class Compiled:
 
         Args:
             args, kwargs: as the step takes them.
-            block: whether to wait if `max_inflight` executions are in flight.
+            block: whether to wait if `max_inflight` executions are in flight, for no longer than
+                the `timeout` that `compile` was given.
 
         Returns:
             The future of what the step returns on the driver; None is its result if `outputs`
@@ -180,6 +182,7 @@ class Compiled:
             InputError: the arguments are not of the types that were traced; nothing was sent.
             CapacityError: `max_inflight` executions are in flight, or ranks start over after an
                 interruption, and `block` is false.
+            StepTimeout: it has waited too long for one to end; nothing was sent. Try again later.
             RuntimeError: this rank is not the driver, the graph has been closed, an actor of this
                 rank has changed since it was traced, a method of this rank asks for it, or another
                 thread is using this rank's graphs.
@@ -427,7 +430,7 @@ class Compiled:
             self._watched.append(watch(self._world, variant.module, runtime.bound))
         return runtime
 
-    def _make_graph(self, driver: int, max_inflight: int) -> graphs.Made:
+    def _make_graph(self, driver: int, max_inflight: int, patience: float | None) -> graphs.Made:
         variants = [
             seating.Variant(
                 variant.module,
@@ -448,6 +451,7 @@ class Compiled:
                 for rank, seats in made.graph.seats.items()
             }
             self._watched.append(watch(self._world, variant.module, bound))
+        made.graph.patience = patience
         return made
 
     def _pick(self, variant: Variant, driver: int) -> list[int] | None:

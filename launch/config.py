@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,13 @@ class Config:
     """How an MPI launcher started this process; None: it did not."""
     preset_threads: frozenset[str] = frozenset()
     """Those of `THREAD_VARIABLES` that are set already."""
+    given: frozenset[str] = field(default=frozenset(), compare=False)
+    """The fields whose variables are set."""
+
+    @property
+    def given_timeout(self) -> float | None:
+        """The timeout if somebody has asked for one; None where it is only the default."""
+        return self.timeout if "timeout" in self.given else None
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Config:
@@ -75,6 +82,7 @@ class Config:
                 fields[variable.field] = variable.value(text)
         return cls(
             **fields,
+            given=frozenset(fields),
             launch=_launch(environ),
             preset_threads=frozenset(name for name in THREAD_VARIABLES if environ.get(name)),
         )

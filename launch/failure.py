@@ -77,6 +77,13 @@ def install(launch: Launch) -> Guard:
 
 _guard: Guard | None = None
 
+
+def say(text: str) -> None:
+    """As `Guard.say`, in a process that is a rank; elsewhere nothing."""
+    if _guard is not None and _guard.active:
+        _guard.say(text)
+
+
 ExceptionHook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 ThreadHook = Callable[[threading.ExceptHookArgs], Any]
 

@@ -24,7 +24,9 @@ from ..backends.resident import Seat
 from ..backends.statistics import Statistics
 from ..backends.variants import share_channels
 from ..backends.virtual_executions import virtual_executions
+from . import failure
 from .devices import fabrics_of
+from .leaving import why_it_leaves
 from .runtime import transport_of
 from .seating import OnDevice, Seating, Variant, Wiring
 
@@ -54,8 +56,12 @@ class Made:
     def serve(self) -> None:
         """See `Executions.serve`. One session of the device spans all executions: to enter one for
         each would cost as much as a message."""
-        with nullcontext() if self.device is None else self.device.session():
-            self.executions.serve(self.graph)
+        try:
+            with nullcontext() if self.device is None else self.device.session():
+                self.executions.serve(self.graph)
+        except SystemExit as error:
+            failure.say(why_it_leaves(error, self.executions.residents.values()))
+            raise
 
     @property
     def launch(self) -> Launch | None:

@@ -74,7 +74,7 @@ def trace_step(
     if optimistic:
         # Every rank must know whether to believe the result.
         result, target = (result, tuple(session.assumptions)), session.everywhere
-    loc = _definition(fn)
+    loc = definition(fn)
     if not torch.equal(before, torch.get_rng_state()):
         torch.set_rng_state(before)
         raise TraceError(
@@ -154,7 +154,8 @@ def _parameters(session: Session, spec: InputSpec) -> list[TracedTensor | Object
     return held
 
 
-def _definition(fn: Callable[..., Any]) -> Location | None:
+def definition(fn: Callable[..., Any]) -> Location | None:
+    """Where a function stands in the user's source; None if it is not written in Python."""
     code = getattr(inspect.unwrap(fn), "__code__", None)
     if code is None:
         return None

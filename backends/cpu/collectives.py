@@ -167,7 +167,7 @@ class CollectivePort:
         self._steps: Steps | None = None
         self._value: Any = None
         self._done = False
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
 
     def start(self, value: Any) -> None:
         """See `Port`."""
@@ -204,7 +204,8 @@ class CollectivePort:
             next(self._steps)
         except StopIteration as end:
             self._value = end.value
-        except Exception as error:  # raised again by `take`, where the executor knows whose it is
+        except BaseException as error:
+            # Raised again by `take`, where the executor knows whose it is.
             if is_interruption(error):
                 raise
             self._error = error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 import threading
 import traceback
@@ -254,6 +255,51 @@ def test_an_exit_in_a_method_is_not_swallowed() -> None:
         with pytest.raises(cg.RemoteError, match="SystemExit"):
             future.result()
         assert graph.execute(0).result() == 0
+
+
+class Halt(BaseException):
+    """A user's own, for a framework that catches every `Exception`."""
+
+
+class Cancelled(asyncio.CancelledError, ValueError):
+    """An `Exception`, which asyncio takes for the cancellation of whoever waits all the same."""
+
+
+@pytest.mark.parametrize("shuffle", [None, 3], ids=["in order", "shuffled"])
+@pytest.mark.parametrize("kind", [asyncio.CancelledError, GeneratorExit, Halt, Cancelled])
+def test_what_is_no_exception_is_an_error_of_its_execution(
+    kind: type[BaseException], shuffle: int | None
+) -> None:
+    with world(2, shuffle):
+
+        @cg.actor
+        class Quitter:
+            def give_up(self, x):
+                if x:
+                    raise kind("enough")
+                return x
+
+        one, other = Quitter.on(1)(), Quitter.on(0)()
+
+        @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
+        def step(x, y):
+            return one.give_up(x), other.give_up(y)
+
+        graph = step.lower(cg.object, cg.object).compile()
+        for rank, given in ((1, (1, 0)), (0, (0, 1)), (1, (1, 1))):
+            failing, fine = graph.execute(*given), graph.execute(0, 0)
+            with pytest.raises(cg.RemoteError, match=f"{kind.__name__}.* in .*enough") as caught:
+                failing.result()
+            assert type(caught.value) is cg.RemoteError
+            assert (caught.value.method, type(caught.value.__cause__)) == ("give_up", kind)
+            assert given == (1, 1) or caught.value.rank == rank
+            assert fine.result() == (0, 0)
+        graph.close()
+        together = step.lower(cg.object, cg.object).compile()
+        for given in ((1, 0), (0, 1)):
+            with pytest.raises(cg.RemoteError, match=kind.__name__):
+                together(*given)
+        assert together(0, 0) == (0, 0)
 
 
 @pytest.mark.parametrize(

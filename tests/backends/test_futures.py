@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import pickle
 import threading
 from typing import Any
 
@@ -185,6 +187,23 @@ def test_an_event_loop_goes_on_for_who_waits_for_a_callback() -> None:
         asyncio.run(go())
 
 
+def test_a_future_stays_where_it_is() -> None:
+    with world(2):
+        graph, _ = chain_of(1)
+        future = graph.execute("x")
+        for copied in (copy.copy, copy.deepcopy):
+            with pytest.raises(TypeError, match=r"execution 0, .* cannot be copied: .* result\(\)"):
+                copied(future)
+        for given in (future, [future]):
+            with pytest.raises(TypeError, match=r"cannot be pickled or sent: .* by result\(\)"):
+                pickle.dumps(given)
+            with pytest.raises(
+                cg.RemoteError, match=r"cannot be pickled or sent: .* by result\(\)"
+            ):
+                graph.execute(given).result()
+        assert future.result() == "x"
+
+
 def test_a_callback_that_is_removed_is_not_called() -> None:
     with world(3):
         graph, _ = chain_of(2)
@@ -231,6 +250,57 @@ def test_a_step_without_a_driver() -> None:
         for use in (lambda: compiled.execute(3), compiled.serve):
             with pytest.raises(RuntimeError, match=r"@cg.trace\(inputs=cg.on\(rank\)\)"):
                 use()
+
+
+def test_a_parameter_that_execute_takes_for_itself_does_not_compile() -> None:
+    with world(2):
+        (worker,) = chain_of(1)[1]
+
+        @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
+        def step(x, block):
+            return worker.join(x, block)
+
+        @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
+        def more(x, **named):
+            return worker.join(x, **named)
+
+        for lowered in (
+            step.lower(cg.object, cg.object),
+            step.lower(cg.object, block=3),
+            more.lower(cg.object, block=cg.object),
+        ):
+            with pytest.raises(cg.TraceError, match=r"execute\(\) takes block= for") as caught:
+                lowered.compile()
+            assert caught.value.loc is not None
+            assert caught.value.loc.file == __file__
+            assert caught.value.remedy == "give the parameter block another name"
+        # It is execute that cannot pass it: a call on all ranks can.
+        assert step(1, block=2) == ("w1", (1, 2), {})
+
+
+def test_a_parameter_may_be_called_self() -> None:
+    with world(2):
+        (worker,) = chain_of(1)[1]
+
+        @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
+        def step(x, **named):
+            return worker.join(x, named["self"])
+
+        assert step(1, self=2)[1] == (1, 2)
+        graph = step.lower(cg.object, self=cg.object).compile()
+        assert graph.execute(1, self=3).result()[1] == (1, 3)
+
+
+def test_a_parameter_by_position_only_may_have_any_name() -> None:
+    with world(2):
+        (worker,) = chain_of(1)[1]
+
+        @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
+        def step(block, /, *blocks):
+            return worker.join(block, *blocks)
+
+        graph = step.lower(cg.object, cg.object).compile()
+        assert graph.execute(1, 2).result()[1] == (1, 2)
 
 
 def test_one_driver_at_a_time() -> None:

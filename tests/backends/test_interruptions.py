@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from collections.abc import Iterator
 from functools import partial
@@ -11,13 +12,17 @@ import pytest
 
 import cg
 from cg.backends.executions import Executions
-from cg.backends.interruptions import is_interruption
+from cg.backends.interruptions import is_interruption, leaves
 
 from .graph_tools import world
 
 
 class Ring(Exception):
     """What handlers raise."""
+
+
+class Halt(BaseException):
+    """What handlers may raise, too, and methods."""
 
 
 @cg.actor
@@ -134,4 +139,24 @@ def test_what_code_raises_is_none() -> None:
     with pytest.raises(IndexError) as caught:
         [].pop()
     assert not is_interruption(caught.value)
-    assert is_interruption(SystemExit())
+    for error in (SystemExit(), BaseExceptionGroup("g", [KeyboardInterrupt()])):
+        assert is_interruption(error)
+        assert leaves(error)
+    for error in (asyncio.CancelledError(), GeneratorExit(), BaseExceptionGroup("g", [Halt()])):
+        assert not is_interruption(error)
+        assert not leaves(error)
+
+
+def test_a_handlers_exception_fails_the_method_and_what_is_none_leaves_it() -> None:
+    for kind in (Ring, Halt):
+
+        def handler(number: int, frame: object, kind: type[BaseException] = kind) -> None:
+            raise kind
+
+        before = signal.signal(signal.SIGUSR1, handler)
+        try:
+            with pytest.raises(kind) as caught:
+                signal.raise_signal(signal.SIGUSR1)
+            assert leaves(caught.value) == (kind is Halt)
+        finally:
+            signal.signal(signal.SIGUSR1, before)

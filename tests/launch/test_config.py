@@ -81,6 +81,8 @@ def test_a_wrong_value_is_told_what_the_variable_takes(name: str, value: str, me
 
 def test_no_limit_and_all_ranks() -> None:
     assert Config.from_environ({"CG_TIMEOUT": "0"}).timeout is None
+    assert Config.from_environ({"CG_TIMEOUT": "300"}).given_timeout == 300.0
+    assert Config.from_environ({}).given_timeout is None
     assert Config.from_environ({"CG_DUMP_RANKS": "all"}).dump_ranks is None
     assert parse_ranks("5") == {5}
 

@@ -29,6 +29,10 @@ class Boom(Exception):
         self.code = code
 
 
+def leave_quietly() -> None:
+    sys.exit()
+
+
 @cg.actor
 class Worker:
     """Goes wrong if it is asked to."""
@@ -51,6 +55,10 @@ class Worker:
     def leave(self, how: Any) -> Any:
         if how == "exit":
             sys.exit(5)
+        if how == "raise":
+            raise SystemExit(6)
+        if how == "leave":
+            leave_quietly()
         if how == "kill":
             os.kill(os.getpid(), 9)
         return how

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
 import sys
 import time
@@ -212,6 +213,33 @@ def timeouts(drives: bool) -> None:
             future.result(timeout=0)
         assert future.result(timeout=30) == 0.3
         assert graph.execute(0.0).result(timeout=30) == 0.0
+
+
+def room(drives: bool) -> None:
+    """Waiting for room ends by a deadline that somebody has set, and the graph can be used."""
+    for options, variable in (({"timeout": 0.2}, "60"), ({}, "0.2"), ({}, "")):
+        wait_for_room(drives, variable, **options)
+
+
+def wait_for_room(drives: bool, variable: str, **options: Any) -> None:
+    (worker, *_) = workers()
+    os.environ["CG_TIMEOUT"] = variable
+    with chain_of([worker], "sleep", max_inflight=1, **options) as graph:
+        del os.environ["CG_TIMEOUT"]
+        if not drives:
+            return
+        first = graph.execute(0.6)
+        if options or variable:
+            with raises(cg.StepTimeout, "execution 1 has not started after 0.2 s") as caught:
+                graph.execute(0.1)
+            assert "  @chain 0: rank 0 waits at " in str(caught[0])
+            assert not first.done()
+        second = graph.execute(0.0) if not options and not variable else None
+        assert first.result(timeout=30) == 0.6
+        assert second is None or second.result(timeout=30) == 0.0
+        again = graph.execute(0.3)
+        assert again.execution == (1 if second is None else 2)
+        assert again.result(timeout=30) == 0.3  # which is not what the deadline is for
 
 
 def positions(drives: bool) -> None:

@@ -23,6 +23,7 @@ SCENARIOS = (
     "errors",
     "first_failure",
     "timeouts",
+    "room",
     "positions",
     "awaits",
     "many",
@@ -55,11 +56,22 @@ def test_a_rank_that_does_not_serve_is_named() -> None:
     assert "rank 1 has ended while graphs are open" in ended.output
 
 
-@pytest.mark.parametrize("how", ["kill", "exit"])
+@pytest.mark.parametrize("how", ["kill", "exit", "raise", "leave"])
 def test_a_rank_that_dies_ends_the_job(how: str) -> None:
     ended = end("dies", how)
     assert ended.code != 0
     assert ended.seconds < 60
+    exits = {
+        "exit": ("SystemExit(5)", "sys.exit(5)", "leave"),
+        "raise": ("SystemExit(6)", "raise SystemExit(6)", "leave"),
+        "leave": ("SystemExit()", "sys.exit()", "leave_quietly"),
+    }
+    if how in exits:
+        error, text, function = exits[how]
+        lines = [line.strip() for line in Path(ENDINGS).read_text().splitlines()]
+        where = f"{ENDINGS}:{lines.index(text) + 1}, in {function}"
+        said = f"[rank 1] {error} in worker0.leave at {where}: this rank leaves serve(), and"
+        assert ended.output.count(said) == 1, ended.output
 
 
 def test_an_error_that_nobody_catches_ends_the_job() -> None:

@@ -295,6 +295,37 @@ def an_error_passes_through_a_chain(drives: bool) -> None:
             assert third == ["a", "b"]
 
 
+def what_is_no_exception_is_an_error_of_its_execution(drives: bool) -> None:
+    """On a rank that serves and on the driver's, and where all ranks run the step."""
+    for rank in (1, 0):
+        player = Player.on(rank)()
+
+        @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
+        def step(x, player=player):
+            return player.give_up(x)
+
+        names = {"cancelled": "CancelledError", "closed": "GeneratorExit", "halt": "Halt: enough"}
+        with step.lower(cg.object).compile(max_inflight=2) as graph:
+            for how, name in names.items():
+                with raises(cg.RemoteError, name):
+                    graph(how)  # on all ranks together
+            assert graph("fine") == ("fine" if drives else None)
+            for how, name in names.items() if drives else ():
+                failing, fine = graph.execute(how), graph.execute("fine")
+                with raises(cg.RemoteError, name) as caught:
+                    failing.result(SECONDS)
+                # asyncio would take it for the cancellation of whoever waits.
+                assert type(caught[0]) is cg.RemoteError
+                assert fine.result(SECONDS) == "fine"
+            if drives and rank:
+                with raises(cg.RemoteError, "CancelledError"):
+                    asyncio.run(awaited(graph, "cancelled"))
+
+
+async def awaited(graph: Any, x: Any) -> Any:
+    return await graph.execute(x)
+
+
 def another_shape_than_declared_is_an_error(drives: bool) -> None:
     """Of a result, when it is made; of an input, before anything is sent."""
     one, *_ = players()
@@ -422,6 +453,7 @@ BEHAVIOURS = (
     executions_are_never_mixed_up,
     there_and_back_on_one_actor,
     an_error_passes_through_a_chain,
+    what_is_no_exception_is_an_error_of_its_execution,
     another_shape_than_declared_is_an_error,
     closing_waits_for_what_runs,
     collectives_beside_messages,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import time
@@ -19,6 +20,16 @@ class Boom(Exception):
     def __init__(self, what: str, code: int) -> None:
         super().__init__(f"{what} ({code})")
         self.code = code
+
+
+class Halt(BaseException):
+    """A user's own, for a framework that catches every `Exception`."""
+
+
+async def _cancelled() -> None:
+    task = asyncio.ensure_future(asyncio.sleep(60))
+    task.cancel()
+    await task
 
 
 @cg.actor
@@ -53,6 +64,16 @@ class Player:
         if x == "boom":
             raise Boom("refused", 3)
         return x
+
+    def give_up(self, how: str) -> str:
+        """Raises what is no `Exception`, if it is asked to."""
+        if how == "cancelled":
+            asyncio.run(_cancelled())
+        if how == "closed":
+            raise GeneratorExit
+        if how == "halt":
+            raise Halt("enough")
+        return how
 
     def nap(self, x: Any) -> Any:
         time.sleep(x)
