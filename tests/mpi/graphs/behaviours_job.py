@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -386,6 +388,24 @@ def all_ranks_agree_on_the_schedule(drives: bool) -> None:
 # -- the last: its graph stays open ----------------------------------------------------------------
 
 
+def the_driver_draws_its_graph(drives: bool) -> None:
+    """And rank 0 a step that all ranks call; the others may ask for it, too."""
+    one, *_ = players()
+    folder = Path(cg.allgather(tempfile.mkdtemp() if drives else "")[0])
+
+    def step(x):
+        return one.echo(x)
+
+    graph = cg.trace(inputs=cg.on(2), outputs=cg.on(2))(step).lower(cg.object).compile()
+    graph.visualize(folder / f"driven-{cg.rank()}.svg")
+    cg.trace(step).lower(cg.object).compile().visualize(folder / f"all-{cg.rank()}.svg")
+    graph.close()
+    cg.barrier()
+    if drives:
+        assert sorted(path.name for path in folder.iterdir()) == ["all-0.svg", "driven-2.svg"]
+        shutil.rmtree(folder)
+
+
 def leaving_an_event_loop_with_executions_pending(drives: bool) -> None:
     one, *_ = players()
 
@@ -427,6 +447,7 @@ BEHAVIOURS = (
     collectives_beside_messages,
     a_collective_of_different_shapes_does_not_compile,
     all_ranks_agree_on_the_schedule,
+    the_driver_draws_its_graph,
     leaving_an_event_loop_with_executions_pending,
 )
 
