@@ -388,6 +388,24 @@ def all_ranks_agree_on_the_schedule(drives: bool) -> None:
 # -- the last: its graph stays open ----------------------------------------------------------------
 
 
+def one_method_is_a_graph(drives: bool) -> None:
+    """For what a program asks of an actor elsewhere between its graphs."""
+    one, *_ = players()
+    step = cg.trace(inputs=cg.on(0), outputs=cg.on(0))(one.echo)
+    with step.lower(cg.object).compile(max_inflight=2) as graph:
+        if drives:
+            with raises(cg.ActorError, "lives on rank 1 and this is rank 0; call it in a step"):
+                one.echo(3)
+            assert graph.execute(3).result(SECONDS) == 3
+            assert asyncio.run(gathered([graph.execute(x) for x in "ab"])) == ["a", "b"]
+        elif one.is_local:
+            assert one.echo(4) == 4
+
+
+async def gathered(futures: list[cg.Future]) -> list[Any]:
+    return await asyncio.gather(*futures)
+
+
 def the_driver_draws_its_graph(drives: bool) -> None:
     """And rank 0 a step that all ranks call; the others may ask for it, too."""
     one, *_ = players()
@@ -447,6 +465,7 @@ BEHAVIOURS = (
     collectives_beside_messages,
     a_collective_of_different_shapes_does_not_compile,
     all_ranks_agree_on_the_schedule,
+    one_method_is_a_graph,
     the_driver_draws_its_graph,
     leaving_an_event_loop_with_executions_pending,
 )
