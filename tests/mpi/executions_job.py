@@ -21,6 +21,7 @@ from driving import chain_of, graph_of, on_machines, raises
 from executions_actors import Boom, Scale, Unloadable, Worker
 
 import cg
+from cg.launch.world import world
 
 torch.set_num_threads(1)
 
@@ -414,6 +415,8 @@ def mixed(drives: bool) -> None:
 def idle(drives: bool) -> None:
     """Ranks that serve and have nothing to do use no CPU to speak of, and wake up fast."""
     actors = workers()
+    # Nothing rings for another machine: who has to look from time to time wakes up later.
+    share, wake = (0.02, 2e-3) if len(set(world().nodes)) == 1 else (0.05, 50e-3)
 
     def cpu(x):
         return [actor.cpu(x) for actor in actors]
@@ -427,13 +430,21 @@ def idle(drives: bool) -> None:
         time.sleep(1)
         before = graph.execute(None).result(timeout=30)
         time.sleep(2)
-        began = time.perf_counter()
-        echo.execute(b"x").result(timeout=30)
-        woken = time.perf_counter() - began
         after = graph.execute(None).result(timeout=30)
         shares = [(b - a) / 2 for a, b in zip(before, after, strict=True)]
+        # Of several, the best: others may use the cores, too.
+        woken = min(_first_after_idle(echo) for _ in range(10))
         print(f"idle shares {[round(s, 4) for s in shares]}, woken in {woken * 1e3:.2f} ms")
-        assert max(shares) < 0.05, shares
+        assert max(shares) < share, shares
+        assert woken < wake, woken
+
+
+def _first_after_idle(graph: Any) -> float:
+    """Seconds of an execution for which all ranks have to wake up."""
+    time.sleep(0.25)
+    began = time.perf_counter()
+    graph.execute(b"x").result(timeout=30)
+    return time.perf_counter() - began
 
 
 def main() -> None:
