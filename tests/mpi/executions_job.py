@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import shutil
 import sys
+import tempfile
 import time
 from typing import Any
 
@@ -118,6 +120,23 @@ def flow(drives: bool) -> None:
         with raises(cg.CapacityError, "2 executions of 'chain' are in flight"):
             slow.execute(0.0, block=False)
         assert [f.result(timeout=30) for f in (*pair, slow.execute(0.1))] == [0.2, 0.0, 0.1]
+
+
+def pipelined(drives: bool) -> None:
+    """An actor begins the next execution while one further down is still at this one."""
+    first, *_, last = workers()
+    folder = cg.allgather(tempfile.mkdtemp() if drives else "")[0]
+
+    def step(x):
+        return last.await_sign(folder, first.leave_sign(folder, x))
+
+    with graph_of(step, max_inflight=2) as graph:
+        if not drives:
+            return
+        # No call of `last` ends before `first` has begun the next execution; the last has none.
+        futures = [graph.execute((i, i < 5)) for i in range(6)]
+        assert [future.result(timeout=60) for future in futures] == list(range(6))
+        shutil.rmtree(folder)
 
 
 def errors(drives: bool) -> None:
