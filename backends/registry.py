@@ -10,6 +10,7 @@ from .base import Communicator, CommunicatorFactory, World
 from .errors import UnknownCommunicator
 
 ENTRY_POINTS = "cg.communicators"
+BUILT_IN = ("auto", "cpu", "mpi")  # what a user may also write, and needs no communicator
 
 
 class Registry:
@@ -55,10 +56,11 @@ class Registry:
             loaded: CommunicatorFactory = entry.load()
             self.register(name, loaded)
             return loaded
-        known = ", ".join(self.names()) or "none"
+        known = ", ".join(sorted({*BUILT_IN, *self.names()}))
         raise UnknownCommunicator(
-            f"there is no communicator '{name}'; known are: {known}. A package adds one by an "
-            f"entry point of group '{self._group}', a program by register()"
+            f"there is no communicator '{name}'; known are: {known}. Values go through shared "
+            "memory inside a machine by 'cpu', and by 'auto' where no device is concerned. A "
+            f"package adds one by an entry point of group '{self._group}', a program by register()"
         )
 
 

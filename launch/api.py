@@ -112,10 +112,26 @@ def trace(
         fn: the function. What it does is defined by running it eagerly, all actors in one process.
         inputs: the ranks whose arguments count; all, which then must be equal, if None.
         outputs: the ranks that get what it returns; all if None.
+
+    Raises:
+        TypeError: `inputs` or `outputs` is not what `cg.on` gives.
     """
+    _check_place("inputs", inputs)
+    _check_place("outputs", outputs)
     if fn is None:
         return lambda function: Step(function, inputs, outputs)
     return Step(fn, inputs, outputs)
+
+
+def _check_place(what: str, place: object) -> None:
+    if place is None or isinstance(place, Place):
+        return
+    ranks = place if isinstance(place, (list, tuple)) else [place]
+    written = ", ".join(map(str, ranks)) if all(type(rank) is int for rank in ranks) else "0"
+    raise TypeError(
+        f"cg.trace({what}={place!r}): {what} names ranks by cg.on, as in "
+        f"@cg.trace({what}=cg.on({written}))"
+    )
 
 
 class Step:
@@ -324,8 +340,14 @@ class Lowered:
             PlanMismatch: the ranks have compiled different plans.
             TraceError: a parameter of a step with `inputs=cg.on(rank)` has the name of a keyword of
                 `execute`.
+            TypeError: `max_inflight` is no integer.
             ValueError: `max_inflight` is less than 1, or there is no such `fuse`.
         """
+        if not isinstance(max_inflight, int) or isinstance(max_inflight, bool):
+            raise TypeError(
+                f"max_inflight={max_inflight!r}: it is the number of executions of "
+                f"{self._step.__name__} that may be in flight, an int of at least 1"
+            )
         return self._compile(schedule, passes, dump, seed, timeout, max_inflight, fuse)
 
     def compile_optimistic(

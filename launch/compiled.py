@@ -371,12 +371,15 @@ class Compiled:
         measured: ProgramTimes | None = None,
         variant: int = 0,
     ) -> None:
-        """Draw the actor graph, and when the programs of all ranks run; on rank 0.
+        """Draw the actor graph, and when the programs of all ranks run.
+
+        The driver of a graph writes the file, and rank 0 that of any other step; on other ranks
+        this does nothing, so all may call it.
 
         The graph has a band for each rank, a box for each call (those of all microbatches are
         one), and says of what crosses ranks the type and the transport. The timeline shows what is
         given; without anything each task and each other call of an actor takes a millisecond on
-        paper. Does nothing on other ranks.
+        paper.
 
         Args:
             path: ends in `.svg`, or in `.html` for a page with a timeline to zoom into.
@@ -387,7 +390,7 @@ class Compiled:
         Raises:
             ValueError: the path ends in something else.
         """
-        if self._world.rank:
+        if not self._world.plays(self._driver or 0):
             return
         module = self.variants[variant].module
         timeline = timeline_of(module, predicted, measured)

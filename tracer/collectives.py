@@ -22,7 +22,7 @@ from .session import Session, recording
 from .source import caller_location
 from .specs import TensorSpec
 from .tape import Entry
-from .values import Traced, TracedTensor
+from .values import ObjectValue, Traced, TracedTensor
 
 Tensors = Sequence[torch.Tensor]
 
@@ -37,6 +37,7 @@ def all_reduce(values: Tensors, op: str = "sum") -> list[torch.Tensor]:
     Returns:
         The result as often as there are values: the i-th is for the rank of the i-th value.
     """
+    _check_tensors("all_reduce", values)
     reduction = _reduction("all_reduce", op, values)
     group = _group("all_reduce", values)
     if group is None:
@@ -52,6 +53,7 @@ def all_gather(values: Tensors, dim: int = 0) -> list[torch.Tensor]:
     Returns:
         The result as often as there are values: the i-th is for the rank of the i-th value.
     """
+    _check_tensors("all_gather", values)
     dim = _dimension("all_gather", values, dim)
     group = _group("all_gather", values)
     if group is None:
@@ -72,6 +74,7 @@ def reduce_scatter(values: Tensors, op: str = "sum", dim: int = 0) -> list[torch
     Returns:
         The parts in order: the i-th is for the rank of the i-th value.
     """
+    _check_tensors("reduce_scatter", values)
     reduction = _reduction("reduce_scatter", op, values)
     dim = _dimension("reduce_scatter", values, dim, divided=True)
     group = _group("reduce_scatter", values)
@@ -92,6 +95,7 @@ def all_to_all(values: Tensors, dim: int = 0) -> list[torch.Tensor]:
     Returns:
         One tensor for the rank of each value, of the same shape.
     """
+    _check_tensors("all_to_all", values)
     dim = _dimension("all_to_all", values, dim, divided=True)
     group = _group("all_to_all", values)
     if group is None:
@@ -116,6 +120,7 @@ def broadcast(value: torch.Tensor, actors: Sequence[ActorHandle]) -> list[torch.
         )
     if session is None:
         return [value.clone() for _ in actors]
+    _check_tensors(what, [value])
     root = _traced(session, value, what, loc)
     at = root.value.type.place
     assert at is not None
@@ -195,6 +200,33 @@ class _Group:
         return held
 
 
+def _check_tensors(what: str, values: Sequence[object]) -> None:
+    """Return if all values are tensors.
+
+    Raises:
+        TraceError: one of them is something else.
+    """
+    for value in values:
+        if isinstance(value, ObjectValue):
+            raise TraceError(
+                f"cg.{what} of %{value.traced.value.name}, an object that is known only when the "
+                "step runs; collectives are of tensors",
+                loc=caller_location(3),
+                remedy="if the method returns a tensor, say which by @cg.opaque(fake=...), as in "
+                "@cg.opaque(fake=lambda self, x: torch.empty(4)); other objects are combined in an "
+                "actor's method that takes them",
+            )
+        if not isinstance(value, torch.Tensor):
+            raise TraceError(
+                f"cg.{what} of a {type(value).__name__}, which is not a tensor of the step",
+                loc=caller_location(3),
+                remedy=_GIVE_TENSORS,
+            )
+
+
+_GIVE_TENSORS = "give it tensors that actors' methods returned"
+
+
 def _group(what: str, values: Tensors) -> _Group | None:
     """The group of a collective that is to be recorded; None where its definition will do."""
     session = recording(f"cg.{what}")
@@ -226,7 +258,7 @@ def _traced(session: Session, value: object, what: str, loc: Location | None) ->
         raise TraceError(
             f"cg.{what} of a {type(value).__name__}, which is not a tensor of the step",
             loc=loc,
-            remedy="give it tensors that actors' methods returned",
+            remedy=_GIVE_TENSORS,
         )
     with torch._C.DisableTorchFunction():
         return session.use(value)

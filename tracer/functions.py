@@ -20,6 +20,7 @@ from ..ir.location import Location
 from ..ir.module import Function, FunctionKind, Vjp
 from ..ir.types import TensorType
 from .as_is import opaque_body, opaque_results, strictly
+from .binding import check_arguments
 from .call import Call
 from .codegen import make_body
 from .effects import ActorEffects
@@ -60,9 +61,13 @@ class Functions:
         Gradients are tracked as the ambient `torch.is_grad_enabled()` says.
 
         Raises:
-            TraceError: the function cannot be traced; state of the actor is as before.
+            TraceError: the arguments do not fit the method, or the function cannot be traced; state
+                of the actor is as before.
         """
         function = _function_of(target, loc)
+        if isinstance(target, MethodTarget):
+            home = definition_of(function)
+            check_arguments(function, signature, _words(target), home, loc)
         mark = opaque_mark(function)
         if mark is None and isinstance(target, MethodTarget) and _takes_objects(signature):
             mark = OpaqueMark()  # nothing can be traced of what is known only at run time

@@ -10,15 +10,16 @@ from typing import Any, TypeVar
 
 from ..ir.builder import Names
 from ..ir.module import Module, Phase, Program
-from ..ir.ops import Op, Value
+from ..ir.ops import Call, Op, Value
 from ..ir.types import Place, Type
 from .callee import Callee
 from .errors import TraceError
 from .interface import Body, FunctionTracer, Guard, Peers, Write
-from .source import caller_location
+from .source import caller_location, is_user_file
 from .specs import ObjectSpec, TensorSpec
 from .tape import Tape
 from .values import (
+    IN_A_METHOD,
     ObjectValue,
     Storage,
     Traced,
@@ -117,6 +118,24 @@ class Session:
         if type(spec) is TensorSpec:
             return make_tensor(traced, spec)
         return ObjectValue(traced)
+
+    def remedy_for_parts(self, value: Value) -> str:
+        """What to do for a part of an object that the step has."""
+        program = self.module.program
+        if value in program.params:
+            return (
+                'lower the step with the parts, as in lower({"key": cg.object}), or any other '
+                f"pytree; or {IN_A_METHOD}"
+            )
+        maker = next((op for op in program.ops if value in op.results), None)
+        if isinstance(maker, Call) and len(maker.results) == 1:
+            method = self.module.functions[maker.fn.name]
+            if method.loc is not None and is_user_file(method.loc.file):
+                return (
+                    "if the method returns a tuple, say of how many by @cg.opaque(returns=2), and "
+                    f"unpack that; or {IN_A_METHOD}"
+                )
+        return IN_A_METHOD
 
     def rebind(self, tensor: TracedTensor, value: Value, spec: TensorSpec) -> None:
         """Let a tensor that has been written to stand for its new value."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -46,6 +46,9 @@ OBJECT = ObjectMarker()
 """The one `ObjectMarker`; users know it as `cg.object`."""
 
 
+IN_A_METHOD = "do it in an actor's method that takes the object"
+
+
 @dataclass(eq=False, slots=True)
 class Storage:
     """What is known of the memory that several values of the step may share when it runs.
@@ -68,6 +71,12 @@ class Storage:
         return any(other is not None and other is not value for other in held)
 
 
+class Recording(Protocol):
+    """What values need of the session that made them."""
+
+    def remedy_for_parts(self, value: Value) -> str: ...
+
+
 @dataclass(eq=False, slots=True)
 class Traced:
     """What the tracer knows of a value that the step's Python holds.
@@ -80,7 +89,7 @@ class Traced:
         storage: what it may share memory with; None while it is alone.
     """
 
-    trace: object
+    trace: Recording
     value: Value
     spec: TensorSpec | ObjectSpec
     order: int
@@ -191,17 +200,20 @@ class ObjectValue:
     def __repr__(self) -> str:
         return f"<value %{self.traced.value.name} of a traced step: {self.traced.value.type}>"
 
-    def _unknown(self, what: str) -> NoReturn:
+    def _unknown(self, what: str, remedy: str = IN_A_METHOD) -> NoReturn:
         raise TraceError(
             f"{what} %{self.traced.value.name}, an object that is known only when the step runs",
             loc=caller_location(),
-            remedy="do it in an actor's method that takes the object",
+            remedy=remedy,
         )
+
+    def _no_parts(self, what: str) -> NoReturn:
+        self._unknown(what, self.traced.trace.remedy_for_parts(self.traced.value))
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(name)  # protocols that ask what an object can do
-        self._unknown(f"attribute '{name}' of")
+        self._no_parts(f"attribute '{name}' of")
 
     def __bool__(self) -> NoReturn:
         self._unknown("a decision on")
@@ -210,13 +222,13 @@ class ObjectValue:
         self._unknown("the length of")
 
     def __iter__(self) -> NoReturn:
-        self._unknown("iteration over")
+        self._no_parts("iteration over")
 
     def __contains__(self, item: object) -> NoReturn:
         self._unknown("a search in")
 
     def __getitem__(self, key: object) -> NoReturn:
-        self._unknown("an element of")
+        self._no_parts("an element of")
 
     def __setitem__(self, key: object, value: object) -> NoReturn:
         self._unknown("a write to")

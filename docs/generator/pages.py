@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from . import api, figures, gpus, llama, operations, passes, tables
+from . import api, figures, gpus, llama, operations, passes, ray, tables
 from .snippets import run_page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,6 +33,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "gpu-round-trips": gpus.round_trips,
     "gpu-pipelines": gpus.pipelines,
     "gpu-others": gpus.others,
+    "ray-times": ray.times,
+    "ray-throughput": ray.throughput,
     "llama-speed": llama.speed,
     "llama-speed-of-two": llama.speed_of_two,
     "llama-sizes": llama.sizes,

@@ -61,6 +61,10 @@ class Worker:
     def join(self, *parts: Any, **named: Any) -> Any:
         return (self.tag, parts, named)
 
+    @cg.opaque(fake=lambda self, x: torch.empty_like(x))
+    def renewed(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
     def fail_on(self, x: Any, what: Any) -> Any:
         """Raises where `x` is one of `what`."""
         self.log.append(x)

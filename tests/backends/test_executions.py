@@ -196,6 +196,31 @@ def test_a_carried_value() -> None:
         assert got[0][1] == ("start",)
 
 
+@pytest.mark.parametrize("initial", [torch.zeros(2), ("start",)], ids=["tensor", "object"])
+def test_what_is_carried_does_not_pass_the_driver(initial: Any) -> None:
+    with world(3):
+        carried = cg.carry(initial, on=1)
+        worker = Worker.on(2)()
+
+        @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
+        def decode(x):
+            before = carried.get()
+            noted = worker.note((x, before))
+            carried.set(worker.renewed(before) if isinstance(before, torch.Tensor) else noted)
+            return noted
+
+        graph = decode.lower(cg.object).compile()
+        # The driver sends `x` and gets what is noted; the rest is between the carry and its user.
+        edges = {channel.ranks for channel in graph.module.channels.values()}
+        assert edges == {(0, 2), (1, 2), (2, 1), (2, 0)}
+        assert [graph.execute(i).result() for i in range(3)] == [1, 2, 3]
+        seen = [before for _, before in worker.local.log]
+        if isinstance(initial, torch.Tensor):
+            assert [before.tolist() for before in seen] == [[0, 0], [1, 1], [2, 2]]
+        else:
+            assert seen == [("start",), 1, 2]
+
+
 def test_variants() -> None:
     with world(3):
         scale, worker = Scale.on(1)(), Worker.on(2)()

@@ -29,6 +29,9 @@ def test_capacity() -> None:
         for bad in (0, -1):
             with pytest.raises(ValueError, match=f"max_inflight={bad}: it is at least 1"):
                 chain_of(1, max_inflight=bad)
+        for odd in (2.5, "2", None, True):
+            with pytest.raises(TypeError, match=f"max_inflight={odd!r}: it is the number of exec"):
+                chain_of(1, max_inflight=odd)
         assert worker.rank == 1
 
 

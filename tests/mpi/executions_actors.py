@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -61,6 +62,21 @@ class Worker:
     def sleep(self, seconds: float) -> float:
         time.sleep(seconds)
         return seconds
+
+    def leave_sign(self, folder: str, x: tuple[int, bool]) -> tuple[int, bool]:
+        """Says that this execution, the first part of `x`, has come here."""
+        Path(folder, str(x[0])).touch()
+        return x
+
+    def await_sign(self, folder: str, x: tuple[int, bool]) -> int:
+        """Waits until the next execution has come to `leave_sign`, if the second part says so."""
+        execution, waits = x
+        until = time.monotonic() + 20
+        while waits and not Path(folder, str(execution + 1)).exists():
+            if time.monotonic() > until:
+                raise TimeoutError(f"execution {execution + 1} has not begun beside {execution}")
+            time.sleep(0.001)
+        return execution
 
     def cpu(self, nothing: Any) -> float:
         return time.process_time()

@@ -12,7 +12,9 @@ import asyncio
 import contextlib
 import os
 import random
+import shutil
 import sys
+import tempfile
 import time
 from typing import Any
 
@@ -22,6 +24,7 @@ from driving import chain_of, graph_of, on_machines, raises
 from executions_actors import Boom, Scale, Unloadable, Worker
 
 import cg
+from cg.launch.world import world
 
 torch.set_num_threads(1)
 
@@ -118,6 +121,23 @@ def flow(drives: bool) -> None:
         with raises(cg.CapacityError, "2 executions of 'chain' are in flight"):
             slow.execute(0.0, block=False)
         assert [f.result(timeout=30) for f in (*pair, slow.execute(0.1))] == [0.2, 0.0, 0.1]
+
+
+def pipelined(drives: bool) -> None:
+    """An actor begins the next execution while one further down is still at this one."""
+    first, *_, last = workers()
+    folder = cg.allgather(tempfile.mkdtemp() if drives else "")[0]
+
+    def step(x):
+        return last.await_sign(folder, first.leave_sign(folder, x))
+
+    with graph_of(step, max_inflight=2) as graph:
+        if not drives:
+            return
+        # No call of `last` ends before `first` has begun the next execution; the last has none.
+        futures = [graph.execute((i, i < 5)) for i in range(6)]
+        assert [future.result(timeout=60) for future in futures] == list(range(6))
+        shutil.rmtree(folder)
 
 
 def errors(drives: bool) -> None:
@@ -442,6 +462,8 @@ def mixed(drives: bool) -> None:
 def idle(drives: bool) -> None:
     """Ranks that serve and have nothing to do use no CPU to speak of, and wake up fast."""
     actors = workers()
+    # Nothing rings for another machine: who has to look from time to time wakes up later.
+    share, wake = (0.02, 2e-3) if len(set(world().nodes)) == 1 else (0.05, 50e-3)
 
     def cpu(x):
         return [actor.cpu(x) for actor in actors]
@@ -455,13 +477,21 @@ def idle(drives: bool) -> None:
         time.sleep(1)
         before = graph.execute(None).result(timeout=30)
         time.sleep(2)
-        began = time.perf_counter()
-        echo.execute(b"x").result(timeout=30)
-        woken = time.perf_counter() - began
         after = graph.execute(None).result(timeout=30)
         shares = [(b - a) / 2 for a, b in zip(before, after, strict=True)]
+        # Of several, the best: others may use the cores, too.
+        woken = min(_first_after_idle(echo) for _ in range(10))
         print(f"idle shares {[round(s, 4) for s in shares]}, woken in {woken * 1e3:.2f} ms")
-        assert max(shares) < 0.05, shares
+        assert max(shares) < share, shares
+        assert woken < wake, woken
+
+
+def _first_after_idle(graph: Any) -> float:
+    """Seconds of an execution for which all ranks have to wake up."""
+    time.sleep(0.25)
+    began = time.perf_counter()
+    graph.execute(b"x").result(timeout=30)
+    return time.perf_counter() - began
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ SCENARIOS = (
     "kept",
     "tensors",
     "flow",
+    "pipelined",
     "errors",
     "first_failure",
     "timeouts",

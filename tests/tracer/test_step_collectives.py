@@ -13,7 +13,7 @@ from cg.tracer.collectives import all_gather, all_reduce, all_to_all, broadcast,
 from cg.tracer.errors import TraceError
 from cg.tracer.gradients import backward
 
-from .step_tools import Bench, calls, refusal, text
+from .step_tools import Bench, Opaque, calls, line_of, opaque, refusal, text
 
 
 class Part(torch.nn.Module):
@@ -29,6 +29,10 @@ class Part(torch.nn.Module):
 
     def reads(self, x: Any) -> Any:
         return x + 1
+
+    @opaque
+    def thing(self, x: Any) -> Any:
+        return Opaque()
 
 
 X = torch.ones(4, 4)
@@ -160,12 +164,25 @@ def test_errors(bench: Bench) -> None:
             lambda x: reduce_scatter([x[:3], x[:3]]),
             "divides dimension 0, of size 3, among 2 ranks",
         ),
+        (lambda x: all_reduce([3, x]), "cg.all_reduce of a int, which is not a tensor"),  # type: ignore[list-item]
         (lambda x: broadcast(x, []), "cg.broadcast to something other than actors"),
         (lambda x: broadcast(3, [a]), "cg.broadcast of a int, which is not a tensor of the step"),  # type: ignore[arg-type]
     ]
     for step, message in cases:
         with pytest.raises(TraceError, match=message):
             raise refusal(bench, step, X)
+
+
+def test_objects_are_not_combined(bench: Bench) -> None:
+    a, b = parts(bench)
+    for collective in (all_reduce, all_gather, reduce_scatter, all_to_all):
+        error = refusal(bench, lambda x, c=collective: c([a.thing(x), b.thing(x)]), X)
+        assert error.reason.startswith(f"cg.{collective.__name__} of %thing, an object that is")
+        assert "collectives are of tensors" in error.reason
+        assert "@cg.opaque(fake=" in error.remedy
+        assert line_of(error).startswith("error = refusal(bench, lambda x, c=collective")
+    error = refusal(bench, lambda x: broadcast(a.thing(x), [a, b]), X)
+    assert error.reason.startswith("cg.broadcast of %thing, an object that is known")
 
 
 def test_definitions() -> None:

@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+import cg
+from cg.backends.virtual import VirtualWorld
 from cg.ir.types import Place
+from cg.launch.world import use_world
 from cg.tracer.errors import TraceError
 from cg.tracer.specs import TensorSpec
 from cg.tracer.trace import InputError, InputSpec, Trace, signature_of
@@ -258,3 +261,28 @@ def test_broken_guards_are_told() -> None:
     )
     with pytest.raises(RuntimeError, match=r"was 3 and is 4; step step was traced before that"):
         broken.check_guards()
+
+
+def test_ranks_are_named_by_on() -> None:
+    for given, written in ((0, "0"), ([0, 1], "0, 1"), ("a", "0")):
+        with pytest.raises(TypeError, match=rf"inputs=cg\.on\({written}\)\)$"):
+            cg.trace(inputs=given)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match=r"cg\.trace\(outputs=2\): outputs names ranks by cg\.on"):
+        cg.trace(outputs=2)  # type: ignore[call-overload]
+
+
+def test_the_parts_of_an_input_are_lowered_as_parts() -> None:
+    with use_world(VirtualWorld(1)):
+        for use in (lambda x: x.key, lambda x: x[0], lambda x: list(x)):
+            with pytest.raises(cg.TraceError, match=r'lower\(\{"key": cg\.object\}\)'):
+                cg.trace(lambda x, use=use: use(x)).lower(cg.object)
+        step = cg.trace(lambda x: (x["a"], x["b"]))
+        assert step.lower({"a": cg.object, "b": cg.object}).compile()({"a": 1, "b": 2}) == (1, 2)
+
+
+def test_what_a_carry_holds_has_no_parts() -> None:
+    with use_world(VirtualWorld(1)):
+        carried = cg.carry([1, 2], on=0)
+        with pytest.raises(cg.TraceError, match="an element of") as caught:
+            cg.trace(lambda: carried.get()[0]).lower()
+        assert caught.value.remedy == "do it in an actor's method that takes the object"

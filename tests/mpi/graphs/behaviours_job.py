@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -417,6 +419,42 @@ def all_ranks_agree_on_the_schedule(drives: bool) -> None:
 # -- the last: its graph stays open ----------------------------------------------------------------
 
 
+def one_method_is_a_graph(drives: bool) -> None:
+    """For what a program asks of an actor elsewhere between its graphs."""
+    one, *_ = players()
+    step = cg.trace(inputs=cg.on(0), outputs=cg.on(0))(one.echo)
+    with step.lower(cg.object).compile(max_inflight=2) as graph:
+        if drives:
+            with raises(cg.ActorError, "lives on rank 1 and this is rank 0; call it in a step"):
+                one.echo(3)
+            assert graph.execute(3).result(SECONDS) == 3
+            assert asyncio.run(gathered([graph.execute(x) for x in "ab"])) == ["a", "b"]
+        elif one.is_local:
+            assert one.echo(4) == 4
+
+
+async def gathered(futures: list[cg.Future]) -> list[Any]:
+    return await asyncio.gather(*futures)
+
+
+def the_driver_draws_its_graph(drives: bool) -> None:
+    """And rank 0 a step that all ranks call; the others may ask for it, too."""
+    one, *_ = players()
+    folder = Path(cg.allgather(tempfile.mkdtemp() if drives else "")[0])
+
+    def step(x):
+        return one.echo(x)
+
+    graph = cg.trace(inputs=cg.on(2), outputs=cg.on(2))(step).lower(cg.object).compile()
+    graph.visualize(folder / f"driven-{cg.rank()}.svg")
+    cg.trace(step).lower(cg.object).compile().visualize(folder / f"all-{cg.rank()}.svg")
+    graph.close()
+    cg.barrier()
+    if drives:
+        assert sorted(path.name for path in folder.iterdir()) == ["all-0.svg", "driven-2.svg"]
+        shutil.rmtree(folder)
+
+
 def leaving_an_event_loop_with_executions_pending(drives: bool) -> None:
     one, *_ = players()
 
@@ -459,6 +497,8 @@ BEHAVIOURS = (
     collectives_beside_messages,
     a_collective_of_different_shapes_does_not_compile,
     all_ranks_agree_on_the_schedule,
+    one_method_is_a_graph,
+    the_driver_draws_its_graph,
     leaving_an_event_loop_with_executions_pending,
 )
 

@@ -1,0 +1,95 @@
+"""Tables of `docs/guide/from-ray.md`: cg beside Ray Compiled Graphs and MPI, as recorded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from .tables import table
+
+_RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "ray_comparison.json"
+_ROWS = {
+    "round trip 1 B": "round trip, 1 byte",
+    "scatter-gather 1 B": "scatter-gather, 1 byte",
+    "chain 1 B": "chain, 1 byte",
+    "round trip 1 B asyncio": "round trip, 1 byte, asyncio",
+    "scatter-gather 1 B asyncio": "scatter-gather, 1 byte, asyncio",
+    "chain 1 B asyncio": "chain, 1 byte, asyncio",
+    "round trip 1 MiB numpy": "round trip, array of 1 MiB",
+    "round trip 10 MiB numpy": "round trip, array of 10 MiB",
+    "round trip 1 MiB tensor": "round trip, tensor of 1 MiB",
+    "round trip 10 MiB tensor": "round trip, tensor of 10 MiB",
+}
+_RAY, _MPI = "ray compiled", "mpi4py"
+_ARMS = ("cg", "cg bound", "cg source")  # compiled, compiled with bound ranks, not compiled
+
+Medians = Mapping[str, Mapping[str, Mapping[str, float]]]
+
+
+def times() -> str:
+    """What a call takes on each side, and the ratios of these."""
+    medians = _medians()
+    head = ("", "Ray Compiled Graphs", "cg, compiled wheel", "times faster", "bound to cores")
+    rest = ("times faster", "cg, from source", "raw mpi4py", "cg's time by mpi4py's: wheel, bound")
+    rows = [_times_of(medians, name, words) for name, words in _ROWS.items()]
+    rows += [
+        _single(medians, "an idle actor, share of a core", "idle_share", "{:.1%}"),
+        _single(medians, "the first execution after 3 s, chain", "wake_us", "{:.0f}"),
+    ]
+    return table((*head, *rest), rows)
+
+
+def throughput() -> str:
+    """Executions per second, by how many are in flight."""
+    medians = _medians()
+    head = ("executions per second", "Ray Compiled Graphs", "cg, compiled wheel", "bound to cores")
+    rows = [
+        (f"{name}: 1, 4, 16 in flight", *(_rates(medians[arm], name) for arm in (_RAY, *_ARMS)))
+        for name in ("round trip", "chain")
+    ]
+    return table((*head, "cg, from source"), rows)
+
+
+def _medians() -> Medians:
+    medians: Medians = json.loads(_RESULTS.read_text(encoding="utf-8"))["figures"]["medians"]
+    return medians
+
+
+def _times_of(medians: Medians, name: str, words: str) -> tuple[str, ...]:
+    took = {arm: row[name]["p50_us"] for arm, row in medians.items() if name in row}
+    shown = {arm: _microseconds(time, "MiB" in name) for arm, time in took.items()}
+    ray, (wheel, bound, source) = took[_RAY], _ARMS
+    by_mpi = [f"{took[arm] / took[_MPI]:.2f}" for arm in (wheel, bound)] if _MPI in took else []
+    return (
+        words,
+        shown[_RAY],
+        shown[wheel],
+        _ratio(ray / took[wheel]),
+        shown[bound],
+        _ratio(ray / took[bound]),
+        shown[source],
+        shown.get(_MPI, ""),
+        ", ".join(by_mpi),
+    )
+
+
+def _single(medians: Medians, words: str, key: str, form: str) -> tuple[str, ...]:
+    """A row of what has no ratios."""
+    ray, wheel, bound, source = (
+        form.format(medians[arm]["chain idle"][key]).replace("%", " %") for arm in (_RAY, *_ARMS)
+    )
+    return (words, ray, wheel, "", bound, "", source, "", "")
+
+
+def _rates(arm: Mapping[str, Mapping[str, float]], name: str) -> str:
+    rates = (arm[f"{name} 1 B, {count} in flight"]["per_second"] for count in (1, 4, 16))
+    return ", ".join(f"{round(rate, -2):.0f}" for rate in rates)
+
+
+def _microseconds(time: float, is_large: bool) -> str:
+    return f"{time:.0f}" if is_large or time >= 100 else f"{time:.1f}"
+
+
+def _ratio(times: float) -> str:
+    return f"{times:.0f}" if times >= 10 else f"{times:.1f}"

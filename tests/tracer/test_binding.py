@@ -1,0 +1,123 @@
+"""Arguments that do not fit a method are an error when the call is traced."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import cg
+from cg.backends.virtual import VirtualWorld
+from cg.launch.world import use_world
+
+from .step_tools import line_of
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def counted(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives the method an argument that its caller does not pass."""
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return method(self, 1, *args, **kwargs)
+
+    return call
+
+
+@cg.actor
+class Methods(torch.nn.Module):
+    largest = max  # which has no signature
+
+    def echo(self, x):
+        return x
+
+    @cg.opaque
+    def marked(self, x):
+        return x
+
+    @cg.opaque(fake=lambda self, x: torch.empty_like(x))
+    def shaped(self, x):
+        return x
+
+    def options(self, x, y=2, *, scale=1):
+        return (x, y, scale)
+
+    def named(self, x, *, key):
+        return (x, key)
+
+    def rest(self, x, *parts, **named):
+        return (x, parts, named)
+
+    @staticmethod
+    def static(x):
+        return x
+
+    @classmethod
+    def of_class(cls, x):
+        return x
+
+    @counted
+    def wrapped(self, number, x):
+        return (number, x)
+
+    def forward(self, x):
+        return x
+
+
+def traced(call: Callable[[Any, Any], Any], given: Any) -> Any:
+    with use_world(VirtualWorld(2)):
+        actor = Methods.on(1)()
+
+        @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
+        def step(x):
+            return call(actor, x)
+
+        return step.lower(given).compile()(given if isinstance(given, torch.Tensor) else 5)
+
+
+FITTING: list[tuple[Callable[[Any, Any], Any], Any]] = [
+    (lambda a, x: a.echo(x=x), 5),
+    (lambda a, x: a.options(x), (5, 2, 1)),
+    (lambda a, x: a.options(x, 3, scale=4), (5, 3, 4)),
+    (lambda a, x: a.named(x, key=x), (5, 5)),
+    (lambda a, x: a.rest(x, x, 2, y=3), (5, (5, 2), {"y": 3})),
+    (lambda a, x: a.static(x), 5),
+    (lambda a, x: a.of_class(x), 5),
+    (lambda a, x: a.wrapped(x), (1, 5)),
+    (lambda a, x: a(x), 5),
+    (lambda a, x: a.largest(x, 7), 7),
+]
+
+
+@pytest.mark.parametrize("index", range(len(FITTING)))
+def test_arguments_that_fit(index: int) -> None:
+    call, expected = FITTING[index]
+    assert traced(call, cg.object) == expected
+
+
+WRONG: list[tuple[Callable[[Any, Any], Any], str]] = [
+    (lambda a, x: a.echo(x, x), r"Methods.echo\(x\): too many positional arguments"),
+    (lambda a, x: a.echo(x, y=1), r"Methods.echo\(x\): got an unexpected keyword argument 'y'"),
+    (lambda a, x: a.marked(), r"Methods.marked\(x\): missing a required argument: 'x'"),
+    (lambda a, x: a.shaped(x, x), r"Methods.shaped\(x\): too many positional arguments"),
+    (lambda a, x: a.options(x, 1, 2), r"options\(x, y=2, \*, scale=1\): too many positional"),
+    (lambda a, x: a.named(x), r"named\(x, \*, key\): missing a required .*'key'"),
+    (lambda a, x: a.rest(y=x), r"rest\(x, \*parts, \*\*named\): missing a required .*'x'"),
+    (lambda a, x: a.static(x, x), r"static\(x\): too many positional arguments"),
+    (lambda a, x: a.of_class(), r"of_class\(x\): missing a required argument: 'x'"),
+]
+
+
+@pytest.mark.parametrize("index", range(len(WRONG)))
+@pytest.mark.parametrize("given", [cg.object, torch.ones(2)], ids=["object", "tensor"])
+def test_arguments_that_do_not_fit(index: int, given: Any) -> None:
+    call, message = WRONG[index]
+    with pytest.raises(cg.TraceError, match=f"the arguments do not fit .*{message}") as caught:
+        traced(call, given)
+    assert line_of(caught.value).startswith("(lambda a, x: a.")
+    assert "at " in caught.value.remedy
+    assert __file__ in caught.value.remedy
