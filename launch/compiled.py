@@ -235,11 +235,10 @@ class Compiled:
         if self._closed:
             return
         made = self._made
-        if made is not None:
-            if made.graph.driver in made.executions.residents:
-                made.executions.close(made.graph)
-            else:
-                self.serve()
+        if made is not None and made.graph.driver in made.executions.residents:
+            made.executions.close(made.graph)
+        elif made is not None:
+            self.serve()
         self._close_runtimes()
 
     def __enter__(self) -> Self:

@@ -96,3 +96,8 @@ class Scale(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.by
+
+
+def workers() -> list[Worker]:
+    """One on each rank but the driver's."""
+    return [Worker.on(rank)(f"w{rank}") for rank in range(1, cg.world_size())]

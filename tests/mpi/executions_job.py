@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import random
 import shutil
 import sys
@@ -21,16 +20,13 @@ from typing import Any
 import numpy as np
 import torch
 from driving import chain_of, graph_of, on_machines, raises
-from executions_actors import Boom, Scale, Unloadable, Worker
+from executions_actors import Boom, Scale, Unloadable, workers
+from executions_late import positions, room, timeouts
 
 import cg
 from cg.launch.world import world
 
 torch.set_num_threads(1)
-
-
-def workers() -> list[Any]:
-    return [Worker.on(rank)(f"w{rank}") for rank in range(1, cg.world_size())]
 
 
 def equal(a: Any, b: Any) -> bool:
@@ -217,82 +213,6 @@ def first_failure(drives: bool) -> None:
             future.result(timeout=30)
         assert time.monotonic() - began < 2.5
         assert graph.execute("fine", 0.0).result(timeout=30) == (0.0, "fine")
-
-
-def timeouts(drives: bool) -> None:
-    """A timeout comes in time, and the graph can be used."""
-    with chain_of(workers(), "sleep") as graph:
-        if not drives:
-            return
-        future = graph.execute(0.3)
-        began = time.monotonic()
-        with raises(TimeoutError, "execution 0 has not ended after 0.25 s"):
-            future.result(timeout=0.25)
-        assert 0.2 < time.monotonic() - began < 5
-        with raises(cg.StepTimeout):
-            future.result(timeout=0)
-        assert future.result(timeout=30) == 0.3
-        assert graph.execute(0.0).result(timeout=30) == 0.0
-
-
-def room(drives: bool) -> None:
-    """Waiting for room ends by a deadline that somebody has set, and the graph can be used."""
-    for options, variable in (({"timeout": 0.2}, "60"), ({}, "0.2"), ({}, "")):
-        wait_for_room(drives, variable, **options)
-
-
-def wait_for_room(drives: bool, variable: str, **options: Any) -> None:
-    (worker, *_) = workers()
-    os.environ["CG_TIMEOUT"] = variable
-    with chain_of([worker], "sleep", max_inflight=1, **options) as graph:
-        del os.environ["CG_TIMEOUT"]
-        if not drives:
-            return
-        first = graph.execute(0.6)
-        if options or variable:
-            with raises(cg.StepTimeout, "execution 1 has not started after 0.2 s") as caught:
-                graph.execute(0.1)
-            assert "  @chain 0: rank 0 waits at " in str(caught[0])
-            assert not first.done()
-        second = graph.execute(0.0) if not options and not variable else None
-        assert first.result(timeout=30) == 0.6
-        assert second is None or second.result(timeout=30) == 0.0
-        again = graph.execute(0.3)
-        assert again.execution == (1 if second is None else 2)
-        assert again.result(timeout=30) == 0.3  # which is not what the deadline is for
-
-
-def positions(drives: bool) -> None:
-    """A timeout names the line and the rank that it waits for, and claims no more than it knows."""
-    *_, last = workers()
-
-    @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
-    def answered(x):
-        return last.sleep(x)
-
-    @cg.trace(inputs=cg.on(0), outputs=cg.on(3))
-    def unanswered(x):
-        return last.sleep(x)
-
-    with answered.lower(cg.object).compile() as graph:
-        if drives:
-            future = graph.execute(0.3)
-            with raises(TimeoutError) as caught:
-                future.result(timeout=0)
-            said = str(caught[0])
-            assert f"@answered 0: rank 0 waits at {__file__}:" in said, said
-            assert ", in answered (`%sleep.at0 = wait(" in said, said
-            assert said.endswith("it needs rank 3's send of message 0 of channel 1"), said
-            future.result(timeout=30)
-    with unanswered.lower(cg.object).compile() as graph:
-        if drives:
-            future = graph.execute(0.3)
-            with raises(TimeoutError) as caught:
-                future.result(timeout=0)
-            said = str(caught[0])
-            assert "rank 0 waits for rank 3 to end its program, whose last call is " in said, said
-            assert ", in unanswered (`%sleep = call(" in said, said
-            future.result(timeout=30)
 
 
 def awaits(drives: bool) -> None:
@@ -494,10 +414,30 @@ def _first_after_idle(graph: Any) -> float:
     return time.perf_counter() - began
 
 
+SCENARIOS = (
+    values,
+    kept,
+    tensors,
+    flow,
+    pipelined,
+    errors,
+    first_failure,
+    timeouts,
+    room,
+    positions,
+    awaits,
+    many,
+    variants,
+    mixed,
+    idle,
+)
+
+
 def main() -> None:
+    known = {scenario.__name__: scenario for scenario in SCENARIOS}
     with on_machines(*sys.argv[2:3]):
         for name in sys.argv[1].split(","):
-            globals()[name](cg.rank() == 0)
+            known[name](cg.rank() == 0)
             cg.barrier()
             if cg.rank() == 0:
                 print(f"passed {name}", flush=True)

@@ -13,6 +13,9 @@ import torch
 
 import cg
 
+SECONDS = 60
+"""That a result may take."""
+
 
 class Boom(Exception):
     """A user's exception, whose constructor does not take its `args`."""
