@@ -35,6 +35,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "gpu-others": gpus.others,
     "ray-times": ray.times,
     "ray-throughput": ray.throughput,
+    "soak": ray.soak,
     "llama-speed": llama.speed,
     "llama-speed-of-two": llama.speed_of_two,
     "llama-sizes": llama.sizes,
