@@ -238,7 +238,7 @@ class _Exchange:
             values = self._gathering.take()
             if isinstance(value, Poison):
                 raise value
-        except Exception:
+        except BaseException:  # also what is no Exception, from an object that is unpickled
             self.release()
             raise
         values[self._group.rank] = value

@@ -69,20 +69,21 @@ def positions(drives: bool) -> None:
 
     with answered.lower(cg.object).compile() as graph:
         if drives:
-            future = graph.execute(0.3)
-            with raises(TimeoutError) as caught:
-                future.result(timeout=0)
-            said = str(caught[0])
+            said = said_too_early(graph)
             assert f"@answered 0: rank 0 waits at {__file__}:" in said, said
             assert ", in answered (`%sleep.at0 = wait(" in said, said
             assert said.endswith("it needs rank 3's send of message 0 of channel 1"), said
-            future.result(timeout=30)
     with unanswered.lower(cg.object).compile() as graph:
         if drives:
-            future = graph.execute(0.3)
-            with raises(TimeoutError) as caught:
-                future.result(timeout=0)
-            said = str(caught[0])
+            said = said_too_early(graph)
             assert "rank 0 waits for rank 3 to end its program, whose last call is " in said, said
             assert ", in unanswered (`%sleep = call(" in said, said
-            future.result(timeout=30)
+
+
+def said_too_early(graph: Any) -> str:
+    """What is said of an execution that is asked for at once; it ends before this returns."""
+    future = graph.execute(0.3)
+    with raises(TimeoutError) as caught:
+        future.result(timeout=0)
+    future.result(timeout=30)
+    return str(caught[0])

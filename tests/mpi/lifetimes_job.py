@@ -9,6 +9,8 @@ overwritten by its next replay: the caller keeps views of it here, made in many 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 import cg
@@ -198,22 +200,26 @@ def inputs_that_are_read_otherwise() -> None:
     compiled.close()
 
 
-def gradients() -> None:
-    """They stay for the optimizer, whatever runs before it does."""
-    a, b = Worker.on(0)(), Worker.on(1)()
-    mine = (a, b)[cg.rank()].local
-
+def compiled_training(a: Any, b: Any) -> Any:
     @cg.trace
     def train(x: torch.Tensor) -> torch.Tensor:
         loss = b.loss(a.forward(x))
         cg.backward(loss)
         return loss
 
+    return train.lower(full(0.0)).compile()
+
+
+def gradients() -> None:
+    """They stay for the optimizer, whatever runs before it does."""
+    a, b = Worker.on(0)(), Worker.on(1)()
+    mine = (a, b)[cg.rank()].local
+
     @cg.trace
     def infer(x: torch.Tensor) -> torch.Tensor:
         return b.wander(x, a.wander(x, a.forward(x)))
 
-    inferring, training = infer.lower(full(0.0)).compile(), train.lower(full(0.0)).compile()
+    inferring, training = infer.lower(full(0.0)).compile(), compiled_training(a, b)
     for _ in range(4):
         inferring(full(1.0))
     for number in range(1, 6):
@@ -230,13 +236,7 @@ def gradients_that_move() -> None:
     a, b = Worker.on(0)(), Worker.on(1)()
     mine = (a, b)[cg.rank()].local
 
-    @cg.trace
-    def train(x: torch.Tensor) -> torch.Tensor:
-        loss = b.loss(a.forward(x))
-        cg.backward(loss)
-        return loss
-
-    training = train.lower(full(0.0)).compile()
+    training = compiled_training(a, b)
     for _ in range(5):
         training(full(1.0))
     for number in (1, 2):
