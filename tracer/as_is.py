@@ -15,7 +15,7 @@ from .errors import TraceError
 from .interface import Body
 from .opaque import OpaqueMark
 from .results import describe
-from .specs import Leaf, ObjectSpec, TensorSpec, Tree
+from .specs import Leaf, ObjectSpec, TensorSpec, Tree, filler
 from .trace import describe as outline
 
 
@@ -132,9 +132,10 @@ def _for_one(
 ) -> Body:
     """A body for one object. Switching gradients on costs more than a short method."""
     if flat:
+        is_grad_enabled = torch.is_grad_enabled
 
         def short(*inputs: Any) -> Sequence[Any]:
-            if torch.is_grad_enabled():
+            if is_grad_enabled():
                 return (function(*inputs),)
             with torch.enable_grad():
                 return (function(*inputs),)
@@ -159,8 +160,10 @@ def _caller(function: Callable[..., Any], signature: Tree) -> Callable[[tuple[An
     if _is_flat(signature):
         return lambda inputs: function(*inputs)
 
+    fill = filler(signature)
+
     def general(inputs: tuple[Any, ...]) -> Any:
-        args, kwargs = signature.fill(inputs)
+        args, kwargs = fill(inputs)
         return function(*args, **kwargs)
 
     return general

@@ -15,7 +15,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 from ..ir.module import Module
 from ..ir.types import Place
 from .interface import Body, Guard
-from .specs import Leaf, ObjectSpec, Static, TensorSpec, Tree, static_key
+from .specs import Fill, Leaf, ObjectSpec, Static, TensorSpec, Tree, filler, static_key
 from .values import NotAValue, ObjectMarker
 
 _STRIDED = torch.strided
@@ -179,15 +179,14 @@ class OutputSpec:
 
     tree: Tree
     place: Place
-    _is_single: bool = field(init=False, compare=False)
+    _fill: Fill = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        single = self.tree.spec.is_leaf() and not isinstance(self.tree.leaves[0], Static)
-        object.__setattr__(self, "_is_single", single)
+        object.__setattr__(self, "_fill", filler(self.tree))
 
     def rebuild(self, values: Sequence[Any]) -> Any:
         """What the step's Python would have returned, from the program's outputs."""
-        return values[0] if self._is_single else self.tree.fill(values)
+        return self._fill(values)
 
 
 @dataclass(frozen=True)
