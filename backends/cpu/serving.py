@@ -18,13 +18,19 @@ from .rows import State
 if TYPE_CHECKING:
     from ..futures import Future
 
-_YIELDS: Final = 500
-"""Fruitless turns with a yield of the core after each, before the process sleeps. A turn takes some
-microsecond, a yield that finds nobody else to run half of one. Where two ranks share a core, each
-turn without a yield would delay the other by as much."""
+_TURNS: Final = 1000
+"""Fruitless turns before the process sleeps. One takes a quarter of a microsecond and more, a yield
+of the core between two of them half of one, if it finds nobody else to run."""
 
-_FEW_YIELDS: Final = 2
+_FEW_TURNS: Final = 2
 """The same where something else that does not wait has the core."""
+
+_YIELD_EVERY: Final = 4
+"""How many turns there are to a yield while the process has its core for itself. Where two ranks
+share a core, each turn without a yield would delay the other by as much."""
+
+_ALONE: Final = 2e-6
+"""Seconds that a yield takes at most if it has found nobody else to run."""
 
 _SLEEP: Final = 0.1
 """Seconds of one sleep; then the process looks again, in case a ring was lost."""
@@ -55,8 +61,9 @@ class Serving:
         self._node = node
         self._flag = node.waiting(node.rank)
         self._spans = len(node.leaders) > 1
-        self._yields = _YIELDS
+        self._turns = _TURNS
         self._crowd = Crowd()
+        self._is_alone = False
         self._suspected_at = 0
         self._pumps: dict[asyncio.AbstractEventLoop, _Pump] = {}
 
@@ -66,14 +73,17 @@ class Serving:
         Raises:
             PeerLost: a rank has ended, and nothing has come of it since that was noticed.
         """
-        if polls == 1:
-            self.rest()
-        elif polls <= self._yields:
+        if polls <= self._turns:
+            if polls == 1:
+                self.rest()
+            if self._is_alone and polls % _YIELD_EVERY:
+                return
             began = perf_counter()
             sched_yield()
             ended = perf_counter()
+            self._is_alone = ended - began < _ALONE
             if self._crowd.saw(began, ended):
-                self._yields = _FEW_YIELDS
+                self._turns = _FEW_TURNS
         else:
             self._sleep(polls, seconds)
 
@@ -86,15 +96,15 @@ class Serving:
                 raise lost
             self._suspected_at = polls
             return
-        if self._yields == _FEW_YIELDS and self._crowd.is_over(perf_counter()):
-            self._yields = _YIELDS
+        if self._turns == _FEW_TURNS and self._crowd.is_over(perf_counter()):
+            self._turns = _TURNS
         if not node.words[self._flag]:
             node.words[self._flag] = 1
             node.fence()
             return
         longest = _SLEEP
         if self._spans:
-            longest = min(_NAP * 2 ** min((polls - self._yields) // 2, 30), _LONGEST_NAP)
+            longest = min(_NAP * 2 ** min((polls - self._turns) // 2, 30), _LONGEST_NAP)
         try:
             node.bell.wait(longest if seconds is None else min(longest, seconds))
         finally:

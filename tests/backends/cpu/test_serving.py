@@ -1,0 +1,70 @@
+"""How often a process that waits gives way, by what its yields say."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cg.backends.cpu import serving
+
+EMPTY, SHARED, SLICE = 0.5e-6, 5e-6, 4e-3
+
+
+class Clock:
+    """Yields that take as long as they are told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        self.each = EMPTY
+        self.yields = 0
+        monkeypatch.setattr(serving, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(serving, "sched_yield", self.give_way)
+
+    def give_way(self) -> None:
+        self.now += self.each
+        self.yields += 1
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def waits(turns: int) -> Any:
+    """A process that has waited for some turns."""
+    node: Any = SimpleNamespace(
+        rank=0, leaders=(0,), words=memoryview(bytearray(64)).cast("Q"), waiting=lambda rank: rank
+    )
+    made = serving.Serving(node)
+    for polls in range(1, turns + 1):
+        made.pause(polls, None)
+    return made
+
+
+def test_who_has_a_core_looks_several_times_before_each_yield(clock: Clock) -> None:
+    waits(400)
+    assert clock.yields == pytest.approx(100, abs=2)
+
+
+def test_who_shares_one_yields_after_each_look(clock: Clock) -> None:
+    clock.each = SHARED
+    waits(400)
+    assert clock.yields == 400
+
+
+def test_who_has_to_share_it_again_soon_does(clock: Clock) -> None:
+    process = waits(400)
+    before = clock.yields
+    clock.each = SHARED
+    for polls in range(401, 501):
+        process.pause(polls, None)
+    assert clock.yields - before >= 96
+
+
+def test_each_wait_says_that_nobody_needs_to_ring(clock: Clock) -> None:
+    process = waits(1)
+    process._node.words[0] = 1
+    process.pause(1, None)
+    assert process._node.words[0] == 0
