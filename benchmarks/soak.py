@@ -3,14 +3,16 @@
     python -m cg.launch -n 4 benchmarks/soak.py --seconds 600
 
 Every value is checked against plain Python. At the end it prints what was run, and by how much the
-memory of each rank has grown per minute, over the second half of the time: all that is resident,
-and of that what is the rank's own. The rest is memory that ranks share, which grows whenever a
-message meets a place that is too small for it, until all of them have room.
+memory of each rank has grown per minute, over the second half of the time: all that is resident, of
+that what is the rank's own, and of that what malloc has given out. The rest of what is resident is
+shared by ranks, and grows whenever a message meets a place that is too small for it, until all of
+them have room. The rest of what is the rank's own is what malloc keeps of what was given back.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import random
@@ -18,7 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -57,14 +59,39 @@ class Worker:
             raise Refused(int(-x[0, 0].item()), self.rank)
         return x * 2
 
-    def memory(self, nothing: object) -> tuple[int, int]:
-        return resident_bytes()
+    def memory(self, nothing: object) -> Memory:
+        return memory_now()
 
 
-def resident_bytes() -> tuple[int, int]:
-    """Memory of this process: all that is resident, and of that what is its own."""
+class Memory(NamedTuple):
+    """Bytes of a process: resident ones, its own of them, those that malloc has given out."""
+
+    rss: int
+    own: int
+    in_use: int
+
+
+class MallInfo(ctypes.Structure):
+    """`struct mallinfo2` of the GNU C library; see mallinfo(3)."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+MALLINFO = ctypes.CDLL(None).mallinfo2
+MALLINFO.restype = MallInfo
+
+
+def memory_now() -> Memory:
+    """Of this process."""
     resident, shared = map(int, Path("/proc/self/statm").read_text().split()[1:3])
-    return resident * PAGE, (resident - shared) * PAGE
+    malloc = MALLINFO()
+    return Memory(resident * PAGE, (resident - shared) * PAGE, malloc.uordblks + malloc.hblkhd)
 
 
 @dataclass
@@ -190,18 +217,21 @@ def refused(future: cg.Future, number: int | None, model: Model) -> None:
     assert number in (None, error.number), (number, error)
 
 
-Sample = tuple[float, list[tuple[int, int]]]
-"""When it was taken, in seconds, and the memory of each rank (`resident_bytes`)."""
+Sample = tuple[float, list[Memory]]
+"""When it was taken, in seconds, and the memory of each rank."""
 
 
-def slope(samples: list[Sample], which: int) -> list[float]:
-    """Growth of each rank's memory in KiB per minute, over the second half of the samples."""
+def growth(samples: list[Sample]) -> dict[str, list[float]]:
+    """Memory of each rank: MiB at the end, and growth in KiB per minute over the second half."""
     late = samples[len(samples) // 2 :]
     times = np.array([at for at, _ in late])
-    return [
-        round(float(np.polyfit(times, [ranks[i][which] / 1024 for _, ranks in late], 1)[0] * 60), 1)
-        for i in range(len(late[0][1]))
-    ]
+    figures: dict[str, list[float]] = {}
+    for which, name in enumerate(Memory._fields):
+        kib = np.array([[each[which] / 1024 for each in ranks] for _, ranks in late])
+        figures[f"{name}_mib"] = [round(float(last) / 1024, 1) for last in kib[-1]]
+        slopes = np.polyfit(times, kib, 1)[0] * 60
+        figures[f"{name}_kib_per_minute"] = [round(float(slope), 1) for slope in slopes]
+    return figures
 
 
 def drive(graphs: Graphs, seconds: float, seed: int, ranks: int) -> dict[str, Any]:
@@ -215,7 +245,7 @@ def drive(graphs: Graphs, seconds: float, seed: int, ranks: int) -> dict[str, An
             while waiting:  # what waits for its turn is memory, too, now more and now less
                 waiting.pop()()
             sizes = graphs.memory.execute(None).result(timeout=60)
-            samples.append((at, [resident_bytes(), *sizes]))
+            samples.append((at, [memory_now(), *sizes]))
             due = at + max(seconds / 100, 0.2)
         waiting.append(start(graphs, model, source))
         while len(waiting) > source.randint(0, 40):
@@ -230,10 +260,7 @@ def drive(graphs: Graphs, seconds: float, seed: int, ranks: int) -> dict[str, An
         "seconds": seconds,
         "executions": model.number,
         **model.counts,
-        "rss_mib": [round(size / 2**20, 1) for size, _ in samples[-1][1]],
-        "rss_kib_per_minute": slope(samples, 0),
-        "own_mib": [round(own / 2**20, 1) for _, own in samples[-1][1]],
-        "own_kib_per_minute": slope(samples, 1),
+        **growth(samples),
     }
 
 

@@ -55,13 +55,14 @@ def throughput() -> str:
 def soak() -> str:
     """What a long run of random executions has shown."""
     run = _read("soak")
-    growth, own = run["rss_kib_per_minute"], run["own_kib_per_minute"]
+    growth, own, in_use = (run[f"{name}_kib_per_minute"] for name in ("rss", "own", "in_use"))
     return (
         f"`{run['command']}` ({run['machine']}): {run['executions']:,} executions, "
         f"{run['errors']:,} of them with an error, and {run['dropped']:,} results dropped. Every "
         "value and every error was the right one, and all graphs closed. In the second half the "
-        f"memory of the ranks grew by {_list(growth)} KiB a minute, what is not shared by "
-        f"{_list(own)}; at the end they held {_list(run['rss_mib'])} MiB."
+        f"memory of the ranks grew by {_list(growth)} KiB a minute, what is not shared of it by "
+        f"{_list(own)}, and of that what malloc has given out and not got back by {_list(in_use)}; "
+        f"at the end they held {_list(run['rss_mib'])} MiB."
     )
 
 
