@@ -24,11 +24,14 @@ COMPILED = (
     "backends/executions.py",
     "backends/executor.py",
     "backends/graphs.py",
+    "backends/inbox.py",
     "backends/instance.py",
     "backends/instructions.py",
+    "backends/outcomes.py",
     "backends/records.py",
     "backends/resident.py",
     "backends/steps.py",
+    "backends/tallies.py",
     "backends/turnstiles.py",
     "backends/cpu/control.py",
     "backends/cpu/crowd.py",
@@ -40,11 +43,17 @@ COMPILED = (
     "backends/cpu/record_ring.py",
     "backends/cpu/rows.py",
     "backends/cpu/serving.py",
+    "launch/selection.py",
     # They extend what is compiled.
     "backends/devices/executable.py",
     "backends/devices/instance.py",
 )
 """What every execution goes through, and that no user extends or replaces."""
+
+NATIVE = "cg.backends.cpu._cells"
+"""What is written in C."""
+
+FLAGS = ["-std=c11", "-O2", "-Wall"]
 
 
 class BuildPy(build_py):
@@ -77,14 +86,13 @@ def extensions() -> list[Extension]:
         "--ignore-missing-imports",
     ]
     modules = [str(source / module) for module in COMPILED]
-    return list(
-        mypycify(
-            [*options, *modules],
-            opt_level="2",
-            group_name="cg",
-            target_dir=str(top),
-        )
+    compiled = mypycify(
+        [*options, *modules],
+        opt_level="2",
+        group_name="cg",
+        target_dir=str(top),
     )
+    return [*compiled, Extension(NATIVE, ["backends/cpu/_cells.c"], extra_compile_args=FLAGS)]
 
 
 COMMANDS = {"build_py": BuildPy}

@@ -17,18 +17,16 @@ from typing import Any, Final, Protocol
 from .errors import CapacityError, StepTimeout
 from .futures import Future
 from .graphs import Graph
+from .inbox import Inbox, Order
 from .interruptions import is_interruption
 from .lateness import is_full, late_start, positions_in_flight, seconds
+from .outcomes import Outcome
 from .records import GRAPHS, SEATS, Kind, Record, Records
 from .resident import Resident
 from .restart import STAGES, Stage, Stages, cannot_start_over, give_up, reset
 
 _FORESEE_EVERY: Final = 64
 """After how many fruitless turns in a row the driver looks for failures ahead of its programs."""
-
-
-Order = Callable[[], bool]
-"""Does what a record asks of a rank; false if its time is not come."""
 
 
 class Waiting(Protocol):
@@ -88,10 +86,8 @@ class Executions:
         self._numbers = 0
         self._closings = 0
         self._all = tuple(self.residents.values())
-        self._held: dict[int, int] = {}
-        self._orders: dict[int, dict[int, Order]] = {rank: {} for rank in ranks}
-        self._readers: dict[int, Callable[[], int]] = {}
-        self._all_readers: dict[int, dict[int, Callable[[], int]]] = {}
+        self._inboxes: tuple[Inbox, ...] = ()
+        self._all_inboxes: dict[int, tuple[Inbox, ...]] = {}
         self._due: deque[Future] = deque()
         self.has_due = False
         self._stages = stages
@@ -115,10 +111,12 @@ class Executions:
         self.driver = driver
         if driver not in self._records:
             records = self._records[driver] = self._make_records(driver)
-            self._all_readers[driver] = {
-                rank: records.reader(rank) for rank in self.residents if rank != driver
-            }
-        self._readers = self._all_readers[driver]
+            self._all_inboxes[driver] = tuple(
+                Inbox(rank, records.reader(rank), self._understand)
+                for rank in self.residents
+                if rank != driver
+            )
+        self._inboxes = self._all_inboxes[driver]
 
     def open(self, graph: Graph) -> None:
         """Enter a graph; all ranks do, in the same order.
@@ -144,7 +142,7 @@ class Executions:
         publish = self._records[graph.driver].publisher(others, others)
         publish(Record(Kind.CLOSE, graph.number).pack())
         self._release(graph, graph.driver)
-        while self._readers and self.turn():
+        while self._inboxes and self.turn():
             pass
 
     def serve(self, graph: Graph) -> None:
@@ -153,8 +151,8 @@ class Executions:
         Raises:
             TransportError: a rank has ended.
         """
-        mine = [rank for rank in self._readers if rank in graph.seats]
-        turn, pause = self.turn, self._waiting.pause
+        mine = [inbox.rank for inbox in self._inboxes if inbox.rank in graph.seats]
+        pause = self._waiting.pause
         polls, closings = 0, -1
         with self._waiting.serving():
             while True:
@@ -162,7 +160,7 @@ class Executions:
                     closings = self._closings
                     if graph.closed.issuperset(mine):
                         break
-                if turn():
+                if self.turn():
                     polls = 0
                 else:
                     polls += 1
@@ -197,10 +195,11 @@ class Executions:
             return self._start_over()
         moved = False
         try:
-            for rank, reader in self._readers.items():
-                while self._take(rank, reader):
+            for inbox in self._inboxes:
+                while inbox.take():
                     moved = True
-            for resident in self._all if self._random is None else self._shuffled():
+            residents = self._all if self._random is None else self._shuffled()
+            for resident in residents:
                 if resident.in_flight and resident.turn():
                     moved = True
         except BaseException as error:
@@ -211,7 +210,7 @@ class Executions:
             self.call_back()
         return moved
 
-    def wait(self, future: Future, timeout: object) -> None:
+    def wait(self, future: Outcome, timeout: object) -> None:
         """See `Progress`."""
         limit = None if timeout is None else seconds(timeout)
         if limit is not None:
@@ -219,10 +218,10 @@ class Executions:
                 late = f"execution {future.execution} has not ended after {limit:g} s"
                 raise StepTimeout("\n".join([late, *positions_in_flight(self._all)]))
             return
-        turn, pause = self.turn, self._waiting.pause
+        pause = self._waiting.pause
         polls = 0
         while not future.is_done:
-            if turn():
+            if self.turn():
                 polls = 0
             else:
                 polls += 1
@@ -303,24 +302,6 @@ class Executions:
         elif not self._until(lambda: not self.in_doubt and bool(graph.free), graph.patience):
             raise StepTimeout("\n".join([late_start(graph), *positions_in_flight(self._all)]))
 
-    def _take(self, rank: int, reader: Callable[[], int]) -> bool:
-        """Do what the next record asks of a rank.
-
-        False if there is no record, or its time is not come. What a record waits for are
-        executions before it, so it is always the next to be done.
-        """
-        record = (self._held.pop(rank, 0) if self._held else 0) or reader()
-        if not record:
-            return False
-        orders = self._orders[rank]
-        order = orders.get(record)
-        if order is None:
-            order = orders[record] = self._understand(rank, Record.unpack(record))
-        done = order()
-        if not done:
-            self._held[rank] = record
-        return done
-
     def _understand(self, rank: int, record: Record) -> Order:
         """What to do for a record."""
         if record.kind is Kind.CLOSE:
@@ -334,8 +315,9 @@ class Executions:
             for other in siblings:
                 if other.running:
                     return False
-            resident.begin(instance, (), started[rank])
-            started[rank] += 1
+            number = started[rank]
+            resident.begin(instance, (), number)
+            started[rank] = number + 1
             return True
 
         return begin
@@ -352,16 +334,15 @@ class Executions:
     def _release(self, graph: Graph, rank: int) -> None:
         graph.release(rank)
         self._closings += 1
-        orders = self._orders[rank]
-        for record in [r for r in orders if Record.unpack(r).graph == graph.number]:
-            del orders[record]
+        for inbox in self._inboxes:
+            if inbox.rank == rank:
+                inbox.forget(graph.number)
         if len(graph.closed) == len(graph.seats):
             del self.graphs[graph.number]
 
-    def _shuffled(self) -> list[Resident]:
+    def _shuffled(self) -> tuple[Resident, ...]:
         assert self._random is not None
-        residents = list(self.residents.values())
-        return self._random.sample(residents, self._random.randint(1, len(residents)))
+        return tuple(self._random.sample(self._all, self._random.randint(1, len(self._all))))
 
     def call_back(self) -> None:
         """Call the callbacks of futures that are done."""
@@ -388,11 +369,11 @@ class Executions:
 
     def _reset(self, stages: Stages) -> None:
         """Bring what carries messages and records back to its beginning; nobody uses it now."""
-        for rank, reader in self._readers.items():
-            while record := self._held.pop(rank, 0) or reader():
+        for inbox in self._inboxes:
+            while record := inbox.drop():
                 asked = Record.unpack(record)
                 if asked.kind is Kind.CLOSE:
-                    self._close_here(asked.graph, rank)
+                    self._close_here(asked.graph, inbox.rank)
         for graph in self.graphs.values():
             reset(graph)
         if self.driver in self.residents:

@@ -6,34 +6,14 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Generator
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from .errors import RemoteError
-from .poison import Poison
+from .outcomes import Outcome, Progress
 
 _LOG = logging.getLogger("cg")
 
 Callback = Callable[["Future"], object]
-
-
-class Progress(Protocol):
-    """What moves executions on; nothing does but calls of this."""
-
-    def turn(self) -> bool:
-        """Go on with everything as far as it comes; whether anything has moved."""
-
-    def wait(self, future: Future, timeout: float | None) -> None:
-        """Go on until the future is done.
-
-        Raises:
-            StepTimeout: the time is up.
-        """
-
-    def later(self, future: Future) -> None:
-        """Call the future's callbacks once nothing is in the middle of something."""
-
-    def watch(self, future: Future) -> Generator[Any, None, None]:
-        """Go on inside an asyncio event loop until the future is done."""
 
 
 class _Watch:
@@ -47,7 +27,7 @@ class _Watch:
         yield from self._progress.watch(self._future)
 
 
-class Future:
+class Future(Outcome):
     """The result of an execution, sooner or later.
 
     The graph's executions go on while the driver is in a method of a future or of the graph.
@@ -61,17 +41,7 @@ class Future:
             nothing on.
     """
 
-    # Of the class until they are set, so that making a future costs little.
-    is_done = False
-    _value: Any = None
-    _poison: Poison | None = None
-    _delivery: Callable[[], None] | None = None
-    _callbacks: list[Callback] | None = None
     _attendant: asyncio.Task[None] | None = None
-
-    def __init__(self, progress: Progress, execution: int) -> None:
-        self.execution = execution
-        self._progress = progress
 
     def done(self) -> bool:
         """Whether the execution has ended; moves it on, and does not wait."""
@@ -93,15 +63,7 @@ class Future:
             TransportError: a rank has ended.
             TypeError, ValueError: the timeout is no number.
         """
-        if not self.is_done:
-            self._progress.wait(self, timeout)
-        if self._poison is not None:
-            # A new one each time: its traceback leads to whoever holds the future, so a future that
-            # kept it would be part of a cycle, and of no use to anybody but the garbage collector.
-            raise self._poison.error()
-        if self._delivery is not None:
-            self._delivery()
-        return self._value
+        return self._take(timeout)
 
     def exception(self, timeout: float | None = None) -> RemoteError | None:
         """What `result` would raise as the execution's own error, or None.
@@ -177,23 +139,8 @@ class Future:
         finally:
             self._attendant = None
 
-    # -- for those who run the execution ----------------------------------------------------
-
-    def resolve(
-        self, value: Any, poison: Poison | None, delivery: Callable[[], None] | None = None
-    ) -> None:
-        """The execution has ended; `delivery` is called before the value is used."""
-        self._value = value
-        if delivery is not None:
-            self._delivery = delivery
-        if poison is not None:
-            self._poison = poison
-        if self._callbacks is not None:
-            self._progress.later(self)
-        self.is_done = True  # last: until then it may be resolved once more
-
     def call_back(self) -> None:
-        """Call what was to be called."""
+        """Call what was to be called; for those who run the execution."""
         callbacks = self._callbacks
         while callbacks:  # one after the other: after an interruption the rest is still there
             callback = callbacks.pop(0)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..ir.module import Module
-from .futures import Future
 from .instance import Instance
+from .outcomes import Outcome
 from .participants import participants, woken_by_record
 from .poison import Poison
 from .resident import Seat
@@ -59,7 +59,7 @@ class Graph:
         self.patience: float | None = None
         mine = seats.get(driver, ())
         self.free = list(reversed(range(len(mine))))
-        self.futures: list[Future | None] = [None] * len(mine)
+        self.futures: list[Outcome | None] = [None] * len(mine)
         for index, seat in enumerate(mine):
             for instance, rebuild in zip(seat.instances, rebuilds, strict=True):
                 instance.on_end = self._resolver(index, rebuild)

@@ -27,8 +27,8 @@ from .instructions import Instruction, getter
 from .interruptions import is_interruption, leaves
 from .linked import LinkedProgram
 from .poison import Poison
-from .statistics import Statistics
 from .steps import KEEP, Role, Step
+from .tallies import Tally
 from .tracing import InstructionLog
 from .turnstiles import Tickets, Turnstiles
 
@@ -83,7 +83,7 @@ class Instance:
         self,
         linked: LinkedProgram,
         turnstiles: Turnstiles,
-        statistics: Statistics,
+        statistics: Tally,
         guards: Sequence[Guard] = (),
         reports: Reports | None = None,
         binder: Callable[..., Binder] = Binder,
@@ -110,7 +110,6 @@ class Instance:
         self._registers = self._code.registers
         self._template = self._code.template
         self._registers[:] = self._template
-        self._count = len(program.params)
         self._get_outputs = getter(self._code.outputs)
         self._progress = (*linked.progress, *self._code.progress)
         self._guards = tuple(guards)
@@ -136,8 +135,8 @@ class Instance:
         self.execution = execution
         self.running = True
         self.poison = None
-        if inputs:
-            self._registers[: self._count] = inputs
+        for index, value in enumerate(inputs):
+            self._registers[index] = value
         if self._takes_tickets:
             self._tickets.take()
         self._blocked = 0.0

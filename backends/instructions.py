@@ -153,7 +153,7 @@ def _call_for_one(
         (source,) = inputs
 
         def run() -> bool:
-            (registers[target],) = body(registers[source])
+            registers[target] = _only(body(registers[source]))
             return True
 
         return run
@@ -161,17 +161,24 @@ def _call_for_one(
         left, right = inputs
 
         def run_two() -> bool:
-            (registers[target],) = body(registers[left], registers[right])
+            registers[target] = _only(body(registers[left], registers[right]))
             return True
 
         return run_two
     get = getter(inputs)
 
     def run_many() -> bool:
-        (registers[target],) = body(*get(registers))
+        registers[target] = _only(body(*get(registers)))
         return True
 
     return run_many
+
+
+def _only(results: Sequence[Any]) -> Any:
+    """The one result; unpacking would make an iterator for it."""
+    if len(results) != 1:
+        raise ValueError(f"the function returned {len(results)} values instead of 1")
+    return results[0]
 
 
 def getter(indices: Sequence[int]) -> Callable[[Registers], tuple[Any, ...]]:

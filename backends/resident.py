@@ -105,11 +105,16 @@ class Resident:
             return self._in_order() if self._random is None else self._shuffled(self._random)
         finally:
             self._busy_in = 0
-            for instance in self.in_flight:
-                if not instance.running:
-                    # Also where Ctrl-C comes in the middle of another one.
-                    self.in_flight = [each for each in self.in_flight if each.running]
-                    break
+            in_flight = self.in_flight
+            if len(in_flight) == 1:
+                if not in_flight[0].running:
+                    in_flight.pop()
+            else:
+                for instance in in_flight:
+                    if not instance.running:
+                        # Also where Ctrl-C comes in the middle of another one.
+                        self.in_flight = [each for each in in_flight if each.running]
+                        break
 
     def check_idle(self) -> None:
         """Return unless executions of this rank are being moved on.

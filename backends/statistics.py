@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
-from typing import Final
 
-RECENT: Final = 256
-"""How many executions medians are taken over."""
+from .tallies import Tally
 
 
-def _recent() -> deque[tuple[float, float]]:
-    return deque(maxlen=RECENT)
-
-
-@dataclass(slots=True)
-class Statistics:
+class Statistics(Tally):
     """Times of the executions that have ended, in seconds.
 
     An execution's *total* is the time from its start to its end on this rank, its *blocked* time
@@ -29,12 +21,6 @@ class Statistics:
         total, blocked: of all of them together.
         recent: total and blocked of each of the last 256, the latest at the end.
     """
-
-    executions: int = 0
-    total: float = 0.0
-    blocked: float = 0.0
-    failures: int = 0
-    recent: deque[tuple[float, float]] = field(default_factory=_recent)
 
     @property
     def last_total(self) -> float:
@@ -68,23 +54,20 @@ class Statistics:
 
     def __add__(self, other: Statistics) -> Statistics:
         """Both together; those of `other` are the later ones."""
-        recent = _recent()
-        recent.extend(self.recent)
-        recent.extend(other.recent)
-        return Statistics(
-            self.executions + other.executions,
-            self.total + other.total,
-            self.blocked + other.blocked,
-            self.failures + other.failures,
-            recent,
-        )
+        both = Statistics()
+        for each in (self, other):
+            both.executions += each.executions
+            both.total += each.total
+            both.blocked += each.blocked
+            both.failures += each.failures
+            both.recent.extend(each.recent)
+        return both
 
-    def record(self, total: float, blocked: float) -> None:
-        """Count one execution."""
-        self.executions += 1
-        self.total += total
-        self.blocked += blocked
-        self.recent.append((total, blocked))
+    def __repr__(self) -> str:
+        return (
+            f"Statistics(executions={self.executions}, failures={self.failures}, "
+            f"total={self.total:g}, blocked={self.blocked:g})"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from .codecs import TensorCodec, codec_of
 from .collectives import CollectivePort, Group
 from .layout import LINE, SlotLayout, round_up
 from .local import LocalReceiver, LocalSender
-from .messages import Active, ReceiveLane, SendLane, incoming, outgoing
+from .messages import Active, ReceiveLane, SendLane, incoming, mover, outgoing
 from .node import Node
 from .object_ports import ObjectRecvPort, ObjectSendPort
 from .ports import RecvPort, SendPort, SlotRecvPort, SlotSendPort
@@ -65,6 +65,9 @@ class CpuCommunicator:
 
     Making one is collective; all ranks give the same channels in the same order.
 
+    Attributes:
+        progress: see `Communicator`.
+
     Raises:
         TransportError: there is no shared memory for the channels' slots.
     """
@@ -72,6 +75,7 @@ class CpuCommunicator:
     def __init__(self, node: Node, channels: Sequence[Channel]) -> None:
         self._node = node
         self._active: Active = {}
+        self.progress = mover(self._active)
         self._senders: dict[tuple[int, int], LocalSender | RemoteSender] = {}
         self._fans: dict[int, list[SendLane]] = {}
         self._receivers: dict[tuple[int, int], LocalReceiver | RemoteReceiver] = {}
@@ -148,12 +152,6 @@ class CpuCommunicator:
             return port
         lane = self._receivers[channel.id, op.root]
         return BroadcastRecvPort(group, lane, port) if isinstance(lane, LocalReceiver) else port
-
-    def progress(self) -> None:
-        """See `Communicator`."""
-        if self._active:
-            for lane in tuple(self._active):
-                lane.progress()
 
     def reset(self) -> None:
         """See `Communicator`.

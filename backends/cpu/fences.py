@@ -16,6 +16,7 @@ from typing import Any
 
 from ..errors import TransportError
 from .mpi import module_of
+from .native import native
 
 Fence = Callable[[], object]
 
@@ -29,8 +30,9 @@ _MEMBARRIER_REGISTER_GLOBAL_EXPEDITED = 1 << 2
 def full_fence(comm: Any = None) -> tuple[Fence, Callable[[], None]]:
     """A callable that is a sequentially consistent fence, and the one that gives it back.
 
-    On x86-64 taking a free lock is one (it executes an instruction with the lock prefix).
-    Elsewhere it is libatomic's, or `MPI_Win_sync`, or the kernel's membarrier.
+    In a compiled wheel it is C's. Else, on x86-64, taking a free lock is one (it executes an
+    instruction with the lock prefix); elsewhere it is libatomic's, or `MPI_Win_sync`, or the
+    kernel's membarrier.
 
     Args:
         comm: an mpi4py communicator, or None where there is no MPI.
@@ -38,6 +40,8 @@ def full_fence(comm: Any = None) -> tuple[Fence, Callable[[], None]]:
     Raises:
         TransportError: nothing of that is there.
     """
+    if native is not None:
+        return native.fence, _nothing
     if platform.machine() in _X86_64:
         return _lock_fence(), _nothing
     fence = libatomic_fence()

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from ..errors import TransportError
 from ..poison import Poison
+from .cells import cells
 from .layout import (
     FULL,
     LENDING,
@@ -64,8 +65,11 @@ class LocalSender:
         self._layout = layout
         self._memory = memory
         self.words = memory.cast("Q")
+        self._write = cells(memory, node.order).put
         self._readers = tuple(readers)
         self._sleepers = [(node.waiting(rank), rank) for rank in readers]
+        # Not looked up in a class that is not compiled each time.
+        self._order, self._fence, self._waiting = node.order, node.fence, node.words
         self._active = active
         self.queue: deque[Outgoing] = deque()
         self.sent = [0] * layout.slots
@@ -98,26 +102,21 @@ class LocalSender:
         nbytes = len(content)
         if nbytes > self._ring_room or self.queue:
             return False
-        node = self.node
-        if node.order is not None:
-            node.order()
-        self._memory[at : at + nbytes] = content
-        words[nbytes_word] = nbytes | mark
-        if node.order is not None:
-            node.order()
-        words[full_word] = self.sent[slot] = sent + 1
+        if self._order is not None:
+            self._order()
+        self._write(at, content, nbytes_word, nbytes | mark, full_word, sent + 1)
+        self.sent[slot] = sent + 1
         self._next = self._after[ring]
         self.announce()
         return True
 
     def announce(self) -> None:
         """Wake the readers that sleep; after the store of a slot's number."""
-        node = self.node
-        node.fence()
-        waiting = node.words
+        self._fence()
+        waiting = self._waiting
         for word, rank in self._sleepers:
             if waiting[word]:
-                node.ring(rank)
+                self.node.ring(rank)
 
     def place_of(self, slot: int) -> tuple[tuple[int, ...], int, int, memoryview, int]:
         """Where a message for a planned slot is written.
@@ -270,6 +269,7 @@ class LocalReceiver:
         self._sleeper = node.waiting(sender)
         self._layout = layout
         self.words = memory.cast("Q")
+        self.read = cells(memory, node.order).get
         self._active = active
         self._pending: deque[Incoming] = deque()
         self._posted = [0] * layout.slots

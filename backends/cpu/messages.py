@@ -8,6 +8,7 @@ somebody calls `progress`.
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -246,3 +247,14 @@ class ReceiveLane(Protocol):
 
 Active = dict[Any, None]
 """The lanes that need `progress`, in the order in which they came to need it."""
+
+
+def mover(active: Active) -> Callable[[], None]:
+    """What moves those lanes on that are in `active` when it is called."""
+
+    def progress() -> None:
+        if active:
+            for lane in tuple(active):
+                lane.progress()
+
+    return progress

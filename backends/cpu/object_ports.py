@@ -32,7 +32,7 @@ def small(value: Any) -> tuple[bytes | None, int]:
 class ObjectSendPort:
     """Sends one object; done when it may be changed."""
 
-    __slots__ = ("_lane", "_message", "_put")
+    __slots__ = ("_lane", "_message")
 
     holds = False
 
@@ -40,7 +40,6 @@ class ObjectSendPort:
         self._lane = lane
         self._message = Outgoing(ObjectCodec(lane.node.copier))
         self._message.done = True
-        self._put = lane.put
 
     def own(self) -> None:
         """See `Port`."""
@@ -52,7 +51,7 @@ class ObjectSendPort:
         message = self._message
         if content is None:
             message.load(value)
-        elif self._put(content, mark):
+        elif self._lane.put(content, mark):
             message.done = True  # an execution that was given up may have left another one
             return
         else:
@@ -87,6 +86,7 @@ class ObjectRecvPort:
     __slots__ = (
         "_consumed",
         "_full",
+        "_get",
         "_kept",
         "_lane",
         "_last_full",
@@ -108,6 +108,7 @@ class ObjectRecvPort:
         self._words = lane.words
         self._order = lane.node.order
         self._memory, self._room = lane.memory, lane.ring_room
+        self._get = lane.read
         self._slot = self._number = 0
         self._full = self._nbytes = self._consumed = self._payload = 0
         self._last_full = self._last_number = 0
@@ -175,8 +176,9 @@ class ObjectRecvPort:
             if nbytes > self._room:
                 memory, at, private = self._lane.find(self._slot, size)
                 return _value(size, memory, at, nbytes, private)
-            if size >= PICKLE and size < POISON:
-                return pickle.loads(self._memory[at : at + nbytes])
+            if size & (PICKLE | RAW):
+                content = self._get(at, nbytes)
+                return content if size & RAW else pickle.loads(content)
             return _value(size, self._memory, at, nbytes, False)
         finally:
             words = self._words

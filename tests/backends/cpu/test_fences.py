@@ -16,6 +16,13 @@ def test_one_is_found_and_given_back() -> None:
     give_back()
 
 
+def test_one_is_found_without_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fences, "native", None)
+    fence, give_back = fences.full_fence()
+    fence()
+    give_back()
+
+
 @pytest.mark.parametrize("kind", [fences.libatomic_fence, fences.membarrier_fence])
 def test_each_kind_works_where_it_exists(kind: object) -> None:
     assert callable(kind)
@@ -34,6 +41,7 @@ def test_aarch64_orders_payload_and_flag(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_no_fence_at_all_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fences, "native", None)
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
     monkeypatch.setattr(fences, "libatomic_fence", lambda: None)
     with pytest.raises(TransportError, match="install libatomic"):

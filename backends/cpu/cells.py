@@ -1,0 +1,68 @@
+"""Small messages in shared memory: the content first, the number that publishes it last.
+
+`PlainCells` is what they do. Compiled wheels have it in machine code (`_cells.c`), where a message
+is one call.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from .native import native
+
+
+class Cells(Protocol):
+    """Memory that processes share; it begins at a word of 8 bytes."""
+
+    def put(
+        self, at: int, content: bytes, size_word: int, size: int, number_word: int, number: int
+    ) -> None:
+        """Write a message: the content, then its size, and last its number.
+
+        Who sees the number sees the rest, after a fence where the processor needs one to read.
+
+        Args:
+            at: the byte at which the content begins.
+            content: what is written.
+            size_word, number_word: indices of words of 8 bytes.
+            size, number: what they say then.
+
+        Raises:
+            IndexError, ValueError: that is outside the memory.
+        """
+
+    def get(self, at: int, nbytes: int) -> bytes:
+        """A copy of `nbytes` from byte `at` on."""
+
+
+class PlainCells:
+    """Cells by Python's views of memory; implements `Cells`."""
+
+    def __init__(self, memory: memoryview, order: Any) -> None:
+        self._memory = memory
+        self._words = memory.cast("Q")
+        self._order = order
+
+    def put(
+        self, at: int, content: bytes, size_word: int, size: int, number_word: int, number: int
+    ) -> None:
+        """See `Cells`."""
+        self._memory[at : at + len(content)] = content
+        self._words[size_word] = size
+        if self._order is not None:
+            self._order()
+        self._words[number_word] = number
+
+    def get(self, at: int, nbytes: int) -> bytes:
+        """See `Cells`."""
+        return self._memory[at : at + nbytes].tobytes()
+
+
+def cells(memory: memoryview, order: Any) -> Cells:
+    """The cells of a memory.
+
+    Args:
+        memory: bytes.
+        order: what must stand between a payload and its flag, if anything (`fences.py`).
+    """
+    return PlainCells(memory, order) if native is None else native.Cells(memory)
