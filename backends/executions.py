@@ -316,8 +316,9 @@ class Executions:
                 if other.running:
                     return False
             number = started[rank]
-            resident.begin(instance, (), number)
+            # First: an interruption may be the failure of a method, and the execution goes on.
             started[rank] = number + 1
+            resident.begin(instance, (), number)
             return True
 
         return begin

@@ -222,15 +222,20 @@ Sample = tuple[float, list[Memory]]
 
 
 def growth(samples: list[Sample]) -> dict[str, list[float]]:
-    """Memory of each rank: MiB at the end, and growth in KiB per minute over the second half."""
+    """Memory of each rank: MiB at the end, and growth in KiB per minute over the second half.
+
+    Growth is the median of the slopes between any two samples (Theil and Sen). Now and then a
+    sample finds a payload that is not freed yet, and a line through all would follow it.
+    """
     late = samples[len(samples) // 2 :]
-    times = np.array([at for at, _ in late])
+    first, second = np.triu_indices(len(late), 1)
+    minutes = np.array([at / 60 for at, _ in late])
     figures: dict[str, list[float]] = {}
     for which, name in enumerate(Memory._fields):
         kib = np.array([[each[which] / 1024 for each in ranks] for _, ranks in late])
+        slopes = (kib[second] - kib[first]) / (minutes[second] - minutes[first])[:, None]
         figures[f"{name}_mib"] = [round(float(last) / 1024, 1) for last in kib[-1]]
-        slopes = np.polyfit(times, kib, 1)[0] * 60
-        figures[f"{name}_kib_per_minute"] = [round(float(slope), 1) for slope in slopes]
+        figures[f"{name}_kib_per_minute"] = [round(float(m), 1) for m in np.median(slopes, axis=0)]
     return figures
 
 

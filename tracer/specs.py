@@ -107,7 +107,7 @@ def filler(tree: Tree) -> Fill:
         return itemgetter(0)
     if not spec.is_leaf() and _holds_only_values(tree):
         unflatten, context = SUPPORTED_NODES[spec.type].unflatten_fn, spec.context
-        return lambda values: unflatten(values, context)
+        return lambda values: unflatten(list(values), context)
     make = _maker(spec, iter(tree.leaves))
     return lambda values: make(iter(values))
 

@@ -27,14 +27,15 @@ cells_init(Cells *self, PyObject *args, PyObject *kwargs)
     if (PyObject_GetBuffer(memory, &view, PyBUF_SIMPLE | PyBUF_WRITABLE) < 0) {
         return -1;
     }
+    if ((uintptr_t)view.buf % sizeof(uint64_t) != 0) {
+        PyErr_SetString(PyExc_ValueError, "the memory does not begin at a word of 8 bytes");
+        PyBuffer_Release(&view);
+        return -1;
+    }
     if (self->memory.obj != NULL) {
         PyBuffer_Release(&self->memory);
     }
     self->memory = view;
-    if ((uintptr_t)view.buf % sizeof(uint64_t) != 0) {
-        PyErr_SetString(PyExc_ValueError, "the memory does not begin at a word of 8 bytes");
-        return -1;
-    }
     return 0;
 }
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
-native: Any
-try:
-    from . import _cells as native
-except ImportError:  # a checkout, or a wheel of Python alone
-    native = None
+# One that is there and cannot be loaded is an error: nothing falls back without being noticed.
+native: Any = import_module("._cells", __package__) if find_spec("._cells", __package__) else None

@@ -22,7 +22,7 @@ _TURNS: Final = 1000
 """Fruitless turns before the process sleeps. One takes a quarter of a microsecond and more, a yield
 of the core between two of them half of one, if it finds nobody else to run."""
 
-_FEW_TURNS: Final = 2
+_FEW_TURNS: Final = 1
 """The same where something else that does not wait has the core."""
 
 _YIELD_EVERY: Final = 4

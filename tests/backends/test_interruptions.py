@@ -97,6 +97,25 @@ def test_where_nobody_can_start_over_everything_says_so(graph: Any) -> None:
     executions._stages = stages
 
 
+def test_ranks_count_executions_alike_when_a_method_was_interrupted() -> None:
+    with world(2) as executions:
+        echo = Echo.on(1)()
+
+        @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
+        def step(x):
+            return echo.echo(x)
+
+        compiled = step.lower(cg.object).compile()
+        (opened,) = executions.graphs.values()
+        echo.local.interrupts = True
+        future = compiled.execute(1)
+        with pytest.raises(KeyboardInterrupt):
+            future.result()
+        assert compiled.execute(2).result() == 2
+        assert opened.started[1] == opened.count == 2
+        compiled.close()
+
+
 def test_a_method_that_is_interrupted_has_failed_and_nothing_else(graph: Any) -> None:
     executions, compiled, actor = graph
     first = compiled.execute(1)

@@ -7,11 +7,24 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import register_pytree_node, tree_flatten, tree_unflatten
 
 from cg.tracer.specs import ObjectSpec, Static, Tree, filler
 
 Pair = namedtuple("Pair", "left right")
+
+
+class Bag:
+    """A container of somebody's own, that keeps the list that it is made of."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Bag) and self.items == other.items
+
+
+register_pytree_node(Bag, lambda bag: (bag.items, None), lambda items, _: Bag(items))
 
 LEAVES = st.one_of(st.just(ObjectSpec()), st.integers(0, 9).map(Static))
 PYTREES = st.recursive(
@@ -22,6 +35,7 @@ PYTREES = st.recursive(
         st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
         st.dictionaries(st.sampled_from("abc"), inner, max_size=3).map(OrderedDict),
         st.tuples(inner, inner).map(lambda both: Pair(*both)),
+        st.lists(inner, max_size=3).map(Bag),
     ),
     max_leaves=8,
 )
@@ -47,6 +61,13 @@ def test_it_makes_what_torch_makes(pytree: Any) -> None:
         assert made == expected
         assert tree_flatten(made)[1] == tree.spec
     assert tree.fill(tuple(values)) == expected
+
+
+def test_a_container_gets_a_list_that_is_its_own() -> None:
+    values = (1, 2)
+    bag = filler(tree_of(Bag([ObjectSpec(), ObjectSpec()])))(values)
+    bag.items.append(3)
+    assert (bag.items, values) == ([1, 2, 3], (1, 2))
 
 
 def test_each_time_it_makes_new_containers() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from cg.backends.cpu import serving
+from cg.backends.cpu.layout import ROW
 
 EMPTY, SHARED, SLICE = 0.5e-6, 5e-6, 4e-3
 
@@ -35,7 +36,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def waits(turns: int) -> Any:
     """A process that has waited for some turns."""
     node: Any = SimpleNamespace(
-        rank=0, leaders=(0,), words=memoryview(bytearray(64)).cast("Q"), waiting=lambda rank: rank
+        rank=0,
+        size=1,
+        leaders=(0,),
+        words=memoryview(bytearray(8 * ROW)).cast("Q"),
+        waiting=lambda rank: rank,
+        fence=lambda: None,
+        bell=SimpleNamespace(dead=set()),
     )
     made = serving.Serving(node)
     for polls in range(1, turns + 1):
@@ -61,6 +68,19 @@ def test_who_has_to_share_it_again_soon_does(clock: Clock) -> None:
     for polls in range(401, 501):
         process.pause(polls, None)
     assert clock.yields - before >= 96
+
+
+def test_who_shares_one_with_somebody_who_works_yields_once_and_sleeps(clock: Clock) -> None:
+    process = waits(0)
+    clock.each = SLICE
+    process.pause(1, None)
+    process.pause(2, None)
+    for _ in range(3):  # waits, one after the other
+        before = clock.yields
+        process.pause(1, None)
+        process.pause(2, None)
+        assert process._node.words[0] == 1  # asks to be woken
+        assert clock.yields - before == 1
 
 
 def test_each_wait_says_that_nobody_needs_to_ring(clock: Clock) -> None:
