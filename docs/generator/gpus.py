@@ -134,13 +134,13 @@ def pipelines() -> str:
         f"{table(('µs', *_PIPELINE_SIZES), rows)}\n\n"
         "Captured, the step of 64² with the wait for it is "
         f"{eager / captured:.1f} times as fast as cg without graphs, and {hand / captured:.1f} "
-        f"times as fast as the same by hand without a graph. With `overlap` the three take "
-        f"{', '.join(late)} the time without it: for the larger ones `-overlap` is the better "
-        "choice, and nothing chooses it for you."
+        f"times as fast as the same by hand without a graph. With `overlap` these take "
+        f"{', '.join(late)} the time without it: for long products in float32 `-overlap` is the "
+        "better choice, and nothing chooses it for you."
     )
 
 
-_PIPELINE_SIZES = ("64²", "1024²", "1024² TF32")
+_PIPELINE_SIZES = ("64²", "1024²", "1024² TF32", "1024² bf16")
 _PIPELINE_WAYS = (
     "by hand, one graph, device",
     "cg captured, device",
