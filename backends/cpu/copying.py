@@ -1,27 +1,41 @@
 """Copies what is large with more than one core: one alone does not use up the memory's bandwidth.
 
-A copy is cut into parts. Whoever is free takes the next one: helping threads, and the thread that
-has asked for the copy. So it never waits for a helper that gets no core, but for the part that one
-is at. numpy lets other Python threads run while it copies.
+A copy is cut into shares, and the number of a core says with which one a thread on it begins. So
+a rank that passes on what it has received copies each share on the core that wrote it, as long as
+ranks use the same cores: data that lies in the cache of a core far away is copied five to ten times
+slower. Whoever is done with a share takes what is left of others, from their ends. So nobody waits
+for a helper that gets no core, but for the part that one is at.
+
+Parts are large, for each one makes the threads wait for the interpreter's lock twice; numpy lets
+go of it while it copies.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import lru_cache
+from itertools import pairwise
 from queue import SimpleQueue
-from threading import Lock, Semaphore, Thread
+from threading import Thread
+from typing import Final
 
 import numpy as np
 
-LEAST = 4 << 20
+LEAST: Final = 4 << 20
 """Bytes below which a copy is over before a helper has woken up."""
 
-PART = 1 << 20
-"""Bytes of one part."""
+PART: Final = 8 << 20
+"""Bytes of the largest part."""
 
-MOST_HELPERS = 3
+MOST_HELPERS: Final = 3
 """More would copy no faster: a few cores use up the bandwidth of a memory controller."""
+
+current_core: Callable[[], int] = ctypes.PyDLL(None).sched_getcpu
+"""The core that the calling thread runs on."""
 
 
 class Copier:
@@ -33,69 +47,118 @@ class Copier:
     """
 
     def __init__(self, helpers: int | None = None) -> None:
-        free = len(os.sched_getaffinity(0)) - 1
-        self._helpers = min(free, MOST_HELPERS) if helpers is None else helpers
+        cores = sorted(os.sched_getaffinity(0))
+        self._helpers = min(len(cores) - 1, MOST_HELPERS) if helpers is None else helpers
+        self._shares = self._helpers + 1
+        self._share_of = {core: index % self._shares for index, core in enumerate(cores)}
         self._jobs: SimpleQueue[Job] = SimpleQueue()
-        self._started = False
+        self._threads: list[int] = []
+        self._avoided: int | None = None
 
     def copy(self, target: memoryview, source: memoryview) -> None:
         """Copy `source` to `target`: contiguous bytes, as many of the one as of the other."""
         if source.nbytes < LEAST or not self._helpers:
             target[:] = source
             return
-        job = Job(target, source)
-        self.hand_out(job)
+        core = current_core()
+        job = Job(target, source, self._shares)
+        self.hand_out(job, core)
         try:
-            job.work()
-            job.wait()
-        except BaseException:
-            job.stop()  # what is copied to may be used for something else before long
-            raise
+            job.work(self._share(core))
+        finally:
+            job.stop()  # what is copied to may be used for something else from here on
 
-    def hand_out(self, job: Job) -> None:
-        """Let the helping threads take part in a copy, as soon as they get a core."""
-        if not self._started:
-            self._start()
+    def hand_out(self, job: Job, core: int) -> None:
+        """Let the helping threads take part in a copy, as soon as they get a core besides `core`.
+
+        The kernel likes to wake a thread where the one runs that wakes it, though other cores idle.
+        """
+        if not self._threads:
+            self._threads = [self._start() for _ in range(self._helpers)]
+        if core != self._avoided:
+            self._avoided = core
+            self._avoid(core)
         for _ in range(self._helpers):
             self._jobs.put(job)
 
-    def _start(self) -> None:
-        self._started = True
-        for _ in range(self._helpers):
-            Thread(target=self._help, name="cg copier", daemon=True).start()
+    def _start(self) -> int:
+        thread = Thread(target=self._help, name="cg copier", daemon=True)
+        thread.start()
+        assert thread.native_id is not None
+        return thread.native_id
+
+    def _avoid(self, core: int) -> None:
+        others = os.sched_getaffinity(0) - {core}
+        if not others:
+            return
+        for thread in self._threads:
+            with suppress(OSError):  # those cores have just been taken from us
+                os.sched_setaffinity(thread, others)
+
+    def _share(self, core: int) -> int:
+        return self._share_of.get(core, 0)
 
     def _help(self) -> None:
         while True:
-            self._jobs.get().work()
+            self._jobs.get().help(self._share(current_core()))
 
 
 class Job:
-    """One copy, of `source` to `target`: contiguous bytes, as many of the one as of the other."""
+    """One copy, of `source` to `target`: contiguous bytes, as many of the one as of the other.
 
-    def __init__(self, target: memoryview, source: memoryview) -> None:
+    Args:
+        shares: how many threads may begin at different places.
+    """
+
+    def __init__(self, target: memoryview, source: memoryview, shares: int) -> None:
         self._target = np.frombuffer(target, dtype=np.uint8)
         self._source = np.frombuffer(source, dtype=np.uint8)
-        self._parts: Iterator[int] = iter(range(0, source.nbytes, PART))
-        self._count = -(-source.nbytes // PART)
-        self._lock = Lock()
-        self._done = Semaphore(0)
+        self._shares = [deque(parts) for parts in cut(source.nbytes, shares)]
+        self._asked: deque[None] = deque()  # as often as a helper has asked for a part
+        self._ended: SimpleQueue[None] = SimpleQueue()  # as often as one is done with what it got
 
-    def work(self) -> None:
-        """Copy parts until none is left."""
-        while True:
-            with self._lock:
-                at = next(self._parts, None)
-            if at is None:
-                return
-            np.copyto(self._target[at : at + PART], self._source[at : at + PART])
-            self._done.release()
+    def work(self, share: int) -> None:
+        """Copy parts until none is left: first those of a share, in their order."""
+        for take in self._ways(share):
+            with suppress(IndexError):  # a look before would say nothing: others take parts as well
+                while True:
+                    self._copy(take())
+
+    def help(self, share: int) -> None:
+        """The same, in a thread that `stop` waits for, and that nothing interrupts."""
+        asked, ended = self._asked, self._ended
+        for take in self._ways(share):
+            try:
+                while True:
+                    asked.append(None)
+                    self._copy(take())
+                    ended.put(None)
+            except IndexError:
+                ended.put(None)
 
     def stop(self) -> None:
-        """Let nobody begin another part."""
-        with self._lock:
-            self._parts = iter(())
+        """Let nobody begin another part, and wait for the helpers to end those that they are at."""
+        for parts in self._shares:
+            parts.clear()
+        for _ in range(len(self._asked)):  # who asks from here on gets nothing
+            self._ended.get()
 
-    def wait(self) -> None:
-        """Return when all parts are copied."""
-        for _ in range(self._count):
-            self._done.acquire()
+    def _ways(self, share: int) -> Iterator[Callable[[], slice]]:
+        """What gives one part after the other of a share, and then of each share."""
+        yield self._shares[share].popleft
+        for parts in self._shares:
+            yield parts.pop
+
+    def _copy(self, part: slice) -> None:
+        np.copyto(self._target[part], self._source[part])
+
+
+@lru_cache(maxsize=64)
+def cut(nbytes: int, shares: int) -> tuple[tuple[slice, ...], ...]:
+    """The parts of each share of so many bytes, in their order."""
+    length = -(-nbytes // shares)
+    bounds = [min(share * length, nbytes) for share in range(shares + 1)]
+    return tuple(
+        tuple(slice(at, min(at + PART, end)) for at in range(begin, end, PART))
+        for begin, end in pairwise(bounds)
+    )

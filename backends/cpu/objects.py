@@ -4,6 +4,10 @@ A message is: the length of the pickle and the number of buffers (8 bytes each),
 lengths (8 bytes each), the pickle, and the buffers, each at a multiple of 64 bytes. Tensors
 travel as buffers; torch's own pickling would copy them through the pickle several times. Tensors
 that share storage do so no longer on the other side, unless they are one and the same object.
+
+An object that is a numpy array and nothing else is common, and pickling it names functions and
+builds a dtype by its parts, in code that no cache holds after a large copy. Such a message says in
+its number of buffers that it is one, and its pickle has the array's dtype and shape only.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -25,6 +30,10 @@ from .layout import round_up
 Copy = Callable[[memoryview, memoryview], None]
 
 _HEAD = struct.Struct("<QQ")
+_ARRAY = 1 << 63
+"""Bit of the number of buffers: the message is an array."""
+_NUMBERS = frozenset("biufc")
+"""Kinds of numpy dtypes whose name says everything about them."""
 _SHARED = 1 << 16
 """Bytes of a buffer that shares the memory of its message, where that may be. Smaller ones are
 copied in a few microseconds, and do not hold on to all of it."""
@@ -42,9 +51,11 @@ class Encoded:
 
     __slots__ = ("_buffers", "_head", "_pickle", "nbytes")
 
-    def __init__(self, stream: bytes | memoryview, buffers: list[memoryview]) -> None:
+    def __init__(
+        self, stream: bytes | memoryview, buffers: list[memoryview], mark: int = 0
+    ) -> None:
         lengths = [buffer.nbytes for buffer in buffers]
-        self._head = _HEAD.pack(len(stream), len(buffers))
+        self._head = _HEAD.pack(len(stream), len(buffers) | mark)
         if buffers:
             self._head += struct.pack(f"<{len(buffers)}Q", *lengths)
         self._pickle = stream
@@ -83,6 +94,9 @@ def encode(value: Any) -> Encoded:
     try:
         if type(value) in _PLAIN:
             return Encoded(pickle.dumps(value, 5), [])
+        if _is_plain_array(value):
+            about = (value.dtype.str, value.shape, value.flags.writeable)
+            return Encoded(pickle.dumps(about, 5), [pickle.PickleBuffer(value).raw()], _ARRAY)
         stream = io.BytesIO()
         buffers: list[pickle.PickleBuffer] = []
         pickler = pickle.Pickler(stream, 5, buffer_callback=buffers.append)
@@ -114,7 +128,16 @@ def decode(source: memoryview, at: int, nbytes: int, private: bool) -> Any:
         if not count:
             begin = at + _HEAD.size
             return pickle.loads(source[begin : begin + length])
-        return _loads(source[at : at + nbytes], length, count, private)
+        message = source[at : at + nbytes]
+        if count & _ARRAY:
+            stream, (content,) = _split(message, length, 1, private)
+            dtype_name, shape, writeable = pickle.loads(stream)
+            array: Any = np.ndarray(shape, dtype_name, content)
+            if not writeable:
+                array.flags.writeable = False
+            return array
+        stream, buffers = _split(message, length, count, private)
+        return pickle.loads(stream, buffers=buffers)
     except Exception as error:
         error.add_note(
             "An object from another rank was being unpickled. Its class must be importable under "
@@ -123,8 +146,25 @@ def decode(source: memoryview, at: int, nbytes: int, private: bool) -> Any:
         raise
 
 
-def _loads(message: memoryview, length: int, count: int, private: bool) -> Any:
-    """The object of a message; who keeps a small part of it does not keep all the memory."""
+def _is_plain_array(value: Any) -> bool:
+    """Whether the bytes of an object, a dtype's name, and a shape are all there is to it."""
+    return (
+        type(value) is np.ndarray
+        and value.flags.c_contiguous
+        and value.dtype.kind in _NUMBERS
+        and value.dtype.metadata is None
+    )
+
+
+def _split(
+    message: memoryview, length: int, count: int, private: bool
+) -> tuple[memoryview, list[memoryview]]:
+    """Pickle and buffers of a message; who keeps a small part of it does not keep all the memory.
+
+    Args:
+        length: of the pickle.
+        count: of the buffers.
+    """
     lengths = struct.unpack_from(f"<{count}Q", message, _HEAD.size)
     begin = _HEAD.size + 8 * count
     end = begin + length
@@ -135,7 +175,7 @@ def _loads(message: memoryview, length: int, count: int, private: bool) -> Any:
         end = start + size
         part = message[start:end]
         buffers.append(part if private and size >= _SHARED else memoryview(bytearray(part)))
-    return pickle.loads(stream, buffers=buffers)
+    return stream, buffers
 
 
 def _reduce_tensor(tensor: Tensor) -> Any:

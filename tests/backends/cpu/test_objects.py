@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections import OrderedDict
 from typing import Any
@@ -126,6 +127,67 @@ def test_a_small_part_does_not_hold_on_to_the_message() -> None:
         memory[:] = bytes(len(memory))
         assert (result["small"] == np.arange(10)).all()
         assert bool(result["large"].any()) is not private  # which shares the memory
+
+
+NUMPYS = [*"?bBhHiIlLqQefdgFDG", ">i4", "M8[ns]", "m8[s]", "S3", "U2", "O", "i4,f8"]
+
+
+@pytest.mark.parametrize("private", [False, True])
+@pytest.mark.parametrize("dtype", NUMPYS)
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (5,), (2, 3, 4)])
+def test_arrays_of_all_dtypes_and_shapes(dtype: str, shape: tuple[int, ...], private: bool) -> None:
+    value = np.zeros(shape, dtype)
+    if dtype[0] in "SUO":
+        value[...] = "ab"
+    elif dtype != "i4,f8":
+        value.reshape(-1)[...] = np.arange(value.size)
+    for sent in (value, np.asfortranarray(value), value.T, np.flip(value)):
+        expected = pickle.loads(pickle.dumps(sent, 5))
+        # Inside of something else an array goes numpy's own way.
+        for got in (round_trip(sent, private), round_trip([sent], private)[0]):
+            assert type(got) is type(expected)
+            assert np.array_equal(got, sent)
+            if isinstance(sent, np.ndarray):  # numpy turns arrays without dimensions to scalars
+                assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
+                assert got.flags.f_contiguous == expected.flags.f_contiguous
+                assert got.flags.writeable
+
+
+class Tagged(np.ndarray):
+    """An array that is more than one."""
+
+
+def test_what_is_more_than_an_array_stays_so() -> None:
+    frozen = np.arange(3)
+    frozen.flags.writeable = False
+    assert not round_trip(frozen).flags.writeable
+    assert not round_trip([frozen])[0].flags.writeable
+    assert type(round_trip(np.arange(3).view(Tagged))) is Tagged
+    assert type(round_trip(np.float32(3))) is np.float32
+    masked = round_trip(np.ma.masked_equal([1, 2, 3], 2))
+    assert masked.mask.tolist() == [False, True, False]
+    told = np.arange(3, dtype=np.dtype("i4", metadata={"unit": "m"}))
+    assert round_trip(told).dtype.metadata == {"unit": "m"}
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_a_large_array_shares_memory_of_its_own_only(private: bool) -> None:
+    encoded = encode(np.arange(1 << 16, dtype=np.uint8))
+    memory = memoryview(bytearray(encoded.nbytes))
+    encoded.write(memory, 0, Copier().copy)
+    got = decode(memory, 0, encoded.nbytes, private)
+    memory[:] = bytes(len(memory))
+    assert bool(got.any()) is not private
+
+
+def test_an_array_that_may_change_is_copied() -> None:
+    value = np.arange(5)
+    encoded = encode(value)
+    encoded.keep()
+    value += 1
+    memory = memoryview(bytearray(encoded.nbytes))
+    encoded.write(memory, 0, Copier().copy)
+    assert decode(memory, 0, encoded.nbytes, False).tolist() == [0, 1, 2, 3, 4]
 
 
 def test_bulk_data_stays_out_of_the_pickle() -> None:
