@@ -64,7 +64,9 @@ def a_job(nbytes: int, shares: int) -> tuple[Job, np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("helpers", [1, 3])
 def test_helpers_alone_copy_everything(helpers: int) -> None:
     job, target, source = a_job(3 * PART + 1, helpers + 1)
-    Copier(helpers).hand_out(job, copying.current_core())
+    copier = Copier(helpers)
+    copier._avoid(copying.current_core())
+    copier._call(job)
     until = time.monotonic() + 60
     while any(job._shares):
         assert time.monotonic() < until
@@ -76,7 +78,7 @@ def test_helpers_alone_copy_everything(helpers: int) -> None:
 @pytest.mark.parametrize("share", [0, 1, 2])
 def test_who_is_alone_copies_the_shares_of_all(share: int) -> None:
     job, target, source = a_job(3 * PART + 1, 3)
-    job.work(share)
+    job.work(share, lambda called: None)
     job.stop()
     assert (target == source).all()
 
@@ -101,13 +103,13 @@ def test_threads_on_different_cores_begin_with_different_shares() -> None:
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one core only")
-def test_helpers_leave_the_core_to_the_thread_that_asks() -> None:
+def test_helpers_leave_the_core_to_the_thread_that_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     copier = Copier(2)
     mine = os.sched_getaffinity(0)
     for core in sorted(mine)[:2]:
-        job, _, _ = a_job(LEAST, 3)
-        copier.hand_out(job, core)
-        job.stop()
+        monkeypatch.setattr(copying, "current_core", lambda core=core: core)
+        source = np.ones(LEAST, dtype=np.uint8)
+        copier.copy(memoryview(np.zeros_like(source)), memoryview(source))
         assert [os.sched_getaffinity(thread) for thread in copier._threads] == [mine - {core}] * 2
     assert os.sched_getaffinity(0) == mine
 
