@@ -114,8 +114,8 @@ class Job:
         self._source = np.frombuffer(source, dtype=np.uint8)
         self._shares = [deque(parts) for parts in cut(source.nbytes, shares)]
         self._asked: deque[None] = deque()  # as often as a helper has asked for a part
-        self._ended: SimpleQueue[None] = SimpleQueue()  # as often as one is done with what it got
-        self._waited = 0  # for how many of these
+        self._ended: deque[None] = deque()  # as often as one is done with what it got
+        self._news: SimpleQueue[None] = SimpleQueue()  # after each of these
 
     def work(self, share: int, call: Callable[[Job], None]) -> None:
         """Copy parts until none is left: first those of a share, in their order.
@@ -123,7 +123,7 @@ class Job:
         Args:
             call: wakes the helpers.
         """
-        mine, asked, wait = self._shares[share], self._asked, self._ended.get
+        mine, asked, ended, wait = self._shares[share], self._asked, self._ended, self._news.get
         part = mine.popleft()
         target, source = self._target[part], self._source[part]
         # A helper that wakes up, or has copied its part, needs the interpreter's lock. One that has
@@ -133,9 +133,8 @@ class Job:
         call(self)
         np.copyto(target, source)
         if not mine:
-            for _ in range(len(asked)):
+            while len(ended) < len(asked):
                 wait()
-                self._waited += 1
         for take in self._ways(share):
             with suppress(IndexError):  # a look before would say nothing: others take parts as well
                 while True:
@@ -143,22 +142,22 @@ class Job:
 
     def help(self, share: int) -> None:
         """The same, in a thread that was called, and that nothing interrupts."""
-        asked, ended = self._asked, self._ended
         for take in self._ways(share):
-            try:
+            with suppress(IndexError):
                 while True:
-                    asked.append(None)
-                    self._copy(take())
-                    ended.put(None)
-            except IndexError:
-                ended.put(None)
+                    self._asked.append(None)
+                    try:
+                        self._copy(take())
+                    finally:
+                        self._ended.append(None)
+                        self._news.put(None)
 
     def stop(self) -> None:
         """Let nobody begin another part, and wait for the helpers to end those that they are at."""
         for parts in self._shares:
             parts.clear()
-        for _ in range(len(self._asked) - self._waited):  # who asks from here on gets nothing
-            self._ended.get()
+        while len(self._ended) < len(self._asked):  # who asks from here on gets nothing
+            self._news.get()
 
     def _ways(self, share: int) -> Iterator[Callable[[], slice]]:
         """What gives one part after the other of a share, and then of each share."""

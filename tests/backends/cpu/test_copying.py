@@ -135,3 +135,14 @@ def test_an_interrupted_copy_writes_nothing_more(monkeypatch: pytest.MonkeyPatch
         Copier(1).copy(memoryview(target), memoryview(source))
     assert written.is_set()
     assert 0 < target.sum() <= PART
+
+
+def test_an_interruption_at_any_point_of_a_wait_hangs_nothing() -> None:
+    """A signal may come between a token and what is done about it."""
+    job, target, source = a_job(3 * PART, 2)
+    helper = threading.Thread(target=job.help, args=(0,))
+    helper.start()
+    helper.join(60)
+    job._news.get()  # taken, and then the signal came
+    job.stop()
+    assert (target == source).all()
