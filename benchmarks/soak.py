@@ -28,6 +28,10 @@ import torch
 import cg
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
+SIZES = [1, 10, 1000, 100_000]
+"""Elements of 8 bytes of a payload."""
+LARGE = 1_000_000
+"""The same now and then: what several threads copy, into memory of its own."""
 
 
 class Refused(Exception):
@@ -183,7 +187,7 @@ def start(graphs: Graphs, model: Model, source: random.Random) -> Check:
         future = graphs.tensors.execute(given)
         expected: Any = None if refused_by else value * 2**ranks
         return lambda: check_tensor(future, expected, model)
-    payload = np.full(source.choice([1, 10, 1000, 100_000]), number)
+    payload = np.full(LARGE if source.random() < 0.002 else source.choice(SIZES), number)
     job = {"number": number, "refused_by": refused_by, "totals": [], "payload": payload}
     graph = graphs.chain if which == "chain" else graphs.fan
     future = graph.execute(job)

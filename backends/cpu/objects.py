@@ -7,7 +7,8 @@ that share storage do so no longer on the other side, unless they are one and th
 
 An object that is a numpy array and nothing else is common, and pickling it names functions and
 builds a dtype by its parts, in code that no cache holds after a large copy. Such a message says in
-its number of buffers that it is one, and its pickle has the array's dtype and shape only.
+its number of buffers that it is one. All that is pickled is the dtype's name, the shape, and
+whether the array can be written.
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ Copy = Callable[[memoryview, memoryview], None]
 _HEAD = struct.Struct("<QQ")
 _ARRAY = 1 << 63
 """Bit of the number of buffers: the message is an array."""
+_NUMPYS_OWN = 1
+"""`dtype.isbuiltin` of what is neither another library's, in another order of bytes, nor more."""
 _NUMBERS = frozenset("biufc")
-"""Kinds of numpy dtypes whose name says everything about them."""
+"""Kinds of numpy's own dtypes whose name says everything about them."""
 _SHARED = 1 << 16
 """Bytes of a buffer that shares the memory of its message, where that may be. Smaller ones are
 copied in a few microseconds, and do not hold on to all of it."""
@@ -131,8 +134,8 @@ def decode(source: memoryview, at: int, nbytes: int, private: bool) -> Any:
         message = source[at : at + nbytes]
         if count & _ARRAY:
             stream, (content,) = _split(message, length, 1, private)
-            dtype_name, shape, writeable = pickle.loads(stream)
-            array: Any = np.ndarray(shape, dtype_name, content)
+            name, shape, writeable = pickle.loads(stream)
+            array: Any = np.ndarray(shape, name, content)
             if not writeable:
                 array.flags.writeable = False
             return array
@@ -152,7 +155,7 @@ def _is_plain_array(value: Any) -> bool:
         type(value) is np.ndarray
         and value.flags.c_contiguous
         and value.dtype.kind in _NUMBERS
-        and value.dtype.metadata is None
+        and value.dtype.isbuiltin == _NUMPYS_OWN
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 
 from cg.backends.cpu import copying
 from cg.backends.cpu.copying import LEAST, PART, Copier, Job, cut
+from cg.backends.errors import TransportError
 
 
 @pytest.mark.parametrize("helpers", [0, 1, 3])
@@ -65,13 +68,14 @@ def a_job(nbytes: int, shares: int) -> tuple[Job, np.ndarray, np.ndarray]:
 def test_helpers_alone_copy_everything(helpers: int) -> None:
     job, target, source = a_job(3 * PART + 1, helpers + 1)
     copier = Copier(helpers)
-    copier._avoid(copying.current_core())
+    copier._start()
     copier._call(job)
     until = time.monotonic() + 60
     while any(job._shares):
         assert time.monotonic() < until
         time.sleep(1e-3)
     job.stop()
+    job.check()
     assert (target == source).all()
 
 
@@ -94,12 +98,13 @@ def test_nothing_waits_for_a_helper_that_gets_no_core(monkeypatch: pytest.Monkey
     assert target.all()
 
 
-def test_threads_on_different_cores_begin_with_different_shares() -> None:
+def test_threads_on_different_cores_begin_with_different_shares(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(copying.os, "sched_getaffinity", lambda pid: {2, 3, 5, 7, 11})
     copier = Copier(3)
-    cores = sorted(os.sched_getaffinity(0))
-    shares = [copier._share(core) for core in cores]
-    assert shares == [index % 4 for index in range(len(cores))]
-    assert copier._share(max(cores) + 1) == 0  # one that was not ours when we began
+    assert [copier._share(core) for core in (2, 3, 5, 7, 11)] == [0, 1, 2, 3, 0]
+    assert copier._share(13) == 0  # one that was not ours when we began
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one core only")
@@ -137,12 +142,115 @@ def test_an_interrupted_copy_writes_nothing_more(monkeypatch: pytest.MonkeyPatch
     assert 0 < target.sum() <= PART
 
 
-def test_an_interruption_at_any_point_of_a_wait_hangs_nothing() -> None:
-    """A signal may come between a token and what is done about it."""
+def test_a_token_that_an_interruption_has_lost_is_not_waited_for() -> None:
     job, target, source = a_job(3 * PART, 2)
     helper = threading.Thread(target=job.help, args=(0,))
     helper.start()
     helper.join(60)
-    job._news.get()  # taken, and then the signal came
+    while not job._news.empty():
+        job._news.get()  # taken, and then a signal came
     job.stop()
+    job.check()
     assert (target == source).all()
+
+
+def test_an_interruption_of_the_wait_comes_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The asking thread waits for a helper's part, and is interrupted twice meanwhile."""
+    job, target, _ = a_job(2 * PART, 2)
+    began, may_end = threading.Event(), threading.Event()
+
+    def copyto(into: np.ndarray, out_of: np.ndarray) -> None:
+        began.set()
+        assert may_end.wait(60)
+        into[:] = out_of
+
+    monkeypatch.setattr(copying.np, "copyto", copyto)
+    helper = threading.Thread(target=job.help, args=(0,))
+    helper.start()
+    assert began.wait(60)
+    interruptions = [KeyboardInterrupt(), KeyboardInterrupt()]
+
+    class News(SimpleQueue[None]):
+        def get(self, block: bool = True, timeout: float | None = None) -> None:
+            if interruptions:
+                raise interruptions.pop()
+            may_end.set()
+            super().get(block, timeout)
+
+    job._news = News()
+    with pytest.raises(KeyboardInterrupt):
+        job.stop()
+    assert np.count_nonzero(target) == PART  # nothing is written from here on
+    helper.join(60)
+
+
+def test_shares_that_nobody_has_begun_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One helper is slow, and two never come."""
+    job, target, source = a_job(4 * PART, 4)
+    copyto, asker = np.copyto, threading.current_thread()
+    by_asker = []
+
+    def slow(into: np.ndarray, out_of: np.ndarray) -> None:
+        if threading.current_thread() is asker:
+            by_asker.append(into.nbytes)
+        else:
+            time.sleep(0.3)
+        copyto(into, out_of)
+
+    monkeypatch.setattr(copying.np, "copyto", slow)
+    helper = threading.Thread(target=job.help, args=(1,))
+    job.work(0, lambda called: helper.start())
+    job.stop()
+    job.check()
+    helper.join(60)
+    assert (target == source).all()
+    assert len(by_asker) == 3
+
+
+def test_a_helper_that_fails_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    copyto, asker = np.copyto, threading.current_thread()
+    failed = threading.Event()
+    told = []
+    monkeypatch.setattr(threading, "excepthook", told.append)
+
+    def fail(into: np.ndarray, out_of: np.ndarray) -> None:
+        if threading.current_thread() is not asker:
+            failed.set()
+            raise MemoryError
+        assert failed.wait(60)
+        copyto(into, out_of)
+
+    monkeypatch.setattr(copying.np, "copyto", fail)
+    source = np.ones(LEAST, dtype=np.uint8)
+    with pytest.raises(TransportError, match="copied in 2 parts, and of some nothing came"):
+        Copier(1).copy(memoryview(np.zeros_like(source)), memoryview(source))
+    assert len(told) == 1
+
+
+def test_what_the_system_has_no_threads_for_is_copied_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started = []
+
+    def start(thread: threading.Thread) -> None:
+        started.append(thread)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    copier = Copier(3)
+    for _ in range(2):
+        source = np.ones(LEAST, dtype=np.uint8)
+        target = np.zeros_like(source)
+        copier.copy(memoryview(target), memoryview(source))
+        assert target.all()
+    assert len(started) == 1
+
+
+def test_a_copy_that_a_helper_missed_holds_on_to_no_memory() -> None:
+    job, _, source = a_job(LEAST, 2)
+    held = weakref.ref(source)
+    del source, _
+    job.work(0, lambda called: None)
+    job.stop()
+    assert held() is None
+    job.help(1)  # it comes now

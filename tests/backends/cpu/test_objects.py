@@ -129,7 +129,19 @@ def test_a_small_part_does_not_hold_on_to_the_message() -> None:
         assert bool(result["large"].any()) is not private  # which shares the memory
 
 
-NUMPYS = [*"?bBhHiIlLqQefdgFDG", ">i4", "M8[ns]", "m8[s]", "S3", "U2", "O", "i4,f8"]
+NUMPYS = [
+    *"?bBhHiIlLqQefdgFDG",
+    ">i4",
+    ">g",
+    ">G",
+    ">c8",
+    "M8[ns]",
+    "m8[s]",
+    "S3",
+    "U2",
+    "O",
+    "i4,f8",
+]
 
 
 @pytest.mark.parametrize("private", [False, True])
