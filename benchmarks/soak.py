@@ -6,7 +6,8 @@ Every value is checked against plain Python. At the end it prints what was run, 
 memory of each rank has grown per minute, over the second half of the time: all that is resident, of
 that what is the rank's own, and of that what malloc has given out. The rest of what is resident is
 shared by ranks, and grows whenever a message meets a place that is too small for it, until all of
-them have room. The rest of what is the rank's own is what malloc keeps of what was given back.
+them have room: as much as all executions in flight need if all are large, after a minute or two.
+The rest of what is the rank's own is what malloc keeps of what was given back.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ import cg
 PAGE = os.sysconf("SC_PAGE_SIZE")
 SIZES = [1, 10, 1000, 100_000]
 """Elements of 8 bytes of a payload."""
-LARGE = 1_000_000
-"""The same now and then: what several threads copy, into memory of its own."""
+LARGE = 600_000
+"""The same of one in ten: what several threads copy, into memory of its own."""
 
 
 class Refused(Exception):
@@ -187,7 +188,7 @@ def start(graphs: Graphs, model: Model, source: random.Random) -> Check:
         future = graphs.tensors.execute(given)
         expected: Any = None if refused_by else value * 2**ranks
         return lambda: check_tensor(future, expected, model)
-    payload = np.full(LARGE if source.random() < 0.002 else source.choice(SIZES), number)
+    payload = np.full(LARGE if source.random() < 0.1 else source.choice(SIZES), number)
     job = {"number": number, "refused_by": refused_by, "totals": [], "payload": payload}
     graph = graphs.chain if which == "chain" else graphs.fan
     future = graph.execute(job)
