@@ -58,7 +58,9 @@ def error_at(rank: int, ranks: int) -> int:
 # -- slots of a channel --------------------------------------------------------------------------
 
 # A slot's header, written by the sender: number of the message in it, its bytes, and, where these
-# did not fit into the slot, the segment that holds them: the slot's own, or one that is lent.
+# did not fit into the slot, the segment that holds them: the slot's own, or one that is lent. What
+# is said of one that is lent makes way for content of a few bytes: its reader then takes one cache
+# line from the other core, and not two.
 FULL: Final = 0
 NBYTES: Final = 1
 OVERFLOW_KEY: Final = 2
@@ -67,15 +69,19 @@ LOAN: Final = 4
 LOAN_KEY: Final = 5
 LOAN_BYTES: Final = 6
 LENDING: Final = 7
+IN_HEADER: Final = LOAN
+IN_HEADER_BYTES: Final = 8 * (WORDS - IN_HEADER)
 # What a message is, added to its bytes in the header: an error in place of a value; an object as a
-# bare pickle; bytes as they are; and, beside any of these, that it is in memory that is lent. No
-# room is that large, so readers look at this only where a message seems not to fit. All of it fits
-# into 62 bits, with which compiled code is fastest.
+# bare pickle; bytes as they are; and, beside any of these, that it is in memory that is lent; or
+# beside the second and third, that it is in the header. No room is that large, so most readers look
+# at this only where a message seems not to fit. All of it fits into 62 bits, with which compiled
+# code is fastest.
 POISON: Final = 1 << 59
 PICKLE: Final = 1 << 58
 RAW: Final = 1 << 57
 LENT: Final = 1 << 56
-SIZE_MASK: Final = LENT - 1
+INLINE: Final = 1 << 55
+SIZE_MASK: Final = INLINE - 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,9 @@ from ..poison import Poison
 from .cells import cells
 from .layout import (
     FULL,
+    IN_HEADER,
+    IN_HEADER_BYTES,
+    INLINE,
     LENDING,
     LENT,
     LINE,
@@ -79,34 +82,35 @@ class LocalSender:
             for slot in range(layout.slots)
         ]
         self._places = [(layout.header(s), layout.payload(s)) for s in range(layout.slots)]
-        # For each place in the ring: slot, words of the readers, size, number; byte of the payload.
+        # For each place in the ring: slot, words of size and number; the bytes at which the payload
+        # begins, and where it is in the header.
         self._ring = [
-            (slot, self._consumed[slot], header + NBYTES, header + FULL, payload)
+            (slot, header + NBYTES, header + FULL, payload, 8 * (header + IN_HEADER))
             for slot, (header, payload) in enumerate(self._places)
             if slot >= layout.planned
         ]
         self._ring_room = layout.ring_bytes
         self._after = [*range(1, layout.ring), 0]
+        self._free = 0
         self._overflow: dict[int, tuple[Segment, memoryview]] = {}
         # What several read in one place would be nobody's own.
         self._lender = Lender(node) if len(self._readers) == 1 else None
 
     def put(self, content: bytes, mark: int) -> bool:
         """Write a small message into the ring at once; whether its slot was free."""
-        ring = self._next
-        slot, words_consumed, nbytes_word, full_word, at = self._ring[ring]
-        sent, words = self.sent[slot], self.words
-        for word in words_consumed:
-            if words[word] != sent:
-                return False
         nbytes = len(content)
-        if nbytes > self._ring_room or self.queue:
+        if nbytes > self._ring_room or self.queue or not self._has_room():
             return False
+        ring = self._next
+        slot, nbytes_word, full_word, at, in_header = self._ring[ring]
+        if nbytes <= IN_HEADER_BYTES:
+            at, mark = in_header, mark | INLINE
         if self._order is not None:
             self._order()
-        self._write(at, content, nbytes_word, nbytes | mark, full_word, sent + 1)
-        self.sent[slot] = sent + 1
-        self._next = self._after[ring]
+        number = self.sent[slot] + 1
+        self._write(at, content, nbytes_word, nbytes | mark, full_word, number)
+        self.sent[slot] = number
+        self._advance()
         self.announce()
         return True
 
@@ -148,7 +152,7 @@ class LocalSender:
         self.queue.clear()
         self._active.pop(self, None)
         self.sent = [0] * self._layout.slots
-        self._next = 0
+        self._next = self._free = 0
         for header, _ in self._places:
             for word in (FULL, NBYTES, OVERFLOW_KEY, OVERFLOW_BYTES):
                 self.words[header + word] = 0
@@ -160,16 +164,42 @@ class LocalSender:
         self._active.pop(self, None)
         self._drop_overflow()
 
+    def _has_room(self) -> bool:
+        """Whether the next slot of the ring is free.
+
+        It is not looked at each time: the words that say so are in a cache line of the reader's,
+        and it costs that one as much to write there again.
+        """
+        if not self._free:
+            ring = self._next
+            while self._free < len(self._ring) and self._is_free(self._ring[ring][0]):
+                self._free += 1
+                ring = self._after[ring]
+        return self._free > 0
+
+    def _is_free(self, slot: int) -> bool:
+        """Whether all readers are done with what is in a slot."""
+        sent, words = self.sent[slot], self.words
+        for word in self._consumed[slot]:  # noqa: SIM110 # a generator would cost half a microsecond
+            if words[word] != sent:
+                return False
+        return True
+
+    def _advance(self) -> None:
+        """The next slot of the ring has been used."""
+        self._next = self._after[self._next]
+        self._free -= 1
+
     def _send(self, message: Outgoing) -> bool:
         """Write a message if its slot is free."""
         slot = message.slot
         if slot is None:
-            slot = self._ring[self._next][0]
-        sent, words = self.sent[slot], self.words
-        for word in self._consumed[slot]:
-            if words[word] != sent:
+            if not self._has_room():
                 return False
-        node = self.node
+            slot = self._ring[self._next][0]
+        elif not self._is_free(slot):
+            return False
+        node, words = self.node, self.words
         if node.order is not None:
             node.order()
         header, payload = self._places[slot]
@@ -183,9 +213,9 @@ class LocalSender:
         words[header + NBYTES] = message.nbytes | mark
         if node.order is not None:
             node.order()
-        words[header + FULL] = self.sent[slot] = sent + 1
+        words[header + FULL] = self.sent[slot] = self.sent[slot] + 1
         if message.slot is None:
-            self._next = self._after[self._next]
+            self._advance()
         message.finish()
         self.announce()
         return True
@@ -341,7 +371,7 @@ class LocalReceiver:
                 self.node.order()
             size = words[header + NBYTES]
             memory, at, private = self.find(slot, size)
-            mark = size & ~(SIZE_MASK | LENT)
+            mark = size & ~(SIZE_MASK | LENT | INLINE)
             message.arrive(slot, memory, at, size & SIZE_MASK, private, mark)
             del memory  # what is lent goes back with the last who uses it
             pending.popleft()
@@ -427,6 +457,8 @@ class LocalReceiver:
             given back when nothing refers to it any more.
         """
         header, _, payload = self._places[slot]
+        if size & INLINE:
+            return self.memory, 8 * (header + IN_HEADER), False
         if size & LENT:
             words = self.words
             name, key, nbytes = (words[header + word] for word in (LOAN, LOAN_KEY, LOAN_BYTES))

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..poison import Poison
 from .codecs import ObjectCodec
-from .layout import PICKLE, POISON, RAW, SIZE_MASK
+from .layout import FULL, IN_HEADER, INLINE, PICKLE, POISON, RAW, SIZE_MASK
 from .local import LocalReceiver, LocalSender
 from .messages import Outgoing
 from .objects import decode
@@ -177,6 +177,8 @@ class ObjectRecvPort:
                 memory, at, private = self._lane.find(self._slot, size)
                 return _value(size, memory, at, nbytes, private)
             if size & (PICKLE | RAW):
+                if size & INLINE:
+                    at = 8 * (self._full - FULL + IN_HEADER)
                 content = self._get(at, nbytes)
                 return content if size & RAW else pickle.loads(content)
             return _value(size, self._memory, at, nbytes, False)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from cg.backends.cpu.communicator import RING_BYTES, RING_SLOTS, CpuCommunicator
 from cg.backends.cpu.copying import LEAST
-from cg.backends.cpu.layout import SlotLayout
+from cg.backends.cpu.layout import IN_HEADER, IN_HEADER_BYTES, WORDS, SlotLayout
 from cg.backends.cpu.loans import LIMIT
 from cg.backends.cpu.node import Node
 from cg.backends.cpu.segments import NamedFiles, Segment
@@ -183,6 +185,54 @@ def test_large_messages_go_beside_the_slots_and_reuse_that_memory() -> None:
     assert received == sizes
     assert max(rooms) >= 10_000_000
     assert len(rooms) <= LIMIT
+
+
+def test_objects_of_all_sizes_take_turns_in_the_slots_of_a_ring() -> None:
+    sizes = [0, 1, IN_HEADER_BYTES, IN_HEADER_BYTES + 1, RING_BYTES, RING_BYTES + 1, 3_000_000]
+    kinds = [bytes, lambda size: "é" * size, lambda size: [size] * (size // 1000), int]
+    values: list[Any] = [kind(size) for kind in kinds for size in sizes] * 6
+    random.Random(0).shuffle(values)
+    kept: list[Any] = [np.full(size, size % 251, np.uint8) for size in sizes]
+    values += kept * RING_SLOTS + values
+
+    def body(communicator: CpuCommunicator, world: ThreadWorld) -> Any:
+        if world.rank == 0:
+            port = send(communicator, EDGE, OBJECT)
+            for value in values:
+                put(port, value)
+            return None
+        port = recv(communicator, EDGE, OBJECT)
+        return [get(port) for _ in values]
+
+    received = run_communicators(2, [EDGE], body)[1]
+    for value, sent in zip(received, values, strict=True):
+        assert type(value) is type(sent)
+        assert np.array_equal(value, sent) if isinstance(sent, np.ndarray) else value == sent
+
+
+def test_a_few_bytes_lie_in_the_cache_line_that_says_they_are_there() -> None:
+    contents = [b"", b"x", bytes(range(IN_HEADER_BYTES)), bytes(range(IN_HEADER_BYTES + 1))]
+
+    def body(communicator: CpuCommunicator, world: ThreadWorld) -> Any:
+        if world.rank == 0:
+            port = send(communicator, EDGE, OBJECT)
+            for content in contents:
+                port.start(content)
+            world.barrier()
+            return None
+        world.barrier()
+        memory = communicator._receivers[0, 0].memory
+        headers = [memory[8 * WORDS * i : 8 * WORDS * (i + 1)] for i in range(len(contents))]
+        room = [bytes(header[8 * IN_HEADER :]) for header in headers]
+        port = recv(communicator, EDGE, OBJECT)
+        return room, [get(port) for _ in contents]
+
+    room, received = run_communicators(2, [EDGE], body)[1]
+    assert received == contents
+    assert len(contents) <= RING_SLOTS
+    assert room == [c.ljust(IN_HEADER_BYTES, b"\0") for c in contents[:3]] + [
+        bytes(IN_HEADER_BYTES)
+    ]
 
 
 @pytest.mark.parametrize("dtype", list(DType), ids=str)
