@@ -29,6 +29,10 @@ _YIELD_EVERY: Final = 4
 """How many turns there are to a yield while the process has its core for itself. Where two ranks
 share a core, each turn without a yield would delay the other by as much."""
 
+_FIRST_YIELD: Final = 32
+"""Turns of each wait without a yield while the process has its core for itself. A message that
+comes during one is seen late, and round trips of one kind have theirs always at the same turn."""
+
 _ALONE: Final = 2e-6
 """Seconds that a yield takes at most if it has found nobody else to run."""
 
@@ -76,7 +80,7 @@ class Serving:
         if polls <= self._turns:
             if polls == 1:
                 self.rest()
-            if self._is_alone and polls % _YIELD_EVERY:
+            if self._is_alone and (polls < _FIRST_YIELD or polls % _YIELD_EVERY):
                 return
             began = perf_counter()
             sched_yield()

@@ -52,7 +52,18 @@ def waits(turns: int) -> Any:
 
 def test_who_has_a_core_looks_several_times_before_each_yield(clock: Clock) -> None:
     waits(400)
-    assert clock.yields == pytest.approx(100, abs=2)
+    assert clock.yields == pytest.approx((400 - serving._FIRST_YIELD) / 4, abs=2)
+
+
+def test_who_has_a_core_does_not_yield_in_short_waits(clock: Clock) -> None:
+    process = waits(1)
+    before = clock.yields
+    for _ in range(10):
+        for polls in range(1, serving._FIRST_YIELD):
+            process.pause(polls, None)
+    assert clock.yields == before
+    process.pause(serving._FIRST_YIELD, None)
+    assert clock.yields == before + 1
 
 
 def test_who_shares_one_yields_after_each_look(clock: Clock) -> None:
