@@ -61,7 +61,7 @@ def latency(recorder: Recorder, pattern: str, cell: str, graph: Any, value: Any)
     if not recorder.wants(cell):
         return
     check(pattern, value, graph.execute(value).result())
-    recorder.note(cell, sample(lambda: graph.execute(value).result(), recorder.seconds))
+    recorder.note(cell, sample(lambda: graph.execute(value).result(), recorder.samples()))
 
 
 def latency_async(recorder: Recorder, pattern: str, cell: str, graph: Any) -> None:
@@ -72,7 +72,7 @@ def latency_async(recorder: Recorder, pattern: str, cell: str, graph: Any) -> No
     async def go() -> None:
         check(pattern, b"x", await graph.execute(b"x"))
 
-    recorder.note(cell, asyncio.run(sample_async(go, recorder.seconds)))
+    recorder.note(cell, asyncio.run(sample_async(go, recorder.samples())))
 
 
 def drive(

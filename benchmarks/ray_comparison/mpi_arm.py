@@ -8,11 +8,12 @@ With 2 ranks it measures round trips, with 4 the other patterns.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import numpy as np
 from mpi4py import MPI
-from sampling import MIB, Recorder, arguments, summary
+from sampling import MIB, SLICE, Recorder, arguments
 
 COMM = MPI.COMM_WORLD
 
@@ -72,22 +73,33 @@ def scatter_gather(buffer: np.ndarray) -> Callable[[], None]:
 
 
 def measure(recorder: Recorder, cell: str, go: Callable[[], None]) -> None:
-    """The same number of rounds on all ranks, found by a first try."""
+    """Slices of rounds, as many on all ranks; rank 0 times them and says when it is enough."""
     if not recorder.wants(cell):
         return
-    times: list[int] = []
-    for rounds in (50, None):
-        if rounds is None:
-            each = max(float(np.median(times)) / 1e9, 1e-6)
-            rounds = COMM.bcast(max(int(recorder.seconds / each), 20))
-        COMM.Barrier()
+    samples = recorder.samples() if COMM.rank == 0 else None
+    rounds = 50
+    while rounds := told(rounds):
         times = []
         for _ in range(rounds):
             began = MPI.Wtime()
             go()
             times.append(int((MPI.Wtime() - began) * 1e9))
-    if COMM.rank == 0:
-        recorder.note(cell, summary(times))
+        if samples is not None:
+            samples.add(times[len(times) // 6 :])
+            each = max(float(np.median(times)), 1e3)
+            rounds = max(int(SLICE / each), 5) if samples.wants_more() else 0
+    if samples is not None:
+        recorder.note(cell, samples.figures())
+
+
+def told(count: int) -> int:
+    """What rank 0 says. The others sleep while it looks whether the machine is quiet."""
+    answer = np.array([count])
+    request = COMM.Ibcast(answer)
+    while not request.Test():
+        time.sleep(1e-4)
+    COMM.Barrier()
+    return int(answer[0])
 
 
 def main() -> None:

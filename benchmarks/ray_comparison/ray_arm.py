@@ -80,7 +80,7 @@ class Core:
             return ray.get(call(pattern, self._actors, value), timeout=GET_SECONDS)
 
         check(pattern, value, go())
-        self._recorder.note(cell, sample(go, self._recorder.seconds))
+        self._recorder.note(cell, sample(go, self._recorder.samples()))
 
     def latency_async(self, pattern: str, cell: str) -> None:
         async def go() -> None:
@@ -90,7 +90,7 @@ class Core:
             else:
                 check(pattern, b"x", await found)
 
-        self._recorder.note(cell, asyncio.run(sample_async(go, self._recorder.seconds)))
+        self._recorder.note(cell, asyncio.run(sample_async(go, self._recorder.samples())))
 
     def throughput(self, pattern: str, cell: str, window: int) -> None:
         figures = throughput(
@@ -125,7 +125,7 @@ class Compiled:
                 return ray.get(graph.execute(value), timeout=GET_SECONDS)
 
             check(pattern, value, go())
-            self._recorder.note(cell, sample(go, self._recorder.seconds))
+            self._recorder.note(cell, sample(go, self._recorder.samples()))
 
         self._with(bind(pattern, self._actors, kind == "tensor"), measure)
 
@@ -144,7 +144,7 @@ class Compiled:
                     check(pattern, b"x", await found)
 
             try:
-                return await sample_async(go, self._recorder.seconds)
+                return await sample_async(go, self._recorder.samples())
             finally:
                 graph.teardown()
 

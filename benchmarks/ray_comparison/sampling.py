@@ -12,11 +12,21 @@ from typing import Any
 
 import numpy as np
 import torch
+from quiet import Pace, Probe
 
 ACTORS = 3
 PATTERNS = ("round trip", "scatter-gather", "chain")
 MIB = 1 << 20
 WINDOWS = (1, 4, 16)
+
+SLICE = 100_000_000
+"""Nanoseconds of a slice."""
+
+_UNTIMED = 20_000_000
+"""Before each, for caches, for who has fallen asleep, and for processes to find their cores."""
+
+_FEWEST = 20
+_PATIENCE = 8
 
 Figures = dict[str, Any]
 
@@ -45,34 +55,81 @@ def check(pattern: str, given: Any, results: Any) -> None:
             raise ValueError(f"{pattern} gave {result!r} for {given!r}")
 
 
-def sample(go: Callable[[], object], seconds: float) -> Figures:
-    """Times of `go`, one after the other, for so many seconds; a third of them before, untimed."""
+class Samples:
+    """Times of one cell, taken in slices; those count in which the machine was quiet.
+
+    Args:
+        best: the pace of the machine at its best.
+        seconds: of quiet slices that are wanted. It gives up after `_PATIENCE` times as long.
+    """
+
+    def __init__(self, best: Pace, seconds: float) -> None:
+        self._best = best
+        self._probe = Probe()
+        self._seconds = seconds
+        self._latest = time.monotonic() + _PATIENCE * seconds
+        self._was_quiet = self._is_quiet()
+        self._quiet: list[int] = []
+        self._all: list[int] = []
+
+    def wants_more(self) -> bool:
+        """Whether another slice is to be taken."""
+        if len(self._all) < _FEWEST:
+            return True
+        enough = sum(self._quiet) >= self._seconds * 1e9 and len(self._quiet) >= _FEWEST
+        return not enough and time.monotonic() < self._latest
+
+    def add(self, times: list[int]) -> None:
+        """Take in the times of a slice in ns, right behind it."""
+        is_quiet = self._is_quiet()
+        self._all += times
+        if is_quiet and self._was_quiet:
+            self._quiet += times
+        self._was_quiet = is_quiet
+
+    def figures(self) -> Figures:
+        """Percentiles in µs of the quiet slices, or of all if there were too few quiet ones; the
+        median of all of them; and how large a share of the time was quiet."""
+        quiet = self._quiet if len(self._quiet) >= _FEWEST else self._all
+        share = sum(self._quiet) / sum(self._all)
+        return {**summary(quiet), "all_p50_us": summary(self._all)["p50_us"], "quiet": share}
+
+    def _is_quiet(self) -> bool:
+        return self._probe.pace().is_close_to(self._best)
+
+
+def sample(go: Callable[[], object], samples: Samples) -> Figures:
+    """Times of `go`, one after the other."""
     clock = time.perf_counter_ns
-    until = clock() + int(seconds / 3 * 1e9)
-    while clock() < until:
-        go()
-    times = []
-    until = clock() + int(seconds * 1e9)
-    while clock() < until or len(times) < 20:
-        began = clock()
-        go()
-        times.append(clock() - began)
-    return summary(times)
+    while samples.wants_more():
+        until = clock() + _UNTIMED
+        while clock() < until:
+            go()
+        times = []
+        until = clock() + SLICE
+        while clock() < until:
+            began = clock()
+            go()
+            times.append(clock() - began)
+        samples.add(times)
+    return samples.figures()
 
 
-async def sample_async(go: Callable[[], Awaitable[object]], seconds: float) -> Figures:
+async def sample_async(go: Callable[[], Awaitable[object]], samples: Samples) -> Figures:
     """The same in an event loop."""
     clock = time.perf_counter_ns
-    until = clock() + int(seconds / 3 * 1e9)
-    while clock() < until:
-        await go()
-    times = []
-    until = clock() + int(seconds * 1e9)
-    while clock() < until or len(times) < 20:
-        began = clock()
-        await go()
-        times.append(clock() - began)
-    return summary(times)
+    while samples.wants_more():
+        until = clock() + _UNTIMED
+        while clock() < until:
+            await go()
+        times = []
+        until = clock() + SLICE
+        while clock() < until:
+            began = clock()
+            await go()
+            times.append(clock() - began)
+        samples.add(times)
+    return samples.figures()
 
 
 def throughput(
@@ -127,6 +184,7 @@ def arguments(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=float, default=1.0, help="for each cell")
     parser.add_argument("--json", type=Path, required=True, help="where the figures go")
     parser.add_argument("--only", default="", help="cells whose name contains this")
+    parser.add_argument("--best", type=float, nargs=3, required=True, help="a quiet.Pace")
     return parser
 
 
@@ -139,10 +197,15 @@ class Recorder:
         self.cells: dict[str, Figures] = {}
         self._only: str = args.only
         self._file: Path = args.json
+        self._best = Pace(*args.best)
 
     def wants(self, cell: str) -> bool:
         """Whether a cell is to be measured."""
         return self._only in cell
+
+    def samples(self) -> Samples:
+        """What is to be filled with the times of a cell."""
+        return Samples(self._best, self.seconds)
 
     def note(self, cell: str, figures: Figures) -> None:
         """Keep the figures of a cell, and print them."""
