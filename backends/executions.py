@@ -436,6 +436,7 @@ class Launcher:
         self._resident = resident
         self._instances = [seat.instances for seat in graph.seats[graph.driver]]
         self._record = Record(Kind.EXECUTE, graph.number).pack()
+        self._spare: list[Future] = []
 
     def __call__(self, variant: int, inputs: Sequence[Any], block: bool) -> Future:
         """Start an execution.
@@ -462,8 +463,11 @@ class Launcher:
             seat = graph.free.pop()
             # The others are told first: they come on their way while all else is done here.
             self._publish(self._record + variant * SEATS + seat)
-            future = graph.futures[seat] = Future(executions, number)
+            future = self._spare.pop() if self._spare else Future(executions, number)
+            future.execution = number
+            graph.futures[seat] = future
             self._resident.begin(self._instances[seat][variant], inputs, number)
+            self._spare.append(Future(executions, -1))  # the next one's, while the others work
         except BaseException as error:
             executions.in_doubt = True
             executions.judge(error)

@@ -20,6 +20,7 @@ from .instructions import Instruction, getter
 from .interruptions import leaves
 from .linked import LinkedProgram
 from .statistics import ProfileEntry, Statistics
+from .tallies import count
 from .tracing import InstructionLog
 
 
@@ -253,7 +254,7 @@ class Executable:
         self._outputs = self._get_outputs(registers)
         registers[:] = self._code.template
         self._rest = None
-        self.statistics.record(perf_counter() - self._started, self._blocked)
+        count(self.statistics, perf_counter() - self._started, self._blocked)
 
     def _wait(self, pause: Pause, deadline: float | None, timeout: float | None) -> None:
         """Poll the pending instruction until it is done."""

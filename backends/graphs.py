@@ -7,7 +7,7 @@ from typing import Any
 
 from ..ir.module import Module
 from .instance import Instance
-from .outcomes import Outcome
+from .outcomes import Outcome, resolve
 from .participants import participants, woken_by_record
 from .poison import Poison
 from .resident import Seat
@@ -88,23 +88,23 @@ class Graph:
     def _resolver(self, seat: int, rebuild: Rebuild | None) -> Callable[[Instance], None]:
         futures, free = self.futures, self.free
 
-        def resolve(instance: Instance) -> None:
+        def end(instance: Instance) -> None:
             future = futures[seat]
             assert future is not None
             if not future.is_done:
                 value = None if rebuild is None else rebuild(instance.outputs)
-                future.resolve(value, None, instance.delivery)
+                resolve(future, value, None, instance.delivery)
             instance.outputs = ()
             instance.delivery = None
             futures[seat] = None  # a future that is not done can always be found
             free.append(seat)
 
-        return resolve
+        return end
 
     def _failer(self, seat: int) -> Callable[[Poison], None]:
         def fail(poison: Poison) -> None:
             future = self.futures[seat]
             assert future is not None
-            future.resolve(None, poison)
+            resolve(future, None, poison)
 
         return fail

@@ -28,7 +28,7 @@ from .interruptions import is_interruption, leaves
 from .linked import LinkedProgram
 from .poison import Poison
 from .steps import KEEP, Role, Step
-from .tallies import Tally
+from .tallies import Tally, count
 from .tracing import InstructionLog
 from .turnstiles import Tickets, Turnstiles
 
@@ -278,7 +278,7 @@ class Instance:
             self.outputs = self._get_outputs(registers)
         registers[:] = self._template
         self.running = False
-        self._statistics.record(perf_counter() - self._started, self._blocked)
+        count(self._statistics, perf_counter() - self._started, self._blocked)
         if on_end is not None:
             on_end(self)
 

@@ -52,19 +52,6 @@ class Outcome:
         self._delivery: Callable[[], None] | None = None
         self._callbacks: list[Callable[[Any], object]] | None = None
 
-    def resolve(
-        self, value: Any, poison: Poison | None, delivery: Callable[[], None] | None = None
-    ) -> None:
-        """The execution has ended; `delivery` is called before the value is used."""
-        self._value = value
-        if delivery is not None:
-            self._delivery = delivery
-        if poison is not None:
-            self._poison = poison
-        if self._callbacks is not None:
-            self._progress.later(self)
-        self.is_done = True  # last: until then it may be resolved once more
-
     def _take(self, timeout: object) -> Any:
         """What `Future.result` does."""
         if not self.is_done:
@@ -76,3 +63,20 @@ class Outcome:
         if self._delivery is not None:
             self._delivery()
         return self._value
+
+
+def resolve(
+    outcome: Outcome, value: Any, poison: Poison | None, delivery: Callable[[], None] | None = None
+) -> None:
+    """The execution has ended; `delivery` is called before the value is used.
+
+    It is no method, for one that a subclass may replace is looked up each time.
+    """
+    outcome._value = value
+    if delivery is not None:
+        outcome._delivery = delivery
+    if poison is not None:
+        outcome._poison = poison
+    if outcome._callbacks is not None:
+        outcome._progress.later(outcome)
+    outcome.is_done = True  # last: until then it may be resolved once more

@@ -14,6 +14,7 @@ from typing import Final, Protocol
 
 from .errors import ExecutionLost, Failure, TransportError, type_name
 from .graphs import Graph
+from .outcomes import resolve
 from .poison import Poison
 
 
@@ -64,7 +65,7 @@ def give_up(graph: Graph, why: str) -> None:
     """Forget the executions of a graph in this process; futures that are not done fail."""
     for index, future in enumerate(graph.futures):
         if future is not None and not future.is_done:
-            future.resolve(None, _lost(graph, why))
+            resolve(future, None, _lost(graph, why))
         graph.futures[index] = None
     graph.free[:] = reversed(range(len(graph.futures)))
     for rank, seats in graph.seats.items():

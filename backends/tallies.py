@@ -25,9 +25,13 @@ class Tally:
         self.blocked = 0.0
         self.recent: deque[tuple[float, float]] = deque(maxlen=RECENT)
 
-    def record(self, total: float, blocked: float) -> None:
-        """Count one execution."""
-        self.executions += 1
-        self.total += total
-        self.blocked += blocked
-        self.recent.append((total, blocked))
+
+def count(tally: Tally, total: float, blocked: float) -> None:
+    """Count one execution.
+
+    It is no method, for one that a subclass may replace is looked up each time.
+    """
+    tally.executions += 1
+    tally.total += total
+    tally.blocked += blocked
+    tally.recent.append((total, blocked))

@@ -11,6 +11,7 @@ from cg.backends.participants import participants, woken_by_record
 from cg.backends.poison import Poison
 from cg.backends.records import BITS, GRAPHS, SEATS, VARIANTS, Kind, Record, VirtualRecords
 from cg.backends.statistics import Statistics
+from cg.backends.tallies import count
 from cg.backends.turnstiles import Tickets, Turnstiles
 from cg.backends.variants import share_channels
 from cg.backends.witnesses import witnesses
@@ -139,7 +140,7 @@ def test_statistics_add_up() -> None:
 def test_medians_are_of_the_latest_executions() -> None:
     statistics = Statistics()
     for number in range(1000):
-        statistics.record(float(number), 0.0)
+        count(statistics, float(number), 0.0)
     assert statistics.executions == 1000
     assert len(statistics.recent) == 256
     assert statistics.median_total == 999 - 255 / 2
