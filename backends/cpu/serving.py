@@ -29,9 +29,11 @@ _YIELD_EVERY: Final = 4
 """How many turns there are to a yield while the process has its core for itself. Where two ranks
 share a core, each turn without a yield would delay the other by as much."""
 
-_FIRST_YIELD: Final = 32
-"""Turns of each wait without a yield while the process has its core for itself. A message that
-comes during one is seen late, and round trips of one kind have theirs always at the same turn."""
+_QUICK: Final = 6e-6
+_MOST_TURNS: Final = 32
+"""Seconds of each wait, and turns at most, without a yield while the process has its core for
+itself. What comes during one is seen late, and round trips of one kind have theirs at the same turn
+each time."""
 
 _ALONE: Final = 2e-6
 """Seconds that a yield takes at most if it has found nobody else to run."""
@@ -68,6 +70,8 @@ class Serving:
         self._turns = _TURNS
         self._crowd = Crowd()
         self._is_alone = False
+        self._first_yield = 0
+        self._yielded_at, self._yielded = 0, 0.0
         self._suspected_at = 0
         self._pumps: dict[asyncio.AbstractEventLoop, _Pump] = {}
 
@@ -80,12 +84,19 @@ class Serving:
         if polls <= self._turns:
             if polls == 1:
                 self.rest()
-            if self._is_alone and (polls < _FIRST_YIELD or polls % _YIELD_EVERY):
+            if self._is_alone and (polls < self._first_yield or polls % _YIELD_EVERY):
                 return
             began = perf_counter()
             sched_yield()
             ended = perf_counter()
             self._is_alone = ended - began < _ALONE
+            turns = polls - self._yielded_at
+            if 0 < turns <= _YIELD_EVERY:  # in the same wait, so they took that long
+                quick = _QUICK * turns / (began - self._yielded)
+                self._first_yield = int(min(quick, _MOST_TURNS))
+            elif self._first_yield < _MOST_TURNS:  # the wait was too short to say how long
+                self._first_yield += 1
+            self._yielded_at, self._yielded = polls, ended
             if self._crowd.saw(began, ended):
                 self._turns = _FEW_TURNS
         else:

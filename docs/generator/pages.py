@@ -34,6 +34,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "gpu-pipelines": gpus.pipelines,
     "gpu-others": gpus.others,
     "ray-times": ray.times,
+    "ray-at-all-times": ray.at_all_times,
     "ray-throughput": ray.throughput,
     "soak": ray.soak,
     "llama-speed": llama.speed,

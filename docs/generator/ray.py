@@ -41,6 +41,14 @@ def times() -> str:
     return table((*head, *rest), rows)
 
 
+def at_all_times() -> str:
+    """The same ratios of the medians of all times, quiet or not."""
+    faster = _read("ray_comparison")["figures"]["times_faster"]
+    cells = [name for name in _ROWS if not name.endswith("asyncio")]
+    ratios = (f"{_ROWS[name]}: {_ratio(faster[f'{name}, all times'][_RAY])}" for name in cells)
+    return "; ".join(ratios) + "."
+
+
 def throughput() -> str:
     """Executions per second, by how many are in flight."""
     medians = _medians()

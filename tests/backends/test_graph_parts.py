@@ -126,8 +126,8 @@ def test_modules_share_channels() -> None:
 
 def test_statistics_add_up() -> None:
     one, other = Statistics(), Statistics()
-    one.record(2.0, 1.0)
-    other.record(4.0, 1.0)
+    count(one, 2.0, 1.0)
+    count(other, 4.0, 1.0)
     other.failures += 1
     both = one + other
     assert (both.executions, both.total, both.blocked, both.failures) == (2, 6.0, 2.0, 1)

@@ -20,8 +20,12 @@ class Clock:
         self.now = 100.0
         self.each = EMPTY
         self.yields = 0
-        monkeypatch.setattr(serving, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(serving, "perf_counter", self.read)
         monkeypatch.setattr(serving, "sched_yield", self.give_way)
+
+    def read(self) -> float:
+        self.now += 50e-9
+        return self.now
 
     def give_way(self) -> None:
         self.now += self.each
@@ -52,18 +56,38 @@ def waits(turns: int) -> Any:
 
 def test_who_has_a_core_looks_several_times_before_each_yield(clock: Clock) -> None:
     waits(400)
-    assert clock.yields == pytest.approx((400 - serving._FIRST_YIELD) / 4, abs=2)
+    assert clock.yields == pytest.approx((400 - serving._MOST_TURNS) / 4, abs=3)
 
 
-def test_who_has_a_core_does_not_yield_in_short_waits(clock: Clock) -> None:
-    process = waits(1)
-    before = clock.yields
-    for _ in range(10):
-        for polls in range(1, serving._FIRST_YIELD):
+@pytest.mark.parametrize(("turn", "quiet"), [(0.2e-6, 27), (1e-6, 4), (20e-6, 0)])
+def test_who_has_a_core_does_not_yield_in_short_waits(
+    clock: Clock, turn: float, quiet: int
+) -> None:
+    process = waits(0)
+
+    def wait(turns: int) -> int:
+        before = clock.yields
+        for polls in range(1, turns + 1):
+            clock.now += turn
             process.pause(polls, None)
-    assert clock.yields == before
-    process.pause(serving._FIRST_YIELD, None)
-    assert clock.yields == before + 1
+        return clock.yields - before
+
+    wait(400)
+    assert wait(quiet) == wait(quiet) == 0
+    assert wait(max(quiet, 4) + 4) > 0
+
+
+def test_who_took_long_once_goes_back_to_no_yields_in_short_waits(clock: Clock) -> None:
+    process = waits(1)
+    process._first_yield = 0  # as after turns in which the core was taken away
+    yields = []
+    for _ in range(40):
+        before = clock.yields
+        for polls in range(1, 7):
+            process.pause(polls, None)
+        yields.append(clock.yields - before)
+    assert yields[0] == 1
+    assert yields[-1] == 0
 
 
 def test_who_shares_one_yields_after_each_look(clock: Clock) -> None:
