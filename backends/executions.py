@@ -467,11 +467,11 @@ class Launcher:
             future.execution = number
             graph.futures[seat] = future
             self._resident.begin(self._instances[seat][variant], inputs, number)
-            self._spare.append(Future(executions, -1))  # the next one's, while the others work
         except BaseException as error:
             executions.in_doubt = True
             executions.judge(error)
             raise
         if executions.has_due:
             executions.call_back()
+        self._spare.append(Future(executions, -1))  # the next one's, while the others work
         return future

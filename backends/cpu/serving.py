@@ -35,6 +35,9 @@ _MOST_TURNS: Final = 32
 itself. What comes during one is seen late, and round trips of one kind have theirs at the same turn
 each time."""
 
+_MOST_LOOKS: Final = 256
+"""Turns without a yield, in however many waits: who else is on the core shows in a yield only."""
+
 _ALONE: Final = 2e-6
 """Seconds that a yield takes at most if it has found nobody else to run."""
 
@@ -70,7 +73,7 @@ class Serving:
         self._turns = _TURNS
         self._crowd = Crowd()
         self._is_alone = False
-        self._first_yield = 0
+        self._first_yield = self._looks = 0
         self._yielded_at, self._yielded = 0, 0.0
         self._suspected_at = 0
         self._pumps: dict[asyncio.AbstractEventLoop, _Pump] = {}
@@ -84,15 +87,19 @@ class Serving:
         if polls <= self._turns:
             if polls == 1:
                 self.rest()
-            if self._is_alone and (polls < self._first_yield or polls % _YIELD_EVERY):
+                self._yielded_at = self._turns  # in this wait, not yet
+            self._looks += 1
+            is_early = polls < self._first_yield or polls % _YIELD_EVERY
+            if self._is_alone and is_early and self._looks < _MOST_LOOKS:
                 return
+            self._looks = 0
             began = perf_counter()
             sched_yield()
             ended = perf_counter()
             self._is_alone = ended - began < _ALONE
             turns = polls - self._yielded_at
             if 0 < turns <= _YIELD_EVERY:  # in the same wait, so they took that long
-                quick = _QUICK * turns / (began - self._yielded)
+                quick = _QUICK * turns / max(began - self._yielded, 1e-9)
                 self._first_yield = int(min(quick, _MOST_TURNS))
             elif self._first_yield < _MOST_TURNS:  # the wait was too short to say how long
                 self._first_yield += 1

@@ -51,7 +51,10 @@ ARMS: dict[str, list[list[str]]] = {
         ["-m", "cg.launch", "-n", "4", "mpi_arm.py"],
     ],
 }
-TIMEOUT = 240.0
+TIMEOUT = 180.0
+PATIENCE = 120.0
+"""Seconds that a program may take, and by how many more for each second of a cell: where the
+machine is never quiet, ten cells take eight times as long."""
 GRACE = 15.0
 CALIBRATION = 5.0
 """Seconds in which the machine is expected to be at its best once."""
@@ -59,8 +62,11 @@ CALIBRATION = 5.0
 Cells = dict[str, dict[str, float]]
 
 
-def run(arm: str, words: list[str], options: list[str]) -> Cells:
+def run(arm: str, words: list[str], options: list[str], timeout: float) -> Cells:
     """Run one program of an arm to its end; the cells that it has measured.
+
+    Args:
+        timeout: seconds that it may take.
 
     Raises:
         RuntimeError: it has failed, or has not ended in time and was stopped.
@@ -74,7 +80,7 @@ def run(arm: str, words: list[str], options: list[str]) -> Cells:
             command, cwd=ROOT, start_new_session=True, env={**os.environ, **paths}
         )
         try:
-            code = process.wait(TIMEOUT)
+            code = process.wait(timeout)
         except BaseException:
             stop(process)
             raise
@@ -185,7 +191,7 @@ def main() -> None:
         for arm in args.arms:
             cells: Cells = {}
             for words in ARMS[arm]:
-                cells.update(run(arm, words, options))
+                cells.update(run(arm, words, options, TIMEOUT + PATIENCE * args.seconds))
             repeats[-1][arm] = cells
     summary = medians(repeats)
     print(table(summary))

@@ -59,13 +59,14 @@ class Samples:
     """Times of one cell, taken in slices; those count in which the machine was quiet.
 
     Args:
-        best: the pace of the machine at its best.
+        probe: measures the pace of the machine.
+        best: the pace at its best.
         seconds: of quiet slices that are wanted. It gives up after `_PATIENCE` times as long.
     """
 
-    def __init__(self, best: Pace, seconds: float) -> None:
+    def __init__(self, probe: Probe, best: Pace, seconds: float) -> None:
         self._best = best
-        self._probe = Probe()
+        self._probe = probe
         self._seconds = seconds
         self._latest = time.monotonic() + _PATIENCE * seconds
         self._was_quiet = self._is_quiet()
@@ -198,6 +199,7 @@ class Recorder:
         self._only: str = args.only
         self._file: Path = args.json
         self._best = Pace(*args.best)
+        self._probe = Probe()
 
     def wants(self, cell: str) -> bool:
         """Whether a cell is to be measured."""
@@ -205,7 +207,7 @@ class Recorder:
 
     def samples(self) -> Samples:
         """What is to be filled with the times of a cell."""
-        return Samples(self._best, self.seconds)
+        return Samples(self._probe, self._best, self.seconds)
 
     def note(self, cell: str, figures: Figures) -> None:
         """Keep the figures of a cell, and print them."""
