@@ -43,10 +43,13 @@ COMPILED = (
     "backends/cpu/record_ring.py",
     "backends/cpu/rows.py",
     "backends/cpu/serving.py",
-    "launch/selection.py",
-    # They extend what is compiled.
+    "backends/devices/accelerator.py",
+    "backends/devices/capture.py",
     "backends/devices/executable.py",
+    "backends/devices/flow.py",
     "backends/devices/instance.py",
+    "backends/devices/lending.py",
+    "launch/selection.py",
 )
 """What every execution goes through, and that no user extends or replaces."""
 

@@ -25,7 +25,7 @@ class Accelerator:
         current: the raw handle of the current stream of a device, if torch tells it faster than
             the stream itself.
         end_pool: tells torch's allocator that a capture to a pool of a device is over, where there
-            is such a call; raises RuntimeError if it knows.
+            is such a call, else None; raises RuntimeError if it knows.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Accelerator:
         handle: str,
         graph: str,
         current: Callable[[int], int] | None = None,
-        end_pool: Callable[[int, Any], None] = lambda *_: None,
+        end_pool: Callable[[int, Any], None] | None = None,
     ) -> None:
         self.kind = kind
         self.index = index
@@ -189,7 +189,8 @@ class Accelerator:
         except RuntimeError:
             pool, self._pool = self._pool, None
             try:
-                self._end_pool(self.index, pool)
+                if self._end_pool is not None:
+                    self._end_pool(self.index, pool)
             except RuntimeError:
                 return  # it knows: the capture has ended, and only its graph could not be made
             self._broken.append(graph)
