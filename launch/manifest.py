@@ -18,7 +18,7 @@ from ..backends.base import World
 from .clocks import Reading
 from .config import environment
 
-PACKAGES = ("cg", "torch", "numpy", "mpi4py")
+PACKAGES = ("cg", "numpy", "mpi4py")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +100,7 @@ def manifest(
         "options": {name: value for name, value in environment().items() if name.startswith("CG_")},
         "versions": {
             "python": platform.python_version(),
+            "torch": torch.__version__,  # its metadata may leave out what it was built for
             **{name: _version(name) for name in PACKAGES},
             "cuda": torch.version.cuda,
             "mpi": _mpi(),

@@ -95,6 +95,14 @@ def test_output_is_put_where_it_belongs() -> None:
     assert run(page) == page.replace("old", "42")
 
 
+def test_what_needs_a_program_that_is_not_there_stays_as_it_is() -> None:
+    page = (
+        "<!-- run needs={} -->\n```python\nprint(6 * 7)\n```\n<!-- output -->\n```text\nold\n```\n"
+    )
+    assert run(page.format("no-such-program")) == page.format("no-such-program")
+    assert run(page.format("sh")) == page.format("sh").replace("old", "42")
+
+
 def test_snippets_of_a_page_share_names_and_directory() -> None:
     run(
         "<!-- run -->\n```python\nopen('note.txt', 'w').write(name := 'x')\n```\n"

@@ -54,9 +54,7 @@ class Encoded:
 
     __slots__ = ("_buffers", "_head", "_pickle", "nbytes")
 
-    def __init__(
-        self, stream: bytes | memoryview, buffers: list[memoryview], mark: int = 0
-    ) -> None:
+    def __init__(self, stream: bytes, buffers: list[memoryview], mark: int = 0) -> None:
         lengths = [buffer.nbytes for buffer in buffers]
         self._head = _HEAD.pack(len(stream), len(buffers) | mark)
         if buffers:
@@ -105,7 +103,8 @@ def encode(value: Any) -> Encoded:
         pickler = pickle.Pickler(stream, 5, buffer_callback=buffers.append)
         pickler.dispatch_table = _REDUCERS
         pickler.dump(value)
-        return Encoded(stream.getbuffer(), [buffer.raw() for buffer in buffers])
+        # Its bytes, not a view of them: a stream that is collected with a view open complains.
+        return Encoded(stream.getvalue(), [buffer.raw() for buffer in buffers])
     except _REFUSALS as error:
         raise TransportError(
             f"an object of type {type(value).__qualname__} cannot be pickled, so it cannot go to "

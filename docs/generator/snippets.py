@@ -4,6 +4,7 @@ A comment before a block says what is to be done with it:
 
     <!-- run -->             run it: Python in the virtual world, sh in bash
     <!-- run raises -->      the same; it has to fail, and the error is its output
+    <!-- run needs=g++ -->   the same, but as it is, with its output, where there is no such program
     <!-- output -->          hold the output of the last snippet that was run
     <!-- ir -->              parse and verify the module
 
@@ -18,6 +19,7 @@ import contextlib
 import io
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -64,10 +66,13 @@ class _Page:
     names: dict[str, Any] = field(default_factory=lambda: {"__name__": "__main__"})
     output: str | None = None
     ran: int = 0
+    is_left_out: bool = False
 
     def replace(self, match: re.Match[str]) -> str:
         what, body = match["what"], match["body"]
         if what == "output":
+            if self.is_left_out:
+                return match[0]
             if self.output is None:
                 raise SnippetError(f"{self.name}: an output, but no snippet has run before it")
             head = match[0].partition("```")[0]
@@ -81,6 +86,9 @@ class _Page:
     def _run(self, language: str, body: str, options: list[str]) -> None:
         self.ran += 1
         given = dict(option.partition("=")[::2] for option in options)
+        self.is_left_out = "needs" in given and shutil.which(given["needs"]) is None
+        if self.is_left_out:
+            return
         file = self.directory / given.get("file", f"snippet{self.ran}.py")
         if language == "python":
             file.write_text(body, encoding="utf-8")

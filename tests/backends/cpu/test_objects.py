@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
+import sys
 import threading
 from collections import OrderedDict
 from typing import Any
@@ -207,6 +209,18 @@ def test_bulk_data_stays_out_of_the_pickle() -> None:
     encoded = encode(value)
     assert encoded.nbytes < (4 + 8 << 20) + 2000
     assert len(encoded._pickle) < 1000
+
+
+def test_a_pickle_that_is_part_of_a_cycle_is_collected_in_silence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    complaints: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", complaints.append)
+    cycle: list[Any] = [encode(["not", "plain"])]
+    cycle.append(cycle)
+    del cycle
+    gc.collect()
+    assert not complaints
 
 
 def test_what_cannot_be_pickled_is_named() -> None:
