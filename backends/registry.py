@@ -40,6 +40,10 @@ class Registry:
         installed = {entry.name for entry in metadata.entry_points(group=self._group)}
         return tuple(sorted(installed | self._factories.keys()))
 
+    def transports(self) -> tuple[str, ...]:
+        """All names that a user may write in `cg.via`, sorted."""
+        return tuple(sorted({*BUILT_IN, *self.names()}))
+
     def create(self, name: str, world: World, channels: Sequence[Channel]) -> Communicator:
         """Make this process's communicator `name` for `channels`; see `CommunicatorFactory`.
 
@@ -56,7 +60,7 @@ class Registry:
             loaded: CommunicatorFactory = entry.load()
             self.register(name, loaded)
             return loaded
-        known = ", ".join(sorted({*BUILT_IN, *self.names()}))
+        known = ", ".join(self.transports())
         raise UnknownCommunicator(
             f"there is no communicator '{name}'; known are: {known}. Values go through shared "
             "memory inside a machine by 'cpu', and by 'auto' where no device is concerned. A "
@@ -70,3 +74,4 @@ COMMUNICATORS = Registry()
 register = COMMUNICATORS.register
 create = COMMUNICATORS.create
 names = COMMUNICATORS.names
+transports = COMMUNICATORS.transports

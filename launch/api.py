@@ -29,6 +29,7 @@ from ..tracer.actors import ActorFactory
 from ..tracer.functions import Functions
 from ..tracer.step import trace_step
 from ..tracer.trace import InputError, Trace, signature_of
+from .communicators import check_transports
 from .compiled import Compiled, Variant
 from .config import config
 from .devices import fabrics_of, torch_device
@@ -393,6 +394,8 @@ class Lowered:
     ) -> Compiled:
         if fuse is not None:
             check_name(fuse)
+        for trace in self.traces:
+            check_transports(trace.module.program)
         settings = config()
         switches = parse_switches(",".join(filter(None, (settings.passes, passes))))
         is_driven = max_inflight is not None and self._step._driver is not None

@@ -11,8 +11,10 @@ from ..backends.hccl.communicator import HcclCommunicator
 from ..backends.hccl.communicator import connect as connect_by_hccl
 from ..backends.nccl.communicator import NcclCommunicator
 from ..backends.nccl.communicator import connect as connect_by_nccl
-from ..backends.registry import create, register
-from ..ir.module import Channel
+from ..backends.registry import ENTRY_POINTS, create, register, transports
+from ..ir.diagnostics import error
+from ..ir.module import Channel, Program
+from ..ir.ops import Collective, Transfer
 from ..passes.fabrics import HOST, is_by_stream
 from .config import config
 
@@ -27,6 +29,29 @@ def _connect_by_hccl(world: World, channels: Sequence[Channel]) -> HcclCommunica
 
 register("nccl", _connect_by_nccl)
 register("hccl", _connect_by_hccl)
+
+
+def check_transports(program: Program) -> None:
+    """Return if every transport that a traced step names is known in this process.
+
+    In a virtual world, too, which needs none of them: a name that is wrong there is so everywhere.
+
+    Raises:
+        IRError: one is not.
+    """
+    asked = [op for op in program.ops if isinstance(op, Transfer | Collective) and op.via]
+    if not asked:
+        return
+    known = transports()
+    for op in asked:
+        if op.via not in known:
+            raise error(
+                f"there is no transport '{op.via}'; known are: {', '.join(known)}",
+                op=op,
+                program=program,
+                help="write one of these names in cg.via, or install the package that adds this "
+                f"one (by an entry point of group '{ENTRY_POINTS}') on all ranks",
+            )
 
 
 @dataclass(frozen=True, slots=True)

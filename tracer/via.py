@@ -32,6 +32,8 @@ def via(value: T, transport: str) -> T:
         transport: "auto", for cg's own choice; "cpu" (or "mpi"), for shared memory inside a
             machine and MPI between machines; "nccl", or another communicator that is registered.
 
+    A name that no communicator has is an `IRError` when the step is compiled.
+
     Raises:
         TraceError: the transport is no name, or the value is not of the step.
     """

@@ -71,3 +71,26 @@ def test_what_cannot_be_sent_on_a_way() -> None:
             unnamed.lower(torch.ones(4))
         with pytest.raises(cg.TraceError, match="via of a int, which is not a value of the st"):
             plain.lower(torch.ones(4))
+
+
+def test_a_transport_that_nobody_knows() -> None:
+    with use_world(VirtualWorld(2)):
+        a, b = Scale.on(0)(), Scale.on(1)()
+
+        @cg.trace
+        def step(x: torch.Tensor) -> torch.Tensor:
+            return b.forward(cg.via(a.forward(x), "carrier-pigeon"))
+
+        @cg.trace
+        def at_home(x: torch.Tensor) -> torch.Tensor:
+            return a.forward(cg.via(a.forward(x), "carrier-pigeon"))
+
+        for wrong in (step, at_home):
+            lowered = wrong.lower(torch.ones(4))
+            with pytest.raises(cg.IRError) as caught:
+                lowered.compile()
+            text = str(caught.value)
+            assert "no transport 'carrier-pigeon'; known are: auto, cpu, hccl" in text
+            line = wrong.__wrapped__.__code__.co_firstlineno + 2
+            assert f"written at {__file__}:{line}, in {wrong.__name__}:\n" in text
+            assert "(by an entry point of group 'cg.communicators') on all ranks" in text
