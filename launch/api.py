@@ -30,7 +30,7 @@ from ..tracer.functions import Functions
 from ..tracer.step import trace_step
 from ..tracer.trace import InputError, Trace, signature_of
 from .communicators import check_transports
-from .compiled import Compiled, Variant
+from .compiled import Compiled
 from .config import config
 from .devices import fabrics_of, torch_device
 from .dumps import Dump, make_dump
@@ -38,6 +38,7 @@ from .fusing import Fusing
 from .keywords import check_keywords
 from .optimistic import Optimistic
 from .settle import settle
+from .variant import Variant
 from .world import world
 
 T = TypeVar("T")
@@ -69,7 +70,9 @@ def allgather(value: T) -> list[T]:
     return world().allgather(value)
 
 
-def measure(compiled: Compiled, *args: Any, executions: int = 5, **kwargs: Any) -> Costs:
+def measure(
+    compiled: Compiled, /, *args: Any, executions: int | None = None, **kwargs: Any
+) -> Costs:
     """Find out what a compiled step costs, by running it on all ranks; collective.
 
     Each call is timed around its function, and messages of two sizes go back and forth over each
@@ -82,15 +85,17 @@ def measure(compiled: Compiled, *args: Any, executions: int = 5, **kwargs: Any) 
         compiled: what is measured, on its ranks as they are now. Where its schedule does not split
             backwards, `tb` is all of them.
         args, kwargs: as the step takes them.
-        executions: how often the step runs, besides once to warm up. It does all that it does when
-            it is called, so an update of weights is one.
+        executions: how often the step runs, besides once to warm up; 5 times if None. It does all
+            that it does when it is called, so an update of weights is one. If the step itself has
+            a parameter of that name, write `compiled.repeated(5).measure(...)`.
 
     Returns:
         The same costs on all ranks; `Costs.save` writes them to a file.
 
     Raises:
         As calling the step does.
-        ValueError: `executions` is less than 1.
+        TypeError: `executions` may be meant for the step.
+        ValueError: it is less than 1.
     """
     return compiled.measure(*args, executions=executions, **kwargs)
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from ..backends.base import World
-from ..backends.fallbacks import Fallbacks
 from ..backends.futures import Future
 from ..backends.program_simulator import ProgramSimulation
 from ..backends.program_times import ProgramTimes
@@ -19,36 +17,17 @@ from ..ir.module import Channel, Module
 from ..ir.printer import format_program
 from ..passes.manager import PassReport
 from ..passes.plan_buffers import MemoryPlan, memory_plan
-from ..tracer.trace import Trace
 from . import graphs, seating
 from .analysis import Cost, cost_of
-from .calibration import measured_costs
-from .fusing import Fused
+from .keywords import check_executions
 from .pictures.compiled import timeline_of, write_compiled
 from .profiling import Watched, watch
 from .recording import Recording, record
+from .repeated import Repeated
 from .runtime import Runtime, make_runtime
 from .selection import selection
 from .simulate import simulate
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A step, compiled for one signature.
-
-    Attributes:
-        trace: of the step.
-        module: scheduled.
-        reports: what each pass did.
-        fused: what its functions run.
-        fallbacks: its graphs that are not replayed, as far as has been seen.
-    """
-
-    trace: Trace
-    module: Module
-    reports: list[PassReport]
-    fused: Fused
-    fallbacks: Fallbacks
+from .variant import Variant
 
 
 class Compiled:
@@ -93,7 +72,7 @@ class Compiled:
         else:
             self._made = self._make_graph(driver, max_inflight, patience)
             self._launch = self._made.launch
-            self._picks = [self._pick(variant, driver) for variant in variants]
+            self._picks = [variant.pick(driver) for variant in variants]
             guarded = any(variant.trace.guards for variant in variants)
             self._needs_more = guarded or any(pick is not None for pick in self._picks)
 
@@ -157,9 +136,9 @@ class Compiled:
         if runtime is None or len(self.variants) > 1:
             variant = self._select(args, kwargs)[0] if len(self.variants) > 1 else 0
             runtime = self._runtime(variant)
-        trace = self.variants[variant].trace
-        outputs = runtime.run(lambda: _checked_inputs(trace, args, kwargs))
-        return None if outputs is None else trace.outputs.rebuild(outputs)
+        called = self.variants[variant]
+        outputs = runtime.run(lambda: called.inputs(args, kwargs))
+        return None if outputs is None else called.trace.outputs.rebuild(outputs)
 
     # -- from the driver --------------------------------------------------------------------
 
@@ -321,7 +300,9 @@ class Compiled:
         """
         return simulate(self.variants[variant].module, costs)
 
-    def record(self, *args: Any, executions: int = 1, **kwargs: Any) -> list[Recording]:
+    def record(
+        self, /, *args: Any, executions: int | None = None, **kwargs: Any
+    ) -> list[Recording]:
         """Run the step on all ranks, and say when each call ran; collective.
 
         The step does all that it does when it is called, so an update of weights is one. The
@@ -330,37 +311,31 @@ class Compiled:
 
         Args:
             args, kwargs: as the step takes them.
-            executions: how often.
+            executions: how often; once if None. If the step itself has a parameter of that name,
+                use `repeated`.
 
         Returns:
             One recording for each execution, the same on all ranks.
 
         Raises:
             As calling the step does.
+            TypeError: `executions` may be meant for the step.
+            ValueError: it is less than 1.
         """
-        if self._closed:
-            raise self._closed_error()
-        graphs.check_idle(self._world)
-        chosen = self._chosen(args, kwargs)
-        return record(
-            self._world,
-            chosen.module,
-            [value.name for value in chosen.trace.module.program.params],
-            chosen.fused.bodies,
-            chosen.trace.constants,
-            lambda: _checked_inputs(chosen.trace, args, kwargs),
-            executions,
-            seed=self._seed,
-            timeout=self._timeout,
-        )
+        return self._repeated("record", executions, 1).record(*args, **kwargs)
 
-    def measure(self, *args: Any, executions: int = 5, **kwargs: Any) -> Costs:
+    def measure(self, /, *args: Any, executions: int | None = None, **kwargs: Any) -> Costs:
         """See `cg.measure`."""
-        if executions < 1:
-            raise ValueError(f"executions={executions}: there must be at least 1")
-        # The first execution finds cold caches and makes gradients that later ones add to.
-        _, *recordings = self.record(*args, executions=executions + 1, **kwargs)
-        return measured_costs(self._world, self._chosen(args, kwargs).module, recordings)
+        return self._repeated("measure", executions, 5).measure(*args, **kwargs)
+
+    def repeated(self, executions: int) -> Repeated:
+        """The step, to be recorded or measured so often: `compiled.repeated(3).record(x)`.
+
+        Raises:
+            TypeError: `executions` is no integer.
+            ValueError: it is less than 1.
+        """
+        return Repeated(executions, self._record, self._world)
 
     def visualize(
         self,
@@ -410,9 +385,32 @@ class Compiled:
     def _name(self) -> str:
         return self.module.name
 
-    def _chosen(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
-        """The variant that takes these arguments."""
-        return self.variants[self._select(args, kwargs)[0] if len(self.variants) > 1 else 0]
+    def _repeated(self, method: str, executions: int | None, otherwise: int) -> Repeated:
+        """For a method that takes `executions` by name, beside the step's arguments."""
+        if executions is None:
+            return self.repeated(otherwise)
+        for variant in self.variants:
+            check_executions(variant.trace.inputs, method)
+        return self.repeated(executions)
+
+    def _record(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], executions: int
+    ) -> tuple[Module, list[Recording]]:
+        if self._closed:
+            raise self._closed_error()
+        graphs.check_idle(self._world)
+        chosen = self.variants[self._select(args, kwargs)[0] if len(self.variants) > 1 else 0]
+        return chosen.module, record(
+            self._world,
+            chosen.module,
+            chosen.parameters,
+            chosen.fused.bodies,
+            chosen.trace.constants,
+            lambda: chosen.inputs(args, kwargs),
+            executions,
+            seed=self._seed,
+            timeout=self._timeout,
+        )
 
     def _runtime(self, index: int) -> Runtime:
         """What runs a variant on all ranks; for a graph made when it is first called so."""
@@ -422,7 +420,7 @@ class Compiled:
             runtime = self._runtimes[index] = make_runtime(
                 self._world,
                 variant.module,
-                [value.name for value in variant.trace.module.program.params],
+                variant.parameters,
                 variant.fused.bodies,
                 variant.trace.constants,
                 seed=self._seed,
@@ -456,12 +454,6 @@ class Compiled:
         made.graph.patience = patience
         return made
 
-    def _pick(self, variant: Variant, driver: int) -> list[int] | None:
-        """For each parameter of the driver's program its index among the step's; None if equal."""
-        names = [value.name for value in variant.trace.module.program.params]
-        mine = [value.name for value in variant.module.program_of(driver).params]
-        return None if mine == names else [names.index(name) for name in mine]
-
     def _check_and_pick(self, variant: int, values: Sequence[Any]) -> Sequence[Any]:
         self.variants[variant].trace.check_guards()
         pick = self._picks[variant]
@@ -493,8 +485,3 @@ class Compiled:
 
     def _closed_error(self) -> RuntimeError:
         return RuntimeError(f"'{self._name}' has been closed: compile it again")
-
-
-def _checked_inputs(trace: Trace, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    trace.check_guards()
-    return trace.inputs.flatten(args, kwargs)

@@ -1,4 +1,4 @@
-"""Keeps the parameters of steps apart from the keywords that `execute` takes for itself."""
+"""Keeps the parameters of steps apart from the keywords that `Compiled` takes for itself."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ def check_keywords(
     """
     parameters = inspect.signature(execute).parameters.values()
     own = {each.name for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY}
-    theirs = [each.name for each in inputs.signature.parameters.values() if each.kind in _BY_NAME]
-    _, by_name = tree_unflatten(list(inputs.names), inputs.tree.spec)
-    for name in (*theirs, *by_name):
+    for name in _names_of(inputs):
         if name in own:
             raise TraceError(
                 f"step {inputs.step} is driven from one rank and has a parameter {name}, but "
@@ -35,3 +33,24 @@ def check_keywords(
                 loc=definition(step),
                 remedy=f"give the parameter {name} another name",
             )
+
+
+def check_executions(inputs: InputSpec, method: str) -> None:
+    """Return if `executions=` can only be meant for a method of `Compiled`.
+
+    Raises:
+        TypeError: it may be an argument of the step.
+    """
+    if "executions" in _names_of(inputs):
+        raise TypeError(
+            f"{method}(executions=...): step {inputs.step} has a parameter executions, too; write "
+            f"compiled.repeated(n).{method}(...) to say how often it runs, with the arguments of "
+            "the step alone in the second call"
+        )
+
+
+def _names_of(inputs: InputSpec) -> list[str]:
+    """By which names the arguments of a step are or may be given."""
+    theirs = [each.name for each in inputs.signature.parameters.values() if each.kind in _BY_NAME]
+    _, by_name = tree_unflatten(list(inputs.names), inputs.tree.spec)
+    return [*theirs, *by_name]

@@ -46,7 +46,7 @@ class Optimistic:
         self._patience = 0
         self._left = 0
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Run the step on all ranks; collective, and otherwise as `Compiled.__call__`."""
         if self._left:
             self._left -= 1

@@ -124,7 +124,7 @@ class Placement:
         self._rank = rank
         self._peers = peers
 
-    def __call__(self, *args: Any, **kwargs: Any) -> ActorHandle:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> ActorHandle:
         """Make the instance, where its rank is played, and a handle everywhere.
 
         What the constructor raises is raised on its rank alone.
@@ -219,7 +219,7 @@ class ActorHandle(NotAValue):
             f"on rank {self.rank}, from {self.name}.local"
         )
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Call the actor itself, as in `stage(x)`."""
         if not _is_method(self.cls, "__call__"):
             raise TypeError(
@@ -283,7 +283,7 @@ class ActorMethod(NotAValue):
     def __repr__(self) -> str:
         return f"<method {self.shown}>"
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         session = recording(f"a call of {self.shown}")
         if session is not None:
             return _call(session, self, args, kwargs)

@@ -14,6 +14,7 @@ from cg.backends.program_times import ProgramTimes, RankTimes
 from cg.backends.statistics import Statistics
 from cg.launch.analysis import Cost
 from cg.launch.profiling import Profile
+from cg.launch.repeated import Repeated
 from cg.passes.plan_buffers import MemoryPlan
 
 from .docstrings import to_markdown
@@ -33,7 +34,7 @@ def reference() -> str:
     if sorted(listed) != sorted(cg.__all__):
         raise KeyError(f"in one of __all__ and _HOMES only: {set(listed) ^ set(cg.__all__)}")
     parts.append("## What `Compiled` tells about itself")
-    for cls in (Statistics, MemoryPlan, Cost, ProgramTimes, RankTimes, Profile):
+    for cls in (Statistics, MemoryPlan, Cost, ProgramTimes, RankTimes, Repeated, Profile):
         parts.append(f"### {cls.__name__}\n\n{_class(cls.__name__, cls)}")
     return "\n\n".join(parts)
 

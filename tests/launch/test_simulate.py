@@ -225,6 +225,33 @@ def test_arguments_must_fit(compiled: cg.Compiled) -> None:
         cg.measure(compiled, X, executions=0)
 
 
+def test_a_step_may_have_a_parameter_executions(stages: list[Any]) -> None:
+    @cg.trace
+    def step(self: torch.Tensor, *, executions: torch.Tensor) -> torch.Tensor:
+        return stages[0].forward(self * executions)
+
+    @cg.trace
+    def more(compiled: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+        return stages[0].forward(compiled * named["executions"])
+
+    for one, first in ((step, "self"), (more, "compiled")):
+        given = {first: X, "executions": torch.ones(())}
+        compiled = one.lower(**given).compile()
+        for ask in (compiled.record, compiled.measure):
+            with pytest.raises(TypeError, match=rf"step {one.__name__} has a parameter exec") as e:
+                ask(**given)
+            assert f"write compiled.repeated(n).{ask.__name__}(...)" in str(e.value)
+        assert len(compiled.repeated(2).record(**given)) == 2
+        assert compiled.repeated(1).measure(**given).functions
+    # Who says nothing of how often has the arguments to himself.
+    compiled = step_of(stages).lower(X).compile()
+    for wrong, error in ((0, ValueError), (2.5, TypeError), (True, TypeError)):
+        with pytest.raises(error, match=f"executions={wrong}: "):
+            compiled.repeated(wrong)  # type: ignore[arg-type]
+        with pytest.raises(error, match=f"executions={wrong}: "):
+            compiled.record(X, executions=wrong)  # type: ignore[arg-type]
+
+
 def test_a_closed_step_is_refused(compiled: cg.Compiled) -> None:
     compiled.close()
     with pytest.raises(RuntimeError, match="'step' has been closed: compile it again"):
