@@ -13,7 +13,7 @@ from ..ir.module import Module, Program
 from .base import Body
 from .binder import Code
 from .errors import TransportError
-from .failures import failure_at
+from .failures import failure_at, note_departure
 from .instructions import Instruction
 from .interruptions import is_interruption, leaves
 from .poison import Poison
@@ -55,6 +55,8 @@ class Careful:
         poison = self._note(index, error)
         if step.role is Role.COMPUTE:
             self._spoil(step, poison)
+            if leaves(error):
+                note_departure(error, poison.failure)
         elif step.role is Role.ISSUE:
             assert step.port is not None
             step.port.fail(poison)

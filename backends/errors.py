@@ -37,12 +37,17 @@ class Failure:
     traceback: str = ""
     raised: Location | None = None
 
-    def describe(self) -> str:
-        """The message that a user reads."""
+    @property
+    def where(self) -> str:
+        """What was running, on which rank."""
         what = self.op
         if self.method is not None:
             what = f"{self.actor}.{self.method}" if self.actor else self.method
-        head = f"{self.type_name} on rank {self.rank} in {what}"
+        return f"on rank {self.rank} in {what}"
+
+    def describe(self) -> str:
+        """The message that a user reads."""
+        head = f"{self.type_name} {self.where}"
         lines = [f"{head}: {self.message}"]
         if self.location is not None:
             lines.append(f"  called from {self.location}")

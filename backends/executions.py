@@ -58,6 +58,7 @@ class Executions:
         waiting: how to wait.
         stages: how all ranks start over after an interruption; None if they cannot.
         shuffle: as in `Resident`.
+        on_departure: told of each exception for the whole process that a method has raised.
 
     Attributes:
         residents: the ranks that this process plays.
@@ -75,6 +76,7 @@ class Executions:
         waiting: Waiting,
         stages: Stages | None,
         shuffle: random.Random | None = None,
+        on_departure: Callable[[BaseException], None] | None = None,
     ) -> None:
         self.residents = {rank: Resident(rank, shuffle) for rank in ranks}
         self.graphs: dict[int, Graph] = {}
@@ -91,6 +93,7 @@ class Executions:
         self._due: deque[Future] = deque()
         self.has_due = False
         self._stages = stages
+        self._on_departure = on_departure
         self._doubt = "on another rank"
         self.in_doubt = False
 
@@ -365,6 +368,8 @@ class Executions:
         self._doubt = f"{type(error).__name__}: {error}".removesuffix(": ")
         if any(resident.has_kept(error) for resident in self._all):
             self.in_doubt = False  # a method has failed, and its execution goes on
+            if self._on_departure is not None:
+                self._on_departure(error)
         elif any(resident.is_busy for resident in self._all) and not is_interruption(error):
             self.in_doubt = False  # a method has asked for what it must not ask for
 

@@ -12,8 +12,8 @@ from ..ir.printer import format_op
 from .base import Pause
 from .binder import Binder
 from .checks import InputCheck
-from .errors import RemoteError, StepTimeout
-from .failures import failure_at
+from .errors import Failure, RemoteError, StepTimeout
+from .failures import failure_at, note_departure
 from .flight import FlightRecord, Position
 from .grad_mode import is_grad_enabled, set_grad_enabled
 from .instructions import Instruction, getter
@@ -212,7 +212,7 @@ class Executable:
             try:
                 done = instruction()
             except BaseException as error:
-                if leaves(error):
+                if self._leaves(error):
                     raise
                 raise self._fail(error) from error
             if not done:
@@ -237,7 +237,7 @@ class Executable:
                     self._blocked_since = perf_counter()
                     return False
         except BaseException as error:
-            if leaves(error):
+            if self._leaves(error):
                 raise
             raise self._fail(error) from error
         if length_hint(rest):
@@ -269,7 +269,7 @@ class Executable:
                 if poll() or poll():
                     break
             except BaseException as error:
-                if leaves(error):
+                if self._leaves(error):
                     raise
                 raise self._fail(error) from error
             polls += 1
@@ -278,10 +278,22 @@ class Executable:
                 raise self._timeout(timeout)
         self._resume()
 
+    def _leaves(self, error: BaseException) -> bool:
+        """Whether `error` is for the whole process; then it says which method it came out of."""
+        if not leaves(error):
+            return False
+        failure = self._failure(error)
+        if failure.method is not None:
+            note_departure(error, failure)
+        return True
+
+    def _failure(self, error: BaseException) -> Failure:
+        op = self.program.ops[self.position().op]
+        return failure_at(op, self.program, self.module, error, self._bodies)
+
     def _fail(self, error: BaseException) -> RemoteError:
         self._failed = True
-        op = self.program.ops[self.position().op]
-        failed = RemoteError(failure_at(op, self.program, self.module, error, self._bodies))
+        failed = RemoteError(self._failure(error))
         failed.__cause__ = error  # machine code made of this module would leave `from` out
         return failed
 

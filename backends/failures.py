@@ -43,6 +43,17 @@ def failure_at(
     )
 
 
+def note_departure(error: BaseException, failure: Failure) -> None:
+    """Say on an exception that is for the whole process which method it has come out of.
+
+    Nobody makes a `RemoteError` of it, so this is all that its readers are told.
+    """
+    called = "" if failure.location is None else f", called from {failure.location}"
+    note = f"{failure.where}{called}"
+    if note not in getattr(error, "__notes__", ()):  # a method may raise one twice
+        error.add_note(note)
+
+
 def _raised(op: Op, error: BaseException, bodies: Mapping[str, Body]) -> Location | None:
     locate: Locate | None = None
     if isinstance(op, Call):

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NoReturn
 
+from ..tracer.source import traceback_location
 from .detect import Launch
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -84,6 +85,13 @@ def say(text: str) -> None:
         _guard.say(text)
 
 
+def whereabouts(error: BaseException) -> str:
+    """The user's line that has raised an exception, and what is noted on it; both if known."""
+    line = traceback_location(error.__traceback__)
+    at = [] if line is None else [f" at {line}"]
+    return "".join([*at, *(f"; {note}" for note in getattr(error, "__notes__", ()))])
+
+
 ExceptionHook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 ThreadHook = Callable[[threading.ExceptHookArgs], Any]
 
@@ -93,7 +101,7 @@ def _exception_hook(guard: Guard, previous: ExceptionHook) -> ExceptionHook:
         if not guard.active:
             previous(kind, error, trace)
         elif issubclass(kind, KeyboardInterrupt):
-            guard.say("interrupted")
+            guard.say(f"interrupted{whereabouts(error)}")
             guard.fail(INTERRUPTED)
         else:
             if previous is sys.__excepthook__:

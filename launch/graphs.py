@@ -24,9 +24,8 @@ from ..backends.resident import Seat
 from ..backends.statistics import Statistics
 from ..backends.variants import share_channels
 from ..backends.virtual_executions import virtual_executions
-from . import failure
 from .devices import fabrics_of
-from .leaving import why_it_leaves
+from .leaving import say_departure
 from .runtime import transport_of
 from .seating import OnDevice, Seating, Variant, Wiring
 
@@ -56,12 +55,8 @@ class Made:
     def serve(self) -> None:
         """See `Executions.serve`. One session of the device spans all executions: to enter one for
         each would cost as much as a message."""
-        try:
-            with nullcontext() if self.device is None else self.device.session():
-                self.executions.serve(self.graph)
-        except SystemExit as error:
-            failure.say(why_it_leaves(error, self.executions.residents.values()))
-            raise
+        with nullcontext() if self.device is None else self.device.session():
+            self.executions.serve(self.graph)
 
     @property
     def launch(self) -> Launch | None:
@@ -201,4 +196,4 @@ def _cpu_executions(world: MpiWorld) -> Executions:
 
     spans = len(transport.node.leaders) > 1
     stages = None if spans else SharedStages(transport.node)
-    return Executions((world.rank,), records, serving, stages)
+    return Executions((world.rank,), records, serving, stages, on_departure=say_departure)

@@ -15,6 +15,7 @@ from ..backends.statistics import Statistics
 from ..backends.tracing import Recordable
 from ..ir.module import Module
 from .communicators import Connected, connect_channels
+from .leaving import say_departure
 
 Inputs = Callable[[], Sequence[Any]]
 """Gives the values of the step's parameters, checked; raises if the arguments do not fit."""
@@ -82,6 +83,7 @@ class RankRuntime:
             outputs = executable.run(values, control.pause, None, execution, checked=True)
             control.commit(self._progress)
         except BaseException as error:
+            say_departure(error)  # before other ranks know of it, and may end the job
             agreed = self._fail(error)
             if not isinstance(error, Exception):
                 raise  # Ctrl-C stays Ctrl-C, whatever else has failed

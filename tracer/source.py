@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
+from importlib.util import find_spec
 from types import FrameType, TracebackType
-
-import torch
 
 from ..ir.location import Location
 
@@ -16,9 +15,13 @@ _OURS = tuple(
     os.path.join(_PACKAGE, room) + os.sep
     for room in ("ir", "tracer", "passes", "backends", "launch")
 )
+_TORCH = find_spec("torch")  # found, not imported: this is needed before that, too
 _NOT_THE_USERS = (
     *_OURS,
-    os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
+    *(
+        os.path.abspath(room) + os.sep
+        for room in (_TORCH and _TORCH.submodule_search_locations) or ()
+    ),
     sysconfig.get_path("stdlib") + os.sep,
     "<",
 )

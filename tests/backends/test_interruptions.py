@@ -121,8 +121,10 @@ def test_a_method_that_is_interrupted_has_failed_and_nothing_else(graph: Any) ->
     first = compiled.execute(1)
     second = compiled.execute(2)
     actor.local.interrupts = True
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as caught:
         first.result()
+    (note,) = caught.value.__notes__
+    assert note.startswith(f"on rank {actor.rank} in {actor.name}.echo, called from {__file__}:")
     assert not executions.in_doubt
     with pytest.raises(cg.RemoteError, match="KeyboardInterrupt"):
         first.result()

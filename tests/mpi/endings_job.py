@@ -2,7 +2,8 @@
 
     mpiexec -n 4 python tests/mpi/endings_job.py ENDING [ARGUMENT]
 
-ARGUMENT says to `dies` how, and to `waits` which file shows that it does.
+ARGUMENT says to `dies`, `driver_dies` and `dies_in_step` how, and to `waits` which file shows that
+it does.
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ class Worker:
             raise SystemExit(6)
         if how == "leave":
             leave_quietly()
+        if how == "interrupt":
+            raise KeyboardInterrupt
         if how == "kill":
             os.kill(os.getpid(), 9)
         return how
@@ -97,6 +100,26 @@ def dies(drives: bool) -> None:
         return
     assert graph.execute("stay").result(timeout=30) == "stay"
     graph.execute(sys.argv[2]).result(timeout=60)
+
+
+def driver_dies(drives: bool) -> None:
+    """The same on the rank that drives."""
+    graph = chain_of([Worker.on(0)("w0"), *workers()], "leave")
+    if not drives:
+        graph.serve()
+        return
+    graph.execute(sys.argv[2]).result(timeout=60)
+
+
+def dies_in_step(drives: bool) -> None:
+    """The same on rank 1, in a step that all ranks run together."""
+    (worker,) = workers()
+
+    @cg.trace
+    def step(how: Any) -> Any:
+        return worker.leave(how)
+
+    step.lower(cg.object).compile()(sys.argv[2])
 
 
 def throws(drives: bool) -> None:

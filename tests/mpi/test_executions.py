@@ -34,6 +34,23 @@ SCENARIOS = (
 )
 
 
+DRIVING = str(Path(__file__).with_name("driving.py"))
+DEPARTURES = {
+    "exit": ("SystemExit(5)", "sys.exit(5)", "leave"),
+    "raise": ("SystemExit(6)", "raise SystemExit(6)", "leave"),
+    "leave": ("SystemExit()", "sys.exit()", "leave_quietly"),
+    "interrupt": ("interrupted", "raise KeyboardInterrupt", "leave"),
+}
+"""Ways in which a method ends its process: what that is called, its line, and in which function."""
+
+
+def departure(how: str) -> str:
+    """How a rank names the exception, and its place."""
+    error, text, function = DEPARTURES[how]
+    lines = [line.strip() for line in Path(ENDINGS).read_text().splitlines()]
+    return f"{error} at {ENDINGS}:{lines.index(text) + 1}, in {function}"
+
+
 def end(how: str, *arguments: str, ranks: int = 4) -> Ended:
     return run(ranks, [ENDINGS, how, *arguments], seconds=200)
 
@@ -62,17 +79,25 @@ def test_a_rank_that_dies_ends_the_job(how: str) -> None:
     ended = end("dies", how)
     assert ended.code != 0
     assert ended.seconds < 60
-    exits = {
-        "exit": ("SystemExit(5)", "sys.exit(5)", "leave"),
-        "raise": ("SystemExit(6)", "raise SystemExit(6)", "leave"),
-        "leave": ("SystemExit()", "sys.exit()", "leave_quietly"),
-    }
-    if how in exits:
-        error, text, function = exits[how]
-        lines = [line.strip() for line in Path(ENDINGS).read_text().splitlines()]
-        where = f"{ENDINGS}:{lines.index(text) + 1}, in {function}"
-        said = f"[rank 1] {error} in worker0.leave at {where}: this rank leaves serve(), and"
+    if how in DEPARTURES:
+        said = f"[rank 1] {departure(how)}; on rank 1 in worker0.leave, called from {DRIVING}:"
         assert ended.output.count(said) == 1, ended.output
+        assert ", in chain. It ends the program of this rank, unless that" in ended.output
+
+
+@pytest.mark.parametrize("how", DEPARTURES)
+def test_a_driver_whose_method_ends_it_names_that(how: str) -> None:
+    ended = end("driver_dies", how, ranks=2)
+    assert ended.code == {"exit": 5, "leave": 0, "interrupt": 130}.get(how, ended.code)
+    said = f"[rank 0] {departure(how)}; on rank 0 in worker0.leave, called from {DRIVING}:"
+    assert ended.output.count(said) == 1, ended.output
+
+
+@pytest.mark.parametrize("how", DEPARTURES)
+def test_a_step_whose_method_ends_its_rank_names_that(how: str) -> None:
+    ended = end("dies_in_step", how, ranks=2)
+    said = f"[rank 1] {departure(how)}; on rank 1 in worker0.leave, called from {ENDINGS}:"
+    assert ended.output.count(said) == 1, ended.output
 
 
 def test_an_error_that_nobody_catches_ends_the_job() -> None:
