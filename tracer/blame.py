@@ -35,6 +35,9 @@ _SHAPE_OPS = {
     ),
 }
 
+_NESTED = "using FX to symbolically trace a dynamo-optimized function"
+"""What torch says where `make_fx` comes upon a function of `torch.compile`."""
+
 _is_user_file = functools.lru_cache(maxsize=None)(is_user_file)
 
 
@@ -122,4 +125,10 @@ def _explain(error: Exception) -> tuple[str, str]:
         )
         return reason, remedy
     message = str(error).strip() or "no message"
+    if _NESTED in message:
+        remedy = (
+            "leave torch.compile away from what is traced: compile(fuse='inductor') of the step "
+            "makes fused kernels of it; or mark the method with @cg.opaque to call it as it is"
+        )
+        return "it calls what torch.compile has made", remedy
     return f"it raised {type(error).__name__}: {message}", ""

@@ -8,7 +8,6 @@ is traced as one joint graph of forward and backward, which is then split.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,7 +19,7 @@ from ..ir.location import Location
 from ..ir.module import Function, FunctionKind, Vjp
 from ..ir.types import TensorType
 from .as_is import opaque_body, opaque_results, strictly
-from .binding import check_arguments
+from .binding import check_arguments, innermost
 from .call import Call
 from .codegen import make_body
 from .effects import ActorEffects
@@ -238,8 +237,7 @@ def _takes_objects(signature: Tree) -> bool:
 
 def definition_of(function: Callable[..., Any]) -> Location | None:
     """Where a Python function is defined, decorators looked through."""
-    function = inspect.unwrap(getattr(function, "__func__", function))
-    code = getattr(function, "__code__", None)
+    code = getattr(innermost(function), "__code__", None)
     if code is None:
         return None
     return Location(code.co_filename, code.co_firstlineno, code.co_name)

@@ -18,6 +18,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
+from .binding import explain_misfit
 from .blame import translate
 from .call import Call
 from .changes import Rebind, sort_changes
@@ -94,6 +95,9 @@ def trace_call(call: Call, wanted: Wanted | None = None) -> Joint:
             raise
         raise _works_on_gradients(call) from None
     except Exception as error:
+        unfit = explain_misfit(error, call)
+        if unfit is not None:
+            raise unfit from error
         raise translate(error, call.what, _call_user.__code__, call.blame) from error
 
 

@@ -28,6 +28,26 @@ def counted(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def passed_on(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Takes whatever it is given, and gives it to the method."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return method(*args, **kwargs)
+
+    return call
+
+
+def scaled(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Takes an argument more than the method."""
+
+    @functools.wraps(method)
+    def call(*args: Any, scale: int = 1) -> Any:
+        return method(*args) * scale
+
+    return call
+
+
 @cg.actor
 class Methods(torch.nn.Module):
     largest = max  # which has no signature
@@ -64,6 +84,35 @@ class Methods(torch.nn.Module):
     def wrapped(self, number, x):
         return (number, x)
 
+    @passed_on
+    def passed(self, x):
+        return x
+
+    @scaled
+    def scaled(self, x):
+        return x
+
+    @torch.no_grad()
+    def without(self, x):
+        return x
+
+    @passed_on
+    @torch.inference_mode()
+    def inference(self, x):
+        return x
+
+    @functools.lru_cache  # noqa: B019
+    def cached(self, x):
+        return x
+
+    @torch.compile
+    def compiled(self, x):
+        return x + 1
+
+    @passed_on
+    def deep(self, x):
+        return self.echo(x, x)
+
     def forward(self, x):
         return x
 
@@ -90,6 +139,9 @@ FITTING: list[tuple[Callable[[Any, Any], Any], Any]] = [
     (lambda a, x: a.wrapped(x), (1, 5)),
     (lambda a, x: a(x), 5),
     (lambda a, x: a.largest(x, 7), 7),
+    (lambda a, x: a.scaled(x, scale=3), 15),
+    (lambda a, x: a.inference(x), 5),
+    (lambda a, x: a.cached(x=x), 5),
 ]
 
 
@@ -109,6 +161,10 @@ WRONG: list[tuple[Callable[[Any, Any], Any], str]] = [
     (lambda a, x: a.rest(y=x), r"rest\(x, \*parts, \*\*named\): missing a required .*'x'"),
     (lambda a, x: a.static(x, x), r"static\(x\): too many positional arguments"),
     (lambda a, x: a.of_class(), r"of_class\(x\): missing a required argument: 'x'"),
+    (lambda a, x: a.without(x, y=1), r"without\(x\): got an unexpected keyword argument 'y'"),
+    (lambda a, x: a.cached(), r"cached\(x\): missing a required argument: 'x'"),
+    (lambda a, x: a.compiled(x, x), r"compiled\(x\): too many positional arguments"),
+    (lambda a, x: a.__call__(x, x), r"Methods.__call__\(x\): too many positional arguments"),
 ]
 
 
@@ -121,3 +177,46 @@ def test_arguments_that_do_not_fit(index: int, given: Any) -> None:
     assert line_of(caught.value).startswith("(lambda a, x: a.")
     assert "at " in caught.value.remedy
     assert __file__ in caught.value.remedy
+
+
+BELOW: list[tuple[Callable[[Any, Any], Any], str]] = [
+    (lambda a, x: a.passed(), r"passed\(x\): missing 1 required positional argument: 'x'"),
+    (lambda a, x: a.passed(x, y=1), r"passed\(x\): got an unexpected keyword argument 'y'"),
+    (lambda a, x: a.scaled(x, x), r"scaled\(x\): takes 2 positional arguments but 3 were given"),
+    (lambda a, x: a.inference(), r"inference\(x\): missing 1 required positional argument: 'x'"),
+    (lambda a, x: a.wrapped(x, x), r"wrapped\(number, x\): takes 3 positional arguments but 4"),
+]
+
+
+@pytest.mark.parametrize("index", range(len(BELOW)))
+def test_arguments_that_do_not_fit_below_a_decorator(index: int) -> None:
+    """What it makes of its arguments is known when it has called the method."""
+    call, message = BELOW[index]
+    with pytest.raises(cg.TraceError, match=f"the arguments do not fit .*{message}") as caught:
+        traced(call, torch.ones(2))
+    assert line_of(caught.value).startswith("(lambda a, x: a.")
+    assert __file__ in caught.value.remedy
+
+
+def test_a_call_inside_of_a_decorated_method_is_not_the_steps() -> None:
+    with pytest.raises(cg.TraceError, match=r"cannot be traced: .*echo\(\) takes 2") as caught:
+        traced(lambda a, x: a.deep(x), torch.ones(2))
+    assert line_of(caught.value) == "return self.echo(x, x)"
+
+
+def test_hooks_may_change_the_arguments_of_a_module() -> None:
+    with use_world(VirtualWorld(1)):
+        actor = Methods.on(0)()
+        actor.local.register_forward_pre_hook(lambda module, args: args[:1])
+
+        @cg.trace
+        def step(x):
+            return actor(x, x)
+
+        assert step(torch.ones(2)).tolist() == [1.0, 1.0]
+
+
+def test_what_torch_compile_has_made_is_not_traced() -> None:
+    with pytest.raises(cg.TraceError, match=r"calls what torch\.compile has made") as caught:
+        traced(lambda a, x: a.compiled(x), torch.ones(2))
+    assert "compile(fuse='inductor')" in caught.value.remedy
