@@ -247,24 +247,24 @@ class Compiled:
         return format_program(program, locations=locations)
 
     def statistics(self, rank: int | None = None) -> Statistics:
-        """What a rank that this process plays has measured of its executions.
+        """What a rank that this process plays has measured of its executions so far.
+
+        Later executions do not change what this has returned.
 
         Raises:
             ValueError: another process plays that rank.
         """
         chosen = self._world.rank if rank is None else rank
         runtimes = [runtime for runtime in self._runtimes if runtime is not None]
-        if self._made is None:
-            found = runtimes[0].statistics(chosen)
-            others = runtimes[1:]
-        else:
+        found = Statistics()
+        if self._made is not None:
             if chosen not in self._made.statistics:
                 raise ValueError(
                     f"this is rank {self._world.rank}, and it has no statistics of rank {chosen}; "
                     "cg.allgather() exchanges them"
                 )
-            found, others = self._made.statistics[chosen], runtimes
-        for runtime in others:
+            found += self._made.statistics[chosen]
+        for runtime in runtimes:
             found = runtime.statistics(chosen) + found
         return found
 

@@ -349,7 +349,17 @@ def test_statistics() -> None:
             assert graph.statistics(rank).executions == 5
             assert graph.statistics(rank).failures == 0
             assert graph.statistics(rank).total > 0
+        before = graph.statistics()
+        assert before == graph.statistics()
         graph("x")
         assert graph.statistics().executions == 6
+        assert before.executions == 5
+        assert before != graph.statistics()
+        worker = Worker.on(1)()
+        step = cg.trace(lambda x: worker.add(x)).lower(cg.object).compile()
+        step(1)
+        before = step.statistics()
+        step(2)
+        assert (before.executions, step.statistics().executions) == (1, 2)
         with pytest.raises(ValueError, match="no statistics of rank 7"):
             graph.statistics(7)

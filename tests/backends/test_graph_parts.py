@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -135,6 +138,22 @@ def test_statistics_add_up() -> None:
     assert (one + Statistics()).last_total == 2.0
     assert (both.median_total, both.median_blocked) == (3.0, 1.0)
     assert (Statistics().median_total, Statistics().last_blocked) == (0.0, 0.0)
+
+
+def test_statistics_are_values() -> None:
+    one, other = Statistics(), Statistics()
+    assert one == other
+    count(one, 2.0, 1.0)
+    assert one != other
+    count(other, 2.0, 1.0)
+    assert one == other
+    other.recent.append((0.5, 0.5))
+    assert one != other
+    assert one != "Statistics(executions=1, failures=0, total=2, blocked=1)"
+    assert repr(one) == "Statistics(executions=1, failures=0, total=2, blocked=1)"
+    assert pickle.loads(pickle.dumps(one)) == copy.deepcopy(one) == one
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(one)
 
 
 def test_medians_are_of_the_latest_executions() -> None:
