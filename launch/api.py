@@ -35,6 +35,7 @@ from .config import config
 from .devices import fabrics_of, torch_device
 from .dumps import Dump, make_dump
 from .fusing import Fusing
+from .graphs import check_outside
 from .keywords import check_keywords
 from .optimistic import Optimistic
 from .settle import settle
@@ -251,6 +252,7 @@ class Step:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], optimistic: bool = False
     ) -> Trace:
         here = world()
+        check_outside(here, self.__name__)
         return trace_step(
             self.__wrapped__,
             args,

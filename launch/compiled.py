@@ -17,6 +17,9 @@ from ..ir.module import Channel, Module
 from ..ir.printer import format_program
 from ..passes.manager import PassReport
 from ..passes.plan_buffers import MemoryPlan, memory_plan
+from ..tracer.errors import TraceError
+from ..tracer.session import is_tracing
+from ..tracer.source import caller_location
 from . import graphs, seating
 from .analysis import Cost, cost_of
 from .keywords import check_executions
@@ -62,6 +65,8 @@ class Compiled:
         self._driver = driver
         self._select = selection([variant.trace.inputs for variant in variants])
         self._runtimes: list[Runtime | None] = [None] * len(variants)
+        place = variants[0].trace.outputs.place  # of the step, and so of all variants
+        self._returns = any(world.plays(rank) for rank in place.ranks)
         self._closed = False
         self._watched: list[Watched] = []
         self._made: graphs.Made | None = None
@@ -125,20 +130,21 @@ class Compiled:
             InputError: the arguments are not of the types that were traced; nothing was sent.
             RemoteError: a method or an op raised, on any rank; every rank raises it, and the step
                 can be called again.
-            RuntimeError: executions are in flight on this rank, or the step has been closed.
+            RuntimeError: executions are in flight on this rank, a method is running, or the step
+                has been closed.
             StepTimeout: a rank has waited too long; the message says where every rank is.
             TransportError: a rank has ended.
         """
         if self._closed:
             raise self._closed_error()
-        graphs.check_idle(self._world)
+        self._check_callable()
         variant, runtime = 0, self._runtimes[0]
         if runtime is None or len(self.variants) > 1:
             variant = self._select(args, kwargs)[0] if len(self.variants) > 1 else 0
             runtime = self._runtime(variant)
         called = self.variants[variant]
         outputs = runtime.run(lambda: called.inputs(args, kwargs))
-        return None if outputs is None else called.trace.outputs.rebuild(outputs)
+        return called.trace.outputs.rebuild(outputs) if self._returns else None
 
     # -- from the driver --------------------------------------------------------------------
 
@@ -385,6 +391,16 @@ class Compiled:
     def _name(self) -> str:
         return self.module.name
 
+    def _check_callable(self) -> None:
+        """Return if all ranks may run the step here."""
+        if is_tracing():
+            raise TraceError(
+                f"step '{self._name}' is compiled, and called inside a step that is being traced",
+                loc=caller_location(),
+                remedy="call the plain Python function from the step",
+            )
+        graphs.check_idle(self._world, self._name)
+
     def _repeated(self, method: str, executions: int | None, otherwise: int) -> Repeated:
         """For a method that takes `executions` by name, beside the step's arguments."""
         if executions is None:
@@ -398,7 +414,7 @@ class Compiled:
     ) -> tuple[Module, list[Recording]]:
         if self._closed:
             raise self._closed_error()
-        graphs.check_idle(self._world)
+        self._check_callable()
         chosen = self.variants[self._select(args, kwargs)[0] if len(self.variants) > 1 else 0]
         return chosen.module, record(
             self._world,

@@ -26,7 +26,7 @@ from ..backends.variants import share_channels
 from ..backends.virtual_executions import virtual_executions
 from .devices import fabrics_of
 from .leaving import say_departure
-from .runtime import transport_of
+from .runtime import is_in_step, transport_of
 from .seating import OnDevice, Seating, Variant, Wiring
 
 Launch = Callable[[int, Sequence[Any], bool], Future]
@@ -89,18 +89,42 @@ def executions_of(world: World) -> Executions:
     return found
 
 
-def check_idle(world: World) -> None:
+def check_idle(world: World, step: str) -> None:
     """Return if a step that all ranks run together may start.
 
     Raises:
-        RuntimeError: an execution of a graph is in flight on a rank of this process.
+        RuntimeError: an execution of a graph is in flight on a rank of this process, or a method
+            is running.
     """
     executions = _worlds.get(world)
-    if executions is not None and not executions.is_idle:
+    if (executions is None or executions.is_idle) and not _is_in_step(world):
+        return
+    check_outside(world, step)
+    raise RuntimeError(
+        "executions of a graph are in flight on this rank: wait for their results, or close "
+        "the graph, before a step that all ranks run together"
+    )
+
+
+def check_outside(world: World, step: str) -> None:
+    """Return unless a method is running: only its own rank would come to `step`, and wait.
+
+    Raises:
+        RuntimeError: one is.
+    """
+    executions = _worlds.get(world)
+    residents = () if executions is None else executions.residents.values()
+    if _is_in_step(world) or any(resident.is_busy for resident in residents):
         raise RuntimeError(
-            "executions of a graph are in flight on this rank: wait for their results, or close "
-            "the graph, before a step that all ranks run together"
+            f"step '{step}' is used in a method of an actor, where the other ranks do not come to "
+            "it: call it in the program of all ranks, or its plain function in the step that "
+            "calls the method"
         )
+
+
+def _is_in_step(world: World) -> bool:
+    # One process that plays all ranks comes to a step on all of them.
+    return not world.is_virtual and is_in_step(world)  # type: ignore[arg-type] # it is MPI's
 
 
 def use_executions(world: World, executions: Executions) -> None:

@@ -57,7 +57,7 @@ class MixedRuntime(RankRuntime):
                 if hold is not None:
                     hold(self)
 
-    def run(self, inputs: Inputs) -> tuple[Any, ...] | None:
+    def run(self, inputs: Inputs) -> tuple[Any, ...]:
         """See `RankRuntime`."""
         if self._watchdog is not None:
             self._ahead.record(self._compute)

@@ -66,11 +66,10 @@ class RankRuntime:
         self._progress = tuple(each.progress for each in self._communicators)
         self._pick = pick(module, world.rank, parameters)
         self._takes_all = self._pick == list(range(len(parameters)))
-        self._gets_outputs = bool(self._executable.program.outputs)
         self._describe = lambda positions: FlightRecord(module, positions).describe()
         self._recover = transport.recover_if_due
 
-    def run(self, inputs: Inputs) -> tuple[Any, ...] | None:
+    def run(self, inputs: Inputs) -> tuple[Any, ...]:
         """See `Runtime`. Collective; all ranks return, or all raise the same error."""
         control, executable = self._control, self._executable
         self._recover()
@@ -88,7 +87,7 @@ class RankRuntime:
             if not isinstance(error, Exception):
                 raise  # Ctrl-C stays Ctrl-C, whatever else has failed
             raise agreed from error.__cause__
-        return outputs if self._gets_outputs else None
+        return outputs
 
     @property
     def bound(self) -> Mapping[int, Sequence[Recordable]]:

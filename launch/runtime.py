@@ -31,11 +31,11 @@ class Runtime(Protocol):
 
     executions: int
 
-    def run(self, inputs: Inputs) -> tuple[Any, ...] | None:
+    def run(self, inputs: Inputs) -> tuple[Any, ...]:
         """Execute once on every rank that this process plays.
 
         Returns:
-            What the step returns, or None where this process gets nothing.
+            The values that the step returns; none where this process gets nothing.
 
         Raises:
             RemoteError: a method or an op raised, on any rank. The step can be run again.
@@ -71,7 +71,7 @@ class VirtualRuntime:
         self._reader = _lowest_reader(module)
         self.executions = 0
 
-    def run(self, inputs: Inputs) -> tuple[Any, ...] | None:
+    def run(self, inputs: Inputs) -> tuple[Any, ...]:
         """See `Runtime`."""
         values = inputs()
         execution, self.executions = self.executions, self.executions + 1
@@ -135,6 +135,12 @@ def transport_of(world: MpiWorld) -> CpuTransport:
         transport = _transports[world] = CpuTransport(world)
         atexit.register(transport.close)
     return transport
+
+
+def is_in_step(world: MpiWorld) -> bool:
+    """Whether this process is executing a step that all ranks run together."""
+    transport = _transports.get(world)
+    return transport is not None and transport.control.is_running
 
 
 def _lowest_reader(module: Module) -> int:

@@ -20,6 +20,7 @@ from .interface import FunctionTracer, MethodTarget, Peers
 from .rechecks import recheck, watch_arguments
 from .recorder import Recorder
 from .session import Session, current, entered
+from .source import caller_location
 from .specs import Leaf, Static, Tree, ir_type
 from .trace import InputError, InputSpec, OutputSpec, Trace, leaf_spec, name_leaves
 from .values import NotAValue, ObjectValue, TracedTensor, storage_of
@@ -60,6 +61,7 @@ def trace_step(
     if current() is not None:
         raise TraceError(
             f"step {name} is traced inside another step that is being traced",
+            loc=caller_location(),
             remedy="call the plain Python function from the step",
         )
     session = Session.start(_symbol(name), peers, tracer)

@@ -58,6 +58,11 @@ class Control:
 
     # -- one execution ----------------------------------------------------------------------
 
+    @property
+    def is_running(self) -> bool:
+        """Whether an execution is in progress on this rank."""
+        return self._guarded
+
     def begin(
         self,
         plan: int,

@@ -57,6 +57,12 @@ class Stage(nn.Module):
             os.kill(os.getpid(), signal.SIGKILL)
         return x.detach()
 
+    @cg.opaque
+    def ask(self, how: str) -> Any:
+        if how == "lowers":
+            return checked.lower(X)
+        return (looked if how == "calls" else asked)(X)
+
     def loss(self, x: Tensor) -> Tensor:
         return x.square().mean()
 
@@ -184,6 +190,26 @@ def diverge() -> None:
             (two if cg.rank() == 1 else one)(X)
         except (cg.PlanMismatch, RuntimeError) as error:
             say(**seen(error))
+
+
+@cg.trace
+def asked(how: str) -> Any:
+    return stages[1].ask(how)
+
+
+def nested() -> None:
+    """A method of rank 1 comes to a step, and the other ranks do not."""
+    for how in ("lowers", "calls", "again"):
+        try:
+            asked(how)
+        except cg.RemoteError as error:
+            say(**seen(error), rank=error.rank, method=error.method)
+
+
+def constants() -> None:
+    """Steps whose results are no values of the program."""
+    say(all=cg.trace(lambda x: {"k": 7, "n": None})(X))
+    say(one=cg.trace(outputs=cg.on(1))(lambda x: 7)(X))
 
 
 def leave() -> None:

@@ -30,7 +30,7 @@ def fail(scenarios: str, *arguments: str, variables: dict[str, str] | None = Non
 @pytest.fixture(scope="module")
 def survived() -> dict[str, Reports]:
     """What was said in each of the scenarios that leave all ranks in a state to go on."""
-    names = ("raises", "raises_in_graph", "wrong_shape", "late", "diverge")
+    names = ("raises", "raises_in_graph", "wrong_shape", "nested", "constants", "late", "diverge")
     ended = fail(",".join(names))
     assert ended.code == 0, ended.output
     found: dict[str, Reports] = {name: {rank: [] for rank in range(4)} for name in names}
@@ -113,6 +113,20 @@ def test_ranks_that_call_different_steps(survived: dict[str, Reports]) -> None:
         # What the others have sent is still there: the steps cannot be run again.
         assert second["error"] == "TransportError"
         assert "out of step since an earlier error: execution" in second["message"]
+
+
+def test_a_step_inside_a_method_raises_instead_of_a_hang(survived: dict[str, Reports]) -> None:
+    for errors in survived["nested"].values():
+        assert len(errors) == 3
+        for error, step in zip(errors, ("checked", "looked", "asked"), strict=True):
+            assert (error["error"], error["rank"], error["method"]) == ("RemoteError", 1, "ask")
+            assert f"step '{step}' is used in a method of an actor" in error["message"]
+
+
+def test_constants_are_results_as_well(survived: dict[str, Reports]) -> None:
+    for rank, (everywhere, one) in survived["constants"].items():
+        assert everywhere == {"all": {"k": 7, "n": None}}
+        assert one == {"one": 7 if rank == 1 else None}
 
 
 def test_a_rank_that_ends_early() -> None:
