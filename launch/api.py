@@ -36,7 +36,7 @@ from .devices import fabrics_of, torch_device
 from .dumps import Dump, make_dump
 from .fusing import Fusing
 from .graphs import check_outside
-from .keywords import check_keywords
+from .keywords import check_keywords, check_options
 from .optimistic import Optimistic
 from .settle import settle
 from .variant import Variant
@@ -49,7 +49,17 @@ actor = ActorFactory(world, lambda: torch_device(world()))
 
 
 def on(*ranks: int) -> Place:
-    """The place of the given ranks, for `inputs=` and `outputs=` of `cg.trace`."""
+    """The place of the given ranks, for `inputs=` and `outputs=` of `cg.trace`.
+
+    Raises:
+        TypeError: a rank is no integer.
+        ValueError: there is none, or one is negative, or is there twice.
+    """
+    shown = f"cg.on({', '.join(map(repr, ranks))})"
+    if not all(isinstance(rank, int) and not isinstance(rank, bool) for rank in ranks):
+        raise TypeError(f"{shown}: ranks are integers, as in cg.on(0) or cg.on(0, 1)")
+    if any(rank < 0 for rank in ranks):
+        raise ValueError(f"{shown}: ranks count from 0")
     return Place(ranks)
 
 
@@ -121,8 +131,10 @@ def trace(
         outputs: the ranks that get what it returns; all if None.
 
     Raises:
-        TypeError: `inputs` or `outputs` is not what `cg.on` gives.
+        TypeError: `inputs` or `outputs` is not what `cg.on` gives, or `fn` is no function.
     """
+    if not (fn is None or callable(fn) or hasattr(fn, "__get__")):
+        raise TypeError(f"cg.trace decorates a function over actors, not {fn!r}")
     _check_place("inputs", inputs)
     _check_place("outputs", outputs)
     if fn is None:
@@ -310,6 +322,9 @@ class Lowered:
         Raises:
             ValueError: there is no such phase.
         """
+        phases = [each.value for each in Phase]
+        if phase not in phases:
+            raise ValueError(f"as_text({phase!r}): the phases are {', '.join(phases)}")
         module = self._module_at(Phase(phase), self.traces[variant])
         return format_module(module, locations=locations)
 
@@ -348,8 +363,10 @@ class Lowered:
             PlanMismatch: the ranks have compiled different plans.
             TraceError: a parameter of a step with `inputs=cg.on(rank)` has the name of a keyword of
                 `execute`.
-            TypeError: `max_inflight` is no integer.
-            ValueError: `max_inflight` is less than 1, or there is no such `fuse`.
+            TypeError: `max_inflight` or `seed` is no integer, `timeout` no number, or `passes` no
+                string.
+            ValueError: `max_inflight` is less than 1, `timeout` is not above 0, or there is no such
+                `fuse`.
         """
         if not isinstance(max_inflight, int) or isinstance(max_inflight, bool):
             raise TypeError(
@@ -399,6 +416,7 @@ class Lowered:
         max_inflight: int | None,
         fuse: str | None,
     ) -> Compiled:
+        check_options(passes, seed, timeout)
         if fuse is not None:
             check_name(fuse)
         for trace in self.traces:

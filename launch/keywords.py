@@ -1,4 +1,4 @@
-"""Keeps the parameters of steps apart from the keywords that `Compiled` takes for itself."""
+"""What steps and those who compile them may give by name: apart from each other, and of use."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.utils._pytree import tree_unflatten
 
+from ..backends.lateness import seconds
 from ..tracer.errors import TraceError
 from ..tracer.step import definition
 from ..tracer.trace import InputSpec
@@ -47,6 +48,23 @@ def check_executions(inputs: InputSpec, method: str) -> None:
             f"compiled.repeated(n).{method}(...) to say how often it runs, with the arguments of "
             "the step alone in the second call"
         )
+
+
+def check_options(passes: object, seed: object, timeout: object) -> None:
+    """Return if these can be options of `compile`.
+
+    Raises:
+        TypeError: one is of another type.
+        ValueError: the timeout is no time.
+    """
+    if not isinstance(passes, str):
+        raise TypeError(f"passes={passes!r}: a string that names some, as '-overlap,+ipc'")
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        raise TypeError(f"seed={seed!r}: an int, or None for that of CG_SEED")
+    if timeout is not None:
+        limit = seconds(timeout)
+        if limit is not None and limit <= 0:
+            raise ValueError(f"timeout={timeout!r}: seconds, more than 0; None for CG_TIMEOUT")
 
 
 def _names_of(inputs: InputSpec) -> list[str]:

@@ -85,7 +85,10 @@ class VirtualRuntime:
 
     def statistics(self, rank: int) -> Statistics:
         """See `Runtime`."""
-        return self._executable.executables[rank].statistics
+        executables = self._executable.executables
+        if not 0 <= rank < len(executables):
+            raise ValueError(f"there is no rank {rank}: they are 0..{len(executables) - 1}")
+        return executables[rank].statistics
 
     def close(self) -> None:
         """See `Runtime`."""

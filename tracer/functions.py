@@ -8,6 +8,7 @@ is traced as one joint graph of forward and backward, which is then split.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -67,6 +68,12 @@ class Functions:
         if isinstance(target, MethodTarget):
             home = definition_of(function)
             check_arguments(function, signature, _words(target), home, loc)
+            if inspect.iscoroutinefunction(innermost(function)):
+                raise TraceError(
+                    f"{_words(target)} is an async method, and nobody would await what it returns",
+                    loc=loc,
+                    remedy="make it a plain method, which may run what it awaits by asyncio.run",
+                )
         mark = opaque_mark(function)
         if mark is None and isinstance(target, MethodTarget) and _takes_objects(signature):
             mark = OpaqueMark()  # nothing can be traced of what is known only at run time

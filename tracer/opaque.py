@@ -53,10 +53,13 @@ def opaque(
 
     Raises:
         ValueError: both `fake` and `returns` are given, or `returns` is negative.
-        TypeError: it stands above `@staticmethod`, `@classmethod` or `@property`.
+        TypeError: it stands above `@staticmethod`, `@classmethod` or `@property`, or above what
+            is no method, or `returns` is no integer.
     """
     if fake is not None and returns is not None:
         raise ValueError("@cg.opaque takes `fake` or `returns`, not both: `fake` says it all")
+    if returns is not None and (isinstance(returns, bool) or not isinstance(returns, int)):
+        raise TypeError(f"@cg.opaque(returns={returns!r}): it is the number of results, an int")
     if returns is not None and returns < 0:
         raise ValueError(f"@cg.opaque(returns={returns}): the number of results is not negative")
 
@@ -64,6 +67,8 @@ def opaque(
         if isinstance(method, (staticmethod, classmethod, property)):
             kind = type(method).__name__
             raise TypeError(f"write @cg.opaque below @{kind}, next to the function")
+        if not callable(method):
+            raise TypeError(f"cg.opaque marks a method, not {method!r}")
         setattr(method, _MARK, OpaqueMark(fake, returns))
         return method
 

@@ -133,7 +133,13 @@ def _describe_inputs(
 ) -> InputSpec:
     leaves, spec = tree_flatten((args, kwargs))
     tree = Tree(tuple(map(leaf_spec, leaves)), spec)
-    signature = inspect.signature(fn)
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        raise InputError(
+            f"step {name} is made of {fn!r}, which does not say what arguments it takes; write a "
+            "Python function around it"
+        ) from None
     return InputSpec(name, tree, name_leaves(name, signature, spec), place, signature, host_only)
 
 
