@@ -29,6 +29,7 @@ from ..tracer.actors import ActorFactory
 from ..tracer.functions import Functions
 from ..tracer.step import trace_step
 from ..tracer.trace import InputError, Trace, signature_of
+from .alike import check_alike
 from .communicators import check_transports
 from .compiled import Compiled
 from .config import config
@@ -265,7 +266,7 @@ class Step:
     ) -> Trace:
         here = world()
         check_outside(here, self.__name__)
-        return trace_step(
+        trace = trace_step(
             self.__wrapped__,
             args,
             kwargs,
@@ -278,6 +279,8 @@ class Step:
             # In the virtual world, actors may be wherever the user has put them.
             host_only=here.device is None and not here.is_virtual,
         )
+        check_alike(here, trace)
+        return trace
 
     @property
     def _driver(self) -> int | None:

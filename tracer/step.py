@@ -15,6 +15,7 @@ from ..ir.location import Location
 from ..ir.ops import Return, Value
 from ..ir.types import Place
 from ..ir.verifier import verify
+from .callee import Callee
 from .errors import TraceError
 from .interface import FunctionTracer, MethodTarget, Peers
 from .rechecks import recheck, watch_arguments
@@ -22,7 +23,7 @@ from .recorder import Recorder
 from .session import Session, current, entered
 from .source import caller_location
 from .specs import Leaf, Static, Tree, ir_type
-from .trace import InputError, InputSpec, OutputSpec, Trace, leaf_spec, name_leaves
+from .trace import Given, InputError, InputSpec, OutputSpec, Trace, leaf_spec, name_leaves
 from .values import NotAValue, ObjectValue, TracedTensor, storage_of
 
 
@@ -102,7 +103,17 @@ def trace_step(
         OutputSpec(returned, target),
         tuple(session.guards),
         instances,
+        tuple(_given(callee) for callee in session.callees.values() if callee.owner is None),
     )
+
+
+def _given(callee: Callee) -> Given:
+    leaves = (leaf.value for leaf in callee.signature.leaves if isinstance(leaf, Static))
+    values = tuple(repr(value) for value in leaves if type(value) in _PLAIN)
+    return Given(callee.declaration.name, callee.declaration.loc, values)
+
+
+_PLAIN = frozenset({int, float, complex, bool, str, slice})
 
 
 def _symbol(name: str) -> str:

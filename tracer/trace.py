@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
+from ..ir.location import Location
 from ..ir.module import Module
 from ..ir.types import Place
 from .interface import Body, Guard
@@ -190,6 +191,21 @@ class OutputSpec:
 
 
 @dataclass(frozen=True)
+class Given:
+    """What a torch function of a step is given beside values, as far as it is plain.
+
+    Attributes:
+        function: its name in the module.
+        loc: the user's line.
+        values: numbers, truths, slices and strings, in Python's notation.
+    """
+
+    function: str
+    loc: Location | None
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Trace:
     """A traced step.
 
@@ -200,6 +216,7 @@ class Trace:
         inputs, outputs: the pytrees of arguments and result.
         guards: what the traces of this process's actors rely on; each says how it is broken.
         instances: the actors of this process that the step calls, by name.
+        given: what every rank has given to the torch functions that it traced by itself.
     """
 
     module: Module
@@ -209,6 +226,7 @@ class Trace:
     outputs: OutputSpec
     guards: tuple[Guard, ...]
     instances: dict[str, Any]
+    given: tuple[Given, ...] = ()
 
     def check_guards(self) -> None:
         """Return if this process's actors are still as they were traced.

@@ -212,6 +212,16 @@ def constants() -> None:
     say(one=cg.trace(outputs=cg.on(1))(lambda x: 7)(X))
 
 
+def strays() -> None:
+    """Rank 2 traces steps with numbers of its own, of which plans say nothing."""
+    mine = int(cg.rank() == 2)
+    for step in (lambda x: x * (2 + mine), lambda x: x[mine : mine + 1]):
+        try:
+            cg.trace(step)(X)
+        except cg.PlanMismatch as error:
+            say(**seen(error))
+
+
 def leave() -> None:
     """Rank 1 ends its program a step early."""
     compiled = checked.lower(X).compile()

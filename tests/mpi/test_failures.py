@@ -30,7 +30,16 @@ def fail(scenarios: str, *arguments: str, variables: dict[str, str] | None = Non
 @pytest.fixture(scope="module")
 def survived() -> dict[str, Reports]:
     """What was said in each of the scenarios that leave all ranks in a state to go on."""
-    names = ("raises", "raises_in_graph", "wrong_shape", "nested", "constants", "late", "diverge")
+    names = (
+        "raises",
+        "raises_in_graph",
+        "wrong_shape",
+        "nested",
+        "constants",
+        "strays",
+        "late",
+        "diverge",
+    )
     ended = fail(",".join(names))
     assert ended.code == 0, ended.output
     found: dict[str, Reports] = {name: {rank: [] for rank in range(4)} for name in names}
@@ -127,6 +136,14 @@ def test_constants_are_results_as_well(survived: dict[str, Reports]) -> None:
     for rank, (everywhere, one) in survived["constants"].items():
         assert everywhere == {"all": {"k": 7, "n": None}}
         assert one == {"one": 7 if rank == 1 else None}
+
+
+def test_ranks_that_trace_different_numbers(survived: dict[str, Reports]) -> None:
+    for product, part in survived["strays"].values():
+        assert (product["error"], part["error"]) == ("PlanMismatch", "PlanMismatch")
+        assert "torch.mul, called at " + str(JOB) in product["message"]
+        assert "is given 2 on rank 0, and 3 on rank 2. Every rank must" in product["message"]
+        assert "slice(0, 1, None) on rank 0, and slice(1, 2, None) on rank 2" in part["message"]
 
 
 def test_a_rank_that_ends_early() -> None:
