@@ -15,9 +15,12 @@ _OURS = tuple(
     os.path.join(_PACKAGE, room) + os.sep
     for room in ("ir", "tracer", "passes", "backends", "launch")
 )
+_COMPILED = os.path.join("build", "mypyc", "source", "cg") + os.sep
+"""Where machine code says in tracebacks that it comes from: the copy that `setup.py` compiles."""
 _TORCH = find_spec("torch")  # found, not imported: this is needed before that, too
 _NOT_THE_USERS = (
     *_OURS,
+    _COMPILED,
     *(
         os.path.abspath(room) + os.sep
         for room in (_TORCH and _TORCH.submodule_search_locations) or ()
