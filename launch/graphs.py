@@ -135,14 +135,19 @@ def use_executions(world: World, executions: Executions) -> None:
 
 
 def _close_all(world: ref[World]) -> None:
-    """At the interpreter's exit: as the driver, close every graph that is still open."""
+    """At the interpreter's exit: as the driver, close every graph that is still open.
+
+    Any other rank says that it leaves those which the driver has not closed.
+    """
     alive = world()
     executions = None if alive is None else _worlds.get(alive)
-    if executions is None:
+    if alive is None or executions is None:
         return
     for graph in tuple(executions.graphs.values()):
         if graph.driver in executions.residents:
             executions.close(graph)
+    if executions.graphs and not alive.is_virtual:
+        transport_of(alive).close(deserts=True)  # type: ignore[arg-type] # it is MPI's
 
 
 def make_graph(
@@ -213,7 +218,7 @@ def make_graph(
 
 def _cpu_executions(world: MpiWorld) -> Executions:
     transport = transport_of(world)
-    serving = Serving(transport.node)
+    serving = Serving(transport.node, transport.control.hear)
 
     def records(driver: int) -> RecordRing:
         return RecordRing(transport.node, driver, serving.pause_simply)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import sleep
@@ -66,6 +66,7 @@ class MpiWorld:
         self._closed = False
         self.device: Device | None = None
         self._notices: Notices | None = None
+        self._endings: list[Callable[[], bool]] = []
         self._side = self._duplicate()
         self._notices = Notices(mpi, self._side)
         self.comm = self._duplicate()
@@ -169,6 +170,10 @@ class MpiWorld:
         sleep(DRAIN_SECONDS)
         self._mpi.COMM_WORLD.Abort(1)
 
+    def at_end(self, is_done: Callable[[], bool]) -> None:
+        """See `MpiWorld` in `backends/cpu/node.py`."""
+        self._endings.append(is_done)
+
     def close(self) -> None:
         """Meet the other ranks at the program's end, then finalise MPI; idempotent.
 
@@ -187,7 +192,16 @@ class MpiWorld:
             )
         self._closed = True
         self.left_ranks()  # MPI wants every message to be received
+        if not wait_until(self._is_through, self._timeout, lambda _: None):
+            raise TimeoutError(
+                f"the program of rank {self._rank} has ended, as those of all ranks, but messages "
+                f"to it have not come in {self._timeout:g} s; CG_TIMEOUT sets the limit"
+            )
         self._mpi.Finalize()
+
+    def _is_through(self) -> bool:
+        self._endings = [is_done for is_done in self._endings if not is_done()]
+        return not self._endings
 
     def _duplicate(self) -> Intracomm:
         comm, request = self._mpi.COMM_WORLD.Idup()

@@ -137,6 +137,7 @@ def transport_of(world: MpiWorld) -> CpuTransport:
     if transport is None:
         transport = _transports[world] = CpuTransport(world)
         atexit.register(transport.close)
+        world.at_end(transport.control.is_silent)
     return transport
 
 

@@ -120,7 +120,7 @@ class Control:
             PlanMismatch: a rank executes another plan.
         """
         self._report()
-        self._hear()
+        self.hear()
         if not self._guarded:
             return
         if any(self._errors.last_failed(rank) == self.epoch for rank in range(self._node.size)):
@@ -185,16 +185,21 @@ class Control:
         lines += [f"  {rows.whereabouts(p.rank)}" for p in positions if p not in here]
         return "\n".join(lines)
 
-    def close(self) -> None:
-        """Say that this rank has ended; idempotent."""
+    def close(self, how: State = State.EXITED) -> None:
+        """Say that this rank has ended, and how; idempotent."""
         if self._closed:
             return
         self._closed = True
-        self._rows.set_state(State.EXITED)
+        self._rows.set_state(how)
         self._errors.withdraw()
         self._node.wake_all()
         if self._link is not None:
             self._link.tell_leaders(Status(self._node.rank, self._rows.status()))
+            self._link.part(self._node.rank)
+
+    def is_silent(self) -> bool:
+        """After `close`: whether this rank has no message under way any more, to it or from it."""
+        return self._link is None or self._link.is_silent()
 
     # -- meetings ---------------------------------------------------------------------------
 
@@ -209,7 +214,7 @@ class Control:
             for move_on in progress:
                 move_on()
             if self._leads:
-                self._hear()
+                self.hear()
                 self._relay(meeting)
             if rows.have_come(meeting, epoch):
                 break
@@ -294,8 +299,12 @@ class Control:
             self._told = monotonic()
             self._link.tell_leaders(Status(self._node.rank, self._rows.status()))
 
-    def _hear(self) -> None:
-        """Take in the news from other machines."""
+    def hear(self) -> None:
+        """Take in the news from other machines, and let MPI move on.
+
+        A message may wait in this process after MPI has called it sent, until MPI is called again.
+        So a rank that waits without a request of its own to test calls this.
+        """
         if self._link is None:
             return
         for news in self._link.receive():

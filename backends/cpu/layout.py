@@ -25,11 +25,13 @@ AT: Final = 4
 AWAITED: Final = 5
 RUNNING: Final = 6
 BEAT: Final = 7
-STATUS_WORDS: Final = 8
 # Second line: the last epoch of which the rank has reached each meeting; and the plans of its last
 # two executions, that of an odd epoch second. A rank is never two ahead of another one.
 REACHED: Final = WORDS
+MEETINGS: Final = 3
 PLANS: Final = WORDS + 4
+# What other machines are told of a rank: where it is, and how far it has come.
+STATUS_WORDS: Final = REACHED + MEETINGS
 # Third line: the epoch that has failed here, and the bytes of the pickled error, if it began here.
 # An error larger than its room in the block lies in a segment.
 FAILED: Final = 2 * WORDS

@@ -35,6 +35,13 @@ class Status:
     words: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Goodbye:
+    """A rank has ended; nothing comes of it after this."""
+
+    rank: int
+
+
 News = Reached | Failed | Status
 
 
@@ -46,6 +53,7 @@ class Link:
         self._far = tuple(rank for rank in range(node.size) if not node.is_local(rank))
         self._far_leaders = tuple(rank for rank in node.leaders if rank in self._far)
         self._sent: deque[Any] = deque()
+        self._talking = set(self._far)
 
     def tell_leaders(self, news: News) -> None:
         """Send to one rank of every other machine."""
@@ -59,11 +67,28 @@ class Link:
         """What has come since the last call."""
         found = []
         while (message := self._comm.improbe()) is not None:
-            found.append(message.recv())
+            news = message.recv()
+            if isinstance(news, Goodbye):
+                self._talking.discard(news.rank)
+            else:
+                found.append(news)
         while self._sent and self._sent[0].Test():
             self._sent.popleft()
         return found
 
-    def _send(self, news: News, ranks: tuple[int, ...]) -> None:
+    def part(self, rank: int) -> None:
+        """Say the last word of this rank."""
+        self._send(Goodbye(rank), self._far)
+
+    def is_silent(self) -> bool:
+        """Drop what still comes; whether nothing is under way any more, either way.
+
+        MPI wants every message to be received before it ends. That all ranks have met does not
+        say that what they sent before has arrived; that their last words have, does.
+        """
+        self.receive()
+        return not self._talking and not self._sent
+
+    def _send(self, news: News | Goodbye, ranks: tuple[int, ...]) -> None:
         for rank in ranks:
             self._sent.append(self._comm.isend(news, rank))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from ..base import World
@@ -23,6 +23,12 @@ class MpiWorld(World, Protocol):
     @property
     def comm(self) -> Any:
         """The mpi4py communicator over all ranks, or None where there is no MPI."""
+
+    def at_end(self, is_done: Callable[[], bool]) -> None:
+        """When the programs of all ranks have ended, call `is_done` until it is true.
+
+        Only then does MPI end.
+        """
 
 
 class Node:

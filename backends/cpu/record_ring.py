@@ -121,6 +121,7 @@ class RecordRing:
         content = bytearray(8)
         request = self._node.comm.Recv_init(content, self._driver, self._tag)
         request.Start()
+        self._node.world.at_end(_taking_back(request))
 
         def take() -> int:
             if not request.Test():
@@ -160,6 +161,21 @@ class RecordRing:
                 )
         view = memoryview(bytearray(nbytes)) if memory is None else memoryview(memory)
         return view.cast("Q")
+
+
+def _taking_back(request: Any) -> Callable[[], bool]:
+    """For the end of MPI: takes back what has been asked for and does not come any more."""
+    cancel = iter((request.Cancel,))
+
+    def is_done() -> bool:
+        for take_back in cancel:
+            take_back()
+        if not request.Test():
+            return False
+        request.Free()
+        return True
+
+    return is_done
 
 
 class _Near:

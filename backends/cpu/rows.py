@@ -39,6 +39,8 @@ class State(enum.IntEnum):
     FAILED = 2
     EXITED = 3
     SERVING = 4
+    DESERTED = 5
+    """It has ended while graphs were open there, which others drive or serve."""
 
 
 _RUNNING: Final = int(State.RUNNING)
@@ -110,14 +112,22 @@ class Rows:
 
     def note_reached(self, ranks: Sequence[int], meeting: int, epoch: int) -> None:
         """Ranks of another machine have come to a meeting."""
+        words = self._words
         for rank in ranks:
-            self._words[self._meetings[meeting][rank]] = epoch
+            at = self._meetings[meeting][rank]
+            words[at] = max(words[at], epoch)
 
     def note_status(self, rank: int, status: Sequence[int]) -> None:
-        """Where a rank of another machine is. The state comes last, as in `enter`."""
+        """Where a rank of another machine is. The state comes last, as in `enter`.
+
+        How far the rank has come is told by its machine's leader too, and what one of the two has
+        sent later may arrive earlier. So a rank that ends says itself what it has ended before.
+        """
+        words, row = self._words, rank * ROW
         for index, word in reversed(list(enumerate(status))):
-            self._words[rank * ROW + index] = word
-        self._words[rank * ROW + BEAT] = monotonic_ns()
+            at = row + index
+            words[at] = max(words[at], word) if index >= REACHED else word
+        words[row + BEAT] = monotonic_ns()
 
     # -- everybody's ------------------------------------------------------------------------
 
@@ -179,7 +189,8 @@ class Rows:
 
     def has_ended(self, rank: int) -> bool:
         """Whether a rank has said goodbye, or has died."""
-        return self.state(rank) is State.EXITED or rank in self._node.bell.dead
+        state = self.state(rank)
+        return state is State.EXITED or state is State.DESERTED or rank in self._node.bell.dead
 
     def positions(self) -> list[Position]:
         """Where every rank is, as far as it has told."""

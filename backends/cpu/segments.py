@@ -8,6 +8,7 @@ have opened them.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import secrets
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Protocol
 
 _SHM = Path("/dev/shm")
+_DESCRIPTOR_BITS = 24
+_INODE_MASK = (1 << 32) - 1
 _FLAGS = mmap.MAP_SHARED | mmap.MAP_POPULATE  # MAP_POPULATE touches every page now, not in a step
 
 
@@ -49,10 +52,14 @@ class Segments(Protocol):
 
 
 class MemoryFiles:
-    """Anonymous files (`memfd_create`); a key is the file descriptor of the creator."""
+    """Anonymous files (`memfd_create`); a key is the creator's file descriptor, and the inode.
+
+    In a PID namespace of its own, as containers have, a process finds another one under the
+    creator's number, or itself. Whatever that has open is not this file, and the inode tells.
+    """
 
     def __init__(self) -> None:
-        self._open: set[int] = set()
+        self._open: dict[int, int] = {}
 
     def create(self, nbytes: int) -> Segment:
         """See `Segments`."""
@@ -63,18 +70,20 @@ class MemoryFiles:
         except BaseException:
             os.close(descriptor)
             raise
-        self._open.add(descriptor)
-        return Segment(descriptor, memory)
+        key = (os.fstat(descriptor).st_ino & _INODE_MASK) << _DESCRIPTOR_BITS | descriptor
+        self._open[key] = descriptor
+        return Segment(key, memory)
 
     def open(self, pid: int, key: int, nbytes: int) -> mmap.mmap:
         """See `Segments`."""
-        return _map(f"/proc/{pid}/fd/{key}", nbytes)
+        descriptor = key & ((1 << _DESCRIPTOR_BITS) - 1)
+        return _map(f"/proc/{pid}/fd/{descriptor}", nbytes, inode=key >> _DESCRIPTOR_BITS)
 
     def seal(self, key: int) -> None:
         """See `Segments`."""
-        if key in self._open:
-            self._open.remove(key)
-            os.close(key)
+        descriptor = self._open.pop(key, None)
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 class NamedFiles:
@@ -109,9 +118,11 @@ class NamedFiles:
         return self._folder / f"cg-{key:016x}"
 
 
-def _map(path: str | Path, nbytes: int) -> mmap.mmap:
+def _map(path: str | Path, nbytes: int, inode: int | None = None) -> mmap.mmap:
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
+        if inode not in (None, os.fstat(descriptor).st_ino & _INODE_MASK):
+            raise FileNotFoundError(errno.ENOENT, "it is a file of another process", str(path))
         return mmap.mmap(descriptor, nbytes, flags=_FLAGS)
     finally:
         os.close(descriptor)

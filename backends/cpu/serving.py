@@ -64,10 +64,12 @@ class Serving:
 
     Args:
         node: this machine.
+        hear: takes in what other machines tell; see `Control.hear`.
     """
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, hear: Callable[[], None]) -> None:
         self._node = node
+        self._hear = hear
         self._flag = node.waiting(node.rank)
         self._spans = len(node.leaders) > 1
         self._turns = _TURNS
@@ -168,11 +170,17 @@ class Serving:
         yield from pump.wait(future)
 
     def _lost(self) -> PeerLost | None:
-        """The error for a rank that has ended, if one has."""
+        """The error for a rank that has ended and leaves others behind, if there is one.
+
+        One that ends in order has seen the driver close all graphs. Its machine may hear that
+        earlier than this rank does: then what the driver has said is still on its way to here.
+        """
         node = self._node
+        if self._spans:
+            self._hear()
         for rank in range(node.size):
             dead = rank in node.bell.dead
-            if dead or node.words[rank * ROW + STATE] == State.EXITED:
+            if dead or node.words[rank * ROW + STATE] == State.DESERTED:
                 how = "has died" if dead else "has ended"
                 return PeerLost(
                     f"rank {rank} {how} while graphs are open. The driver ends a graph by close(), "

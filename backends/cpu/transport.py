@@ -10,6 +10,7 @@ from ..errors import PlanMismatch, TransportError
 from .communicator import CpuCommunicator
 from .control import Control
 from .node import MpiWorld, Node
+from .rows import State
 from .waiting import Waiter, WaitPolicy
 
 
@@ -72,7 +73,11 @@ class CpuTransport:
         if self.control.failed:
             self.control.recover(self._resets)
 
-    def close(self) -> None:
-        """Say goodbye to the other ranks, and give everything back; idempotent."""
-        self.control.close()
+    def close(self, deserts: bool = False) -> None:
+        """Say goodbye to the other ranks, and give everything back; idempotent.
+
+        Args:
+            deserts: whether graphs are open here, so that the others cannot go on.
+        """
+        self.control.close(State.DESERTED if deserts else State.EXITED)
         self.node.close()

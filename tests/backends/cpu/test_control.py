@@ -11,7 +11,7 @@ import pytest
 
 from cg.backends.cpu.control import Control
 from cg.backends.cpu.node import Node
-from cg.backends.cpu.rows import Meeting
+from cg.backends.cpu.rows import Meeting, State
 from cg.backends.cpu.waiting import WaitPolicy
 from cg.backends.errors import (
     Failure,
@@ -204,6 +204,35 @@ def test_a_rank_that_has_ended_is_an_error_not_a_hang() -> None:
 
     message = run_controls(2, body)[0]
     assert "rank 1 has ended after execution 1, and the other ranks are in execution 2" in message
+
+
+def test_what_a_far_rank_tells_of_its_end_says_what_it_has_ended_before() -> None:
+    """The leader of its machine says that, too, but by messages that may come later."""
+
+    def body(control: Control, world: ThreadWorld) -> list[int] | None:
+        rows = control._rows
+        if world.rank == 1:
+            told = []
+            for epoch, state in ((2, State.RUNNING), (3, State.EXITED)):
+                rows.reach(Meeting.COMMIT, epoch)
+                rows.set_state(state)
+                told.append(rows.status())
+            world.allgather(told)
+            rows.reach(Meeting.COMMIT, 0)
+            world.barrier()
+            return None
+        early, late = world.allgather(None)[1]
+        world.barrier()
+        seen = []
+        for news in (late, (Meeting.COMMIT, 2), early):
+            if news is late or news is early:
+                rows.note_status(1, news)
+            else:
+                rows.note_reached([1], *news)
+            seen.append(rows.reached(1, Meeting.COMMIT))
+        return seen
+
+    assert run_controls(2, body)[0] == [3, 3, 3]
 
 
 def test_a_rank_that_gives_up_while_the_others_go_on_is_named() -> None:

@@ -34,6 +34,18 @@ def test_a_sealed_segment_cannot_be_opened_and_stays_mapped(kind: Segments) -> N
     assert other[0] == 1
 
 
+def test_the_file_of_another_process_with_the_same_number_is_not_taken(tmp_path: Path) -> None:
+    creator = MemoryFiles()
+    key = creator.create(100).key
+    creator.seal(key)
+    path = tmp_path / "mine"
+    path.write_bytes(b"mine" * 25)
+    with path.open("r+b") as other:
+        there = key >> 24 << 24 | other.fileno()
+        with pytest.raises(FileNotFoundError, match="of another process"):
+            creator.open(os.getpid(), there, 100)
+
+
 def test_named_files_are_gone_once_sealed(tmp_path: Path) -> None:
     kind = NamedFiles(tmp_path)
     segment = kind.create(100)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cg.backends.cpu import serving
-from cg.backends.cpu.layout import ROW
+from cg.backends.cpu.layout import ROW, STATE
+from cg.backends.cpu.rows import State
+from cg.backends.errors import PeerLost
 
 EMPTY, SHARED, SLICE = 0.5e-6, 5e-6, 4e-3
 
@@ -37,21 +41,39 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
-def waits(turns: int) -> Any:
-    """A process that has waited for some turns."""
+def process(machines: int = 1, hear: Callable[[], None] = lambda: None) -> Any:
+    """A process of rank 0, with one rank on each machine."""
     node: Any = SimpleNamespace(
         rank=0,
-        size=1,
-        leaders=(0,),
-        words=memoryview(bytearray(8 * ROW)).cast("Q"),
+        size=machines,
+        leaders=range(machines),
+        words=memoryview(bytearray(8 * ROW * machines)).cast("Q"),
         waiting=lambda rank: rank,
         fence=lambda: None,
-        bell=SimpleNamespace(dead=set()),
+        bell=SimpleNamespace(dead=set(), wait=lambda seconds: None),
     )
-    made = serving.Serving(node)
+    return serving.Serving(node, hear)
+
+
+def waits(turns: int) -> Any:
+    """A process that has waited for some turns."""
+    made = process()
     for polls in range(1, turns + 1):
         made.pause(polls, None)
     return made
+
+
+@pytest.mark.parametrize("state", [State.EXITED, State.DESERTED])
+def test_only_a_rank_that_leaves_open_graphs_is_missed(clock: Clock, state: State) -> None:
+    """One that ends in order has heard the driver close them, maybe earlier than this rank."""
+    made = process(machines=2, hear=lambda: words.__setitem__(ROW + STATE, state))
+    words = made._node.words
+    missed = state is State.DESERTED
+    expected = pytest.raises(PeerLost, match="rank 1 has ended while") if missed else nullcontext()
+    with expected:
+        for polls in range(1, serving._TURNS + 100):
+            made.pause(polls, None)
+    assert words[ROW + STATE] == state
 
 
 def test_who_has_a_core_looks_several_times_before_each_yield(clock: Clock) -> None:
