@@ -14,7 +14,7 @@ from pathlib import Path
 from .attendance import Attendance
 from .config import THREAD_VARIABLES, Config, ConfigError, environment, table
 from .job import Job
-from .launcher import Launcher, LaunchError, command, find, variables
+from .launcher import Launcher, LaunchError, command, find, on_hosts, variables
 from .segments import remove_unused
 from .threads import settings
 from .topology import allowed_cpus, core_count, cpu_quota, read_cores
@@ -52,6 +52,8 @@ def _parser() -> argparse.ArgumentParser:
     add("-n", "--ranks", metavar="N", help="how many ranks to start")
     add("-m", "--module", action="store_true", help="PROGRAM is a module, as in python -m")
     add("--virtual", action="store_true", help="no MPI: one process plays all ranks")
+    add("--hosts", metavar="A:2,B:2", help="start ranks on these machines, so many on each")
+    add("--hostfile", metavar="FILE", help="the same from a file, as the launcher reads it")
     add("--mpirun", metavar="PATH", help="the launcher to use")
     add("--mpi-arg", metavar="ARG", action="append", default=[], help="pass ARG to it (repeatable)")
     add("--timeout", metavar="S", help="seconds that a rank waits for another; 0: for ever")
@@ -82,14 +84,17 @@ def _run(options: argparse.Namespace) -> int:
     inherited = environment()
     ours = _variables(options, inherited)
     Config.from_environ({**inherited, **ours})  # complain here, rather than on every rank
-    if options.virtual or (ranks == 1 and options.mpirun is None):
+    elsewhere = options.hosts is not None or options.hostfile is not None
+    if options.virtual and elsewhere:
+        raise LaunchError("--virtual plays all ranks in one process: leave out the hosts")
+    if options.virtual or (ranks == 1 and options.mpirun is None and not elsewhere):
         ours["CG_RANKS"] = str(ranks)
         _show(options, program, ours)
         sys.stdout.flush()
         os.execve(program[0], program, {**inherited, **ours})
     launcher = find(options.mpirun, _beside(), inherited.get("PATH", os.defpath))
     cores = core_count(read_cores(allowed_cpus()), cpu_quota())
-    if not options.no_thread_cap and not options.mpi_arg:
+    if not options.no_thread_cap and not options.mpi_arg and not elsewhere:
         preset = {name for name in THREAD_VARIABLES if inherited.get(name)}
         ours.update(settings(max(1, cores // ranks), preset))
     ours.setdefault("PYTHONUNBUFFERED", inherited.get("PYTHONUNBUFFERED", "1"))
@@ -99,9 +104,9 @@ def _run(options: argparse.Namespace) -> int:
         ranks,
         program,
         exported=[*ours, *(name for name in ("PYTHONPATH",) if name in inherited)],
-        oversubscribe=ranks > cores,
+        oversubscribe=ranks > cores and not elsewhere,
         leave_unbound=not options.no_affinity,
-        extra=options.mpi_arg,
+        extra=[*on_hosts(launcher, options.hosts, options.hostfile), *options.mpi_arg],
     )
     _show(options, line, ours, launcher)
     everything = {**inherited, **ours, **variables(launcher, os.geteuid() == 0)}

@@ -34,6 +34,13 @@ _SIGNS = (
 )
 
 
+_HOST_OPTIONS = {
+    Flavour.OPEN_MPI: ("--host", "--hostfile"),
+    Flavour.INTEL: ("-hosts", "-f"),
+    Flavour.MPICH: ("-hosts", "-f"),
+}
+
+
 @dataclass(frozen=True)
 class Launcher:
     """A launcher that exists."""
@@ -93,6 +100,30 @@ def identify(path: Path) -> Launcher:
     text = (done.stdout + done.stderr).strip()
     flavour = next((one for one, sign in _SIGNS if re.search(sign, text)), Flavour.OTHER)
     return Launcher(path, flavour, text.partition("\n")[0].strip())
+
+
+def on_hosts(launcher: Launcher, hosts: str | None, file: str | None) -> list[str]:
+    """The launcher's options for the machines to start ranks on; none where nobody says which.
+
+    Args:
+        launcher: which one.
+        hosts: names with commas between them, each with `:N` for N ranks if there are several.
+        file: lists them, in the launcher's own format.
+
+    Raises:
+        LaunchError: both are given, or it is not known what the launcher calls them.
+    """
+    if hosts is None and file is None:
+        return []
+    if hosts is not None and file is not None:
+        raise LaunchError("--hosts and --hostfile both say where to start ranks: give one of them")
+    names = _HOST_OPTIONS.get(launcher.flavour)
+    if names is None:
+        raise LaunchError(
+            f"what is {launcher.path}'s option for hosts? Give it by --mpi-arg, instead of --hosts "
+            "and --hostfile"
+        )
+    return [names[0], hosts] if hosts is not None else [names[1], str(file)]
 
 
 def command(

@@ -15,6 +15,7 @@ from cg.launch.launcher import (
     command,
     find,
     identify,
+    on_hosts,
     variables,
 )
 from cg.launch.segments import remove_unused
@@ -89,6 +90,21 @@ def test_command_lines() -> None:
     ) == ["/m/mpirun", "-n", "4", "python"]
 
 
+def test_options_for_hosts_are_those_of_the_launcher() -> None:
+    open_mpi = Launcher(Path("/m/mpirun"), Flavour.OPEN_MPI, "")
+    hydra = Launcher(Path("/m/mpirun"), Flavour.MPICH, "")
+    other = Launcher(Path("/m/mpirun"), Flavour.OTHER, "")
+    assert on_hosts(open_mpi, "a:2,b:2", None) == ["--host", "a:2,b:2"]
+    assert on_hosts(open_mpi, None, "file") == ["--hostfile", "file"]
+    assert on_hosts(hydra, "a:2,b:2", None) == ["-hosts", "a:2,b:2"]
+    assert on_hosts(hydra, None, "file") == ["-f", "file"]
+    assert on_hosts(other, None, None) == []
+    with pytest.raises(LaunchError, match="/m/mpirun's option for hosts"):
+        on_hosts(other, "a", None)
+    with pytest.raises(LaunchError, match="give one of them"):
+        on_hosts(hydra, "a", "file")
+
+
 def test_open_mpi_is_allowed_to_run_as_root() -> None:
     open_mpi = Launcher(Path("/m/mpirun"), Flavour.OPEN_MPI, "")
     hydra = Launcher(Path("/m/mpirun"), Flavour.MPICH, "")
@@ -103,6 +119,10 @@ def test_open_mpi_is_allowed_to_run_as_root() -> None:
     ("arguments", "message"),
     [
         (["a.py"], "say how many ranks to start: -n N"),
+        (
+            ["-n", "1", "--virtual", "--hosts", "a", __file__],
+            "--virtual plays all ranks in one process: leave out the hosts",
+        ),
         (["-n", "0", "a.py"], "-n 0: the number of ranks is a whole number of at least 1"),
         (["-n", "two", "a.py"], "-n two: the number of ranks is a whole number of at least 1"),
         (["-n", "2"], "say what to run: python -m cg.launch -n N script.py"),

@@ -42,7 +42,7 @@ def missing() -> str:
     for tool in ("unshare", "ip", "mount", "hostname"):
         if shutil.which(tool) is None:
             return f"emulated hosts need `{tool}`"
-    script = "ip link add a type veth peer name b && mount -t tmpfs x /dev/shm"
+    script = "ip link add name plug0 type veth peer name end0 && mount -t tmpfs x /dev/shm"
     tried = subprocess.run(
         [*_unshare(), "sh", "-c", script],
         stdin=subprocess.DEVNULL,

@@ -1,0 +1,60 @@
+"""Jobs over hosts that share neither memory nor processes; `hosts.py` makes them of this one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from . import hosts
+from .jobs import Ended, needs_mpi, run
+
+pytestmark = [*needs_mpi, pytest.mark.timeout(120)]
+
+HERE = Path(__file__).parent
+NAMES = ("north", "south")
+LIMIT = "40"
+"""What `CG_TIMEOUT` is: an end that is said to be quick comes before."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _possible() -> None:
+    why = hosts.missing()
+    if why:
+        pytest.skip(why)
+
+
+def launch(where: str, *program: str) -> Ended:
+    """Run a program of this folder on some ranks of each host."""
+    ranks = sum(int(each.partition(":")[2]) for each in where.split(","))
+    launcher = [sys.executable, "-m", "cg.launch", "-n", str(ranks), "--hosts", where]
+    script, *arguments = program
+    job = hosts.command(NAMES, [*launcher, "--timeout", LIMIT, str(HERE / script), *arguments])
+    return run(0, job[1:], seconds=80)
+
+
+def test_steps_and_graphs_are_what_they_are_on_one_host() -> None:
+    ended = launch("north:2,south:2", "hosts_job.py")
+    assert ended.code == 0, ended.output
+    assert "alike on north north south south, led by (0, 2)" in ended.output
+    assert "refused on rank 2\n" in ended.output
+    # UCX, which carries the messages, warns of those that nobody has received when MPI ends.
+    assert "WARN" not in ended.output
+
+
+def test_a_rank_that_leaves_the_graphs_of_another_host_is_named() -> None:
+    ended = launch("north:1,south:1", "endings_job.py", "forgets")
+    assert ended.code != 0
+    assert "rank 1 has ended while graphs are open" in ended.output, ended.output
+
+
+def test_a_rank_that_ends_in_order_is_not_missed_by_its_host() -> None:
+    ended = launch("north:1,south:2", "endings_job.py", "exits")
+    assert ended.code == 0, ended.output
+
+
+def test_the_death_of_a_rank_ends_the_ranks_of_the_other_host() -> None:
+    ended = launch("north:1,south:1", "endings_job.py", "dies", "kill")
+    assert ended.code != 0
+    assert "(signal 9)" in ended.output, ended.output
