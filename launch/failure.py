@@ -33,6 +33,9 @@ DRAIN_SECONDS = 0.1
 KILL_SECONDS = 5.0
 """How long the launcher gets to end the job that a rank has asked it to abort."""
 
+PMI_LINE = 1024
+"""The longest line of PMI-1."""
+
 
 @dataclass
 class Guard:
@@ -178,20 +181,22 @@ def _exit_function(guard: Guard, previous: Callable[..., NoReturn]) -> Callable[
 def _end_before_mpi(launch: Launch) -> Callable[[int], None]:
     """How to end the job while this process has not initialised MPI.
 
-    Open MPI's launcher ends the job when a process exits with a code other than 0. Hydra does
-    not, and the other ranks would wait for this one in their initialisation for ever; but it
-    takes a request to abort from the socket over which MPI would talk to it, in the text form
-    of the PMI-1 protocol (https://github.com/pmodels/mpich, src/pmi).
+    Open MPI's launcher ends the job when a process exits with a code other than 0. Hydra and Slurm
+    do not, and the other ranks would wait for this one in their initialisation for ever; but
+    they take a request to abort from the socket over which MPI would talk to them, in the text
+    form of the PMI-1 protocol (https://github.com/pmodels/mpich, src/pmi). Slurm takes it after
+    a greeting alone.
     """
 
     def end(code: int) -> None:
         if launch.pmi_socket is None or not _is_socket(launch.pmi_socket):
             return
-        with socket.socket(fileno=os.dup(launch.pmi_socket)) as link:
+        with socket.socket(fileno=os.dup(launch.pmi_socket)) as link, contextlib.suppress(OSError):
             link.settimeout(KILL_SECONDS)
-            with contextlib.suppress(OSError):
-                link.sendall(f"cmd=abort exitcode={code}\n".encode())
-                link.recv(1)  # nothing comes: the launcher kills this process
+            link.sendall(b"cmd=init pmi_version=1 pmi_subversion=1\n")
+            link.recv(PMI_LINE)
+            link.sendall(f"cmd=abort exitcode={code}\n".encode())
+            link.recv(PMI_LINE)  # nothing comes: the launcher kills this process
 
     return end
 

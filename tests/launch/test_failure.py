@@ -112,7 +112,7 @@ def test_a_raised_exit_keeps_its_code() -> None:
     assert run("raise SystemExit(3)").returncode == 3
 
 
-def test_hydra_is_asked_to_end_the_job_before_mpi_has_started() -> None:
+def test_the_launcher_is_asked_to_end_the_job_before_mpi_has_started() -> None:
     ours, theirs = socket.socketpair()
     code = f"""
 from cg.launch import failure
@@ -129,6 +129,8 @@ raise ValueError
     theirs.close()
     with ours, process:
         ours.settimeout(60)
+        assert ours.recv(100) == b"cmd=init pmi_version=1 pmi_subversion=1\n"
+        ours.sendall(b"cmd=response_to_init rc=0 pmi_version=1 pmi_subversion=1\n")
         assert ours.recv(100) == b"cmd=abort exitcode=1\n"
         ours.close()
         assert process.wait(60) == 1
