@@ -16,6 +16,7 @@ from .config import THREAD_VARIABLES, Config, ConfigError, environment, table
 from .job import Job
 from .launcher import Launcher, LaunchError, command, find, on_hosts, variables
 from .segments import remove_unused
+from .slurm import for_daemons, is_elsewhere
 from .threads import settings
 from .topology import allowed_cpus, core_count, cpu_quota, read_cores
 
@@ -84,17 +85,18 @@ def _run(options: argparse.Namespace) -> int:
     inherited = environment()
     ours = _variables(options, inherited)
     Config.from_environ({**inherited, **ours})  # complain here, rather than on every rank
-    elsewhere = options.hosts is not None or options.hostfile is not None
-    if options.virtual and elsewhere:
+    names_hosts = options.hosts is not None or options.hostfile is not None
+    if options.virtual and names_hosts:
         raise LaunchError("--virtual plays all ranks in one process: leave out the hosts")
-    if options.virtual or (ranks == 1 and options.mpirun is None and not elsewhere):
+    if options.virtual or (ranks == 1 and options.mpirun is None and not names_hosts):
         ours["CG_RANKS"] = str(ranks)
         _show(options, program, ours)
         sys.stdout.flush()
         os.execve(program[0], program, {**inherited, **ours})
     launcher = find(options.mpirun, _beside(), inherited.get("PATH", os.defpath))
     cores = core_count(read_cores(allowed_cpus()), cpu_quota())
-    if not options.no_thread_cap and not options.mpi_arg and not elsewhere:
+    elsewhere = names_hosts or is_elsewhere(inherited)
+    if not (options.no_thread_cap or options.mpi_arg or elsewhere):
         preset = {name for name in THREAD_VARIABLES if inherited.get(name)}
         ours.update(settings(max(1, cores // ranks), preset))
     ours.setdefault("PYTHONUNBUFFERED", inherited.get("PYTHONUNBUFFERED", "1"))
@@ -109,7 +111,7 @@ def _run(options: argparse.Namespace) -> int:
         extra=[*on_hosts(launcher, options.hosts, options.hostfile), *options.mpi_arg],
     )
     _show(options, line, ours, launcher)
-    everything = {**inherited, **ours, **variables(launcher, os.geteuid() == 0)}
+    everything = {**for_daemons(inherited), **ours, **variables(launcher, os.geteuid() == 0)}
     with tempfile.TemporaryDirectory(prefix="cg-job-") as folder:
         everything["CG_ATTENDANCE"] = folder
         return _supervise(line, everything, ranks, Attendance(Path(folder)))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .detect import Launch, detect
+from .detect import Launch, detect, is_typed
 
 THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
@@ -204,7 +204,7 @@ def _switches(text: str) -> str:
 
 def _launch(environ: Mapping[str, str]) -> Launch | None:
     try:
-        return detect(environ)
+        return detect(environ, is_typed(environ))
     except ValueError as error:
         raise ConfigError(str(error)) from error
 

@@ -6,6 +6,7 @@ cap threads before torch is imported, and to know whether MPI is wanted at all.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ class Launch:
     local_size: int | None = None
     """How many ranks are on its machine."""
     pmi_socket: int | None = None
-    """The file descriptor that leads to a Hydra launcher."""
+    """The file descriptor that leads to a launcher that speaks PMI-1: Hydra, or Slurm's pmi2."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,6 @@ class _Source:
     local_size: str
 
 
-# Slurm sets SLURM_PROCID in batch scripts too, which it runs once; the step's number of tasks is
-# set by srun alone. PMIx itself gives a rank and no size.
 _SOURCES = (
     _Source(
         OPEN_MPI,
@@ -55,37 +54,102 @@ _SOURCES = (
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
     _Source(HYDRA, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    _Source(SLURM, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
-    _Source("PMIx", "PMIX_RANK", "", "", ""),
 )
+_SLURM_PMI = _Source(SLURM, "PMI_RANK", "PMI_SIZE", "SLURM_LOCALID", "")
+_SLURM = _Source(SLURM, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "")
+_PMIX = _Source("PMIx", "PMIX_RANK", "", "", "")
+"""PMIx itself gives a rank and no size."""
 
 
-def detect(environ: Mapping[str, str]) -> Launch | None:
+def detect(environ: Mapping[str, str], typed: bool = False) -> Launch | None:
     """What the launcher said in `environ`; None where there was no MPI launcher.
+
+    Args:
+        environ: the variables of this process.
+        typed: what `is_typed` says of it.
 
     Raises:
         ValueError: a launcher's variable does not hold a whole number.
     """
-    for source in _SOURCES:
+    for source in _sources(environ, typed):
         rank = _number(environ, source.rank)
-        size = _number(environ, source.size)
-        if rank is None or (source.launcher == SLURM and size is None):
+        if rank is None:
             continue
-        hydra = source.launcher == HYDRA and "MPI_LOCALRANKID" in environ
         local_rank = _number(environ, source.local_rank)
         if local_rank is None:
             local_rank = _number(environ, "SLURM_LOCALID")
         local_size = _number(environ, source.local_size)
+        speaks_pmi1 = source.rank == "PMI_RANK" and source.local_rank in environ
         return Launch(
             launcher=source.launcher,
             variable=source.rank,
             rank=rank,
-            size=size,
+            size=_number(environ, source.size),
             local_rank=local_rank,
             local_size=_slurm_local_size(environ) if local_size is None else local_size,
-            pmi_socket=_number(environ, "PMI_FD") if hydra else None,
+            pmi_socket=_number(environ, "PMI_FD") if speaks_pmi1 else None,
         )
     return None
+
+
+def is_typed(environ: Mapping[str, str]) -> bool:
+    """Whether this process was typed into a shell that is a task of Slurm: `srun --pty bash`.
+
+    It has the shell's variables, which tell of a rank, but it is none: of several tasks only the
+    first has a terminal, and the shells of the others have ended. A shell with a terminal gives
+    each command a process group of its own and the terminal to that; what Slurm starts, and
+    what a script that is the task starts, leave the terminal to the task.
+    """
+    task = environ.get("SLURM_TASK_PID", "")
+    if not re.fullmatch(r"[0-9]+", task):
+        return False
+    try:
+        terminal = os.open(os.ctermid(), os.O_RDONLY | os.O_NOCTTY)
+        try:
+            return os.tcgetpgrp(terminal) == os.getpgrp() != os.getpgid(int(task))
+        finally:
+            os.close(terminal)
+    except OSError:
+        return False
+
+
+def _sources(environ: Mapping[str, str], typed: bool) -> list[_Source]:
+    """Whose variables are about this process.
+
+    Slurm's are inherited by what a task starts, such as a batch job that is submitted from an
+    interactive one: they count in the step alone that they are of.
+    """
+    sources = list(_SOURCES)
+    if step := _step_of_pmi(environ):
+        sources = [source for source in sources if source.launcher != HYDRA]
+        if not typed and step == f"{environ['SLURM_JOB_ID']}.{environ.get('SLURM_STEP_ID', '')}":
+            sources.append(_SLURM_PMI)
+    if not typed and _in_step(environ):
+        sources.append(_SLURM)
+    if not environ.get("PMIX_NAMESPACE", "").startswith("slurm."):
+        sources.append(_PMIX)
+    return sources
+
+
+def _step_of_pmi(environ: Mapping[str, str]) -> str:
+    """The step, as in `7.0`, to whose tasks Slurm (`--mpi=pmi2`) has given PMI's variables.
+
+    Empty where they are Hydra's, which also tells each rank its place on its machine.
+    """
+    step = environ.get("PMI_JOBID", "")
+    theirs = "SLURM_JOB_ID" in environ and "MPI_LOCALRANKID" not in environ
+    return step if theirs and re.fullmatch(r"[0-9]+\.[0-9]+", step) else ""
+
+
+def _in_step(environ: Mapping[str, str]) -> bool:
+    """Whether srun started this process, or what started it.
+
+    Slurm sets SLURM_PROCID in batch scripts too, which it runs once; the step's number of tasks is
+    set by srun alone. A script that was submitted in a step has inherited that number; but it
+    is a task by itself, numbered 0, where the step had several on a machine.
+    """
+    inherited = environ.get("SLURM_GTIDS") == "0" and (_slurm_local_size(environ) or 1) > 1
+    return bool(environ.get("SLURM_STEP_NUM_TASKS")) and not inherited
 
 
 def _number(environ: Mapping[str, str], name: str) -> int | None:

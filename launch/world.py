@@ -19,7 +19,7 @@ from ..backends.virtual import VirtualWorld
 from . import devices, failure
 from .attendance import Attendance
 from .config import Config, config
-from .detect import HYDRA, OPEN_MPI, Launch
+from .detect import HYDRA, OPEN_MPI, SLURM, Launch
 from .mpi import MpiWorld
 from .waiting import WorldError
 
@@ -29,6 +29,12 @@ FOREIGN = {OPEN_MPI: ("MPICH", "Intel"), HYDRA: ("Open MPI",)}
 OTHER_MPI = (
     "The launcher belongs to another MPI. Use the mpirun of the MPI that is installed for this "
     "Python (python -m cg.launch finds it), or set MPI4PY_LIBMPI to the launcher's libmpi"
+)
+
+OTHER_PMI = (
+    "srun has to speak the MPI's language: srun --mpi=pmi2 for MPICH, srun --mpi=pmix for Open MPI "
+    "(srun --mpi=list tells what there is). Or let MPI's own launcher start the ranks: "
+    "python -m cg.launch in a batch script, or in salloc"
 )
 
 _current: World | None = None
@@ -78,8 +84,13 @@ def _start(settings: Config) -> World:
     mpi = _load(launch)
     check_library(launch, _library(mpi))
     _initialise_on_every_rank(mpi, settings.timeout)
-    check_size(launch, mpi.COMM_WORLD.size, _library(mpi))
-    check_ranks(launch, mpi.COMM_WORLD.size, settings.ranks)
+    try:
+        check_size(launch, mpi.COMM_WORLD.size, _library(mpi))
+        check_ranks(launch, mpi.COMM_WORLD.size, settings.ranks)
+    except WorldError:
+        if mpi.COMM_WORLD.size == 1:
+            mpi.Finalize()  # for the shared memory, which it would leave
+        raise
     guard.end_job = mpi.COMM_WORLD.Abort
     started = MpiWorld(mpi, settings.timeout)
     attendance = None
@@ -181,7 +192,7 @@ def check_size(launch: Launch, size: int, library: str) -> None:
     if size != launch.size and (launch.size is not None or launch.rank >= size):
         raise WorldError(
             f"{_started_as(launch)}, but in the MPI that mpi4py loaded the world has size {size}: "
-            f"{library}. {OTHER_MPI}"
+            f"{library}. {OTHER_PMI if launch.launcher == SLURM else OTHER_MPI}"
         )
 
 

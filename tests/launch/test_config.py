@@ -133,14 +133,14 @@ def test_the_table_has_a_row_for_each_variable() -> None:
             Launch("Slurm", "SLURM_PROCID", 5, 11, 1, 3),
         ),
         (
-            {"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_FD": "3", "SLURM_LOCALID": "1"},
+            {"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_JOBID": "4f2a", "SLURM_LOCALID": "1"},
             Launch("Hydra (MPICH or Intel MPI)", "PMI_RANK", 5, 8, 1, None),
         ),
         ({"PMIX_RANK": "2"}, Launch("PMIx", "PMIX_RANK", 2)),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, None),
         ({"PATH": "/bin"}, None),
     ],
-    ids=["open-mpi", "hydra", "slurm", "slurm-pmi2", "pmix", "slurm-batch-script", "none"],
+    ids=["open-mpi", "hydra", "slurm", "pmi-of-others", "pmix", "slurm-batch-script", "none"],
 )
 def test_the_launcher_is_known_by_its_variables(
     environ: dict[str, str], launch: Launch | None

@@ -1,0 +1,28 @@
+"""What `cg.launch` heeds in a job of Slurm, whose srun starts the daemons of MPI's launchers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+def is_elsewhere(environ: Mapping[str, str]) -> bool:
+    """Whether ranks may run on other machines than this process.
+
+    A job of several machines has ranks on all of them, and the shell of `salloc` may be on a
+    machine that is not in the job.
+    """
+    if "SLURM_JOB_ID" not in environ:
+        return False
+    return environ.get("SLURM_JOB_NUM_NODES", "1") != "1" or "SLURM_NODEID" not in environ
+
+
+def for_daemons(environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ` as the launcher gets it.
+
+    In the shell of a step (`srun --pty bash`), srun would wait for the cores that the shell's own
+    step has, for ever, and bind the daemons, with all ranks, to the core of the shell's task.
+    """
+    if "SLURM_STEP_ID" not in environ:
+        return dict(environ)
+    kept = {name: value for name, value in environ.items() if not name.startswith("SLURM_CPU_BIND")}
+    return {"SLURM_OVERLAP": "1", **kept}
