@@ -135,16 +135,13 @@ class Compiled:
             StepTimeout: a rank has waited too long; the message says where every rank is.
             TransportError: a rank has ended.
         """
-        if self._closed:
-            raise self._closed_error()
         self._check_callable()
         variant, runtime = 0, self._runtimes[0]
         if runtime is None or len(self.variants) > 1:
             variant = self._select(args, kwargs)[0] if len(self.variants) > 1 else 0
             runtime = self._runtime(variant)
-        called = self.variants[variant]
-        outputs = runtime.run(lambda: called.inputs(args, kwargs))
-        return called.trace.outputs.rebuild(outputs) if self._returns else None
+        outputs = runtime.run(lambda: self.variants[variant].inputs(args, kwargs))
+        return self.variants[variant].trace.outputs.rebuild(outputs) if self._returns else None
 
     # -- from the driver --------------------------------------------------------------------
 
@@ -392,7 +389,9 @@ class Compiled:
         return self.module.name
 
     def _check_callable(self) -> None:
-        """Return if all ranks may run the step here."""
+        """Return if all ranks may run the step here and now."""
+        if self._closed:
+            raise self._closed_error()
         if is_tracing():
             raise TraceError(
                 f"step '{self._name}' is compiled, and called inside a step that is being traced",
@@ -412,8 +411,6 @@ class Compiled:
     def _record(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], executions: int
     ) -> tuple[Module, list[Recording]]:
-        if self._closed:
-            raise self._closed_error()
         self._check_callable()
         chosen = self.variants[self._select(args, kwargs)[0] if len(self.variants) > 1 else 0]
         return chosen.module, record(
