@@ -42,7 +42,10 @@ def missing() -> str:
     for tool in ("unshare", "ip", "mount", "hostname"):
         if shutil.which(tool) is None:
             return f"emulated hosts need `{tool}`"
-    script = "ip link add name plug0 type veth peer name end0 && mount -t tmpfs x /dev/shm"
+    script = (
+        "hostname head && mount -t tmpfs tmpfs /dev/shm && ip link add net0 type bridge"
+        " && ip link add name plug0 type veth peer name end0"
+    )
     tried = subprocess.run(
         [*_unshare(), "sh", "-c", script],
         stdin=subprocess.DEVNULL,
