@@ -46,7 +46,7 @@ def process(machines: int = 1, hear: Callable[[], None] = lambda: None) -> Any:
     node: Any = SimpleNamespace(
         rank=0,
         size=machines,
-        leaders=range(machines),
+        leaders=tuple(range(machines)),
         words=memoryview(bytearray(8 * ROW * machines)).cast("Q"),
         waiting=lambda rank: rank,
         fence=lambda: None,
