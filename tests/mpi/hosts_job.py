@@ -95,7 +95,7 @@ def drive(last: str) -> None:
         futures = [along.execute(i) for i in range(50)]
         assert [future.result(timeout=30) for future in futures] == list(range(50))
         try:
-            aside.execute(last).result(timeout=30)
+            along.execute(last).result(timeout=30)
         except ValueError as error:
             print(f"refused on rank {error.rank}", flush=True)  # type: ignore[attr-defined]
 

@@ -74,6 +74,9 @@ class Stream:
         _drain()
         return self._raw  # type: ignore[no-any-return]
 
+    def is_capturing(self) -> bool:
+        return _capturing() is not None
+
     def wait_event(self, event: Event) -> None:
         graph = _capturing()
         if graph is not None:
@@ -251,6 +254,7 @@ def _install() -> None:
     accelerator.is_available = lambda: True
     accelerator.device_count = lambda: COUNT
     accelerator.current_accelerator = lambda check_available=False: torch.device("npu")
+    accelerator.current_stream = _current_stream
     accelerator.set_device_index = _set_device
 
 
