@@ -191,12 +191,15 @@ def _end_before_mpi(launch: Launch) -> Callable[[int], None]:
     def end(code: int) -> None:
         if launch.pmi_socket is None or not _is_socket(launch.pmi_socket):
             return
-        with socket.socket(fileno=os.dup(launch.pmi_socket)) as link, contextlib.suppress(OSError):
+        greeting = b"cmd=init pmi_version=1 pmi_subversion=1\n"
+        with socket.socket(fileno=os.dup(launch.pmi_socket)) as link:
             link.settimeout(KILL_SECONDS)
-            link.sendall(b"cmd=init pmi_version=1 pmi_subversion=1\n")
-            link.recv(PMI_LINE)
-            link.sendall(f"cmd=abort exitcode={code}\n".encode())
-            link.recv(PMI_LINE)  # nothing comes: the launcher kills this process
+            # To the second nothing comes: the launcher kills this process. If nothing comes to
+            # the greeting either, whoever needs none takes the request all the same.
+            for line in (greeting, f"cmd=abort exitcode={code}\n".encode()):
+                with contextlib.suppress(OSError):
+                    link.sendall(line)
+                    link.recv(PMI_LINE)
 
     return end
 

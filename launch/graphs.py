@@ -137,17 +137,20 @@ def use_executions(world: World, executions: Executions) -> None:
 def _close_all(world: ref[World]) -> None:
     """At the interpreter's exit: as the driver, close every graph that is still open.
 
-    Any other rank says that it leaves those which the driver has not closed.
+    Any other rank says that it leaves those which the driver has not closed, and so does a driver
+    that cannot close them.
     """
     alive = world()
     executions = None if alive is None else _worlds.get(alive)
     if alive is None or executions is None:
         return
-    for graph in tuple(executions.graphs.values()):
-        if graph.driver in executions.residents:
-            executions.close(graph)
-    if executions.graphs and not alive.is_virtual:
-        transport_of(alive).close(deserts=True)  # type: ignore[arg-type] # it is MPI's
+    try:
+        for graph in tuple(executions.graphs.values()):
+            if graph.driver in executions.residents:
+                executions.close(graph)
+    finally:
+        if executions.graphs and not alive.is_virtual:
+            transport_of(alive).close(deserts=True)  # type: ignore[arg-type] # it is MPI's
 
 
 def make_graph(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any
 
 from torch.utils._pytree import tree_unflatten
@@ -59,7 +60,7 @@ def check_options(passes: object, seed: object, timeout: object) -> None:
     """
     if not isinstance(passes, str):
         raise TypeError(f"passes={passes!r}: a string that names some, as '-overlap,+ipc'")
-    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, Integral)):
         raise TypeError(f"seed={seed!r}: an int, or None for that of CG_SEED")
     if timeout is not None:
         limit = seconds(timeout)

@@ -113,7 +113,8 @@ def _given(callee: Callee) -> Given:
     return Given(callee.declaration.name, callee.declaration.loc, values)
 
 
-_PLAIN = frozenset({int, float, complex, bool, str, slice})
+_PLAIN = frozenset({int, float, complex, bool, slice})
+"""Strings are left out: one may name a device, which each rank has its own of."""
 
 
 def _symbol(name: str) -> str:

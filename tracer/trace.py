@@ -197,7 +197,7 @@ class Given:
     Attributes:
         function: its name in the module.
         loc: the user's line.
-        values: numbers, truths, slices and strings, in Python's notation.
+        values: numbers, truths and slices, in Python's notation.
     """
 
     function: str

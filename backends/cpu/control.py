@@ -295,7 +295,9 @@ class Control:
     def _report(self) -> None:
         """Tell where this rank is."""
         self._rows.report(None if self._watch is None else self._watch())
-        if self._link is not None and monotonic() > self._told + _TELL_EVERY:
+        if self._link is None or self._closed:  # what comes after the last word would not be heard
+            return
+        if monotonic() > self._told + _TELL_EVERY:
             self._told = monotonic()
             self._link.tell_leaders(Status(self._node.rank, self._rows.status()))
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from .layout import RESTART, RESTART_AT, ROW
+from ..errors import PeerLost
+from .layout import RESTART, RESTART_AT, ROW, STATE
 from .node import Node
+from .rows import State
 
 
 class SharedStages:
@@ -29,9 +31,20 @@ class SharedStages:
         self._node.wake_all()
 
     def missing(self, stage: int) -> list[int]:
-        """See `Stages`."""
+        """See `Stages`.
+
+        Raises:
+            PeerLost: one of them has ended, and will not come.
+        """
         node = self._node
         found = [r for r in range(node.size) if node.words[r * ROW + RESTART] < stage]
+        for rank in found:
+            if node.words[rank * ROW + STATE] in (State.EXITED, State.DESERTED):
+                raise PeerLost(
+                    f"rank {rank} has ended, and this rank has to start its graphs over after an "
+                    "interruption, which takes all ranks; start the job again",
+                    rank,
+                )
         if found:
             node.wake_all()
         node.fence()  # what the others did before they came here can be seen from here on

@@ -112,11 +112,13 @@ def test_a_raised_exit_keeps_its_code() -> None:
     assert run("raise SystemExit(3)").returncode == 3
 
 
-def test_the_launcher_is_asked_to_end_the_job_before_mpi_has_started() -> None:
+@pytest.mark.parametrize("answers", [True, False])
+def test_the_launcher_is_asked_to_end_the_job_before_mpi_has_started(answers: bool) -> None:
     ours, theirs = socket.socketpair()
     code = f"""
 from cg.launch import failure
 from cg.launch.detect import Launch
+failure.KILL_SECONDS = {60 if answers else 0.1}
 failure.install(Launch("Hydra", "PMI_RANK", 0, 2, pmi_socket={theirs.fileno()}))
 raise ValueError
 """
@@ -130,7 +132,8 @@ raise ValueError
     with ours, process:
         ours.settimeout(60)
         assert ours.recv(100) == b"cmd=init pmi_version=1 pmi_subversion=1\n"
-        ours.sendall(b"cmd=response_to_init rc=0 pmi_version=1 pmi_subversion=1\n")
+        if answers:
+            ours.sendall(b"cmd=response_to_init rc=0 pmi_version=1 pmi_subversion=1\n")
         assert ours.recv(100) == b"cmd=abort exitcode=1\n"
         ours.close()
         assert process.wait(60) == 1

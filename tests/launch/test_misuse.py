@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -84,6 +85,10 @@ def test_what_makes_no_sense_is_said_so(
 ) -> None:
     with pytest.raises(error, match=text):
         call(inner)
+
+
+def test_seeds_of_numpy_are_integers(inner: cg.Step) -> None:
+    assert inner.lower(X).compile(seed=np.int64(3))(X).tolist() == [2, 2]
 
 
 @pytest.mark.parametrize("given", [X, cg.object], ids=["tensor", "object"])

@@ -1,0 +1,41 @@
+"""How ranks wait for each other when they start their graphs over."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cg.backends.cpu.layout import ROW, STATE
+from cg.backends.cpu.rows import State
+from cg.backends.cpu.stages import SharedStages
+from cg.backends.errors import PeerLost
+
+
+def machine(ranks: int) -> Any:
+    """What the rows of some ranks lie in."""
+    words = memoryview(bytearray(8 * ROW * ranks)).cast("Q")
+    return SimpleNamespace(
+        rank=0, size=ranks, words=words, wake_all=lambda: None, fence=lambda: None
+    )
+
+
+def test_those_that_have_not_come_are_missed() -> None:
+    node = machine(3)
+    SharedStages(node).reach(1)
+    SharedStages(SimpleNamespace(**{**vars(node), "rank": 2})).reach(1)
+    assert SharedStages(node).missing(1) == [1]
+    assert SharedStages(node).missing(0) == []
+
+
+@pytest.mark.parametrize("how", [State.EXITED, State.DESERTED])
+def test_a_rank_that_has_ended_is_not_waited_for(how: State) -> None:
+    node = machine(3)
+    stages = SharedStages(node)
+    stages.reach(1)
+    node.words[ROW + STATE] = how
+    with pytest.raises(PeerLost, match="rank 1 has ended, and this rank has to start") as caught:
+        stages.missing(1)
+    assert caught.value.rank == 1
+    assert stages.missing(0) == []
