@@ -68,7 +68,7 @@ class Statistics(Tally):
             return NotImplemented
         return self._figures() == other._figures()
 
-    __hash__ = None  # type: ignore[assignment] # it counts on
+    __hash__ = None  # type: ignore[assignment] # that of a running step changes
 
     def _figures(self) -> tuple[int, int, float, float, list[tuple[float, float]]]:
         return self.executions, self.failures, self.total, self.blocked, list(self.recent)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -233,6 +234,26 @@ def test_what_a_far_rank_tells_of_its_end_says_what_it_has_ended_before() -> Non
         return seen
 
     assert run_controls(2, body)[0] == [3, 3, 3]
+
+
+def test_nothing_is_told_after_the_last_word() -> None:
+    """MPI wants every message to be received before it ends; nobody looks for one then."""
+
+    def body(control: Control, world: ThreadWorld) -> list[str]:
+        told: list[str] = []
+        link: Any = SimpleNamespace(
+            tell_leaders=lambda news: told.append("status"),
+            part=lambda rank: told.append("goodbye"),
+            receive=list,
+        )
+        control._link = link
+        control._report()
+        control.close()
+        control._told = 0.0
+        control._report()
+        return told
+
+    assert run_controls(1, body) == [["status", "status", "goodbye"]]
 
 
 def test_a_rank_that_gives_up_while_the_others_go_on_is_named() -> None:
