@@ -25,6 +25,7 @@ _TOKEN = re.compile(
     rf"|-?(?:\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|inf{_END_OF_WORD})"
     r"|[A-Za-z_][\w.-]*"
     r"|->|\{[-\d.,>\s]*\d[-\d.,>\s]*\}"  # the last is a set of ranks, or of pairs
+    r"|\{\s*\w+\s*:\s*\d[\w:,\s]*\}"  # counts by element type
     r"|\S|\Z)"
 )
 

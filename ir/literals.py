@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from .attributes import Symbol, Task
+from .flops import Flops
 from .types import DType, FutureType, ObjectType, Place, TensorType, Type, UnitType
 
 _TYPE = re.compile(
@@ -193,6 +194,7 @@ _READERS: dict[Any, Reader] = {
     Symbol: parse_symbol,
     Place: _place,
     Task: Task.parse,
+    Flops: Flops.parse,
     tuple[int, ...]: parse_ranks,
     tuple[tuple[int, int], ...]: _pairs,
 }

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from .attributes import Effect
 from .compare import equal
+from .flops import NO_FLOPS, Flops
 from .location import Location
 from .ops import Op, Return, Value
 from .types import Place, ValueType
@@ -58,7 +59,7 @@ class Function:
         adds_products: whether gradients that are matrix products are added to `.grad` by the
             product itself.
         flops: floating-point operations of a call, those of matrix products, convolutions and
-            attention; 0 as well where nothing is known of them.
+            attention; none as well where nothing is known of them.
     """
 
     name: str
@@ -72,7 +73,7 @@ class Function:
     loc: Location | None = field(default=None, compare=False)
     fuse: str | None = None
     adds_products: bool = False
-    flops: int = 0
+    flops: Flops = NO_FLOPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +142,7 @@ class Channel:
     slots: int | None = None
     slot_bytes: int | None = None
     why: str | None = None
-    background: int | None = None
+    background: Flops | None = None
 
 
 @dataclass(eq=False, slots=True)

@@ -11,6 +11,7 @@ from operator import attrgetter
 from typing import Any
 
 from .attributes import Effect, ReduceOp, Stream, Symbol, Task
+from .flops import Flops
 from .location import Location
 from .module import Channel, Function, FunctionKind, Module, Program, Vjp
 from .ops import OP_CLASSES, Op, Value, attribute_names
@@ -200,6 +201,7 @@ _FORMATS: dict[type, Callable[[Any], str]] = {
     Symbol: lambda value: _symbol(value.name),
     Place: lambda value: format_ranks(value.ranks),
     Task: str,
+    Flops: str,
     Stream: _enum,
     ReduceOp: _enum,
     Effect: _enum,

@@ -41,7 +41,7 @@ def cost_of(module: Module, rank: int) -> Cost:
     return Cost(
         ops=len(ops),
         calls=len(calls),
-        flops=sum(module.functions[op.fn.name].flops for op in calls),
+        flops=sum(module.functions[op.fn.name].flops.total for op in calls),
         messages_sent=len(sends),
         bytes_sent=sum(_nbytes(op.operands[0].type) for op in sends),
         messages_received=len(receives),

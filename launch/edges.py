@@ -112,7 +112,7 @@ def _set_background(module: Module, channels: Sequence[Channel]) -> None:
         for one in channels:
             if one.background is not None and one.slot_bytes and one.ranks == channel.ranks:
                 slot_bytes = max(one.slot_bytes, channel.slot_bytes or 0)
-                background = one.background * slot_bytes // one.slot_bytes
+                background = one.background.scaled(slot_bytes, one.slot_bytes)
                 module.channels[id_] = replace(
                     channel, background=background, slot_bytes=slot_bytes
                 )

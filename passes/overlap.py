@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from ..ir.attributes import Effect
 from ..ir.diagnostics import error
+from ..ir.flops import Flops
 from ..ir.module import Module, Phase, Program
 from ..ir.ops import Barrier, Call, Free, Op, Recv, Return, Send, Value, Wait
-from ..ir.types import FutureType, TensorType
+from ..ir.types import DType, FutureType, TensorType
 from .base import Pass
 from .fabrics import is_by_stream
 from .registry import register
@@ -101,35 +103,41 @@ class Overlap(Pass):
 
 def _mark_background(module: Module) -> bool:
     """Mark the channels of devices on which receives wait while their rank computes."""
-    beside: dict[int, list[int]] = {}
+    receives: Counter[int] = Counter()
+    beside: defaultdict[int, Counter[DType]] = defaultdict(Counter)
     found: set[int] = set()
     for program in module.programs:
         for chan, calls, flops in _beside_receives(program, module):
-            beside.setdefault(chan, []).append(flops)
+            receives[chan] += 1
+            beside[chan].update(flops)
             if calls:
                 found.add(chan)
     changed = False
     for id_, channel in module.channels.items():
         marked = id_ in found and is_by_stream(channel)
-        background = sum(beside[id_]) // len(beside[id_]) if marked else None
+        background = Flops.of(beside[id_]).scaled(1, receives[id_]) if marked else None
         changed = changed or background != channel.background
         module.channels[id_] = replace(channel, background=background)
     return changed
 
 
-def _beside_receives(program: Program, module: Module) -> Iterator[tuple[int, int, int]]:
+def _beside_receives(
+    program: Program, module: Module
+) -> Iterator[tuple[int, int, Mapping[DType, int]]]:
     """For each receive its channel, and the calls and operations between its posting and wait."""
-    calls = flops = 0
-    posted: dict[Value, tuple[int, int, int]] = {}
+    calls = 0
+    flops: Counter[DType] = Counter()
+    posted: dict[Value, tuple[int, int, Counter[DType]]] = {}
     for op in program.ops:
         if isinstance(op, Recv):
-            posted[op.result] = op.chan, calls, flops
+            posted[op.result] = op.chan, calls, flops.copy()
         elif isinstance(op, Wait) and op.operands[0] in posted:
             chan, calls_before, flops_before = posted.pop(op.operands[0])
             yield chan, calls - calls_before, flops - flops_before
         elif isinstance(op, Call) and _computes(op, module):
             calls += 1
-            flops += module.functions[op.fn.name].flops
+            for dtype, count in module.functions[op.fn.name].flops.counts:
+                flops[dtype] += count
 
 
 def _computes(op: Call, module: Module) -> bool:

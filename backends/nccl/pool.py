@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Iterable
 from dataclasses import replace
 from time import monotonic
 from typing import ClassVar
 
+import torch
+
+from ...ir.flops import Flops
 from ...ir.module import Channel
+from ...ir.types import DType
 from ..base import World
 from ..devices.base import Device
 from ..streams.library import CommunicationError, Library
-from ..streams.pool import Group, Pool
+from ..streams.pool import Group, Lease, Pool
 
 LIMIT = 32
 """Communicators that a rank may be a member of. Each takes some 500 MB of device memory and, while
@@ -38,9 +43,20 @@ WIDE = 16
 BYTES_A_SECOND = 16.5e9
 """What one multiprocessor of an H200 sends over NVLink; NCCL gives each a channel of its own."""
 
-FLOPS_A_SECOND = 400e12
-"""What an H200 computes in bfloat16 where a message is worth hiding. Of the square root below
-another speed by a factor of four changes a factor of two."""
+FLOPS_A_SECOND = dict.fromkeys(DType, 400e12) | {
+    DType.F8E4M3: 800e12,
+    DType.F8E5M2: 800e12,
+    DType.F32: 40e12,
+    DType.F64: 40e12,
+    DType.C64: 40e12,
+    DType.C128: 40e12,
+}
+"""What an H200 computes where a message is worth hiding, some 40 % of what its tensor cores could
+do, and 60 % of what it does without them. Of the square root below another speed by a factor of
+four changes a factor of two, but float32 and bfloat16 are ten apart."""
+
+TF32_A_SECOND = 200e12
+"""The same in float32, if torch may round the factors of products to TF32."""
 
 MULTIPROCESSORS = 132
 """Of an H200."""
@@ -49,12 +65,16 @@ EXPOSED = 0.25
 """The share of its time by which a message in the background still delays its rank, about."""
 
 
-def width_of(channel: Channel) -> int | None:
+def width_of(channel: Channel, tf32: bool = False) -> int | None:
     """How many multiprocessors the messages of a channel may occupy; None for NCCL's choice.
 
     With w of n multiprocessors a message takes t / w, of which a share s delays its rank, and what
     is computed in c meanwhile takes c * w / n longer. The sum is least at w = sqrt(s * n * t / c).
     Widths are powers of two, since each one on an edge is a communicator of its own.
+
+    Args:
+        channel: an edge, planned.
+        tf32: whether products in float32 are rounded to TF32.
 
     Source: measured on H200s with 4 MiB messages beside products of 1024 by 1024 elements, and with
     16 MiB messages beside layers of a Llama; `docs/design/0030-devices.md` has the figures.
@@ -62,13 +82,24 @@ def width_of(channel: Channel) -> int | None:
     if channel.background is None or not channel.slot_bytes:
         return None
     least = max(NARROW, -(-channel.slot_bytes // BYTES_EACH))
-    computing = channel.background / FLOPS_A_SECOND
+    computing = seconds_of(channel.background, tf32)
     sending = channel.slot_bytes / BYTES_A_SECOND
     if EXPOSED * MULTIPROCESSORS * sending >= WIDE**2 * computing:
         return None
     best = math.sqrt(EXPOSED * MULTIPROCESSORS * sending / computing)
     wanted = max(1 << (least - 1).bit_length(), 1 << round(math.log2(max(best, 1.0))))
     return wanted if wanted < WIDE else None
+
+
+def seconds_of(flops: Flops, tf32: bool) -> float:
+    """How long an H200 computes; `tf32` says whether it does so in float32."""
+    speeds = FLOPS_A_SECOND | ({DType.F32: TF32_A_SECOND} if tf32 else {})
+    return sum(count / speeds[dtype] for dtype, count in flops.counts)
+
+
+def may_round_to_tf32() -> bool:
+    """Whether torch may, for products of matrices, whichever of its settings says so."""
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 class NcclPool(Pool):
@@ -88,10 +119,22 @@ class NcclPool(Pool):
     def __init__(self, world: World, device: Device | None, library: Library | None) -> None:
         super().__init__(world, device, library)
         self._stuck: list[str] = []
+        self._tf32 = False
+
+    def join(self, channels: Iterable[Channel]) -> Lease:
+        """See `Pool`.
+
+        Whether products may be rounded to TF32 is a setting of each process and no part of the
+        plan, but the two ends of an edge must find the same width.
+        """
+        channels = list(channels)
+        if any(channel.background is not None for channel in channels):
+            self._tf32 = any(self._world.allgather(may_round_to_tf32()))
+        return super().join(channels)
 
     def group_of(self, channel: Channel) -> Group:
         """See `Pool`."""
-        return replace(super().group_of(channel), width=width_of(channel))
+        return replace(super().group_of(channel), width=width_of(channel, self._tf32))
 
     def abort(self) -> None:
         """See `Pool`.

@@ -92,6 +92,7 @@ _KINDS = {
     "tuple[int, ...]": "a set of numbers",
     "tuple[tuple[int, int], ...]": "a set of pairs",
     "Effect": "an effect",
+    "Flops": "counts by element type",
     "FunctionKind": "a kind",
     "Symbol": "a symbol",
     "Place": "a set of ranks",

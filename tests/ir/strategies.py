@@ -7,6 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from cg.ir.attributes import Action, Effect, ReduceOp, Stream, Symbol, Task
+from cg.ir.flops import Flops
 from cg.ir.location import Location
 from cg.ir.module import Channel, Function, FunctionKind, Module, Phase, Program, Vjp
 from cg.ir.ops import Op, Value, attribute_names
@@ -53,6 +54,7 @@ ATTRIBUTES: dict[str, st.SearchStrategy[Any]] = {
     "op": st.sampled_from(ReduceOp),
 }
 
+flops = st.dictionaries(st.sampled_from(DType), st.integers(0, 10**15), max_size=3).map(Flops.of)
 functions = st.builds(
     Function,
     names,
@@ -65,11 +67,21 @@ functions = st.builds(
     st.lists(st.tuples(small, small), max_size=2).map(tuple),
     st.none() | locations,
     st.none() | words,
+    st.booleans(),
+    flops,
 )
 maybe = st.none() | names
 vjps = st.builds(Vjp, names, names, names, indices, indices, maybe, maybe, indices)
 channels = st.builds(
-    Channel, small, indices, st.booleans(), st.none() | words, st.none() | small, st.none() | small
+    Channel,
+    small,
+    indices,
+    st.booleans(),
+    st.none() | words,
+    st.none() | small,
+    st.none() | small,
+    st.none() | words,
+    st.none() | flops,
 )
 
 

@@ -8,7 +8,9 @@ from unittest import mock
 import pytest
 
 from cg.backends.nccl.pool import width_of
+from cg.ir.flops import Flops
 from cg.ir.module import Channel, Module
+from cg.ir.types import DType
 from cg.launch.edges import _one_way
 
 
@@ -36,7 +38,11 @@ def tried(*channels: Channel, largest: int = 64) -> Module:
     return module
 
 
-def channels_of(module: Module) -> dict[tuple[int, ...], tuple[int | None, int | None]]:
+def products(count: int) -> Flops:
+    return Flops.of({DType.BF16: count})
+
+
+def channels_of(module: Module) -> dict[tuple[int, ...], tuple[Flops | None, int | None]]:
     return {one.ranks: (one.background, one.slot_bytes) for one in module.channels.values()}
 
 
@@ -47,17 +53,17 @@ def test_messages_of_a_trial_are_those_of_a_step_that_waits() -> None:
 
 
 def test_messages_in_the_background_keep_what_they_occupy() -> None:
-    one = Channel(7, (1, 0), slot_bytes=1 << 24, background=10**12)
-    elsewhere = Channel(8, (2, 1), slot_bytes=1 << 24, background=10**13)
+    one = Channel(7, (1, 0), slot_bytes=1 << 24, background=products(10**12))
+    elsewhere = Channel(8, (2, 1), slot_bytes=1 << 24, background=products(10**13))
     found = channels_of(tried(one, elsewhere))
-    assert found[1, 0] == (10**12, 1 << 24)
+    assert found[1, 0] == (products(10**12), 1 << 24)
     assert found[0, 1] == channels_of(tried())[0, 1]
 
 
 @pytest.mark.parametrize("nbytes", [64, 1 << 20, 1 << 24, 1 << 26])
 @pytest.mark.parametrize("background", [10**6, 10**9, 10**12])
 def test_they_occupy_as_many_multiprocessors(nbytes: int, background: int) -> None:
-    one = Channel(7, (0, 1), slot_bytes=nbytes, background=background)
+    one = Channel(7, (0, 1), slot_bytes=nbytes, background=products(background))
     for largest in (64, max(nbytes, 1 << 18)):
         (found,) = [c for c in tried(one, largest=largest).channels.values() if c.ranks == (0, 1)]
         assert found.slot_bytes is not None

@@ -9,6 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from cg.ir.flops import Flops
+from cg.ir.types import DType
+
 from .function_tools import trace, trace_vjp
 
 
@@ -45,6 +48,25 @@ def counted(run: Any, *values: Tensor) -> tuple[int, Any]:
     return counter.get_total_flops(), results
 
 
+class Mixed(nn.Module):
+    """One product in bfloat16 and one in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow = nn.Linear(8, 4, bias=False, dtype=torch.bfloat16)
+        self.wide = nn.Linear(4, 2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.wide(self.narrow(x.bfloat16()).float())
+
+
+def test_operations_are_counted_by_element_type() -> None:
+    traced = trace(Mixed(), "forward", torch.randn(3, 8))
+    assert traced.declaration.flops == Flops.of(
+        {DType.BF16: 2 * 3 * 8 * 4, DType.F32: 2 * 3 * 4 * 2}
+    )
+
+
 CASES = [(Layers, (2, 4, 7)), (Attention, (2, 3, 5, 8)), (Pointwise, (3, 3))]
 
 
@@ -53,7 +75,7 @@ def test_forward(kind: type[nn.Module], shape: tuple[int, ...]) -> None:
     x = torch.randn(shape)
     traced = trace(kind(), "forward", x)
     count, _ = counted(traced.body, x)
-    assert traced.declaration.flops == count
+    assert traced.declaration.flops.total == count
     if kind is not Attention:  # which torch counts on CPUs since 2.15
         assert (count > 0) is (kind is Layers)
 
@@ -63,7 +85,7 @@ def test_both_halves_of_a_backward(kind: type[nn.Module], shape: tuple[int, ...]
     x = torch.randn(shape)
     traced = trace_vjp(kind(), "forward", (0,), (0,), x.clone().requires_grad_())
     count, (out, *saved) = counted(traced.forward_body, x)
-    assert traced.forward.flops == count
+    assert traced.forward.flops.total == count
     count, _ = counted(traced.backward_body, *saved, torch.ones_like(out))
-    assert traced.backward.flops == count
-    assert sum(half.declaration.flops for half in traced.halves) in (0, count)
+    assert traced.backward.flops.total == count
+    assert sum(half.declaration.flops.total for half in traced.halves) in (0, count)

@@ -5,21 +5,25 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
 from cg.backends.devices.base import Device
 from cg.backends.errors import BindError
 from cg.backends.nccl.communicator import NcclCommunicator
-from cg.backends.nccl.pool import NcclPool
+from cg.backends.nccl.pool import NcclPool, may_round_to_tf32
+from cg.ir.flops import Flops
 from cg.ir.module import Channel
+from cg.ir.types import DType
 
 from .fakes import FakeComm, FakeDevice, FakeLibrary
 from .ranks import ThreadWorld, on_ranks
 
 THERE, BACK = Channel(0, (0, 1)), Channel(1, (1, 0))
 ALL = Channel(2, (0, 1), collective=True)
-NARROW = Channel(3, (0, 1), slots=1, slot_bytes=1 << 20, background=10**13)
+NARROW = Channel(3, (0, 1), slots=1, slot_bytes=1 << 20, background=Flops.of({DType.BF16: 10**13}))
 
 
 class Small(NcclPool):
@@ -78,6 +82,32 @@ def test_a_closed_plan_leaves_its_communicators_to_the_next() -> None:
         return len(rank.library.made), rank.library.gone
 
     assert both(play) == [(2, [])] * 2
+
+
+def test_both_ends_find_one_width_though_torch_is_set_up_otherwise_on_each() -> None:
+    work = Flops.of({DType.F32: 3 * 2 * 1024**3})
+    edge = Channel(0, (0, 1), slots=1, slot_bytes=4 << 20, background=work)
+
+    def play(rank: Rank) -> list[int | None]:
+        rank.open("step", edge)
+        return [group.width for group in rank.pool._groups]
+
+    for settings, width in (([False, False], 8), ([True, False], None)):
+        with mock.patch("cg.backends.nccl.pool.may_round_to_tf32", side_effect=settings):
+            assert both(play) == [[width]] * 2
+
+
+def test_what_torch_is_set_to_is_seen_however_it_was_set() -> None:
+    assert not may_round_to_tf32()
+    try:
+        torch.backends.cuda.matmul.allow_tf32 = True
+        assert may_round_to_tf32()
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.set_float32_matmul_precision("high")
+        assert may_round_to_tf32()
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert not may_round_to_tf32()
 
 
 def test_what_no_open_plan_uses_makes_room() -> None:
