@@ -28,7 +28,12 @@ class SharedTraces:
         self._vjps: dict[Any, TracedVjp] = {}
 
     def trace(
-        self, target: Target, signature: Tree, name: str, loc: Location | None
+        self,
+        target: Target,
+        signature: Tree,
+        name: str,
+        loc: Location | None,
+        draft: Any = None,
     ) -> TracedFunction:
         """See `FunctionTracer`."""
         key = _key(target, signature)
@@ -36,6 +41,10 @@ class SharedTraces:
             self._functions[key] = self._tracer.trace(target, signature, name, loc)
         traced = self._functions[key]
         return replace(traced, declaration=replace(traced.declaration, name=name))
+
+    def draft(self, target: Target, signature: Tree, loc: Location | None) -> Any:
+        """See `FunctionTracer`; there is one process, which waits for nobody."""
+        return None
 
     def trace_vjp(
         self,

@@ -83,8 +83,14 @@ class Stage(torch.nn.Module):
     def update(self) -> None: ...
 
 
-def everywhere(fn: Callable[[list[Any]], Callable[..., Any]]) -> list[Trace | BaseException]:
-    """Trace the step that `fn` makes of three actors, on every rank of a world of threads."""
+def everywhere(
+    fn: Callable[[list[Any]], Callable[..., Any]],
+    tracer: Callable[[int, Exchange], EagerTracer] = lambda rank, exchange: TurnTracer(exchange),
+) -> list[Trace | BaseException]:
+    """Trace the step that `fn` makes of three actors, on every rank of a world of threads.
+
+    `tracer` makes the tracer of a rank.
+    """
     exchange = Exchange()
     outcomes: list[Any] = [None] * RANKS
 
@@ -100,7 +106,7 @@ def everywhere(fn: Callable[[list[Any]], Callable[..., Any]]) -> list[Trace | Ba
                 {},
                 peers=peers,
                 name="step",
-                tracer=TurnTracer(exchange),
+                tracer=tracer(rank, exchange),
             )
         except BaseException as error:
             outcomes[rank] = error
