@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterator
-from functools import partial
+from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
@@ -21,7 +20,6 @@ from .interface import MethodTarget, Peers
 from .lifting import collect
 from .session import Session, is_tracing, recording
 from .source import caller_location
-from .specs import Tree
 from .values import NotAValue
 
 T = TypeVar("T")
@@ -52,7 +50,6 @@ class ActorFactory:
         self.device = device
         self._counts: dict[str, int] = {}
         self._used: set[str] = set()
-        self._kin: WeakKeyDictionary[type[Any], WeakSet[ActorHandle]] = WeakKeyDictionary()
 
     def __call__(self, cls: type[T]) -> type[T]:
         """Make `cls` an actor class.
@@ -96,10 +93,6 @@ class ActorFactory:
                 )
         return Placement(self, cls, rank, peers)
 
-    def kin_of(self, cls: type[Any]) -> WeakSet[ActorHandle]:
-        """The actors of a class that this process holds."""
-        return self._kin.setdefault(cls, WeakSet())
-
     def new_name(self, cls: type[Any]) -> str:
         """The name of the next actor of a class: `stage0`, `stage1`; the same on all ranks."""
         base = re.sub(r"\W", "_", cls.__name__.lower(), flags=re.ASCII)
@@ -119,7 +112,7 @@ class _On:
         self._factory = factory
 
     def __get__(self, instance: object, owner: type[Any]) -> Callable[[int], Placement]:
-        return partial(self._factory.place, owner)
+        return functools.partial(self._factory.place, owner)
 
 
 class Placement:
@@ -139,11 +132,7 @@ class Placement:
         name = self._factory.new_name(self._cls)
         here = self._peers.plays(self._rank)
         instance = self._make(args, kwargs) if here else _ELSEWHERE
-        kin = self._factory.kin_of(self._cls)
-        handle = ActorHandle(name, self._rank, self._cls, self._peers, instance, kin)
-        if here:
-            kin.add(handle)
-        return handle
+        return ActorHandle(name, self._rank, self._cls, self._peers, instance)
 
     def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The instance; what it holds is on its rank's device."""
@@ -177,28 +166,12 @@ class ActorHandle(NotAValue):
         cls: its class.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_instance",
-        "_kin",
-        "_methods",
-        "_peers",
-        "cls",
-        "name",
-        "place",
-        "rank",
-    )
+    __slots__ = ("__weakref__", "_instance", "_methods", "_peers", "cls", "name", "place", "rank")
 
     what_it_is = "an actor, which is not a value"
 
     def __init__(
-        self,
-        name: str,
-        rank: int,
-        cls: type[Any],
-        peers: Peers,
-        instance: object,
-        kin: Collection[ActorHandle] = (),
+        self, name: str, rank: int, cls: type[Any], peers: Peers, instance: object
     ) -> None:
         self.name = name
         self.rank = rank
@@ -206,7 +179,6 @@ class ActorHandle(NotAValue):
         self.place = Place.of(rank)
         self._peers = peers
         self._instance = instance
-        self._kin = kin
         self._methods: dict[str, ActorMethod] = {}
 
     @property
@@ -300,25 +272,6 @@ class ActorMethod(NotAValue):
         self.remat = remat
         self.function = function
         self._rematerialized: ActorMethod | None = self if remat else None
-
-    @property
-    def target(self) -> MethodTarget | None:
-        """What to trace; None if another process holds the actor."""
-        handle = self.handle
-        if not handle.is_local:
-            return None
-        return MethodTarget(handle.name, handle.local, self.name, self.remat, self.function)
-
-    def of_kin(self) -> Iterator[ActorMethod]:
-        """The same method of other actors of the class that this process holds."""
-        for handle in tuple(self.handle._kin):
-            if handle is self.handle or handle._peers is not self.handle._peers:
-                continue
-            if self.function is not None:
-                yield library_method(handle, self.function)
-            else:
-                method = handle.__getattr__(self.name)
-                yield method.rematerialized if self.remat else method
 
     @property
     def rematerialized(self) -> ActorMethod:
@@ -441,23 +394,12 @@ def _declare(
     grad: bool,
     loc: Location | None,
 ) -> Callee:
-    signature, target, ahead = arguments.signature(), method.target, session.ahead
-    call = (grad, arguments.key, loc)
-    kind = (method.handle.cls, method.name, method.remat, method.function, *call)
-    if ahead.note(method, kind) and target is None:
-        for other in method.of_kin():
-            is_traced = (other, grad, arguments.key) in session.callees
-            if not is_traced and ahead.is_behind(other, method):
-                ahead.trace((other, *call), partial(_draft, session, other, signature, loc))
-    subject = Subject(target, method.handle.rank, method.shown, ahead.take((method, *call)))
-    return declare(session, subject, signature, grad, loc)
-
-
-def _draft(session: Session, method: ActorMethod, signature: Tree, loc: Location | None) -> Any:
-    target = method.target
-    assert target is not None, "only the owner of an actor traces its methods"
-    with session.pause(f"the method {method.shown}, ahead of a call"):
-        return session.tracer.draft(target, signature, loc)
+    handle = method.handle
+    target = None
+    if handle.is_local:
+        target = MethodTarget(handle.name, handle.local, method.name, method.remat, method.function)
+    subject = Subject(target, handle.rank, method.shown)
+    return declare(session, subject, arguments.signature(), grad, loc)
 
 
 def check_autocast(what: str, loc: Location | None) -> None:

@@ -39,13 +39,11 @@ class Subject:
         target: what to trace; None if another process plays the actor.
         owner: the rank that traces it; None if every rank does.
         name: what its function is called, before it is made unique.
-        draft: what has been traced of it ahead, if anything.
     """
 
     target: Target | None
     owner: int | None
     name: str
-    draft: Any = None
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,7 @@ def declare(
     def trace() -> tuple[TracedFunction, _Public]:
         assert target is not None, "only the owner of an actor traces its methods"
         with tracing(session, name, loc):
-            traced = session.tracer.trace(target, signature, name, loc, subject.draft)
+            traced = session.tracer.trace(target, signature, name, loc)
         return traced, _Public.of(traced)
 
     mine, public = agree(session.peers, subject.owner, trace, name, loc)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from .flops import count_flops
 from .graphs import Piece, fake_of
 from .guards import storage_key
 from .halves import Halves
-from .interface import Guard, MethodTarget, Target, TracedFunction, TracedHalf, TracedVjp, Write
+from .interface import MethodTarget, Target, TracedFunction, TracedHalf, TracedVjp, Write
 from .joint import Joint, Wanted, trace_call
 from .lifting import ActorState, collect
 from .opaque import OpaqueMark, opaque_mark
@@ -38,21 +38,6 @@ from .specs import ObjectSpec, Tree, ir_dtype
 from .staleness import build_guard
 from .versions import CHANGE_AFTER, changed_between, with_versions
 from .watch import RunAsIs
-
-
-@dataclass(frozen=True)
-class Draft:
-    """A function that has been traced, but for its name and for its effect beside others.
-
-    Attributes:
-        call, joint, piece: what was traced, and what came of it.
-        guard: as in `TracedFunction`.
-    """
-
-    call: Call
-    joint: Joint
-    piece: Piece
-    guard: Guard | None
 
 
 class Functions:
@@ -69,60 +54,16 @@ class Functions:
         self._effects: dict[str, ActorEffects] = {}
 
     def trace(
-        self,
-        target: Target,
-        signature: Tree,
-        name: str,
-        loc: Location | None,
-        draft: Draft | None = None,
+        self, target: Target, signature: Tree, name: str, loc: Location | None
     ) -> TracedFunction:
         """Trace a call with the given arguments, a pytree `(args, kwargs)`.
 
         Gradients are tracked as the ambient `torch.is_grad_enabled()` says.
 
-        Args:
-            draft: what `draft` has made of the same call, which is taken if the actor is still as
-                it was then.
-
         Raises:
             TraceError: the arguments do not fit the method, or the function cannot be traced; state
                 of the actor is as before.
         """
-        if draft is None or (draft.guard is not None and draft.guard() is not None):
-            function, mark = self._checked(target, signature, loc)
-            if mark is None:
-                try:
-                    draft = self._draft(target, function, signature, loc)
-                except RunAsIs:
-                    mark = OpaqueMark()
-            if mark is not None:
-                return self._opaque(target, function, mark, signature, name, loc)
-        assert draft is not None, "what is not opaque has been traced"
-        joint, piece = draft.joint, draft.piece
-        declaration = self._declare(target, draft.call, joint, piece, name)
-        body = make_body(piece, name)
-        return TracedFunction(declaration, joint.results, piece.state_outputs, body, draft.guard)
-
-    def draft(self, target: Target, signature: Tree, loc: Location | None) -> Draft | None:
-        """Trace a call that may come, ahead of it; None where little would be gained.
-
-        Whether or not it comes, other functions are traced as without this.
-
-        Raises:
-            TraceError: as in `trace`.
-        """
-        function, mark = self._checked(target, signature, loc)
-        if mark is not None:
-            return None
-        try:
-            return self._draft(target, function, signature, loc)
-        except RunAsIs:
-            return None
-
-    def _checked(
-        self, target: Target, signature: Tree, loc: Location | None
-    ) -> tuple[Callable[..., Any], OpaqueMark | None]:
-        """The function of a target, which takes such arguments; and the mark of an opaque one."""
         function = _function_of(target, loc)
         if isinstance(target, MethodTarget):
             home = definition_of(function)
@@ -136,24 +77,22 @@ class Functions:
         mark = opaque_mark(function)
         if mark is None and isinstance(target, MethodTarget) and _takes_objects(signature):
             mark = OpaqueMark()  # nothing can be traced of what is known only at run time
-        return function, mark
-
-    def _draft(
-        self,
-        target: Target,
-        function: Callable[..., Any],
-        signature: Tree,
-        loc: Location | None,
-    ) -> Draft:
+        if mark is not None:
+            return self._opaque(target, function, mark, signature, name, loc)
         call = self._call(target, function, signature, loc)
-        joint = trace_call(call)
+        try:
+            joint = trace_call(call)
+        except RunAsIs:
+            return self._opaque(target, function, OpaqueMark(), signature, name, loc)
         piece = forward_piece(joint)
         _refuse_history(call, piece)
+        declaration = self._declare(target, call, joint, piece, name)
         guard = None
         if isinstance(target, MethodTarget):
             who = type(target.instance).__qualname__
             guard = build_guard(call.state, joint.reads, piece.state, who)
-        return Draft(call, joint, piece, guard)
+        body = make_body(piece, name)
+        return TracedFunction(declaration, joint.results, piece.state_outputs, body, guard)
 
     def trace_vjp(
         self,

@@ -133,26 +133,12 @@ class FunctionTracer(Protocol):
     """Implemented by `functions.py`."""
 
     def trace(
-        self,
-        target: Target,
-        signature: Tree,
-        name: str,
-        loc: Location | None,
-        draft: Any = None,
+        self, target: Target, signature: Tree, name: str, loc: Location | None
     ) -> TracedFunction:
         """Trace a call with the given arguments, a pytree `(args, kwargs)`.
 
-        `draft` is what `draft` has made of the same call.
-
         Raises:
             TraceError: the function cannot be traced; state of the actor is as before.
-        """
-
-    def draft(self, target: Target, signature: Tree, loc: Location | None) -> Any:
-        """Trace a call that may come, for `trace` to take up if it does; None where that is idle.
-
-        Raises:
-            TraceError: as in `trace`.
         """
 
     def trace_vjp(

@@ -12,7 +12,6 @@ from ..ir.builder import Names
 from ..ir.module import Module, Phase, Program
 from ..ir.ops import Call, Op, Value
 from ..ir.types import Place, Type
-from .ahead import Ahead
 from .callee import Callee
 from .errors import TraceError
 from .interface import Body, FunctionTracer, Guard, Peers, Write
@@ -49,7 +48,6 @@ class Session:
         writes: how often the state of each actor has been changed.
         written: the calls that have written to each actor, with their indices in the program.
         callees: the functions traced so far, by what was called and the signature.
-        ahead: what this process traces while others are at work.
         optimistic: whether to assume that no gradients have to be clipped.
         assumptions: scalars that are true where that is so.
     """
@@ -67,7 +65,6 @@ class Session:
     writes: dict[str, int] = field(default_factory=dict)
     written: dict[str, list[tuple[int, Write]]] = field(default_factory=dict)
     callees: dict[Any, Callee] = field(default_factory=dict)
-    ahead: Ahead = field(default_factory=Ahead)
     optimistic: bool = False
     assumptions: list[TracedTensor] = field(default_factory=list)
     function_names: Names = field(default_factory=Names)

@@ -17,5 +17,3 @@ def test_random_pipelines(ranks: int, seeds: tuple[int, int]) -> None:
     assert ended.code == 0, ended.output
     passed = [int(n) for n in re.findall(r"rank \d: (\d+) agree", ended.output)]
     assert passed == [5 + seeds[1] - seeds[0]] * ranks
-    ahead = sum(int(n) for n in re.findall(r"traced ahead: (\d+)", ended.output))
-    assert ahead > 0  # a third stage, while another rank traces the second

@@ -28,12 +28,7 @@ class SharedTraces:
         self._vjps: dict[Any, TracedVjp] = {}
 
     def trace(
-        self,
-        target: Target,
-        signature: Tree,
-        name: str,
-        loc: Location | None,
-        draft: Any = None,
+        self, target: Target, signature: Tree, name: str, loc: Location | None
     ) -> TracedFunction:
         """See `FunctionTracer`."""
         key = _key(target, signature)
@@ -41,10 +36,6 @@ class SharedTraces:
             self._functions[key] = self._tracer.trace(target, signature, name, loc)
         traced = self._functions[key]
         return replace(traced, declaration=replace(traced.declaration, name=name))
-
-    def draft(self, target: Target, signature: Tree, loc: Location | None) -> Any:
-        """See `FunctionTracer`; there is one process, which waits for nobody."""
-        return None
 
     def trace_vjp(
         self,

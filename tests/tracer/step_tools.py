@@ -77,12 +77,7 @@ class EagerTracer:
     def __init__(self) -> None:
         self.traced: list[str] = []
 
-    def draft(self, target: Any, signature: Tree, loc: Any) -> Any:
-        return None
-
-    def trace(
-        self, target: Any, signature: Tree, name: str, loc: Any, draft: Any = None
-    ) -> TracedFunction:
+    def trace(self, target: Any, signature: Tree, name: str, loc: Any) -> TracedFunction:
         self.traced.append(name)
         call, effect, kind, actor = _described(target)
         fakes = FakeTensorMode(allow_non_fake_inputs=True)

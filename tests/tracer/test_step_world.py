@@ -83,14 +83,8 @@ class Stage(torch.nn.Module):
     def update(self) -> None: ...
 
 
-def everywhere(
-    fn: Callable[[list[Any]], Callable[..., Any]],
-    tracer: Callable[[int, Exchange], EagerTracer] = lambda rank, exchange: TurnTracer(exchange),
-) -> list[Trace | BaseException]:
-    """Trace the step that `fn` makes of three actors, on every rank of a world of threads.
-
-    `tracer` makes the tracer of a rank.
-    """
+def everywhere(fn: Callable[[list[Any]], Callable[..., Any]]) -> list[Trace | BaseException]:
+    """Trace the step that `fn` makes of three actors, on every rank of a world of threads."""
     exchange = Exchange()
     outcomes: list[Any] = [None] * RANKS
 
@@ -106,7 +100,7 @@ def everywhere(
                 {},
                 peers=peers,
                 name="step",
-                tracer=tracer(rank, exchange),
+                tracer=TurnTracer(exchange),
             )
         except BaseException as error:
             outcomes[rank] = error
