@@ -29,6 +29,11 @@ class Flops:
         """The operations in all element types."""
         return sum(count for _, count in self.counts)
 
+    def maximum(self, other: Flops) -> Flops:
+        """The larger count of each element type."""
+        one, two = dict(self.counts), dict(other.counts)
+        return Flops.of({dtype: max(one.get(dtype, 0), two.get(dtype, 0)) for dtype in DType})
+
     def scaled(self, numerator: int, denominator: int) -> Flops:
         """Each count times a fraction, rounded down."""
         return Flops.of({dtype: n * numerator // denominator for dtype, n in self.counts})
@@ -47,11 +52,9 @@ class Flops:
         Raises:
             ValueError: `text` is not of that form.
         """
-        is_set = text[:1] == "{" and text[-1:] == "}"
-        parts = [part for part in text[1:-1].split(",") if part.strip()]
-        pairs = [match.groups() for part in parts if (match := _COUNT.fullmatch(part))]
+        pairs = _COUNT.findall(text)
         counts = {DType(name): int(count) for name, count in pairs if name in _NAMES}
-        if not is_set or len(counts) < len(parts):
+        if not _FORM.fullmatch(text) or len(counts) < len(pairs):
             raise ValueError(
                 f"'{text}' is no count of operations by element type; write {{bf16: 1024, f32: 8}}"
             )
@@ -60,5 +63,6 @@ class Flops:
 
 NO_FLOPS = Flops()
 
-_COUNT = re.compile(r"\s*(\w+)\s*:\s*(\d+)\s*")
+_COUNT = re.compile(r"(\w+)\s*:\s*([0-9]{1,30})")
+_FORM = re.compile(rf"\{{\s*({_COUNT.pattern}\s*(,\s*{_COUNT.pattern}\s*)*)?\}}")
 _NAMES = frozenset(dtype.value for dtype in DType)

@@ -7,10 +7,12 @@ is bound by memory, and counts for nothing.
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from ..ir.flops import Flops
@@ -25,9 +27,9 @@ def count_flops(graph: fx.Graph) -> Flops:
         formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
         if node.op == "call_function" and formula is not None:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), _value)
-            factors = (value for value in (*args, *kwargs.values()) if torch.is_tensor(value))
-            dtype = _named(next(factors).dtype)
-            counts[dtype] += int(formula(*args, **kwargs, out_val=node.meta.get("val")))
+            result = node.meta.get("val")
+            dtype = _element_type(args, kwargs, result)
+            counts[dtype] += int(formula(*args, **kwargs, out_val=result))
     return Flops.of(counts)
 
 
@@ -37,9 +39,10 @@ def _value(node: fx.Node) -> Any:
     return value
 
 
-def _named(dtype: torch.dtype) -> DType:
-    """The IR's name of an element type; one that it has none for is narrow, as bfloat16 is."""
-    try:
-        return ir_dtype(dtype)
-    except ValueError:
-        return DType.BF16
+def _element_type(args: Any, kwargs: Any, result: Any) -> DType:
+    """Of the first factor; one that the IR has no name for is narrow, as bfloat16 is."""
+    found = [value.dtype for value in tree_leaves((args, kwargs, result)) if torch.is_tensor(value)]
+    numbers = [dtype for dtype in found if dtype.is_floating_point or dtype.is_complex]
+    with suppress(ValueError, IndexError):
+        return ir_dtype((numbers or found)[0])
+    return DType.BF16

@@ -48,15 +48,16 @@ FLOPS_A_SECOND = dict.fromkeys(DType, 400e12) | {
     DType.F8E5M2: 800e12,
     DType.F32: 40e12,
     DType.F64: 40e12,
-    DType.C64: 40e12,
-    DType.C128: 40e12,
+    DType.C64: 10e12,
+    DType.C128: 10e12,
 }
-"""What an H200 computes where a message is worth hiding, some 40 % of what its tensor cores could
-do, and 60 % of what it does without them. Of the square root below another speed by a factor of
+"""What an H200 computes where a message is worth hiding, about half of what it could; a complex
+product counts once and is four real ones. Of the square root below another speed by a factor of
 four changes a factor of two, but float32 and bfloat16 are ten apart."""
 
 TF32_A_SECOND = 200e12
-"""The same in float32, if torch may round the factors of products to TF32."""
+"""The same in float32, if torch may round the factors of products to TF32. Convolutions, for which
+it may unless it is told not to, count as products do."""
 
 MULTIPROCESSORS = 132
 """Of an H200."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
 from cg.ir.flops import Flops
 from cg.ir.types import DType
@@ -65,6 +67,33 @@ def test_operations_are_counted_by_element_type() -> None:
     assert traced.declaration.flops == Flops.of(
         {DType.BF16: 2 * 3 * 8 * 4, DType.F32: 2 * 3 * 4 * 2}
     )
+
+
+@pytest.fixture
+def library() -> Iterator[torch.library.Library]:
+    """Ops of which torch's counter knows what they do, and whose first argument says nothing."""
+    with torch.library._scoped_library("cg_flops", "DEF") as library:
+        library.define("grouped(Tensor[] xs) -> Tensor")
+        library.define("picked(Tensor index, Tensor x) -> Tensor")
+        library.impl("grouped", lambda xs: xs[0] + xs[1], "CompositeExplicitAutograd")
+        library.impl("picked", lambda index, x: x + 1, "CompositeExplicitAutograd")
+        with mock.patch.dict(flop_registry):
+            yield library
+
+
+def test_the_element_type_is_that_of_the_first_factor(library: torch.library.Library) -> None:
+    ops = torch.ops.cg_flops
+    for op, count in ((ops.grouped, 10), (ops.picked, 200)):
+        register_flop_formula(op)(lambda *args, _count=count, **kwargs: _count)
+
+    class Own(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            narrow = ops.grouped([x.half(), x.half()])
+            wide = ops.picked(torch.arange(3), x.double())
+            return narrow + wide
+
+    traced = trace(Own(), "forward", torch.randn(3))
+    assert traced.declaration.flops == Flops.of({DType.F16: 10, DType.F64: 200})
 
 
 CASES = [(Layers, (2, 4, 7)), (Attention, (2, 3, 5, 8)), (Pointwise, (3, 3))]
