@@ -40,7 +40,7 @@ def _value(node: fx.Node) -> Any:
 
 
 def _element_type(args: Any, kwargs: Any, result: Any) -> DType:
-    """Of the first factor; one that the IR has no name for is narrow, as bfloat16 is."""
+    """Of the first factor; bfloat16 if the IR has no name for it, as for other narrow types."""
     found = [value.dtype for value in tree_leaves((args, kwargs, result)) if torch.is_tensor(value)]
     numbers = [dtype for dtype in found if dtype.is_floating_point or dtype.is_complex]
     with suppress(ValueError, IndexError):
