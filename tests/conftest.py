@@ -6,15 +6,22 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
 import cg
 
 ROOT = Path(__file__).resolve().parent.parent
 
+# How long an example takes says nothing of cg: the machine may be busy with other work.
+settings.register_profile(
+    "cg",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+settings.load_profile("cg")
 # For `pytest --hypothesis-profile=thorough`; tests/properties draws in proportion to it.
-settings.register_profile("thorough", max_examples=2000, deadline=None)
+settings.register_profile("thorough", settings.get_profile("cg"), max_examples=2000)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

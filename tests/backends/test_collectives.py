@@ -69,7 +69,7 @@ def make(world: int, shape: tuple[int, ...], seed: int) -> list[torch.Tensor]:
     return [torch.from_numpy(generator.integers(1, 5, shape).astype("f8")) for _ in range(world)]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(cases(), st.sampled_from(list(ReduceOp)))
 def test_all_reduce(case: Any, op: ReduceOp) -> None:
     world, group, shape, _, seed = case
@@ -86,7 +86,7 @@ def test_all_reduce(case: Any, op: ReduceOp) -> None:
     assert len({r.data_ptr() for r in results if r is not None}) == len(group)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(cases())
 def test_all_gather(case: Any) -> None:
     world, group, shape, dim, seed = case
@@ -99,7 +99,7 @@ def test_all_gather(case: Any) -> None:
         np.testing.assert_array_equal(results[rank].numpy(), expected)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(cases(), st.sampled_from(list(ReduceOp)))
 def test_reduce_scatter(case: Any, op: ReduceOp) -> None:
     world, group, shape, dim, seed = case
@@ -112,7 +112,7 @@ def test_reduce_scatter(case: Any, op: ReduceOp) -> None:
         np.testing.assert_allclose(results[rank].numpy(), part)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(cases())
 def test_all_to_all(case: Any) -> None:
     world, group, shape, dim, seed = case

@@ -156,7 +156,7 @@ def ring(world: int, rounds: int) -> str:
     return "\n".join([*lines, "}"])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(2, 5), st.integers(1, 6), st.integers(0, 2**32))
 def test_results_do_not_depend_on_the_order_of_turns(world: int, rounds: int, shuffle: int) -> None:
     def run_once(seed: int | None) -> tuple[list[list[int]], dict[int, list[int]]]:

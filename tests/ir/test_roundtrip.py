@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cg.ir.compare import difference, equal
@@ -15,7 +15,7 @@ from cg.ir.printer import format_module, format_op, format_program
 
 from .strategies import modules
 
-bounded = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+bounded = settings(max_examples=150)
 
 
 @pytest.mark.parametrize("phase", Phase)

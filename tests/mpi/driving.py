@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import cg
@@ -24,6 +26,13 @@ def on_machines(nodes: str = "") -> Iterator[None]:
 def graph_of(function: Any, *args: Any, **options: Any) -> Any:
     step = cg.trace(inputs=cg.on(0), outputs=cg.on(0))(function)
     return step.lower(*(args or (cg.object,))).compile(**options)
+
+
+@contextlib.contextmanager
+def a_sign() -> Iterator[Path]:
+    """The name of a file that `Worker.wait` waits for; whoever makes it decides when that ends."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder, "sign")
 
 
 def chain_of(actors: list[Any], method: str = "echo", **options: Any) -> Any:

@@ -63,6 +63,18 @@ class Worker:
         time.sleep(seconds)
         return seconds
 
+    def wait(self, what: float | str) -> float | str:
+        """Waits so many seconds, or until a file of that name appears."""
+        if isinstance(what, str):
+            until = time.monotonic() + 60
+            while not Path(what).exists():
+                if time.monotonic() > until:
+                    raise TimeoutError(f"nobody has made {what}")
+                time.sleep(0.001)
+        else:
+            time.sleep(what)
+        return what
+
     def leave_sign(self, folder: str, x: tuple[int, bool]) -> tuple[int, bool]:
         """Says that this execution, the first part of `x`, has come here."""
         Path(folder, str(x[0])).touch()

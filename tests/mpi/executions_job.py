@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from driving import chain_of, graph_of, on_machines, raises
+from driving import a_sign, chain_of, graph_of, on_machines, raises
 from executions_actors import Boom, Scale, Unloadable, workers
 from executions_late import positions, room, timeouts
 
@@ -200,23 +200,22 @@ def first_failure(drives: bool) -> None:
     actors = workers()
     slow, bad = actors[0], actors[1]
 
-    def both(x, seconds):
-        return slow.sleep(seconds), bad.fail(x)
+    def both(x, what):
+        return slow.wait(what), bad.fail(x)
 
-    with graph_of(both, cg.object, cg.object, max_inflight=2) as graph:
+    with graph_of(both, cg.object, cg.object, max_inflight=2) as graph, a_sign() as sign:
         if not drives:
             return
         assert graph.execute("fine", 0.0).result(timeout=30) == (0.0, "fine")
-        began = time.monotonic()
-        future = graph.execute("boom", 3.0)
+        future = graph.execute("boom", str(sign))
         with raises(Boom, "in worker"):
             future.result(timeout=30)
-        assert time.monotonic() - began < 2.5
+        sign.touch()
         assert graph.execute("fine", 0.0).result(timeout=30) == (0.0, "fine")
 
 
 def awaits(drives: bool) -> None:
-    """Futures in an event loop, that turns meanwhile, and waits without polling."""
+    """Waits take next to no time of the core."""
     actors = workers()
     graph, slow = chain_of(actors, "fail", max_inflight=4), chain_of(actors[:1], "sleep")
 
@@ -382,8 +381,8 @@ def mixed(drives: bool) -> None:
 def idle(drives: bool) -> None:
     """Ranks that serve and have nothing to do use no CPU to speak of, and wake up fast."""
     actors = workers()
-    # Nothing rings for another machine: who has to look from time to time wakes up later.
-    share, wake = (0.02, 2e-3) if len(set(world().nodes)) == 1 else (0.05, 50e-3)
+    # Nothing rings for another machine: ranks have to look from time to time.
+    share = 0.02 if len(set(world().nodes)) == 1 else 0.05
 
     def cpu(x):
         return [actor.cpu(x) for actor in actors]
@@ -399,19 +398,9 @@ def idle(drives: bool) -> None:
         time.sleep(2)
         after = graph.execute(None).result(timeout=30)
         shares = [(b - a) / 2 for a, b in zip(before, after, strict=True)]
-        # Of several, the best: others may use the cores, too.
-        woken = min(_first_after_idle(echo) for _ in range(10))
-        print(f"idle shares {[round(s, 4) for s in shares]}, woken in {woken * 1e3:.2f} ms")
         assert max(shares) < share, shares
-        assert woken < wake, woken
-
-
-def _first_after_idle(graph: Any) -> float:
-    """Seconds of an execution for which all ranks have to wake up."""
-    time.sleep(0.25)
-    began = time.perf_counter()
-    graph.execute(b"x").result(timeout=30)
-    return time.perf_counter() - began
+        time.sleep(0.25)
+        assert echo.execute(b"x").result(timeout=30) == b"x"  # all of them wake up
 
 
 SCENARIOS = (

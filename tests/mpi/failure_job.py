@@ -42,7 +42,7 @@ class Stage(nn.Module):
     def check(self, x: Tensor) -> Tensor:
         self.calls += 1
         if x[0, 0] < 0:
-            raise ValueError(f"negative at {time.monotonic()}")  # the line that raises
+            raise ValueError("negative input")  # the line that raises
         return x.detach() + 1
 
     @cg.opaque(fake=lambda self, x: torch.empty_like(x))
@@ -53,7 +53,7 @@ class Stage(nn.Module):
     @cg.opaque(fake=lambda self, x: torch.empty_like(x))
     def die(self, x: Tensor) -> Tensor:
         if x[0, 0] > 2:
-            Path(sys.argv[2]).write_text(str(time.monotonic()))
+            Path(sys.argv[2]).touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return x.detach()
 
@@ -97,10 +97,9 @@ def raises() -> None:
         try:
             compiled(-X)
         except cg.RemoteError as error:
-            late = time.monotonic() - float(error.failure.message.rpartition(" ")[2])
             fields = {"rank": error.rank, "actor": error.actor, "method": error.method}
             cause = type(error.__cause__).__name__
-            say(**seen(error), **fields, type=error.type_name, late=late, cause=cause)
+            say(**seen(error), **fields, type=error.type_name, cause=cause)
         assert torch.equal(compiled(X), before), attempt
     say(calls=stages[2].local.calls if stages[2].is_local else None)
 
@@ -150,7 +149,7 @@ def killed_between() -> None:
     compiled = checked.lower(X).compile()
     compiled(X)
     if cg.rank() == 1:
-        Path(sys.argv[2]).write_text(str(time.monotonic()))
+        Path(sys.argv[2]).touch()
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(0.2)
     compiled(X)

@@ -50,8 +50,7 @@ def test_executions_end_together(reports: Reports) -> None:
 
 
 def test_a_failure_reaches_every_rank(reports: Reports) -> None:
-    # Seconds; the scenario has checked the errors themselves.
-    assert all(seconds < 30 for seconds in reports["failures"].values())
+    assert set(reports["failures"].values()) == {3}  # the scenario has checked the errors
 
 
 def test_another_plan_is_named(reports: Reports) -> None:

@@ -352,7 +352,7 @@ PIPELINES = [
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(step=steps())
 def test_passes_keep_what_a_step_means(pipeline: str, step: Step) -> None:
     right = expected(step)
@@ -365,7 +365,7 @@ def test_passes_keep_what_a_step_means(pipeline: str, step: Step) -> None:
     assert run.writes == right.writes
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(step=steps())
 def test_passes_that_keep_the_phase_are_idempotent(step: Step) -> None:
     module = step.module
@@ -374,7 +374,7 @@ def test_passes_that_keep_the_phase_are_idempotent(step: Step) -> None:
         assert not again.changed, f"{name} after {'a change' if first.changed else 'none'}"
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(step=steps())
 def test_after_insertion_no_value_travels_twice_to_a_rank(step: Step) -> None:
     module = step.module

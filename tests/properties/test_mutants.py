@@ -13,7 +13,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cg.ir.clone import clone
@@ -77,9 +77,7 @@ def test_the_checkers_agree_with_the_virtual_world_on_every_mutant() -> None:
 
     @settings(
         max_examples=320,
-        deadline=None,
         derandomize=True,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
     @given(drawn=drawn_steps(), back=st.sampled_from(BACKS), seed=st.integers(0, 10**9))
     def judge(drawn: Drawn, back: str, seed: int) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, event, given, settings
+from hypothesis import Phase, event, given, settings
 
 import cg
 
@@ -48,9 +48,7 @@ def examples(count: int) -> settings:
         profile,
         max_examples=count * max(1, times),
         derandomize=times <= 1,
-        deadline=None,
         phases=[phase for phase in Phase if phase is not Phase.shrink or times > 1],
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
 
 

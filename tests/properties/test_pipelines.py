@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -92,9 +92,7 @@ def run(pipe: Pipe, pool: Pool) -> tuple[Compiled, Tensor, dict[str, Tensor | No
 
 @settings(
     max_examples=60,
-    deadline=None,
     derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(seed=st.integers(0, 10**9))
 def test_gradients_are_those_of_the_plain_loop(seed: int, pool: Pool) -> None:

@@ -41,7 +41,7 @@ plain = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(plain)
 def test_plain_data(value: Any) -> None:
     assert round_trip(value) == value
