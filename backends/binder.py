@@ -175,20 +175,22 @@ class Binder:
         if self._tickets is None:
             return gates, passages
         calls: dict[str, list[int]] = {}
-        makers: dict[int, str] = {}
+        makers: dict[int, list[str]] = {}
         for index, op in enumerate(self._program.ops):
             if isinstance(op, Call):
                 function = self._module.functions[op.fn.name]
                 if function.actor is not None and function.effect is not Effect.PURE:
-                    calls.setdefault(function.actor, []).append(index)
+                    states = [name for name, _ in function.touches if name is not None]
+                    for name in states:
+                        calls.setdefault(name, []).append(index)
                     if function.kind is FunctionKind.OPAQUE:
-                        makers.update((self._register(v), function.actor) for v in op.results)
+                        makers.update((self._register(v), states) for v in op.results)
             if isinstance(op, Call | Send | Collective):
                 for register in map(self._register, op.operands):
-                    if register in makers:
-                        calls[makers[register]].append(index)
-        for actor, indices in calls.items():
-            gate, passage = self._tickets.gate(actor)
+                    for name in makers.get(register, ()):
+                        calls[name].append(index)
+        for name, indices in calls.items():
+            gate, passage = self._tickets.gate(name)
             gates.setdefault(indices[0], []).append(gate)
             passages.setdefault(indices[-1], []).append(passage)
         return gates, passages

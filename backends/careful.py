@@ -131,7 +131,7 @@ class Careful:
         for earlier, poison in self._failed:
             other = earlier.function
             assert other is not None
-            if other.actor == function.actor and other.effect.conflicts_with(function.effect):
+            if other.conflicts_with(function):
                 return poison
         return None
 

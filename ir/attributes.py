@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -34,6 +35,51 @@ class Effect(enum.Enum):
         if Effect.PURE in pair:
             return False
         return Effect.WRITE in pair or (Effect.UPDATE in pair and Effect.ACCUMULATE not in pair)
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """What a function does to the state that its actor shares with other actors of its rank.
+
+    Attributes:
+        effects: pairs of another actor and the effect on what both hold, by name.
+    """
+
+    effects: tuple[tuple[str, Effect], ...] = ()
+
+    @staticmethod
+    def of(effects: Mapping[str, Effect]) -> Shares:
+        """The effects on what is shared with each of some actors."""
+        return Shares(tuple(sorted(effects.items(), key=lambda pair: pair[0])))
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self.effects)
+
+    def __str__(self) -> str:
+        return "{" + ", ".join(f"{actor}: {effect.value}" for actor, effect in self.effects) + "}"
+
+    @staticmethod
+    def parse(text: str) -> Shares:
+        """Read the form that `str()` writes.
+
+        Raises:
+            ValueError: `text` is not of that form.
+        """
+        pairs = _SHARE.findall(text)
+        found = {actor: Effect(word) for actor, word in pairs if word in _EFFECTS}
+        if not _SHARES.fullmatch(text) or len(found) < len(pairs):
+            raise ValueError(
+                f"'{text}' is no set of effects by actor; write {{stage0: write, stage1: read}}"
+            )
+        return Shares.of(found)
+
+
+NO_SHARES = Shares()
+
+_SHARE = re.compile(r"([A-Za-z_][\w.-]*)\s*:\s*([a-z]+)")
+_SHARES = re.compile(rf"\{{\s*({_SHARE.pattern}\s*(,\s*{_SHARE.pattern}\s*)*)?\}}")
+_EFFECTS = frozenset(effect.value for effect in Effect)
 
 
 class Stream(enum.Enum):

@@ -26,6 +26,7 @@ _TOKEN = re.compile(
     r"|[A-Za-z_][\w.-]*"
     r"|->|\{[-\d.,>\s]*\d[-\d.,>\s]*\}"  # the last is a set of ranks, or of pairs
     r"|\{\s*\w+\s*:\s*\d[\w:,\s]*\}"  # counts by element type
+    r"|\{\s*[A-Za-z_][\w.-]*\s*:\s*[a-z][\w.:,\s-]*\}"  # effects by actor
     r"|\S|\Z)"
 )
 

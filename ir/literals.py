@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from .attributes import Symbol, Task
+from .attributes import Shares, Symbol, Task
 from .flops import Flops
 from .types import DType, FutureType, ObjectType, Place, TensorType, Type, UnitType
 
@@ -195,6 +195,7 @@ _READERS: dict[Any, Reader] = {
     Place: _place,
     Task: Task.parse,
     Flops: Flops.parse,
+    Shares: Shares.parse,
     tuple[int, ...]: parse_ranks,
     tuple[tuple[int, int], ...]: _pairs,
 }

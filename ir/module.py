@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from .attributes import Effect
+from .attributes import NO_SHARES, Effect, Shares
 from .compare import equal
 from .flops import NO_FLOPS, Flops
 from .location import Location
@@ -60,6 +60,7 @@ class Function:
             product itself.
         flops: floating-point operations of a call, those of matrix products, convolutions and
             attention; none as well where nothing is known of them.
+        shares: what it does to state that other actors of the rank hold as well.
     """
 
     name: str
@@ -74,6 +75,29 @@ class Function:
     fuse: str | None = None
     adds_products: bool = False
     flops: Flops = NO_FLOPS
+    shares: Shares = NO_SHARES
+
+    @property
+    def touches(self) -> tuple[tuple[str | None, Effect], ...]:
+        """The state that it touches, by name, and how: its actor's, and what that shares.
+
+        What two actors share has a name made of theirs.
+        """
+        own = (self.actor, self.effect)
+        if not self.shares:
+            return (own,)
+        pairs = [
+            ("&".join(sorted((self.actor or "", other))), effect)
+            for other, effect in self.shares.effects
+        ]
+        return (own, *pairs)
+
+    def conflicts_with(self, other: Function) -> bool:
+        """Whether a call of this function and one of another must keep their program order."""
+        theirs = dict(other.touches)
+        return any(
+            name in theirs and effect.conflicts_with(theirs[name]) for name, effect in self.touches
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from dataclasses import MISSING, Field, fields
 from operator import attrgetter
 from typing import Any
 
-from .attributes import Effect, ReduceOp, Stream, Symbol, Task
+from .attributes import Effect, ReduceOp, Shares, Stream, Symbol, Task
 from .flops import Flops
 from .location import Location
 from .module import Channel, Function, FunctionKind, Module, Program, Vjp
@@ -202,6 +202,7 @@ _FORMATS: dict[type, Callable[[Any], str]] = {
     Place: lambda value: format_ranks(value.ranks),
     Task: str,
     Flops: str,
+    Shares: str,
     Stream: _enum,
     ReduceOp: _enum,
     Effect: _enum,

@@ -165,7 +165,7 @@ def built_on_streams(program: Program, module: Module) -> list[tuple[int, str]]:
     by_stream = {id_ for id_, channel in module.channels.items() if is_by_stream(channel)}
     awaited: set[Value] = set()
     has_come = False
-    found = []
+    found: list[tuple[int, str]] = []
     for index, op in enumerate(program.ops):
         if isinstance(op, Recv | Collective) and op.chan in by_stream:
             awaited.update(op.results)
@@ -174,7 +174,8 @@ def built_on_streams(program: Program, module: Module) -> list[tuple[int, str]]:
         elif isinstance(op, Call) and has_come:
             function = module.functions[op.fn.name]
             if function.actor is not None and function.effect not in (Effect.PURE, Effect.READ):
-                found.append((index, function.actor))
+                held = (function.actor, *(other for other, _ in function.shares.effects))
+                found.extend((index, actor) for actor in held)
     return found
 
 

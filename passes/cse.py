@@ -67,17 +67,18 @@ class CommonSubexpressionElimination(Pass):
 def _key(module: Module, op: Op, versions: dict[str | None, int]) -> Hashable | None:
     """What two ops must have in common to be the same; None if nothing is like this one.
 
-    `versions` counts the writes to each actor so far, and is kept up here.
+    `versions` counts the writes to each state so far, and is kept up here.
     """
     version = 0
     if isinstance(op, Call):
         function = module.functions[op.fn.name]
-        if function.effect.changes_state:
-            versions[function.actor] = versions.get(function.actor, 0) + 1
+        for state, effect in function.touches:
+            if effect.changes_state:
+                versions[state] = versions.get(state, 0) + 1
         if not _is_repeatable(function):
             return None
         if function.effect is Effect.READ:
-            version = versions.get(function.actor, 0)
+            version = sum(versions.get(state, 0) for state, _ in function.touches)
     elif not isinstance(op, (Constant, View)):
         return None
     types = tuple([value.type for value in op.results])

@@ -11,7 +11,7 @@ from ..ir.module import Function
 from ..ir.ops import Barrier, Call, Op, Value
 
 State: TypeAlias = tuple[str, object]
-"""What an effect touches: an actor, or the ranks' state outside of actors."""
+"""What an effect touches: an actor, what two share, or the ranks' state outside of actors."""
 
 
 def effect_of(op: Op, functions: Mapping[str, Function]) -> Effect:
@@ -41,10 +41,11 @@ class _History:
 def dependencies(ops: Sequence[Op], functions: Mapping[str, Function]) -> list[tuple[int, ...]]:
     """For each op the indices of earlier ops that it has to follow, ascending.
 
-    An op follows the makers of its operands, and earlier calls on the same actor as
-    `Effect.conflicts_with` says. A call with an effect but without an actor is ordered against its
-    like on the same ranks, and a barrier against all effects on its ranks. Order that others imply
-    is left out, so edges are about as many as operands, and the whole is near-linear in time.
+    An op follows the makers of its operands, and earlier calls on the same actor, or on state that
+    its actor shares with theirs, as `Effect.conflicts_with` says. A call with an effect but without
+    an actor is ordered against its like on the same ranks, and a barrier against all effects on its
+    ranks. Order that others imply is left out, so edges are about as many as operands, and the
+    whole is near-linear in time.
     """
     makers: dict[Value, int] = {}
     histories: dict[State, _History] = {}
@@ -72,7 +73,7 @@ def _touches(op: Op, functions: Mapping[str, Function]) -> list[tuple[State, Eff
     # To a barrier every effect on its ranks is a read: these do not exclude one another.
     touched: list[tuple[State, Effect]] = [(("rank", rank), Effect.READ) for rank in ranks]
     if function.actor is not None:
-        touched.append((("actor", function.actor), function.effect))
+        touched += [(("actor", name), effect) for name, effect in function.touches]
     else:
         touched += [(("outside", rank), function.effect) for rank in ranks]
     return touched

@@ -37,6 +37,7 @@ class Work:
         anchors: the nodes of each task that the schedule pins down, ascending: the calls of actors.
         stages: for each stage its round and its rank.
         costs: for each call of an actor, how many units of time it takes.
+        actors: for each call of an actor, which.
     """
 
     program: Program
@@ -47,6 +48,7 @@ class Work:
     anchors: dict[Task, list[int]] = field(default_factory=dict)
     stages: dict[int, tuple[int, int]] = field(default_factory=dict)
     costs: dict[int, int] = field(default_factory=dict)
+    actors: dict[int, str] = field(default_factory=dict)
 
 
 def sort_work(module: Module) -> Work:
@@ -106,6 +108,7 @@ def _classify(work: Work, module: Module, index: int, op: Op, follows: Sequence[
     work.nodes.append(index)
     if actor is not None:
         work.costs[index] = 1
+        work.actors[index] = actor
         if op.task is not None:
             work.anchors.setdefault(op.task, []).append(index)
     return True
@@ -298,7 +301,14 @@ def _why(work: Work, one: int, other: int, chained: bool, schedule: Schedule) ->
         if taken or (isinstance(op, Recv) and (op.chan, op.seq) in sent):
             made.update(op.results)
     by_value = not made.isdisjoint(ops[one].operands)
-    return "to have what it made" if by_value else "for the state of their actor"
+    if by_value:
+        return "to have what it made"
+    return f"for the state {_holders(work, one, other)}"
+
+
+def _holders(work: Work, one: int, other: int) -> str:
+    actors = {work.actors[node] for node in (one, other) if node in work.actors}
+    return "of their actor" if len(actors) < 2 else f"that {' and '.join(sorted(actors))} share"
 
 
 _SHOWN = 12

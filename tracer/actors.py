@@ -19,6 +19,7 @@ from .errors import TraceError
 from .interface import MethodTarget, Peers
 from .lifting import collect
 from .session import Session, is_tracing, recording
+from .sharing import Actors, Member
 from .source import caller_location
 from .values import NotAValue
 
@@ -48,6 +49,7 @@ class ActorFactory:
     ) -> None:
         self._world = world
         self.device = device
+        self.actors = Actors(_member_of)
         self._counts: dict[str, int] = {}
         self._used: set[str] = set()
 
@@ -132,7 +134,7 @@ class Placement:
         name = self._factory.new_name(self._cls)
         here = self._peers.plays(self._rank)
         instance = self._make(args, kwargs) if here else _ELSEWHERE
-        return ActorHandle(name, self._rank, self._cls, self._peers, instance)
+        return ActorHandle(name, self._rank, self._cls, self._peers, instance, self._factory.actors)
 
     def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The instance; what it holds is on its rank's device."""
@@ -166,12 +168,21 @@ class ActorHandle(NotAValue):
         cls: its class.
     """
 
-    __slots__ = ("__weakref__", "_instance", "_methods", "_peers", "cls", "name", "place", "rank")
+    __slots__ = (
+        *("__weakref__", "_actors", "_instance", "_member", "_methods", "_peers"),
+        *("cls", "name", "place", "rank"),
+    )
 
     what_it_is = "an actor, which is not a value"
 
     def __init__(
-        self, name: str, rank: int, cls: type[Any], peers: Peers, instance: object
+        self,
+        name: str,
+        rank: int,
+        cls: type[Any],
+        peers: Peers,
+        instance: object,
+        actors: Actors | None = None,
     ) -> None:
         self.name = name
         self.rank = rank
@@ -180,6 +191,9 @@ class ActorHandle(NotAValue):
         self._peers = peers
         self._instance = instance
         self._methods: dict[str, ActorMethod] = {}
+        self._actors = Actors(_member_of) if actors is None else actors
+        self._member = Member(name, rank, peers, (instance,) if self.is_local else ())
+        self._actors.enter(self._member)
 
     @property
     def is_local(self) -> bool:
@@ -299,6 +313,11 @@ class ActorMethod(NotAValue):
         return getattr(handle.local, self.name)(*args, **kwargs)
 
 
+def _member_of(value: Any) -> Member | None:
+    handle = value.handle if isinstance(value, ActorMethod) else value
+    return handle._member if isinstance(handle, ActorHandle) else None
+
+
 def library_method(handle: ActorHandle, function: Callable[..., Any]) -> ActorMethod:
     """A function of cg's own that is called as a method of an actor: with the instance first."""
     key = f"cg.{function.__name__}"  # no attribute of a class has such a name
@@ -396,8 +415,14 @@ def _declare(
 ) -> Callee:
     handle = method.handle
     target = None
+    if session.sharing is None:
+        with torch._C.DisableTorchFunction():
+            session.sharing = handle._actors.sharing(session.peers)
     if handle.is_local:
-        target = MethodTarget(handle.name, handle.local, method.name, method.remat, method.function)
+        shared = session.sharing.get(handle.name, ())
+        target = MethodTarget(
+            handle.name, handle.local, method.name, method.remat, method.function, shared
+        )
     subject = Subject(target, handle.rank, method.shown)
     return declare(session, subject, arguments.signature(), grad, loc)
 

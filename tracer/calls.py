@@ -295,11 +295,14 @@ def _join(results: Sequence[TracedTensor | ObjectValue]) -> None:
 def note_effect(session: Session, callee: Callee) -> None:
     """Note the change of an actor's state by the last call."""
     declaration = callee.declaration
-    if declaration.effect.changes_state and declaration.actor is not None:
-        writes = session.writes
-        writes[declaration.actor] = writes.get(declaration.actor, 0) + 1
-        if declaration.effect is Effect.WRITE:
+    if declaration.actor is None:
+        return
+    writes, last = session.writes, session.last
+    for actor, effect in ((declaration.actor, declaration.effect), *declaration.shares.effects):
+        if effect.changes_state:
+            writes[actor] = writes.get(actor, 0) + 1
+        if effect is Effect.WRITE:
             # Updates are left out: no backward reads what they change (`effects.py`).
-            op = session.module.program.ops[session.last]
-            written = session.written.setdefault(declaration.actor, [])
-            written.append((session.last, Write(declaration.name, op.loc)))
+            op = session.module.program.ops[last]
+            written = session.written.setdefault(actor, [])
+            written.append((last, Write(declaration.name, op.loc)))

@@ -1,4 +1,4 @@
-"""Which effect a traced function has on its actor, given what the actor's other functions do.
+"""Which effect a traced function has on its actor, given what other functions of the step do.
 
 An UPDATE may overtake backwards, so the state that it changes must be none that a backward reads.
 Functions are traced one after the other. Of two that share state, a backward that comes second is
@@ -18,8 +18,11 @@ from .interface import Write
 from .joint import Joint
 
 
-class ActorEffects:
-    """The state, by memory, that one actor's functions have been seen to use so far."""
+class Effects:
+    """The state, by memory, that the functions of a step have been seen to use so far.
+
+    Actors may share memory, so this is of all of them.
+    """
 
     def __init__(self) -> None:
         self._updated: set[int | None] = set()
@@ -56,13 +59,12 @@ class ActorEffects:
 
     def of_forward(self, joint: Joint, piece: Piece, name: str) -> Effect:
         """The effect of the forward `name`: it reads state, updates some of it, or writes."""
-        written = [joint.state[i][1].tensor for i in joint.written]
-        replaced = [rebind.tensor.tensor for rebind, _ in joint.rebinds]
-        self._written_by[name], self._replaced_by[name] = _memory(written), _memory(replaced)
+        written, replaced = written_state(joint), replaced_state(joint)
+        self._written_by[name], self._replaced_by[name] = memory_of(written), memory_of(replaced)
         changed = written + replaced
         if not changed:
             return Effect.READ if piece.state else Effect.PURE
-        memory = _memory(changed)
+        memory = memory_of(changed)
         parameters = any(isinstance(t, torch.nn.Parameter) or t.requires_grad for t in changed)
         if parameters or memory & self._read_by_backwards:
             return Effect.WRITE
@@ -75,10 +77,21 @@ class ActorEffects:
             return Effect.WRITE
         if not piece.state and not piece.gradients:
             return Effect.PURE
-        memory = _memory(state.tensor for state in piece.state)
+        memory = memory_of(state.tensor for state in piece.state)
         self._read_by_backwards |= memory
         return Effect.WRITE if memory & self._updated else Effect.ACCUMULATE
 
 
-def _memory(tensors: Iterable[torch.Tensor]) -> set[int | None]:
+def written_state(joint: Joint) -> list[torch.Tensor]:
+    """The state that a forward writes to in place."""
+    return [joint.state[i][1].tensor for i in joint.written]
+
+
+def replaced_state(joint: Joint) -> list[torch.Tensor]:
+    """The state that a forward gives a new tensor."""
+    return [rebind.tensor.tensor for rebind, _ in joint.rebinds]
+
+
+def memory_of(tensors: Iterable[torch.Tensor]) -> set[int | None]:
+    """The memory of some state."""
     return {storage_key(tensor) for tensor in tensors}

@@ -9,13 +9,13 @@ is traced as one joint graph of forward and backward, which is then split.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ..ir.attributes import Effect
+from ..ir.attributes import Effect, Shares
 from ..ir.location import Location
 from ..ir.module import Function, FunctionKind, Vjp
 from ..ir.types import TensorType
@@ -23,7 +23,7 @@ from .as_is import opaque_body, opaque_results, strictly
 from .binding import check_arguments, innermost
 from .call import Call
 from .codegen import make_body
-from .effects import ActorEffects
+from .effects import Effects, memory_of, replaced_state, written_state
 from .errors import TraceError
 from .flops import count_flops
 from .graphs import Piece, fake_of
@@ -31,9 +31,10 @@ from .guards import storage_key
 from .halves import Halves
 from .interface import MethodTarget, Target, TracedFunction, TracedHalf, TracedVjp, Write
 from .joint import Joint, Wanted, trace_call
-from .lifting import ActorState, collect
+from .lifting import ActorState, StateTensor, collect
 from .opaque import OpaqueMark, opaque_mark
 from .partition import forward_piece, split
+from .sharing import Shared, shares_of, shares_of_opaque
 from .specs import ObjectSpec, Tree, ir_dtype
 from .staleness import build_guard
 from .versions import CHANGE_AFTER, changed_between, with_versions
@@ -43,7 +44,7 @@ from .watch import RunAsIs
 class Functions:
     """Traces the functions that a step calls; implements `FunctionTracer`.
 
-    One of these serves one step: effects of an actor's functions are judged against each other.
+    One of these serves one step: effects of its functions are judged against each other.
 
     Attributes:
         device: where values live; None: on the device of an actor's first tensor, or the CPU.
@@ -51,7 +52,7 @@ class Functions:
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.device = device
-        self._effects: dict[str, ActorEffects] = {}
+        self._effects = Effects()
 
     def trace(
         self, target: Target, signature: Tree, name: str, loc: Location | None
@@ -144,10 +145,11 @@ class Functions:
             loc=forward.loc,
             flops=count_flops(parts.backward.graph),
         )
+        backward = _with_shares(backward, target, parts.backward)
         vjp = Vjp(name, forward.name, backward.name, grad_outputs, grad_inputs)
         halves: tuple[TracedHalf, ...] = ()
         if parts.halves is not None:
-            vjp, halves = _trace_halves(vjp, parts.halves, backward, joint, effects)
+            vjp, halves = _trace_halves(target, vjp, parts.halves, backward, joint, effects)
         traced = TracedVjp(
             vjp,
             forward,
@@ -192,11 +194,13 @@ class Functions:
         name: str,
         saved: Sequence[torch.fx.Node] = (),
     ) -> Function:
+        effect = self._effects_on(target).of_forward(joint, piece, name)
         return Function(
             name,
             inputs=call.signature.types(),
             outputs=joint.results.types() + tuple(map(_type, saved)),
-            effect=self._effects_on(target).of_forward(joint, piece, name),
+            effect=effect,
+            shares=_shares_of_forward(target, joint, piece, effect),
             actor=_actor(target),
             random=joint.recorder.draws,
             aliases=piece.aliases,
@@ -204,10 +208,9 @@ class Functions:
             flops=count_flops(piece.graph),
         )
 
-    def _effects_on(self, target: Target) -> ActorEffects:
-        """What is known of the actor; of a function of values alone, nothing needs to be."""
-        actor = _actor(target)
-        return ActorEffects() if actor is None else self._effects.setdefault(actor, ActorEffects())
+    def _effects_on(self, target: Target) -> Effects:
+        """What is known of actors; of a function of values alone, nothing needs to be."""
+        return self._effects if isinstance(target, MethodTarget) else Effects()
 
     def _opaque(
         self,
@@ -231,6 +234,7 @@ class Functions:
             effect=Effect.WRITE,
             actor=_actor(target),
             loc=home or loc,
+            shares=shares_of_opaque(_shared(target)),
         )
         place = what if home is None else f"{what} ({home})"
         body = opaque_body(function, mark, signature, results, place)
@@ -278,8 +282,32 @@ def _type(node: torch.fx.Node) -> TensorType:
     return TensorType(ir_dtype(fake.dtype), tuple(fake.shape))
 
 
+def _shared(target: Target) -> tuple[Shared, ...]:
+    return target.shared if isinstance(target, MethodTarget) else ()
+
+
+def _shares_of_forward(target: Target, joint: Joint, piece: Piece, effect: Effect) -> Shares:
+    changed = memory_of((*written_state(joint), *replaced_state(joint)))
+    return shares_of(_shared(target), effect, _memory(piece.state), changed)
+
+
+def _with_shares(backward: Function, target: Target, piece: Piece) -> Function:
+    """A backward, or a half of one, that says what it does to state that its actor shares."""
+    touched = _memory((*piece.state, *(gradient.tensor for gradient in piece.gradients)))
+    return replace(backward, shares=shares_of(_shared(target), backward.effect, (), touched))
+
+
+def _memory(state: Iterable[StateTensor]) -> set[int | None]:
+    return memory_of(each.tensor for each in state)
+
+
 def _trace_halves(
-    vjp: Vjp, halves: Halves, backward: Function, joint: Joint, effects: ActorEffects
+    target: Target,
+    vjp: Vjp,
+    halves: Halves,
+    backward: Function,
+    joint: Joint,
+    effects: Effects,
 ) -> tuple[Vjp, tuple[TracedHalf, ...]]:
     """The vjp with the halves of its backward, and these."""
     if halves.input is None:
@@ -303,7 +331,9 @@ def _trace_halves(
         flops=count_flops(halves.weight.graph),
     )
     pieces = ((input_, halves.input), (weight, halves.weight))
-    made = tuple(TracedHalf(f, make_body(piece, f.name)) for f, piece in pieces)
+    made = tuple(
+        TracedHalf(_with_shares(f, target, piece), make_body(piece, f.name)) for f, piece in pieces
+    )
     return replace(vjp, input=input_.name, weight=weight.name, kept=halves.kept), made
 
 
@@ -341,7 +371,7 @@ def _refuse_history(call: Call, piece: Piece) -> None:
 
 
 def _refuse_written(
-    call: Call, backward: Piece, effects: ActorEffects, between: Sequence[Write]
+    call: Call, backward: Piece, effects: Effects, between: Sequence[Write]
 ) -> None:
     for write in between:
         memory = effects.written_by(write)

@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from ..ir.location import Location
 from ..ir.module import Function, Vjp
+from .sharing import Shared
 from .specs import Tree
 
 T = TypeVar("T")
@@ -43,7 +44,8 @@ class MethodTarget:
     """A method of an actor that lives in this process.
 
     `remat`: whether its derivative computes again what it needs of the forward. `function`: what
-    is called with the instance, if not its own method of that name.
+    is called with the instance, if not its own method of that name. `shared`: what the actor shares
+    with other actors of its rank.
     """
 
     actor: str
@@ -51,6 +53,7 @@ class MethodTarget:
     method: str
     remat: bool = False
     function: Callable[..., Any] | None = None
+    shared: tuple[Shared, ...] = ()
 
     @property
     def callable(self) -> Any:

@@ -12,7 +12,7 @@ import enum
 import sys
 import types
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -158,6 +158,21 @@ def collect_everything(actor: Any) -> ActorState:
     return walk.state
 
 
+def reach(value: Any, behind: Callable[[Any], Iterable[Any]] = lambda value: ()) -> ActorState:
+    """Everything that any value reaches, by way of optimizers and the like as well.
+
+    Parameters that are not initialised yet are left out.
+
+    Args:
+        behind: what else is to be walked where there is such a value.
+    """
+    walk = _Reach(behind)
+    walk.visit(value, "", None)
+    for trainer in walk.state.trainers:
+        walk.visit_object(trainer, type(trainer).__name__)
+    return walk.state
+
+
 class _Walk:
     def __init__(self) -> None:
         self.state = ActorState()
@@ -225,6 +240,25 @@ class _Walk:
                 path if key in _MODULE_DICTS and isinstance(container, dict) else _join(path, key)
             )
             self.visit(item, here, (container, key, ()) if addressable else None)
+
+
+class _Reach(_Walk):
+    """A walk that needs to know of no tensor what holds it."""
+
+    def __init__(self, behind: Callable[[Any], Iterable[Any]]) -> None:
+        super().__init__()
+        self._behind = behind
+
+    def visit(self, value: Any, path: str, slot: tuple[Any, Any, tuple[int, ...]] | None) -> None:
+        for each in self._behind(value):
+            super().visit(each, path, None)
+        super().visit(value, path, slot)
+
+    def _visit_tensor(
+        self, tensor: torch.Tensor, path: str, slot: tuple[Any, Any, tuple[int, ...]] | None
+    ) -> None:
+        if not torch.nn.parameter.is_lazy(tensor):
+            super()._visit_tensor(tensor, path, slot or ((tensor,), 0, ()))
 
 
 _MODULE_DICTS = frozenset({"_parameters", "_buffers", "_modules"})

@@ -1,7 +1,8 @@
 """Checks of what opaque methods do in an execution, for which there is no trace to look at.
 
 What a trace relies on is compared before each execution. A call of an opaque method may change it
-after that, so traced methods of the same actor that follow one compare it again. And a method that
+after that, so traced methods that follow one, of the same actor or of one that shares state with
+it, compare it again. And a method that
 writes to a tensor that it was given would be seen by others who use that tensor, in plain Python:
 not so in a compiled step, which may have sent it elsewhere.
 """
@@ -36,7 +37,7 @@ def recheck(session: Session) -> None:
         if actor is None:
             continue
         if function.kind is FunctionKind.OPAQUE:
-            shaken.add(actor)
+            shaken.update((actor, *(other for other, _ in function.shares.effects)))
             continue
         guard = session.guard_of.get(function.name)
         if guard is None or actor not in shaken:

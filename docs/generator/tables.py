@@ -94,6 +94,7 @@ _KINDS = {
     "Effect": "an effect",
     "Flops": "counts by element type",
     "FunctionKind": "a kind",
+    "Shares": "effects by actor",
     "Symbol": "a symbol",
     "Place": "a set of ranks",
     "ReduceOp": "a reduction",

@@ -219,7 +219,7 @@ class _Maker:
 
     def _hand_on_state(self, program: Program) -> None:
         """Where a call takes no other call's value, say what it runs after on its actor."""
-        latest: dict[str, Key] = {}
+        latest: dict[str | None, Key] = {}
         fed = {target for source, target in self._graph.edges if source[1] != "input"}
         for op in program.ops:
             if not isinstance(op, Call):
@@ -227,12 +227,14 @@ class _Maker:
             function = self._module.functions[op.fn.name]
             if function.actor is None or function.effect is Effect.PURE:
                 continue
-            key, before = self._keys[id(op)], latest.get(function.actor)
-            if before is not None and key not in fed:
-                self._graph.edges.setdefault((before, key), Edge(is_state=True))
+            key = self._keys[id(op)]
+            for state, _ in function.touches:
+                before = latest.get(state)
+                if before is not None and key not in fed:
+                    self._graph.edges.setdefault((before, key), Edge(is_state=True))
+                latest[state] = key
             # Later microbatches come after much that the first one does not need.
             fed.add(key)
-            latest[function.actor] = key
 
 
 _PARTS = {

@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from cg.ir.attributes import Action, Effect, ReduceOp, Stream, Symbol, Task
+from cg.ir.attributes import Action, Effect, ReduceOp, Shares, Stream, Symbol, Task
 from cg.ir.flops import Flops
 from cg.ir.location import Location
 from cg.ir.module import Channel, Function, FunctionKind, Module, Phase, Program, Vjp
@@ -69,6 +69,9 @@ functions = st.builds(
     st.none() | words,
     st.booleans(),
     flops,
+    st.dictionaries(
+        st.from_regex(r"[a-z_][\w.-]*", fullmatch=True), st.sampled_from(Effect), max_size=3
+    ).map(Shares.of),
 )
 maybe = st.none() | names
 vjps = st.builds(Vjp, names, names, names, indices, indices, maybe, maybe, indices)

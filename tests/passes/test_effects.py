@@ -7,7 +7,7 @@ from collections.abc import Callable
 import hypothesis.strategies as st
 from hypothesis import given
 
-from cg.ir.attributes import Effect, Symbol
+from cg.ir.attributes import Effect, Shares, Symbol
 from cg.ir.module import Function, Module
 from cg.ir.ops import Barrier, Call, Op, Value
 from cg.ir.types import Place, UnitType
@@ -43,6 +43,29 @@ def test_a_write_keeps_its_order_against_all() -> None:
         (1, 2),
         (4,),
     ]
+
+
+def test_actors_wait_for_each_other_where_they_share_state() -> None:
+    """`a` shares with `b`, and `b` with `c`: so `a` and `c` do not wait for each other."""
+
+    def shared(actor: str, effect: Effect, **others: Effect) -> Function:
+        return Function(actor, (), (), effect=effect, actor=actor, shares=Shares.of(others))
+
+    write, read = Effect.WRITE, Effect.READ
+    functions = {
+        "a": shared("a", read, b=read),
+        "b": shared("b", write, a=write, c=write),
+        "c": shared("c", write, b=read),
+        "own": Function("own", (), (), effect=write, actor="a"),
+    }
+
+    def edges(*names: str) -> list[tuple[int, ...]]:
+        return dependencies([call(name) for name in names], functions)
+
+    assert edges("a", "b", "c", "a", "c") == [(), (0,), (1,), (1,), (1, 2)]
+    assert edges("own", "b", "c") == [(), (), (1,)]
+    assert functions["a"].conflicts_with(functions["b"])
+    assert not functions["a"].conflicts_with(functions["c"])
 
 
 def test_actors_do_not_wait_for_each_other() -> None:
