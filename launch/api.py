@@ -40,6 +40,7 @@ from .graphs import check_outside
 from .keywords import check_keywords, check_options
 from .optimistic import Optimistic
 from .settle import settle
+from .turns import turn_of
 from .variant import Variant
 from .world import world
 
@@ -197,9 +198,20 @@ class Step:
         key = signature_of(args, kwargs)
         compiled = self._compiled.get(key)
         if compiled is None:
-            compiled = self.lower(*args, **kwargs)._compile(None, "", None, None, None, None, None)
-            self._compiled[key] = compiled
+            compiled = self._compile_for(key, args, kwargs)
         return compiled(*args, **kwargs)
+
+    def _compile_for(
+        self, key: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Compiled:
+        """Compile the step for a signature, unless another thread has meanwhile."""
+        with turn_of(world()).taken(self.__name__):
+            compiled = self._compiled.get(key)
+            if compiled is None:
+                lowered = self.lower(*args, **kwargs)
+                compiled = lowered._compile(None, "", None, None, None, None, None)
+                self._compiled[key] = compiled
+        return compiled
 
     def clear_cache(self) -> None:
         """Forget what calls have compiled, so that the next call traces again; on all ranks.
@@ -266,20 +278,21 @@ class Step:
     ) -> Trace:
         here = world()
         check_outside(here, self.__name__)
-        trace = trace_step(
-            self.__wrapped__,
-            args,
-            kwargs,
-            peers=here,
-            inputs=self._inputs,
-            outputs=self._outputs,
-            name=self.__name__,
-            tracer=Functions(torch_device(here)),
-            optimistic=optimistic,
-            # In the virtual world, actors may be wherever the user has put them.
-            host_only=here.device is None and not here.is_virtual,
-        )
-        check_alike(here, trace)
+        with turn_of(here).taken(self.__name__, tracing=True):
+            trace = trace_step(
+                self.__wrapped__,
+                args,
+                kwargs,
+                peers=here,
+                inputs=self._inputs,
+                outputs=self._outputs,
+                name=self.__name__,
+                tracer=Functions(torch_device(here)),
+                optimistic=optimistic,
+                # In the virtual world, actors may be wherever the user has put them.
+                host_only=here.device is None and not here.is_virtual,
+            )
+            check_alike(here, trace)
         return trace
 
     @property
@@ -376,7 +389,8 @@ class Lowered:
                 f"max_inflight={max_inflight!r}: it is the number of executions of "
                 f"{self._step.__name__} that may be in flight, an int of at least 1"
             )
-        return self._compile(schedule, passes, dump, seed, timeout, max_inflight, fuse)
+        with turn_of(self._world).taken(self._step.__name__):
+            return self._compile(schedule, passes, dump, seed, timeout, max_inflight, fuse)
 
     def compile_optimistic(
         self,
@@ -402,12 +416,13 @@ class Lowered:
         """
         if self._trace_optimistically is None:
             raise ValueError("compile_optimistic() is for a step that lower() has traced")
-        bold = Lowered(self._step, [self._trace_optimistically()], self._world)
-        plain, bold_program = (
-            lowered._compile(schedule, passes, None, seed, timeout, None, None)
-            for lowered in (self, bold)
-        )
-        return Optimistic(plain, bold_program, self._world)
+        with turn_of(self._world).taken(self._step.__name__):
+            bold = Lowered(self._step, [self._trace_optimistically()], self._world)
+            plain, bold_program = (
+                lowered._compile(schedule, passes, None, seed, timeout, None, None)
+                for lowered in (self, bold)
+            )
+            return Optimistic(plain, bold_program, self._world)
 
     def _compile(
         self,

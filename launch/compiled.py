@@ -30,6 +30,7 @@ from .repeated import Repeated
 from .runtime import Runtime, make_runtime
 from .selection import selection
 from .simulate import simulate
+from .turns import turn_of
 from .variant import Variant
 
 
@@ -60,6 +61,7 @@ class Compiled:
     ) -> None:
         self.variants = tuple(variants)
         self._world = world
+        self._turn = turn_of(world)
         self._seed = seed
         self._timeout = timeout
         self._driver = driver
@@ -130,18 +132,24 @@ class Compiled:
             InputError: the arguments are not of the types that were traced; nothing was sent.
             RemoteError: a method or an op raised, on any rank; every rank raises it, and the step
                 can be called again.
-            RuntimeError: executions are in flight on this rank, a method is running, or the step
-                has been closed.
+            RuntimeError: executions are in flight on this rank, a method is running, the step has
+                been closed, or, where there are other processes, another thread uses a step.
             StepTimeout: a rank has waited too long; the message says where every rank is.
             TransportError: a rank has ended.
         """
-        self._check_callable()
-        variant, runtime = 0, self._runtimes[0]
-        if runtime is None or len(self.variants) > 1:
-            variant = self._select(args, kwargs)[0] if len(self.variants) > 1 else 0
-            runtime = self._runtime(variant)
-        outputs = runtime.run(lambda: self.variants[variant].inputs(args, kwargs))
-        return self.variants[variant].trace.outputs.rebuild(outputs) if self._returns else None
+        turn = self._turn
+        if not turn.acquire(False):
+            turn.wait(self._name)
+        try:
+            self._check_callable()
+            variant, runtime = 0, self._runtimes[0]
+            if runtime is None or len(self.variants) > 1:
+                variant = self._select(args, kwargs)[0] if len(self.variants) > 1 else 0
+                runtime = self._runtime(variant)
+            outputs = runtime.run(lambda: self.variants[variant].inputs(args, kwargs))
+            return self.variants[variant].trace.outputs.rebuild(outputs) if self._returns else None
+        finally:
+            turn.release()
 
     # -- from the driver --------------------------------------------------------------------
 
@@ -167,13 +175,15 @@ class Compiled:
             StepTimeout: it has waited too long for one to end; nothing was sent. Try again later.
             RuntimeError: this rank is not the driver, the graph has been closed, an actor of this
                 rank has changed since it was traced, a method of this rank asks for it, or another
-                thread is using this rank's graphs.
+                thread is using this rank's graphs, or tracing a step.
             TransportError: a rank has ended, or Ctrl-C came earlier and ranks cannot start over.
         """
         launch = self._launch
         if launch is None:
             raise self._cannot_execute()
         variant, values = self._select(args, kwargs)
+        if self._turn.is_tracing:
+            raise self._traced_meanwhile()
         if self._needs_more:
             values = self._check_and_pick(variant, values)
         return launch(variant, values, block)
@@ -411,6 +421,12 @@ class Compiled:
     def _record(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], executions: int
     ) -> tuple[Module, list[Recording]]:
+        with self._turn.taken(self._name):
+            return self._record_in_turn(args, kwargs, executions)
+
+    def _record_in_turn(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], executions: int
+    ) -> tuple[Module, list[Recording]]:
         self._check_callable()
         chosen = self.variants[self._select(args, kwargs)[0] if len(self.variants) > 1 else 0]
         return chosen.module, record(
@@ -489,6 +505,12 @@ class Compiled:
                 f"{self._world.rank}: call serve() here"
             )
         return self._closed_error()
+
+    def _traced_meanwhile(self) -> RuntimeError:
+        return RuntimeError(
+            f"an execution of '{self._name}' is asked for while a step is being traced, which puts "
+            "stand-ins in place of what actors hold: start it before or after"
+        )
 
     def _no_driver(self, what: str) -> RuntimeError:
         return RuntimeError(

@@ -142,6 +142,13 @@ class _Run:
         original = Snapshot(self.call.state.containers)
         contents = Contents(self.call.state.others)
         surroundings = Surroundings(self.call.function, self.call.state)
+
+        def restore() -> None:
+            original.restore()
+            self.watch.restore()
+            contents.restore()
+            surroundings.undo()
+
         try:
             put_state(self.call.state, self.state)
             with self.mode, self.watch, _without_fused_recurrence(self.call.state):
@@ -149,9 +156,11 @@ class _Run:
             self._refuse_contents(contents.changed())
             surroundings.check(self.call.what, self.watch, self.call.blame)
         finally:
-            surroundings.undo()
-            contents.restore()
-            original.restore()
+            try:
+                restore()
+            except BaseException:  # Ctrl-C in its middle: it can be done twice
+                restore()
+                raise
         return self._joint(owner)
 
     def _refuse_contents(self, changed: list[str]) -> None:

@@ -67,9 +67,14 @@ class Watch:
         error: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
+        self.restore()
+
+    def restore(self) -> None:
+        """Give all objects their own classes again; can be done twice."""
         while self._swapped:
-            obj, cls = self._swapped.pop()
+            obj, cls = self._swapped[-1]
             object.__setattr__(obj, "__class__", cls)
+            self._swapped.pop()
 
     def _swap(self, obj: Any, *, trainer: bool) -> bool:
         cls = type(obj)
@@ -82,11 +87,12 @@ class Watch:
         watched = self._classes[key]
         if watched is None:
             return False
+        self._swapped.append((obj, cls))  # first: Ctrl-C may come between the two
         try:
             object.__setattr__(obj, "__class__", watched)
         except TypeError:
+            self._swapped.pop()
             return False
-        self._swapped.append((obj, cls))
         return True
 
     def class_writes(self) -> list[str]:
