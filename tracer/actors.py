@@ -16,10 +16,11 @@ from .arguments import Arguments, take_apart
 from .callee import Callee
 from .calls import Subject, declare, note_effect, note_sharing, record
 from .errors import TraceError
+from .holdings import Actors, Member
 from .interface import MethodTarget, Peers
 from .lifting import collect
 from .session import Session, is_tracing, recording
-from .sharing import Actors, Member
+from .sharing import find_sharing, plays_all
 from .source import caller_location
 from .values import NotAValue
 
@@ -134,7 +135,13 @@ class Placement:
         name = self._factory.new_name(self._cls)
         here = self._peers.plays(self._rank)
         instance = self._make(args, kwargs) if here else _ELSEWHERE
-        return ActorHandle(name, self._rank, self._cls, self._peers, instance, self._factory.actors)
+        actors = self._factory.actors
+        handle = ActorHandle(name, self._rank, self._cls, self._peers, instance, actors)
+        member = handle._member
+        member.made = caller_location()
+        if not plays_all(self._peers):
+            actors.note_given(member, (args, kwargs))
+        return handle
 
     def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The instance; what it holds is on its rank's device."""
@@ -417,11 +424,16 @@ def _declare(
     target = None
     if session.sharing is None:
         with torch._C.DisableTorchFunction():
-            session.sharing = handle._actors.sharing(session.peers)
+            session.sharing = find_sharing(handle._actors, session.peers)
     if handle.is_local:
-        shared = session.sharing.get(handle.name, ())
         target = MethodTarget(
-            handle.name, handle.local, method.name, method.remat, method.function, shared
+            handle.name,
+            handle.local,
+            method.name,
+            method.remat,
+            method.function,
+            session.sharing.together.get(handle.name, ()),
+            session.sharing.uses.get(handle.name),
         )
     subject = Subject(target, handle.rank, method.shown)
     return declare(session, subject, arguments.signature(), grad, loc)

@@ -29,12 +29,13 @@ from .flops import count_flops
 from .graphs import Piece, fake_of
 from .guards import storage_key
 from .halves import Halves
+from .holdings import Shared
 from .interface import MethodTarget, Target, TracedFunction, TracedHalf, TracedVjp, Write
 from .joint import Joint, Wanted, trace_call
 from .lifting import ActorState, StateTensor, collect
 from .opaque import OpaqueMark, opaque_mark
 from .partition import forward_piece, split
-from .sharing import Shared, shares_of, shares_of_opaque
+from .sharing import shares_of, shares_of_opaque
 from .specs import ObjectSpec, Tree, ir_dtype
 from .staleness import build_guard
 from .versions import CHANGE_AFTER, changed_between, with_versions
@@ -200,7 +201,7 @@ class Functions:
             inputs=call.signature.types(),
             outputs=joint.results.types() + tuple(map(_type, saved)),
             effect=effect,
-            shares=_shares_of_forward(target, joint, piece, effect),
+            shares=_shares_of_forward(target, joint, piece, effect, name),
             actor=_actor(target),
             random=joint.recorder.draws,
             aliases=piece.aliases,
@@ -223,6 +224,8 @@ class Functions:
     ) -> TracedFunction:
         """A call of a method as it is: it may do anything, so it counts as a write."""
         what, home = _words(target), definition_of(function)
+        if isinstance(target, MethodTarget) and target.use is not None:
+            target.use.note_opaque()
         instance = target.instance if isinstance(target, MethodTarget) else None
         device = self.device or torch.device("cpu")
         results = opaque_results(mark, instance, signature, what, home or loc, device)
@@ -286,15 +289,25 @@ def _shared(target: Target) -> tuple[Shared, ...]:
     return target.shared if isinstance(target, MethodTarget) else ()
 
 
-def _shares_of_forward(target: Target, joint: Joint, piece: Piece, effect: Effect) -> Shares:
+def _shares_of_forward(
+    target: Target, joint: Joint, piece: Piece, effect: Effect, name: str
+) -> Shares:
     changed = memory_of((*written_state(joint), *replaced_state(joint)))
+    _note(target, _memory(piece.state), changed, name)
     return shares_of(_shared(target), effect, _memory(piece.state), changed)
 
 
 def _with_shares(backward: Function, target: Target, piece: Piece) -> Function:
     """A backward, or a half of one, that says what it does to state that its actor shares."""
-    touched = _memory((*piece.state, *(gradient.tensor for gradient in piece.gradients)))
+    graded = _memory(gradient.tensor for gradient in piece.gradients)
+    _note(target, _memory(piece.state), graded, backward.name)
+    touched = _memory(piece.state) | graded
     return replace(backward, shares=shares_of(_shared(target), backward.effect, (), touched))
+
+
+def _note(target: Target, reads: set[int | None], changes: set[int | None], function: str) -> None:
+    if isinstance(target, MethodTarget) and target.use is not None:
+        target.use.note(reads, changes, function)
 
 
 def _memory(state: Iterable[StateTensor]) -> set[int | None]:

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from ..ir.location import Location
 from ..ir.module import Function, Vjp
-from .sharing import Shared
+from .holdings import Shared, Use
 from .specs import Tree
 
 T = TypeVar("T")
@@ -26,7 +26,7 @@ Guard = Callable[[], str | None]
 
 
 class Peers(Protocol):
-    """What the tracer needs of the world: who plays which rank, and a broadcast."""
+    """What the tracer needs of the world: who plays which rank, and how all hear of something."""
 
     @property
     def rank(self) -> int: ...
@@ -38,6 +38,8 @@ class Peers(Protocol):
 
     def broadcast(self, value: T | None, root: int) -> T: ...
 
+    def allgather(self, value: T) -> list[T]: ...
+
 
 @dataclass(frozen=True)
 class MethodTarget:
@@ -45,7 +47,7 @@ class MethodTarget:
 
     `remat`: whether its derivative computes again what it needs of the forward. `function`: what
     is called with the instance, if not its own method of that name. `shared`: what the actor shares
-    with other actors of its rank.
+    with other actors of its rank. `use`: notes what is done to what actors of other ranks hold.
     """
 
     actor: str
@@ -54,6 +56,7 @@ class MethodTarget:
     remat: bool = False
     function: Callable[..., Any] | None = None
     shared: tuple[Shared, ...] = ()
+    use: Use | None = None
 
     @property
     def callable(self) -> Any:

@@ -15,7 +15,7 @@ from ..ir.types import Place, Type
 from .callee import Callee
 from .errors import TraceError
 from .interface import Body, FunctionTracer, Guard, Peers, Write
-from .sharing import Shared
+from .sharing import Sharing
 from .source import caller_location, is_user_file
 from .specs import ObjectSpec, TensorSpec
 from .tape import Tape
@@ -49,7 +49,7 @@ class Session:
         writes: how often the state of each actor, or what others share of it, has been changed.
         written: the calls that have written to these, with their indices in the program.
         callees: the functions traced so far, by what was called and the signature.
-        sharing: what actors of this process share; None before the first of them is called.
+        sharing: what actors share; None before the first of them is called.
         optimistic: whether to assume that no gradients have to be clipped.
         assumptions: scalars that are true where that is so.
     """
@@ -67,7 +67,7 @@ class Session:
     writes: dict[str, int] = field(default_factory=dict)
     written: dict[str, list[tuple[int, Write]]] = field(default_factory=dict)
     callees: dict[Any, Callee] = field(default_factory=dict)
-    sharing: dict[str, tuple[Shared, ...]] | None = None
+    sharing: Sharing | None = None
     optimistic: bool = False
     assumptions: list[TracedTensor] = field(default_factory=list)
     function_names: Names = field(default_factory=Names)

@@ -1,154 +1,128 @@
-"""What actors hold in common: found by walking all that each of them holds.
+"""What actors have in common, and what becomes of it.
 
 Two actors of one rank may share a parameter (an optimizer beside its stage), a module, a list.
 Their calls then keep an order, as those of one actor do. Of traced functions it is known which
 memory they touch; what they read of Python's objects they have read when they were traced. A method
-that is called as it is may touch everything.
+that is called as it is may touch everything. What actors of different ranks share is in `apart.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from collections.abc import Collection, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
-from weakref import WeakValueDictionary
-
-import torch
 
 from ..ir.attributes import NO_SHARES, Effect, Shares
 from .guards import storage_key
-from .lifting import ActorState, reach
-
-
-@dataclass(frozen=True)
-class Shared:
-    """What an actor shares with another actor of its rank.
-
-    Attributes:
-        other: the other actor.
-        memory: the storages of the tensors that share memory with the other's.
-    """
-
-    other: str
-    memory: frozenset[int | None]
-
-
-@dataclass(eq=False)
-class Member:
-    """An actor, as this process knows it.
-
-    Attributes:
-        name, rank: as those of its handle.
-        world: what it was made in.
-        held: in a tuple the instance; empty where another process holds it.
-    """
-
-    name: str
-    rank: int
-    world: object
-    held: tuple[Any, ...]
-
-
-class Actors:
-    """The actors that a factory has made, for as long as they have handles.
-
-    Args:
-        member_of: the actor that a value is a handle of; None of any other value.
-    """
-
-    def __init__(self, member_of: Callable[[Any], Member | None]) -> None:
-        self._member_of = member_of
-        self._members: WeakValueDictionary[str, Member] = WeakValueDictionary()
-
-    def enter(self, member: Member) -> None:
-        """Note an actor that has been made."""
-        self._members[member.name] = member
-
-    def sharing(self, world: object) -> dict[str, tuple[Shared, ...]]:
-        """For each actor of this process that shares state with others of its rank, with whom."""
-        members = (m for m in self._members.values() if m.held and m.world is world)
-        local = sorted(members, key=lambda member: member.name)
-        holdings = {member.name: self._holding(member) for member in local}
-        ranks = {member.name: member.rank for member in local}
-        found: dict[str, dict[str, set[int | None]]] = {}
-        for names in _common(holdings):
-            for one, key in names.items():
-                for other in names:
-                    if other != one and ranks[other] == ranks[one]:
-                        memory = found.setdefault(one, {}).setdefault(other, set())
-                        memory.update(holdings[one].memory.get(key, ()))
-        return {
-            one: tuple(Shared(other, frozenset(memory)) for other, memory in others.items())
-            for one, others in found.items()
-        }
-
-    def _holding(self, member: Member) -> _Holding:
-        """What an actor holds; of other actors of its rank whose handles it has, too."""
-
-        def behind(value: Any) -> tuple[Any, ...]:
-            other = self._member_of(value)
-            return other.held if other is not None and other.rank == member.rank else ()
-
-        return _Holding.of(reach(member.held, behind))
-
-
-def _common(holdings: dict[str, _Holding]) -> Iterator[dict[str, Hashable]]:
-    """For each thing that several actors hold: the actors, each with the thing's key."""
-    holders: dict[Hashable, list[str]] = {}
-    for name, holding in holdings.items():
-        for key in (*holding.memory, *holding.objects):
-            holders.setdefault(key, []).append(name)
-    for key, names in holders.items():
-        if len(names) > 1:
-            yield dict.fromkeys(names, key)
+from .holdings import Actors, Held, Holding, Member, Shared, Use
+from .interface import Peers
 
 
 @dataclass
-class _Holding:
-    """What an actor holds.
+class Sharing:
+    """What the actors of a world share, as far as this process knows.
 
     Attributes:
-        memory: for each piece of memory, the storages of the tensors that it is of.
-        objects: identities of the objects that can change.
+        together: for each local actor, what it shares with others of its rank.
+        memory, objects: what actors of different ranks hold: the holders of each thing; the same on
+            all ranks.
+        members: the local actors by name.
+        holdings: what they hold.
+        uses: what notes how they use memory that actors of other ranks hold.
     """
 
-    memory: dict[Hashable, set[int | None]] = field(default_factory=dict)
-    objects: set[Hashable] = field(default_factory=set)
-
-    @staticmethod
-    def of(state: ActorState) -> _Holding:
-        holding = _Holding()
-        for held in state.tensors:
-            tensor = held.tensor
-            for key in _memory_keys(tensor):
-                holding.memory.setdefault(key, set()).add(storage_key(tensor))
-        holding.objects.update(("object", id(each)) for each in _changeable(state))
-        return holding
+    together: dict[str, tuple[Shared, ...]] = field(default_factory=dict)
+    memory: list[tuple[Held, ...]] = field(default_factory=list)
+    objects: list[tuple[Held, ...]] = field(default_factory=list)
+    members: dict[str, Member] = field(default_factory=dict)
+    holdings: dict[str, Holding] = field(default_factory=dict)
+    uses: dict[str, Use] = field(default_factory=dict)
 
 
-def _memory_keys(tensor: torch.Tensor) -> Iterator[Hashable]:
-    """What identifies the memory of a tensor and of its gradient."""
-    key = storage_key(tensor)
-    yield ("tensor", id(tensor)) if key is None else ("storage", key)
-    if key is not None and (address := tensor.untyped_storage().data_ptr()):
-        yield ("address", tensor.device, address)  # two storages may be made of one array
-    if tensor.is_leaf and tensor.grad is not None:
-        yield from _memory_keys(tensor.grad)
+def plays_all(peers: Peers) -> bool:
+    """Whether this process plays all ranks."""
+    return all(peers.plays(rank) for rank in range(peers.size))
 
 
-def _changeable(state: ActorState) -> Iterator[Any]:
-    """The Python objects of a state that can change."""
-    frozen = [each for each, _ in state.objects if _is_frozen(each)]
-    fixed = {id(each) for each in frozen} | {id(getattr(each, "__dict__", None)) for each in frozen}
-    for each, _ in (*state.objects, *state.containers, *state.others):
-        if id(each) not in fixed:
-            yield each
-    yield from state.trainers
+def find_sharing(actors: Actors, peers: Peers) -> Sharing:
+    """What the actors of a world share. Collective, where there are other processes."""
+    members = actors.local(peers)
+    found = Sharing(members={m.name: m for m in members})
+    found.holdings = {m.name: actors.holding(m) for m in members}
+    common = list(_common(found.holdings))
+    found.together = _together(found, common)
+    if plays_all(peers):
+        _find_apart(found, common)
+    else:
+        _agree_apart(found, peers)
+    for name, member in found.members.items():
+        found.uses[name] = Use(member, {})
+    for held in (each for holders in found.memory for each in holders):
+        if held.actor in found.members:
+            tensor = found.holdings[held.actor].values[held.path]
+            found.uses[held.actor].paths[storage_key(tensor)] = held.path
+    return found
 
 
-def _is_frozen(value: Any) -> bool:
-    parameters = getattr(type(value), "__dataclass_params__", None)
-    return parameters is not None and bool(parameters.frozen)
+def _common(holdings: dict[str, Holding]) -> Iterator[tuple[Hashable, list[str]]]:
+    """What several actors hold, with their names."""
+    holders: dict[Hashable, list[str]] = {}
+    for name, holding in holdings.items():
+        for key in holding.keys:
+            holders.setdefault(key, []).append(name)
+    return ((key, names) for key, names in holders.items() if len(names) > 1)
+
+
+def _together(
+    found: Sharing, common: Iterable[tuple[Hashable, list[str]]]
+) -> dict[str, tuple[Shared, ...]]:
+    rank = {name: member.rank for name, member in found.members.items()}
+    memory: dict[str, dict[str, set[int | None]]] = {}
+    for key, names in common:
+        for one in names:
+            mine = found.holdings[one].memory.get(key, {}).values()
+            for other in names:
+                if other != one and rank[other] == rank[one]:
+                    known = memory.setdefault(one, {}).setdefault(other, set())
+                    known.update(map(storage_key, mine))
+    return {
+        one: tuple(Shared(other, frozenset(keys)) for other, keys in sorted(others.items()))
+        for one, others in memory.items()
+    }
+
+
+def _find_apart(found: Sharing, common: Iterable[tuple[Hashable, list[str]]]) -> None:
+    """What actors of different ranks hold, all of which this process has."""
+    seen = set()
+    for key, names in common:
+        paths = [(name, found.holdings[name].path_of(key)) for name in names]
+        held = tuple(found.members[name].at(path) for name, path in paths if path is not None)
+        if len({each.rank for each in held}) > 1 and held not in seen:
+            seen.add(held)
+            is_memory = all(key in found.holdings[name].memory for name in names)
+            (found.memory if is_memory else found.objects).append(held)
+
+
+def _agree_apart(found: Sharing, peers: Peers) -> None:
+    """The same among processes: of what later actors were made of, they say what they hold."""
+    mine = [(*met, _is_memory(found, met[0])) for m in found.members.values() for met in m.met]
+    met = [each for theirs in peers.allgather(mine) for each in theirs]
+    if not met:
+        return
+    answers = {
+        (name, path): found.members[name].at(found.members[name].kept[path])
+        for _, name, path, _ in met
+        if name in found.members and path in found.members[name].kept
+    }
+    kept = {key: held for theirs in peers.allgather(answers) for key, held in theirs.items()}
+    for held, name, path, is_memory in met:
+        other = kept.get((name, path))
+        if other is not None:
+            (found.memory if is_memory else found.objects).append((held, other))
+
+
+def _is_memory(found: Sharing, held: Held) -> bool:
+    keys = found.holdings[held.actor].memory.values()
+    return any(held.path in tensors for tensors in keys)
 
 
 def shares_of(

@@ -15,6 +15,7 @@ from ..ir.location import Location
 from ..ir.ops import Return, Value
 from ..ir.types import Place
 from ..ir.verifier import verify
+from .apart import refuse_apart
 from .callee import Callee
 from .errors import TraceError
 from .interface import FunctionTracer, MethodTarget, Peers
@@ -88,6 +89,7 @@ def trace_step(
         )
     returned = _return(session, result, target, loc)
     verify(session.module)
+    refuse_apart(session)
     recheck(session)
     watch_arguments(session)
     instances = {
