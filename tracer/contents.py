@@ -27,7 +27,8 @@ class Kind:
     put: Callable[[Any, Any], Any]
 
 
-def _slots(value: Any) -> dict[str, Any]:
+def slots_of(value: Any) -> dict[str, Any]:
+    """The attributes that a value keeps in slots."""
     names = (name for cls in type(value).__mro__ for name in _names(vars(cls).get("__slots__", ())))
     return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
@@ -38,7 +39,7 @@ def _names(slots: Any) -> Iterable[str]:
 
 
 def _put_slots(value: Any, copy: dict[str, Any]) -> None:
-    for name in _slots(value).keys() - copy.keys():
+    for name in slots_of(value).keys() - copy.keys():
         object.__delattr__(value, name)
     for name, content in copy.items():
         object.__setattr__(value, name, content)
@@ -57,7 +58,7 @@ def _put_bits(value: np.random.Generator, copy: Any) -> None:
     value.bit_generator.state = copy
 
 
-_SLOTS = Kind(_slots, _put_slots)
+_SLOTS = Kind(slots_of, _put_slots)
 _KINDS: tuple[tuple[type, Kind], ...] = (
     (np.ndarray, Kind(lambda value: value.copy(), _put_array)),
     (np.random.Generator, Kind(lambda value: value.bit_generator.state, _put_bits)),

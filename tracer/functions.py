@@ -92,7 +92,7 @@ class Functions:
         guard = None
         if isinstance(target, MethodTarget):
             who = type(target.instance).__qualname__
-            guard = build_guard(call.state, joint.reads, piece.state, who)
+            guard = build_guard(call.state, joint.reads, piece.state, who, target.method)
         body = make_body(piece, name)
         return TracedFunction(declaration, joint.results, piece.state_outputs, body, guard)
 

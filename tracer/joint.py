@@ -154,7 +154,7 @@ class _Run:
             with self.mode, self.watch, _without_fused_recurrence(self.call.state):
                 owner = make_fx(lambda s, i: self._traced(s, i))(self.state, self.inputs)
             self._refuse_contents(contents.changed())
-            surroundings.check(self.call.what, self.watch, self.call.blame)
+            surroundings.check(self.call.what, self.call.blame)
         finally:
             try:
                 restore()

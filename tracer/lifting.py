@@ -7,6 +7,7 @@ that tracing can put a fake in its place and a body can look the live tensor up 
 
 from __future__ import annotations
 
+import argparse
 import collections
 import enum
 import sys
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-from .contents import has_slots, kind_of
+from .contents import has_slots, kind_of, slots_of
 from .errors import TraceError
 
 SCALARS: tuple[type, ...] = (
@@ -49,6 +50,14 @@ TRAINERS: tuple[type, ...] = (
     torch.amp.GradScaler,
 )
 """Objects that work on gradients; a method that touches one is called as it is."""
+
+_HOLDERS: tuple[type, ...] = (
+    types.SimpleNamespace,
+    argparse.Namespace,
+    collections.UserDict,
+    collections.UserList,
+)
+"""Classes of Python's own whose objects are nothing but what they hold."""
 
 _MANY = 10_000
 _OWN_ROOMS = tuple(
@@ -193,7 +202,12 @@ class _Walk:
             self.state.trainers.append(value)
         elif is_walked(value):
             self.visit_object(value, path)
-        elif kind_of(value) is not None or (has_slots(value) and _is_foreseen(value)):
+        elif has_slots(value) and _is_foreseen(value):
+            self.visit_object(value, path)
+            self.state.others.append((value, path))
+            for name, item in slots_of(value).items():
+                self.visit(item, _join(path, name), None)
+        elif kind_of(value) is not None:
             self._seen.add(id(value))
             self.state.others.append((value, path))
 
@@ -270,7 +284,7 @@ def _join(path: str, key: object) -> str:
 
 def is_walked(value: Any) -> bool:
     """Whether an object's attributes count as the actor's own."""
-    if isinstance(value, (torch.nn.Module, types.SimpleNamespace)):
+    if isinstance(value, (torch.nn.Module, *_HOLDERS)):
         return True
     return isinstance(getattr(value, "__dict__", None), dict) and _is_foreseen(value)
 

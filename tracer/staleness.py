@@ -1,55 +1,66 @@
 """The guard of a trace: has the actor changed in a way that the trace did not foresee?
 
-Tracing bakes in what Python code reads: flags, sizes, which submodule comes next. The guard
-compares exactly the attributes that were read. It runs before every execution, so it is a flat
-list of checks that spend their time in C: one comparison of tuples for each object.
+Tracing bakes in what Python code reads: flags, sizes, which submodule comes next, and that an
+attribute is not there. The guard compares exactly what was read, with the types of objects and
+with the containers in which bodies look tensors up. It runs before every execution, so it compares
+identities in C, and looks closer only where these differ.
 """
 
 from __future__ import annotations
 
 import collections
-import operator
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+import weakref
+from collections.abc import Iterable, Sequence
+from types import MemberDescriptorType
 from typing import Any
 
+import numpy as np
 import torch
+from torch.nn.modules import module as modules
 
 from .fingerprint import MISSING
+from .flat import Flat
 from .interface import Guard
 from .lifting import SCALARS, ActorState, StateTensor
+from .pictures import (
+    Attributes,
+    Comparison,
+    Difference,
+    Elements,
+    Entries,
+    Items,
+    Members,
+    Picture,
+    Plain,
+    Reference,
+    TensorPicture,
+    Thing,
+    elements,
+    group_of,
+)
+from .specs import static_key
 from .surroundings import is_foreign
 from .watch import EVERYTHING
 
 _AGAIN = "trace the step again (lower and compile it anew) to use the actor as it is now"
+_MODULE_GROUPS = ("", "_modules", "_parameters", "_buffers")
+_OF_MODULES = frozenset(vars(torch.nn.Module)) - {"forward", "__call__"}
+"""What modules have by their class, and nobody gives an attribute to."""
 
-_MANY = 10_000
-"""A larger container is compared by identity alone."""
-
-_Check = tuple[
-    dict[str, Any], Callable[[dict[str, Any]], Any], tuple[Any, ...], tuple[str, ...], str
-]
-
-
-@dataclass(frozen=True)
-class _Inherited:
-    """Reads attributes that an object's class had when it was traced: the object's own first."""
-
-    names: tuple[str, ...]
-    space: Mapping[str, Any]
-
-    def __call__(self, attributes: dict[str, Any]) -> tuple[Any, ...]:
-        space = self.space
-        return tuple(
-            [attributes[n] if n in attributes else space.get(n, MISSING) for n in self.names]
-        )
-
-
-_TensorCheck = tuple[Any, Any, torch.Size, torch.dtype, bool, bool]
+_GLOBAL_HOOKS = {
+    name: value
+    for name, value in vars(modules).items()
+    if name.startswith("_global_") and isinstance(value, dict)
+}
 
 
 def build_guard(
-    state: ActorState, reads: dict[int, set[str]], used: Iterable[StateTensor], who: str
+    state: ActorState,
+    reads: dict[int, set[str]],
+    used: Iterable[StateTensor],
+    who: str,
+    method: str,
+    given: Sequence[tuple[Any, str]] = (),
 ) -> Guard | None:
     """A guard over the attributes `reads` (by object id) and the tensors `used`.
 
@@ -57,24 +68,58 @@ def build_guard(
 
     Args:
         who: the actor's class, for the message.
+        method: the actor's method, by name.
+        given: objects among the arguments, with their names.
 
     Returns:
         None if the trace relied on nothing.
     """
-    checks = [c for obj, path in state.objects for c in _object_checks(obj, path, reads[id(obj)])]
     tensors = list(used)
-    ties = [t for t in tensors if len(t.slots) > 1]
-    plain = [_tensor_check(t) for t in tensors]
-    paths = [t.path for t in tensors]
-    if not checks and not plain:
+    if not tensors and not any(reads.values()):
         return None
+    reads[id(state.objects[0][0])].add(method)
+    return _Guard(state, reads, tensors, who, given).check
 
-    def guard() -> str | None:
+
+class _Guard:
+    """What a trace relied on."""
+
+    def __init__(
+        self,
+        state: ActorState,
+        reads: dict[int, set[str]],
+        used: Sequence[StateTensor],
+        who: str,
+        given: Sequence[tuple[Any, str]],
+    ) -> None:
+        camera = _Camera(state.objects[0][0], reads, used)
+        self._who = who
+        self._used = {camera.number(t.tensor): t for t in used}
+        roots = [*state.objects[:1], *given]
+        self._roots = [(obj, path, camera.take(obj)) for obj, path in roots]
+        if any(isinstance(obj, torch.nn.Module) for obj, _ in state.objects):
+            hooks = ((hooks, name) for name, hooks in _GLOBAL_HOOKS.items())
+            self._roots += [(value, name, camera.take(value)) for value, name in hooks]
+        self._roots += camera.classes()
+        self._flat = Flat()
+        self._plain: list[Any] = []
+        self._ties: list[list[tuple[Any, Any]]] = []
+        self._flatten()
+
+    def _flatten(self) -> None:
+        flat = Flat()
+        for value, _, picture in self._roots:
+            picture.flatten(value, flat)
+        self._flat = flat
+        self._plain = [_tensor_check(number, t, flat) for number, t in self._used.items()]
+        self._ties = [places for places in flat.tensors.values() if len(places) > 1]
+
+    def check(self) -> str | None:
+        """None, or what has changed."""
         try:
-            for attributes, getter, expected, _, _ in checks:
-                if getter(attributes) != expected:
-                    return _explain(checks, who)
-            for holder, key, shape, dtype, flag, dense in plain:
+            if not self._holds():
+                return self._look_closer()
+            for holder, key, shape, dtype, flag, dense, _ in self._plain:
                 tensor = holder[key]
                 if (
                     tensor.requires_grad is not flag
@@ -83,189 +128,207 @@ def build_guard(
                     or tensor.is_contiguous() is not dense
                     or (flag and (tensor._backward_hooks or tensor._post_accumulate_grad_hooks))
                 ):
-                    return _explain_tensor(holder, key, paths[_index(plain, holder, key)], who)
-            for tied in ties:
-                first = tied.slots[0].get()
-                if any(slot.get() is not first for slot in tied.slots[1:]):
-                    names = " and ".join(f"'{slot.path}'" for slot in tied.slots)
-                    return f"{who}: {names} were one tensor when it was traced; {_AGAIN}"
+                    return self._explain_tensors() or self._look_closer()
         except (LookupError, AttributeError, TypeError, ValueError, RuntimeError):
-            return _explain(checks, who)
+            return self._look_closer()
         return None
 
-    return guard
-
-
-def _tensor_check(tensor: StateTensor) -> Any:
-    slot, now = tensor.slots[0], tensor.tensor
-    holder, key = slot.holder, slot.key
-    if slot.within:
-        holder, key = holder[key], slot.within[0]
-        for index in slot.within[1:]:
-            holder, key = holder[key], index
-    return (holder, key, now.shape, now.dtype, now.requires_grad, now.is_contiguous())
-
-
-def _index(plain: list[Any], holder: Any, key: Any) -> int:
-    return next(i for i, c in enumerate(plain) if c[0] is holder and c[1] == key)
-
-
-def _object_checks(obj: Any, path: str, names: set[str]) -> list[_Check]:
-    """One check for each dict that holds attributes of an object that were read."""
-    attributes = vars(obj) if hasattr(obj, "__dict__") else {}
-    if EVERYTHING in names:
-        names = set(attributes)
-    groups: list[tuple[dict[str, Any], list[str]]] = [(attributes, [])]
-    if isinstance(obj, torch.nn.Module):
-        groups += [(attributes[d], []) for d in ("_modules", "_parameters", "_buffers")]
-    for name in sorted(names):
-        for values, keys in groups:
-            if name in values:
-                keys.append(name)
-                break
-    found = [c for values, keys in groups for c in _dict_checks(values, keys, path)]
-    own = names.difference(*(keys for _, keys in groups))
-    return found + [c for cls in type(obj).__mro__ for c in _class_checks(cls, own, obj, path)]
-
-
-def _class_checks(cls: type, names: set[str], obj: Any, path: str) -> list[_Check]:
-    """A check of the data that an object has by a class that the user wrote; takes its names."""
-    if is_foreign(cls):
-        return []
-    space = vars(cls)
-    mine = tuple(name for name in sorted(names) if name in space and _is_data(space[name]))
-    names.difference_update(space)
-    if not mine or not hasattr(obj, "__dict__"):
-        return []
-    return [
-        (vars(obj), _Inherited(mine, space), tuple(_frozen(space[n]) for n in mine), mine, path)
-    ]
-
-
-def _is_data(value: Any) -> bool:
-    """Whether an attribute of a class is plain data: numbers, words, and lists of them."""
-    if isinstance(value, (tuple, list)):
-        return all(map(_is_data, value))
-    return isinstance(value, SCALARS) and not isinstance(value, type)
-
-
-def _dict_checks(values: dict[str, Any], keys: list[str], path: str) -> list[_Check]:
-    found: list[_Check] = []
-    names = []
-    for key in keys:
-        value = values[key]
-        if isinstance(value, torch.Tensor):
-            continue  # state: looked up live, and checked as a tensor
-        if _is_array(value) or (isinstance(value, (dict, list, tuple)) and _has_tensor(value)):
-            found.extend(_nested_checks(values, key, value, path))
-        else:
-            names.append(key)
-    if len(names) == 1:
-        names *= 2  # so that itemgetter gives a tuple
-    if names:
-        expected = tuple(_frozen(values[name]) for name in names)
-        found.append((values, operator.itemgetter(*names), expected, tuple(names), path))
-    return found
-
-
-def _nested_checks(values: dict[str, Any], key: str, value: Any, path: str) -> list[_Check]:
-    """Checks of a container with tensors, or of an array: structure, and all that is baked in."""
-
-    def shape_of(attributes: dict[str, Any]) -> tuple[Any, ...]:
-        return (_skeleton(attributes[key]),)
-
-    return [(values, shape_of, (_skeleton(value),), (key,), path)]
-
-
-def _frozen(value: Any) -> Any:
-    """A copy that later changes of lists and dicts do not reach; objects stay themselves."""
-    if isinstance(value, (list, dict)) and len(value) > _MANY:
-        return value
-    if isinstance(value, list):
-        return [_frozen(v) for v in value]
-    if isinstance(value, (set, collections.deque)):
-        return value.copy()
-    if isinstance(value, dict):
-        return {k: _frozen(v) for k, v in value.items()}
-    return value
-
-
-def _is_array(value: Any) -> bool:
-    """Whether a value is a NumPy array (which this package may not be able to import)."""
-    return type(value).__module__ == "numpy" and hasattr(value, "tobytes") and value.ndim > 0
-
-
-def _has_tensor(value: Any) -> bool:
-    if isinstance(value, dict):
-        value = value.values()
-    elif not isinstance(value, (list, tuple)):
-        return isinstance(value, torch.Tensor)
-    return any(map(_has_tensor, value))
-
-
-def _skeleton(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return "tensor"
-    if _is_array(value):
-        return (value.dtype, value.shape, value.tobytes() if value.nbytes <= _MANY else id(value))
-    if isinstance(value, (list, tuple)):
-        return [_skeleton(v) for v in value]
-    if isinstance(value, dict):
-        return {k: _skeleton(v) for k, v in value.items()}
-    return value
-
-
-def _explain(checks: list[_Check], who: str) -> str:
-    for attributes, getter, expected, names, path in checks:
-        for name in names:
-            if name not in attributes and not isinstance(getter, _Inherited):
-                return f"{who} has lost the attribute '{_join(path, name)}'; {_AGAIN}"
-        for name, before, after in zip(names, expected, getter(attributes), strict=True):
-            if not _equal(before, after):
-                where, before, after = _pinpoint(_join(path, name), before, after)
-                return (
-                    f"{who}: '{where}' was {_short(before)} when it was traced and is "
-                    f"{_short(after)} now; {_AGAIN}"
-                )
-    return f"{who} has changed since it was traced; {_AGAIN}"
-
-
-def _pinpoint(path: str, before: Any, after: Any) -> tuple[str, Any, Any]:
-    """The entry that differs, of two dicts with the same keys."""
-    if isinstance(before, dict) and isinstance(after, dict) and before.keys() == after.keys():
-        for key in before:
-            if not _equal(before[key], after[key]):
-                path = path.removesuffix("_modules").removesuffix(".")
-                return _pinpoint(_join(path, str(key)), before[key], after[key])
-    return path, before, after
-
-
-def _equal(before: Any, after: Any) -> bool:
-    if before is after:
+    def _holds(self) -> bool:
+        if not self._flat.holds():
+            return False
+        for places in self._ties:
+            holder, key = places[0]
+            first = holder[key]
+            if any(holder[key] is not first for holder, key in places):
+                return False
         return True
-    try:
-        return bool(before == after)
-    except (RuntimeError, ValueError, TypeError):
-        return False
 
+    def _look_closer(self) -> str | None:
+        """What has changed; where identities have and nothing else, the guard follows them."""
+        met = Comparison()
+        for value, path, picture in self._roots:
+            try:
+                found = picture.differ(value, path, met)
+            except (LookupError, AttributeError, TypeError, ValueError, RuntimeError):
+                return f"{self._who} has changed since it was traced; {_AGAIN}"
+            if found is not None:
+                return self._explain(found)
+        self._flatten()
+        return self._explain_tensors()
 
-def _explain_tensor(holder: Any, key: Any, path: str, who: str) -> str:
-    tensor = holder[key]
-    if tensor.requires_grad and (tensor._backward_hooks or tensor._post_accumulate_grad_hooks):
+    def _explain(self, found: Difference) -> str:
+        if found.after is MISSING:
+            return f"{self._who} has lost the attribute '{found.path}'; {_AGAIN}"
+        if found.before.startswith("one tensor with"):
+            other = found.before.partition("'")[2].removesuffix("'")
+            both = f"'{other}' and '{found.path}'"
+            return f"{self._who}: {both} were one tensor when it was traced; {_AGAIN}"
         return (
-            f"{who}: '{path}' has a gradient hook now, which a traced step does not call; {_AGAIN}"
+            f"{self._who}: '{found.path}' was {_short(found.before)} when it was traced and is "
+            f"{_short(_repr(found.after))} now; {_AGAIN}"
         )
+
+    def _explain_tensors(self) -> str | None:
+        for holder, key, shape, dtype, flag, dense, path in self._plain:
+            tensor = holder[key]
+            if tensor.requires_grad and (
+                tensor._backward_hooks or tensor._post_accumulate_grad_hooks
+            ):
+                return (
+                    f"{self._who}: '{path}' has a gradient hook now, which a traced step does not "
+                    f"call; {_AGAIN}"
+                )
+            now = (tensor.shape, tensor.dtype, tensor.requires_grad, tensor.is_contiguous())
+            if now != (shape, dtype, flag, dense):
+                return (
+                    f"{self._who}: shape, dtype, layout or requires_grad of '{path}' has changed "
+                    f"since it was traced (now {tensor.dtype}, {tuple(tensor.shape)}, "
+                    f"requires_grad={tensor.requires_grad}); {_AGAIN}"
+                )
+        return None
+
+
+def _tensor_check(number: int, tensor: StateTensor, flat: Flat) -> Any:
+    now = tensor.tensor
+    places = flat.tensors.get(number)
+    holder, key = places[0] if places else _innermost(tensor)
     return (
-        f"{who}: shape, dtype, layout or requires_grad of '{path}' has changed since it was "
-        f"traced (now {tensor.dtype}, {tuple(tensor.shape)}, "
-        f"requires_grad={tensor.requires_grad}); {_AGAIN}"
+        *(holder, key, now.shape, now.dtype, now.requires_grad, now.is_contiguous()),
+        tensor.path,
     )
 
 
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
+def _innermost(tensor: StateTensor) -> tuple[Any, Any]:
+    slot = tensor.slots[0]
+    holder, key = slot.holder, slot.key
+    for index in slot.within:
+        holder, key = holder[key], index
+    return holder, key
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
+class _Camera:
+    """Takes pictures of what a trace has read."""
+
+    def __init__(self, actor: Any, reads: dict[int, set[str]], used: Sequence[StateTensor]) -> None:
+        self._actor = actor
+        self._reads = reads
+        self._pinned = {id(t.slots[0].holder) for t in used}
+        self._taken: dict[int, Picture] = {}
+        self._numbers: dict[int, int] = {}
+        self._inherited: dict[type, set[str]] = {}
+
+    def number(self, tensor: torch.Tensor) -> int:
+        return self._numbers.setdefault(id(tensor), len(self._numbers))
+
+    def take(self, value: Any) -> Picture:
+        """A picture of a value."""
+        known = self._taken.get(id(value))
+        if known is not None:
+            return known
+        if isinstance(value, torch.Tensor):
+            return TensorPicture(self.number(value))
+        if id(value) in self._reads:
+            return self._object(value)
+        if isinstance(value, SCALARS) and not isinstance(value, type):
+            return Plain(static_key(value), repr(value))
+        if isinstance(value, weakref.ref):
+            return Reference()
+        if isinstance(value, (np.ndarray, bytearray)):
+            return Elements(elements(value), _short(repr(value)))
+        if isinstance(value, (list, tuple, collections.deque)):
+            return self._items(value)
+        if isinstance(value, dict):
+            return self._entries(value)
+        if isinstance(value, (set, frozenset)):
+            return Members(type(value), frozenset(value))
+        return Thing(value)
+
+    def _items(self, value: Any) -> Picture:
+        taken = self._taken[id(value)] = Items(type(value), self._pin(value))
+        taken.items = [self.take(item) for item in value]
+        return taken
+
+    def _entries(self, value: dict[Any, Any]) -> Picture:
+        taken = self._taken[id(value)] = Entries(type(value), self._pin(value))
+        taken.keys = list(value)
+        taken.values = [self.take(dict.__getitem__(value, key)) for key in value]
+        return taken
+
+    def _pin(self, container: Any) -> Any:
+        return container if id(container) in self._pinned else None
+
+    def _object(self, obj: Any) -> Picture:
+        taken = self._taken[id(obj)] = Attributes(type(obj), obj)
+        names = set(self._reads[id(obj)])
+        attributes = group_of(obj, "")
+        groups = _MODULE_GROUPS if isinstance(obj, torch.nn.Module) else ("",)
+        if EVERYTHING in names:
+            names |= set(attributes)
+            taken.whole = tuple(attributes)
+        if any(id(group_of(obj, name)) in self._pinned for name in groups):
+            taken.pinned = True
+        names = {name for name in names if not name.startswith("__")}
+        found: set[str] = set()
+        for group in groups:
+            space = group_of(obj, group)
+            present = {n: self.take(space[n]) for n in sorted(names - found) if n in space}
+            found |= present.keys()
+            taken.groups.append((group, present, set()))
+        names -= found
+        known = {name for name in names if hasattr(type(obj), name)}
+        for group, _, absent in taken.groups:
+            # What the class has is hidden by the object's own attributes alone.
+            absent |= names - _OF_MODULES - (known if group else set())
+        self._slots(obj, names, taken)
+        self._inherited.setdefault(type(obj), set()).update(names)
+        return taken
+
+    def _slots(self, obj: Any, names: set[str], taken: Attributes) -> None:
+        for name in sorted(names):
+            if isinstance(getattr(type(obj), name, None), MemberDescriptorType):
+                value = getattr(obj, name, MISSING)
+                taken.slots[name] = None if value is MISSING else self.take(value)
+
+    def classes(self) -> list[tuple[Any, str, Picture]]:
+        """Pictures of what the objects seen so far have from their classes, or lack there."""
+        found: dict[type, set[str]] = {}
+        for cls, names in self._inherited.items():
+            left = names | {"__call__"}
+            for base in cls.__mro__[:-1]:
+                found.setdefault(base, set()).update(left)
+                left -= vars(base).keys()
+        actor = type(self._actor).__mro__
+        return [
+            (cls, "" if cls in actor else cls.__name__, self._class(cls, names))
+            for cls, names in found.items()
+        ]
+
+    def _class(self, cls: type, names: set[str]) -> Picture:
+        space = vars(cls)
+        own = not is_foreign(cls)
+        present: dict[str, Picture] = {
+            name: self.take(space[name]) if own and _is_data(space[name]) else Thing(space[name])
+            for name in sorted(names)
+            if name in space
+        }
+        return Attributes(type(cls), cls, groups=[("", present, names - present.keys())])
+
+
+def _is_data(value: Any) -> bool:
+    """Whether an attribute of a class is plain data: numbers, words, and containers of them."""
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return all(map(_is_data, value))
+    if isinstance(value, dict):
+        return all(map(_is_data, value.values()))
+    return isinstance(value, SCALARS) and not isinstance(value, type)
+
+
+def _repr(value: Any) -> str:
+    try:
+        return repr(value)
+    except Exception:  # of the user's own
+        return f"an object of class {type(value).__qualname__}"
+
+
+def _short(text: str) -> str:
     return text if len(text) <= 60 else text[:57] + "..."

@@ -19,7 +19,6 @@ from .blame import is_installed
 from .errors import TraceError
 from .fingerprint import MISSING, Change, Snapshot, same
 from .lifting import ActorState, is_walked
-from .watch import Watch
 
 _FEW = 1000
 _DEPTH = 3
@@ -59,7 +58,7 @@ class Surroundings:
         self._found: list[Change] = []
         self._found_cells: list[int] = []
 
-    def check(self, what: str, watch: Watch, loc: Location | None) -> None:
+    def check(self, what: str, loc: Location | None) -> None:
         """Look for changes.
 
         Raises:
@@ -81,8 +80,6 @@ class Surroundings:
                     "method with @cg.opaque",
                 )
             raise _lost(what, path, f" (from {_words(before)} to {_words(after)})", loc)
-        for path in watch.class_writes() if self._strict else ():
-            raise _lost(what, path, "", loc)
 
     def _search(self) -> None:
         self._found = [c for c in self._snapshot.changes() if self._counts(c)]

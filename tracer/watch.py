@@ -1,18 +1,17 @@
 """Watching an actor's attributes while a call is traced: what is read, what is written, where.
 
-The class of every object is replaced, for the time of the trace, by a subclass that notes each
-access. So a guard covers exactly the attributes that the trace relied on, and an attribute that a
-traced method sets is reported with its line. Touching an optimizer ends the trace at once.
+The class of every object notes each access for the time of the trace. So a guard covers exactly the
+attributes that the trace relied on, and an attribute that a traced method sets is reported with its
+line. Touching an optimizer ends the trace at once.
 """
 
 from __future__ import annotations
 
-import abc
 import os
 import sys
 from collections.abc import Callable
 from types import CodeType, TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -20,6 +19,7 @@ from ..ir.location import Location
 from .blame import current_location
 from .contents import is_used_up
 from .errors import TraceError
+from .fingerprint import MISSING
 from .lifting import ActorState
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -38,6 +38,9 @@ class RunAsIs(BaseException):
 class Watch:
     """Notes accesses to the attributes of an actor's objects, inside a `with` block.
 
+    The classes of the objects are given methods that note, so objects stay of their classes. Of
+    other objects of these classes nothing is noted.
+
     Attributes:
         reads: for the `id` of each object, the names that were read.
         writes: the line of the last write of each (object id, name).
@@ -48,17 +51,23 @@ class Watch:
         self.writes: dict[tuple[int, str], Location | None] = {}
         self._state = state
         self._until = until
-        self._classes: dict[tuple[type, bool], type | None] = {}
-        self._made: dict[type, frozenset[str]] = {}
-        self._swapped: list[tuple[Any, type]] = []
+        self._trainers = {id(trainer) for trainer in state.trainers}
+        self._patched: list[tuple[type, str, Any]] = []
 
     def __enter__(self) -> Watch:
+        self.reads.update((id(obj), set()) for obj, _ in self._state.objects)
+        classes = {type(obj): self._noting for obj, _ in self._state.objects}
+        classes |= {type(trainer): self._forbidding for trainer in self._state.trainers}
+        # All are made of the methods that there are before any of them is replaced.
+        spaces = [(cls, make(cls)) for cls, make in classes.items()]
+        try:
+            refusing = {cls for cls, space in spaces if not self._patch(cls, space)}
+        except BaseException:
+            self.restore()
+            raise
         for obj, _ in self._state.objects:
-            self.reads[id(obj)] = set()
-            if not self._swap(obj, trainer=False):
+            if type(obj) in refusing:
                 self.reads[id(obj)].add(EVERYTHING)
-        for trainer in self._state.trainers:
-            self._swap(trainer, trainer=True)
         return self
 
     def __exit__(
@@ -69,40 +78,26 @@ class Watch:
     ) -> None:
         self.restore()
 
-    def restore(self) -> None:
-        """Give all objects their own classes again; can be done twice."""
-        while self._swapped:
-            obj, cls = self._swapped[-1]
-            object.__setattr__(obj, "__class__", cls)
-            self._swapped.pop()
-
-    def _swap(self, obj: Any, *, trainer: bool) -> bool:
-        cls = type(obj)
-        key = (cls, trainer)
-        if key not in self._classes:
-            space = self._forbidding(cls) if trainer else self._noting(cls)
-            made = self._classes[key] = _subclass(cls, space)
-            if made is not None:
-                self._made[made] = frozenset(vars(made))
-        watched = self._classes[key]
-        if watched is None:
-            return False
-        self._swapped.append((obj, cls))  # first: Ctrl-C may come between the two
-        try:
-            object.__setattr__(obj, "__class__", watched)
-        except TypeError:
-            self._swapped.pop()
-            return False
+    def _patch(self, cls: type, space: dict[str, Any]) -> bool:
+        """Give a class these methods; False if it takes none."""
+        for name, method in space.items():
+            self._patched.append((cls, name, vars(cls).get(name, MISSING)))  # before Ctrl-C
+            try:
+                type.__setattr__(cls, name, method)
+            except TypeError:  # not of Python
+                self._patched.pop()
+                return False
         return True
 
-    def class_writes(self) -> list[str]:
-        """Attributes that were set on the classes that stood in, as by `type(self).count += 1`."""
-        return [
-            f"{cls.__name__}.{name}"
-            for cls, before in self._made.items()
-            for name in vars(cls).keys() - before
-            if not name.startswith("__")
-        ]
+    def restore(self) -> None:
+        """Give all classes their own methods again; can be done twice."""
+        while self._patched:
+            cls, name, before = self._patched[-1]
+            if before is not MISSING:
+                type.__setattr__(cls, name, before)
+            elif name in vars(cls):
+                type.__delattr__(cls, name)
+            self._patched.pop()
 
     def _noting(self, cls: type) -> dict[str, Any]:
         reads, writes, until = self.reads, self.writes, self._until
@@ -112,23 +107,27 @@ class Watch:
         drop: Callable[..., None] = cls.__delattr__
 
         def get_attribute(self: Any, name: str) -> Any:
-            if name == "__class__":
-                return cls
-            if name != EVERYTHING or not _called_by_torch():
-                names = reads.get(id(self))
-                if names is not None:  # None: a copy that the method has made
+            names = reads.get(id(self))
+            if names is None:  # another object, or a copy that the method has made
+                return get(self, name)
+            if name == EVERYTHING:
+                if not _called_by_torch():
                     names.add(name)
+            elif not name.startswith("__"):
+                names.add(name)
             value = get(self, name)
             if is_used_up(value):
                 raise _using_up(cls, name, value, until)
             return value
 
         def set_attribute(self: Any, name: str, value: Any) -> None:
-            writes[id(self), name] = current_location(until)[0]
+            if id(self) in reads:
+                writes[id(self), name] = current_location(until)[0]
             put(self, name, value)
 
         def delete_attribute(self: Any, name: str) -> None:
-            writes[id(self), name] = current_location(until)[0]
+            if id(self) in reads:
+                writes[id(self), name] = current_location(until)[0]
             drop(self, name)
 
         return {
@@ -138,13 +137,19 @@ class Watch:
         }
 
     def _forbidding(self, cls: type) -> dict[str, Any]:
-        def get_attribute(self: Any, name: str) -> Any:
-            if name == "__class__":
-                return cls
-            raise RunAsIs(f"it uses {cls.__name__}.{name}")
+        trainers = self._trainers
+        get: Callable[..., Any] = cls.__getattribute__
+        put: Callable[..., None] = cls.__setattr__
 
-        def set_attribute(self: Any, name: str, value: Any) -> NoReturn:
-            raise RunAsIs(f"it sets {cls.__name__}.{name}")
+        def get_attribute(self: Any, name: str) -> Any:
+            if id(self) in trainers and name != "__class__":
+                raise RunAsIs(f"it uses {cls.__name__}.{name}")
+            return get(self, name)
+
+        def set_attribute(self: Any, name: str, value: Any) -> None:
+            if id(self) in trainers:
+                raise RunAsIs(f"it sets {cls.__name__}.{name}")
+            put(self, name, value)
 
         return {"__getattribute__": get_attribute, "__setattr__": set_attribute}
 
@@ -161,22 +166,3 @@ def _using_up(cls: type, name: str, value: Any, until: CodeType) -> TraceError:
 
 def _called_by_torch() -> bool:
     return sys._getframe(2).f_code.co_filename.startswith(_TORCH)
-
-
-class _NoSubclassHook:
-    def __init_subclass__(cls, **_: Any) -> None:
-        """Keeps the watched class's own hook (registries and the like) from running."""
-
-
-def _subclass(cls: type, space: dict[str, Any]) -> type | None:
-    """A subclass to swap in, or None where the class does not admit one."""
-    if type(cls) not in (type, abc.ABCMeta):
-        return None
-    space = {**space, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    hooked = any("__init_subclass__" in vars(base) for base in cls.__mro__[:-1])
-    try:
-        if hooked:
-            return type(cls)(cls.__name__, (_NoSubclassHook, cls), space)
-        return type(cls)(cls.__name__, (cls,), {**space, "__slots__": ()})
-    except TypeError:
-        return None

@@ -112,15 +112,15 @@ CHANGES: dict[str, tuple[Callable[[Actor], object], str]] = {
     "eval": (lambda a: a.eval(), "'blocks.0.1.training' was True when it was traced and is False"),
     "scalar": (lambda a: setattr(a, "mode", Mode.SLOW), "'mode' was <Mode.FAST: 1>"),
     "config": (lambda a: setattr(a.config, "scale", 3.0), "'config.scale' was 2.0"),
-    "new config": (lambda a: setattr(a, "config", Config(3.0)), "'config' was Config("),
-    "slotted": (lambda a: setattr(a, "slotted", Slotted(3.0)), "'slotted' was Slotted("),
+    "new config": (lambda a: setattr(a, "config", Config(3.0)), "'config.scale' was 2.0"),
+    "slotted": (lambda a: setattr(a, "slotted", Slotted(3.0)), "'slotted.scale' was 2.0"),
     "abc": (lambda a: setattr(a.option, "flip", True), "'option.flip' was False"),
     "hooked class": (lambda a: setattr(a.setting, "factor", 4), "'setting.factor' was 3"),
     "list": (lambda a: a.sizes.append(3), "'sizes' was [1, 2]"),
     "dict": (lambda a: a.names.update(a=2.0), "'names.a' was 1.0"),
     "set": (lambda a: a.tags.add("u"), "'tags' was {'t'}"),
     "array": (lambda a: a.array.fill(2), "'array'"),
-    "mixed": (lambda a: a.mixed.__setitem__(1, 3.0), "'mixed'"),
+    "mixed": (lambda a: a.mixed.__setitem__(1, 3.0), "'mixed.1' was 2.0"),
     "module": (replaced, "'blocks.0.0' was Linear"),
     "grown": (lambda a: a.blocks.append(nn.Identity()), "'blocks._modules'"),
     "norm": (lambda a: setattr(a.norm, "eps", 1e-3), "'norm.eps' was 1e-05"),
@@ -130,7 +130,7 @@ CHANGES: dict[str, tuple[Callable[[Actor], object], str]] = {
     "gradient hook": (lambda a: a.bias.register_hook(print), "'bias' has a gradient hook"),
     "dtype": (moved, "of 'blocks.0.0.weight' has changed"),
     "strides": (turned, "of 'blocks.0.0.weight' has changed"),
-    "no bias": (lambda a: setattr(a, "bias", None), "has changed since it was traced"),
+    "no bias": (lambda a: setattr(a, "bias", None), "'bias' was a tensor when it was traced"),
 }
 
 
