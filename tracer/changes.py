@@ -1,7 +1,8 @@
-"""Judging what a traced call did to attributes: a rebound buffer is kept, the rest is refused.
+"""Judging what a traced call did to attributes: a rebound buffer is kept, the rest is suspicious.
 
 `self.ema = 0.9 * self.ema + 0.1 * x` gives an attribute a new tensor. That becomes an output of the
-graph which the body writes back. Any other change would happen once, while tracing, and be lost.
+graph which the body writes back. Any other change would happen once, while tracing. It is refused,
+unless it brings no traced value and a second run, after it, makes no change any more (`twice.py`).
 """
 
 from __future__ import annotations
@@ -16,15 +17,19 @@ import torch
 from ..ir.location import Location
 from .call import Call
 from .errors import TraceError
-from .fingerprint import MISSING, Change
+from .fingerprint import MISSING, Change, refill
 from .guards import storage_key
-from .lifting import ActorState, Slot, StateTensor
+from .lifting import ActorState, Slot, StateTensor, reaches_tensor
 from .surroundings import has_fake
 from .watch import Watch
 
 _ATTRIBUTE_REMEDY = (
     "mark the method with @cg.opaque; or keep what changes in a buffer (self.register_buffer), "
     "which a traced method may update"
+)
+_WARM_UP = (
+    ". If it is made once and kept, call the method once eagerly, on actor.local, before the step "
+    "is traced"
 )
 
 
@@ -45,6 +50,33 @@ class Rebind:
     shared: bool
 
 
+@dataclass(frozen=True, eq=False)
+class Initialization:
+    """A change that may be one of the first call only, such as of an attribute made when needed.
+
+    Attributes:
+        owner: the `id` of the object whose attribute it is; None inside of a container.
+        container, key: where; no key for a container that changed as a whole.
+        content: what is there now; `MISSING` for nothing.
+        refusal: what to raise if it is not of the first call only.
+    """
+
+    owner: int | None
+    container: Any
+    key: Any
+    content: Any
+    refusal: TraceError
+
+    def apply(self) -> None:
+        """Make the change for good."""
+        if self.key is None:
+            refill(self.container, self.content)
+        elif self.content is MISSING:
+            del self.container[self.key]
+        else:
+            self.container[self.key] = self.content
+
+
 def sort_changes(
     changes: Iterable[Change],
     call: Call,
@@ -52,8 +84,8 @@ def sort_changes(
     outputs: Sequence[torch.Tensor],
     inputs: Sequence[torch.Tensor],
     watch: Watch,
-) -> list[Rebind]:
-    """The rebound tensors among the changes of a call.
+) -> tuple[list[Rebind], list[Initialization]]:
+    """The rebound tensors among the changes of a call, and changes that may be of the first alone.
 
     Args:
         fakes: the fake of each state tensor.
@@ -62,14 +94,16 @@ def sort_changes(
         TraceError: there is a change that a graph cannot make.
     """
     judge = _Judge(call, fakes, watch)
-    rebinds = [judge.judge(change) for change in changes]
+    judged = [judge.judge(change) for change in changes]
+    rebinds = [found for found in judged if isinstance(found, Rebind)]
     judge.refuse_ties(rebinds)
     taken = [storage_key(t) for t in (*outputs, *inputs, *fakes)]
     new = [storage_key(r.value) for r in rebinds]
-    return [
+    found = [
         Rebind(r.tensor, r.slot, r.value, shared=key in taken or new.count(key) > 1)
         for r, key in zip(rebinds, new, strict=True)
     ]
+    return found, [found for found in judged if isinstance(found, Initialization)]
 
 
 class _Judge:
@@ -78,8 +112,10 @@ class _Judge:
         self.watch = watch
         self.state = {id(f): t for f, t in zip(fakes, call.state.tensors, strict=True)}
 
-    def judge(self, change: Change) -> Rebind:
+    def judge(self, change: Change) -> Rebind | Initialization:
         tensor = self.state.get(id(change.before))
+        if tensor is None and not reaches_tensor(change.after, self._known()):
+            return self._initialization(change)
         if tensor is None or not isinstance(change.after, torch.Tensor) or change.key is None:
             raise self._refuse(change)
         if isinstance(tensor.tensor, torch.nn.Parameter):
@@ -109,6 +145,21 @@ class _Judge:
                 return Rebind(tensor, other, new, shared=False)
         raise self._refuse(change)
 
+    def _known(self) -> set[int]:
+        """The actor's own objects, which hold fakes while it is traced."""
+        state = self.call.state
+        return {id(value) for value, _ in (*state.objects, *state.containers)}
+
+    def _initialization(self, change: Change) -> Initialization:
+        whole = change.key is None
+        return Initialization(
+            None if whole else _owners(self.call.state).get(id(change.container)),
+            change.container,
+            change.key,
+            list(change.after) if whole else change.after,
+            self._refuse(change),
+        )
+
     def refuse_ties(self, rebinds: Sequence[Rebind]) -> None:
         """Return if no rebound tensor shares its memory with other state from now on.
 
@@ -131,7 +182,9 @@ class _Judge:
                 )
 
     def _refuse(self, change: Change) -> TraceError:
+        remedy = _ATTRIBUTE_REMEDY
         if has_fake(change.after):
+            remedy += _WARM_UP
             reason = (
                 f"it stores a traced value in the attribute '{change.path}', which holds "
                 f"{_words(change.before)} now"
@@ -141,7 +194,7 @@ class _Judge:
                 f"it changes the attribute '{change.path}' (from {_words(change.before)} to "
                 f"{_words(change.after)}); a traced method runs once, so the change would be lost"
             )
-        return self._error(change, reason, _ATTRIBUTE_REMEDY)
+        return self._error(change, reason, remedy)
 
     def _error(self, change: Change, reason: str, remedy: str) -> TraceError:
         return TraceError(

@@ -51,7 +51,7 @@ class Snapshot:
         """Put every container back to what it held."""
         for container, _, copy in self._copies:
             if not _identical(container, copy):
-                _refill(container, copy)
+                refill(container, copy)
 
     def changes(self) -> list[Change]:
         """What has changed since."""
@@ -75,7 +75,8 @@ def _identical(container: Any, copy: Any) -> bool:
     return all(x is y for x, y in zip(container, copy, strict=True))
 
 
-def _refill(container: Any, copy: Any) -> None:
+def refill(container: Any, copy: Any) -> None:
+    """Let a container hold what `copy` holds."""
     if isinstance(container, list):
         container[:] = copy
         return

@@ -31,13 +31,14 @@ from .guards import storage_key
 from .halves import Halves
 from .holdings import Shared
 from .interface import MethodTarget, Target, TracedFunction, TracedHalf, TracedVjp, Write
-from .joint import Joint, Wanted, trace_call
+from .joint import Joint, Wanted
 from .lifting import ActorState, StateTensor, collect
 from .opaque import OpaqueMark, opaque_mark
 from .partition import forward_piece, split
 from .sharing import shares_of, shares_of_opaque
 from .specs import ObjectSpec, Tree, ir_dtype
 from .staleness import build_guard
+from .twice import refuse_hidden_state, settled
 from .versions import CHANGE_AFTER, changed_between, with_versions
 from .watch import RunAsIs
 
@@ -83,9 +84,11 @@ class Functions:
             return self._opaque(target, function, mark, signature, name, loc)
         call = self._call(target, function, signature, loc)
         try:
-            joint = trace_call(call)
+            call, joint = settled(call)
         except RunAsIs:
             return self._opaque(target, function, OpaqueMark(), signature, name, loc)
+        if isinstance(target, MethodTarget):
+            refuse_hidden_state(call, joint)
         piece = forward_piece(joint)
         _refuse_history(call, piece)
         declaration = self._declare(target, call, joint, piece, name)
@@ -127,7 +130,7 @@ class Functions:
         if opaque_mark(function) is not None:
             raise _no_derivative(call)
         _refuse_hooks(call)
-        joint = trace_call(call, Wanted(grad_outputs, grad_inputs))
+        call, joint = settled(call, Wanted(grad_outputs, grad_inputs))
         remat = isinstance(target, MethodTarget) and target.remat
         if remat:
             _refuse_remat(call, joint)

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..ir.location import Location
 from .blame import OPAQUE_REMEDY, current_location
 from .errors import TraceError
+from .journal import Journal
 from .watch import RunAsIs
 
 BUFFER_REMEDY = (
@@ -119,6 +120,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         state: storages of the actor's state.
         written: storages of the state that were written to.
         locations: the user's line of each node, by name.
+        journal: the operators of the forward, in order.
         draws: whether random numbers were drawn.
         secret: results of operators that write in secret; returning them keeps them alive.
         backward: whether the backward is being traced now.
@@ -131,12 +133,14 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         until: CodeType,
         inputs: dict[int | None, str],
         state: frozenset[int | None],
+        journal: Journal,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.what = what
         self.until = until
         self.inputs = inputs
         self.state = state
+        self.journal = journal
         self.written: set[int | None] = set()
         self.backward_writes: set[int | None] = set()
         self.locations: dict[str, Location] = {}
@@ -160,10 +164,15 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._refuse_foreign_tensors(func, args, kwargs)
         self._note_random(func, args, kwargs)
         self._note_writes(func, args, kwargs)
+        location = self._location()
+        if not self.backward:
+            self.journal.note(func, args, kwargs, location)
         nodes = _nodes()
         before = len(nodes)
         result = func(*args, **kwargs)
-        self._note_location(itertools.islice(reversed(nodes), len(nodes) - before))
+        if location is not None:
+            for node in itertools.islice(reversed(nodes), len(nodes) - before):
+                self.locations[node.name] = location
         if writes_in_secret(func, args, kwargs):
             self.secret.append(result[0])
         return result
@@ -211,13 +220,6 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if key in self.state:
                 (self.backward_writes if self.backward else self.written).add(key)
 
-    def _note_location(self, nodes: Iterator[torch.fx.Node]) -> None:
-        location = self._location()
-        if location is None:
-            return
-        for node in nodes:
-            self.locations[node.name] = location
-
     def _location(self) -> Location | None:
         found, _ = current_location(self.until)
         if self.backward:
@@ -241,9 +243,7 @@ _LIFTS = frozenset({"aten::lift_fresh", "aten::lift_fresh_copy", "aten::lift"})
 
 def _nodes() -> Any:
     mode = get_proxy_mode()
-    if mode is None:
-        raise RuntimeError("operators are recorded under make_fx only")
-    return mode.tracer.graph.nodes
+    return () if mode is None else mode.tracer.graph.nodes  # None: of a run without a graph
 
 
 def _autograd_node() -> Any:

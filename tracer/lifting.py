@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import collections
 import enum
+import functools
 import sys
 import types
 import weakref
@@ -317,3 +318,43 @@ def put_state(state: ActorState, values: Sequence[torch.Tensor]) -> None:
             for index, item in enumerate(container):
                 if isinstance(item, weakref.ref) and id(item()) in instead:
                     container[index] = weakref.ref(instead[id(item())])
+
+
+def reaches_tensor(value: Any, known: set[int]) -> bool:
+    """Whether a tensor can be reached from a value, not looking into what is `known` (by id).
+
+    What it has looked into is known from then on.
+    """
+    if isinstance(value, torch.Tensor):
+        return True
+    if isinstance(value, SCALARS) or id(value) in known:
+        return False
+    known.add(id(value))
+    return any(reaches_tensor(part, known) for part in _parts(value))
+
+
+def _parts(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [*value.keys(), *value.values()]
+    if isinstance(value, (list, tuple, set, frozenset, collections.deque)):
+        return list(value)
+    if isinstance(value, types.ModuleType):
+        return []
+    found: list[Any] = list(getattr(value, "__dict__", {}).values())
+    found += slots_of(value).values()
+    if isinstance(value, types.MethodType):
+        found += [value.__self__, value.__func__]
+    elif isinstance(value, types.FunctionType):
+        cells = value.__closure__ or ()
+        found += [cell.cell_contents for cell in cells if _is_full(cell)]
+        found += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    elif isinstance(value, functools.partial):
+        found += [value.func, *value.args, *value.keywords.values()]
+    return found
+
+
+def _is_full(cell: types.CellType) -> bool:
+    try:
+        return bool([cell.cell_contents])
+    except ValueError:
+        return False

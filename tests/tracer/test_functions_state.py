@@ -240,7 +240,7 @@ class Refused(nn.Module):
         return x
 
     def new_attribute(self, x: torch.Tensor) -> torch.Tensor:
-        self.fresh = 3
+        self.fresh = getattr(self, "fresh", 0) + 1
         return x
 
     def deletes(self, x: torch.Tensor) -> torch.Tensor:
@@ -276,7 +276,7 @@ class Refused(nn.Module):
         return self.linear(x)
 
     def inner(self, x: torch.Tensor) -> torch.Tensor:
-        self.linear.calls = 1
+        self.linear.calls = getattr(self.linear, "calls", 0) + 1
         return x
 
 
@@ -286,7 +286,7 @@ class Refused(nn.Module):
         ("counts", "changes the attribute 'step' (from 0 to 1)", "self.step += 1"),
         ("appends", "attribute 'hist'", "def appends"),
         ("keeps", "stores a traced value in the attribute 'last'", "self.last = x * 2"),
-        ("new_attribute", "attribute 'fresh' (from nothing to 3)", "self.fresh = 3"),
+        ("new_attribute", "attribute 'fresh' (from nothing to 1)", "self.fresh = getattr"),
         ("deletes", "attribute 'step' (from 0 to nothing)", "del self.step"),
         ("grows", "replaces the tensor 'seen'", "self.seen = torch.cat"),
         ("with_history", "gradient history in 'seen'", "self.seen = self.linear(x)"),
@@ -295,7 +295,7 @@ class Refused(nn.Module):
         ("freezes", "requires_grad of 'linear.weight'", "def freezes"),
         ("writes_input", "writes in place to argument 0", "x += 1"),
         ("writes_view_of_input", "writes in place to argument 0", "x.t()[0] = 0"),
-        ("inner", "attribute 'linear.calls' (from nothing to 1)", "self.linear.calls = 1"),
+        ("inner", "attribute 'linear.calls' (from nothing to 1)", "self.linear.calls = getattr"),
     ],
 )
 @pytest.mark.parametrize("grad", [False, True])
