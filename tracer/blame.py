@@ -47,6 +47,11 @@ def is_installed(file: str) -> bool:
     return "site-packages" in file or "dist-packages" in file
 
 
+def is_own_file(file: str) -> bool:
+    """Whether a source file is the user's own, and of no installed package."""
+    return _is_user_file(file) and not is_installed(file)
+
+
 def best_location(places: Iterable[tuple[CodeType, int]]) -> tuple[Location | None, str]:
     """The line to blame, and a note about the library line beneath it.
 

@@ -7,6 +7,7 @@ the actor, its attributes and all generators are afterwards as they were before.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from .fingerprint import Snapshot
 from .graphs import simplify
 from .guards import FunctionGuard, OpRecorder, random_state_watched, storage_key
 from .journal import Journal
+from .kinds import real_kinds
 from .lifting import ActorState, StateTensor, put_state
 from .results import describe
 from .specs import ObjectSpec, Static, TensorSpec, Tree
@@ -175,9 +177,10 @@ class _Run:
     @contextmanager
     def _fakes_in_place(self) -> Iterator[None]:
         """Runs a call with fakes for the state; afterwards all is as before, whatever happens."""
-        original = Snapshot(self.call.state.containers)
-        contents = Contents(self.call.state.others)
-        surroundings = Surroundings(self.call.function, self.call.state)
+        state, tensors = self.call.state, self.call.state.tensors
+        original = Snapshot(state.containers)
+        contents = Contents(state.others)
+        surroundings = Surroundings(self.call.function, state)
         with ExitStack() as stack:
             # Interrupted half way, each of them is done once more: the weights must come back.
             for undo in (
@@ -187,8 +190,10 @@ class _Run:
                 surroundings.undo,
             ):
                 stack.callback(_surely, undo)
-            put_state(self.call.state, self.state)
-            with self.mode, self.watch, _without_fused_recurrence(self.call.state):
+            put_state(state, self.state)
+            space = getattr(inspect.unwrap(self.call.function), "__globals__", {})
+            kinds = {id(f): type(t.tensor) for f, t in zip(self.state, tensors, strict=True)}
+            with self.mode, self.watch, real_kinds(kinds, space), _without_fused_recurrence(state):
                 yield
             self._refuse_contents(contents.changed())
             surroundings.check(self.call.what, self.call.blame)
