@@ -10,11 +10,8 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-import pickle
-import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from types import CodeType
 from typing import Any
 
@@ -341,46 +338,3 @@ _REFUSED: dict[Any, tuple[str, str]] = {
         "@cg.opaque",
     ),
 }
-
-
-@contextmanager
-def random_state_watched(what: str, loc: Location | None) -> Iterator[None]:
-    """Refuse a call that draws from, or seeds, a generator outside the graph while it is traced.
-
-    Python's and NumPy's draws would be baked into the graph, and `torch.manual_seed` would act
-    once instead of in every execution. All generators are put back.
-
-    Raises:
-        TraceError: on exit, if one of them has moved.
-    """
-    torch_before = torch.default_generator.get_state()
-    python_before = random.getstate()
-    numpy = sys.modules.get("numpy")
-    numpy_before = b"" if numpy is None else pickle.dumps(numpy.random.get_state(legacy=False))
-    torch.default_generator.manual_seed(_MARK_SEED)
-    marked = torch.default_generator.get_state()
-    moved: list[str] = []
-    try:
-        yield
-        if not torch.equal(torch.default_generator.get_state(), marked):
-            moved.append("torch's global generator (torch.manual_seed or set_rng_state)")
-        if random.getstate() != python_before:
-            moved.append("Python's random module")
-        if numpy is not None and pickle.dumps(numpy.random.get_state(legacy=False)) != numpy_before:
-            moved.append("NumPy's global generator")
-    finally:
-        torch.default_generator.set_state(torch_before)
-        random.setstate(python_before)
-        if numpy is not None:
-            numpy.random.set_state(pickle.loads(numpy_before))
-    if moved:
-        raise TraceError(
-            f"{what} cannot be traced: it draws from or seeds {' and '.join(moved)}, which would "
-            "happen once, while tracing, instead of in every execution",
-            loc=loc,
-            remedy="draw with torch functions (torch.rand, dropout), which a step seeds by itself; "
-            "or mark the method with @cg.opaque",
-        )
-
-
-_MARK_SEED = 0x6367_7472_6163_65

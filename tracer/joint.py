@@ -27,10 +27,12 @@ from .contents import Contents
 from .errors import TraceError
 from .fingerprint import Snapshot
 from .graphs import simplify
-from .guards import FunctionGuard, OpRecorder, random_state_watched, storage_key
+from .guards import FunctionGuard, OpRecorder, storage_key
 from .journal import Journal
 from .kinds import real_kinds
 from .lifting import ActorState, StateTensor, put_state
+from .padding import padded_rows_zeroed
+from .randomness import generator_watched, random_state_watched
 from .results import describe
 from .specs import ObjectSpec, Static, TensorSpec, Tree
 from .surroundings import Surroundings
@@ -177,7 +179,7 @@ class _Run:
     @contextmanager
     def _fakes_in_place(self) -> Iterator[None]:
         """Runs a call with fakes for the state; afterwards all is as before, whatever happens."""
-        state, tensors = self.call.state, self.call.state.tensors
+        state = self.call.state
         original = Snapshot(state.containers)
         contents = Contents(state.others)
         surroundings = Surroundings(self.call.function, state)
@@ -191,12 +193,26 @@ class _Run:
             ):
                 stack.callback(_surely, undo)
             put_state(state, self.state)
-            space = getattr(inspect.unwrap(self.call.function), "__globals__", {})
-            kinds = {id(f): type(t.tensor) for f, t in zip(self.state, tensors, strict=True)}
-            with self.mode, self.watch, real_kinds(kinds, space), _without_fused_recurrence(state):
+            with self._as_it_runs():
                 yield
             self._refuse_contents(contents.changed())
             surroundings.check(self.call.what, self.call.blame)
+
+    @contextmanager
+    def _as_it_runs(self) -> Iterator[None]:
+        """Fakes in the place of tensors, watched attributes, and what else makes it look real."""
+        state, function = self.call.state, self.call.function
+        space = getattr(inspect.unwrap(function), "__globals__", {})
+        kinds = {id(f): type(t.tensor) for f, t in zip(self.state, state.tensors, strict=True)}
+        with (
+            self.mode,
+            self.watch,
+            real_kinds(kinds, space),
+            generator_watched(self.call.what, _call_user.__code__),
+            padded_rows_zeroed(state),
+            _without_fused_recurrence(state),
+        ):
+            yield
 
     def _refuse_contents(self, changed: list[str]) -> None:
         for path in changed:

@@ -43,6 +43,16 @@ class Scaled(nn.Module):
         x += 1
         return x
 
+    @cg.opaque(fake=lambda self, x: torch.empty_like(x))
+    def bump_data(self, x: torch.Tensor) -> torch.Tensor:
+        x.data += 1
+        return x * 1
+
+    @cg.opaque(fake=lambda self, x: torch.empty_like(x))
+    def bump_numpy(self, x: torch.Tensor) -> torch.Tensor:
+        x.numpy()[0] = 7
+        return x * 1
+
     def hold(self, holder: Any) -> torch.Tensor:
         return holder.x * 2
 
@@ -159,6 +169,19 @@ def test_an_opaque_method_that_writes_to_what_others_use(shared: str) -> None:
 
     message = r"bump has written to a tensor that it was given, float32\[2, 4\]"
     with pytest.raises(cg.RemoteError, match=message):
+        step(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("method", ["bump_data", "bump_numpy"])
+def test_a_write_that_no_version_counts(method: str) -> None:
+    one, two = Scaled.on(0)(), Scaled.on(0)()
+
+    @cg.trace
+    def step(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = one.forward(x)
+        return getattr(two, method)(h), h
+
+    with torch.no_grad(), pytest.raises(cg.RemoteError, match=rf"{method} has written to a tensor"):
         step(torch.ones(2, 4))
 
 

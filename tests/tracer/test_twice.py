@@ -293,3 +293,33 @@ def test_weights_come_back_where_the_restoring_is_interrupted(
     with pytest.raises((KeyboardInterrupt, TraceError)):
         trace(actor, "forward", X)
     assert actor.weight is weight
+
+
+class Seeds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forks(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            return self.linear(x) + torch.rand(3)
+
+    def only_forks(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.random.fork_rng():
+            return self.linear(x) + torch.rand(3)
+
+    def puts_back(self, x: torch.Tensor) -> torch.Tensor:
+        state = torch.get_rng_state()
+        x = x + torch.rand(3)
+        torch.set_rng_state(state)
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("method", ["forks", "only_forks", "puts_back"])
+def test_seeds_that_leave_no_trace(method: str) -> None:
+    with pytest.raises(TraceError, match="seeds or sets torch's global generator") as caught:
+        trace(Seeds(), method, X)
+    assert caught.value.loc is not None
+    assert caught.value.loc.function == method
+    assert torch.random.default_generator is torch.default_generator
