@@ -8,22 +8,26 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from time import monotonic
 from typing import Any, Final, Protocol
 
 from .errors import CapacityError, StepTimeout
+from .flight import Doing, Sight
 from .futures import Future
 from .graphs import Graph
 from .inbox import Inbox, Order
 from .interruptions import is_interruption
-from .lateness import is_full, late_start, positions_in_flight, seconds
+from .lateness import is_full, late_end, late_restart, late_start, positions_in_flight, seconds
 from .outcomes import Outcome
 from .records import GRAPHS, SEATS, Kind, Record, Records
 from .resident import Resident
 from .restart import STAGES, Stage, Stages, cannot_start_over, give_up, reset
+
+_ASKING: Final = 0.5
+"""Seconds at most that other ranks get to say where they are, when an execution is late."""
 
 _FORESEE_EVERY: Final = 64
 """After how many fruitless turns in a row the driver looks for failures ahead of its programs."""
@@ -41,6 +45,9 @@ class Waiting(Protocol):
 
     def rest(self) -> None:
         """The wait is over: nobody needs to wake this process."""
+
+    def look(self, ranks: Sequence[int], seconds: float) -> Mapping[int, Sight]:
+        """Ask ranks of other processes what they do; see `MpiWorld` in `backends/cpu/node.py`."""
 
     def serving(self) -> AbstractContextManager[object]:
         """Around the time in which this process serves."""
@@ -132,15 +139,23 @@ class Executions:
         graph.number, self._numbers = self._numbers, self._numbers + 1
         self.graphs[graph.number] = graph
 
-    def close(self, graph: Graph) -> None:
+    def close(self, graph: Graph, at_once: bool = False) -> None:
         """On the driver: end the graph's executions, then the graph, on all ranks.
 
+        Args:
+            graph: which.
+            at_once: whether to wait for nothing that is in flight.
+
         Raises:
+            StepTimeout: nothing has moved for as long as the graph's limit says.
             TransportError: a rank has ended.
         """
         if graph.driver in graph.closed:
             return
-        self._until(lambda: not (graph.in_flight or self.in_doubt))
+        limit = 0.0 if at_once else graph.limit
+        if not self._until(lambda: not (graph.in_flight or self.in_doubt), limit, moving=True):
+            graph.overdue = True
+            raise StepTimeout("\n".join([late_end(graph), *self._positions(graph.limit)]))
         others = [rank for rank in range(graph.world) if rank != graph.driver]
         publish = self._records[graph.driver].publisher(others, others)
         publish(Record(Kind.CLOSE, graph.number).pack())
@@ -219,7 +234,7 @@ class Executions:
         if limit is not None:
             if not self._until(lambda: future.is_done, limit):
                 late = f"execution {future.execution} has not ended after {limit:g} s"
-                raise StepTimeout("\n".join([late, *positions_in_flight(self._all)]))
+                raise StepTimeout("\n".join([late, *self._positions(limit)]))
             return
         pause = self._waiting.pause
         polls = 0
@@ -245,14 +260,41 @@ class Executions:
 
     # -- moving on --------------------------------------------------------------------------
 
-    def _until(self, done: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Go on until `done`, or the time is up; which of the two."""
+    def doing(self) -> Doing | None:
+        """What the ranks of this process do, if executions are in flight; for another thread."""
+        lines = positions_in_flight(self._all)
+        threads = [resident.thread for resident in self._all if resident.thread]
+        return Doing("\n".join(lines).strip(), *threads[:1]) if lines else None
+
+    def _positions(self, waited: float | None) -> list[str]:
+        """Where the executions in flight are on all ranks that they need.
+
+        The others are asked for no longer than the caller has waited by now.
+        """
+        busy = (graph for graph in self.graphs.values() if graph.in_flight)
+        ranks = sorted({rank for graph in busy for rank in graph.participants})
+        allowed = min(waited or 0.0, _ASKING)
+        sights = self._waiting.look(ranks, allowed) if allowed else {}
+        return positions_in_flight(self._all, sights)
+
+    def _until(
+        self, done: Callable[[], bool], timeout: float | None = None, moving: bool = False
+    ) -> bool:
+        """Go on until `done`, or the time is up; which of the two.
+
+        Args:
+            done: whether to end.
+            timeout: seconds; None for no limit.
+            moving: whether they count from the last move on.
+        """
         deadline = None if timeout is None else monotonic() + timeout
         polls = 0
         left: float | None = None
         while not done():
             if self.turn():
                 polls = 0
+                if moving and timeout is not None:
+                    deadline = monotonic() + timeout
                 continue
             if deadline is not None:
                 left = deadline - monotonic()
@@ -290,7 +332,7 @@ class Executions:
 
         Raises:
             CapacityError: it has none, or ranks start over, and `block` is false.
-            StepTimeout: it has none by the graph's deadline.
+            StepTimeout: it has none by the graph's deadline, or ranks do not start over.
         """
         self.turn()
         if not block:
@@ -302,8 +344,10 @@ class Executions:
                     f"{is_full(graph)}: take a result first, or compile it with a larger "
                     "max_inflight"
                 )
+        elif not self._until(lambda: not self.in_doubt, graph.limit):
+            raise StepTimeout("\n".join([late_restart(graph), *self._positions(graph.limit)]))
         elif not self._until(lambda: not self.in_doubt and bool(graph.free), graph.patience):
-            raise StepTimeout("\n".join([late_start(graph), *positions_in_flight(self._all)]))
+            raise StepTimeout("\n".join([late_start(graph), *self._positions(graph.patience)]))
 
     def _understand(self, rank: int, record: Record) -> Order:
         """What to do for a record."""

@@ -59,7 +59,7 @@ class Executable:
         self._pending: Instruction | None = None
         self._failed = False
         self._outputs: tuple[Any, ...] = ()
-        self._started = self._blocked_since = self._blocked = 0.0
+        self._started = self._since = self._blocked = 0.0
 
     @property
     def rank(self) -> int:
@@ -130,7 +130,7 @@ class Executable:
         registers[: len(inputs)] = inputs
         self._outputs = ()
         self._blocked = 0.0
-        self._started = perf_counter()
+        self._started = self._since = perf_counter()
         self._rest = iter(self._instructions)
 
     def step(self, limit: int | None = None) -> bool:
@@ -182,7 +182,8 @@ class Executable:
         begun, waits = self.progress
         last = max(begun - 1, 0)
         awaited = code.awaited[last] if waits else None
-        return Position(self.rank, self.execution, code.ops[last], awaited)
+        seconds = perf_counter() - self._since
+        return Position(self.rank, self.execution, code.ops[last], awaited, seconds=seconds)
 
     def record(self, log: InstructionLog | None) -> None:
         """Record every instruction from the next execution on; None: no longer."""
@@ -217,7 +218,7 @@ class Executable:
                 raise self._fail(error) from error
             if not done:
                 self._pending = instruction
-                self._blocked_since = perf_counter()
+                self._since = perf_counter()
                 self._wait(pause, deadline, timeout)
         self._end()
 
@@ -234,7 +235,7 @@ class Executable:
             for instruction in rest if limit is None else islice(rest, limit):
                 if not instruction():
                     self._pending = instruction
-                    self._blocked_since = perf_counter()
+                    self._since = perf_counter()
                     return False
         except BaseException as error:
             if self._leaves(error):
@@ -247,7 +248,9 @@ class Executable:
 
     def _resume(self) -> None:
         self._pending = None
-        self._blocked += perf_counter() - self._blocked_since
+        now = perf_counter()
+        self._blocked += now - self._since
+        self._since = now
 
     def _end(self) -> None:
         registers = self._code.registers

@@ -12,6 +12,7 @@ from ..ir.ops import Call, Op
 from ..ir.printer import format_op
 from .base import Body
 from .errors import Failure, message_text, traceback_text, type_name
+from .flight import method_of
 
 Locate = Callable[[TracebackType | None], Location | None]
 
@@ -62,10 +63,4 @@ def _raised(op: Op, error: BaseException, bodies: Mapping[str, Body]) -> Locatio
 
 
 def _method(op: Op, module: Module) -> tuple[str | None, str | None]:
-    if not isinstance(op, Call):
-        return None, None
-    function = module.functions[op.fn.name]
-    if function.actor is None:
-        return None, function.name
-    # A name of Python has no dots: what follows one tells the functions of a method apart.
-    return function.actor, function.name.removeprefix(f"{function.actor}.").partition(".")[0]
+    return method_of(op, module) if isinstance(op, Call) else (None, None)

@@ -6,8 +6,8 @@ from the module and the positions of all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from ..ir.module import Module
 from ..ir.ops import Call, Collective, Op, Recv, Send
@@ -26,6 +26,7 @@ class Position:
             does not wait.
         running: whether an execution is in progress.
         reporter: the rank whose report it waits for that its program has ended, if it does.
+        seconds: how long ago it last began to wait or went on; None where that is not known.
     """
 
     rank: int
@@ -34,6 +35,34 @@ class Position:
     awaited: int | None = None
     running: bool = True
     reporter: int | None = None
+    seconds: float | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Doing:
+    """What a process says of itself.
+
+    Attributes:
+        text: in words, one line or more, of which each names the rank that it is of.
+        thread: the one that does it; None for the main thread.
+    """
+
+    text: str
+    thread: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What a process was found to do when another one asked it.
+
+    Attributes:
+        text: in words, with the line that its Python is at.
+        function: of a process that gave no answer: the function that cg has called there, by its
+            stack. The actor is not in the stack, but the program tells.
+    """
+
+    text: str
+    function: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +117,20 @@ class FlightRecord:
                 return tuple(path)
         return ()
 
-    def describe(self) -> str:
-        """Where every known rank is, one line each, and the cycle if there is one."""
+    def describe(self, sights: Mapping[int, Sight] | None = None) -> str:
+        """Where every known rank is, one line each, and the cycle if there is one.
+
+        Args:
+            sights: of ranks that were asked; they know more than their positions say.
+        """
         blocked = {entry.rank: entry.reason for entry in self.blocked()}
         lines = []
-        for rank in sorted(self._positions):
-            position = self._positions[rank]
-            lines.append("  " + (blocked.get(rank) or self._describe_free(position)))
+        for rank in sorted({*self._positions, *(sights or ())}):
+            if sights and rank in sights:
+                lines.append("  " + describe_sight(rank, sights[rank], [self._module]))
+            else:
+                free = self._describe_free(self._positions[rank])
+                lines.append("  " + (blocked.get(rank) or free))
         cycle = self.cycle()
         if cycle:
             lines.append("  cycle: " + " -> ".join(f"rank {r}" for r in (*cycle, cycle[0])))
@@ -109,7 +145,10 @@ class FlightRecord:
         if not position.running:
             return f"rank {position.rank} has ended execution {position.execution}"
         op = self._programs[position.rank].ops[position.op]
-        return f"rank {position.rank} runs {_place(op)}"
+        since = "" if position.seconds is None else f" for {position.seconds:.1f} s at most"
+        if isinstance(op, Call):
+            return f"rank {position.rank} runs {_called(op, self._module, since)}"
+        return f"rank {position.rank} runs{since and since + ':'} {_place(op)}"
 
     def _explain(self, position: Position, awaited: int) -> Blocked:
         program = self._programs[position.rank]
@@ -183,6 +222,43 @@ class FlightRecord:
 
 
 _COUNTERPART: dict[type[Op], type[Op]] = {Send: Recv, Recv: Send}
+
+
+def method_of(op: Call, module: Module) -> tuple[str | None, str]:
+    """The actor of a call, if it has one, and the method or function."""
+    function = module.functions[op.fn.name]
+    if function.actor is None:
+        return None, function.name
+    # A name of Python has no dots: what follows one tells the functions of a method apart.
+    return function.actor, function.name.removeprefix(f"{function.actor}.").partition(".")[0]
+
+
+def describe_sight(rank: int, sight: Sight, modules: Sequence[Module]) -> str:
+    """What a rank says; of one that says nothing, the calls that its stack may belong to.
+
+    Args:
+        rank: which.
+        sight: what it was found to do.
+        modules: scheduled; what it may be in.
+    """
+    calls: dict[str, None] = {}
+    for module in modules if sight.function else ():
+        for op in module.program_of(rank).ops:
+            if isinstance(op, Call) and method_of(op, module)[1] == sight.function:
+                calls[_called(op, module)] = None
+    if not calls:
+        return sight.text
+    first, *rest = sight.text.split("\n")
+    return "\n".join([f"{first}; it runs {', or '.join(calls)}", *rest])
+
+
+def _called(op: Call, module: Module, since: str = "") -> str:
+    """The method, where it is, how long it has run, and the call."""
+    actor, method = method_of(op, module)
+    name = f"{actor}.{method}" if actor else method
+    loc = module.functions[op.fn.name].loc
+    at = "" if loc is None else f" ({loc.file}:{loc.line})"
+    return f"{name}{at}{since}, called at {_place(op)}"
 
 
 def _names(ranks: Sequence[int]) -> str:

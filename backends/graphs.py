@@ -36,6 +36,9 @@ class Graph:
         started: for each other rank, how many it has.
         closed: the ranks on which the graph is closed.
         patience: seconds that the driver waits for a free seat; None for no limit.
+        limit: seconds without a move, after which the driver waits no longer to close the graph,
+            or for ranks to start over; None for no limit.
+        overdue: whether it has waited that long to close it.
     """
 
     def __init__(
@@ -57,6 +60,8 @@ class Graph:
         self.started = dict.fromkeys(seats, 0)
         self.closed: set[int] = set()
         self.patience: float | None = None
+        self.limit: float | None = None
+        self.overdue = False
         mine = seats.get(driver, ())
         self.free = list(reversed(range(len(mine))))
         self.futures: list[Outcome | None] = [None] * len(mine)

@@ -140,7 +140,7 @@ class Instance:
         if self._takes_tickets:
             self._tickets.take()
         self._blocked = 0.0
-        self._started = perf_counter()
+        self._started = self._since = perf_counter()
         self._rest = iter(self._instructions)
         for guard in self._guards:
             change = guard()
@@ -165,7 +165,9 @@ class Instance:
                         move_on()
                     return False
                 self.pending = None
-                self._blocked += perf_counter() - self._since
+                now = perf_counter()
+                self._blocked += now - self._since
+                self._since = now
             # What it waits at only passes values on; the rest may compute.
             had_grad = self._needs_no_grad and is_grad_enabled()
             try:
@@ -234,10 +236,11 @@ class Instance:
             return Position(self.rank, self.execution, 0, None, running=False)
         at = self._index()
         op = self._code.ops[at]
+        seconds = perf_counter() - self._since
         if self.pending is None:
-            return Position(self.rank, self.execution, op)
+            return Position(self.rank, self.execution, op, seconds=seconds)
         awaited, reporter = self._code.awaited[at], self._code.steps[at].reporter
-        return Position(self.rank, self.execution, op, awaited, reporter=reporter)
+        return Position(self.rank, self.execution, op, awaited, reporter=reporter, seconds=seconds)
 
     def _advance_by(self, limit: int | None) -> bool:
         if self._careful is not None:
@@ -250,7 +253,9 @@ class Instance:
                         move_on()
                     return False
                 self.pending = None
-                self._blocked += perf_counter() - self._since
+                now = perf_counter()
+                self._blocked += now - self._since
+                self._since = now
             rest = self._rest
             for instruction in rest if limit is None else islice(rest, limit):
                 if not instruction():
@@ -300,7 +305,9 @@ class Instance:
     def _take_care(self, index: int, error: BaseException) -> None:
         if self.pending is not None:
             self.pending = None
-            self._blocked += perf_counter() - self._since
+            now = perf_counter()
+            self._blocked += now - self._since
+            self._since = now
         self._careful = Careful(self._code, self.program, self.module, self._bodies)
         self._careful.fail(index, error)
         self._learn(self._careful.poison)
@@ -323,7 +330,9 @@ class Instance:
         assert careful is not None
         if self.pending is not None:
             self.pending = None
-            self._blocked += perf_counter() - self._since
+            now = perf_counter()
+            self._blocked += now - self._since
+            self._since = now
             for move_on in self._progress:
                 move_on()
         try:

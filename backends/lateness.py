@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Real
 
-from .flight import FlightRecord
+from .flight import FlightRecord, Sight, describe_sight
 from .graphs import Graph
 from .instance import Instance
 from .resident import Resident
@@ -45,10 +45,33 @@ def late_start(graph: Graph) -> str:
     )
 
 
-def positions_in_flight(residents: Sequence[Resident]) -> list[str]:
-    """Where each execution in flight is, a line for each rank among `residents`.
+def late_end(graph: Graph) -> str:
+    """Says that a graph cannot be closed, for its executions do not end, and what to do."""
+    return (
+        f"'{graph.name}' has not been closed, for none of its {graph.in_flight} executions in "
+        f"flight has moved here for {graph.limit:g} s. Look at what is slow or stuck on the ranks "
+        "below; where they only need longer, raise compile(timeout=...) or CG_TIMEOUT"
+    )
 
-    What other processes have come to is not known here, and is not said.
+
+def late_restart(graph: Graph) -> str:
+    """Says that ranks do not start over after an interruption, and what to do."""
+    return (
+        f"execution {graph.count} of '{graph.name}' has not started after {graph.limit:g} s, for "
+        "after an interruption all ranks start over, as soon as each comes out of its method. It "
+        "was not sent: call execute again later"
+    )
+
+
+def positions_in_flight(
+    residents: Sequence[Resident],
+    sights: Mapping[int, Sight] = {},  # it is not changed
+) -> list[str]:
+    """Where each execution in flight is, a line for each rank among `residents`, and the others.
+
+    Args:
+        residents: of this process.
+        sights: of ranks of other processes.
     """
     executions: dict[tuple[int, int], list[Instance]] = {}
     for resident in residents:
@@ -62,4 +85,7 @@ def positions_in_flight(residents: Sequence[Resident]) -> list[str]:
         record = FlightRecord(first.module, [instance.position() for instance in instances])
         head = f"  @{first.module.name} {first.execution}"
         lines += [f"{head}: {line.strip()}" for line in record.describe().splitlines()]
+    modules = list({id(each[0].module): each[0].module for each in executions.values()}.values())
+    for rank in sorted(sights):
+        lines.append(f"  {describe_sight(rank, sights[rank], modules)}")
     return lines

@@ -85,6 +85,11 @@ class Resident:
         """Whether a thread moves executions on."""
         return self._busy_in != 0
 
+    @property
+    def thread(self) -> int:
+        """The thread that moves executions on, if one does; 0 if not."""
+        return self._busy_in
+
     def give_up(self) -> None:
         """Forget all executions; each instance has been told."""
         self.in_flight = []

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from .errors import DeadlockError
 from .executions import Executions
+from .flight import Sight
 from .futures import Future
 from .records import VirtualRecords
 
@@ -27,6 +28,10 @@ class VirtualWaiting:
 
     def rest(self) -> None:
         """See `Waiting`."""
+
+    def look(self, ranks: Sequence[int], seconds: float) -> Mapping[int, Sight]:
+        """See `Waiting`."""
+        return {}
 
     def serving(self) -> AbstractContextManager[object]:
         """See `Waiting`."""

@@ -481,6 +481,7 @@ class Compiled:
             }
             self._watched.append(watch(self._world, variant.module, bound))
         made.graph.patience = patience
+        made.graph.limit = self._timeout
         return made
 
     def _check_and_pick(self, variant: int, values: Sequence[Any]) -> Sequence[Any]:

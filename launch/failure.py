@@ -88,6 +88,13 @@ def say(text: str) -> None:
         _guard.say(text)
 
 
+def give_up(text: str) -> None:
+    """Say why this rank ends the job, and end it; elsewhere nothing."""
+    if _guard is not None and _guard.active:
+        _guard.say(text)
+        _guard.fail(1)
+
+
 def whereabouts(error: BaseException) -> str:
     """The user's line that has raised an exception, and what is noted on it; both if known."""
     line = traceback_location(error.__traceback__)

@@ -15,6 +15,7 @@ from ..backends.cpu.record_ring import RecordRing
 from ..backends.cpu.serving import Serving
 from ..backends.cpu.stages import SharedStages
 from ..backends.devices.base import Device
+from ..backends.errors import StepTimeout
 from ..backends.executions import Executions
 from ..backends.futures import Future
 from ..backends.graphs import Graph
@@ -24,6 +25,7 @@ from ..backends.resident import Seat
 from ..backends.statistics import Statistics
 from ..backends.variants import share_channels
 from ..backends.virtual_executions import virtual_executions
+from . import failure
 from .devices import fabrics_of
 from .leaving import say_departure
 from .runtime import is_in_step, transport_of
@@ -147,7 +149,12 @@ def _close_all(world: ref[World]) -> None:
     try:
         for graph in tuple(executions.graphs.values()):
             if graph.driver in executions.residents:
-                executions.close(graph)
+                # One that is overdue has waited long enough, and somebody has caught that.
+                executions.close(graph, at_once=graph.overdue)
+    except StepTimeout as error:
+        if alive.is_virtual:
+            raise
+        failure.give_up(str(error))  # the others would wait for this rank at their ends
     finally:
         if executions.graphs and not alive.is_virtual:
             transport_of(alive).close(deserts=True)  # type: ignore[arg-type] # it is MPI's
@@ -228,4 +235,6 @@ def _cpu_executions(world: MpiWorld) -> Executions:
 
     spans = len(transport.node.leaders) > 1
     stages = None if spans else SharedStages(transport.node)
-    return Executions((world.rank,), records, serving, stages, on_departure=say_departure)
+    executions = Executions((world.rank,), records, serving, stages, on_departure=say_departure)
+    world.answer_by(executions.doing)
+    return executions

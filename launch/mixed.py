@@ -40,7 +40,7 @@ class MixedRuntime(RankRuntime):
         self._lost: list[str] = []
         module = self._executable.module
         devices = {r for c in module.channels.values() if is_by_stream(c) for r in c.ranks}
-        self._describe = lambda found: FlightRecord(module, found, devices).describe()
+        self._describe = lambda found, sights: FlightRecord(module, found, devices).describe(sights)
         self._recover = self._recover_or_refuse
         if world.device is not None:
             self._compute = world.device.stream(Stream.COMPUTE)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import sleep
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ..backends.devices.base import Device
+from ..backends.flight import Doing, Sight
 from .failure import DRAIN_SECONDS
+from .stacks import Stacks
 from .waiting import Notice, Notices, WorldError, user_line, wait_until
 
 if TYPE_CHECKING:
@@ -78,6 +80,10 @@ class MpiWorld:
         firsts = self.allgather(self.local_ranks[0])
         numbers = {first: number for number, first in enumerate(sorted(set(firsts)))}
         self._nodes = tuple(numbers[first] for first in firsts)
+        self._stacks = Stacks(self._rank)
+        addresses = self.allgather(self._stacks.address)
+        near = [rank for rank in self.local_ranks if rank != self._rank]
+        self._stacks.meet({rank: addresses[rank] for rank in near})
 
     @property
     def rank(self) -> int:
@@ -169,6 +175,14 @@ class MpiWorld:
         sys.stderr.flush()
         sleep(DRAIN_SECONDS)
         self._mpi.COMM_WORLD.Abort(1)
+
+    def answer_by(self, teller: Callable[[], Doing | None]) -> None:
+        """See `MpiWorld` in `backends/cpu/node.py`."""
+        self._stacks.answer_by(teller)
+
+    def look(self, ranks: Sequence[int], seconds: float) -> Mapping[int, Sight]:
+        """See `MpiWorld` in `backends/cpu/node.py`."""
+        return self._stacks.look(ranks, seconds)
 
     def at_end(self, is_done: Callable[[], bool]) -> None:
         """See `MpiWorld` in `backends/cpu/node.py`."""

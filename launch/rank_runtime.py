@@ -66,7 +66,7 @@ class RankRuntime:
         self._progress = tuple(each.progress for each in self._communicators)
         self._pick = pick(module, world.rank, parameters)
         self._takes_all = self._pick == list(range(len(parameters)))
-        self._describe = lambda positions: FlightRecord(module, positions).describe()
+        self._describe = lambda found, sights: FlightRecord(module, found).describe(sights)
         self._recover = transport.recover_if_due
 
     def run(self, inputs: Inputs) -> tuple[Any, ...]:

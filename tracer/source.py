@@ -41,6 +41,11 @@ def is_user_file(file: str) -> bool:
     return not file.startswith(_NOT_THE_USERS)
 
 
+def is_our_file(file: str) -> bool:
+    """Whether a file is part of cg."""
+    return file.startswith((*_OURS, _COMPILED))
+
+
 def caller_location(depth: int = 1) -> Location | None:
     """The user's line that is executing now, or None if no frame is the user's."""
     frame: FrameType | None = sys._getframe(depth)

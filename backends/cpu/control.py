@@ -12,7 +12,7 @@ from time import monotonic
 from typing import Final
 
 from ..errors import PeerLost, PlanMismatch, StepTimeout, TransportError
-from ..flight import Position
+from ..flight import Doing, Position, Sight
 from .link import Failed, Link, Reached, Status
 from .node import Node
 from .rows import Meeting, Rows, State
@@ -25,8 +25,11 @@ GRACE: Final = 1.0
 _TELL_EVERY: Final = 0.5
 """Seconds between two reports of a waiting rank to other machines."""
 
+_ASKING: Final = 0.4
+"""Seconds that ranks get to say where they are; all of it happens within `GRACE`."""
+
 Watch = Callable[[], Position]
-Describe = Callable[[Sequence[Position]], str]
+Describe = Callable[[Sequence[Position], Mapping[int, Sight]], str]
 
 
 class Control:
@@ -52,8 +55,10 @@ class Control:
         self._describe: Describe | None = None
         self._timeout: float | None = None
         self._deadline = self._told = 0.0
+        self._idle_since = monotonic()
         self.epoch = 0
         self.failed = False
+        node.world.answer_by(self._tell)
         self.pause = Waiter(node, policy or WaitPolicy.suiting(node), self.check)
 
     # -- one execution ----------------------------------------------------------------------
@@ -109,6 +114,7 @@ class Control:
             raise self._mismatch({rank: self._rows.plan_of(rank, self.epoch) for rank in ranks})
         self._rows.set_state(State.IDLE)
         self._guarded = False
+        self._idle_since = monotonic()
 
     def check(self) -> None:
         """Look for what has gone wrong elsewhere; called by ranks that have waited for a while.
@@ -167,23 +173,36 @@ class Control:
         self._agreed = None
         self.failed = False
         self._rows.set_state(State.IDLE)
+        self._idle_since = monotonic()
 
     def positions(self) -> list[Position]:
         """Where every rank is, as far as it has told."""
         return self._rows.positions()
 
     def flight_record(self) -> str:
-        """Where every rank is, in words."""
+        """Where every rank is, in words. Those that do not wait are asked."""
         self._report()
         positions, rows, describe = self.positions(), self._rows, self._describe
-        here = [
-            p
-            for p in positions
-            if describe and rows.epoch(p.rank) == self.epoch and rows.has_reported(p.rank)
+        told = [
+            p for p in positions if rows.epoch(p.rank) == self.epoch and rows.has_reported(p.rank)
         ]
-        lines = [describe(here)] if describe else []
-        lines += [f"  {rows.whereabouts(p.rank)}" for p in positions if p not in here]
+        waits = {p.rank for p in told if p.awaited is not None or not p.running}
+        silent = [p.rank for p in positions if p.rank not in waits and not rows.has_ended(p.rank)]
+        sights = self._node.world.look(silent, _ASKING)
+        known = {*sights, *(p.rank for p in told)} if describe is not None else set()
+        lines = [describe(told, sights)] if describe is not None else []
+        lines += [f"  {rows.whereabouts(p.rank)}" for p in positions if p.rank not in known]
         return "\n".join(lines)
+
+    def _tell(self) -> Doing:
+        """What this process says when another rank asks; called by a thread of its own."""
+        rank, watch, describe = self._node.rank, self._watch, self._describe
+        if self._guarded and watch is not None and describe is not None:
+            return Doing(describe([watch()], {}).strip())
+        where = self._rows.whereabouts(rank)
+        if self._rows.state(rank) is State.IDLE:
+            where += f", for {monotonic() - self._idle_since:.1f} s at most"
+        return Doing(where)
 
     def close(self, how: State = State.EXITED) -> None:
         """Say that this rank has ended, and how; idempotent."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from ..base import World
 from ..errors import TransportError
+from ..flight import Doing, Sight
 from .copying import Copier
 from .doorbell import Doorbell
 from .fences import full_fence, publish_fence
@@ -28,6 +29,19 @@ class MpiWorld(World, Protocol):
         """When the programs of all ranks have ended, call `is_done` until it is true.
 
         Only then does MPI end.
+        """
+
+    def answer_by(self, teller: Callable[[], Doing | None]) -> None:
+        """Let `teller` say what this process does, when another rank asks.
+
+        Another thread calls it. None: it does nothing that `teller` knows of. Of several tellers
+        the last one given that knows is believed.
+        """
+
+    def look(self, ranks: Sequence[int], seconds: float) -> Mapping[int, Sight]:
+        """Ask other ranks what they do, and wait for so long, and a little more.
+
+        Those that cannot be asked are left out, such as ranks of other machines.
         """
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import sched_yield
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
 
 from ..errors import PeerLost
+from ..flight import Sight
 from .crowd import Crowd
 from .layout import ROW, STATE
 from .node import Node
@@ -139,6 +140,10 @@ class Serving:
         words = self._node.words
         if words[self._flag]:
             words[self._flag] = 0
+
+    def look(self, ranks: Sequence[int], seconds: float) -> Mapping[int, Sight]:
+        """See `Waiting`."""
+        return self._node.world.look(ranks, seconds)
 
     def pause_simply(self, polls: int) -> None:
         """The same without a deadline."""

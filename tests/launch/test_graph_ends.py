@@ -25,9 +25,9 @@ def test_who_leaves_open_graphs_says_so(
 ) -> None:
     world: Any = World()
     told: list[bool] = []
-    opened = {7: SimpleNamespace(driver=driver)}
+    opened = {7: SimpleNamespace(driver=driver, overdue=False)}
 
-    def close(graph: Any) -> None:
+    def close(graph: Any, at_once: bool) -> None:
         if fails:
             raise RuntimeError("an execution was interrupted")
         opened.clear()

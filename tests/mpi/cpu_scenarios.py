@@ -344,7 +344,7 @@ def late(me: Rank) -> Any:
     return str(error)
 
 
-def _describe(positions: Sequence[Position]) -> str:
+def _describe(positions: Sequence[Position], sights: object) -> str:
     return "; ".join(f"rank {p.rank} at {p.op} awaits {p.awaited}" for p in positions)
 
 

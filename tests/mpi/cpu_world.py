@@ -51,6 +51,13 @@ class TestWorld:
     def at_end(self, is_done: Callable[[], bool]) -> None:
         """Nothing: MPI ends here without a meeting of all."""
 
+    def answer_by(self, teller: Callable[[], object]) -> None:
+        """Nobody asks."""
+
+    def look(self, ranks: Sequence[int], seconds: float) -> dict[int, Any]:
+        """Nobody answers."""
+        return {}
+
 
 class FileWorld(TestWorld):
     """Ranks that meet through files in a folder; there is no MPI, and nobody to end the job."""

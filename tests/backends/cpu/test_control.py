@@ -299,7 +299,7 @@ def test_a_rank_that_ends_after_the_last_step_is_fine() -> None:
 
 
 def test_a_timeout_says_where_every_rank_is() -> None:
-    def describe(positions: Sequence[Position]) -> str:
+    def describe(positions: Sequence[Position], sights: object) -> str:
         return "\n".join(f"rank {p.rank} at {p.op} awaits {p.awaited}" for p in positions)
 
     def body(control: Control, world: ThreadWorld) -> str | None:

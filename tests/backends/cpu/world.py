@@ -49,6 +49,13 @@ class ThreadWorld:
     def barrier(self) -> None:
         self._meeting.wait(SECONDS)
 
+    def answer_by(self, teller: Callable[[], object]) -> None:
+        """Nobody asks."""
+
+    def look(self, ranks: Sequence[int], seconds: float) -> dict[int, Any]:
+        """Nobody answers."""
+        return {}
+
 
 def run_ranks(size: int, body: Callable[[ThreadWorld], T]) -> list[T]:
     """What `body` returns on each rank; the first exception of any."""

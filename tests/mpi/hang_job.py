@@ -1,0 +1,228 @@
+"""Programs one rank of which hangs, each in one way, as a user would write them.
+
+    mpiexec -n 3 python tests/mpi/hang_job.py SCENARIO[,SCENARIO...]
+
+A rank says what it has seen as a line of JSON, after its number.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import cg
+
+torch.set_num_threads(1)
+
+LONG = 5
+"""Seconds of a hang that ends: so that the rank that hangs can say what it is told, too."""
+
+KEEPER = ctypes.PyDLL(None)
+"""Its functions keep the interpreter's lock."""
+
+
+@cg.actor
+class Stage(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1
+
+    @cg.opaque(fake=lambda self, x: torch.empty_like(x))
+    def asleep(self, x: Tensor) -> Tensor:
+        if x[0] > 0:
+            time.sleep(LONG)  # asleep here
+        return x.clone()
+
+    @cg.opaque(fake=lambda self, x: torch.empty_like(x))
+    def busy(self, x: Tensor) -> Tensor:
+        end = time.monotonic() + LONG * float(x[0] > 0)
+        while time.monotonic() < end:  # busy here
+            pass
+        return x.clone()
+
+    @cg.opaque(fake=lambda self, x: torch.empty_like(x))
+    def keeping(self, x: Tensor) -> Tensor:
+        if x[0] > 0:
+            KEEPER.sleep(LONG)  # the lock is kept here
+        return x.clone()
+
+    @cg.opaque
+    def late(self, x: Any) -> Any:
+        if x:
+            time.sleep(3600)  # for ever
+        return x
+
+
+def say(**what: Any) -> None:
+    """Report to the test, in one piece."""
+    sys.stdout.write(f"rank {cg.rank()} in {scenario}: {json.dumps(what)}\n")
+    sys.stdout.flush()
+
+
+first, second, third = (Stage.on(rank)() for rank in range(3))
+X = torch.zeros(2)
+
+
+def stepwise(method: str) -> None:
+    def step(x: Tensor) -> Tensor:
+        h = first.forward(x)
+        h = getattr(second, method)(x) + h  # the line that calls
+        return third.forward(h)
+
+    compiled = cg.trace(step).lower(X).compile(timeout=1.0)
+    compiled(X)
+    try:
+        compiled(X + 1)
+    except cg.StepTimeout as error:
+        say(message=str(error))
+    assert torch.equal(compiled(X), torch.full((2,), 2.0))
+
+
+def asleep() -> None:
+    """Rank 1 sleeps in a method of a step that all ranks run."""
+    stepwise("asleep")
+
+
+def busy() -> None:
+    """It runs Python there."""
+    stepwise("busy")
+
+
+def keeping() -> None:
+    """A C function keeps the interpreter's lock there."""
+    stepwise("keeping")
+
+
+def between(wait: Any) -> None:
+    compiled = cg.trace(lambda x: third.forward(second.forward(first.forward(x))))
+    step = compiled.lower(X).compile(timeout=1.0)
+    step(X)
+    if cg.rank() == 1:
+        wait(LONG)  # between two steps
+    try:
+        step(X)
+    except cg.StepTimeout as error:
+        say(message=str(error))
+
+
+def outside() -> None:
+    """Rank 1 does not come to the next step."""
+    between(time.sleep)
+
+
+def outside_keeping() -> None:
+    """The same, and it keeps the interpreter's lock."""
+    between(KEEPER.sleep)
+
+
+def driven(method: str) -> None:
+    @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
+    def step(x: Tensor) -> Tensor:
+        h = getattr(second, method)(first.forward(x))  # the line that calls
+        return third.forward(h)
+
+    with step.lower(X).compile() as graph:
+        if cg.rank() == 0:
+            graph.execute(X - 1).result()
+            future = graph.execute(X)
+            try:
+                future.result(timeout=1.0)
+            except cg.StepTimeout as error:
+                say(message=str(error))
+            assert torch.equal(future.result(), torch.full((2,), 2.0))
+
+
+def driven_asleep() -> None:
+    """Rank 1 sleeps in a method of a graph."""
+    driven("asleep")
+
+
+def driven_busy() -> None:
+    """It runs Python there."""
+    driven("busy")
+
+
+def driven_keeping() -> None:
+    """A C function keeps the interpreter's lock there."""
+    driven("keeping")
+
+
+def absent() -> None:
+    """Rank 1 does not come to `serve` in time."""
+
+    @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
+    def step(x: Tensor) -> Tensor:
+        return second.forward(x)
+
+    graph = step.lower(X).compile()
+    if cg.rank() == 1:
+        time.sleep(LONG)  # before it serves
+    with graph:
+        if cg.rank() == 0:
+            future = graph.execute(X)
+            try:
+                future.result(timeout=1.0)
+            except cg.StepTimeout as error:
+                say(message=str(error))
+            future.result()
+
+
+def make_late(**options: Any) -> Any:
+    @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
+    def step(x: Any) -> Any:
+        return second.late(x)
+
+    return step.lower(cg.object).compile(**options)
+
+
+def closing() -> None:
+    """The block's end waits for a method that never returns."""
+    with make_late(timeout=1.0) as graph:
+        if cg.rank() == 0:
+            graph.execute(0).result()
+            graph.execute(1).result(timeout=0.5)
+
+
+def forgetting() -> None:
+    """The same, and nobody asks for the result."""
+    with make_late(timeout=1.0) as graph:
+        if cg.rank() == 0:
+            graph.execute(1)
+
+
+def catching() -> None:
+    """The program catches it, and comes to its end."""
+    try:
+        closing()
+    except cg.StepTimeout as error:
+        say(message=str(error))
+
+
+def exiting() -> None:
+    """The program ends without closing the graph."""
+    graph = make_late(timeout=1.0)
+    if cg.rank() == 0:
+        graph.execute(1)
+    else:
+        graph.serve()
+
+
+def barrier() -> None:
+    """Rank 1 does not come to a barrier."""
+    if cg.rank() == 1:
+        time.sleep(LONG)  # before the barrier
+    try:
+        cg.barrier()
+    except (TimeoutError, RuntimeError) as error:
+        say(message=str(error))
+        raise
+
+
+if __name__ == "__main__":
+    for scenario in sys.argv[1].split(","):
+        globals()[scenario]()
