@@ -14,7 +14,7 @@ from ..backends.devices.base import Device
 from ..backends.flight import Doing, Sight
 from .failure import DRAIN_SECONDS
 from .stacks import Stacks
-from .waiting import Notice, Notices, WorldError, user_line, wait_until
+from .waiting import Notice, Notices, WorldError, ending_after, user_line, wait_until
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm, Request
@@ -23,6 +23,8 @@ T = TypeVar("T")
 
 STALL = 5.0
 """Seconds after which a waiting rank tells the others where it waits."""
+ASKING = 0.5
+"""Seconds that ranks which have not come get to say where they are."""
 LEAVING = 0.2
 """Seconds after which a rank that has ended tells the others so."""
 SAME_CALLS = "Every rank must make the same calls in the same order"
@@ -69,6 +71,7 @@ class MpiWorld:
         self.device: Device | None = None
         self._notices: Notices | None = None
         self._endings: list[Callable[[], bool]] = []
+        self._stacks: Stacks | None = None
         self._side = self._duplicate()
         self._notices = Notices(mpi, self._side)
         self.comm = self._duplicate()
@@ -80,10 +83,7 @@ class MpiWorld:
         firsts = self.allgather(self.local_ranks[0])
         numbers = {first: number for number, first in enumerate(sorted(set(firsts)))}
         self._nodes = tuple(numbers[first] for first in firsts)
-        self._stacks = Stacks(self._rank)
-        addresses = self.allgather(self._stacks.address)
-        near = [rank for rank in self.local_ranks if rank != self._rank]
-        self._stacks.meet({rank: addresses[rank] for rank in near})
+        self._stacks = self._meet_stacks()
 
     @property
     def rank(self) -> int:
@@ -178,11 +178,12 @@ class MpiWorld:
 
     def answer_by(self, teller: Callable[[], Doing | None]) -> None:
         """See `MpiWorld` in `backends/cpu/node.py`."""
-        self._stacks.answer_by(teller)
+        if self._stacks is not None:
+            self._stacks.answer_by(teller)
 
     def look(self, ranks: Sequence[int], seconds: float) -> Mapping[int, Sight]:
         """See `MpiWorld` in `backends/cpu/node.py`."""
-        return self._stacks.look(ranks, seconds)
+        return {} if self._stacks is None else self._stacks.look(ranks, seconds)
 
     def at_end(self, is_done: Callable[[], bool]) -> None:
         """See `MpiWorld` in `backends/cpu/node.py`."""
@@ -203,6 +204,7 @@ class MpiWorld:
             raise TimeoutError(
                 f"the program of rank {self._rank} ended {self._timeout:g} s ago, but another "
                 f"rank's still runs. {SAME_CALLS}; CG_TIMEOUT sets the limit"
+                f"{self._sights(self._silent(self._sequence, left=True))}"
             )
         self._closed = True
         self.left_ranks()  # MPI wants every message to be received
@@ -211,11 +213,24 @@ class MpiWorld:
                 f"the program of rank {self._rank} has ended, as those of all ranks, but messages "
                 f"to it have not come in {self._timeout:g} s; CG_TIMEOUT sets the limit"
             )
-        self._mpi.Finalize()
+        with ending_after(self._timeout):
+            self._mpi.Finalize()
 
     def _is_through(self) -> bool:
         self._endings = [is_done for is_done in self._endings if not is_done()]
         return not self._endings
+
+    def _meet_stacks(self) -> Stacks | None:
+        """Lets ranks of this machine ask each other where they are; None where that cannot be."""
+        try:
+            stacks = Stacks(self._rank)
+        except (OSError, RuntimeError):  # no files in memory, or no more threads
+            stacks = None
+        addresses = self.allgather(None if stacks is None else stacks.address)
+        if stacks is not None:
+            near = {r: to for r in self.local_ranks if (to := addresses[r]) and r != self._rank}
+            stacks.meet(near)
+        return stacks
 
     def _duplicate(self) -> Intracomm:
         comm, request = self._mpi.COMM_WORLD.Idup()
@@ -274,14 +289,26 @@ class MpiWorld:
         return patience if self._timeout is None else min(patience, self._timeout / 4)
 
     def _who_is_missing(self, call: str) -> str:
-        latest = {} if self._notices is None else self._notices.latest
-        heard = {rank for rank, notice in latest.items() if notice.sequence >= self._sequence}
-        missing = [rank for rank in range(self._size) if rank not in heard | {self._rank}]
+        missing = self._silent(self._sequence)
         who = _named(missing) if missing and self._notices is not None else "the other ranks"
         return (
             f"rank {self._rank} gave up {call} at {user_line()} after {self._timeout:g} s: {who} "
             "did not come. Look at what is slow or stuck there; CG_TIMEOUT sets the limit"
+            f"{self._sights(missing)}"
         )
+
+    def _silent(self, sequence: int, left: bool = False) -> list[int]:
+        """The ranks that have not told of this call, or that they have left."""
+        latest = {} if self._notices is None else self._notices.latest
+        heard = {r for r, n in latest.items() if n.sequence >= sequence and (n.left or not left)}
+        return [rank for rank in range(self._size) if rank not in heard | {self._rank}]
+
+    def _sights(self, ranks: Sequence[int]) -> str:
+        """What other ranks of this machine do, a line or two for each."""
+        if self._timeout is None:
+            return ""
+        sights = self.look(ranks, min(ASKING, self._timeout))
+        return "".join(f"\n  {sights[rank].text}" for rank in ranks if rank in sights)
 
     def _refuse_if_broken(self) -> None:
         if self._broken:

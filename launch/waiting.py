@@ -6,10 +6,12 @@ side never comes. So all waiting here is a loop over a test, with a deadline.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -102,6 +104,21 @@ def wait_until(
         time.sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE)
     return True
+
+
+@contextmanager
+def ending_after(seconds: float | None) -> Iterator[None]:
+    """End this process, and say where it is, if what is done inside takes longer.
+
+    For calls of MPI that block and keep the interpreter's lock: only a watch outside of it can end
+    them.
+    """
+    if seconds is not None:
+        faulthandler.dump_traceback_later(seconds, exit=True, file=2)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def user_line() -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import faulthandler
 import importlib
 import re
 import sys
@@ -21,7 +20,7 @@ from .attendance import Attendance
 from .config import Config, config
 from .detect import HYDRA, OPEN_MPI, SLURM, Launch
 from .mpi import MpiWorld
-from .waiting import WorldError
+from .waiting import WorldError, ending_after
 
 FOREIGN = {OPEN_MPI: ("MPICH", "Intel"), HYDRA: ("Open MPI",)}
 """How the versions of libraries begin that cannot talk to a kind of launcher."""
@@ -147,17 +146,12 @@ def _load(launch: Launch) -> Any:
 def _initialise_on_every_rank(mpi: Any, timeout: float | None) -> None:
     """Initialise MPI, unless the program has.
 
-    That blocks, and keeps the interpreter's lock, until every rank does it. Only a watch outside
-    the interpreter can end it, and that can say no more than where we are: here.
+    That blocks until every rank does it.
     """
     if mpi.Is_initialized():
         return
-    if timeout is not None:
-        faulthandler.dump_traceback_later(timeout, exit=True, file=2)
-    try:
+    with ending_after(timeout):
         mpi.Init_thread(mpi.THREAD_MULTIPLE)
-    finally:
-        faulthandler.cancel_dump_traceback_later()
 
 
 def check_library(launch: Launch, library: str) -> None:

@@ -310,12 +310,15 @@ class CpuCommunicator:
         )
         for (channel, peer), sender in senders.items():
             sender.reset(everyone[peer][1][channel, node.rank])
-        for (channel, peer), receiver in receivers.items():
-            receiver.drain(everyone[peer][0][channel, node.rank])
-        lanes: list[RemoteSender | RemoteReceiver] = [*senders.values(), *receivers.values()]
         deadline = monotonic() + _RESET_SECONDS
+        stuck: set[RemoteReceiver] = set()
+        for (channel, peer), receiver in receivers.items():
+            sent = everyone[peer][0][channel, node.rank]
+            if not receiver.drain(sent, lambda: monotonic() > deadline):
+                stuck.add(receiver)
+        lanes: list[RemoteSender | RemoteReceiver] = [*senders.values(), *receivers.values()]
         while lanes:
-            lanes = [lane for lane in lanes if not lane.finish_reset()]
+            lanes = [lane for lane in lanes if not lane.finish_reset() or lane in stuck]
             if lanes and monotonic() > deadline:
                 peers = sorted({lane.peer for lane in lanes})
                 raise StepTimeout(

@@ -11,7 +11,9 @@ from __future__ import annotations
 import enum
 import struct
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from os import sched_yield
 from typing import Any
 
 import torch
@@ -253,11 +255,15 @@ class RemoteReceiver:
             self._busy.discard(message.slot)
         self._issue()
 
-    def drain(self, sent: Counts) -> None:
+    def drain(self, sent: Counts, is_late: Callable[[], bool]) -> bool:
         """Receive and drop what has been sent and nobody has asked for.
 
         Args:
             sent: what the sender has sent.
+            is_late: whether to wait no longer.
+
+        Returns:
+            Whether all of it has come.
         """
         self._queue.clear()
         for tag, extra in (
@@ -266,8 +272,12 @@ class RemoteReceiver:
         ):
             status = module_of(self._comm).Status()
             for _ in range(extra):
-                message = self._comm.Mprobe(self.peer, tag, status)
+                while (message := self._comm.Improbe(self.peer, tag, status)) is None:
+                    if is_late():
+                        return False
+                    sched_yield()
                 message.Recv(storage(status.Get_count(module_of(self._comm).BYTE)))
+        return True
 
     def finish_reset(self) -> bool:
         """Whether everything asked for has come; then the lane is as new."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cg.backends.flight import FlightRecord, Position
+from cg.backends.flight import FlightRecord, Position, Sight, describe_sight
 
 from .programs import CHAIN, exchange, module
 from .test_collectives import MEET, barrier
@@ -24,10 +24,37 @@ def test_a_rank_that_runs_or_has_ended_is_not_blocked() -> None:
     assert [entry.rank for entry in record.blocked()] == [2]
     assert record.describe() == (
         "  rank 0 has ended execution 4\n"
-        "  rank 1 runs chain.py:4, in step (`%h = call(%v) {fn = @b.double} : f32[4]`)\n"
+        "  rank 1 runs b.double, called at chain.py:4, in step "
+        "(`%h = call(%v) {fn = @b.double} : f32[4]`)\n"
         "  rank 2 waits at `%v = wait(%r) : f32[4]` for `%r = recv() {chan = 1, peer = 1, "
         "seq = 0} : future<f32[4]>`: rank 1 has not come to its send of message 0 of channel 1"
     )
+
+
+def test_how_long_a_rank_has_been_where_it_is() -> None:
+    text = FlightRecord(module(CHAIN), [Position(1, 4, 2, seconds=2.04)]).describe()
+    assert text.startswith("  rank 1 runs b.double for 2.0 s at most, called at chain.py:4")
+    text = FlightRecord(module(CHAIN), [Position(1, 4, 0, seconds=0.5)]).describe()
+    assert text.startswith("  rank 1 runs for 0.5 s at most: `%r = recv()")
+
+
+def test_a_rank_that_was_asked_knows_better_than_its_position() -> None:
+    plan = module(CHAIN)
+    waits = Position(1, 4, 1, awaited=0)
+    said = Sight("rank 1 runs something\n    its Python is at line 7")
+    assert FlightRecord(plan, [waits]).describe({1: said}) == f"  {said.text}"
+    assert FlightRecord(plan, []).describe({1: said}) == f"  {said.text}"
+
+
+def test_the_calls_of_a_rank_that_gives_no_answer_are_found_by_its_stack() -> None:
+    plan = module(CHAIN)
+    said = Sight("rank 1 is silent\n    its Python is at line 7", "double")
+    assert describe_sight(1, said, [plan, plan]) == (
+        "rank 1 is silent; it runs b.double, called at chain.py:4, in step "
+        "(`%h = call(%v) {fn = @b.double} : f32[4]`)\n    its Python is at line 7"
+    )
+    assert describe_sight(2, said, [plan]) == said.text
+    assert describe_sight(1, Sight(said.text, "another"), [plan]) == said.text
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,25 @@ def test_closing_starts_over_as_well(graph: Any) -> None:
         lost.result()
 
 
+@pytest.mark.parametrize("ask", ["execute", "close"])
+def test_ranks_that_do_not_start_over_are_not_waited_for_without_end(
+    graph: Any, ask: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executions, compiled, _ = graph
+    lost = compiled.execute(1)
+    (opened,) = executions.graphs.values()
+    opened.limit = 0.0
+    executions.in_doubt = True
+    with monkeypatch.context() as patch:
+        patch.setattr(executions._stages, "missing", lambda stage: [1], raising=False)
+        with pytest.raises(cg.StepTimeout, match=r"has not (started after|been closed)"):
+            compiled.close() if ask == "close" else compiled.execute(2)
+    with pytest.raises(cg.ExecutionLost):
+        lost.result()
+    assert compiled.execute(2).result() == 2
+    compiled.close()
+
+
 def test_where_nobody_can_start_over_everything_says_so(graph: Any) -> None:
     executions, compiled, _ = graph
     future = compiled.execute(1)
