@@ -274,7 +274,11 @@ class Executions:
         busy = (graph for graph in self.graphs.values() if graph.in_flight)
         ranks = sorted({rank for graph in busy for rank in graph.participants})
         allowed = min(waited or 0.0, _ASKING)
-        sights = self._waiting.look(ranks, allowed) if allowed else {}
+        if not allowed:
+            return positions_in_flight(self._all)
+        sights = dict(self._waiting.look(ranks, allowed))
+        for rank in set(ranks) - set(self.residents) - set(sights):
+            sights[rank] = Sight(f"rank {rank} cannot be asked, as those of other machines")
         return positions_in_flight(self._all, sights)
 
     def _until(

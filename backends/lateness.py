@@ -48,9 +48,10 @@ def late_start(graph: Graph) -> str:
 def late_end(graph: Graph) -> str:
     """Says that a graph cannot be closed, for its executions do not end, and what to do."""
     return (
-        f"'{graph.name}' has not been closed, for none of its {graph.in_flight} executions in "
-        f"flight has moved here for {graph.limit:g} s. Look at what is slow or stuck on the ranks "
-        "below; where they only need longer, raise compile(timeout=...) or CG_TIMEOUT"
+        f"'{graph.name}' has not been closed: executions of it are in flight ({graph.in_flight}), "
+        f"and none has moved on rank {graph.driver} for {graph.limit:g} s. Look at what is slow or "
+        "stuck on the ranks below; where they only need longer, raise compile(timeout=...) or "
+        "CG_TIMEOUT"
     )
 
 

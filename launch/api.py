@@ -366,7 +366,8 @@ class Lowered:
             timeout: seconds that a call on all ranks may take; CG_TIMEOUT if None. Also those that
                 `execute` waits while `max_inflight` executions are in flight; if None, CG_TIMEOUT
                 where that is set, and else no limit. An execution itself has no other limit than
-                that of `result(timeout)`.
+                that of `result(timeout)`, but for executions that do not move, `close` waits no
+                longer than this.
             max_inflight: of a step with `inputs=cg.on(rank)`: how many of its executions may be in
                 flight; each has registers and channels of its own on all ranks.
             fuse: `inductor` has TorchInductor compile the graphs of traced methods and of their

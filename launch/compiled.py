@@ -222,6 +222,9 @@ class Compiled:
         `serve`. On another rank this is `serve`, if the driver has not closed the graph yet.
 
         Raises:
+            StepTimeout: none of them has moved on the driver for as long as the `timeout` of
+                `compile`; the message says where every rank is. It can be closed again, and a
+                driver that ends without that ends the job.
             TransportError: a rank has ended while the driver waited for it.
         """
         if self._closed:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
+import signal
 import sys
 import time
 from typing import Any
@@ -170,6 +172,15 @@ def absent() -> None:
             except cg.StepTimeout as error:
                 say(message=str(error))
             future.result()
+
+
+def stopped() -> None:
+    """The process of rank 1 is stopped, and stays so."""
+    compiled = cg.trace(lambda x: third.forward(second.forward(first.forward(x))))
+    step = compiled.lower(X).compile(timeout=1.0)
+    if cg.rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    step(X)
 
 
 def make_late(**options: Any) -> Any:

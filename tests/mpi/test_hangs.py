@@ -106,7 +106,9 @@ def test_the_driver_is_told_where_a_rank_is_that_does_not_serve(graphs: Messages
 def check_end(ended: Ended, late: bool = True) -> None:
     """The job has failed, and the driver has said why."""
     assert ended.code != 0, ended.output
-    assert not late or "'step' has not been closed, for none of its 1 exec" in ended.output
+    assert (
+        not late or "'step' has not been closed: executions of it are in flight (1)" in ended.output
+    )
     where = rf"\[rank 0\]   @step \d: rank 1 runs stage1\.late \({HERE}\)"
     assert re.search(where, ended.output), ended.output
     line = rf"\[rank 0\]     its Python is at {HERE}, in late: time\.sleep\(3600\)  # for ever"
@@ -130,6 +132,13 @@ def test_closing_under_the_launcher_leaves_no_process() -> None:
         except OSError:
             continue
     assert left == []
+
+
+def test_a_stopped_process_is_told_from_one_that_works() -> None:
+    ended = hang("stopped")
+    assert ended.code != 0
+    said = r"rank 1 has not answered in 0\.4 s: .* or its process is stopped"
+    assert re.search(said, ended.output), ended.output
 
 
 def test_a_barrier_says_where_the_missing_rank_is() -> None:
