@@ -21,7 +21,7 @@ class Attendance:
     def join(self, rank: int) -> None:
         """The rank has come."""
         with contextlib.suppress(OSError):
-            (self.folder / str(rank)).touch()
+            (self.folder / str(rank)).touch(mode=0o600)
 
     def leave(self, rank: int) -> None:
         """The rank has met the others at its program's end."""

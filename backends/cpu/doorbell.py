@@ -2,42 +2,91 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import secrets
 import select
-import socket
+import stat
+from dataclasses import dataclass
+from pathlib import Path
 
-Address = bytes
+_RINGS = 1 << 16
+"""At least as many bytes as a pipe holds."""
 
-_HARMLESS = (errno.EAGAIN, errno.ECONNREFUSED, errno.ENOBUFS)
+_MODE = os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC
+"""For both ends of a pipe: who can read it may write when nobody else reads, and gets no signal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where other processes find a bell: a path, and the number of the file that is there.
+
+    In a PID namespace of its own, as containers have, a process finds another one's file there.
+    """
+
+    path: str
+    inode: int
 
 
 class Doorbell:
-    """This process's bell: a datagram socket in the abstract name space, gone with the process.
+    """This process's bell: a pipe, which only processes of the same user can open.
 
     A ring may come late or for nothing; whoever sleeps looks again at what it waits for.
     """
 
-    def __init__(self) -> None:
-        self.address: Address = b"\0cg-" + secrets.token_hex(8).encode()
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-        self._socket.bind(self.address)
+    def __init__(self, folder: Path | None = None) -> None:
+        """Make the bell.
+
+        Args:
+            folder: where to give the pipe a name, which `seal` takes away. None: others find it
+                through /proc, and it has none.
+        """
+        self._name: Path | None = None
+        if folder is None:
+            self._ends: tuple[int, ...] = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+            path = f"/proc/{os.getpid()}/fd/{self._ends[0]}"
+        else:
+            self._name = folder / f"cg-bell-{secrets.token_hex(8)}"
+            path = str(self._name)
+            os.mkfifo(self._name, 0o600)
+            self._ends = (os.open(self._name, _MODE),)
+        self._pipe = self._ends[0]
+        self.address = Address(path, os.fstat(self._pipe).st_ino)
         self._poll = select.epoll()
-        self._poll.register(self._socket, select.EPOLLIN)
+        self._poll.register(self._pipe, select.EPOLLIN)
+        self._others: dict[int, int] = {}
         self._watched: dict[int, int] = {}
         self._unwatchable: dict[int, int] = {}
         self.dead: set[int] = set()
 
-    def ring(self, address: Address) -> None:
-        """Wake the process whose bell has `address`, if it still lives."""
+    def connect(self, rank: int, address: Address) -> None:
+        """Make `ring` reach `rank`.
+
+        Where that cannot be, since the process has gone or is not to be seen from here, rings do
+        nothing: who sleeps wakes by itself before long.
+        """
         try:
-            self._socket.sendto(b"\0", address)
-        except OSError as error:
-            # Its queue is full, so it will wake; or it has gone, which `dead` will tell; or the
-            # kernel is short of memory, and it wakes by itself before long.
-            if error.errno not in _HARMLESS:
-                raise
+            descriptor = os.open(address.path, _MODE)
+        except OSError:
+            return
+        status = os.fstat(descriptor)
+        if stat.S_ISFIFO(status.st_mode) and status.st_ino == address.inode:
+            self._others[rank] = descriptor
+        else:
+            os.close(descriptor)
+
+    def seal(self) -> None:
+        """Take away the name, when all others have connected; idempotent."""
+        if self._name is not None:
+            self._name.unlink(missing_ok=True)
+
+    def ring(self, rank: int) -> None:
+        """Wake `rank`, if it still lives."""
+        descriptor = self._others.get(rank)
+        if descriptor is not None:
+            try:
+                os.write(descriptor, b"\0")
+            except BlockingIOError:
+                pass  # the pipe is full, so it will wake
 
     def watch(self, rank: int, pid: int) -> None:
         """Put `rank` into `dead` once process `pid` has ended."""
@@ -69,12 +118,15 @@ class Doorbell:
 
     def close(self) -> None:
         """Give back the descriptors; idempotent."""
-        for descriptor in self._watched:
+        if self._poll.closed:
+            return
+        self.seal()
+        for descriptor in (*self._watched, *self._others.values(), *self._ends):
             os.close(descriptor)
         self._watched.clear()
+        self._others.clear()
         self._unwatchable.clear()
         self._poll.close()
-        self._socket.close()
 
     def _bury(self, descriptor: int) -> None:
         self.dead.add(self._watched[descriptor])  # first, if a signal's handler raises meanwhile
@@ -84,8 +136,7 @@ class Doorbell:
 
     def _drain(self) -> None:
         try:
-            while True:
-                self._socket.recv(1)
+            os.read(self._pipe, _RINGS)
         except BlockingIOError:
             return
 

@@ -83,21 +83,16 @@ class Node:
         self.leader = self.local[0]
         first = {node: rank for rank, node in reversed(list(enumerate(world.nodes)))}
         self.leaders = tuple(sorted(first.values()))
-        self.bell = Doorbell()
         self.copier = Copier()
-        mine = (os.getpid(), self.bell.address, os.sched_getaffinity(0))
-        everyone = world.allgather(mine)
-        self.pids = [pid for pid, _, _ in everyone]
-        self._addresses = [address for _, address, _ in everyone]
-        self.cores = len(set[int]().union(*(everyone[rank][2] for rank in self.local)))
+        everyone = world.allgather((os.getpid(), os.sched_getaffinity(0)))
+        self.pids = [pid for pid, _ in everyone]
+        self.cores = len(set[int]().union(*(everyone[rank][1] for rank in self.local)))
         self.fence, self._end_fence = full_fence(world.comm)
         self.order = publish_fence(self.fence)
         self.segments, self.block = self._share_block(segments or (MemoryFiles(), NamedFiles()))
         self.words = self.block.cast("Q")
         self._others = [(self.waiting(rank), rank) for rank in self.local if rank != self.rank]
-        for rank in self.local:
-            if rank != self.rank:
-                self.bell.watch(rank, self.pids[rank])
+        self.bell = self._hang_bell()
         self.comm = self._own_communicator()
         self._next_tag = 0
 
@@ -118,7 +113,7 @@ class Node:
 
     def ring(self, rank: int) -> None:
         """Wake a local rank."""
-        self.bell.ring(self._addresses[rank])
+        self.bell.ring(rank)
 
     def wake_all(self) -> None:
         """Wake every other local rank that sleeps; call it after a store that they may wait for."""
@@ -156,6 +151,18 @@ class Node:
         self.bell.close()
         self._end_fence()
         self._end_fence = _nothing
+
+    def _hang_bell(self) -> Doorbell:
+        """This process's bell, which rings the others and knows whether they live."""
+        bell = Doorbell(self.segments.folder)
+        addresses = self.world.allgather(bell.address)
+        for rank in self.local:
+            if rank != self.rank:
+                bell.connect(rank, addresses[rank])
+                bell.watch(rank, self.pids[rank])
+        self.world.barrier()
+        bell.seal()
+        return bell
 
     def _own_communicator(self) -> Any:
         if len(self.leaders) == 1:

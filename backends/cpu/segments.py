@@ -33,6 +33,10 @@ class Segment:
 class Segments(Protocol):
     """One kind of shared memory."""
 
+    @property
+    def folder(self) -> Path | None:
+        """Where what is shared has a name; None where /proc serves."""
+
     def create(self, nbytes: int) -> Segment:
         """Zeroed memory of `nbytes` (at least 1), all of its pages touched.
 
@@ -57,6 +61,8 @@ class MemoryFiles:
     In a PID namespace of its own, as containers have, a process finds another one under the
     creator's number, or itself. Whatever that has open is not this file, and the inode tells.
     """
+
+    folder = None
 
     def __init__(self) -> None:
         self._open: dict[int, int] = {}
@@ -90,7 +96,7 @@ class NamedFiles:
     """Files in a memory file system; a key is the random part of the name."""
 
     def __init__(self, folder: Path = _SHM) -> None:
-        self._folder = folder
+        self.folder = folder
 
     def create(self, nbytes: int) -> Segment:
         """See `Segments`."""
@@ -115,7 +121,7 @@ class NamedFiles:
         self._path(key).unlink(missing_ok=True)
 
     def _path(self, key: int) -> Path:
-        return self._folder / f"cg-{key:016x}"
+        return self.folder / f"cg-{key:016x}"
 
 
 def _map(path: str | Path, nbytes: int, inode: int | None = None) -> mmap.mmap:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from pathlib import Path
 
 from cg.launch.attendance import Attendance
@@ -22,3 +23,8 @@ def test_ranks_of_other_machines_say_nothing(tmp_path: Path) -> None:
     elsewhere.join(0)
     elsewhere.leave(0)
     assert not elsewhere.folder.exists()
+
+
+def test_files_are_the_users_own(tmp_path: Path) -> None:
+    Attendance(tmp_path).join(0)
+    assert stat.S_IMODE((tmp_path / "0").stat().st_mode) == 0o600
