@@ -42,7 +42,7 @@ from .optimistic import Optimistic
 from .settle import settle
 from .turns import turn_of
 from .variant import Variant
-from .world import world
+from .world import check_late_settings, world
 
 T = TypeVar("T")
 
@@ -441,6 +441,7 @@ class Lowered:
         for trace in self.traces:
             check_transports(trace.module.program)
         settings = config()
+        check_late_settings(settings)
         switches = parse_switches(",".join(filter(None, (settings.passes, passes))))
         is_driven = max_inflight is not None and self._step._driver is not None
         if is_driven:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 
 from ..backends.devices.environment import VARIABLES
-from . import affinity, failure, threads
+from . import affinity, failure, manager, ports, threads
 from .config import Config, config, environment, export, unknown_variables
 from .detect import Launch
 from .topology import allowed_cpus, core_count, cpu_quota, read_cores
@@ -29,6 +29,11 @@ def prepare() -> Config:
             preset = environment()
             export({name: value for name, value in VARIABLES.items() if name not in preset})
         _keep_to_share(settings, settings.launch)
+        above = manager.find(settings.launch)
+        if above is not None:
+            manager.follow(above)  # by a thread, bound as this one is
+            if ports.is_on_one_machine(settings.launch):
+                ports.close_control_port(above)
     return settings
 
 

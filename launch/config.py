@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from . import foreign
 from .detect import Launch, detect, is_typed
+from .foreign import Foreign
 
 THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
@@ -58,6 +61,8 @@ class Config:
     """Where ranks of this machine say that they are in the job; None: nobody asks."""
     launch: Launch | None = None
     """How an MPI launcher started this process; None: it did not."""
+    foreign: Foreign | None = None
+    """How a launcher without MPI started this process among others; None: it did not."""
     preset_threads: frozenset[str] = frozenset()
     """Those of `THREAD_VARIABLES` that are set already."""
     given: frozenset[str] = field(default=frozenset(), compare=False)
@@ -84,6 +89,7 @@ class Config:
             **fields,
             given=frozenset(fields),
             launch=_launch(environ),
+            foreign=foreign.detect(environ),
             preset_threads=frozenset(name for name in THREAD_VARIABLES if environ.get(name)),
         )
 
@@ -121,6 +127,16 @@ def config() -> Config:
     return Config.from_environ(os.environ)
 
 
+def ranks_asked() -> int | None:
+    """What `CG_RANKS` asks for now; None: it is not set. Cheap.
+
+    Raises:
+        ConfigError: its value is not what it takes.
+    """
+    text = os.environ.get(_RANKS.name, "").strip()
+    return None if not text else int(str(_RANKS.value(text)))
+
+
 def environment() -> dict[str, str]:
     """A copy of this process's environment, to start another process with."""
     return dict(os.environ)
@@ -129,6 +145,21 @@ def environment() -> dict[str, str]:
 def export(variables: Mapping[str, str]) -> None:
     """Set variables for libraries that this process has yet to load."""
     os.environ.update(variables)
+
+
+@contextmanager
+def exported(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set variables inside a `with` block, in which a library reads them."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, text in before.items():
+            if text is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = text
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
@@ -211,16 +242,18 @@ def _launch(environ: Mapping[str, str]) -> Launch | None:
 
 _ON = "`0` or `1`"
 
+_RANKS = Variable(
+    "CG_RANKS",
+    "ranks",
+    "a whole number of at least 1",
+    "1",
+    "Ranks of the virtual world, where no MPI launcher has started the program: "
+    "one process plays them all. It counts when the world is used first.",
+    _positive,
+)
+
 VARIABLES = (
-    Variable(
-        "CG_RANKS",
-        "ranks",
-        "a whole number of at least 1",
-        "1",
-        "Ranks of the virtual world, where no MPI launcher has started the program: "
-        "one process plays them all.",
-        _positive,
-    ),
+    _RANKS,
     Variable(
         "CG_DUMP",
         "dump",

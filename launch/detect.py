@@ -54,11 +54,27 @@ _SOURCES = (
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
     _Source(HYDRA, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    _Source(
+        "MVAPICH",
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
+    _Source(
+        "jsrun",
+        "JSM_NAMESPACE_RANK",
+        "JSM_NAMESPACE_SIZE",
+        "JSM_NAMESPACE_LOCAL_RANK",
+        "JSM_NAMESPACE_LOCAL_SIZE",
+    ),
+    _Source("PALS", "PALS_RANKID", "", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
+    _Source("ALPS", "ALPS_APP_PE", "", "", ""),
 )
 _SLURM_PMI = _Source(SLURM, "PMI_RANK", "PMI_SIZE", "SLURM_LOCALID", "")
 _SLURM = _Source(SLURM, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "")
 _PMIX = _Source("PMIx", "PMIX_RANK", "", "", "")
-"""PMIx itself gives a rank and no size."""
+"""PMIx itself gives a rank and no size, as do PALS and ALPS."""
 
 
 def detect(environ: Mapping[str, str], typed: bool = False) -> Launch | None:

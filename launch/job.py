@@ -122,7 +122,9 @@ def _reap() -> None:
 
 @contextlib.contextmanager
 def _handlers(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    previous = {number: signal.signal(number, handler) for number in (*ENDING, *FORWARDED)}
+    """Handle signals, less those that this process was started to ignore, as nohup asks."""
+    wanted = [n for n in (*ENDING, *FORWARDED) if signal.getsignal(n) is not signal.SIG_IGN]
+    previous = {number: signal.signal(number, handler) for number in wanted}
     try:
         yield
     finally:

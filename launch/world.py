@@ -6,6 +6,7 @@ import atexit
 import importlib
 import re
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,10 +16,11 @@ import torch
 
 from ..backends.base import World
 from ..backends.virtual import VirtualWorld
-from . import devices, failure
+from . import devices, failure, ports
 from .attendance import Attendance
-from .config import Config, config
+from .config import Config, config, environment, exported, ranks_asked
 from .detect import HYDRA, OPEN_MPI, SLURM, Launch
+from .foreign import command, described, is_handed_on
 from .mpi import MpiWorld
 from .waiting import WorldError, ending_after
 
@@ -37,6 +39,8 @@ OTHER_PMI = (
 )
 
 _current: World | None = None
+_began: tuple[World, Config] | None = None
+"""The world that this process has started, and the settings that it has started with."""
 
 
 def world() -> World:
@@ -44,12 +48,17 @@ def world() -> World:
 
     Raises:
         ConfigError: an environment variable's value is not what it takes.
-        WorldError: MPI is missing, or is not the launcher's.
+        WorldError: MPI is missing, or is not the launcher's; a launcher without MPI has started
+            this process among others; CG_RANKS has changed since the world began.
         TimeoutError: another rank has not started in time.
     """
-    global _current
+    global _current, _began
     if _current is None:
-        _current = _start(config())
+        settings = config()
+        _current = _start(settings)
+        _began = _current, settings
+    elif _began is not None and _current is _began[0]:
+        check_late_ranks(_current.size, ranks_asked())
     return _current
 
 
@@ -77,12 +86,15 @@ def use_world(other: World) -> Iterator[World]:
 def _start(settings: Config) -> World:
     launch = settings.launch
     if launch is None or launch.size == 1:
+        check_alone(settings)
         return VirtualWorld(settings.ranks or 1)
     guard = failure.install(launch)
     check_ranks(launch, launch.size, settings.ranks)
     mpi = _load(launch)
     check_library(launch, _library(mpi))
-    _initialise_on_every_rank(mpi, settings.timeout)
+    local = ports.is_on_one_machine(launch)
+    with exported(ports.without_network(environment()) if local else {}):
+        _initialise_on_every_rank(mpi, settings.timeout)
     try:
         check_size(launch, mpi.COMM_WORLD.size, _library(mpi))
         check_ranks(launch, mpi.COMM_WORLD.size, settings.ranks)
@@ -201,6 +213,81 @@ def check_ranks(launch: Launch, size: int | None, virtual_ranks: int | None) -> 
             f"CG_RANKS={virtual_ranks} asks for ranks in one process, but {launch.launcher} has "
             f"started {size} of them: unset CG_RANKS, or start one process by plain python"
         )
+
+
+def check_late_ranks(size: int, asked: int | None) -> None:
+    """Refuse a CG_RANKS that has come after the world has begun, and asks for another one.
+
+    Raises:
+        WorldError: it does.
+    """
+    if asked is not None and asked != size:
+        raise WorldError(
+            f"CG_RANKS={asked} has been set after the world had begun, with {_ranks(size)}, and "
+            "does not count any more. Set it before the world is used for the first time (by "
+            "cg.rank(), cg.world_size(), an actor or a step), best where the program is started; "
+            "in a notebook, restart the kernel. For another program, set it in the environment of "
+            f"that one: subprocess.run(..., env={{**os.environ, 'CG_RANKS': '{asked}'}})"
+        )
+
+
+def check_late_settings(settings: Config) -> None:
+    """Refuse settings of devices that have changed since the ranks have taken theirs.
+
+    Raises:
+        WorldError: they have.
+    """
+    if _began is None or _current is not _began[0] or _current.is_virtual:
+        return
+    before = _began[1]
+    for name in ("device", "bind_devices"):
+        if name in settings.given and getattr(settings, name) != getattr(before, name):
+            raise WorldError(
+                f"CG_{name.upper()} has been changed after the world had begun, when ranks took "
+                "their devices, and does not count any more. Set it before cg is imported, best "
+                "where the program is started"
+            )
+
+
+def check_alone(settings: Config) -> None:
+    """Refuse a world of its own to one of several processes that do not know each other.
+
+    A launcher without MPI, such as torchrun, has started them; each would run the whole program.
+    CG_RANKS says that this is meant. What such a process starts in its turn inherits its
+    variables, and is alone rightly, as far as can be seen; it is told so.
+
+    Raises:
+        WorldError: the launcher has started this process among others.
+    """
+    foreign = settings.foreign
+    if foreign is None or settings.ranks == 1:
+        return
+    remedy = (
+        f"Let MPI start the ranks: {command(foreign, sys.argv)}\n"
+        "If this process is meant to be alone, say so by CG_RANKS=1; CG_RANKS=N lets it play N "
+        "ranks by itself"
+    )
+    if settings.ranks is not None:
+        warnings.warn(
+            f"{described(foreign)}, and each of them plays all {settings.ranks} ranks of "
+            f"CG_RANKS={settings.ranks} by itself: the program runs {foreign.size} times",
+            stacklevel=2,
+        )
+    elif is_handed_on(foreign):
+        warnings.warn(
+            f"{described(foreign)}, or the program that started this one, for which it is taken: "
+            f"it is alone, in a world of one rank. {remedy}",
+            stacklevel=2,
+        )
+    else:
+        raise WorldError(
+            f"{described(foreign)}, but not by MPI, by which ranks find each other: each would "
+            f"be alone and run the whole program by itself. {remedy}"
+        )
+
+
+def _ranks(size: int) -> str:
+    return "1 rank" if size == 1 else f"{size} ranks"
 
 
 def _started_as(launch: Launch) -> str:

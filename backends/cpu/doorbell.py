@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import select
@@ -83,10 +84,8 @@ class Doorbell:
         """Wake `rank`, if it still lives."""
         descriptor = self._others.get(rank)
         if descriptor is not None:
-            try:
+            with contextlib.suppress(BlockingIOError):  # the pipe is full, so it will wake
                 os.write(descriptor, b"\0")
-            except BlockingIOError:
-                pass  # the pipe is full, so it will wake
 
     def watch(self, rank: int, pid: int) -> None:
         """Put `rank` into `dead` once process `pid` has ended."""

@@ -1,0 +1,112 @@
+"""Launchers that start several processes without MPI, which cg does not join, such as torchrun.
+
+Each of their processes would be alone, and run the whole program by itself.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from .ancestors import inheritors, runs_python
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """What a launcher without MPI told this process: its number among several."""
+
+    launcher: str
+    """The launcher, for messages."""
+    rank: int
+    size: int
+    local_size: int | None
+    """How many of the processes are on this machine, where it said so."""
+    variables: Mapping[str, str]
+    """What tells the processes apart from each other and from their launcher."""
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The variables of one kind of launcher.
+
+    Attributes:
+        rank: the first of these that is set is the number of the process.
+        sign: how the name of a variable begins that no other launcher sets; "" for any.
+    """
+
+    launcher: str
+    sign: str
+    rank: tuple[str, ...]
+    size: str
+    local_size: str
+
+
+_TORCH = (("RANK", "LOCAL_RANK"), "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+_SOURCES = (
+    _Source("accelerate launch", "ACCELERATE_", *_TORCH),
+    _Source("torchrun", "TORCHELASTIC_RUN_ID", *_TORCH),
+    _Source("deepspeed", "CROSS_SIZE", ("RANK",), "WORLD_SIZE", "LOCAL_SIZE"),
+    _Source("Horovod", "HOROVOD_RANK", ("HOROVOD_RANK",), "HOROVOD_SIZE", "HOROVOD_LOCAL_SIZE"),
+    _Source("a launcher of torch.distributed", "", *_TORCH),
+)
+
+_TELLING = ("TORCHELASTIC_RUN_ID", "LOCAL_RANK")
+
+
+def detect(environ: Mapping[str, str]) -> Foreign | None:
+    """What a launcher without MPI said in `environ`; None if there is none, or for one process.
+
+    Whatever is not a number of a process among several is not taken for a launcher's.
+    """
+    for source in _SOURCES:
+        if source.sign and not any(name.startswith(source.sign) for name in environ):
+            continue
+        numbers = [name for name in source.rank if environ.get(name, "").isdecimal()]
+        size = environ.get(source.size, "")
+        if not (numbers and size.isdecimal() and int(environ[numbers[0]]) < int(size) > 1):
+            continue
+        local = environ.get(source.local_size, "")
+        telling = [numbers[0], source.size, *(name for name in _TELLING if name in environ)]
+        return Foreign(
+            launcher=source.launcher,
+            rank=int(environ[numbers[0]]),
+            size=int(size),
+            local_size=int(local) if local.isdecimal() else None,
+            variables={name: environ[name] for name in dict.fromkeys(telling)},
+        )
+    return None
+
+
+def is_handed_on(foreign: Foreign) -> bool:
+    """Whether the launcher has started not this process, but a Python program that started it.
+
+    Shells and other wrappers in between are taken for a part of what the launcher starts.
+    """
+    between, _ = inheritors(foreign.variables)
+    return any(map(runs_python, between))
+
+
+def described(foreign: Foreign) -> str:
+    """What the launcher did, in words."""
+    number, size = list(foreign.variables)[:2]
+    return (
+        f"{foreign.launcher} started this process as number {foreign.rank} of {foreign.size} "
+        f"({number}, {size})"
+    )
+
+
+def command(foreign: Foreign, program: Sequence[str]) -> str:
+    """The command line that starts the same ranks by MPI.
+
+    Args:
+        foreign: what the launcher did.
+        program: the program and its arguments, as `sys.argv` has them.
+    """
+    script = list(program) if program and program[0] not in ("", "-c", "-m") else ["train.py"]
+    hosts = []
+    if foreign.local_size is not None and foreign.local_size < foreign.size:
+        hosts = ["--hosts", f"NAME:{foreign.local_size},..."]
+    ranks = ["python", "-m", "cg.launch", "-n", str(foreign.size)]
+    return " ".join([*ranks, *hosts, shlex.join(script)])

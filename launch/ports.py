@@ -1,0 +1,95 @@
+"""Closes the ports that launchers and MPI libraries open and a job on one machine does not need.
+
+They listen on all networks, and know no password.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import stat
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from .detect import Launch
+
+_SO_ATTACH_FILTER = 26
+_RETURN = 0x06
+
+
+class _Instruction(ctypes.Structure):
+    """One of the classic Berkeley packet filter (linux/filter.h)."""
+
+    _fields_ = (
+        ("code", ctypes.c_ushort),
+        ("jt", ctypes.c_ubyte),
+        ("jf", ctypes.c_ubyte),
+        ("k", ctypes.c_uint),
+    )
+
+
+def is_on_one_machine(launch: Launch) -> bool:
+    """Whether a launcher has started all ranks on this machine, and has said so."""
+    return launch.size is not None and launch.size == launch.local_size
+
+
+def without_network(environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables for ranks of one machine, by which MPI does not listen for others.
+
+    Those of MPICH, whose UCX would listen on each network, and of Open MPI. Whoever has chosen
+    transports is left that choice.
+    """
+    chosen = {}
+    if not environ.keys() & {"UCX_TLS", "UCX_NET_DEVICES"}:
+        chosen["UCX_TLS"] = "^tcp"
+    if not any(name.startswith(("OMPI_MCA_btl", "OMPI_MCA_pml")) for name in environ):
+        chosen["OMPI_MCA_btl"] = "^tcp"
+    return chosen
+
+
+def close_control_port(manager: int) -> None:
+    """Let the port take no more connections at which Hydra waits for its process managers.
+
+    Hydra's `mpiexec` takes connections from everywhere, and no option changes that; one that says
+    half a word stops it. On one machine the only process manager has connected when a rank
+    starts. Ranks inherit the socket, so they can set a filter to it that drops what comes;
+    connections that it has taken stay as they are.
+
+    Args:
+        manager: the process above this rank, on whose command line the port is.
+    """
+    port = _control_port(manager)
+    for descriptor in _sockets() if port is not None else ():
+        with socket.socket(fileno=os.dup(descriptor)) as shared:
+            is_tcp = shared.family in (socket.AF_INET, socket.AF_INET6)
+            listens = is_tcp and shared.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if listens and shared.getsockname()[1] == port:
+                _drop_everything(shared)
+
+
+def _control_port(manager: int, root: Path = Path("/")) -> int | None:
+    try:
+        words = (root / f"proc/{manager}/cmdline").read_bytes().decode().split("\0")
+        return int(words[words.index("--control-port") + 1].rpartition(":")[2])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _sockets() -> Iterator[int]:
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                yield int(name)
+        except OSError:
+            continue
+
+
+def _drop_everything(shared: socket.socket) -> None:
+    program = _Instruction(_RETURN, 0, 0, 0)  # 0 bytes of each packet are kept
+    filter_ = struct.pack("HP", 1, ctypes.addressof(program))
+    try:
+        shared.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, filter_)
+    except OSError:
+        return
