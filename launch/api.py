@@ -7,7 +7,7 @@ schedule made from that trace, bound to the ranks that this process plays.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -27,10 +27,11 @@ from ..passes.registry import parse_switches
 from ..passes.schedules import Schedule
 from ..tracer.actors import ActorFactory
 from ..tracer.functions import Functions
-from ..tracer.step import trace_step
+from ..tracer.step import definition, trace_step
 from ..tracer.trace import InputError, Trace, signature_of
-from .alike import check_alike
+from .agreement import Asked, check_compilation
 from .communicators import check_transports
+from .comparison import interval
 from .compiled import Compiled
 from .config import config
 from .devices import fabrics_of, torch_device
@@ -38,6 +39,7 @@ from .dumps import Dump, make_dump
 from .fusing import Fusing
 from .graphs import check_outside
 from .keywords import check_keywords, check_options
+from .numbering import Numbering, check_state
 from .optimistic import Optimistic
 from .settle import settle
 from .turns import turn_of
@@ -172,6 +174,7 @@ class Step:
         self._inputs = inputs
         self._outputs = outputs
         self._compiled: dict[tuple[Any, ...], Compiled] = {}
+        self._numbering = Numbering()
 
     def __get__(self, instance: object, owner: type | None = None) -> Step:
         """The step of one object, where a method is decorated; made when it is first asked for."""
@@ -193,9 +196,15 @@ class Step:
         Raises:
             TraceError: the function, or a method that it calls, cannot be traced.
             IRError: the trace cannot be compiled.
+            InputError: the step cannot take the arguments, or ranks are found to give others.
+            PlanMismatch: ranks call different steps, or this one with arguments of other types.
             RemoteError: a method raised, on any rank; every rank raises it.
         """
-        key = signature_of(args, kwargs)
+        try:
+            key = signature_of(args, kwargs)
+        except InputError:
+            self.lower(*args, **kwargs)  # which tells the other ranks
+            raise
         compiled = self._compiled.get(key)
         if compiled is None:
             compiled = self._compile_for(key, args, kwargs)
@@ -208,10 +217,22 @@ class Step:
         with turn_of(world()).taken(self.__name__):
             compiled = self._compiled.get(key)
             if compiled is None:
-                lowered = self.lower(*args, **kwargs)
-                compiled = lowered._compile(None, "", None, None, None, None, None)
+                compiled = self.lower(*args, **kwargs)._compile(self._numbering)
                 self._compiled[key] = compiled
         return compiled
+
+    def state_dict(self) -> dict[str, int]:
+        """What random numbers of the step's calls depend on; see `Compiled.state_dict`.
+
+        It counts the calls with all signatures, also those before `clear_cache`, and nothing of
+        what `lower(...).compile()` has returned, which has a state of its own.
+        """
+        return {"seed": config().seed, "calls": self._numbering.next}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state, before or after the first call; see `Compiled.load_state_dict`."""
+        check_state(world(), self.__name__, state, config().seed, ("calls",))
+        self._numbering.next = state["calls"]
 
     def clear_cache(self) -> None:
         """Forget what calls have compiled, so that the next call traces again; on all ranks.
@@ -278,8 +299,10 @@ class Step:
     ) -> Trace:
         here = world()
         check_outside(here, self.__name__)
+        asked = Asked(self.__name__, self.__wrapped__, self._inputs, self._outputs, optimistic)
         with turn_of(here).taken(self.__name__, tracing=True):
-            trace = trace_step(
+            asked.check(here, args, kwargs)
+            return trace_step(
                 self.__wrapped__,
                 args,
                 kwargs,
@@ -292,8 +315,6 @@ class Step:
                 # In the virtual world, actors may be wherever the user has put them.
                 host_only=here.device is None and not here.is_virtual,
             )
-            check_alike(here, trace)
-        return trace
 
     @property
     def _driver(self) -> int | None:
@@ -354,6 +375,7 @@ class Lowered:
         timeout: float | None = None,
         max_inflight: int = 8,
         fuse: str | None = None,
+        check_inputs: bool | int | None = None,
     ) -> Compiled:
         """Make every rank's schedule, prove it, and bind it; collective.
 
@@ -373,6 +395,12 @@ class Lowered:
             fuse: `inductor` has TorchInductor compile the graphs of traced methods and of their
                 backwards to fused kernels, on all ranks. Values are then equal up to rounding.
                 `compiled.fused` says what is compiled.
+            check_inputs: of a step whose `inputs` are several ranks: when to compare what they
+                give, by a digest of each argument, before the execution runs. None: in the first
+                three executions, in each whose number is a power of two, and in every 512th; True:
+                in each; an int: in every so manieth; False: in none.
+
+            All but `dump` and `timeout` must be equal on all ranks.
 
         Raises:
             FuseError: the compiler, or what it needs, is not there.
@@ -380,10 +408,10 @@ class Lowered:
             PlanMismatch: the ranks have compiled different plans.
             TraceError: a parameter of a step with `inputs=cg.on(rank)` has the name of a keyword of
                 `execute`.
-            TypeError: `max_inflight` or `seed` is no integer, `timeout` no number, or `passes` no
-                string.
-            ValueError: `max_inflight` is less than 1, `timeout` is not above 0, or there is no such
-                `fuse`.
+            TypeError: `max_inflight`, `seed` or `check_inputs` is no integer, `timeout` no number,
+                or `passes` no string.
+            ValueError: `max_inflight` or `check_inputs` is less than 1, `timeout` is not above 0,
+                or there is no such `fuse`.
         """
         if not isinstance(max_inflight, int) or isinstance(max_inflight, bool):
             raise TypeError(
@@ -391,7 +419,17 @@ class Lowered:
                 f"{self._step.__name__} that may be in flight, an int of at least 1"
             )
         with turn_of(self._world).taken(self._step.__name__):
-            return self._compile(schedule, passes, dump, seed, timeout, max_inflight, fuse)
+            return self._compile(
+                Numbering(),
+                schedule=schedule,
+                passes=passes,
+                dump=dump,
+                seed=seed,
+                timeout=timeout,
+                max_inflight=max_inflight,
+                fuse=fuse,
+                check_inputs=check_inputs,
+            )
 
     def compile_optimistic(
         self,
@@ -400,6 +438,7 @@ class Lowered:
         passes: str = "",
         seed: int | None = None,
         timeout: float | None = None,
+        check_inputs: bool | int | None = None,
     ) -> Optimistic:
         """As `compile`, for a step that clips gradients and goes on; collective.
 
@@ -409,7 +448,7 @@ class Lowered:
         traces the step once more, and keeps a copy of all that the actors hold.
 
         Args:
-            schedule, passes, seed, timeout: as in `compile`.
+            schedule, passes, seed, timeout, check_inputs: as in `compile`.
 
         Raises:
             TraceError, IRError, PlanMismatch: as in `lower` and `compile`.
@@ -419,23 +458,35 @@ class Lowered:
             raise ValueError("compile_optimistic() is for a step that lower() has traced")
         with turn_of(self._world).taken(self._step.__name__):
             bold = Lowered(self._step, [self._trace_optimistically()], self._world)
+            numbering = Numbering()
             plain, bold_program = (
-                lowered._compile(schedule, passes, None, seed, timeout, None, None)
+                lowered._compile(
+                    numbering,
+                    schedule=schedule,
+                    passes=passes,
+                    seed=seed,
+                    timeout=timeout,
+                    check_inputs=check_inputs,
+                )
                 for lowered in (self, bold)
             )
-            return Optimistic(plain, bold_program, self._world)
+            return Optimistic(plain, bold_program, self._world, numbering)
 
     def _compile(
         self,
-        schedule: Schedule | None,
-        passes: str,
-        dump: Path | str | None,
-        seed: int | None,
-        timeout: float | None,
-        max_inflight: int | None,
-        fuse: str | None,
+        numbering: Numbering,
+        *,
+        schedule: Schedule | None = None,
+        passes: str = "",
+        dump: Path | str | None = None,
+        seed: int | None = None,
+        timeout: float | None = None,
+        max_inflight: int | None = None,
+        fuse: str | None = None,
+        check_inputs: bool | int | None = None,
     ) -> Compiled:
         check_options(passes, seed, timeout)
+        every = interval(check_inputs)
         if fuse is not None:
             check_name(fuse)
         for trace in self.traces:
@@ -447,6 +498,16 @@ class Lowered:
         if is_driven:
             for trace in self.traces:
                 check_keywords(self._step.__wrapped__, trace.inputs, Compiled.execute)
+        chosen_seed = int(settings.seed if seed is None else seed)
+        options = {
+            "schedule": schedule,
+            "passes": ",".join(filter(None, (settings.passes, passes))),
+            "seed": chosen_seed,
+            "max_inflight": max_inflight,
+            "fuse": fuse,
+            "check_inputs": every,
+        }
+        check_compilation(self._world, self._step.__name__, self.traces, options)
         fabrics = fabrics_of(self._world)
         pipeline_of = functools.partial(
             default_pipeline,
@@ -475,15 +536,18 @@ class Lowered:
                 fused = fusing.apply(module, self._world)
                 if sink is not None:
                     sink.add("fused.txt", fused.describe())
-            variants.append(Variant(trace, module, reports, fused, fallbacks))
+            loc = definition(self._step.__wrapped__)
+            variants.append(Variant(trace, module, reports, fused, fallbacks, loc))
         return Compiled(
             variants,
             self._world,
-            seed=settings.seed if seed is None else seed,
+            seed=chosen_seed,
             timeout=settings.timeout if timeout is None else timeout,
             patience=settings.given_timeout if timeout is None else timeout,
             driver=None if max_inflight is None else self._step._driver,
             max_inflight=max_inflight or 0,
+            numbering=numbering,
+            every=every,
         )
 
     def _module_at(self, phase: Phase, trace: Trace) -> Module:

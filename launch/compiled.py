@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -21,8 +21,11 @@ from ..tracer.errors import TraceError
 from ..tracer.session import is_tracing
 from ..tracer.source import caller_location
 from . import graphs, seating
+from .agreement import call_text
 from .analysis import Cost, cost_of
+from .comparison import CallFacts
 from .keywords import check_executions
+from .numbering import Numbering, check_state
 from .pictures.compiled import timeline_of, write_compiled
 from .profiling import Watched, watch
 from .recording import Recording, record
@@ -58,6 +61,8 @@ class Compiled:
         patience: float | None,
         driver: int | None,
         max_inflight: int,
+        numbering: Numbering,
+        every: int | None,
     ) -> None:
         self.variants = tuple(variants)
         self._world = world
@@ -65,6 +70,8 @@ class Compiled:
         self._seed = seed
         self._timeout = timeout
         self._driver = driver
+        self._numbering = numbering
+        self._every = every
         self._select = selection([variant.trace.inputs for variant in variants])
         self._runtimes: list[Runtime | None] = [None] * len(variants)
         place = variants[0].trace.outputs.place  # of the step, and so of all variants
@@ -88,11 +95,39 @@ class Compiled:
         """The scheduled module (of the first signature), the same on all ranks."""
         return self.variants[0].module
 
-    def continue_at(self, execution: int) -> None:
-        """Give the next call on all ranks this number, which random numbers depend on."""
-        for runtime in self._runtimes:
-            if runtime is not None:
-                runtime.executions = execution
+    def state_dict(self) -> dict[str, int]:
+        """What random numbers depend on, to be saved with the state of the actors.
+
+        Returns:
+            The `seed`; `calls`, how often the step has been called, with any of its signatures;
+            and of a step with `inputs=cg.on(rank)` also `executions`, how many that rank has
+            started. All are ints.
+        """
+        state = {"seed": self._seed, "calls": self._numbering.next}
+        if self._made is not None:
+            state["executions"] = self._made.started
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state, so that the next execution draws what it would have drawn.
+
+        Collective; of a step with `inputs=cg.on(rank)`, before the other ranks `serve`.
+
+        Args:
+            state: what `state_dict` has returned, of a step that was compiled with the same seed.
+
+        Raises:
+            PlanMismatch: ranks go on from different states.
+            RuntimeError: executions are in flight.
+            TypeError: the state holds something else than numbers.
+            ValueError: it is of a run with another seed, or of another kind of step.
+        """
+        counts = ("calls",) if self._made is None else ("calls", "executions")
+        check_state(self._world, self._name, state, self._seed, counts)
+        graphs.check_idle(self._world, self._name)
+        self._numbering.next = state["calls"]
+        if self._made is not None:
+            self._made.go_on_from(state["executions"])
 
     @property
     def reports(self) -> list[PassReport]:
@@ -129,7 +164,9 @@ class Compiled:
             What the function returns; None on ranks that get no outputs.
 
         Raises:
-            InputError: the arguments are not of the types that were traced; nothing was sent.
+            InputError: the arguments are not of the types that were traced, or ranks are found to
+                give different ones (see `check_inputs` of `compile`); nothing was sent.
+            PlanMismatch: ranks call different steps, or this one with other signatures.
             RemoteError: a method or an op raised, on any rank; every rank raises it, and the step
                 can be called again.
             RuntimeError: executions are in flight on this rank, a method is running, the step has
@@ -440,6 +477,7 @@ class Compiled:
             chosen.trace.constants,
             lambda: chosen.inputs(args, kwargs),
             executions,
+            self._facts(chosen),
             seed=self._seed,
             timeout=self._timeout,
         )
@@ -457,10 +495,17 @@ class Compiled:
                 variant.trace.constants,
                 seed=self._seed,
                 timeout=self._timeout,
+                numbering=self._numbering,
+                call=self._facts(variant),
                 fallbacks=variant.fallbacks,
             )
             self._watched.append(watch(self._world, variant.module, runtime.bound))
         return runtime
+
+    def _facts(self, variant: Variant) -> CallFacts:
+        """What calls of a variant are, for messages and for the comparison of arguments."""
+        spec = variant.trace.inputs
+        return CallFacts(spec, variant.loc, call_text(spec, variant.loc), self._every)
 
     def _make_graph(self, driver: int, max_inflight: int, patience: float | None) -> graphs.Made:
         variants = [

@@ -61,6 +61,19 @@ class Made:
             self.executions.serve(self.graph)
 
     @property
+    def started(self) -> int:
+        """How many executions the driver has started, as far as this process knows."""
+        graph = self.graph
+        others = [graph.started[rank] for rank in self.executions.residents]
+        return graph.count if graph.driver in self.executions.residents else max(others)
+
+    def go_on_from(self, execution: int) -> None:
+        """Let the next execution have this number; on all ranks, and none is in flight."""
+        self.graph.count = execution
+        for rank in self.executions.residents:
+            self.graph.started[rank] = execution
+
+    @property
     def launch(self) -> Launch | None:
         """Starts executions; None if this process does not play the driver."""
         if self.graph.driver not in self.executions.residents:

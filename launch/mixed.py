@@ -108,7 +108,7 @@ class MixedRuntime(RankRuntime):
         A message that has been put on a stream would otherwise wait for its other end for ever.
         """
         # Arguments that do not fit are found out before the program begins.
-        has_begun = self._executable.execution == self.executions - 1
+        has_begun = self._executable.execution == self._execution
         begun = self._executable.begun if has_begun else 0
         self._lost = sorted({actor for at, actor in self._doubtful if at < begun})
         agreed = super()._fail(error)

@@ -10,7 +10,9 @@ from functools import partial
 from time import sleep
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from ..backends.cpu.node import Observer
 from ..backends.devices.base import Device
+from ..backends.errors import PlanMismatch
 from ..backends.flight import Doing, Sight
 from .failure import DRAIN_SECONDS
 from .stacks import Stacks
@@ -72,6 +74,7 @@ class MpiWorld:
         self._notices: Notices | None = None
         self._endings: list[Callable[[], bool]] = []
         self._stacks: Stacks | None = None
+        self._observer: Observer | None = None
         self._side = self._duplicate()
         self._notices = Notices(mpi, self._side)
         self.comm = self._duplicate()
@@ -119,6 +122,7 @@ class MpiWorld:
         Raises:
             TimeoutError: a rank has not come in time; the message names it.
             WorldError: a rank is in another call, or its program has ended.
+            PlanMismatch: a rank is in an execution of a step instead.
         """
         if not 0 <= root < self._size:
             raise ValueError(f"broadcast: root {root} is not a rank of {self._size}")
@@ -185,6 +189,10 @@ class MpiWorld:
         """See `MpiWorld` in `backends/cpu/node.py`."""
         return {} if self._stacks is None else self._stacks.look(ranks, seconds)
 
+    def observe(self, observer: Observer) -> None:
+        """See `MpiWorld` in `backends/cpu/node.py`."""
+        self._observer = observer
+
     def at_end(self, is_done: Callable[[], bool]) -> None:
         """See `MpiWorld` in `backends/cpu/node.py`."""
         self._endings.append(is_done)
@@ -242,9 +250,11 @@ class MpiWorld:
         self._sequence += 1
         wait = _Wait(request, self._sequence, call)
         try:
+            if self._observer is not None:
+                self._observer.enter(self._sequence, f"{call} at {user_line()}")
             if not wait_until(request.Test, self._timeout, partial(self._glance, wait)):
                 raise TimeoutError(self._who_is_missing(call))
-        except (TimeoutError, WorldError) as error:
+        except (TimeoutError, WorldError, PlanMismatch) as error:
             self._broken = str(error)
             raise
         except self._mpi.Exception as error:
@@ -257,6 +267,8 @@ class MpiWorld:
         A rank that left after it had made the call is no hindrance: the root of a broadcast may
         be long gone when the last rank hears it.
         """
+        if self._observer is not None:
+            self._observer.look()
         self._tell(wait, waited)
         latest = {} if self._notices is None else self._notices.latest
         ahead = sum(notice.sequence > wait.sequence for notice in latest.values())

@@ -8,12 +8,14 @@ so results are the same bit for bit.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ..backends.base import World
 from ..backends.errors import RemoteError
 from ..tracer.undo import Undo
 from .compiled import Compiled
+from .numbering import Numbering
 from .turns import turn_of
 
 _MOST = 64
@@ -36,15 +38,15 @@ class Optimistic:
         undone: how many calls were undone.
     """
 
-    def __init__(self, plain: Compiled, bold: Compiled, world: World) -> None:
+    def __init__(self, plain: Compiled, bold: Compiled, world: World, numbering: Numbering) -> None:
         self.plain = plain
         self.bold = bold
         self.undone = 0
+        self._numbering = numbering
         self._undo = Undo(bold.variants[0].trace.instances.values())
         place = plain.variants[0].trace.outputs.place
         self._gets_outputs = any(world.plays(rank) for rank in place.ranks)
         self._turn = turn_of(world)
-        self._executions = 0
         self._patience = 0
         self._left = 0
 
@@ -56,18 +58,26 @@ class Optimistic:
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._left:
             self._left -= 1
-            return self._call(self.plain, args, kwargs)
+            return self.plain(*args, **kwargs)
         self._undo.remember()
         right, result = self._try(args, kwargs)
         if right:
             self._patience = 0
             return result if self._gets_outputs else None
         self._undo.restore()
-        self._executions -= 1
+        self._numbering.next -= 1  # random numbers depend on it, whichever program runs
         self.undone += 1
         self._patience = min(max(1, 2 * self._patience), _MOST)
         self._left = self._patience
-        return self._call(self.plain, args, kwargs)
+        return self.plain(*args, **kwargs)
+
+    def state_dict(self) -> dict[str, int]:
+        """See `Compiled.state_dict`."""
+        return self.plain.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Compiled.load_state_dict`."""
+        self.plain.load_state_dict(state)
 
     def close(self) -> None:
         """Give back the buffers of both programs; idempotent."""
@@ -77,14 +87,8 @@ class Optimistic:
     def _try(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
         """Whether the assumption was right, and what the bold program has returned."""
         try:
-            result, kept = self._call(self.bold, args, kwargs)
+            result, kept = self.bold(*args, **kwargs)
         except RemoteError:
             # It may be due to gradients that should have been clipped. If not, it comes again.
             return False, None
         return all(map(bool, kept)), result
-
-    def _call(self, program: Compiled, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Random numbers depend on the number of the execution, whichever program runs.
-        program.continue_at(self._executions)
-        self._executions += 1
-        return program(*args, **kwargs)

@@ -15,7 +15,9 @@ from ..backends.statistics import Statistics
 from ..backends.tracing import Recordable
 from ..ir.module import Module
 from .communicators import Connected, connect_channels
+from .comparison import CallFacts
 from .leaving import say_departure
+from .numbering import Numbering
 
 Inputs = Callable[[], Sequence[Any]]
 """Gives the values of the step's parameters, checked; raises if the arguments do not fit."""
@@ -34,6 +36,8 @@ class RankRuntime:
         parameters: names of the step's parameters, in the order of its inputs.
         linked: makes what the rank's program runs with, of what serves its channels.
         timeout: seconds that an execution may take; None for no limit.
+        numbering: numbers the executions.
+        call: the step, its arguments, and whether ranks compare them; None if it is no step.
 
     Raises:
         PlanMismatch: the ranks have compiled different plans.
@@ -49,8 +53,11 @@ class RankRuntime:
         parameters: Sequence[str],
         link: Callable[[Connected], LinkedProgram],
         timeout: float | None,
+        numbering: Numbering,
+        call: CallFacts | None,
     ) -> None:
-        self.executions = 0
+        self._numbering = numbering
+        self._execution = -1
         self._plan = int(check_plan(module, world)[:16], 16)
         self._timeout = timeout
         self._transport = transport
@@ -68,15 +75,24 @@ class RankRuntime:
         self._takes_all = self._pick == list(range(len(parameters)))
         self._describe = lambda found, sights: FlightRecord(module, found).describe(sights)
         self._recover = transport.recover_if_due
+        self._doing = f"a call of {module.name if call is None else call.words}"
+        comparison = None if call is None else call.comparison
+        self._compare = comparison and comparison(world, self._control, self._progress)
+        self._until_compared = 0 if self._compare is None else 1
 
     def run(self, inputs: Inputs) -> tuple[Any, ...]:
         """See `Runtime`. Collective; all ranks return, or all raise the same error."""
         control, executable = self._control, self._executable
         self._recover()
-        execution, self.executions = self.executions, self.executions + 1
-        control.begin(self._plan, executable.position, self._describe, self._timeout)
+        numbering = self._numbering
+        execution = self._execution = numbering.next
+        numbering.next = execution + 1
+        self._until_compared -= 1
+        control.begin(self._plan, executable.position, self._describe, self._timeout, self._doing)
         try:
             values = inputs()
+            if not self._until_compared and self._compare is not None:
+                self._until_compared = self._compare.compare(values)
             if not self._takes_all:
                 values = [values[index] for index in self._pick]
             outputs = executable.run(values, control.pause, None, execution, checked=True)

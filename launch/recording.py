@@ -17,6 +17,8 @@ from ..ir.attributes import Stream
 from ..ir.communication import Span
 from ..ir.module import Module
 from ..ir.ops import Call
+from .comparison import CallFacts
+from .numbering import Numbering
 from .runtime import make_runtime
 
 Stamps: TypeAlias = dict[int, tuple[float, float]]
@@ -102,6 +104,7 @@ def record(
     constants: Mapping[str, Any],
     inputs: Callable[[], Sequence[Any]],
     executions: int,
+    call: CallFacts | None = None,
     *,
     seed: int = 0,
     timeout: float | None = None,
@@ -116,6 +119,7 @@ def record(
         module, parameters, bodies, constants, seed, timeout: as `make_runtime` takes them.
         inputs: gives the values of the step's parameters.
         executions: how often.
+        call: as `make_runtime` takes it; None if this is no step.
 
     Returns:
         A recording of each execution, the same on all ranks.
@@ -134,7 +138,15 @@ def record(
     for op in (op for program in watched.programs for op in program.ops):
         op.graph = None  # what is replayed is not called
     runtime = make_runtime(
-        world, watched, parameters, watchers, constants, seed=seed, timeout=timeout
+        world,
+        watched,
+        parameters,
+        watchers,
+        constants,
+        seed=seed,
+        timeout=timeout,
+        numbering=Numbering(),
+        call=call,
     )
     found: list[tuple[float, dict[int, Stamps]]] = []
     try:

@@ -17,19 +17,15 @@ from ..backends.tracing import Recordable
 from ..backends.virtual import VirtualExecutable
 from ..ir.module import Module
 from .communicators import Connected
+from .comparison import CallFacts
 from .devices import fabrics_of
 from .mixed import MixedRuntime, needs_several
+from .numbering import Numbering
 from .rank_runtime import Inputs, RankRuntime, pick
 
 
 class Runtime(Protocol):
-    """A bound step.
-
-    Attributes:
-        executions: the number of the next one, which random numbers depend on.
-    """
-
-    executions: int
+    """A bound step."""
 
     def run(self, inputs: Inputs) -> tuple[Any, ...]:
         """Execute once on every rank that this process plays.
@@ -65,16 +61,17 @@ class VirtualRuntime:
         bodies: Mapping[str, Body],
         constants: Mapping[str, Any],
         seed: int,
+        numbering: Numbering,
     ) -> None:
         self._executable = VirtualExecutable(module, bodies, constants, seed=seed)
         self._picks = [pick(module, rank, parameters) for rank in range(module.world)]
         self._reader = _lowest_reader(module)
-        self.executions = 0
+        self._numbering = numbering
 
     def run(self, inputs: Inputs) -> tuple[Any, ...]:
         """See `Runtime`."""
         values = inputs()
-        execution, self.executions = self.executions, self.executions + 1
+        execution, self._numbering.next = self._numbering.next, self._numbering.next + 1
         per_rank = [[values[index] for index in pick] for pick in self._picks]
         return self._executable.run(per_rank, execution)[self._reader]
 
@@ -103,6 +100,8 @@ def make_runtime(
     *,
     seed: int,
     timeout: float | None,
+    numbering: Numbering,
+    call: CallFacts | None,
     fallbacks: Fallbacks | None = None,
 ) -> Runtime:
     """Bind a scheduled module in `world`; collective.
@@ -114,10 +113,12 @@ def make_runtime(
         bodies, constants: what the ranks that this process plays run with.
         seed: of all random numbers.
         timeout: seconds that an execution may take; None for no limit.
+        numbering: numbers the executions.
+        call: the step, its arguments, and whether ranks compare them; None if it is no step.
         fallbacks: hears of what a device does not replay.
     """
     if world.is_virtual:
-        return VirtualRuntime(module, parameters, bodies, constants, seed)
+        return VirtualRuntime(module, parameters, bodies, constants, seed, numbering)
 
     def link(connected: Connected) -> LinkedProgram:
         serving = connected.serving
@@ -125,7 +126,7 @@ def make_runtime(
 
     kind = MixedRuntime if needs_several(module, fabrics_of(world)) else RankRuntime
     transport = transport_of(world)  # type: ignore[arg-type] # only MPI's is not virtual
-    return kind(world, transport, module, parameters, link, timeout)
+    return kind(world, transport, module, parameters, link, timeout, numbering, call)
 
 
 _transports: WeakKeyDictionary[World, CpuTransport] = WeakKeyDictionary()
@@ -137,8 +138,16 @@ def transport_of(world: MpiWorld) -> CpuTransport:
     if transport is None:
         transport = _transports[world] = CpuTransport(world)
         atexit.register(transport.close)
+        world.observe(transport.control)
         world.at_end(transport.control.is_silent)
     return transport
+
+
+def tell(world: World, purpose: str) -> None:
+    """Say, for the other ranks to read while they wait, what the world's next calls are for."""
+    transport = _transports.get(world)
+    if transport is not None:
+        transport.control.purpose = purpose
 
 
 def is_in_step(world: MpiWorld) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..backends.fallbacks import Fallbacks
+from ..ir.location import Location
 from ..ir.module import Module
 from ..passes.manager import PassReport
 from ..tracer.trace import Trace
@@ -22,6 +23,7 @@ class Variant:
         reports: what each pass did.
         fused: what its functions run.
         fallbacks: its graphs that are not replayed, as far as has been seen.
+        loc: the step's first line.
     """
 
     trace: Trace
@@ -29,6 +31,7 @@ class Variant:
     reports: list[PassReport]
     fused: Fused
     fallbacks: Fallbacks
+    loc: Location | None
 
     @property
     def parameters(self) -> list[str]:

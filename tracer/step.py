@@ -70,7 +70,7 @@ def trace_step(
     session.optimistic = optimistic
     source = _place(session, inputs, "inputs", name)
     target = _place(session, outputs, "outputs", name)
-    spec = _describe_inputs(fn, args, kwargs, name, source, host_only)
+    spec = describe_inputs(fn, args, kwargs, name, source, host_only)
     held_args, held_kwargs = spec.tree.fill(_parameters(session, spec))
     before = torch.get_rng_state()
     with entered(session), Recorder(session):
@@ -105,7 +105,7 @@ def trace_step(
         OutputSpec(returned, target),
         tuple(session.guards),
         instances,
-        tuple(_given(callee) for callee in session.callees.values() if callee.owner is None),
+        tuple(map(_given, session.callees.values())),
     )
 
 
@@ -137,7 +137,7 @@ def _place(session: Session, place: Place | None, what: str, name: str) -> Place
     return place
 
 
-def _describe_inputs(
+def describe_inputs(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -145,6 +145,11 @@ def _describe_inputs(
     place: Place,
     host_only: bool,
 ) -> InputSpec:
+    """The arguments that a step is to be traced for.
+
+    Raises:
+        InputError: it cannot take them.
+    """
     leaves, spec = tree_flatten((args, kwargs))
     tree = Tree(tuple(map(leaf_spec, leaves)), spec)
     try:

@@ -192,7 +192,7 @@ class OutputSpec:
 
 @dataclass(frozen=True)
 class Given:
-    """What a torch function of a step is given beside values, as far as it is plain.
+    """What a function of a step is given beside values, as far as it is plain.
 
     Attributes:
         function: its name in the module.
@@ -216,7 +216,7 @@ class Trace:
         inputs, outputs: the pytrees of arguments and result.
         guards: what the traces of this process's actors rely on; each says how it is broken.
         instances: the actors of this process that the step calls, by name.
-        given: what every rank has given to the torch functions that it traced by itself.
+        given: what this rank has given to the functions that the step calls.
     """
 
     module: Module

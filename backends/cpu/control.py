@@ -39,6 +39,8 @@ class Control:
         pause: how to wait (`Pause`); raises what has gone wrong elsewhere.
         epoch: number of the execution in progress or of the last one, from 1.
         failed: whether the last execution has failed, so that `recover` is due.
+        diverged: why this rank and another can never meet again; None if they can.
+        purpose: what the world's next calls are for, in words for the other ranks.
     """
 
     def __init__(self, node: Node, policy: WaitPolicy | None = None) -> None:
@@ -56,8 +58,11 @@ class Control:
         self._timeout: float | None = None
         self._deadline = self._told = 0.0
         self._idle_since = monotonic()
+        self._calls = 0
         self.epoch = 0
         self.failed = False
+        self.diverged: PlanMismatch | None = None
+        self.purpose = ""
         node.world.answer_by(self._tell)
         self.pause = Waiter(node, policy or WaitPolicy.suiting(node), self.check)
 
@@ -74,6 +79,7 @@ class Control:
         watch: Watch,
         describe: Describe | None = None,
         timeout: float | None = None,
+        doing: str = "",
     ) -> int:
         """Enter the next execution.
 
@@ -82,6 +88,7 @@ class Control:
             watch: tells where this rank is in its program.
             describe: explains the positions of all ranks, for the message of a timeout.
             timeout: seconds until `check` raises `StepTimeout`; None for no limit.
+            doing: what is executed, in words for the other ranks.
 
         Returns:
             The execution's epoch.
@@ -94,9 +101,29 @@ class Control:
         self.epoch += 1
         self._watch, self._describe, self._timeout = watch, describe, timeout
         self._deadline = float("inf") if timeout is None else monotonic() + timeout
-        self._rows.enter(self.epoch, plan & 0xFFFF_FFFF_FFFF_FFFF)
+        self._rows.enter(self.epoch, plan & 0xFFFF_FFFF_FFFF_FFFF, doing)
         self._guarded = True
         return self.epoch
+
+    def compare(
+        self, digest: int, ranks: Sequence[int], progress: Sequence[Callable[[], None]] = ()
+    ) -> bool:
+        """Meet all ranks inside an execution; whether `ranks` have come with equal digests.
+
+        All ranks find the same.
+
+        Args:
+            digest: this rank's, of 64 bits; 0 if it is none of `ranks`.
+            ranks: those to compare.
+            progress: as in `commit`.
+
+        Raises:
+            RemoteError, StepTimeout, PeerLost, PlanMismatch: as `check`.
+        """
+        self._rows.give(digest)
+        self._meet(Meeting.INPUTS, progress)
+        self._check_plans()
+        return self._rows.give_the_same(ranks)
 
     def commit(self, progress: Sequence[Callable[[], None]] = ()) -> None:
         """End the execution: return once every rank has come here.
@@ -108,10 +135,7 @@ class Control:
             RemoteError, StepTimeout, PeerLost, PlanMismatch: as `check`.
         """
         self._meet(Meeting.COMMIT, progress)
-        stranger = self._rows.of_another_plan(self.epoch)
-        if stranger is not None:
-            ranks = sorted((self._node.rank, stranger))
-            raise self._mismatch({rank: self._rows.plan_of(rank, self.epoch) for rank in ranks})
+        self._check_plans()
         self._rows.set_state(State.IDLE)
         self._guarded = False
         self._idle_since = monotonic()
@@ -123,7 +147,8 @@ class Control:
             RemoteError: the execution has failed on another rank (or what else failed there).
             StepTimeout: the time is up; the message says where every rank is.
             PeerLost: a rank that has not finished this execution has ended.
-            PlanMismatch: a rank executes another plan.
+            PlanMismatch: a rank executes another plan, or has gone on to a call of the world that
+                this one has not made.
         """
         self._report()
         self.hear()
@@ -213,12 +238,55 @@ class Control:
         self._errors.withdraw()
         self._node.wake_all()
         if self._link is not None:
-            self._link.tell_leaders(Status(self._node.rank, self._rows.status()))
+            self._tell_status()
             self._link.part(self._node.rank)
 
     def is_silent(self) -> bool:
         """After `close`: whether this rank has no message under way any more, to it or from it."""
         return self._link is None or self._link.is_silent()
+
+    # -- calls of the world -----------------------------------------------------------------
+
+    def enter(self, number: int, call: str) -> None:
+        """See `Observer`."""
+        self._calls = number
+        if self.diverged is not None:
+            raise self.out_of_step(self.diverged)
+        self._rows.call(number, self.epoch, self.purpose or call)
+
+    def look(self) -> None:
+        """See `Observer`.
+
+        Both count: calls of the world, and executions. A rank that has gone on to a later
+        execution, and not to this call, comes to it no more, for the execution ends on all ranks
+        together. What it has executed is read first: a rank that comes to this call and goes on
+        meanwhile has then been seen before, or is seen to have come.
+        """
+        rows = self._rows
+        if self._link is not None and not self._closed and monotonic() > self._told + _TELL_EVERY:
+            self._told = monotonic()
+            self._tell_status()
+        self.hear()
+        ahead = [rank for rank in range(self._node.size) if self._is_ahead(rank)]
+        self._node.fence()
+        strangers = [rank for rank in ahead if rows.calls(rank)[0] < self._calls]
+        if strangers:
+            self.diverged = self._disorder(strangers)
+            raise self.diverged
+
+    def _is_ahead(self, rank: int) -> bool:
+        """Whether a rank has begun, or recovered from, an execution that this one has not."""
+        if self._rows.epoch(rank) != self.epoch:
+            return self._rows.epoch(rank) > self.epoch
+        recovers = self._rows.reached(rank, Meeting.RECOVER) == self.epoch
+        return self.failed and recovers and rank != self._node.rank
+
+    @staticmethod
+    def out_of_step(why: PlanMismatch) -> TransportError:
+        """The error of all that is asked for after ranks have gone different ways."""
+        return TransportError(
+            f"the ranks are out of step since an earlier error: {why}. Start the job again"
+        )
 
     # -- meetings ---------------------------------------------------------------------------
 
@@ -259,7 +327,8 @@ class Control:
         if self._relayed.get(meeting) == self.epoch:
             return
         if all(self._rows.reached(rank, meeting) >= self.epoch for rank in local):
-            self._link.tell_leaders(Reached(local, meeting, self.epoch))
+            digests = tuple(self._rows.digest(rank) for rank in local)
+            self._link.tell_leaders(Reached(local, meeting, self.epoch, digests))
             self._relayed[meeting] = self.epoch
 
     def _check_meeting(self, missing: Sequence[int]) -> None:
@@ -267,6 +336,10 @@ class Control:
         for rank in missing:
             if self._rows.has_ended(rank):
                 raise self._lost(rank)
+            if self._rows.calls(rank)[0] > self._calls and rank in self._rows.missing(
+                Meeting.RECOVER, self.epoch
+            ):
+                raise self._disorder([rank])
         if monotonic() > self._deadline:
             raise StepTimeout(
                 f"rank {self._node.rank} has waited {self._timeout} s for the other ranks to "
@@ -280,6 +353,9 @@ class Control:
         rows, last = self._rows, self.epoch - 1
         if rows.has_ended(rank):
             raise self._lost(rank)
+        calls, epoch = rows.calls(rank)
+        if calls > self._calls and epoch < self.epoch:
+            raise self._disorder([rank])
         if last and self._errors.last_failed(rank) == last > rows.reached(rank, Meeting.RESUME):
             # It gave up the end of a step in the very moment in which the others reached it.
             raise PeerLost(
@@ -291,15 +367,35 @@ class Control:
             return
         self._node.fence()
         if rows.plan(rank) != rows.plan(self._node.rank):
-            ranks = sorted((self._node.rank, rank))
-            raise self._mismatch({rank: rows.plan(rank) for rank in ranks})
+            raise self._mismatch({each: rows.plan(each) for each in (self._node.rank, rank)})
+
+    def _check_plans(self) -> None:
+        """Behind a meeting: do all ranks of this machine execute the same plan?"""
+        stranger = self._rows.of_another_plan(self.epoch)
+        if stranger is not None:
+            ranks = (self._node.rank, stranger)
+            raise self._mismatch({rank: self._rows.plan_of(rank, self.epoch) for rank in ranks})
 
     def _mismatch(self, plans: Mapping[int, int]) -> PlanMismatch:
-        first, second = (f"{plan:016x} on rank {rank}" for rank, plan in plans.items())
+        first, second = (
+            f"plan {plan:016x} on rank {rank}, {self._rows.doing(rank) or 'which has no name'}"
+            for rank, plan in sorted(plans.items())
+        )
         return PlanMismatch(
-            f"execution {self.epoch} is of plan {first}, and of plan {second}. Every rank must "
+            f"execution {self.epoch} is of {first}, and of {second}. Every rank must "
             "call the same compiled steps, with inputs of the same types, in the same order; look "
             "for a call that depends on the rank"
+        )
+
+    def _disorder(self, ranks: Sequence[int]) -> PlanMismatch:
+        """This rank waits in an execution or a call of the world, and `ranks` in one after it."""
+        found = {rank: self._rows.doing(rank) for rank in sorted((self._node.rank, *ranks))}
+        where = "; ".join(f"rank {rank} is in {doing}" for rank, doing in found.items())
+        return PlanMismatch(
+            f"the ranks have come to different calls: {where}. Every rank must make the same "
+            "calls in the same order, and call a step with arguments of the same types: look for "
+            "a last batch that is smaller on one rank (drop_last=True), a clear_cache() that not "
+            "all ranks do, or a call that depends on the rank"
         )
 
     def _lost(self, rank: int) -> PeerLost:
@@ -318,7 +414,12 @@ class Control:
             return
         if monotonic() > self._told + _TELL_EVERY:
             self._told = monotonic()
-            self._link.tell_leaders(Status(self._node.rank, self._rows.status()))
+            self._tell_status()
+
+    def _tell_status(self) -> None:
+        assert self._link is not None
+        rank = self._node.rank
+        self._link.tell_leaders(Status(rank, self._rows.status(), self._rows.doing(rank)))
 
     def hear(self) -> None:
         """Take in the news from other machines, and let MPI move on.
@@ -330,9 +431,9 @@ class Control:
             return
         for news in self._link.receive():
             if isinstance(news, Reached):
-                self._rows.note_reached(news.ranks, news.meeting, news.epoch)
+                self._rows.note_reached(news.ranks, news.meeting, news.epoch, news.digests)
             elif isinstance(news, Status):
-                self._rows.note_status(news.rank, news.words)
+                self._rows.note_status(news.rank, news.words, news.doing)
             else:
                 self._errors.note(news.rank, news.epoch, news.error)
             self._node.wake_all()
@@ -365,6 +466,11 @@ class Control:
             self._agreed = error
         else:
             self._agreed = unpickled(first, origin)
+            if type(error) is type(self._agreed) and str(error) == str(self._agreed):
+                self._agreed = error  # which all ranks have found
+        if isinstance(self._agreed, PlanMismatch):
+            self.diverged = self._agreed
+        assert self._agreed is not None
         return self._agreed
 
     def _has_voted(self, rank: int) -> bool:

@@ -25,13 +25,17 @@ AT: Final = 4
 AWAITED: Final = 5
 RUNNING: Final = 6
 BEAT: Final = 7
-# Second line: the last epoch of which the rank has reached each meeting; and the plans of its last
-# two executions, that of an odd epoch second. A rank is never two ahead of another one.
+# Second line: the last epoch of which the rank has reached each meeting; how many collective calls
+# of the world it has made, in the upper half, and its epoch in the last of them; the plans of its
+# last two executions, that of an odd epoch second; and the digest of what it gives to this one. A
+# rank is never two ahead of another one.
 REACHED: Final = WORDS
-MEETINGS: Final = 3
-PLANS: Final = WORDS + 4
+MEETINGS: Final = 4
+CALLS: Final = WORDS + 4
+PLANS: Final = WORDS + 5
+DIGEST: Final = WORDS + 7
 # What other machines are told of a rank: where it is, and how far it has come.
-STATUS_WORDS: Final = REACHED + MEETINGS
+STATUS_WORDS: Final = CALLS + 1
 # Third line: the epoch that has failed here, and the bytes of the pickled error, if it began here.
 # An error larger than its room in the block lies in a segment.
 FAILED: Final = 2 * WORDS
@@ -43,18 +47,24 @@ RESTART: Final = 2 * WORDS + 3
 RESTART_AT: Final = 2 * WORDS + 4
 # Fourth line: whether the rank sleeps or is about to.
 WAITING: Final = 3 * WORDS
-# After all rows, each rank has room for an error.
+# After all rows, each rank has room for an error, and then for what it is doing, in words.
 ERROR_ROOM: Final = 16 * 1024
+DOING_ROOM: Final = 1024
 
 
 def block_bytes(ranks: int) -> int:
     """Bytes of the control block of a world."""
-    return ranks * (8 * ROW + ERROR_ROOM)
+    return ranks * (8 * ROW + ERROR_ROOM + DOING_ROOM)
 
 
 def error_at(rank: int, ranks: int) -> int:
     """Byte offset of a rank's room for an error."""
     return ranks * 8 * ROW + rank * ERROR_ROOM
+
+
+def doing_at(rank: int, ranks: int) -> int:
+    """Byte offset of a rank's room for what it is doing."""
+    return ranks * (8 * ROW + ERROR_ROOM) + rank * DOING_ROOM
 
 
 # -- slots of a channel --------------------------------------------------------------------------

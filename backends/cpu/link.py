@@ -16,6 +16,8 @@ class Reached:
     ranks: tuple[int, ...]
     meeting: int
     epoch: int
+    digests: tuple[int, ...]
+    """What each of them gives to the execution."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +31,11 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Where a rank is: the status words of its row in the control block."""
+    """Where a rank is: the status words of its row in the control block, and what it is doing."""
 
     rank: int
     words: tuple[int, ...]
+    doing: str
 
 
 @dataclass(frozen=True, slots=True)

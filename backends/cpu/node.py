@@ -18,12 +18,33 @@ from .mpi import module_of
 from .segments import MemoryFiles, NamedFiles, Segment, Segments
 
 
+class Observer(Protocol):
+    """Hears of the collective calls of a world on this rank."""
+
+    def enter(self, number: int, call: str) -> None:
+        """This rank is in its so manieth call.
+
+        Raises:
+            TransportError: it is known that others never come to it.
+        """
+
+    def look(self) -> None:
+        """This rank has waited for a while in the call.
+
+        Raises:
+            PlanMismatch: a rank has gone on to something else, and will never come.
+        """
+
+
 class MpiWorld(World, Protocol):
     """A world of processes, with MPI between them if there is more than one machine."""
 
     @property
     def comm(self) -> Any:
         """The mpi4py communicator over all ranks, or None where there is no MPI."""
+
+    def observe(self, observer: Observer) -> None:
+        """Let `observer` hear of all later calls."""
 
     def at_end(self, is_done: Callable[[], bool]) -> None:
         """When the programs of all ranks have ended, call `is_done` until it is true.

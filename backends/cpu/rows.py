@@ -12,6 +12,9 @@ from .layout import (
     AT,
     AWAITED,
     BEAT,
+    CALLS,
+    DIGEST,
+    DOING_ROOM,
     EPOCH,
     EXECUTION,
     PLAN,
@@ -21,6 +24,7 @@ from .layout import (
     RUNNING,
     STATE,
     STATUS_WORDS,
+    doing_at,
 )
 from .node import Node
 
@@ -53,6 +57,7 @@ class Meeting(enum.IntEnum):
     COMMIT = 0
     RECOVER = 1
     RESUME = 2
+    INPUTS = 3
 
 
 class Rows:
@@ -72,18 +77,36 @@ class Rows:
         self._reached = [words[node.rank] for words in self._meetings]
         self._plans = [[rank * ROW + PLANS + odd for rank in node.local] for odd in (0, 1)]
         self._my_plans = (mine + PLANS, mine + PLANS + 1)
+        self._doing = ""
 
     # -- this rank's ------------------------------------------------------------------------
 
-    def enter(self, epoch: int, plan: int) -> None:
-        """Say that this rank is in an execution of a plan."""
+    def enter(self, epoch: int, plan: int, doing: str) -> None:
+        """Say that this rank is in an execution of a plan, and in words, of what."""
         words, row = self._words, self._mine
+        if doing is not self._doing:
+            self._tell(self._node.rank, doing)
+            self._doing = doing
         words[row + PLAN] = words[self._my_plans[epoch & 1]] = plan
         words[row + AT] = _NOWHERE
         if self._node.order is not None:
             self._node.order()  # who sees the epoch also sees its plan
         words[row + EPOCH] = epoch
         words[row + STATE] = _RUNNING
+
+    def call(self, number: int, epoch: int, doing: str) -> None:
+        """Say that this rank is in so manieth collective call of the world, and in which."""
+        self._tell(self._node.rank, doing)
+        self._doing = doing
+        if self._node.order is not None:
+            self._node.order()  # who sees the number also sees the words
+        self._words[self._mine + CALLS] = number << 32 | epoch
+
+    def give(self, digest: int) -> None:
+        """Say by a digest what this rank gives to its execution; 0: nothing that counts."""
+        self._words[self._mine + DIGEST] = digest
+        if self._node.order is not None:
+            self._node.order()  # who sees that this rank has come to the meeting also sees it
 
     def set_state(self, state: State) -> None:
         """Say what this rank is doing."""
@@ -110,20 +133,28 @@ class Rows:
 
     # -- those of ranks of other machines ---------------------------------------------------
 
-    def note_reached(self, ranks: Sequence[int], meeting: int, epoch: int) -> None:
-        """Ranks of another machine have come to a meeting."""
+    def note_reached(
+        self, ranks: Sequence[int], meeting: int, epoch: int, digests: Sequence[int] = ()
+    ) -> None:
+        """Ranks of another machine have come to a meeting, and give this to the execution."""
         words = self._words
+        for rank, digest in zip(ranks, digests, strict=False):
+            words[rank * ROW + DIGEST] = digest
+        if self._node.order is not None:
+            self._node.order()
         for rank in ranks:
             at = self._meetings[meeting][rank]
             words[at] = max(words[at], epoch)
 
-    def note_status(self, rank: int, status: Sequence[int]) -> None:
+    def note_status(self, rank: int, status: Sequence[int], doing: str = "") -> None:
         """Where a rank of another machine is. The state comes last, as in `enter`.
 
-        How far the rank has come is told by its machine's leader too, and what one of the two has
-        sent later may arrive earlier. So a rank that ends says itself what it has ended before.
+        The number of its calls comes before its epoch: see `Control.look`. How far the rank has
+        come is told by its machine's leader too, and what one of the two has sent later may arrive
+        earlier. So a rank that ends says itself what it has ended before.
         """
         words, row = self._words, rank * ROW
+        self._tell(rank, doing)
         for index, word in reversed(list(enumerate(status))):
             at = row + index
             words[at] = max(words[at], word) if index >= REACHED else word
@@ -163,6 +194,27 @@ class Rows:
     def epoch(self, rank: int) -> int:
         """The last epoch that a rank has entered."""
         return self._words[rank * ROW + EPOCH]
+
+    def calls(self, rank: int) -> tuple[int, int]:
+        """How many collective calls a rank has made, and its epoch in the last of them."""
+        word = self._words[rank * ROW + CALLS]
+        return word >> 32, word & 0xFFFF_FFFF
+
+    def digest(self, rank: int) -> int:
+        """What a rank gives to its execution."""
+        return self._words[rank * ROW + DIGEST]
+
+    def give_the_same(self, ranks: Sequence[int]) -> bool:
+        """Whether ranks that have come to `INPUTS` give the same to their execution."""
+        if self._node.order is not None:
+            self._node.fence()  # who sees that a rank has come also sees what it gives
+        return len({self.digest(rank) for rank in ranks}) <= 1
+
+    def doing(self, rank: int) -> str:
+        """What a rank was doing when it last said so."""
+        at = doing_at(rank, self._node.size)
+        content = bytes(self._node.block[at : at + DOING_ROOM])
+        return content.partition(b"\0")[0].decode(errors="replace")
 
     def plan(self, rank: int) -> int:
         """The plan of that epoch."""
@@ -216,6 +268,11 @@ class Rows:
             f"rank {rank} is in execution {self.epoch(rank)} ({state.name.lower()}) of plan "
             f"{self.plan(rank):016x}, at op {self._words[rank * ROW + AT]}"
         )
+
+    def _tell(self, rank: int, doing: str) -> None:
+        at = doing_at(rank, self._node.size)
+        content = doing.encode(errors="replace")[: DOING_ROOM - 1] + b"\0"
+        self._node.block[at : at + len(content)] = content
 
     def _position(self, rank: int, now: int) -> Position:
         row, words = rank * ROW, self._words

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 
 from ...ir.module import Channel
 from ..base import Communicator, World
-from ..errors import PlanMismatch, TransportError
 from .communicator import CpuCommunicator
 from .control import Control
 from .node import MpiWorld, Node
@@ -30,7 +29,6 @@ class CpuTransport:
         self.node = Node(world)
         self.control = Control(self.node, policy)
         self._resets: tuple[Callable[[], None], ...] = ()
-        self._divergence: PlanMismatch | None = None
 
     @property
     def pause(self) -> Waiter:
@@ -49,10 +47,7 @@ class CpuTransport:
             resets: what makes this rank ready for another execution, once all ranks are there.
         """
         self._resets = tuple(resets)
-        agreed = self.control.fail(error)
-        if isinstance(agreed, PlanMismatch):
-            self._divergence = agreed
-        return agreed
+        return self.control.fail(error)
 
     def recover_if_due(self) -> None:
         """Start afresh if the last execution has failed; every rank calls it before the next.
@@ -65,11 +60,8 @@ class CpuTransport:
             TransportError: the ranks have executed different plans. Each has then begun a step
                 that others have not, so that no two of them agree on what comes next.
         """
-        if self._divergence is not None:
-            raise TransportError(
-                f"the ranks are out of step since an earlier error: {self._divergence}. Start the "
-                "job again"
-            )
+        if self.control.diverged is not None:
+            raise self.control.out_of_step(self.control.diverged)
         if self.control.failed:
             self.control.recover(self._resets)
 

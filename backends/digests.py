@@ -1,0 +1,83 @@
+"""Digests of values: the same on all ranks where the values are, and short enough to be compared.
+
+Tensors and arrays count by their bits, so `nan` is `nan` and `-0.0` is not `0.0`, and so does plain
+data in containers and in the attributes of objects. What only one process can hold, such as a
+function or a lock, counts by its type.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import zlib
+from collections import UserDict
+from dataclasses import fields, is_dataclass
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+_PLAIN: Final = (int, float, complex, bool, str, bytes, bytearray, type(None), slice, range)
+_TORCH: Final = (torch.dtype, torch.Size, torch.layout, torch.memory_format)
+_CODE: Final = (FunctionType, BuiltinFunctionType, MethodType, ModuleType, type)
+
+_Seen = tuple[int, ...]
+"""The containers that a value is in, by identity."""
+
+_DEEPEST: Final = 64
+
+
+def digest(value: object) -> int:
+    """32 bits that say what a value is. A tensor on a device is copied to the host for it."""
+    if isinstance(value, torch.Tensor):
+        return _of_tensor(value)
+    return zlib.crc32(_summary(value, ()))
+
+
+def joined(digests: list[int]) -> int:
+    """64 bits, never 0, that say what several values are."""
+    return int.from_bytes(_hashed(repr(digests).encode()), "little") | 1
+
+
+def _of_tensor(tensor: torch.Tensor) -> int:
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        return 0
+    whole = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    return zlib.crc32(whole.view(torch.uint8).numpy().data)
+
+
+def _summary(value: Any, seen: _Seen) -> bytes:
+    """A few bytes that say what a value is."""
+    kind = type(value).__qualname__
+    if isinstance(value, enum.Enum):
+        return _hashed(f"{kind}.{value.name}".encode())
+    if isinstance(value, torch.Tensor):
+        return _hashed(f"{value.dtype} {tuple(value.shape)} {_of_tensor(value)}".encode())
+    if isinstance(value, _TORCH) or type(value) in _PLAIN or isinstance(value, np.generic):
+        return _hashed(f"{kind} {value!r}".encode(errors="surrogatepass"))
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        content = zlib.crc32(np.ascontiguousarray(value).view(np.uint8).data)
+        return _hashed(f"{value.dtype} {value.shape} {content}".encode())
+    if id(value) in seen or len(seen) > _DEEPEST or isinstance(value, (*_CODE, torch.device)):
+        return _hashed(kind.encode())
+    return _hashed(kind.encode() + b"".join(_parts(value, (*seen, id(value)))))
+
+
+def _parts(value: Any, seen: _Seen) -> list[bytes]:
+    """What a container or an object holds; that of one without an order is sorted."""
+    if isinstance(value, (dict, UserDict, MappingProxyType)):
+        return sorted(_summary(k, seen) + _summary(v, seen) for k, v in value.items())
+    if isinstance(value, (set, frozenset)):
+        return sorted(_summary(each, seen) for each in value)
+    if isinstance(value, np.ndarray):
+        return [_summary(each, seen) for each in value.reshape(-1)]
+    found = [_summary(each, seen) for each in value] if isinstance(value, (list, tuple)) else []
+    held = dict(vars(value)) if hasattr(value, "__dict__") else {}
+    if is_dataclass(value):
+        held |= {each.name: getattr(value, each.name, None) for each in fields(value)}
+    return found + sorted(name.encode() + _summary(part, seen) for name, part in held.items())
+
+
+def _hashed(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=8).digest()
