@@ -25,7 +25,7 @@ class Part:
     """One of the things that ranks must say alike.
 
     Attributes:
-        words: what it is, for messages, such as `the seed`. Each rank has words of its own.
+        words: what it is, for messages, as `the seed is`. Each rank has words of its own.
         text: what the rank says; what is compared.
     """
 
@@ -100,7 +100,7 @@ def _first_difference(everywhere: Sequence[Mapping[str, tuple[str, str]]]) -> st
             continue
         words = next(parts[key][0] for parts in everywhere if key in parts)
         if any("\n" in text for text in groups):
-            return f"{words}: {disagreement(texts)}"
+            return f"{words} {disagreement(texts)}"
         shown = (f"{text} on {named(ranks)}" for text, ranks in groups.items())
-        return f"{words} is {', and '.join(shown)}. "
+        return f"{words} {', and '.join(shown)}. "
     return "their order differs. "

@@ -21,7 +21,7 @@ from ..ir.location import Location
 from ..ir.ops import Constant
 from ..ir.printer import format_module
 from ..ir.types import Place, format_ranks
-from ..tracer.specs import ObjectSpec, Static, TensorSpec
+from ..tracer.specs import Leaf, ObjectSpec, Static, TensorSpec
 from ..tracer.step import definition, describe_inputs
 from ..tracer.trace import InputError, InputSpec, Trace, describe
 from .runtime import tell
@@ -70,19 +70,19 @@ class Asked:
         try:
             place = Place(tuple(range(world.size)))
             spec = describe_inputs(self.fn, args, kwargs, self.name, place, host_only=False)
-            given = _arguments(spec)
-            doing = call_text(spec, definition(self.fn))
+            loc = definition(self.fn)
+            given, doing = _arguments(spec, loc), call_text(spec, loc)
         except InputError as error:
             refusal = error
         said = "nothing" if refusal is None else str(refusal)
         parts = {
-            "step": Part("the step that they trace", self._text()),
-            "refusal": Part("what forbids its arguments", said),
+            "step": Part("the step is", self._text()),
+            "refusal": Part("what forbids its arguments is", said),
             **given,
         }
         tell(world, f"the trace of {doing}")
         try:
-            agree(world, "the ranks trace different steps", parts, _TYPES)
+            agree(world, "the ranks trace a step differently", parts, _TYPES)
         except PlanMismatch:
             if refusal is None:
                 raise
@@ -101,7 +101,7 @@ class Asked:
 
 
 def check_compilation(
-    world: World, name: str, traces: Sequence[Trace], options: Mapping[str, object]
+    world: World, step: str, traces: Sequence[Trace], options: Mapping[str, object]
 ) -> None:
     """Return if all ranks are about to compile the same; collective.
 
@@ -110,7 +110,7 @@ def check_compilation(
 
     Args:
         world: all ranks.
-        name: of the step.
+        step: its name.
         traces: of the step.
         options: what `compile` was given, as far as it must be equal, by name.
 
@@ -120,19 +120,21 @@ def check_compilation(
     if world.is_virtual:
         return
     parts = {
-        option: Part(f"{option} in compile()", text_of(value)) for option, value in options.items()
+        option: Part(f"{option} in compile() is", text_of(value))
+        for option, value in options.items()
     }
     for number, trace in enumerate(traces):
         parts |= _beside(trace, number)
         text = format_module(trace.module)
-        parts[f"{number} trace"] = Part("what the step calls", f"{text}\n")
-    agree(world, f"the ranks have traced step {name} differently", parts, ADVICE)
+        parts[f"{number} trace"] = Part("in what it calls", f"{text}\n")
+    agree(world, f"the ranks have traced step {step} differently", parts, ADVICE)
 
 
 def call_text(spec: InputSpec, loc: Location | None) -> str:
     """A step, and the arguments that it is called with, in words."""
     where = "" if loc is None else f" ({loc.file}:{loc.line})"
-    arguments = ", ".join(f"{part.words[9:]}: {part.text}" for part in _arguments(spec).values())
+    texts = map(_argument, spec.tree.leaves)
+    arguments = ", ".join(f"{name}: {text}" for name, text in zip(spec.names, texts, strict=True))
     shown = arguments if len(arguments) <= 400 else f"{arguments[:397]}..."
     return f"step '{spec.step}'{where} for {shown or 'no arguments'}"
 
@@ -171,29 +173,33 @@ def _parameters(fn: Callable[..., Any]) -> str:
     )
 
 
-def _arguments(spec: InputSpec) -> dict[str, Part]:
-    found = {}
-    for name, leaf in zip(spec.names, spec.tree.leaves, strict=True):
-        match leaf:
-            case TensorSpec(dtype, shape, requires_grad):
-                text = describe(dtype, shape) + (" with a gradient" if requires_grad else "")
-            case ObjectSpec():
-                text = "cg.object"
-            case Static(value):
-                text = text_of(value)
-        found[f"argument {name}"] = Part(f"argument {name}", text)
-    return found
+def _arguments(spec: InputSpec, loc: Location | None) -> dict[str, Part]:
+    where = "" if loc is None else f", defined at {loc.file}:{loc.line},"
+    return {
+        f"argument {name}": Part(f"argument {name} of {spec.step}(){where} is", _argument(leaf))
+        for name, leaf in zip(spec.names, spec.tree.leaves, strict=True)
+    }
+
+
+def _argument(leaf: Leaf) -> str:
+    match leaf:
+        case TensorSpec(dtype, shape, requires_grad):
+            return describe(dtype, shape) + (" with a gradient" if requires_grad else "")
+        case ObjectSpec():
+            return "a Python object"
+        case Static(value):
+            return text_of(value)
 
 
 def _beside(trace: Trace, number: int) -> dict[str, Part]:
     """What the text of a trace does not say, though all ranks run it."""
     found = {}
     for given in trace.given:
-        words = f"what {given.function}, called at {given.loc}, is given"
+        words = f"{given.function}, called at {given.loc}, is given"
         found[f"{number} {given.function}"] = Part(words, ", ".join(given.values))
     for op in trace.module.program.ops:
         if isinstance(op, Constant) and op.ref is not None:
-            words = f"the constant that is made at {op.loc}"
+            words = f"the constant made at {op.loc} is"
             found[f"{number} {op.ref.name}"] = Part(words, _content(trace.constants[op.ref.name]))
     return found
 

@@ -76,8 +76,14 @@ class Comparison:
         self._number = 0
         self._gives = world.rank in spec.place.ranks
 
-    def compare(self, values: Sequence[Any]) -> int:
-        """Compare the arguments of this execution; in how many executions to do so again.
+    def plan_next(self) -> int:
+        """In how many executions to compare again after this one."""
+        step = self._every or (1 if self._number < 2 else min(self._number, SELDOM))
+        self._number += step
+        return step
+
+    def compare(self, values: Sequence[Any]) -> None:
+        """Return if all ranks have given the same to this execution.
 
         All ranks call it. `values` are those of the program's parameters.
 
@@ -90,9 +96,6 @@ class Comparison:
         word = joined(digests) if self._gives else 0
         if not self._control.compare(word, ranks, self._progress):
             raise self._difference(self._world.allgather((digests, user_line())))
-        step = self._every or (1 if self._number < 2 else min(self._number, SELDOM))
-        self._number += step
-        return step
 
     def _difference(self, everywhere: Sequence[tuple[list[int], str]]) -> InputError:
         """What differs, from each rank's digests of its arguments and its line of the call."""
@@ -105,7 +108,8 @@ class Comparison:
             for rank in ranks:
                 groups.setdefault(everywhere[rank][0][index], []).append(rank)
             if len(groups) > 1:
-                found.append(f"{name} ({' and '.join(map(_alike, groups.values()))})")
+                one, *others = map(named, groups.values())
+                found.append(f"{name} (one value on {one}, another on {', on '.join(others)})")
         where = "" if self._loc is None else f", defined at {self._loc.file}:{self._loc.line}"
         several = len(found) > 1
         return InputError(
@@ -118,10 +122,6 @@ class Comparison:
             "in a method of an actor. If the difference does not matter, "
             "compile(check_inputs=False) does not look for it"
         )
-
-
-def _alike(ranks: Sequence[int]) -> str:
-    return f"one value on {named(ranks)}"
 
 
 def interval(check_inputs: object) -> int | None:

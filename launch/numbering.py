@@ -40,7 +40,7 @@ def check_state(
         ValueError: it is of a run with another seed, or lacks something.
     """
     said = sorted(f"{key}: {value!r}" for key, value in state.items())
-    part = {"state": Part("the state", ", ".join(said))}
+    part = {"state": Part("the state is", ", ".join(said))}
     agree(world, f"the ranks resume step {step} differently", part, _ADVICE)
     wanted = {"seed", *counts}
     if set(state) != wanted:

@@ -88,11 +88,14 @@ class RankRuntime:
         execution = self._execution = numbering.next
         numbering.next = execution + 1
         self._until_compared -= 1
+        compare = None if self._until_compared else self._compare
+        if compare is not None:
+            self._until_compared = compare.plan_next()  # whatever comes of this execution
         control.begin(self._plan, executable.position, self._describe, self._timeout, self._doing)
         try:
             values = inputs()
-            if not self._until_compared and self._compare is not None:
-                self._until_compared = self._compare.compare(values)
+            if compare is not None:
+                compare.compare(values)
             if not self._takes_all:
                 values = [values[index] for index in self._pick]
             outputs = executable.run(values, control.pause, None, execution, checked=True)

@@ -351,11 +351,11 @@ class Control:
     def _check_peer(self, rank: int) -> None:
         """Can a rank that has not finished this execution still do so?"""
         rows, last = self._rows, self.epoch - 1
-        if rows.has_ended(rank):
-            raise self._lost(rank)
         calls, epoch = rows.calls(rank)
         if calls > self._calls and epoch < self.epoch:
-            raise self._disorder([rank])
+            raise self._disorder([rank])  # even if that has made it end since
+        if rows.has_ended(rank):
+            raise self._lost(rank)
         if last and self._errors.last_failed(rank) == last > rows.reached(rank, Meeting.RESUME):
             # It gave up the end of a step in the very moment in which the others reached it.
             raise PeerLost(
@@ -378,7 +378,7 @@ class Control:
 
     def _mismatch(self, plans: Mapping[int, int]) -> PlanMismatch:
         first, second = (
-            f"plan {plan:016x} on rank {rank}, {self._rows.doing(rank) or 'which has no name'}"
+            f"plan {plan:016x} on rank {rank}{_of(self._rows.doing(rank))}"
             for rank, plan in sorted(plans.items())
         )
         return PlanMismatch(
@@ -478,3 +478,7 @@ class Control:
         committed = self._rows.reached(rank, Meeting.COMMIT) >= self.epoch
         failed = self._errors.last_failed(rank) == self.epoch
         return committed or failed or self._rows.has_ended(rank)
+
+
+def _of(doing: str) -> str:
+    return f" ({doing})" if doing else ""

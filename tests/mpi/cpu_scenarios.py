@@ -332,6 +332,39 @@ def diverged(me: Rank) -> Any:
     return str(error)
 
 
+def compared(me: Rank) -> Any:
+    """Whether ranks have come with equal digests: all, all but the last, and some of them."""
+    found = []
+    everywhere, first = range(me.size), range(me.size - 1)
+    for ranks, digest in (
+        (everywhere, 2**64 - 1),
+        (everywhere, 5 if me.rank < me.size - 1 else 6),
+        (first, 7 if me.rank < me.size - 1 else 0),
+        (everywhere, 8),
+    ):
+        me.control.begin(1, me.watch())
+        found.append(me.control.compare(digest, ranks))
+        me.control.commit()
+    return found
+
+
+def disordered(me: Rank) -> Any:
+    """Rank 1 comes to a call of the world, and the others to an execution; they never meet."""
+    me.control.enter(1, "the call of all")
+    me.control.begin(1, me.watch(), doing="a step")
+    me.control.commit()
+    if me.rank != 1:
+        me.control.begin(1, me.watch(), doing="another step")
+        return str(_wait_in_vain(me))
+    me.control.enter(2, "a call of its own")
+    try:
+        while True:
+            me.control.look()
+            time.sleep(0.001)
+    except RuntimeError as error:
+        return str(error)
+
+
 def late(me: Rank) -> Any:
     """Rank 1 never comes back from its own work."""
     if me.rank == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ SCENARIOS = (
     "collectives",
     "commits",
     "failures",
+    "compared",
     "diverged",
     "late",
     "idle",
@@ -51,6 +53,18 @@ def test_executions_end_together(reports: Reports) -> None:
 
 def test_a_failure_reaches_every_rank(reports: Reports) -> None:
     assert set(reports["failures"].values()) == {3}  # the scenario has checked the errors
+
+
+def test_digests_are_compared_among_the_ranks_that_count(reports: Reports) -> None:
+    assert all(found == [True, False, True, True] for found in reports["compared"].values())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_that_come_to_different_calls_are_named(layout: str) -> None:
+    messages = run_job(["disordered"], LAYOUTS[layout])["disordered"]
+    for message in messages.values():
+        assert "rank 1 is in a call of its own" in message
+        assert re.search(r"rank [023] is in another step", message)
 
 
 def test_another_plan_is_named(reports: Reports) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -58,6 +59,72 @@ def wait_for_trouble(control: Control) -> BaseException:
     except (RemoteError, StepTimeout, TransportError, PlanMismatch) as error:
         return control.fail(error)
     raise AssertionError("nothing was noticed")
+
+
+def test_an_execution_begins_with_a_comparison_of_what_ranks_give() -> None:
+    def body(control: Control, world: ThreadWorld) -> list[bool]:
+        found = []
+        for digest in (7, 7 + world.rank, 2**64 - 1):
+            for ranks in ([0, 1, 2], [0, 2], [1]):
+                control.begin(PLAN, at(world.rank))
+                found.append(control.compare(digest, ranks))
+                control.commit()
+        return found
+
+    assert run_controls(3, body) == [[True] * 3 + [False, False, True] + [True] * 3] * 3
+
+
+def test_another_plan_is_an_error_at_the_comparison() -> None:
+    def body(control: Control, world: ThreadWorld) -> str:
+        control.begin(PLAN + world.rank, at(world.rank), doing=f"step {world.rank}")
+        try:
+            control.compare(1, [0, 1])
+        except PlanMismatch as error:
+            return str(control.fail(error))
+        return ""
+
+    for message in run_controls(2, body):
+        assert "of plan 0000000000001234 on rank 0 (step 0), and of plan" in message
+
+
+def test_a_rank_in_an_execution_and_one_in_a_call_of_the_world_notice_each_other() -> None:
+    def body(control: Control, world: ThreadWorld) -> tuple[str, bool]:
+        control.enter(1, "the trace of all")
+        control.begin(PLAN, at(world.rank), doing="a step")
+        control.commit()
+        if world.rank != 1:
+            control.begin(PLAN, at(world.rank), doing="another step")
+            return str(wait_for_trouble(control)), control.diverged is not None
+        control.enter(2, "the trace of one")
+        with pytest.raises(PlanMismatch) as caught:
+            look_on(control)
+        with pytest.raises(TransportError, match="out of step since an earlier error"):
+            control.enter(3, "another call")
+        return str(caught.value), control.diverged is not None
+
+    for message, diverged in run_controls(3, body):
+        assert diverged
+        assert "rank 1 is in the trace of one" in message
+        assert re.search(r"rank [02] is in another step", message)
+
+
+def test_a_rank_that_is_late_for_a_call_of_the_world_is_waited_for() -> None:
+    def body(control: Control, world: ThreadWorld) -> None:
+        for number in range(1, 20):
+            control.enter(number, "a call")
+            control.look()
+            control.begin(PLAN, at(world.rank), doing="a step")
+            control.check()
+            control.commit()
+            control.look()
+
+    run_controls(3, body)
+
+
+def look_on(control: Control) -> None:
+    while True:
+        control.look()
+        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
