@@ -21,10 +21,17 @@ import torch
 import cg
 
 
-def save(folder: Path, actors: list[cg.ActorHandle], step: int, extra: dict[str, Any]) -> None:
+def save(
+    folder: Path,
+    actors: list[cg.ActorHandle],
+    compiled: cg.Compiled,
+    step: int,
+    extra: dict[str, Any],
+) -> None:
     """Write the actors' parameters and optimizer states as `folder/step-N`.
 
-    Collective: every rank calls it; each writes the actors that it holds.
+    With them goes what the random numbers of the compiled step depend on. Collective: every rank
+    calls it; each writes the actors that it holds.
     """
     name = f"step-{step:06d}"
     partial = folder / f".{name}.partial"
@@ -37,7 +44,9 @@ def save(folder: Path, actors: list[cg.ActorHandle], step: int, extra: dict[str,
             torch.save(_state(actor.local), partial / f"{actor.name}.pt")
     cg.barrier()
     if cg.rank() == 0:
-        manifest = {"step": step, "actors": [actor.name for actor in actors], "extra": extra}
+        names = [actor.name for actor in actors]
+        state = compiled.state_dict()
+        manifest = {"step": step, "actors": names, "compiled": state, "extra": extra}
         (partial / "manifest.json").write_text(json.dumps(manifest))
         shutil.rmtree(folder / name, ignore_errors=True)
         partial.rename(folder / name)
@@ -47,8 +56,12 @@ def save(folder: Path, actors: list[cg.ActorHandle], step: int, extra: dict[str,
     cg.barrier()
 
 
-def load(folder: Path, actors: list[cg.ActorHandle]) -> tuple[int, dict[str, Any]]:
+def load(
+    folder: Path, actors: list[cg.ActorHandle], compiled: cg.Compiled
+) -> tuple[int, dict[str, Any]]:
     """Fill the actors from the newest checkpoint; returns its step and what was saved as extra.
+
+    The compiled step goes on with the random numbers that it would have drawn next. Collective.
 
     Raises:
         FileNotFoundError: there is no complete checkpoint in `folder`.
@@ -69,6 +82,7 @@ def load(folder: Path, actors: list[cg.ActorHandle]) -> tuple[int, dict[str, Any
     for actor in actors:
         if actor.is_local:
             _restore(actor.local, model, optimizer, manifest["step"])
+    compiled.load_state_dict(manifest["compiled"])
     return manifest["step"], manifest["extra"]
 
 

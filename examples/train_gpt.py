@@ -318,14 +318,14 @@ def main() -> None:
         for rank, part in zip(ranks, cut(config.layers, len(ranks)), strict=True)
     ]
     train, evaluate, predict = make_steps(stages, args.microbatches, args.backend)
-    record, start = Record(), 0
-    if args.resume:
-        start, saved = checkpoints.load(args.out / "checkpoints", stages)
-        record = Record(**saved)
-
     batch = text.batch(text.train, config, args.batch, seed=0)
     schedule = cg.schedules.by_name(args.schedule)
     compiled = train.lower(*batch).compile(schedule=schedule, dump=args.dump)
+    record, start = Record(), 0
+    if args.resume:
+        start, saved = checkpoints.load(args.out / "checkpoints", stages, compiled)
+        record = Record(**saved)
+
     talks, seconds = cg.rank() == 0, 0.0
     bar = progress(range(start, args.steps), talks)
     for step in bar:
@@ -345,7 +345,7 @@ def main() -> None:
         if done % args.validate_every == 0 or done == args.steps:
             record.validation.append((done, validate(evaluate, text, config, args.batch)))
         if done % args.save_every == 0 or done == args.steps:
-            checkpoints.save(args.out / "checkpoints", stages, done, asdict(record))
+            checkpoints.save(args.out / "checkpoints", stages, compiled, done, asdict(record))
 
     unigram = text.unigram_loss()
     generated = sample(predict, text, config, args.sample)

@@ -101,7 +101,8 @@ class Compiled:
         Returns:
             The `seed`; `calls`, how often the step has been called, with any of its signatures;
             and of a step with `inputs=cg.on(rank)` also `executions`, how many that rank has
-            started. All are ints.
+            started: save those of that rank, for others know of them when they have served. All
+            are ints.
         """
         state = {"seed": self._seed, "calls": self._numbering.next}
         if self._made is not None:

@@ -196,7 +196,7 @@ def resumed() -> None:
     say(equal=losses == begun + [float(tail(*call)) for call in calls[3:]], losses=losses)
     with draw.lower(X).compile(seed=5) as graph:
         driven = [float(graph.execute(X).result()) for _ in range(4)] if mine == 0 else []
-        state = graph.state_dict()
+    state = graph.state_dict()
     with draw.lower(X).compile(seed=5) as graph:
         graph.load_state_dict({"seed": 5, "calls": 0, "executions": 2})
         again = [float(graph.execute(X).result()) for _ in range(2)] if mine == 0 else []

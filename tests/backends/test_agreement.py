@@ -1,0 +1,65 @@
+"""What ranks say alike, and the message where they do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cg.backends.agreement import Part, agree, named
+from cg.backends.errors import PlanMismatch
+from cg.backends.virtual import VirtualWorld
+
+from .cpu.world import run_ranks
+
+
+def messages(*parts: dict[str, Part]) -> list[str]:
+    """What each rank raises, that says these parts."""
+
+    def body(world: Any) -> str:
+        try:
+            agree(world, "the ranks differ", parts[world.rank], "Mend it")
+        except PlanMismatch as error:
+            return str(error)
+        return ""
+
+    return run_ranks(len(parts), body)
+
+
+def test_equal_texts() -> None:
+    assert messages({"a": Part("mine is", "1")}, {"a": Part("yours is", "1")}) == ["", ""]
+    agree(VirtualWorld(2), "the ranks differ", {}, "")
+
+
+def test_the_first_part_that_all_have_and_that_differs() -> None:
+    zero = {"only": Part("it is", "x"), "a": Part("a is", "1"), "b": Part("b is", "2")}
+    other = {"a": Part("a is", "1"), "b": Part("b is", "3")}
+    (message,) = set(messages(zero, other, other))
+    assert message == "the ranks differ: b is 2 on rank 0, and 3 on ranks 1 and 2. Mend it"
+
+
+def test_a_part_that_some_lack() -> None:
+    (message,) = set(messages({"a": Part("a is", "1")}, {}))
+    assert message == "the ranks differ: a is 1 on rank 0, and (nothing) on rank 1. Mend it"
+
+
+def test_another_order() -> None:
+    one, other = Part("a is", "1"), Part("b is", "2")
+    (message,) = set(messages({"a": one, "b": other}, {"b": other, "a": one}))
+    assert message == "the ranks differ: their order differs. Mend it"
+
+
+def test_long_texts() -> None:
+    (message,) = set(messages({"t": Part("in it", "x\ny\n")}, {"t": Part("in it", "x\nz\n")}))
+    assert (
+        "in it ranks {0} and ranks {1} disagree. The first line that differs is line 2" in message
+    )
+    assert "ranks {0}: y\n  ranks {1}: z\nMend it" in message
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [([2], "rank 2"), ([0, 3], "ranks 0 and 3"), ([0, 1, 4], "ranks 0, 1 and 4")],
+)
+def test_names_of_ranks(ranks: list[int], words: str) -> None:
+    assert named(ranks) == words

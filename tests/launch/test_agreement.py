@@ -1,0 +1,86 @@
+"""What ranks must have traced alike, and what each may have of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import cg
+from cg.backends.virtual import VirtualWorld
+from cg.launch.agreement import text_of
+from cg.launch.comparison import interval
+from cg.launch.world import use_world
+
+
+@pytest.fixture(autouse=True)
+def _world() -> Iterator[None]:
+    with use_world(VirtualWorld(2)):
+        yield
+
+
+@cg.trace
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2 + torch.zeros_like(x, device="cpu")
+
+
+def test_what_torch_functions_are_given_is_known_but_for_devices() -> None:
+    values = [value for given in doubled.lower(torch.ones(2)).trace.given for value in given.values]
+    assert "2" in values
+    assert not any("cpu" in value for value in values)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (2, 3),
+        (2, 2.0),
+        ("a", "b"),
+        (slice(1), slice(2)),
+        ((1, (2,)), (1, (3,))),
+        (frozenset({1}), frozenset({2})),
+        (torch.float32, torch.float64),
+        (np.float32(1), np.float64(1)),
+        (len, sum),
+        (cg.on(0), cg.on(1)),
+        (cg.schedules.gpipe(), cg.schedules.zb_h1()),
+    ],
+)
+def test_static_values_that_differ(one: Any, other: Any) -> None:
+    assert text_of(one) == text_of(one)
+    assert text_of(one) != text_of(other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (torch.device("cuda", 0), torch.device("cuda", 1)),
+        ("cuda:0", "cuda:1"),
+        (object(), object()),
+        (lambda: 1, lambda: 2),
+    ],
+)
+def test_what_each_rank_may_have_of_its_own(one: Any, other: Any) -> None:
+    assert text_of(one) == text_of(other)
+
+
+@pytest.mark.parametrize(
+    ("given", "every"), [(None, None), (True, 1), (False, 0), (1, 1), (64, 64)]
+)
+def test_intervals(given: Any, every: int | None) -> None:
+    assert interval(given) == every
+
+
+@pytest.mark.parametrize("given", ["all", 1.5, [1]])
+def test_check_inputs_of_another_type(given: Any) -> None:
+    with pytest.raises(TypeError, match=r"check_inputs=.*True or False, an int"):
+        doubled.lower(torch.ones(2)).compile(check_inputs=given)
+
+
+@pytest.mark.parametrize("given", [0, -1])
+def test_check_inputs_below_1(given: int) -> None:
+    with pytest.raises(ValueError, match="at least 1; False compares none"):
+        doubled.lower(torch.ones(2)).compile(check_inputs=given)
