@@ -23,6 +23,8 @@ import train_gpt
 from train_gpt import Config, Stage, cut, homes
 
 CONFIG = Config(layers=4, width=12)
+STEP: Any = cg.trace(lambda x: x)
+"""Has a state, as a compiled step."""
 
 
 @pytest.fixture(autouse=True)
@@ -54,8 +56,8 @@ def change(actors: list[Any]) -> None:
 def test_a_checkpoint_fits_any_cut(tmp_path: Path) -> None:
     two, three = stages(2), stages(3)
     change(two)
-    checkpoints.save(tmp_path, two, 1, {"losses": [1.0]})
-    assert checkpoints.load(tmp_path, three) == (1, {"losses": [1.0]})
+    checkpoints.save(tmp_path, two, STEP, 1, {"losses": [1.0]})
+    assert checkpoints.load(tmp_path, three, STEP) == (1, {"losses": [1.0]})
     for _ in range(2):
         wanted, found = parameters(two), parameters(three)
         assert wanted.keys() == found.keys()
@@ -70,7 +72,7 @@ def test_a_crash_while_saving_leaves_the_checkpoint_before(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     actors = stages(2)
-    checkpoints.save(tmp_path, actors, 1, {})
+    checkpoints.save(tmp_path, actors, STEP, 1, {})
     wanted = {name: value.clone() for name, value in parameters(actors).items()}
     change(actors)
 
@@ -80,25 +82,25 @@ def test_a_crash_while_saving_leaves_the_checkpoint_before(
     with monkeypatch.context() as broken:
         broken.setattr(f"checkpoints.{where}", fail)
         with pytest.raises(OSError, match="no space left"):
-            checkpoints.save(tmp_path, actors, 2, {})
-    assert checkpoints.load(tmp_path, actors)[0] == 1
+            checkpoints.save(tmp_path, actors, STEP, 2, {})
+    assert checkpoints.load(tmp_path, actors, STEP)[0] == 1
     found = parameters(actors)
     assert all(torch.equal(wanted[name], found[name]) for name in wanted)
 
     change(actors)
-    checkpoints.save(tmp_path, actors, 2, {})  # what the crash has left is no hindrance
-    assert checkpoints.load(tmp_path, actors)[0] == 2
+    checkpoints.save(tmp_path, actors, STEP, 2, {})  # what the crash has left is no hindrance
+    assert checkpoints.load(tmp_path, actors, STEP)[0] == 2
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="run without --resume first"):
-        checkpoints.load(tmp_path, stages(2))
+        checkpoints.load(tmp_path, stages(2), STEP)
 
 
 def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
-    checkpoints.save(tmp_path, stages(2), 1, {})
+    checkpoints.save(tmp_path, stages(2), STEP, 1, {})
     with pytest.raises(KeyError, match=r"the checkpoint has no blocks\.4.*was it of another model"):
-        checkpoints.load(tmp_path, stages(2, layers=5))
+        checkpoints.load(tmp_path, stages(2, layers=5), STEP)
 
 
 @pytest.mark.parametrize("schedule", cg.schedules.names())
@@ -140,9 +142,9 @@ def test_bad_arguments(
 @pytest.mark.parametrize("which", ["manifest.json", "*.pt"])
 def test_a_damaged_checkpoint(which: str, tmp_path: Path) -> None:
     actors = stages(2)
-    checkpoints.save(tmp_path, actors, 1, {})
-    checkpoints.save(tmp_path, actors, 2, {})
+    checkpoints.save(tmp_path, actors, STEP, 1, {})
+    checkpoints.save(tmp_path, actors, STEP, 2, {})
     file = next((tmp_path / "step-000002").glob(which))
     file.write_bytes(file.read_bytes()[:-20])
     with pytest.raises(ValueError, match=r"step-000002.*is damaged.*there are step-000001, step-"):
-        checkpoints.load(tmp_path, actors)
+        checkpoints.load(tmp_path, actors, STEP)
