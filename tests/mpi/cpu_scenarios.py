@@ -335,11 +335,12 @@ def diverged(me: Rank) -> Any:
 def compared(me: Rank) -> Any:
     """Whether ranks have come with equal digests: all, all but the last, and some of them."""
     found = []
-    everywhere, first = range(me.size), range(me.size - 1)
+    size = len(me.control.positions())
+    everywhere, first = range(size), range(size - 1)
     for ranks, digest in (
         (everywhere, 2**64 - 1),
-        (everywhere, 5 if me.rank < me.size - 1 else 6),
-        (first, 7 if me.rank < me.size - 1 else 0),
+        (everywhere, 5 if me.rank < size - 1 else 6),
+        (first, 7 if me.rank < size - 1 else 0),
         (everywhere, 8),
     ):
         me.control.begin(1, me.watch())
