@@ -15,7 +15,7 @@ from ..ir.types import Place
 from .arguments import Arguments, take_apart
 from .callee import Callee
 from .calls import Subject, declare, note_effect, note_sharing, record
-from .errors import TraceError
+from .errors import TraceError, note_refusal
 from .holdings import Actors, Member
 from .interface import MethodTarget, Peers
 from .lifting import collect
@@ -81,7 +81,9 @@ class ActorFactory:
         peers = self._world()
         shown = f"{cls.__name__}.on({rank!r})"
         if is_tracing():
-            raise ActorError(f"{shown} inside a step; make actors before the step is traced")
+            error = ActorError(f"{shown} inside a step; make actors before the step is traced")
+            note_refusal(error)
+            raise error
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < peers.size:
             raise ActorError(
                 f"{shown}: the world has ranks 0..{peers.size - 1}; start more of them (mpirun -n, "
@@ -389,7 +391,7 @@ def _call(
             loc=loc,
             remedy="make the actor again, after the world has been set up",
         )
-    check_autocast(method.shown, loc)
+    session.ambient.check(method.shown, loc)
     with torch._C.DisableTorchFunction():
         arguments = take_apart(session, args, kwargs, method.shown, loc)
     grad = torch.is_grad_enabled()
@@ -437,17 +439,3 @@ def _declare(
         )
     subject = Subject(target, handle.rank, method.shown)
     return declare(session, subject, arguments.signature(), grad, loc)
-
-
-def check_autocast(what: str, loc: Location | None) -> None:
-    """Return if autocast is off.
-
-    Raises:
-        TraceError: it is on: what it does to a call would be lost.
-    """
-    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-        raise TraceError(
-            f"{what} is called under torch.autocast, which does not reach into a compiled step",
-            loc=loc,
-            remedy="enter autocast inside the actor's method",
-        )

@@ -241,4 +241,5 @@ def _plain(value: torch.Tensor, what: str) -> torch.Tensor:
             f"{what} returned a tensor on 'meta', which has no elements: return one that has; only "
             "a fake returns types alone"
         )
-    return value.detach().contiguous()
+    plain = value.detach().contiguous()
+    return plain.resolve_conj() if plain.dtype.is_complex else plain

@@ -37,6 +37,7 @@ class Callee:
         base: what the names of its results derive from.
         is_single: whether its result is one value and nothing else.
         shares: whether its results may share memory with anything.
+        views: pairs (result, operand) that may share memory in plain Python.
         vjps: its derivatives so far, by masks of outputs and inputs, and by the functions that
             may write to its actor between forward and backward.
         strict_body: of an opaque function, see `TracedFunction.strict`; None where it cannot run.
@@ -59,6 +60,7 @@ class Callee:
     base: str
     is_single: bool
     shares: bool
+    views: tuple[tuple[int, int], ...]
     vjps: dict[VjpKey, Symbol] = field(default_factory=dict)
     strict_body: Body | None = None
     strict: Symbol | None = None

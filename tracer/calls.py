@@ -54,12 +54,14 @@ class _Public:
     leaves: tuple[Leaf, ...]
     skeleton: Any
     state_outputs: tuple[int, ...]
+    views: tuple[tuple[int, int], ...]
 
     @staticmethod
     def of(traced: TracedFunction) -> _Public:
         results = traced.results
         skeleton = tree_unflatten(list(range(len(results.leaves))), results.spec)
-        return _Public(traced.declaration, results.leaves, skeleton, traced.state_outputs)
+        views = tuple(dict.fromkeys((*traced.declaration.aliases, *traced.views)))
+        return _Public(traced.declaration, results.leaves, skeleton, traced.state_outputs, views)
 
     @property
     def results(self) -> Tree:
@@ -74,6 +76,7 @@ def declare(
     Raises:
         TraceError: it cannot be traced; the same on every rank.
     """
+    session.refuse_new(subject.name, loc)
     name = session.function_names.fresh(subject.name)
     target = subject.target
 
@@ -110,7 +113,8 @@ def declare(
         symbol=Symbol(name),
         base=subject.name.rpartition(".")[2],
         is_single=len(specs) == 1 and results.spec.is_leaf(),
-        shares=_shares(declaration, specs, public.state_outputs),
+        shares=bool(public.views) or _shares(declaration, specs, public.state_outputs),
+        views=public.views,
         strict_body=None if mine is None else mine.strict,
     )
 
@@ -125,7 +129,7 @@ def _shares(
 ) -> bool:
     opaque = declaration.kind is FunctionKind.OPAQUE
     several = declaration.actor is not None and len(specs) > 1
-    return bool(declaration.aliases or state_outputs) or opaque or several
+    return bool(state_outputs) or opaque or several
 
 
 def _without_grad(spec: TensorSpec | ObjectSpec) -> TensorSpec | ObjectSpec:
@@ -265,7 +269,7 @@ def note_sharing(
 ) -> None:
     """Note which values may share memory after a call."""
     declaration = callee.declaration
-    for output, input_ in declaration.aliases:
+    for output, input_ in callee.views:
         one, other = results[output], arguments[input_]
         if isinstance(one, TracedTensor) and isinstance(other, TracedTensor):
             share(one, other)

@@ -100,7 +100,7 @@ def _stored(session: Session, leaf: Any, name: str, what: str, loc: Location | N
             loc=loc,
             remedy="keep sparse tensors in actors",
         )
-    ref = session.function_names.fresh(f"constant.{name}")
+    ref = session.constant_names.fresh(f"constant.{name}")
     session.constants[ref] = leaf
     spec = TensorSpec(leaf.dtype, tuple(leaf.shape))
     return _emit(session, spec, name, loc, ref=Symbol(ref))

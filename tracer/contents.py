@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 _LARGE = 1 << 20
 """Bytes of an array from which on it is not copied, and not looked at."""
@@ -58,6 +59,14 @@ def _put_bits(value: np.random.Generator, copy: Any) -> None:
     value.bit_generator.state = copy
 
 
+def _torch_bits(value: torch.Generator) -> bytes:
+    return value.get_state().numpy().tobytes()
+
+
+def _put_torch_bits(value: torch.Generator, copy: bytes) -> None:
+    value.set_state(torch.frombuffer(bytearray(copy), dtype=torch.uint8))
+
+
 _SLOTS = Kind(slots_of, _put_slots)
 _KINDS: tuple[tuple[type, Kind], ...] = (
     (np.ndarray, Kind(lambda value: value.copy(), _put_array)),
@@ -67,6 +76,7 @@ _KINDS: tuple[tuple[type, Kind], ...] = (
         Kind(lambda value: value.get_state(legacy=False), np.random.RandomState.set_state),
     ),
     (random.Random, Kind(random.Random.getstate, random.Random.setstate)),
+    (torch.Generator, Kind(_torch_bits, _put_torch_bits)),
     (bytearray, Kind(bytes, _put_elements)),
     (array.array, Kind(lambda value: value[:], _put_elements)),
 )

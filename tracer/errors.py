@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 from ..ir.location import Location
 
 
@@ -22,6 +26,7 @@ class TraceError(Exception):
         self.loc = loc
         self.remedy = remedy
         super().__init__(_render(reason, loc, remedy))
+        note_refusal(self)
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (type(self), self.reason, self.loc, self.remedy))
@@ -38,3 +43,50 @@ def _render(reason: str, loc: Location | None, remedy: str) -> str:
     if remedy:
         lines.append(f"  help: {remedy}")
     return "\n".join(lines)
+
+
+def different(name: str, how: str, loc: Location | None) -> TraceError:
+    """The error for a step that is not the same when it is traced again."""
+    return TraceError(
+        f"step {name} is not the same when it is traced a second time: {how}. Its Python depends "
+        "on something that changes, such as a counter, an iterator, random numbers or the time, "
+        "and when it runs, that would stay as it was while it was traced",
+        loc=loc,
+        remedy="pass what changes as an argument of the step, or compute it in an actor's method "
+        "that is marked @cg.opaque",
+    )
+
+
+_NOTED: ContextVar[list[Exception] | None] = ContextVar("cg_refusals", default=None)
+
+
+def note_refusal(error: Exception) -> None:
+    """Remember an error that says that the trace in progress is not to be used."""
+    noted = _NOTED.get()
+    if noted is not None:
+        noted.append(error)
+
+
+@contextmanager
+def refusals_raised() -> Iterator[None]:
+    """Let no handler of the user's swallow a refusal inside the `with` block.
+
+    What such a handler does instead is not what plain Python does, where nothing was refused. So
+    the first refusal is raised at the end, if it did not come through by itself.
+    """
+    noted: list[Exception] = []
+    token = _NOTED.set(noted)
+    try:
+        yield
+    except Exception:
+        _NOTED.reset(token)
+        if noted:
+            note_refusal(noted[0])
+        raise
+    except BaseException:
+        _NOTED.reset(token)
+        raise
+    _NOTED.reset(token)
+    if noted:
+        note_refusal(noted[0])
+        raise noted[0]

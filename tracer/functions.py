@@ -26,7 +26,7 @@ from .codegen import make_body
 from .effects import Effects, memory_of, replaced_state, written_state
 from .errors import TraceError
 from .flops import count_flops
-from .graphs import Piece, fake_of
+from .graphs import Piece, fake_of, sharing
 from .guards import storage_key
 from .halves import Halves
 from .holdings import Shared
@@ -97,7 +97,14 @@ class Functions:
             who = type(target.instance).__qualname__
             guard = build_guard(call.state, joint.reads, piece.state, who, target.method)
         body = make_body(piece, name)
-        return TracedFunction(declaration, joint.results, piece.state_outputs, body, guard)
+        return TracedFunction(
+            declaration,
+            joint.results,
+            piece.state_outputs,
+            body,
+            guard,
+            views=sharing(joint.outputs, joint.inputs),
+        )
 
     def trace_vjp(
         self,

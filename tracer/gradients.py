@@ -59,6 +59,7 @@ def backward(*losses: torch.Tensor) -> None:
 def _strict(session: Session, callee: Callee) -> Symbol:
     """The same opaque function, which raises if a gradient is lost when it runs."""
     if callee.strict is None:
+        session.refuse_new(f"the derivative of {callee.declaration.name}", callee.declaration.loc)
         name = session.function_names.fresh(f"{callee.declaration.name}.strict")
         session.module.functions[name] = replace(callee.declaration, name=name)
         if callee.target is not None:
@@ -160,6 +161,7 @@ def _derive(session: Session, calls: list[Reached], loc: Location | None) -> Non
         key, between = _key(session, reached)
         callee = reached.callee
         if key not in callee.vjps:
+            session.refuse_new(f"the derivative of {callee.declaration.name}", loc)
             name = session.function_names.fresh(f"{callee.declaration.name}.vjp")
             callee.vjps[key] = Symbol(name)
             wanted.append(_Wanted(reached, name, _trace(session, reached, name, between)))

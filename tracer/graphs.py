@@ -286,10 +286,19 @@ def _identifier(name: str) -> str:
     return name if name.isidentifier() else f"v_{name}"
 
 
+def sharing(values: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> tuple[tuple[int, int], ...]:
+    """The pairs (value, input) that share memory in the joint graph."""
+    memory: dict[int | None, list[int]] = {}
+    for i, node in enumerate(inputs):
+        memory.setdefault(memory_of(node), []).append(i)
+    memory.pop(None, None)
+    return tuple((i, j) for i, node in enumerate(values) for j in memory.get(memory_of(node), ()))
+
+
 def returned_values(
     builder: Builder, values: Sequence[fx.Node], inputs: Sequence[fx.Node], state: set[int | None]
 ) -> tuple[list[fx.Node], tuple[tuple[int, int], ...], tuple[int, ...]]:
-    """Make values fit to be returned: contiguous, and no reference to state.
+    """Make values fit to be returned: contiguous, no lazy conjugates, no reference to state.
 
     Args:
         values, inputs: nodes of the joint graph.
@@ -307,9 +316,13 @@ def returned_values(
         key = memory_of(node)
         if key in state:
             references.append(i)
-        if key in state or node.op == "get_attr" or not fake_of(node).is_contiguous():
+        if key in state or node.op == "get_attr" or not _is_plain(fake_of(node)):
             new.append(builder.clone(node, dense=True))
             continue
         new.append(builder.of(node))
         aliases += [(i, j) for j in memory.get(key, ()) if key is not None]
     return new, tuple(aliases), tuple(references)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

@@ -16,14 +16,18 @@ from types import CodeType
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+)
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..ir.location import Location
 from .blame import OPAQUE_REMEDY, current_location
-from .errors import TraceError
+from .errors import TraceError, note_refusal
 from .journal import Journal
 from .watch import RunAsIs
 
@@ -166,7 +170,11 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.journal.note(func, args, kwargs, location)
         nodes = _nodes()
         before = len(nodes)
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            note_refusal(error)
+            raise
         if location is not None:
             for node in itertools.islice(reversed(nodes), len(nodes) - before):
                 self.locations[node.name] = location

@@ -101,6 +101,8 @@ class TracedFunction:
         guard: what the trace relied on (not sent to other ranks).
         strict: of an opaque function, a body that raises where a result requires a gradient, for
             calls that a loss depends on (not sent to other ranks).
+        views: pairs (output, input) that share memory in plain Python. Of those that are no
+            aliases in the declaration, the body gives a copy.
     """
 
     declaration: Function
@@ -109,6 +111,7 @@ class TracedFunction:
     body: Body
     guard: Guard | None
     strict: Body | None = None
+    views: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)

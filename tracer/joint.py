@@ -24,7 +24,7 @@ from .blame import translate
 from .call import Call
 from .changes import Initialization, Rebind, sort_changes
 from .contents import Contents
-from .errors import TraceError
+from .errors import TraceError, refusals_raised
 from .fingerprint import Snapshot
 from .graphs import simplify
 from .guards import FunctionGuard, OpRecorder, storage_key
@@ -95,7 +95,7 @@ def trace_call(call: Call, wanted: Wanted | None = None) -> Joint:
         RunAsIs: it works on gradients and is to be called as it is.
     """
     try:
-        with random_state_watched(call.what, call.blame):
+        with random_state_watched(call.what, call.blame), refusals_raised():
             return _Run(call, wanted).trace()
     except RunAsIs:
         if wanted is None:

@@ -17,7 +17,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..ir.location import Location
-from .actors import check_autocast
 from .arguments import Arguments, take_apart
 from .bans import Function, check, describe, shown
 from .callee import Callee
@@ -28,6 +27,7 @@ from .interface import TorchTarget
 from .session import Session, placed
 from .source import caller_location
 from .specs import TensorSpec
+from .training import REMEDY
 from .values import ObjectValue, TracedTensor
 
 
@@ -69,6 +69,13 @@ def _intercept(
     loc = caller_location(3)
     if traced:
         check(kind, name, args, kwargs, loc)
+    elif name == "grad" and kind in ("get", "set"):
+        raise TraceError(
+            f"{shown(kind, name)} of a module in a step: zero_grad(), clip_grad_norm_() and all "
+            "other work on gradients would happen once, while the step is traced, and never again",
+            loc=loc,
+            remedy=REMEDY,
+        )
     if kind == "get" and name not in _RECORDED_PROPERTIES:
         return func(*args, **kwargs)
     if name in ("__eq__", "__ne__") and args[1] is None:
@@ -123,7 +130,7 @@ def _compute(session: Session, call: _Call) -> Any:
 
 
 def _take_apart(session: Session, call: _Call, kwargs: dict[str, Any]) -> Arguments:
-    check_autocast(call.shown, call.loc)
+    session.ambient.check(call.shown, call.loc)
     arguments = take_apart(session, call.args, kwargs, call.shown, call.loc)
     for value in arguments.values:
         if isinstance(value, ObjectValue):

@@ -9,11 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ..ir.builder import Names
+from ..ir.location import Location
 from ..ir.module import Module, Phase, Program
 from ..ir.ops import Call, Op, Value
+from ..ir.printer import format_op
 from ..ir.types import Place, Type
+from .ambient import Ambient
 from .callee import Callee
-from .errors import TraceError
+from .errors import TraceError, different
 from .interface import Body, FunctionTracer, Guard, Peers, Write
 from .sharing import Sharing
 from .source import caller_location, is_user_file
@@ -21,6 +24,7 @@ from .specs import ObjectSpec, TensorSpec
 from .tape import Tape
 from .values import (
     IN_A_METHOD,
+    Kept,
     ObjectValue,
     Storage,
     Traced,
@@ -50,6 +54,8 @@ class Session:
         written: the calls that have written to these, with their indices in the program.
         callees: the functions traced so far, by what was called and the signature.
         sharing: what actors share; None before the first of them is called.
+        ambient: torch's modes under which all of the step is traced.
+        first: where the step is traced a second time, the first time.
         optimistic: whether to assume that no gradients have to be clipped.
         assumptions: scalars that are true where that is so.
     """
@@ -68,9 +74,12 @@ class Session:
     written: dict[str, list[tuple[int, Write]]] = field(default_factory=dict)
     callees: dict[Any, Callee] = field(default_factory=dict)
     sharing: Sharing | None = None
+    ambient: Ambient = field(default_factory=Ambient.now)
+    first: Session | None = None
     optimistic: bool = False
     assumptions: list[TracedTensor] = field(default_factory=list)
     function_names: Names = field(default_factory=Names)
+    constant_names: Names = field(default_factory=Names)
     value_names: Names = field(default_factory=Names)
     _values: int = 0
     _keys: int = 0
@@ -80,6 +89,37 @@ class Session:
         """A session that has recorded nothing yet."""
         module = Module(name, Phase.TRACED, peers.size, programs=[Program(name)])
         return Session(peers, tracer, module)
+
+    def again(self) -> Session:
+        """A session that traces the same step once more, with the functions of this one."""
+        mine = self.module
+        module = Module(mine.name, Phase.TRACED, mine.world, programs=[Program(mine.name)])
+        module.functions, module.vjps = mine.functions, mine.vjps
+        return Session(
+            self.peers,
+            self.tracer,
+            module,
+            bodies=self.bodies,
+            callees=self.callees,
+            sharing=self.sharing,
+            optimistic=self.optimistic,
+            ambient=self.ambient,
+            first=self,
+        )
+
+    def refuse_new(self, what: str, loc: Location | None) -> None:
+        """Return if new functions may be traced: not when the step is traced once more.
+
+        Raises:
+            TraceError: it is.
+        """
+        if self.first is None:
+            return
+        before = self.first.module.program.ops
+        index = self.last + 1
+        there = before[index] if index < len(before) else None
+        was = f"where it was {format_op(there)} at first" if there is not None else "at its end"
+        raise different(self.module.name, f"it comes to another call of {what}, {was}", loc)
 
     @property
     def everywhere(self) -> Place:
@@ -156,6 +196,14 @@ class Session:
         """
         traced = value.traced
         if traced.trace is not self:
+            if traced.trace is self.first:
+                raise Kept(
+                    f"the step uses %{traced.value.name}, a value of an earlier trace of it, "
+                    "which something has kept",
+                    loc=caller_location(),
+                    remedy="make it in the step each time, or keep it in an actor: what a step "
+                    "stores outside of itself while it is traced is no tensor",
+                )
             raise escaped("this step uses")
         if type(value) is TracedTensor and not is_consistent(value):
             raise TraceError(

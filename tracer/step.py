@@ -17,14 +17,16 @@ from ..ir.types import Place
 from ..ir.verifier import verify
 from .apart import refuse_apart
 from .callee import Callee
-from .errors import TraceError
+from .errors import TraceError, refusals_raised
 from .interface import FunctionTracer, MethodTarget, Peers
 from .rechecks import recheck, watch_arguments
 from .recorder import Recorder
+from .repeat import Recorded, record_twice
 from .session import Session, current, entered
 from .source import caller_location
 from .specs import Leaf, Static, Tree, ir_type
 from .trace import Given, InputError, InputSpec, OutputSpec, Trace, leaf_spec, name_leaves
+from .training import training_refused
 from .values import NotAValue, ObjectValue, TracedTensor, storage_of
 
 
@@ -71,23 +73,19 @@ def trace_step(
     source = _place(session, inputs, "inputs", name)
     target = _place(session, outputs, "outputs", name)
     spec = describe_inputs(fn, args, kwargs, name, source, host_only)
-    held_args, held_kwargs = spec.tree.fill(_parameters(session, spec))
-    before = torch.get_rng_state()
-    with entered(session), Recorder(session):
-        result = _separate(fn(*held_args, **held_kwargs))
-    if optimistic:
-        # Every rank must know whether to believe the result.
-        result, target = (result, tuple(session.assumptions)), session.everywhere
     loc = definition(fn)
-    if not torch.equal(before, torch.get_rng_state()):
-        torch.set_rng_state(before)
-        raise TraceError(
-            f"step {name} seeded or drew from torch's random generator while it was traced, which "
-            "would not happen again when it runs",
-            loc=loc,
-            remedy="seed before the step; draw by torch functions called in the step itself",
-        )
-    returned = _return(session, result, target, loc)
+
+    def record(session: Session) -> Recorded:
+        held_args, held_kwargs = spec.tree.fill(_parameters(session, spec))
+        with entered(session), refusals_raised(), training_refused(), Recorder(session):
+            result = _separate(fn(*held_args, **held_kwargs))
+        if optimistic:
+            # Every rank must know whether to believe the result.
+            result = (result, tuple(session.assumptions))
+        return Recorded(session, _return(session, result, at, loc))
+
+    at = session.everywhere if optimistic else target
+    returned = record_twice(record, session, fn, name, loc).results
     verify(session.module)
     refuse_apart(session)
     recheck(session)
@@ -102,7 +100,7 @@ def trace_step(
         session.bodies,
         session.constants,
         spec,
-        OutputSpec(returned, target),
+        OutputSpec(returned, at),
         tuple(session.guards),
         instances,
         tuple(map(_given, session.callees.values())),

@@ -15,6 +15,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 from ..ir.location import Location
 from ..ir.module import Module
 from ..ir.types import Place
+from .ambient import AUTOCAST, AUTOCAST_REMEDY, default_device, default_dtype, is_autocast_on
 from .interface import Body, Guard
 from .specs import Fill, Leaf, ObjectSpec, Static, TensorSpec, Tree, filler, static_key
 from .values import NotAValue, ObjectMarker
@@ -38,6 +39,7 @@ class InputSpec:
         signature: the parameters of the step's Python function.
         host_only: whether tensors have to be in the host's memory, as there is no device that they
             could be brought to.
+        dtype: torch's default dtype while the step was traced.
     """
 
     step: str
@@ -46,20 +48,27 @@ class InputSpec:
     place: Place
     signature: inspect.Signature
     host_only: bool = False
+    dtype: torch.dtype = field(default_factory=default_dtype)
     _count: int = field(init=False, compare=False)
+    _has_complex: bool = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         flat = tree_flatten(((0,) * len(self.tree.leaves), {}))[1]
         is_flat = flat == self.tree.spec
         object.__setattr__(self, "_count", len(self.tree.leaves) if is_flat else -1)
+        tensors = [leaf for leaf in self.tree.leaves if isinstance(leaf, TensorSpec)]
+        object.__setattr__(self, "_has_complex", any(leaf.dtype.is_complex for leaf in tensors))
 
     def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The values for the program's parameters, in order.
 
         Raises:
             InputError: an argument is missing, or is not what the step was traced for; a tensor
-                is not dense, or on a device that the step does not take it from.
+                is not dense, or on a device that the step does not take it from. Or autocast is on,
+                or the default dtype is not what it was.
         """
+        if is_autocast_on() or default_dtype() is not self.dtype:
+            raise self._other_modes()
         if kwargs or len(args) != self._count:
             leaves: Sequence[Any] = self._flatten(args, kwargs)
         else:
@@ -82,7 +91,19 @@ class InputSpec:
                 values.append(leaf)
             elif static_key(leaf) != static_key(spec.value):
                 raise self._misfit(index, leaf)
+        if self._has_complex:
+            return [x.resolve_conj() if isinstance(x, torch.Tensor) else x for x in values]
         return values
+
+    def _other_modes(self) -> InputError:
+        if is_autocast_on():
+            return InputError(
+                f"{self.step}() is called under torch.autocast, {AUTOCAST}; {AUTOCAST_REMEDY}"
+            )
+        return InputError(
+            f"{self.step}() was traced under the default dtype {self.dtype}, which is "
+            f"{default_dtype()} now; set it as it was, or lower the step again"
+        )
 
     def _flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         try:
@@ -250,13 +271,13 @@ def signature_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ..
     """What decides whether one trace serves two calls of a step; hashable.
 
     Two calls have equal signatures if their arguments have the same structure, their tensors the
-    same dtype, shape and `requires_grad`, and their other leaves equal values, and if gradients
-    are on for both or for neither.
+    same dtype, shape and `requires_grad`, and their other leaves equal values, if gradients are on
+    for both or for neither, and under the same default dtype and device.
 
     Raises:
         InputError: an argument is neither a tensor nor a value that can be compared.
     """
-    key: list[Any] = [torch.is_grad_enabled()]
+    key: list[Any] = [torch.is_grad_enabled(), default_dtype(), default_device()]
     leaves: Sequence[Any] = args
     if kwargs or not all(isinstance(a, torch.Tensor) or type(a) in _ATOMS for a in args):
         leaves, spec = tree_flatten((args, kwargs))

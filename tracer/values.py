@@ -166,6 +166,10 @@ def storage_of(tensor: TracedTensor) -> Storage:
     return traced.storage
 
 
+class Kept(TraceError):
+    """A step, traced a second time, comes upon a value of the first time."""
+
+
 def escaped(what: str, loc: Location | None = None) -> TraceError:
     """The error for a value that is used outside of the trace that made it."""
     return TraceError(
