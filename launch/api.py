@@ -41,7 +41,7 @@ from .graphs import check_outside
 from .keywords import check_keywords, check_options
 from .numbering import Numbering, check_state
 from .optimistic import Optimistic
-from .settle import settle
+from .settle import run_passes
 from .turns import turn_of
 from .variant import Variant
 from .world import check_late_settings, world
@@ -521,9 +521,7 @@ class Lowered:
             folder = None if dump is None else Path(dump)
             dumped = make_dump(settings, folder, self._step.__name__, self._world)
             sink = dumped if dumped is not None and dumped.is_wanted else None
-            module = clone(trace.module)
-            pipeline = pipeline_of(settle(schedule, module, pipeline_of))
-            reports = PassManager(pipeline, dump=sink).run(module)
+            module, reports = run_passes(schedule, trace.module, pipeline_of, sink)
             if sink is not None:
                 sink.finish(module, reports)
                 if fabrics is not None:

@@ -9,7 +9,19 @@ from heapq import heapify, heappop, heappush
 from ..ir.attributes import Action, Effect, Task
 from ..ir.diagnostics import Diagnostic, IRError, error
 from ..ir.module import Module, Program
-from ..ir.ops import Barrier, Call, Collective, Constant, Op, Recv, Return, Send, View, Wait
+from ..ir.ops import (
+    Barrier,
+    Call,
+    Collective,
+    Constant,
+    Op,
+    Recv,
+    Return,
+    Send,
+    Value,
+    View,
+    Wait,
+)
 from ..ir.order import splits_backward
 from .effects import dependencies, effect_of
 from .schedules import Order, Pipeline, Schedule
@@ -278,12 +290,29 @@ def _circle(
         why = _why(work, one, other, chained.get(one) == other, schedule)
         message = f"{_describe(ops[one])} waits for {_describe(ops[other])}, {why}"
         notes.append(Diagnostic(message, op=ops[one]))
+    carried = _carried(ops, [ops[node] for node in circle])
     return error(
         f"schedule '{schedule.name}' cannot run this step: its tasks wait for each other",
         program=work.program,
-        help=_help(ops[node] for node in circle),
-        notes=tuple(notes[:_SHOWN]),
+        help=_CARRIED if carried else _help(ops[node] for node in circle),
+        notes=(*carried, *notes[:_SHOWN]),
     )
+
+
+def _carried(ops: Sequence[Op], circle: Sequence[Op]) -> tuple[Diagnostic, ...]:
+    """Where the circle has part in it: a microbatch that uses what an earlier one has made."""
+    lines = {op.loc for op in circle}
+    made: dict[Value, Op] = {}
+    for op in ops:
+        for value in op.operands:
+            maker = made.get(value)
+            if maker is None or maker.mb is None or op.mb is None or maker.mb >= op.mb:
+                continue
+            if op.loc in lines:
+                what = f"microbatch {op.mb} uses %{value.name}, which microbatch {maker.mb} makes"
+                return (Diagnostic(what, op=op), Diagnostic("it is made here", op=maker))
+        made.update(dict.fromkeys(op.results, op))
+    return ()
 
 
 def _why(work: Work, one: int, other: int, chained: bool, schedule: Schedule) -> str:
@@ -312,6 +341,11 @@ def _holders(work: Work, one: int, other: int) -> str:
 
 
 _SHOWN = 12
+_CARRIED = (
+    "a value is carried from one microbatch to the next, so there is nothing to pipeline: loop "
+    "over x.chunk(n) instead of cg.microbatches(x, n), and no schedule orders it; or pass on "
+    "value.detach() if no gradient is to flow, and use the schedule 'gpipe'"
+)
 
 
 def _help(circle: Iterable[Op]) -> str:

@@ -12,6 +12,7 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from ..ir.location import Location
+from .bans import library_ban
 from .errors import TraceError
 from .session import Session
 from .specs import Leaf, Static, Tree, static_key
@@ -104,6 +105,9 @@ def check_static(leaf: Any, what: str, loc: Location | None) -> None:
             remedy="use the parameter in a method of the actor that owns it",
         )
     if isinstance(leaf, torch.Tensor):
+        ban = library_ban("")
+        if ban is not None:
+            raise TraceError(f"{what} {ban.why}", loc=loc, remedy=ban.remedy)
         raise TraceError(
             f"{what} takes a real tensor, {_described(leaf)}, which is not a value of the step",
             loc=loc,

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
 
 from ..ir.location import Location
 from .errors import TraceError
+from .source import is_user_file
 from .values import TracedTensor
 
 
@@ -52,7 +56,8 @@ _LEAF = Ban(
 )
 _HOOK = Ban(
     "would run Python in the backward, which is derived and compiled",
-    "register the hook in an actor's constructor, on its parameters",
+    "apply a torch.autograd.Function with that backward in an actor's method; gradients of "
+    "parameters can be changed in the method that calls opt.step()",
 )
 _MEMORY = Ban(
     "asks for the memory of a value, which the compiled step lays out itself",
@@ -72,7 +77,7 @@ _DEVICE = Ban(
 )
 _COPIES = Ban(
     "would copy the Python object that stands for a value",
-    "use .clone()",
+    "use value.clone(), and copy containers item by item, as in [value.clone() for value in list]",
 )
 _SHARED = Ban(
     "would share memory with a value behind the tracer's back",
@@ -136,7 +141,38 @@ def check(
     if ban is None and kind == "call":
         ban = _by_arguments(name, args, kwargs)
     if ban is not None:
+        ban = library_ban(name) or ban
         raise TraceError(f"{shown(kind, name)} {ban.why}", loc=loc, remedy=ban.remedy)
+
+
+_SCALER = Ban(
+    "is called by a GradScaler, whose Python runs only while the step is traced",
+    "bfloat16 needs no scaling; else multiply the loss by a number, cg.backward(loss * scale), and "
+    "divide .grad by it in the actor's method that calls opt.step()",
+)
+_VALIDATES = Ban(
+    "is called by torch.distributions, which checks elements that exist only when the step runs",
+    "pass validate_args=False to the distribution, or make it in an actor's method, also so",
+)
+_LIBRARIES = (
+    (os.path.join("torch", "amp", "grad_scaler.py"), None, _SCALER),
+    (os.path.join("torch", "distributions", ""), "__bool__", _VALIDATES),
+)
+
+
+def library_ban(name: str) -> Ban | None:
+    """What to say of a torch function that a library which is named here has called.
+
+    Args:
+        name: the name of the function.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_user_file(frame.f_code.co_filename):
+        for file, only, ban in _LIBRARIES:
+            if file in frame.f_code.co_filename and only in (None, name):
+                return ban
+        frame = frame.f_back
+    return None
 
 
 _SHOWN = {

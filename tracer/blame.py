@@ -130,6 +130,12 @@ def _explain(error: Exception) -> tuple[str, str]:
         )
         return reason, remedy
     message = str(error).strip() or "no message"
+    if isinstance(error, ZeroDivisionError):
+        remedy = (
+            "where it is a mean over no elements, as of an empty batch, do not call the step for "
+            "one, or divide a sum by max(x.numel(), 1)"
+        )
+        return f"it raised {type(error).__name__}: {message}", remedy
     if _NESTED in message:
         remedy = (
             "leave torch.compile away from what is traced: compile(fuse='inductor') of the step "

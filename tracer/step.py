@@ -23,7 +23,7 @@ from .rechecks import recheck, watch_arguments
 from .recorder import Recorder
 from .repeat import Recorded, record_twice
 from .session import Session, current, entered
-from .source import caller_location
+from .source import caller_location, traceback_location
 from .specs import Leaf, Static, Tree, ir_type
 from .trace import Given, InputError, InputSpec, OutputSpec, Trace, leaf_spec, name_leaves
 from .training import training_refused
@@ -78,7 +78,13 @@ def trace_step(
     def record(session: Session) -> Recorded:
         held_args, held_kwargs = spec.tree.fill(_parameters(session, spec))
         with entered(session), refusals_raised(), training_refused(), Recorder(session):
-            result = _separate(fn(*held_args, **held_kwargs))
+            try:
+                result = _separate(fn(*held_args, **held_kwargs))
+            except Exception as error:
+                refused = _of_compiler(error, name)
+                if refused is None:
+                    raise
+                raise refused from error
         if optimistic:
             # Every rank must know whether to believe the result.
             result = (result, tuple(session.assumptions))
@@ -104,6 +110,19 @@ def trace_step(
         tuple(session.guards),
         instances,
         tuple(map(_given, session.callees.values())),
+    )
+
+
+def _of_compiler(error: Exception, name: str) -> TraceError | None:
+    """The error for what torch's compiler has raised; None for all else."""
+    if not type(error).__module__.startswith("torch._dynamo"):
+        return None
+    return TraceError(
+        f"step {name} calls torch.cond, another operator that needs torch's compiler, or what "
+        "torch.compile has made; the trace of a step cannot be compiled by that",
+        loc=traceback_location(error.__traceback__),
+        remedy="use torch.where, which computes both branches, or branch in an actor's method that "
+        "is marked @cg.opaque; compile(fuse='inductor') of the step makes fused kernels",
     )
 
 

@@ -219,6 +219,9 @@ class ObjectValue:
             raise AttributeError(name)  # protocols that ask what an object can do
         self._no_parts(f"attribute '{name}' of")
 
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        self._unknown("a copy of")
+
     def __bool__(self) -> NoReturn:
         self._unknown("a decision on")
 

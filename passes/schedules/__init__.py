@@ -105,6 +105,11 @@ def auto(max_activations: float | None = None, costs: Costs | None = None) -> Sc
     return Schedule("auto", auto_order, options, splits=True)
 
 
+def is_search(schedule: Schedule) -> bool:
+    """Whether a schedule searches for an order, as `auto` does."""
+    return schedule.order is auto_order
+
+
 _CHOICES = 4
 """How many of the best orders of a search are tried; more hardly ever bring anything."""
 
@@ -112,7 +117,7 @@ _CHOICES = 4
 def candidates(schedule: Schedule) -> tuple[Schedule, ...]:
     """What a schedule that searches with costs might settle on, best first; else itself alone."""
     options = dict(schedule.options)
-    if schedule.order is not auto_order or options["costs"] is None or "choice" in options:
+    if not is_search(schedule) or options["costs"] is None or "choice" in options:
         return (schedule,)
     return tuple(
         replace(schedule, options=(*schedule.options, ("choice", choice)))
