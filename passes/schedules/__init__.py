@@ -100,6 +100,9 @@ def auto(max_activations: float | None = None, costs: Costs | None = None) -> Sc
             If they are given, a step is compiled with each of the best orders that were found,
             and the one stays whose programs are the fastest on paper. There transfers may also
             wait for their receiver and for each other, which the search leaves out.
+
+    Where a step's backwards must follow all its forwards, there is no order to search for. Such a
+    step is compiled with `gpipe`, with a warning, unless `max_activations` is given.
     """
     options = (("max_activations", max_activations), ("costs", costs))
     return Schedule("auto", auto_order, options, splits=True)
