@@ -379,7 +379,7 @@ def mixed(drives: bool) -> None:
 
 
 def idle(drives: bool) -> None:
-    """Ranks that serve and have nothing to do use no CPU to speak of, and wake up fast."""
+    """Ranks that serve and have nothing to do use no CPU to speak of."""
     actors = workers()
     # Nothing rings for another machine: ranks have to look from time to time.
     share = 0.02 if len(set(world().nodes)) == 1 else 0.05
