@@ -167,7 +167,8 @@ def agree(
         What was made, or None on the other ranks; and its public part.
 
     Raises:
-        TraceError: it could not be made; the same on every rank.
+        TraceError: it could not be made; the same on every rank. Or the owner has come to another
+            call than this rank.
     """
     if owner is None:
         return make()
@@ -176,7 +177,7 @@ def agree(
     if peers.plays(owner):
         try:
             mine = make()
-            answer = _packed(mine[1], name, loc)
+            answer = _packed((name, mine[1]), name, loc)
         except TraceError as error:
             answer = error
     heard = peers.broadcast(answer, owner)
@@ -186,8 +187,15 @@ def agree(
         raise heard
     if mine is not None:
         return mine
-    unpacked: P = _unpacked(heard)
-    return None, unpacked
+    theirs: tuple[str, P] = _unpacked(heard)
+    if theirs[0] != name:
+        raise TraceError(
+            f"this rank has come to the call of @{name}, and rank {owner} to that of @{theirs[0]}",
+            loc=loc,
+            remedy="make the same calls in the step on all ranks: look for a branch that depends "
+            "on the rank, on time, on unseeded random numbers, or on the order of a set",
+        )
+    return None, theirs[1]
 
 
 def _unpacked(content: bytes) -> Any:

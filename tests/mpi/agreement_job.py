@@ -173,6 +173,16 @@ def cleared() -> None:
     attempt(lambda: train(X, Y))
 
 
+def branched() -> None:
+    """The step makes other calls on rank 1."""
+
+    @cg.trace
+    def step(x: Tensor) -> Tensor:
+        return first.forward(x) if cg.rank() == 0 else first.loss(x, x)
+
+    attempt(lambda: step(X))
+
+
 def apart() -> None:
     """Rank 1 waits for the others somewhere else."""
     train(X, Y)

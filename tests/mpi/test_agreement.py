@@ -117,6 +117,16 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(reports: Reports) 
         assert len(set(called["losses"])) == 6
 
 
+def test_a_branch_that_depends_on_the_rank() -> None:
+    ended = run(2, [str(JOB), "branched"], seconds=100)
+    error = said(ended.output, "branched")[1][0]
+    assert error["error"] == "TraceError"
+    assert (
+        "come to the call of @stage0.loss, and rank 0 to that of @stage0.forward"
+        in (error["message"])
+    )
+
+
 @pytest.mark.parametrize(
     ("scenario", "executing", "elsewhere"),
     [
