@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,12 +18,15 @@ from pathlib import Path
 import pytest
 
 import cg
+from cg.launch.ancestors import above
 
 PROGRAMS = Path(__file__).parent / "programs"
 LIMIT = 60.0
 """Seconds after which a job counts as hung."""
 MARK = "TEST_JOB_MARK"
 """A variable that all processes of a job inherit."""
+LISTENING = "0A"
+"""The state of a socket that takes connections, in /proc/net/tcp."""
 
 
 @dataclass
@@ -67,6 +73,27 @@ class Job:
                 continue
         return sorted(found)
 
+    def managers(self) -> list[int]:
+        """The processes of the launcher that have started ranks; no shells in between."""
+        ranks = re.findall(r"process=\d+:(\d+)", self.output)
+        return sorted({next(filter(is_no_shell, above(int(rank)))) for rank in ranks})
+
+    def ports(self) -> list[tuple[str, int]]:
+        """The TCP ports at which processes of this job wait, and an address of each."""
+        inodes = set()
+        for process in self.processes():
+            for path in Path(f"/proc/{process}/fd").glob("*"):
+                with contextlib.suppress(OSError):
+                    inodes.add(os.readlink(path))
+        lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
+        listening = (fields for line in lines if (fields := line.split())[3] == LISTENING)
+        return sorted(
+            (socket.inet_ntoa(bytes.fromhex(address)[::-1]), int(port, 16))
+            for fields in listening
+            if f"socket:[{fields[9]}]" in inodes
+            for address, port in [fields[1].split(":")]
+        )
+
     def segments(self) -> list[str]:
         """The shared memory files of the job that still exist, of those that it printed."""
         names = {
@@ -76,6 +103,10 @@ class Job:
         }
         assert names or "segment=" not in self.output
         return sorted(name for name in names if Path(name).exists())
+
+
+def is_no_shell(process: int) -> bool:
+    return Path(f"/proc/{process}/comm").read_text().strip() != "sh"
 
 
 def kill_all(job: Job) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import pytest
 
 from cg.launch.launcher import Flavour, find
 
-from .conftest import PROGRAMS, Start
+from .conftest import PROGRAMS, Job, Start
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -139,7 +141,7 @@ def test_ranks_may_end_at_different_times(launch: Start) -> None:
     assert job.finish() == 0, job.output
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_the_launcher_ends_the_job(launch: Start, number: signal.Signals) -> None:
     job = launch(3, "behave.py", "wait")
     job.wait_for("ready", 3)
@@ -148,14 +150,16 @@ def test_a_signal_to_the_launcher_ends_the_job(launch: Start, number: signal.Sig
     assert f"cg.launch: {number.name} ended all 3 ranks" in job.output
 
 
-def test_ctrl_c_reaches_ranks_under_plain_mpirun(start: Start) -> None:
+def plain(start: Start, *program: str | Path, **variables: str) -> Job:
+    """Start a program by the MPI's own launcher."""
     path, flavour = mpi_launcher()
     root = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
     options = ["--map-by", ":OVERSUBSCRIBE"] if flavour is Flavour.OPEN_MPI else []
-    job = start(
-        [path, "-n", "2", *options, sys.executable, "-u", PROGRAMS / "behave.py", "wait"],
-        **dict.fromkeys(root, "1"),
-    )
+    return start([path, "-n", "2", *options, *program], **dict.fromkeys(root, "1"), **variables)
+
+
+def test_ctrl_c_reaches_ranks_under_plain_mpirun(start: Start) -> None:
+    job = plain(start, sys.executable, "-u", PROGRAMS / "behave.py", "wait")
     job.wait_for("ready", 2)
     os.killpg(job.process.pid, signal.SIGINT)
     assert job.finish() != 0, job.output
@@ -168,6 +172,112 @@ def test_a_rank_that_is_killed_ends_the_job(launch: Start) -> None:
     assert victim is not None
     os.kill(int(victim[1]), signal.SIGKILL)
     assert job.finish() in (9, 137), job.output
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
+def test_a_process_manager_that_is_killed_ends_the_job(
+    launch: Start, number: signal.Signals
+) -> None:
+    job = launch(2, "behave.py", "with_child")
+    job.wait_for("ready", 2)
+    for manager in job.managers():
+        os.kill(manager, number)
+    assert job.finish() != 0, job.output
+
+
+@pytest.mark.parametrize("wrapper", [[], ["sh", "-c", '"$@"; exit $?', "sh"]], ids=["", "wrapped"])
+def test_a_process_manager_that_is_killed_ends_the_job_under_plain_mpirun(
+    start: Start, wrapper: list[str]
+) -> None:
+    job = plain(start, *wrapper, sys.executable, "-u", PROGRAMS / "behave.py", "with_child")
+    job.wait_for("ready", 2)
+    for manager in job.managers():
+        os.kill(manager, signal.SIGKILL)
+    assert job.finish() != 0, job.output
+
+
+def test_nohup_keeps_the_launcher_from_the_end_of_a_terminal(launch: Start, tmp_path: Path) -> None:
+    end = tmp_path / "end"
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        job = launch(2, "behave.py", "until", str(end))
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+    job.wait_for("ready", 2)
+    job.process.send_signal(signal.SIGHUP)
+    end.touch()
+    assert job.finish() == 0, job.output
+
+
+@pytest.mark.parametrize("by", ["cg.launch", "mpirun"])
+def test_garbage_at_every_port_neither_ends_nor_stalls_a_job(
+    launch: Start, start: Start, tmp_path: Path, by: str
+) -> None:
+    end = tmp_path / "end"
+    program = [sys.executable, "-u", PROGRAMS / "behave.py", "until", end]
+    mine = by == "cg.launch"
+    job = launch(2, "behave.py", "until", str(end)) if mine else plain(start, *program)
+    job.wait_for("ready", 2)
+    taken = []
+    for address, port in job.ports():
+        for garbage in (b"", b"\0", b"\xff" * 64, bytes(range(256)) * 16):
+            with contextlib.suppress(OSError):
+                link = socket.create_connection(("127.0.0.1", port), timeout=0.5)
+                taken.append((address, port, link))
+                link.sendall(garbage)
+    if mpi_launcher()[1] is Flavour.MPICH:
+        assert not taken, "a port takes connections"
+    end.touch()  # the job ends while the connections stay
+    assert job.finish() == 0, job.output
+    for _, _, link in taken:
+        link.close()
+
+
+def test_the_jobs_folder_and_its_files_are_the_users_own(launch: Start) -> None:
+    job = launch(2, "behave.py", "modes")
+    assert job.finish() == 0, job.output
+    assert job.output.count("mode=700\n") == 2, job.output
+    assert job.output.count("mode=600\n") == 4, job.output
+
+
+def test_copies_that_torchrun_starts_are_refused(start: Start, tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    job = start([*torchrun, PROGRAMS / "copies.py", "alone", tmp_path, "2"])
+    assert job.finish() != 0, job.output
+    for number in range(2):
+        refused = f"refused: torchrun started this process as number {number} of 2 (RANK, WORLD"
+        assert refused in job.output
+    assert "Let MPI start the ranks: python -m cg.launch -n 2 " in job.output
+
+
+def test_a_program_that_a_copy_of_torchrun_starts_goes_on(start: Start, tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    job = start([*torchrun, PROGRAMS / "copies.py", "parent", tmp_path, "2"])
+    assert job.finish() == 0, job.output
+    assert job.output.count("size=1\n") == 2, job.output
+    assert "Let MPI start the ranks" in job.output
+
+
+def test_one_process_of_torchrun_is_a_world(start: Start, tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1"]
+    job = start([*torchrun, PROGRAMS / "copies.py", "alone", tmp_path, "1"])
+    assert job.finish() == 0, job.output
+    assert "size=1\n" in job.output
+
+
+def test_the_variables_of_torch_in_a_job_of_mpi_mean_nothing(start: Start, tmp_path: Path) -> None:
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    program = [sys.executable, PROGRAMS / "copies.py", "alone", tmp_path, "2"]
+    job = plain(start, *program, **variables)
+    assert job.finish() == 0, job.output
+    assert job.output.count("size=2\n") == 2, job.output
+
+
+def test_ranks_that_are_asked_for_late_are_refused(launch: Start, tmp_path: Path) -> None:
+    job = launch(2, "copies.py", "late", str(tmp_path), "2")
+    assert job.finish() == 0, job.output
+    assert job.output.count("size=2\n") == 2
+    assert job.output.count("refused: CG_RANKS=3 has been set after the world had begun") == 2
 
 
 def test_killing_the_launcher_ends_the_job(launch: Start) -> None:

@@ -9,13 +9,21 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import cg
 from cg.backends.virtual import VirtualWorld
 from cg.launch import world as worlds
 from cg.launch.config import Config
-from cg.launch.detect import HYDRA, OPEN_MPI, Launch
+from cg.launch.detect import HYDRA, OPEN_MPI, Launch, detect
 from cg.launch.job import descendants
 from cg.launch.waiting import WorldError, user_line, wait_until
+
+
+@cg.actor
+class Empty:
+    """An actor of no use."""
+
 
 HYDRA_RANK = Launch(HYDRA, "PMI_RANK", 3, 8, 3, 8)
 OPEN_MPI_RANK = Launch(OPEN_MPI, "OMPI_COMM_WORLD_RANK", 3, 8, 3, 8)
@@ -34,6 +42,35 @@ def test_without_other_processes_the_world_is_virtual(config: Config, size: int)
     world = worlds._start(config)
     assert isinstance(world, VirtualWorld)
     assert world.size == size
+
+
+@pytest.mark.parametrize(
+    ("environ", "launch"),
+    [
+        (
+            {"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "2"},
+            Launch("MVAPICH", "MV2_COMM_WORLD_RANK", 1, 2),
+        ),
+        (
+            {
+                "JSM_NAMESPACE_RANK": "3",
+                "JSM_NAMESPACE_SIZE": "4",
+                "JSM_NAMESPACE_LOCAL_RANK": "1",
+                "JSM_NAMESPACE_LOCAL_SIZE": "2",
+            },
+            Launch("jsrun", "JSM_NAMESPACE_RANK", 3, 4, 1, 2),
+        ),
+        (
+            {"PALS_RANKID": "3", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "2"},
+            Launch("PALS", "PALS_RANKID", 3, None, 1, 2),
+        ),
+        ({"ALPS_APP_PE": "3"}, Launch("ALPS", "ALPS_APP_PE", 3)),
+    ],
+)
+def test_launchers_of_other_mpis_are_recognised(environ: dict[str, str], launch: Launch) -> None:
+    assert detect(environ) == launch
+    with pytest.raises(WorldError, match=rf"{launch.launcher} started this process as rank"):
+        worlds.check_size(launch, 1, "MPICH Version: 5.0.2")
 
 
 def test_the_world_starts_once_and_can_be_another_for_a_while() -> None:
@@ -80,6 +117,44 @@ def test_a_world_of_the_right_size_is_accepted() -> None:
     worlds.check_size(Launch("PMIx", "PMIX_RANK", 3), 8, "MPICH")
     worlds.check_ranks(HYDRA_RANK, 8, 8)
     worlds.check_ranks(HYDRA_RANK, None, 4)
+
+
+def test_ranks_that_are_asked_for_after_the_start_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worlds, "_current", None)
+    monkeypatch.setattr(worlds, "_began", None)
+    monkeypatch.setenv("CG_RANKS", "3")
+    assert cg.world_size() == 3
+    monkeypatch.delenv("CG_RANKS")
+    assert cg.world_size() == 3
+    monkeypatch.setenv("CG_RANKS", "4")
+    for use in (cg.world_size, cg.rank, cg.barrier, lambda: Empty.on(0)()):
+        with pytest.raises(WorldError, match="CG_RANKS=4 has been set after the world"):
+            use()
+    with pytest.raises(WorldError, match="had begun, with 3 ranks, and does not count any more"):
+        cg.trace(lambda x: x).lower(torch.ones(2))
+    with worlds.use_world(VirtualWorld(2)):
+        assert cg.world_size() == 2
+    monkeypatch.setenv("CG_RANKS", "many")
+    with pytest.raises(cg.ConfigError, match="CG_RANKS='many'"):
+        cg.world_size()
+    monkeypatch.setenv("CG_RANKS", "3")
+    assert cg.world_size() == 3
+
+
+def test_devices_that_are_asked_for_after_the_start_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ranks = VirtualWorld(2)
+    monkeypatch.setattr(worlds, "_current", ranks)
+    monkeypatch.setattr(worlds, "_began", (ranks, Config()))
+    device = Config.from_environ({"CG_DEVICE": "cuda"})
+    worlds.check_late_settings(device)  # a virtual world has no devices
+    monkeypatch.setattr(VirtualWorld, "is_virtual", False)
+    worlds.check_late_settings(Config.from_environ({"CG_DEVICE": "auto", "CG_BIND_DEVICES": "1"}))
+    with pytest.raises(WorldError, match="CG_DEVICE has been changed after the world had begun"):
+        worlds.check_late_settings(device)
 
 
 def test_virtual_ranks_beside_a_launchers_are_refused() -> None:

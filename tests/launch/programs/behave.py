@@ -1,6 +1,8 @@
 """One rank of a job that goes well or badly, as its argument says."""
 
 import os
+import stat
+import subprocess
 import sys
 import threading
 import time
@@ -144,6 +146,29 @@ def wait() -> None:
     say(f"ready process={RANK}:{os.getpid()}")
     if RANK == BAD:
         time.sleep(LONG)
+    world().barrier()
+
+
+def until() -> None:
+    """Works until a file is there."""
+    ours = world()
+    say(f"ready process={RANK}:{os.getpid()}")
+    while not ours.broadcast(Path(sys.argv[2]).exists(), 0):
+        time.sleep(0.01)
+
+
+def with_child() -> None:
+    """Waits, with a process of its own that would outlive it."""
+    subprocess.Popen(["sleep", str(LONG)])
+    wait()
+
+
+def modes() -> None:
+    """Says who may read the files of the job's folder."""
+    world().barrier()
+    folder = Path(os.environ["CG_ATTENDANCE"])
+    for path in (folder, *folder.iterdir()):
+        say(f"mode={stat.S_IMODE(path.stat().st_mode):o}")
     world().barrier()
 
 
