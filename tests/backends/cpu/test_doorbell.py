@@ -23,14 +23,7 @@ FOREVER = 1000.0  # the tests hang, and fail by their timeout, where nothing end
 RANK = 7
 
 AS_NOBODY = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
-FLOOD = """
-import os, sys
-
-try:
-    os.write(os.open(sys.argv[1], os.O_WRONLY | os.O_NONBLOCK), bytes(1 << 16))
-except PermissionError:
-    print("refused")
-"""
+FLOOD = 'if printf rings > "$0"; then echo rang; else echo refused; fi'
 
 
 @pytest.fixture(params=["nameless", "named"])
@@ -98,7 +91,7 @@ def test_a_bell_has_no_name_that_other_users_could_send_to(bell: Doorbell) -> No
     os.geteuid() != 0 or shutil.which("setpriv") is None, reason="only root can be another user"
 )
 def test_another_user_cannot_ring(bell: Doorbell) -> None:
-    flood = [*AS_NOBODY, "/usr/bin/env", "python3", "-c", FLOOD, bell.address.path]
+    flood = [*AS_NOBODY, "sh", "-c", FLOOD, bell.address.path]
     done = subprocess.run(flood, capture_output=True, text=True, check=True)
     assert done.stdout == "refused\n"
     assert not select.select([bell], [], [], 0)[0]
