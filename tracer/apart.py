@@ -57,19 +57,31 @@ def refuse_apart(session: Session) -> None:
         TraceError: one does; on every rank.
     """
     sharing = session.sharing
-    if sharing is None or not (sharing.memory or sharing.objects):
+    if sharing is None:
         return
-    done = _done(session, sharing)
-    for holders in sharing.memory:
-        _refuse(holders, done)
-    for actor in sharing.members:
-        _watch(session, sharing, actor, done)
+    if sharing.memory or sharing.objects:
+        done = _done(session, sharing)
+        for holders in sharing.memory:
+            _refuse(holders, done)
+        for actor in sharing.members:
+            _watch(session, sharing, actor, done)
+    for use in sharing.uses.values():
+        use.keep()
 
 
 def _done(session: Session, sharing: Sharing) -> dict[str, _Done]:
+    paths: dict[str, set[str]] = {}
+    for held in (each for holders in sharing.memory for each in holders):
+        paths.setdefault(held.actor, set()).add(held.path)
     mine = {
-        name: _Done(frozenset(m.reads), dict(m.changes), m.is_traced, m.is_opaque)
-        for name, m in sharing.members.items()
+        name: _Done(
+            frozenset(use.reads & paths[name]),
+            {path: by for path, by in use.changes.items() if path in paths[name]},
+            use.is_traced,
+            use.is_opaque,
+        )
+        for name, use in sharing.uses.items()
+        if name in paths
     }
     if plays_all(session.peers):
         return mine

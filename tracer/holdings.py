@@ -129,8 +129,8 @@ class Member:
         kept: of what it was made of, by path there, where it holds that.
         met: later actors of other ranks that were made of what it holds, as (what it holds, their
             name, path in what they were made of).
-        reads, changes: the paths of what its traced functions have been seen to read, and to
-            change, and which did; of what others may hold.
+        reads, changes: the paths of the tensors that its traced functions have been seen to read,
+            and to change, with the function that did.
         is_traced, is_opaque: whether methods of it were traced, and called as they are.
     """
 
@@ -166,31 +166,48 @@ class Shared:
     memory: frozenset[int | None]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Use:
-    """Notes what functions of an actor do to what actors of other ranks hold as well.
+    """Notes what functions of an actor do to its memory, which actors of other ranks may hold too.
 
     Attributes:
         member: the actor.
-        paths: where it holds that, by storage.
+        paths: where it holds a tensor, by storage.
+        reads, changes, is_traced, is_opaque: as those of `Member`; of earlier steps, and this one.
     """
 
     member: Member
     paths: dict[int | None, str]
+    reads: set[str] = field(init=False)
+    changes: dict[str, str] = field(init=False)
+    is_traced: bool = field(init=False)
+    is_opaque: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        member = self.member
+        self.reads, self.changes = set(member.reads), dict(member.changes)
+        self.is_traced, self.is_opaque = member.is_traced, member.is_opaque
 
     def note(
         self, reads: Collection[int | None], changes: Collection[int | None], function: str
     ) -> None:
         """Note the memory that a traced function uses."""
-        self.member.is_traced = True
-        self.member.reads.update(path for key, path in self.paths.items() if key in reads)
-        for key, path in self.paths.items():
-            if key in changes:
-                self.member.changes.setdefault(path, function)
+        paths = self.paths
+        self.is_traced = True
+        self.reads.update(paths[key] for key in reads if key in paths)
+        for key in changes:
+            if key in paths:
+                self.changes.setdefault(paths[key], function)
 
     def note_opaque(self) -> None:
         """Note that a method is called as it is."""
-        self.member.is_opaque = True
+        self.is_opaque = True
+
+    def keep(self) -> None:
+        """Let later steps know of it."""
+        member = self.member
+        member.reads, member.changes = self.reads, self.changes
+        member.is_traced, member.is_opaque = self.is_traced, self.is_opaque
 
 
 class Actors:

@@ -47,7 +47,7 @@ class MethodTarget:
 
     `remat`: whether its derivative computes again what it needs of the forward. `function`: what
     is called with the instance, if not its own method of that name. `shared`: what the actor shares
-    with other actors of its rank. `use`: notes what is done to what actors of other ranks hold.
+    with other actors of its rank. `use`: notes what its functions do to its memory.
     """
 
     actor: str

@@ -27,7 +27,7 @@ class Sharing:
             all ranks.
         members: the local actors by name.
         holdings: what they hold.
-        uses: what notes how they use memory that actors of other ranks hold.
+        uses: what notes how they use it.
     """
 
     together: dict[str, tuple[Shared, ...]] = field(default_factory=dict)
@@ -54,20 +54,23 @@ def find_sharing(actors: Actors, peers: Peers) -> Sharing:
         _find_apart(found, common)
     else:
         _agree_apart(found, peers)
-    for name, member in found.members.items():
-        found.uses[name] = Use(member, {})
-    for held in (each for holders in found.memory for each in holders):
-        if held.actor in found.members:
-            tensor = found.holdings[held.actor].values[held.path]
-            found.uses[held.actor].paths[storage_key(tensor)] = held.path
+    found.uses = {name: _use(m, found.holdings[name]) for name, m in found.members.items()}
     return found
+
+
+def _use(member: Member, holding: Holding) -> Use:
+    paths: dict[int | None, str] = {}
+    for tensors in holding.memory.values():
+        for tensor in tensors.values():
+            paths.setdefault(storage_key(tensor), next(iter(tensors)))
+    return Use(member, paths)
 
 
 def _common(holdings: dict[str, Holding]) -> Iterator[tuple[Hashable, list[str]]]:
     """What several actors hold, with their names."""
     holders: dict[Hashable, list[str]] = {}
     for name, holding in holdings.items():
-        for key in holding.keys:
+        for key in (*holding.memory, *holding.objects):
             holders.setdefault(key, []).append(name)
     return ((key, names) for key, names in holders.items() if len(names) > 1)
 

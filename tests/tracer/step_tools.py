@@ -46,6 +46,9 @@ class Solo:
         self.told.append((root, value))
         return value
 
+    def allgather(self, value: Any) -> list[Any]:
+        return [value] * self.size
+
 
 def has_effect(effect: Effect, kind: FunctionKind = FunctionKind.GRAPH) -> Callable[[Any], Any]:
     """Say what a method does to its actor; those that do not say only read."""

@@ -52,6 +52,9 @@ class ThreadPeers:
         self._exchange.barrier.wait()
         return heard
 
+    def allgather(self, value: Any) -> list[Any]:
+        return [self.broadcast(value, rank) for rank in range(self.size)]
+
 
 class TurnTracer(EagerTracer):
     """Fake tensors are not made for several threads at once."""
