@@ -38,6 +38,41 @@ _SHAPE_OPS = {
 _NESTED = "using FX to symbolically trace a dynamo-optimized function"
 """What torch says where `make_fx` comes upon a function of `torch.compile`."""
 
+_OR_OPAQUE = "or mark the method with @cg.opaque to call it as it is"
+_KNOWN: tuple[tuple[str, str, str], ...] = (
+    (
+        _NESTED,
+        "it calls what torch.compile has made",
+        "leave torch.compile away from what is traced: compile(fuse='inductor') of the step makes "
+        f"fused kernels of it; {_OR_OPAQUE}",
+    ),
+    (
+        "Mixing fake modes",
+        "it uses a tensor that another trace has left behind, or a copy of a module of the actor, "
+        "which copy.deepcopy has made",
+        "make copies in the constructor; keep no tensors outside of the actor; or mark the method "
+        "with @cg.opaque",
+    ),
+    (
+        "TorchScript",
+        "it calls a function or module of TorchScript, which a trace cannot look into",
+        f"use the Python module that it was made from; {_OR_OPAQUE}",
+    ),
+    (
+        "HigherOrderOperator",
+        "it uses a control flow operator of torch (torch.cond and the like)",
+        "compute both sides and choose by torch.where, or decide by a static (plain Python) "
+        f"value; {_OR_OPAQUE}",
+    ),
+    (
+        "Expected inputs of BF16 type",
+        "",
+        "grouped products of matrices exist in bfloat16 alone on this device: use bfloat16, or, of "
+        'a model of transformers, experts_implementation="batched_mm" in its configuration',
+    ),
+)
+"""What torch says, what it means ("": as it says), and what to do."""
+
 _is_user_file = functools.lru_cache(maxsize=None)(is_user_file)
 
 
@@ -130,16 +165,13 @@ def _explain(error: Exception) -> tuple[str, str]:
         )
         return reason, remedy
     message = str(error).strip() or "no message"
+    raised = f"it raised {type(error).__name__}: {message}"
+    for sign, meaning, remedy in _KNOWN:
+        if sign in message:
+            return meaning or raised, remedy
     if isinstance(error, ZeroDivisionError):
-        remedy = (
-            "where it is a mean over no elements, as of an empty batch, do not call the step for "
-            "one, or divide a sum by max(x.numel(), 1)"
+        return raised, (
+            "shapes are known while tracing: where it is a mean over no elements, as of an empty "
+            "batch, do not call the step for one, or divide a sum by max(x.numel(), 1)"
         )
-        return f"it raised {type(error).__name__}: {message}", remedy
-    if _NESTED in message:
-        remedy = (
-            "leave torch.compile away from what is traced: compile(fuse='inductor') of the step "
-            "makes fused kernels of it; or mark the method with @cg.opaque to call it as it is"
-        )
-        return "it calls what torch.compile has made", remedy
-    return f"it raised {type(error).__name__}: {message}", ""
+    return raised, ""

@@ -10,7 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from ..ir.location import Location
-from .lifting import ActorState
+from .lifting import SCALARS, ActorState, is_walked
 from .specs import ObjectSpec, Static, TensorSpec, Tree
 
 
@@ -26,6 +26,7 @@ class Call:
         device: where values live.
         loc: where the step makes the call.
         home: where the method is defined.
+        given: the objects among the arguments that have attributes, each with its name in words.
     """
 
     what: str
@@ -35,6 +36,7 @@ class Call:
     device: torch.device
     loc: Location | None
     home: Location | None
+    given: tuple[tuple[Any, str], ...] = ()
 
     @property
     def blame(self) -> Location | None:
@@ -48,6 +50,17 @@ class Call:
             for i, leaf in enumerate(self.signature.leaves)
             if not isinstance(leaf, Static)
         ]
+
+
+def given_objects(signature: Tree) -> tuple[tuple[Any, str], ...]:
+    """The objects among the arguments of a method that have attributes of the user's."""
+    return tuple(
+        (leaf.value, argument_name(signature, i))
+        for i, leaf in enumerate(signature.leaves)
+        if isinstance(leaf, Static)
+        and not isinstance(leaf.value, SCALARS)
+        and is_walked(leaf.value)
+    )
 
 
 def argument_name(signature: Tree, index: int) -> str:

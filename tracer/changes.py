@@ -138,7 +138,8 @@ class _Judge:
             raise self._error(
                 change,
                 f"it stores a tensor with gradient history in '{change.path}'",
-                "store x.detach(); history that outlives the call cannot be kept",
+                "store x.detach(); history that outlives the call cannot be kept"
+                + self._normed(change),
             )
         for other in tensor.slots:
             if other.holder is change.container and other.key == change.key:
@@ -158,6 +159,20 @@ class _Judge:
             change.key,
             list(change.after) if whole else change.after,
             self._refuse(change),
+        )
+
+    def _normed(self, change: Change) -> str:
+        """What to do about `torch.nn.utils.weight_norm`, if it is behind a change."""
+        owner = _owners(self.call.state).get(id(change.container))
+        obj = next((obj for obj, _ in self.call.state.objects if id(obj) == owner), None)
+        if not isinstance(obj, torch.nn.Module):
+            return ""
+        names = {type(hook).__name__ for hook in obj._forward_pre_hooks.values()}
+        if names.isdisjoint({"WeightNorm", "SpectralNorm"}):
+            return ""
+        return (
+            ". It is torch.nn.utils.weight_norm or spectral_norm that does so: use those of "
+            "torch.nn.utils.parametrizations"
         )
 
     def refuse_ties(self, rebinds: Sequence[Rebind]) -> None:

@@ -21,7 +21,7 @@ from ..ir.module import Function, FunctionKind, Vjp
 from ..ir.types import TensorType
 from .as_is import opaque_body, opaque_results, strictly
 from .binding import check_arguments, innermost
-from .call import Call
+from .call import Call, given_objects
 from .codegen import make_body
 from .effects import Effects, memory_of, replaced_state, written_state
 from .errors import TraceError
@@ -95,7 +95,9 @@ class Functions:
         guard = None
         if isinstance(target, MethodTarget):
             who = type(target.instance).__qualname__
-            guard = build_guard(call.state, joint.reads, piece.state, who, target.method)
+            guard = build_guard(
+                call.state, joint.reads, piece.state, who, target.method, call.given
+            )
         body = make_body(piece, name)
         return TracedFunction(
             declaration,
@@ -182,7 +184,10 @@ class Functions:
         loc: Location | None,
     ) -> Call:
         is_method = isinstance(target, MethodTarget)
-        state = collect(target.instance) if isinstance(target, MethodTarget) else ActorState()
+        given = given_objects(signature) if is_method else ()
+        state = ActorState()
+        if isinstance(target, MethodTarget):
+            state = collect(target.instance, given)
         device = self.device
         if device is None:
             device = state.tensors[0].tensor.device if state.tensors else torch.device("cpu")
@@ -194,6 +199,7 @@ class Functions:
             device=device,
             loc=loc,
             home=definition_of(function) if is_method else None,
+            given=given,
         )
 
     def _declare(

@@ -288,6 +288,9 @@ class FunctionGuard(TorchFunctionMode):
             return 0  # torch's own modules ask whether weights lie side by side
         if func in _REFUSED:
             reason, remedy = _REFUSED[func]
+            if sys._getframe(1).f_code.co_filename.startswith(_DISTRIBUTIONS):
+                remedy = "pass validate_args=False to the distribution, which checks values; else "
+                remedy += OPAQUE_REMEDY
             loc, note = current_location(self.until)
             raise TraceError(
                 f"{self.what} cannot be traced: {reason}{note}", loc=loc, remedy=remedy
@@ -296,6 +299,7 @@ class FunctionGuard(TorchFunctionMode):
 
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_DISTRIBUTIONS = os.path.join(_TORCH, "distributions") + os.sep
 _T = torch.Tensor
 _GRAD: Any = torch.Tensor.grad
 _DATA: Any = torch.Tensor.data

@@ -144,14 +144,21 @@ class ActorState:
     others: list[tuple[Any, str]] = field(default_factory=list)
 
 
-def collect(actor: Any) -> ActorState:
+def collect(actor: Any, given: Sequence[tuple[Any, str]] = ()) -> ActorState:
     """Walk an actor's attributes.
+
+    Args:
+        given: objects that its method is given, with names. Their tensors are no state.
 
     Raises:
         TraceError: a parameter is not initialised yet (a lazy module).
     """
     walk = _Walk()
     walk.visit_object(actor, "")
+    tensors = [StateTensor(t.tensor, list(t.slots)) for t in walk.state.tensors]
+    for value, path in given:
+        walk.visit(value, path, None)
+    walk.state.tensors = tensors
     return walk.state
 
 

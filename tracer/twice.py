@@ -44,7 +44,7 @@ def settled(call: Call, wanted: Wanted | None = None) -> tuple[Call, Joint]:
     try:
         for change in joint.initial:
             change.apply()
-        call = replace(call, state=collect(call.state.objects[0][0]))
+        call = replace(call, state=collect(call.state.objects[0][0], call.given))
         second = _without_changes(call, wanted, joint)
     except BaseException:
         before.restore()

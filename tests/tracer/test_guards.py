@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import cg
+from cg.tracer.errors import TraceError
 
 from .function_tools import trace
 
@@ -192,6 +193,35 @@ def test_equal_values_are_no_change_and_are_followed(act: Callable[[Actor], obje
     assert "'slotted.scale' was 2.0" in (guard() or "")
 
 
+class Scale:
+    def __init__(self) -> None:
+        self.factor = 2.0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+
+class Counter(Scale):
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self.factor += 1
+        return x * self.factor
+
+
+def test_a_callable_with_state_as_an_argument() -> None:
+    actor, scale = Holder.on(0)(), Scale()
+
+    @cg.trace
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return actor.apply(x, scale)
+
+    assert torch.equal(step(X), X * 2)
+    scale.factor = 3.0
+    with pytest.raises(RuntimeError, match=r"'argument 1.factor' was 2.0 when it was traced and"):
+        step(X)
+    with pytest.raises(TraceError, match=r"changes the attribute 'argument 1.factor'"):
+        trace(Holder.on(0)().local, "apply", X, Counter())
+
+
 @cg.actor
 class Holder(nn.Module):
     def __init__(self) -> None:
@@ -200,6 +230,9 @@ class Holder(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.parts[0]
+
+    def apply(self, x: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        return fn(x * self.parts[0])
 
     @cg.opaque
     def renew(self) -> None:
