@@ -171,7 +171,7 @@ def _explain(error: Exception) -> tuple[str, str]:
             return meaning or raised, remedy
     if isinstance(error, ZeroDivisionError):
         return raised, (
-            "shapes are known while tracing: where it is a mean over no elements, as of an empty "
-            "batch, do not call the step for one, or divide a sum by max(x.numel(), 1)"
+            "where it is a mean over no elements, as of an empty batch, do not call the step "
+            "for one, or divide a sum by max(x.numel(), 1)"
         )
     return raised, ""

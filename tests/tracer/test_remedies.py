@@ -53,7 +53,7 @@ class Actor(nn.Module):
         ("old_weight_norm", "torch.nn.utils.parametrizations"),
         ("scripted", "use the Python module that it was made from"),
         ("conditional", "torch.where"),
-        ("empty", "the batch is empty"),
+        ("empty", "as of an empty batch"),
         ("grouped", 'experts_implementation="batched_mm"'),
     ],
 )
