@@ -8,8 +8,9 @@ unless it brings no traced value and a second run, after it, makes no change any
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,14 +59,15 @@ class Initialization:
         owner: the `id` of the object whose attribute it is; None inside of a container.
         container, key: where; no key for a container that changed as a whole.
         content: what is there now; `MISSING` for nothing.
-        refusal: what to raise if it is not of the first call only.
+        refusal: makes what to raise if it is not of the first call only; a
+            `TraceError` that has been made counts as raised (`errors.py`).
     """
 
     owner: int | None
     container: Any
     key: Any
     content: Any
-    refusal: TraceError
+    refusal: Callable[[], TraceError]
 
     def apply(self) -> None:
         """Make the change for good."""
@@ -158,7 +160,7 @@ class _Judge:
             change.container,
             change.key,
             list(change.after) if whole else change.after,
-            self._refuse(change),
+            self._refusal(change),
         )
 
     def _normed(self, change: Change) -> str:
@@ -197,6 +199,9 @@ class _Judge:
                 )
 
     def _refuse(self, change: Change) -> TraceError:
+        return self._refusal(change)()
+
+    def _refusal(self, change: Change) -> Callable[[], TraceError]:
         remedy = _ATTRIBUTE_REMEDY
         if has_fake(change.after):
             remedy += _WARM_UP
@@ -209,10 +214,14 @@ class _Judge:
                 f"it changes the attribute '{change.path}' (from {_words(change.before)} to "
                 f"{_words(change.after)}); a traced method runs once, so the change would be lost"
             )
-        return self._error(change, reason, remedy)
+        return self._prepared(change, reason, remedy)
 
     def _error(self, change: Change, reason: str, remedy: str) -> TraceError:
-        return TraceError(
+        return self._prepared(change, reason, remedy)()
+
+    def _prepared(self, change: Change, reason: str, remedy: str) -> Callable[[], TraceError]:
+        return partial(
+            TraceError,
             f"{self.call.what} cannot be traced: {reason}",
             loc=self._line(change.container, change.key),
             remedy=remedy,

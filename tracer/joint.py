@@ -173,7 +173,7 @@ class _Run:
         with self._fakes_in_place(), disable_autocast_cache():
             self._traced(self.state, self.inputs)
         for change in self.initial:
-            raise change.refusal
+            raise change.refusal()
         return self.recorder.journal
 
     @contextmanager

@@ -60,10 +60,10 @@ def _without_changes(call: Call, wanted: Wanted | None, first: Joint) -> Joint:
     try:
         second = trace_call(call, wanted)
     except TraceError as error:
-        raise refusal from error
+        raise refusal() from error
     found = first.recorder.journal.difference(second.recorder.journal)
     if second.initial or found is not None:
-        raise refusal
+        raise refusal()
     return second
 
 
@@ -109,7 +109,7 @@ def _compare(call: Call, first: Journal, second: Journal) -> None:
 def _trace_again(call: Call) -> Journal:
     joint = trace_call(call)
     for change in joint.initial:
-        raise change.refusal
+        raise change.refusal()
     return joint.recorder.journal
 
 
