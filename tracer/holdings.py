@@ -85,11 +85,22 @@ def _changeable(state: ActorState) -> Iterator[tuple[Any, str]]:
     """The Python objects of a state that can change, with their paths."""
     frozen = [each for each, _ in state.objects if _is_frozen(each)]
     fixed = {id(each) for each in frozen} | {id(getattr(each, "__dict__", None)) for each in frozen}
+    for each, _ in state.objects:
+        if isinstance(each, torch.nn.Module):  # it stands for what torch keeps in it
+            attributes = vars(each)
+            fixed.add(id(attributes))
+            fixed.update([id(attributes[name]) for name in _OF_MODULES if name in attributes])
     for each, path in (*state.objects, *state.containers, *state.others):
         if id(each) not in fixed:
             yield each, path
     for trainer in state.trainers:
         yield trainer, type(trainer).__name__
+
+
+_OF_MODULES = tuple(
+    name for name, value in vars(torch.nn.Module()).items() if isinstance(value, dict)
+)
+"""The dicts that every module has."""
 
 
 def _is_frozen(value: Any) -> bool:
