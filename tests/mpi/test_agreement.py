@@ -118,7 +118,7 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(reports: Reports) 
 
 
 def test_a_branch_that_depends_on_the_rank() -> None:
-    ended = run(2, [str(JOB), "branched"], seconds=100)
+    ended = run(2, [str(JOB), "branched"], seconds=200)
     error = said(ended.output, "branched")[1][0]
     assert error["error"] == "TraceError"
     assert (
@@ -136,7 +136,7 @@ def test_a_branch_that_depends_on_the_rank() -> None:
     ],
 )
 def test_one_rank_alone_does_something_else(scenario: str, executing: str, elsewhere: str) -> None:
-    ended = run(2, [str(JOB), scenario], seconds=100)
+    ended = run(2, [str(JOB), scenario], seconds=200)
     for first, *later in said(ended.output, scenario):
         assert first["error"] == "PlanMismatch"
         assert "rank 0 is in a call of step 'train'" in first["message"]
