@@ -122,7 +122,9 @@ class Control:
         """
         self._rows.give(digest)
         self._meet(Meeting.INPUTS, progress)
-        self._check_plans()
+        stranger = self._rows.of_another_plan(self.epoch)
+        if stranger is not None:
+            raise self._other_plan(stranger)
         return self._rows.give_the_same(ranks)
 
     def commit(self, progress: Sequence[Callable[[], None]] = ()) -> None:
@@ -135,7 +137,9 @@ class Control:
             RemoteError, StepTimeout, PeerLost, PlanMismatch: as `check`.
         """
         self._meet(Meeting.COMMIT, progress)
-        self._check_plans()
+        stranger = self._rows.of_another_plan(self.epoch)
+        if stranger is not None:
+            raise self._other_plan(stranger)
         self._rows.set_state(State.IDLE)
         self._guarded = False
         self._idle_since = monotonic()
@@ -369,12 +373,10 @@ class Control:
         if rows.plan(rank) != rows.plan(self._node.rank):
             raise self._mismatch({each: rows.plan(each) for each in (self._node.rank, rank)})
 
-    def _check_plans(self) -> None:
-        """Behind a meeting: do all ranks of this machine execute the same plan?"""
-        stranger = self._rows.of_another_plan(self.epoch)
-        if stranger is not None:
-            ranks = (self._node.rank, stranger)
-            raise self._mismatch({rank: self._rows.plan_of(rank, self.epoch) for rank in ranks})
+    def _other_plan(self, stranger: int) -> PlanMismatch:
+        """Behind a meeting: a rank of this machine executes another plan."""
+        ranks = (self._node.rank, stranger)
+        return self._mismatch({rank: self._rows.plan_of(rank, self.epoch) for rank in ranks})
 
     def _mismatch(self, plans: Mapping[int, int]) -> PlanMismatch:
         first, second = (
