@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..ir.location import Location
+from ..ir.module import FunctionKind
 from ..ir.ops import Return, Value
 from ..ir.types import Place
 from ..ir.verifier import verify
@@ -105,7 +106,7 @@ def trace_step(
         session.module,
         session.bodies,
         session.constants,
-        spec,
+        replace(spec, dtype=_baked_dtype(session)),
         OutputSpec(returned, at),
         tuple(session.guards),
         instances,
@@ -124,6 +125,12 @@ def _of_compiler(error: Exception, name: str) -> TraceError | None:
         remedy="use torch.where, which computes both branches, or branch in an actor's method that "
         "is marked @cg.opaque; compile(fuse='inductor') of the step makes fused kernels",
     )
+
+
+def _baked_dtype(session: Session) -> torch.dtype | None:
+    kinds = [function.kind for function in session.module.functions.values()]
+    is_baked = FunctionKind.GRAPH in kinds or bool(session.constants)
+    return session.ambient.dtype if is_baked else None
 
 
 def _given(callee: Callee) -> Given:

@@ -21,6 +21,7 @@ from .specs import Fill, Leaf, ObjectSpec, Static, TensorSpec, Tree, filler, sta
 from .values import NotAValue, ObjectMarker
 
 _STRIDED = torch.strided
+_TENSOR = torch.Tensor
 
 
 class InputError(TypeError):
@@ -39,7 +40,8 @@ class InputSpec:
         signature: the parameters of the step's Python function.
         host_only: whether tensors have to be in the host's memory, as there is no device that they
             could be brought to.
-        dtype: torch's default dtype while the step was traced.
+        dtype: torch's default dtype while the step was traced; None if nothing depends on it, as
+            all that the step calls is opaque.
     """
 
     step: str
@@ -48,7 +50,7 @@ class InputSpec:
     place: Place
     signature: inspect.Signature
     host_only: bool = False
-    dtype: torch.dtype = field(default_factory=default_dtype)
+    dtype: torch.dtype | None = None
     _count: int = field(init=False, compare=False)
     _has_complex: bool = field(init=False, compare=False)
 
@@ -67,7 +69,7 @@ class InputSpec:
                 is not dense, or on a device that the step does not take it from. Or autocast is on,
                 or the default dtype is not what it was.
         """
-        if is_autocast_on() or default_dtype() is not self.dtype:
+        if self.dtype is not None and (is_autocast_on() or default_dtype() is not self.dtype):
             raise self._other_modes()
         if kwargs or len(args) != self._count:
             leaves: Sequence[Any] = self._flatten(args, kwargs)
@@ -78,7 +80,7 @@ class InputSpec:
             leaf = leaves[index]
             if isinstance(spec, TensorSpec):
                 if (
-                    not isinstance(leaf, torch.Tensor)
+                    not isinstance(leaf, _TENSOR)
                     or leaf.dtype is not spec.dtype
                     or leaf.shape != spec.shape
                     or leaf.requires_grad > spec.requires_grad
@@ -92,7 +94,7 @@ class InputSpec:
             elif static_key(leaf) != static_key(spec.value):
                 raise self._misfit(index, leaf)
         if self._has_complex:
-            return [x.resolve_conj() if isinstance(x, torch.Tensor) else x for x in values]
+            return [x.resolve_conj() if isinstance(x, _TENSOR) else x for x in values]
         return values
 
     def _other_modes(self) -> InputError:
