@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from ..ir.location import Location
+from .ambient import is_autocast_on
 from .fusible import Fusible, make_fusible
 from .graphs import Piece, memory_of, results
 from .lifting import Slot
@@ -148,7 +149,8 @@ class _Writer:
         self.globals: dict[str, Any] = {
             "GRAD_ON": torch.is_grad_enabled,
             "NO_GRAD": torch.no_grad,
-            "AUTOCAST_ON": torch.is_autocast_enabled,
+            "AUTOCAST_ON": is_autocast_on,
+            "AUTOCAST_ON_DEVICE": torch.is_autocast_enabled,
             "AUTOCAST": torch.autocast,
             "ACCUMULATE": accumulate,
         }
@@ -210,9 +212,12 @@ class _Writer:
         again = f"return {self.name}({arguments})"
         yield "    if GRAD_ON():"
         yield f"        with NO_GRAD(): {again}"
-        for device in sorted(_devices(self.piece.graph)):
-            yield f"    if AUTOCAST_ON({device!r}):"
-            yield f"        with AUTOCAST({device!r}, enabled=False): {again}"
+        devices = sorted(_devices(self.piece.graph))
+        if devices:
+            yield "    if AUTOCAST_ON():"  # for any device, which costs less than for one
+        for device in devices:
+            yield f"        if AUTOCAST_ON_DEVICE({device!r}):"
+            yield f"            with AUTOCAST({device!r}, enabled=False): {again}"
         for node, dense in zip(self._inputs, self.piece.dense, strict=True):
             if dense:
                 name = node.name
