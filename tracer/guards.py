@@ -165,11 +165,12 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._refuse_foreign_tensors(func, args, kwargs)
         self._note_random(func, args, kwargs)
         self._note_writes(func, args, kwargs)
-        location = self._location()
+        nodes = _nodes()
+        # Lines take time, and those of a first run do for a second one, which makes no graph.
+        location = None if nodes is None else self._location()
         if not self.backward:
             self.journal.note(func, args, kwargs, location)
-        nodes = _nodes()
-        before = len(nodes)
+        before = 0 if nodes is None else len(nodes)
         try:
             result = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -248,7 +249,7 @@ _LIFTS = frozenset({"aten::lift_fresh", "aten::lift_fresh_copy", "aten::lift"})
 
 def _nodes() -> Any:
     mode = get_proxy_mode()
-    return () if mode is None else mode.tracer.graph.nodes  # None: of a run without a graph
+    return None if mode is None else mode.tracer.graph.nodes
 
 
 def _autograd_node() -> Any:

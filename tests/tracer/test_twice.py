@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import pickle
 import random
 import time
 from typing import Any, ClassVar
@@ -16,6 +17,7 @@ import cg
 from cg.tracer.errors import TraceError
 from cg.tracer.fingerprint import Snapshot
 from cg.tracer.surroundings import Surroundings
+from cg.tracer.twice import HiddenState
 
 from . import hidden
 from .function_tools import check_equal, trace
@@ -143,6 +145,14 @@ def test_hidden_state_is_refused(method: str) -> None:
 def test_the_error_says_what_differs() -> None:
     with pytest.raises(TraceError, match=r"aten\.mul\.Tensor\(%\d+, \d+\) at first, and aten\.mul"):
         trace(Hidden(), "iterator", X)
+
+
+def test_the_error_reaches_other_ranks() -> None:
+    with pytest.raises(HiddenState) as caught:
+        trace(Hidden(), "iterator", X)
+    told = pickle.loads(pickle.dumps(caught.value))
+    assert type(told) is HiddenState
+    assert str(told) == str(caught.value)
 
 
 def test_an_exception_the_second_time() -> None:
