@@ -42,7 +42,7 @@ class Actor(nn.Module):
         return x * (1 // x[:0].shape[0])
 
     def distribution(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.distributions.Dirichlet(x).log_prob(x / 3)
+        return torch.distributions.Dirichlet(x, validate_args=True).log_prob(x / 3)
 
     def grouped(self, x: torch.Tensor) -> torch.Tensor:
         ends = torch.tensor([1, 2], dtype=torch.int32)
