@@ -58,6 +58,9 @@ class TestWorld:
         """Nobody answers."""
         return {}
 
+    def observe(self, observer: object) -> None:
+        """Calls are MPI's own, and nobody hears of them."""
+
 
 class FileWorld(TestWorld):
     """Ranks that meet through files in a folder; there is no MPI, and nobody to end the job."""
