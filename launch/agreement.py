@@ -23,7 +23,7 @@ from ..ir.printer import format_module
 from ..ir.types import Place, format_ranks
 from ..tracer.specs import Leaf, ObjectSpec, Static, TensorSpec
 from ..tracer.step import definition, describe_inputs
-from ..tracer.trace import InputError, InputSpec, Trace, describe
+from ..tracer.trace import InputError, InputSpec, Trace, describe, name_parts
 from .runtime import tell
 
 _TYPES: Final = (
@@ -106,7 +106,8 @@ def check_compilation(
     """Return if all ranks are about to compile the same; collective.
 
     That is the text of the traces, and what no text says: the numbers that torch functions are
-    given, the tensors that the step makes from nothing, and the options of `compile`.
+    given, the tensors that the step makes from nothing, what it returns besides values and where,
+    and the options of `compile`.
 
     Args:
         world: all ranks.
@@ -127,6 +128,7 @@ def check_compilation(
         parts |= _beside(trace, number)
         text = format_module(trace.module)
         parts[f"{number} trace"] = Part("in what it calls", f"{text}\n")
+        parts[f"{number} results"] = Part("what it returns is", _results(trace))
     agree(world, f"the ranks have traced step {step} differently", parts, ADVICE)
 
 
@@ -202,6 +204,13 @@ def _beside(trace: Trace, number: int) -> dict[str, Part]:
             words = f"the constant made at {op.loc} is"
             found[f"{number} {op.ref.name}"] = Part(words, _content(trace.constants[op.ref.name]))
     return found
+
+
+def _results(trace: Trace) -> str:
+    """Where in the results of a step its values are, and what else it returns."""
+    tree = trace.outputs.tree
+    leaves = zip(name_parts(tree.spec), tree.leaves, strict=True)
+    return ", ".join(f"{name or 'result'}: {_argument(leaf)}" for name, leaf in leaves) or "nothing"
 
 
 def _content(tensor: torch.Tensor) -> str:

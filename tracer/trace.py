@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from types import ModuleType
 from typing import Any
@@ -388,8 +388,21 @@ def name_leaves(step: str, signature: inspect.Signature, spec: TreeSpec) -> tupl
     return tuple(names[index] for index in indices)
 
 
+def name_parts(spec: TreeSpec) -> tuple[str, ...]:
+    """A name for each leaf of a pytree, by where it is: `loss`, `0.tokens`; empty for one alone."""
+    names: dict[int, str] = {}
+    held = torch.utils._pytree.tree_unflatten(range(spec.num_leaves), spec)
+    _collect("", inspect.Parameter.VAR_KEYWORD, held, names)
+    return tuple(names[index] for index in range(spec.num_leaves))
+
+
 def _collect(name: str, kind: Any, argument: Any, names: dict[int, str]) -> None:
-    paths, _ = torch.utils._pytree.tree_flatten_with_path(argument)
+    paths: Iterable[tuple[Sequence[Any], Any]]
+    try:
+        paths, _ = torch.utils._pytree.tree_flatten_with_path(argument)
+    except ValueError:  # a class is registered without keys: leaves go by their numbers
+        leaves = torch.utils._pytree.tree_leaves(argument)
+        paths = (((number,), leaf) for number, leaf in enumerate(leaves))
     for path, index in paths:
         parts = [str(_part(entry)) for entry in path]
         if kind is not inspect.Parameter.VAR_KEYWORD:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from torch.utils._pytree import register_pytree_node
 
 import cg
 from cg.backends.virtual import VirtualWorld
@@ -25,6 +26,13 @@ class Batch(NamedTuple):
     tokens: Any
     labels: Any
 
+
+class Pair:
+    def __init__(self, one: Any, other: Any) -> None:
+        self.both = one, other
+
+
+register_pytree_node(Pair, lambda pair: (pair.both, None), lambda both, _: Pair(*both))
 
 X = torch.ones(2, 3)
 Y = torch.ones(2, dtype=torch.long)
@@ -44,6 +52,12 @@ def test_values_come_in_the_order_of_parameters() -> None:
     a, b = torch.zeros(2, 3), torch.zeros(2, dtype=torch.long)
     assert inputs.flatten((Batch(a, {"k": b}),), {"n": 4}) == [a, b]
     assert spec(flat, X, Y).flatten((a, b), {}) == [a, b]
+
+
+def test_parts_of_a_class_that_is_registered_without_names_go_by_their_numbers() -> None:
+    inputs = spec(flat, [Pair(X, {"k": Y})])
+    assert inputs.names == ("x.0", "x.1")
+    assert inputs.flatten(([Pair(X, {"k": Y})],), {}) == [X, Y]
 
 
 def test_arguments_may_be_given_by_name_or_by_position() -> None:
