@@ -6,11 +6,13 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Final
+from typing import Any, Final, TypeVar
 
 from ..ir.types import format_ranks
 from .base import World
 from .errors import PlanMismatch
+
+T = TypeVar("T")
 
 ADVICE: Final = (
     "Every rank must run the same script, and trace the same step with the same values: look for "
@@ -33,6 +35,33 @@ class Part:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """What a rank gives to the others, and what for."""
+
+    purpose: str
+    value: Any
+
+
+def gather(world: World, purpose: str, value: T) -> list[T]:
+    """The values of all ranks, as `World.allgather` gives them, if all give them for one purpose.
+
+    Raises:
+        PlanMismatch: they do not, such as after an error that one rank alone has caught.
+    """
+    heard: list[Any] = world.allgather(_Given(purpose, value))
+    purposes = [each.purpose if isinstance(each, _Given) else "another call" for each in heard]
+    groups = grouped(purposes)
+    if len(groups) > 1:
+        shown = ", and ".join(f"{named(ranks)} to {what}" for what, ranks in groups.items())
+        raise PlanMismatch(
+            f"the ranks have come to different calls: {shown}. Every rank must make the same calls "
+            "in the same order: look for an error that one rank alone has caught, or for a call "
+            "that depends on the rank"
+        )
+    return [each.value for each in heard]
+
+
 def agree(world: World, subject: str, parts: Mapping[str, Part], advice: str) -> None:
     """Return if all ranks give the same parts; collective.
 
@@ -48,7 +77,7 @@ def agree(world: World, subject: str, parts: Mapping[str, Part], advice: str) ->
     if world.is_virtual:
         return
     mine = hashlib.sha256(repr([(key, part.text) for key, part in parts.items()]).encode())
-    if len(set(world.allgather(mine.hexdigest()))) == 1:
+    if len(set(gather(world, f"the question whether {subject}", mine.hexdigest()))) == 1:
         return
     everywhere = world.allgather({key: (part.words, part.text) for key, part in parts.items()})
     raise PlanMismatch(f"{subject}: {_first_difference(everywhere)}{advice}")
@@ -103,4 +132,6 @@ def _first_difference(everywhere: Sequence[Mapping[str, tuple[str, str]]]) -> st
             return f"{words} {disagreement(texts)}"
         shown = (f"{text} on {named(ranks)}" for text, ranks in groups.items())
         return f"{words} {', and '.join(shown)}. "
-    return "their order differs. "
+    first = next(found for found in zip(*everywhere, strict=True) if len(set(found)) > 1)
+    shown = (f"{key} on {named(ranks)}" for key, ranks in grouped(first).items())
+    return f"their order differs: where it begins to, there is {', and '.join(shown)}. "

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
+from ..backends.agreement import gather
 from ..backends.base import World
 from ..backends.fallbacks import Fallbacks
 from ..backends.fuse import check_name
@@ -81,8 +82,9 @@ def allgather(value: T) -> list[T]:
 
     Raises:
         TimeoutError: some rank has not come by the deadline (CG_TIMEOUT).
+        PlanMismatch: a rank traces or compiles a step instead.
     """
-    return world().allgather(value)
+    return gather(world(), "cg.allgather", value)
 
 
 def measure(

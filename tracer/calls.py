@@ -86,7 +86,8 @@ def declare(
             traced = session.tracer.trace(target, signature, name, loc)
         return traced, _Public.of(traced)
 
-    mine, public = agree(session.peers, subject.owner, trace, name, loc)
+    types = ", ".join(map(str, signature.types()))
+    mine, public = agree(session.peers, subject.owner, trace, name, loc, types)
     enter(session, public.declaration, None if mine is None else mine.body)
     if mine is not None and mine.guard is not None:
         session.guards.append(mine.guard)
@@ -157,11 +158,13 @@ def agree(
     make: Callable[[], tuple[L, P]],
     name: str,
     loc: Location | None,
+    types: str = "",
 ) -> tuple[L | None, P]:
     """Make something where its owner is, and tell every rank the public part of it.
 
     Args:
         make: makes it, and its public part, which can be pickled.
+        types: of what it is to be made for, where ranks may differ in them.
 
     Returns:
         What was made, or None on the other ranks; and its public part.
@@ -177,7 +180,7 @@ def agree(
     if peers.plays(owner):
         try:
             mine = make()
-            answer = _packed((name, mine[1]), name, loc)
+            answer = _packed((name, types, mine[1]), name, loc)
         except TraceError as error:
             answer = error
     heard = peers.broadcast(answer, owner)
@@ -187,15 +190,17 @@ def agree(
         raise heard
     if mine is not None:
         return mine
-    theirs: tuple[str, P] = _unpacked(heard)
-    if theirs[0] != name:
+    named, given, public = _unpacked(heard)
+    if (named, given) != (name, types):
+        alike = named == name
         raise TraceError(
-            f"this rank has come to the call of @{name}, and rank {owner} to that of @{theirs[0]}",
+            f"this rank has come to the call of @{name}{f' for {types}' if alike else ''}, and "
+            f"rank {owner} to that of @{named}{f' for {given}' if alike else ''}",
             loc=loc,
             remedy="make the same calls in the step on all ranks: look for a branch that depends "
             "on the rank, on time, on unseeded random numbers, or on the order of a set",
         )
-    return None, theirs[1]
+    return None, public
 
 
 def _unpacked(content: bytes) -> Any:

@@ -46,7 +46,8 @@ def test_a_part_that_some_lack() -> None:
 def test_another_order() -> None:
     one, other = Part("a is", "1"), Part("b is", "2")
     (message,) = set(messages({"a": one, "b": other}, {"b": other, "a": one}))
-    assert message == "the ranks differ: their order differs. Mend it"
+    begin = "their order differs: where it begins to, there is a on rank 0, and b on rank 1"
+    assert message == f"the ranks differ: {begin}. Mend it"
 
 
 def test_long_texts() -> None:

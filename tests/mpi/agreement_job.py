@@ -138,6 +138,9 @@ def baked() -> None:
     attempt(lambda: cg.trace(lambda x: x + torch.tensor([1.0 + mine]))(X))
     attempt(lambda: cg.trace(lambda x: x + torch.arange(32.0)[8 * mine :].sum())(X))
     attempt(lambda: cg.trace(lambda x: nn.functional.pad(x, (0, 1), value=0.5 * mine))(X))
+    attempt(lambda: cg.trace(lambda x: (x + 1, mine))(X))
+    names = ("loss", "right")[:: 1 - 2 * mine]  # as from a set of strings
+    attempt(lambda: cg.trace(lambda x: dict(zip(names, (x + 1, x * 2), strict=True)))(X))
     lowered = train.lower(X, Y)
     for options in (
         {"seed": mine},
@@ -181,6 +184,29 @@ def branched() -> None:
         return first.forward(x) if cg.rank() == 0 else first.loss(x, x)
 
     attempt(lambda: step(X))
+
+
+def uneven() -> None:
+    """Rank 1 cuts the batch into more microbatches."""
+
+    @cg.trace
+    def step(x: Tensor) -> Tensor:
+        parts = [last.forward(first.forward(part)) for part in cg.microbatches(x, 2 + 2 * mine)]
+        return torch.cat(parts)
+
+    attempt(lambda: step(X))
+
+
+def caught() -> None:
+    """Rank 1 alone catches an error of its own, and gathers values while rank 0 compiles."""
+    lowered = train.lower(X, Y)
+    for _ in range(2):
+        if mine:
+            attempt(lambda: lowered.compile(passes=None))
+            attempt(lambda: cg.allgather("mine"))
+        else:
+            attempt(lowered.compile)
+    say(values=cg.allgather(mine))
 
 
 def apart() -> None:

@@ -14,7 +14,7 @@ from .jobs import needs_mpi, run
 pytestmark = [*needs_mpi, pytest.mark.timeout(240)]
 
 JOB = Path(__file__).with_name("agreement_job.py")
-GO_ON = ("shuffled", "some", "seldom", "kinds", "baked", "states", "resumed")
+GO_ON = ("shuffled", "some", "seldom", "kinds", "baked", "caught", "states", "resumed")
 
 Reports = dict[str, tuple[list[Any], list[Any]]]
 """What each rank has said, by scenario."""
@@ -86,6 +86,8 @@ def test_what_is_baked_in(reports: Reports) -> None:
         rf"the constant made at {JOB}:\d+, in <lambda> is torch.float32 \[1.0\] on rank 0, and",
         r"is given slice\(0, None, None\) on rank 0, and slice\(8, None, None\) on rank 1",
         r"torch.pad, called at .*, is given 0, 1, 0.0 on rank 0, and 0, 1, 0.5 on rank 1",
+        r"what it returns is 0: float32\[4,4\], 1: 0 on rank 0, and 0: float32\[4,4\], 1: 1 on",
+        r"what it returns is loss: .*, right: .* on rank 0, and right: .*, loss: .* on rank 1",
         r"seed in compile\(\) is 0 on rank 0, and 1 on rank 1",
         r"schedule in compile\(\) is None on rank 0, and Schedule\(name='gpipe'",
         r"passes in compile\(\) is '' on rank 0, and '-overlap' on rank 1",
@@ -96,6 +98,15 @@ def test_what_is_baked_in(reports: Reports) -> None:
             assert error["error"] == "PlanMismatch"
             assert re.search(pattern, error["message"])
         assert timeouts["error"] is None  # which may differ
+
+
+def test_an_error_that_one_rank_alone_catches(reports: Reports) -> None:
+    zero, one = reports["caught"]
+    for error in (*zero[:2], one[1], one[3]):
+        assert error["error"] == "PlanMismatch"
+        for words in ("rank 0 to the question whether the ranks have traced", "rank 1 to cg.all"):
+            assert words in error["message"]
+    assert zero[-1] == one[-1] == {"values": [0, 1]}
 
 
 def test_states_to_go_on_from(reports: Reports) -> None:
@@ -117,14 +128,18 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(reports: Reports) 
         assert len(set(called["losses"])) == 6
 
 
-def test_a_branch_that_depends_on_the_rank() -> None:
-    ended = run(2, [str(JOB), "branched"], seconds=200)
-    error = said(ended.output, "branched")[1][0]
+@pytest.mark.parametrize(
+    ("scenario", "calls"),
+    [
+        ("branched", "@stage0.loss, and rank 0 to that of @stage0.forward"),
+        ("uneven", "@stage0.forward for f32[1,4], and rank 0 to that of @stage0.forward for f32[2"),
+    ],
+)
+def test_a_branch_that_depends_on_the_rank(scenario: str, calls: str) -> None:
+    ended = run(2, [str(JOB), scenario], seconds=200)
+    error = said(ended.output, scenario)[1][0]
     assert error["error"] == "TraceError"
-    assert (
-        "come to the call of @stage0.loss, and rank 0 to that of @stage0.forward"
-        in (error["message"])
-    )
+    assert f"come to the call of {calls}" in error["message"]
 
 
 @pytest.mark.parametrize(
