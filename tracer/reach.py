@@ -2,6 +2,7 @@
 
 From its closure, its globals, its defaults and its object one comes to functions, classes, modules,
 containers and objects that the user wrote. All of it is looked at, nothing is kept alive for long.
+Behind the handle of an actor one comes to its instance only where some code says `.local`.
 Of installed packages nobody but their authors knows what they change, and why: they are left out.
 """
 
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from .actors import ActorHandle
 from .blame import is_installed
 from .contents import Contents, has_slots, kind_of
 from .fingerprint import MISSING, Snapshot, same
@@ -96,7 +98,12 @@ class Reach:
         self.caches: list[Any] = []
         self.trainers: list[str] = []
         self._seen: set[int] = set()
+        self._asks_for_instances = False
+        self._handles: list[tuple[ActorHandle, str]] = []
         self._visit(function, getattr(function, "__name__", "the step"))
+        while self._asks_for_instances and self._handles:
+            handle, path = self._handles.pop()
+            self._visit(handle.local, f"{path}.local")
 
     def _visit(self, value: Any, path: str) -> None:
         if isinstance(value, (*SCALARS, torch.Tensor, weakref.ref)) and not isinstance(value, type):
@@ -133,6 +140,7 @@ class Reach:
         for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
             self._bind(Binding(variable, cell, variable))
         used = set(_names(code))
+        self._asks_for_instances |= "local" in used
         for variable in sorted(used):
             self._bind(Binding(variable, function.__globals__, variable))
             held = function.__globals__.get(variable)
@@ -173,6 +181,10 @@ class Reach:
     def _visit_object(self, value: Any, path: str) -> None:
         if kind_of(value) is not None:
             self.others.append((value, path))
+            return
+        if isinstance(value, ActorHandle):
+            if value.is_local:
+                self._handles.append((value, path))
             return
         kind: Any = type(value)
         if is_foreign(kind) and not isinstance(

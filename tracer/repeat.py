@@ -79,6 +79,7 @@ def record_twice(
         first = record(session)
         check.draws()
         check.leaks()
+        check.trainers()
         middle = Remembered(fn)
         failure, second = check.again()
         check.effects(middle.differences())
@@ -125,6 +126,14 @@ class _Check:
                     loc=loc or self.loc,
                     remedy="return the value from the step: what the step returns is real",
                 )
+
+    def trainers(self) -> None:
+        """Refuse a step that changes an optimizer or a scheduler, be it to the same each time.
+
+        Such as to a rate of learning that is an argument: a trace that is there already sets none.
+        """
+        changes = self.before.differences()
+        self.effects([change for change in changes if self.before.is_of_trainer(change.path)])
 
     def again(self) -> tuple[TraceError | None, Recorded | None]:
         """The second trace, or what it raised."""

@@ -147,6 +147,63 @@ def test_effects_of_a_bound_step(bench: Bench) -> None:
     assert (trainer.steps, trainer.best) == (0, {})
 
 
+class Worker(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        self.seen: list[int] = []
+        self.steps = 0
+        self.kind: str | None = None
+
+    def forward(self, x: Any) -> Any:
+        return self.linear(x)
+
+
+def test_effects_on_an_actor_behind_its_handle(bench: Bench) -> None:
+    worker = bench.actor(Worker).on(1)()
+    workers = [worker]
+
+    def counts(x: Any) -> Any:
+        worker.local.steps += 1
+        return worker.forward(x)
+
+    def appends(x: Any) -> Any:
+        workers[0].local.seen.append(1)
+        return worker.forward(x)
+
+    def decays(x: Any) -> Any:
+        for group in worker.local.optimizer.param_groups:
+            group["lr"] *= 0.5
+        return worker.forward(x)
+
+    def sets(x: Any, rate: float = 0.05) -> Any:  # the same each time, in each of these traces
+        for group in worker.local.optimizer.param_groups:
+            group["lr"] = rate
+        return worker.forward(x)
+
+    def fills(x: Any) -> Any:
+        if worker.local.kind is None:
+            worker.local.kind = "regression"
+        return worker.forward(x) * len(worker.local.kind)
+
+    for step, path, line in (
+        (counts, "worker.local.steps", "worker.local.steps += 1"),
+        (appends, "worker.local.seen", "workers[0].local.seen.append(1)"),
+        (decays, "worker.local.optimizer.param_groups.0.lr", 'group["lr"] *= 0.5'),
+        (sets, "worker.local.optimizer.param_groups.0.lr", 'group["lr"] = rate'),
+    ):
+        error = refusal(bench, step, X)
+        assert error.reason.startswith(f"step step changes '{path}' while it is traced")
+        assert line_of(error) == line
+        method = "call it in an actor's method" in error.remedy
+        assert method == (step in (decays, sets))
+    assert (worker.local.steps, worker.local.seen) == (0, [])
+    assert worker.local.optimizer.param_groups[0]["lr"] == 0.1
+    bench.trace(fills, X)
+    assert worker.local.kind == "regression"
+
+
 def test_values_that_would_stay_behind(bench: Bench) -> None:
     kept, box = [], SimpleNamespace()
 
