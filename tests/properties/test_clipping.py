@@ -299,3 +299,48 @@ def test_one_signature_alone_can_be_optimistic() -> None:
     lowered = cg.trace(rounds(make("1f1b"), 1.0)).lower_many([batch(0)])
     with pytest.raises(ValueError, match=r"a step that lower\(\) has traced"):
         lowered.compile_optimistic()
+
+
+@cg.actor
+class Share:
+    """Trains one layer of a model that it holds whole."""
+
+    def __init__(self, model: nn.ModuleList, number: int) -> None:
+        self.model, self.number = model, number
+        self.optimizer = torch.optim.SGD(model[number].parameters(), lr=0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.model[self.number](x))
+
+    def loss(self, h: Tensor, y: Tensor) -> Tensor:
+        return ((h - y) ** 2).mean()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["compiled", "eager"])
+@pytest.mark.parametrize("ranks", [(0, 0), (0, 1), (1, 0)], ids=str)
+def test_a_parameter_that_several_actors_hold_counts_once(
+    ranks: tuple[int, ...], eager: bool
+) -> None:
+    def model() -> nn.ModuleList:
+        torch.manual_seed(0)
+        return nn.ModuleList(nn.Linear(WIDTH, WIDTH).double() for _ in ranks)
+
+    alone, whole = model(), model()
+    shares = [Share.on(rank)(whole, number) for number, rank in enumerate(ranks)]
+    step: Callable[..., Any] = cg.trace(rounds(shares, 0.1))
+    step = step.__wrapped__ if eager else step  # type: ignore[attr-defined]
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for seed in range(3):
+        x, y = batch(seed, size=LOUD)
+        [(_, norm)] = step(x, y)
+        ((torch.tanh(alone[1](torch.tanh(alone[0](x)))) - y) ** 2).mean().backward()
+        wanted = nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.testing.assert_close(norm, wanted, rtol=1e-10, atol=0)
+    for found, expected in zip(whole.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=0)
