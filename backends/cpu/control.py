@@ -58,6 +58,7 @@ class Control:
         self._timeout: float | None = None
         self._deadline = self._told = 0.0
         self._idle_since = monotonic()
+        self._comparing = False
         self._calls = 0
         self.epoch = 0
         self.failed = False
@@ -98,6 +99,7 @@ class Control:
         """
         if self.failed:
             raise RuntimeError("the last execution has failed on all ranks: recover() first")
+        self._comparing = False
         self.epoch += 1
         self._watch, self._describe, self._timeout = watch, describe, timeout
         self._deadline = float("inf") if timeout is None else monotonic() + timeout
@@ -121,7 +123,9 @@ class Control:
             RemoteError, StepTimeout, PeerLost, PlanMismatch: as `check`.
         """
         self._rows.give(digest)
+        self._comparing = True  # the program has not begun, so it is nowhere
         self._meet(Meeting.INPUTS, progress)
+        self._comparing = False
         stranger = self._rows.of_another_plan(self.epoch)
         if stranger is not None:
             raise self._other_plan(stranger)
@@ -216,6 +220,7 @@ class Control:
             p for p in positions if rows.epoch(p.rank) == self.epoch and rows.has_reported(p.rank)
         ]
         waits = {p.rank for p in told if p.awaited is not None or not p.running}
+        waits |= {p.rank for p in positions if rows.awaits_inputs(p.rank)}
         silent = [p.rank for p in positions if p.rank not in waits and not rows.has_ended(p.rank)]
         sights = self._node.world.look(silent, _ASKING)
         known = {*sights, *(p.rank for p in told)} if describe is not None else set()
@@ -226,7 +231,8 @@ class Control:
     def _tell(self) -> Doing:
         """What this process says when another rank asks; called by a thread of its own."""
         rank, watch, describe = self._node.rank, self._watch, self._describe
-        if self._guarded and watch is not None and describe is not None:
+        runs = self._guarded and not self._comparing
+        if runs and watch is not None and describe is not None:
             return Doing(describe([watch()], {}).strip())
         where = self._rows.whereabouts(rank)
         if self._rows.state(rank) is State.IDLE:
@@ -411,7 +417,8 @@ class Control:
 
     def _report(self) -> None:
         """Tell where this rank is."""
-        self._rows.report(None if self._watch is None else self._watch())
+        watch = None if self._comparing else self._watch
+        self._rows.report(None if watch is None else watch())
         if self._link is None or self._closed:  # what comes after the last word would not be heard
             return
         if monotonic() > self._told + _TELL_EVERY:

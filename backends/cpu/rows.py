@@ -239,6 +239,12 @@ class Rows:
         """Whether a rank has said where it is since it entered its execution."""
         return self._words[rank * ROW + AT] != _NOWHERE
 
+    def awaits_inputs(self, rank: int) -> bool:
+        """Whether a rank waits until all have come to its execution with their arguments."""
+        epoch = self.epoch(rank)
+        has_come = self.reached(rank, Meeting.INPUTS) >= epoch > self.reached(rank, Meeting.COMMIT)
+        return has_come and bool(self.missing(Meeting.INPUTS, epoch))
+
     def has_ended(self, rank: int) -> bool:
         """Whether a rank has said goodbye, or has died."""
         state = self.state(rank)
@@ -259,6 +265,13 @@ class Rows:
         if state is State.IDLE:
             last = self.reached(rank, Meeting.COMMIT)
             return f"rank {rank} is outside of executions, after execution {last}"
+        if self.awaits_inputs(rank):
+            late = ", ".join(
+                f"rank {each}" for each in self.missing(Meeting.INPUTS, self.epoch(rank))
+            )
+            return (
+                f"rank {rank} is at the begin of execution {self.epoch(rank)}, and waits for {late}"
+            )
         if not self.has_reported(rank):
             return (
                 f"rank {rank} is at work in execution {self.epoch(rank)}, and has not waited for "
