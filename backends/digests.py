@@ -10,16 +10,30 @@ from __future__ import annotations
 import enum
 import hashlib
 import zlib
-from collections import UserDict
+from collections import UserDict, deque
 from dataclasses import fields, is_dataclass
-from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
+from datetime import date, time, timedelta
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import PurePath
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    MappingProxyType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any, Final
+from uuid import UUID
 
 import numpy as np
 import torch
 
 _PLAIN: Final = (int, float, complex, bool, str, bytes, bytearray, type(None), slice, range)
 _TORCH: Final = (torch.dtype, torch.Size, torch.layout, torch.memory_format)
+_WRITTEN: Final = (date, time, timedelta, Decimal, Fraction, PurePath, UUID, np.generic)
+"""What their text says whole."""
 _CODE: Final = (FunctionType, BuiltinFunctionType, MethodType, ModuleType, type)
 
 _Seen = tuple[int, ...]
@@ -54,7 +68,7 @@ def _summary(value: Any, seen: _Seen) -> bytes:
         return _hashed(f"{kind}.{value.name}".encode())
     if isinstance(value, torch.Tensor):
         return _hashed(f"{value.dtype} {tuple(value.shape)} {_of_tensor(value)}".encode())
-    if isinstance(value, _TORCH) or type(value) in _PLAIN or isinstance(value, np.generic):
+    if isinstance(value, (*_TORCH, *_WRITTEN)) or type(value) in _PLAIN:
         return _hashed(f"{kind} {value!r}".encode(errors="surrogatepass"))
     if isinstance(value, np.ndarray) and value.dtype != object:
         content = zlib.crc32(np.ascontiguousarray(value).view(np.uint8).data)
@@ -72,8 +86,12 @@ def _parts(value: Any, seen: _Seen) -> list[bytes]:
         return sorted(_summary(each, seen) for each in value)
     if isinstance(value, np.ndarray):
         return [_summary(each, seen) for each in value.reshape(-1)]
-    found = [_summary(each, seen) for each in value] if isinstance(value, (list, tuple)) else []
+    in_order = isinstance(value, (list, tuple, deque))
+    found = [_summary(each, seen) for each in value] if in_order else []
     held = dict(vars(value)) if hasattr(value, "__dict__") else {}
+    for base in type(value).__mro__:
+        slots = (name for name, at in vars(base).items() if isinstance(at, MemberDescriptorType))
+        held |= {name: getattr(value, name, None) for name in slots}
     if is_dataclass(value):
         held |= {each.name: getattr(value, each.name, None) for each in fields(value)}
     return found + sorted(name.encode() + _summary(part, seen) for name, part in held.items())

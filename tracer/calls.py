@@ -197,8 +197,9 @@ def agree(
             f"this rank has come to the call of @{name}{f' for {types}' if alike else ''}, and "
             f"rank {owner} to that of @{named}{f' for {given}' if alike else ''}",
             loc=loc,
-            remedy="make the same calls in the step on all ranks: look for a branch that depends "
-            "on the rank, on time, on unseeded random numbers, or on the order of a set",
+            remedy="make the same actors, and the same calls in the step, on all ranks: look for a "
+            "branch that depends on the rank, on time, on unseeded random numbers, or on the order "
+            "of a set, and for an actor that one rank alone has made, or in another order",
         )
     return None, public
 

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections import UserDict
+from collections import UserDict, deque
 from dataclasses import dataclass
+from datetime import date, timedelta
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import numpy as np
 import pytest
@@ -33,6 +38,13 @@ class Held:
 
 class Slotless:
     __slots__ = ("lock",)
+
+
+class Slotted(Slotless):
+    __slots__ = ("content",)
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
 
 
 BASE = torch.arange(24.0).view(4, 6)
@@ -90,6 +102,14 @@ def test_bits_count() -> None:
         (np.array([1, "a"], dtype=object), np.array([1, "b"], dtype=object)),
         (Batch(BASE, ["a"]), Batch(BASE + 1, ["a"])),
         (Held([BASE]), Held([BASE + 1])),
+        (Slotted([BASE]), Slotted([BASE + 1])),
+        (deque([1, 2]), deque([2, 1])),
+        (date(2026, 1, 1), date(2026, 1, 2)),
+        (timedelta(1), timedelta(2)),
+        (Decimal("0.1"), Decimal("0.2")),
+        (Fraction(1, 2), Fraction(1, 3)),
+        (Path("a"), Path("b")),
+        (UUID(int=1), UUID(int=2)),
         (Held({"x": Held(1)}), Held({"x": Held(2)})),
     ],
 )
