@@ -19,7 +19,7 @@ from .session import Session, recording
 from .source import caller_location
 from .specs import TensorSpec
 from .tape import Entry, Reached
-from .values import TracedTensor
+from .values import ObjectValue, TracedTensor
 
 
 def backward(*losses: torch.Tensor) -> None:
@@ -70,6 +70,8 @@ def _strict(session: Session, callee: Callee) -> Symbol:
 
 
 def _loss(session: Session, loss: object, loc: Location | None) -> Value:
+    if isinstance(loss, ObjectValue):
+        loss.refuse_as_tensor("cg.backward of")
     if not isinstance(loss, TracedTensor):
         raise TraceError(
             f"cg.backward of a {type(loss).__name__}, which is not a tensor of the step",

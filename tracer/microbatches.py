@@ -21,7 +21,7 @@ from .errors import TraceError
 from .session import Session, recording
 from .source import caller_location
 from .specs import TensorSpec
-from .values import TracedTensor, share
+from .values import ObjectValue, TracedTensor, share
 
 T = TypeVar("T")
 
@@ -60,12 +60,15 @@ def mean(values: Iterable[torch.Tensor]) -> torch.Tensor:
 
     Raises:
         ValueError: there are no values.
-        TypeError: one of them is not a tensor.
+        TraceError: one of them is an object that is known only when the step runs.
+        TypeError: one of them is something else that is no tensor.
     """
     tensors = tuple(values)
     if not tensors:
         raise ValueError("cg.mean of no values; give it at least one tensor")
     for value in tensors:
+        if isinstance(value, ObjectValue):
+            value.refuse_as_tensor("cg.mean of")
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"cg.mean takes tensors, not {value!r}; a number is torch.tensor(x)")
     return torch.stack(tensors).mean()

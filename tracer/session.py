@@ -13,7 +13,7 @@ from ..ir.location import Location
 from ..ir.module import Module, Phase, Program
 from ..ir.ops import Call, Op, Value
 from ..ir.printer import format_op
-from ..ir.types import Place, Type
+from ..ir.types import ObjectType, Place, Type
 from .ambient import Ambient
 from .callee import Callee
 from .errors import TraceError, different
@@ -179,6 +179,23 @@ class Session:
                     f"unpack that; or {IN_A_METHOD}"
                 )
         return IN_A_METHOD
+
+    def remedy_for_tensors(self, value: Value) -> str:
+        """What to do where an object stands for a tensor: the first call that has made one."""
+        makers = {result: op for op in self.module.program.ops for result in op.results}
+        maker = makers.get(value)
+        given: Value | None = value
+        while given is not None and isinstance(found := makers.get(given), Call):
+            maker = found
+            given = next((v for v in maker.operands if isinstance(v.type, ObjectType)), None)
+        if not isinstance(maker, Call):
+            return IN_A_METHOD
+        return (
+            f"@{maker.fn.name} returns an object, since it is called as it is: a method does that "
+            "if it uses an optimizer or .grad, is given an object, or is marked @cg.opaque, and "
+            "no gradient flows through it. Take what does so out of the method; or, without a "
+            "gradient, mark it @cg.opaque(fake=...)"
+        )
 
     def rebind(self, tensor: TracedTensor, value: Value, spec: TensorSpec) -> None:
         """Let a tensor that has been written to stand for its new value."""

@@ -75,6 +75,7 @@ class Recording(Protocol):
     """What values need of the session that made them."""
 
     def remedy_for_parts(self, value: Value) -> str: ...
+    def remedy_for_tensors(self, value: Value) -> str: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -210,6 +211,10 @@ class ObjectValue:
             loc=caller_location(),
             remedy=remedy,
         )
+
+    def refuse_as_tensor(self, what: str) -> NoReturn:
+        """Refuse to take the object for a tensor, and say how it comes that it is an object."""
+        self._unknown(what, self.traced.trace.remedy_for_tensors(self.traced.value))
 
     def _no_parts(self, what: str) -> NoReturn:
         self._unknown(what, self.traced.trace.remedy_for_parts(self.traced.value))

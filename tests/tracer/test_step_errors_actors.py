@@ -12,7 +12,7 @@ import torch
 from cg.tracer.actors import ActorFactory
 from cg.tracer.errors import TraceError
 from cg.tracer.gradients import backward
-from cg.tracer.microbatches import microbatches
+from cg.tracer.microbatches import mean, microbatches
 
 from .step_tools import Bench, Opaque, Solo, line_of, opaque, refusal, writes
 
@@ -247,6 +247,11 @@ def test_objects_are_opaque_to_the_step(bench: Bench) -> None:
         assert ("@cg.opaque(returns=2)" in error.remedy) is parts
     error = refusal(bench, lambda x: torch.nn.functional.mse_loss(x, first.say(x)), X)
     assert "mse_loss() takes <value %say of a traced step: object@0>, an object" in error.reason
+    for use, message in ((backward, "cg.backward of %say"), (lambda o: mean([o]), "cg.mean of %")):
+        error = refusal(bench, lambda x, use=use: use(first.say(first.say(x))), X)
+        assert error.reason.startswith(message)
+        assert "known only when the step runs" in error.reason
+        assert error.remedy.startswith("@stage0.say returns an object, since it is called as it is")
 
 
 def test_what_a_step_returns_must_have_been_made(bench: Bench) -> None:
