@@ -7,7 +7,7 @@ import importlib
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,7 @@ def _start(settings: Config) -> World:
     if launch is None or launch.size == 1:
         check_alone(settings)
         return VirtualWorld(settings.ranks or 1)
+    check_process(launch, sys.orig_argv)
     guard = failure.install(launch)
     check_ranks(launch, launch.size, settings.ranks)
     mpi = _load(launch)
@@ -164,6 +165,31 @@ def _initialise_on_every_rank(mpi: Any, timeout: float | None) -> None:
         return
     with ending_after(timeout):
         mpi.Init_thread(mpi.THREAD_MULTIPLE)
+
+
+_WORKERS = ("from multiprocessing.spawn import", "from multiprocessing.forkserver import")
+
+
+def check_process(launch: Launch, arguments: Sequence[str]) -> None:
+    """Refuse a worker that multiprocessing has started anew, as with `spawn`.
+
+    It runs the script's top level once more and has the rank's environment, but not its connection
+    to the launcher: MPI would end the job with a message about a file descriptor.
+
+    Args:
+        launch: what the launcher told us.
+        arguments: how this process was started.
+
+    Raises:
+        WorldError: it is such a worker.
+    """
+    if any(each.startswith(_WORKERS) for each in arguments):
+        raise WorldError(
+            f"multiprocessing has started this process from rank {launch.rank} of a job of "
+            f"{launch.launcher}, as a worker of a DataLoader for one. It runs the top level of the "
+            "script once more, and is no rank: put what uses cg in a function, and call that below "
+            "if __name__ == '__main__':, or start workers by fork"
+        )
 
 
 def check_library(launch: Launch, library: str) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -27,6 +29,28 @@ class Empty:
 
 HYDRA_RANK = Launch(HYDRA, "PMI_RANK", 3, 8, 3, 8)
 OPEN_MPI_RANK = Launch(OPEN_MPI, "OMPI_COMM_WORLD_RANK", 3, 8, 3, 8)
+
+
+def test_a_worker_of_a_rank_is_no_rank() -> None:
+    told = (
+        "import multiprocessing as m, sys\n"
+        "def say(): print(sys.orig_argv)\n"
+        "if __name__ == '__main__': m.get_context({!r}).Process(target=say).start()"
+    )
+    for method in ("spawn", "forkserver"):
+        shown = _orig_argv(told.format(method))
+        with pytest.raises(WorldError, match=r"from rank 3 of a job .* if __name__ == '__main__'"):
+            worlds.check_process(HYDRA_RANK, shown)
+    worlds.check_process(HYDRA_RANK, _orig_argv(told.format("fork")))
+
+
+def _orig_argv(program: str) -> list[str]:
+    """What a process that the program starts says of how it was started."""
+    with TemporaryDirectory() as folder:
+        script = Path(folder) / "program.py"
+        script.write_text(program)
+        command = [sys.executable, str(script)]
+        return ast.literal_eval(subprocess.check_output(command, text=True, timeout=60))  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
