@@ -18,7 +18,7 @@ import torch
 from ..ir.location import Location
 from .call import Call
 from .errors import TraceError
-from .fingerprint import MISSING, Change, refill
+from .fingerprint import MISSING, Change, Initialization
 from .guards import storage_key
 from .lifting import ActorState, Slot, StateTensor, reaches_tensor
 from .surroundings import has_fake
@@ -49,34 +49,6 @@ class Rebind:
     slot: Slot
     value: torch.Tensor
     shared: bool
-
-
-@dataclass(frozen=True, eq=False)
-class Initialization:
-    """A change that may be one of the first call only, such as of an attribute made when needed.
-
-    Attributes:
-        owner: the `id` of the object whose attribute it is; None inside of a container.
-        container, key: where; no key for a container that changed as a whole.
-        content: what is there now; `MISSING` for nothing.
-        refusal: makes what to raise if it is not of the first call only; a
-            `TraceError` that has been made counts as raised (`errors.py`).
-    """
-
-    owner: int | None
-    container: Any
-    key: Any
-    content: Any
-    refusal: Callable[[], TraceError]
-
-    def apply(self) -> None:
-        """Make the change for good."""
-        if self.key is None:
-            refill(self.container, self.content)
-        elif self.content is MISSING:
-            del self.container[self.key]
-        else:
-            self.container[self.key] = self.content
 
 
 def sort_changes(
@@ -159,6 +131,7 @@ class _Judge:
             None if whole else _owners(self.call.state).get(id(change.container)),
             change.container,
             change.key,
+            list(change.before) if whole else change.before,
             list(change.after) if whole else change.after,
             self._refusal(change),
         )

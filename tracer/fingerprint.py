@@ -7,10 +7,11 @@ tensor. Comparing goes by identity, and by value where a value says everything a
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from .errors import TraceError
 from .lifting import SCALARS
 
 
@@ -39,6 +40,42 @@ class Change:
     path: str
     before: Any
     after: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Initialization:
+    """A change that may be one of the first call only, such as of an attribute made when needed.
+
+    Attributes:
+        owner: the `id` of the object whose attribute it is; None inside of a container.
+        container, key: where; no key for a container that changed as a whole.
+        before, content: what was there, and what is there now; `MISSING` for nothing.
+        refusal: makes what to raise if it is not of the first call only; a
+            `TraceError` that has been made counts as raised (`errors.py`).
+    """
+
+    owner: int | None
+    container: Any
+    key: Any
+    before: Any
+    content: Any
+    refusal: Callable[[], TraceError]
+
+    def apply(self) -> None:
+        """Make the change for good."""
+        self._put(self.content)
+
+    def take_back(self) -> None:
+        """Let all be as before, whether the change has been made or not."""
+        self._put(self.before)
+
+    def _put(self, content: Any) -> None:
+        if self.key is None:
+            refill(self.container, content)
+        elif content is MISSING:
+            self.container.pop(self.key, None)
+        else:
+            self.container[self.key] = content
 
 
 class Snapshot:

@@ -22,10 +22,10 @@ from torch.fx.experimental.proxy_tensor import disable_autocast_cache, get_proxy
 from .binding import explain_misfit
 from .blame import translate
 from .call import Call
-from .changes import Initialization, Rebind, sort_changes
+from .changes import Rebind, sort_changes
 from .contents import Contents
 from .errors import TraceError, refusals_raised
-from .fingerprint import Snapshot
+from .fingerprint import Initialization, Snapshot
 from .graphs import simplify
 from .guards import FunctionGuard, OpRecorder, storage_key
 from .journal import Journal
@@ -196,7 +196,7 @@ class _Run:
             with self._as_it_runs():
                 yield
             self._refuse_contents(contents.changed())
-            surroundings.check(self.call.what, self.call.blame)
+            self.initial += surroundings.check(self.call.what, self.call.blame)
 
     @contextmanager
     def _as_it_runs(self) -> Iterator[None]:

@@ -13,9 +13,9 @@ import functools
 import inspect
 import random
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from .contents import Contents, has_slots, kind_of
 from .fingerprint import MISSING, Snapshot, same
 from .lifting import SCALARS, TRAINERS
 from .source import is_user_file
-from .surroundings import is_foreign
+from .surroundings import is_foreign, names_of
 
 _MANY = 10_000
 """Items of a larger container are not looked into."""
@@ -139,7 +139,7 @@ class Reach:
         name = function.__name__
         for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
             self._bind(Binding(variable, cell, variable))
-        used = set(_names(code))
+        used = set(names_of(code))
         self._asks_for_instances |= "local" in used
         for variable in sorted(used):
             self._bind(Binding(variable, function.__globals__, variable))
@@ -203,14 +203,6 @@ class Reach:
 def is_users_file(file: str) -> bool:
     """Whether the user wrote a file; installed packages are others' work."""
     return is_user_file(file) and not is_installed(file)
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    """The names of globals and attributes in a function's code, and in functions in it."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
 
 
 def _is_the_users(module: ModuleType) -> bool:

@@ -1,15 +1,19 @@
 """Watching what a traced call changes outside of its actor: globals, closures, classes, defaults.
 
 Such a change would happen once, while the call is traced, and what is left behind may be a fake. It
-is taken back, and is an error that names what has changed.
+is taken back, and is an error that names what has changed; but what a function does in its first
+call only, such as to fill a table of numbers, is done for good (`twice.py`).
 """
 
 from __future__ import annotations
 
+import collections
+import enum
 import inspect
 import sys
-from collections.abc import Callable, Iterable
-from types import CellType
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from types import CellType, CodeType
 from typing import Any
 
 from torch._subclasses.fake_tensor import FakeTensor
@@ -17,10 +21,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..ir.location import Location
 from .blame import is_installed
 from .errors import TraceError
-from .fingerprint import MISSING, Change, Snapshot, same
-from .lifting import ActorState, is_walked
+from .fingerprint import MISSING, Change, Initialization, Snapshot, refill, same
+from .lifting import ActorState, is_walked, reaches_tensor
 
 _FEW = 1000
+_MANY = 10_000
 _DEPTH = 3
 _REMEDY = (
     "keep what changes in a buffer of the actor (self.register_buffer), which a traced method may "
@@ -46,40 +51,58 @@ class Surroundings:
         space: dict[str, Any] = getattr(function, "__globals__", {})
         self._cells = {id(cell): (name, cell) for name, cell in _cells(function, _DEPTH)}
         self._before = {key: _content(cell) for key, (_, cell) in self._cells.items()}
-        named = [*space.items(), *((self._cells[k][0], v) for k, v in self._before.items())]
-        named += _defaults(function)
-        self._classes = [(cls, dict(vars(cls))) for cls in _own_classes(state)]
+        used = {name: space[name] for name in names_of(code) if name in space} if code else {}
+        near = [*used.items(), *((self._cells[k][0], v) for k, v in self._before.items())]
+        near += _defaults(function)
+        classes = {*_own_classes(state), *(v for _, v in near if _is_class_of_user(v))}
+        self._classes = [(cls, dict(vars(cls))) for cls in classes]
         for cls, held in self._classes:
-            named += [(f"{cls.__name__}.{name}", value) for name, value in held.items()]
-        known = {id(container) for container, _ in state.containers}
-        holders = {id(c): (c, name) for name, c in _containers(named) if id(c) not in known}
+            near += [(f"{cls.__name__}.{name}", value) for name, value in held.items()]
+        named = [*space.items(), *near]
+        holders = {id(container): (container, path) for container, path in state.containers}
+        known = set(holders)
+        _find_containers(near, _DEPTH if self._strict else 0, holders)
+        _find_containers(space.items(), 0, holders)
+        for key in known:
+            del holders[key]
         self._snapshot = Snapshot([(space, ""), *holders.values()])
         self._caches = [(v, v.cache_info().misses) for _, v in named if _is_cache(v)]
         self._found: list[Change] = []
         self._found_cells: list[int] = []
 
-    def check(self, what: str, loc: Location | None) -> None:
+    def check(self, what: str, loc: Location | None) -> list[Initialization]:
         """Look for changes.
 
+        Returns:
+            Those that may be of the first call only.
+
         Raises:
-            TraceError: there is one.
+            TraceError: there is another one.
         """
         self._search()
-        changes = [(c.path, c.before, c.after) for c in self._found]
         for key in self._found_cells:
             name, cell = self._cells[key]
-            changes.append((name, self._before[key], _content(cell)))
-        changes += [(path, b, a) for cls, path, b, a in self._class_changes() if self._strict]
-        for path, before, after in changes:
-            if has_fake(after):
-                raise TraceError(
-                    f"{what} cannot be traced: it stores a traced value outside the actor, in "
-                    f"'{path}'",
-                    loc=loc,
-                    remedy="return the value, keep it in a buffer of the actor, or mark the "
-                    "method with @cg.opaque",
-                )
-            raise _lost(what, path, f" (from {_words(before)} to {_words(after)})", loc)
+            before, after = self._before[key], _content(cell)
+            if not has_fake(after):
+                raise _lost(what, name, before, after, loc)
+            raise _stored(what, name, loc)
+        changes = [*self._found, *(self._class_changes() if self._strict else ())]
+        for change in changes:
+            if has_fake(change.after):
+                raise _stored(what, change.path, loc)
+            if reaches_tensor(change.after, set()):
+                raise _lost(what, change.path, change.before, change.after, loc)
+        return [
+            Initialization(
+                None,
+                c.container,
+                c.key,
+                list(c.before) if c.key is None else c.before,
+                list(c.after) if c.key is None else c.after,
+                partial(_lost, what, c.path, c.before, c.after, loc),
+            )
+            for c in changes
+        ]
 
     def _search(self) -> None:
         self._found = [c for c in self._snapshot.changes() if self._counts(c)]
@@ -94,42 +117,70 @@ class Surroundings:
         hidden = isinstance(change.key, str) and change.key.startswith("__")
         return has_fake(change.after) or (self._strict and not hidden)
 
-    def _class_changes(self) -> list[tuple[type, str, Any, Any]]:
+    def _class_changes(self) -> list[Change]:
         found = []
         for cls, before in self._classes:
             after = vars(cls)
             for name in {**before, **after}:
                 old, new = before.get(name, MISSING), after.get(name, MISSING)
                 if not name.startswith(("__", "_abc_")) and not same(old, new):
-                    found.append((cls, f"{cls.__name__}.{name}", old, new))
+                    path = f"{cls.__name__}.{name}"
+                    found.append(Change(_Attributes(cls), name, path, old, new))
         return found
 
     def undo(self) -> None:
         """Take every change back."""
         self._search()
-        for change in self._found:
+        for change in (*self._found, *self._class_changes()):
             _put_back(change)
         for key in self._found_cells:
             if self._before[key] is not MISSING:
                 self._cells[key][1].cell_contents = self._before[key]
-        for cls, path, before, _ in self._class_changes():
-            name = path.rpartition(".")[2]
-            if before is MISSING:
-                delattr(cls, name)
-            else:
-                setattr(cls, name, before)
         for cache, misses in self._caches:
             if cache.cache_info().misses != misses:
                 cache.cache_clear()  # it may hold traced values
 
 
-def _lost(what: str, path: str, how: str, loc: Location | None) -> TraceError:
+class _Attributes:
+    """The attributes of a class, to be set by their names as in a dict."""
+
+    def __init__(self, cls: type) -> None:
+        self._cls = cls
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self._cls, name, value)
+
+    def pop(self, name: str, default: Any) -> None:
+        """Delete an attribute, if it is there."""
+        if name in vars(self._cls):
+            delattr(self._cls, name)
+
+
+def _stored(what: str, path: str, loc: Location | None) -> TraceError:
     return TraceError(
-        f"{what} cannot be traced: it changes '{path}', outside of the actor's attributes{how}; a "
-        "traced method runs once, so the change would be lost",
+        f"{what} cannot be traced: it stores a traced value outside the actor, in '{path}'",
+        loc=loc,
+        remedy="return the value, keep it in a buffer of the actor, or mark the method with "
+        "@cg.opaque",
+    )
+
+
+def _lost(what: str, path: str, before: Any, after: Any, loc: Location | None) -> TraceError:
+    return TraceError(
+        f"{what} cannot be traced: it changes '{path}', outside of the actor's attributes (from "
+        f"{_words(before)} to {_words(after)}); a traced method runs once, so the change would be "
+        "lost",
         loc=loc,
         remedy=_REMEDY,
     )
+
+
+def names_of(code: CodeType) -> Iterator[str]:
+    """The names of globals and attributes in a function's code, and in functions in it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from names_of(constant)
 
 
 def _cells(function: Any, depth: int) -> list[tuple[str, CellType]]:
@@ -163,25 +214,40 @@ def _defaults(function: Any) -> list[tuple[str, Any]]:
     return found
 
 
-def _containers(named: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """The containers among values, and the attributes of plain objects among them."""
-    found: list[tuple[str, Any]] = []
+def _find_containers(
+    named: Iterable[tuple[str, Any]], depth: int, found: dict[int, tuple[Any, str]]
+) -> None:
+    """Add the containers among values, and the attributes of plain objects among them.
+
+    Args:
+        depth: how many containers deep to look into them.
+        found: by `id`, with their names; into what is there already nobody looks again.
+    """
     for name, value in named:
-        if isinstance(value, (list, dict, set)):
+        if isinstance(value, (list, dict, set, collections.deque)):
             content = value
         elif is_walked(value):
             content = vars(value)
         else:
             continue
-        if not name.startswith("__") and len(content) <= _FEW:
-            found.append((name, content))
-    return found
+        many = len(content) > _FEW or len(found) > _MANY
+        if name.startswith("__") or many or id(content) in found:
+            continue
+        found[id(content)] = (content, name)
+        if depth:
+            items = content.items() if isinstance(content, dict) else enumerate(content)
+            inner = [(f"{name}.{key}", item) for key, item in items]
+            _find_containers(inner, depth - 1, found)
 
 
 def _own_classes(state: ActorState) -> list[type]:
     """The classes of an actor's objects that the user wrote."""
     classes = {cls for obj, _ in state.objects for cls in type(obj).__mro__}
     return [cls for cls in classes if not is_foreign(cls)]
+
+
+def _is_class_of_user(value: Any) -> bool:
+    return isinstance(value, type) and not issubclass(value, enum.Enum) and not is_foreign(value)
 
 
 def is_foreign(cls: type) -> bool:
@@ -201,11 +267,9 @@ def _is_cache(value: Any) -> bool:
 
 def _put_back(change: Change) -> None:
     if change.key is None:
-        change.container.clear()
-        fill = change.container.update if isinstance(change.container, set) else None
-        (fill or change.container.extend)(change.before)
+        refill(change.container, change.before)
     elif change.before is MISSING:
-        del change.container[change.key]
+        change.container.pop(change.key, None)
     else:
         change.container[change.key] = change.before
 

@@ -12,7 +12,6 @@ from dataclasses import replace
 from ..ir.location import Location
 from .call import Call
 from .errors import TraceError
-from .fingerprint import Snapshot
 from .joint import Joint, Wanted, run_call, trace_call
 from .journal import Journal
 from .lifting import collect
@@ -40,14 +39,14 @@ def settled(call: Call, wanted: Wanted | None = None) -> tuple[Call, Joint]:
     joint = trace_call(call, wanted)
     if not joint.initial:
         return call, joint
-    before = Snapshot(call.state.containers)
     try:
         for change in joint.initial:
             change.apply()
         call = replace(call, state=collect(call.state.objects[0][0], call.given))
         second = _without_changes(call, wanted, joint)
     except BaseException:
-        before.restore()
+        for change in joint.initial:
+            change.take_back()
         raise
     for change in joint.initial:
         if change.owner is not None:

@@ -32,6 +32,22 @@ class Plain:
 
 
 GLOBAL = Plain()
+METRICS: dict[str, list[int]] = {"sizes": []}
+TABLES: dict[str, dict[int, float]] = {"scales": {}}
+STATES = [Plain()]
+
+
+class Registry:
+    count = 0
+    seen: list[int] = []  # noqa: RUF012 - shared on purpose
+    scale: float | None = None
+    instance: Plain | None = None
+
+    @classmethod
+    def get(cls) -> Plain:
+        if cls.instance is None:
+            cls.instance = Plain()
+        return cls.instance
 
 
 class Slotted:
@@ -72,6 +88,31 @@ class Actor(nn.Module):
     def appends_globally(self, x: torch.Tensor) -> torch.Tensor:
         STEPS.append(1)
         return x * len(STEPS)
+
+    def appends_deep(self, x: torch.Tensor) -> torch.Tensor:
+        METRICS["sizes"].append(len(x))
+        return x
+
+    def counts_deep(self, x: torch.Tensor) -> torch.Tensor:
+        STATES[0].count += 1
+        return x
+
+    def counts_in_another_class(self, x: torch.Tensor) -> torch.Tensor:
+        Registry.count += 1
+        return x
+
+    def appends_in_another_class(self, x: torch.Tensor) -> torch.Tensor:
+        Registry.seen.append(1)
+        return x
+
+    def fills_tables_once(self, x: torch.Tensor) -> torch.Tensor:
+        scales = TABLES["scales"]
+        if len(x) not in scales:
+            scales[len(x)] = 0.5
+        if Registry.scale is None:
+            Registry.scale = 2.0
+        Registry.get().count = 3
+        return x * scales[len(x)] * Registry.scale * Registry.get().count
 
     def nests_globally(self, x: torch.Tensor) -> torch.Tensor:
         KEPT["x"] = {"y": [x]}
@@ -155,6 +196,10 @@ class Actor(nn.Module):
 LOST = [
     ("counts_globally", "'COUNT', outside of the actor's attributes (from 0 to 1)"),
     ("appends_globally", "'STEPS'"),
+    ("appends_deep", "'METRICS.sizes'"),
+    ("counts_deep", "'STATES.0.count'"),
+    ("counts_in_another_class", "'Registry.count'"),
+    ("appends_in_another_class", "'Registry.seen'"),
     ("nests_globally", "stores a traced value outside the actor, in 'KEPT.x'"),
     ("changes_an_object", "'GLOBAL.count'"),
     ("keeps_in_an_object", "stores a traced value outside the actor, in 'GLOBAL.last'"),
@@ -181,6 +226,7 @@ def _all(actor: Actor) -> list[Any]:
     slots = actor.slotted
     return [
         *(COUNT, list(STEPS), dict(KEPT), dict(vars(GLOBAL)), Actor.total, list(Actor.history)),
+        *(repr(METRICS), STATES[0].count, Registry.count, list(Registry.seen)),
         *(hasattr(Actor, "last"), repr(default), slots.count, slots.last, repr(actor.numbers)),
         *(actor.python.getstate(), repr(actor.numpy.bit_generator.state)),
         *(repr(actor.old.get_state()), actor.array.tolist(), bytes(actor.bytes)),
@@ -206,6 +252,13 @@ def test_reading_is_allowed() -> None:
     actor = Actor()
     traced = trace(actor, "reads", torch.ones(2, 3))
     assert torch.equal(traced.body(torch.ones(2, 3))[0], torch.zeros(2, 3))
+
+
+def test_what_is_filled_once_is_kept() -> None:
+    actor, x = Actor(), torch.ones(2, 3)
+    traced = trace(actor, "fills_tables_once", x)
+    assert (TABLES, Registry.scale, Registry.get().count) == ({"scales": {2: 0.5}}, 2.0, 3)
+    assert torch.equal(traced.body(x)[0], torch.full((2, 3), 3.0))
 
 
 def test_buffers_may_change_places() -> None:
