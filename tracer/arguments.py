@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import ItemsView, ValuesView
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -147,7 +148,7 @@ def check_static(leaf: Any, what: str, loc: Location | None) -> None:
 
 def _parts(leaf: Any) -> list[Any]:
     """What an object that is no pytree holds: its attributes, or what a function closes over."""
-    found = list(leaf) if isinstance(leaf, set | frozenset) else []
+    found = list(leaf) if isinstance(leaf, set | frozenset | ValuesView | ItemsView) else []
     if not isinstance(leaf, type | torch.nn.Module):
         found += vars(leaf).values() if hasattr(leaf, "__dict__") else ()
     for cell in getattr(leaf, "__closure__", None) or ():

@@ -177,7 +177,7 @@ class _Judge:
     def _refusal(self, change: Change) -> Callable[[], TraceError]:
         remedy = _ATTRIBUTE_REMEDY
         if has_fake(change.after):
-            remedy += _WARM_UP
+            remedy = f"return the value, for the step to hand on; {remedy}{_WARM_UP}"
             reason = (
                 f"it stores a traced value in the attribute '{change.path}', which holds "
                 f"{_words(change.before)} now"

@@ -163,8 +163,9 @@ class _Guard:
             other = found.before.partition("'")[2].removesuffix("'")
             both = f"'{other}' and '{found.path}'"
             return f"{self._who}: {both} were one tensor when it was traced; {_AGAIN}"
+        path = f"'{found.path}'" if found.path else "it"
         return (
-            f"{self._who}: '{found.path}' was {_short(found.before)} when it was traced and is "
+            f"{self._who}: {path} was {_short(found.before)} when it was traced and is "
             f"{_short(_repr(found.after))} now; {_AGAIN}"
         )
 

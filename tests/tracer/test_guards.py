@@ -93,6 +93,10 @@ CHANGES: dict[str, tuple[Callable[[Actor], object], str]] = {
         lambda a: setattr(a.option, "__class__", Other),
         "'option' was of class Option when it was traced and is of class Other",
     ),
+    "class of the actor": (
+        lambda a: setattr(a, "__class__", type("Tuned", (type(a),), {})),
+        ": it was of class Actor when it was traced and is of class Tuned",
+    ),
     "patched forward": (patched, "'layer.forward' was <function Layer.forward"),
     "its own forward": (lambda a: setattr(a, "forward", torch.relu), "'forward' was <function"),
     "attribute of an object": (lambda a: setattr(a, "bonus", 3), "'bonus' was not there"),

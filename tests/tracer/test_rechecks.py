@@ -130,6 +130,9 @@ def test_values_in_objects_are_refused_where_they_are_handed_over() -> None:
     assert caught.value.loc is not None
     assert caught.value.loc.function == "step"
     assert "register_dataclass" in caught.value.remedy
+    for view in (dict.values, dict.items):
+        with pytest.raises(TraceError, match=f"takes a dict_{view.__name__} that holds a value of"):
+            cg.trace(lambda x, view=view: actor.hold(view({"x": x})))(torch.ones(2, 4))
 
 
 def test_a_method_can_be_a_step() -> None:

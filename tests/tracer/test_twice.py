@@ -262,6 +262,7 @@ def test_a_change_with_consequences_is_refused(method: str) -> None:
 def test_a_tensor_that_is_kept_asks_for_an_eager_call() -> None:
     with pytest.raises(TraceError, match=r"traced value in the attribute .mask.") as caught:
         trace(Lazy(), "keeps", X)
+    assert caught.value.remedy.startswith("return the value, for the step to hand on")
     assert "call the method once eagerly, on actor.local" in caught.value.remedy
     actor = Lazy()
     actor.keeps(X)
