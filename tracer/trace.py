@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
+from torch._C._dynamo.guards import TensorGuards
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from ..ir.location import Location
@@ -26,6 +27,22 @@ _TENSOR = torch.Tensor
 
 class InputError(TypeError):
     """A step is called with arguments that it was not traced for, or that no step can take."""
+
+
+def _never(*args: Any) -> bool:
+    return False
+
+
+def _guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """TorchDynamo's check of type, dtype, shape, device, layout and `requires_grad`, which is C++.
+
+    It is stricter than a step is: what it refuses may fit all the same.
+    """
+    sizes: list[Any] = [list(tensor.shape) for tensor in tensors]
+    strides: list[Any] = [[None] * tensor.ndim for tensor in tensors]
+    guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    check: Callable[..., bool] = guards.check
+    return check
 
 
 @dataclass(frozen=True)
@@ -53,6 +70,7 @@ class InputSpec:
     dtype: torch.dtype | None = None
     _count: int = field(init=False, compare=False)
     _has_complex: bool = field(init=False, compare=False)
+    _alike: Callable[..., bool] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         flat = tree_flatten(((0,) * len(self.tree.leaves), {}))[1]
@@ -60,6 +78,7 @@ class InputSpec:
         object.__setattr__(self, "_count", len(self.tree.leaves) if is_flat else -1)
         tensors = [leaf for leaf in self.tree.leaves if isinstance(leaf, TensorSpec)]
         object.__setattr__(self, "_has_complex", any(leaf.dtype.is_complex for leaf in tensors))
+        object.__setattr__(self, "_alike", _never)
 
     def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The values for the program's parameters, in order.
@@ -74,6 +93,8 @@ class InputSpec:
         if kwargs or len(args) != self._count:
             leaves: Sequence[Any] = self._flatten(args, kwargs)
         else:
+            if self._alike(*args):
+                return list(args)
             leaves = args
         values = []
         for index, spec in enumerate(self.tree.leaves):
@@ -95,6 +116,8 @@ class InputSpec:
                 raise self._misfit(index, leaf)
         if self._has_complex:
             return [x.resolve_conj() if isinstance(x, _TENSOR) else x for x in values]
+        if leaves is args and values and all(type(leaf) is _TENSOR for leaf in leaves):
+            object.__setattr__(self, "_alike", _guard(values))
         return values
 
     def _other_modes(self) -> InputError:

@@ -124,6 +124,20 @@ def test_tensors_have_elements_and_a_place_for_each() -> None:
         inputs.flatten((X.to("meta"),), {})
 
 
+def test_a_call_that_fitted_changes_nothing_for_the_next() -> None:
+    inputs = spec(flat, X, Y)
+    given = [(X, Y), (X.t().clone().t(), Y), (torch.nn.Parameter(X, False), Y), (X, Y)]
+    for args in given:
+        found = inputs.flatten(args, {})
+        assert [id(value) for value in found] == [id(arg) for arg in args]
+    wrong: list[tuple[Any, ...]] = [(X,), (X, Y, 1), (Y, X), (X.to_sparse(), Y), (X, None), ()]
+    wrong += [(X.to("meta"), Y), (torch.nn.Parameter(X), Y), (X.t(), Y), (X, Y[None])]
+    for args in wrong:
+        with pytest.raises(InputError, match=r"step\(\)"):
+            inputs.flatten(args, {})
+    assert inputs.flatten((X, Y), {}) == [X, Y]
+
+
 class OnGPU(torch.Tensor):
     """A tensor that says that it is on a GPU."""
 
