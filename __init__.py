@@ -9,9 +9,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .launch.bootstrap import prepare as _prepare
+from .launch.world.bootstrap import prepare as _prepare
 
 if TYPE_CHECKING:
+    from .backends.driven.futures import Future
     from .backends.errors import (
         CapacityError,
         DeadlockError,
@@ -21,80 +22,79 @@ if TYPE_CHECKING:
         StepTimeout,
         TransportError,
     )
-    from .backends.fuse import FuseError
-    from .backends.futures import Future
-    from .ir.costs import Costs, Link
+    from .backends.program.fuse import FuseError
     from .ir.diagnostics import IRError
+    from .ir.pipeline.costs import Costs, Link
     from .ir.types import Place
-    from .launch.api import Lowered, Step, actor, allgather, barrier, measure, on, trace
-    from .launch.carry import carry
-    from .launch.compiled import Compiled
+    from .launch.api.api import Lowered, Step, actor, allgather, barrier, measure, on, trace
+    from .launch.api.carry import carry
+    from .launch.api.compiled import Compiled
+    from .launch.api.optimistic import Optimistic
     from .launch.config import ConfigError
-    from .launch.optimistic import Optimistic
-    from .launch.profiling import profile
-    from .launch.waiting import WorldError
-    from .launch.world import rank, world_size
+    from .launch.measure.profiling import profile
+    from .launch.world.waiting import WorldError
+    from .launch.world.world import rank, world_size
     from .passes import schedules
-    from .tracer.actors import ActorError, ActorHandle, remat
-    from .tracer.clipping import clip_grad_norm
-    from .tracer.collectives import (
+    from .tracer.actors.actors import ActorError, ActorHandle, remat
+    from .tracer.errors import TraceError
+    from .tracer.intrinsics.clipping import clip_grad_norm
+    from .tracer.intrinsics.collectives import (
         all_gather,
         all_reduce,
         all_to_all,
         broadcast,
         reduce_scatter,
     )
-    from .tracer.errors import TraceError
-    from .tracer.gradients import backward
-    from .tracer.microbatches import mean, microbatches
-    from .tracer.opaque import opaque
-    from .tracer.trace import InputError
-    from .tracer.values import OBJECT as object  # noqa: N811 - users write cg.object
-    from .tracer.via import via
+    from .tracer.intrinsics.gradients import backward
+    from .tracer.intrinsics.microbatches import mean, microbatches
+    from .tracer.intrinsics.opaque import opaque
+    from .tracer.intrinsics.via import via
+    from .tracer.step.trace import InputError
+    from .tracer.step.values import OBJECT as object  # noqa: N811 - users write cg.object
 
 # Where each public name lives: room.module, and the name there if it is another.
 _HOMES = {
     # Writing a program
-    "actor": "launch.api",
-    "trace": "launch.api",
-    "opaque": "tracer.opaque",
-    "carry": "launch.carry",
-    "remat": "tracer.actors",
-    "on": "launch.api",
-    "object": "tracer.values:OBJECT",
-    "microbatches": "tracer.microbatches",
-    "mean": "tracer.microbatches",
-    "backward": "tracer.gradients",
-    "clip_grad_norm": "tracer.clipping",
-    "all_reduce": "tracer.collectives",
-    "all_gather": "tracer.collectives",
-    "reduce_scatter": "tracer.collectives",
-    "all_to_all": "tracer.collectives",
-    "broadcast": "tracer.collectives",
-    "via": "tracer.via",
+    "actor": "launch.api.api",
+    "trace": "launch.api.api",
+    "opaque": "tracer.intrinsics.opaque",
+    "carry": "launch.api.carry",
+    "remat": "tracer.actors.actors",
+    "on": "launch.api.api",
+    "object": "tracer.step.values:OBJECT",
+    "microbatches": "tracer.intrinsics.microbatches",
+    "mean": "tracer.intrinsics.microbatches",
+    "backward": "tracer.intrinsics.gradients",
+    "clip_grad_norm": "tracer.intrinsics.clipping",
+    "all_reduce": "tracer.intrinsics.collectives",
+    "all_gather": "tracer.intrinsics.collectives",
+    "reduce_scatter": "tracer.intrinsics.collectives",
+    "all_to_all": "tracer.intrinsics.collectives",
+    "broadcast": "tracer.intrinsics.collectives",
+    "via": "tracer.intrinsics.via",
     # The world
-    "rank": "launch.world",
-    "world_size": "launch.world",
-    "barrier": "launch.api",
-    "allgather": "launch.api",
+    "rank": "launch.world.world",
+    "world_size": "launch.world.world",
+    "barrier": "launch.api.api",
+    "allgather": "launch.api.api",
     # What compiling gives
     "schedules": "passes:schedules",
-    "Step": "launch.api",
-    "Lowered": "launch.api",
-    "Compiled": "launch.compiled",
-    "Optimistic": "launch.optimistic",
-    "profile": "launch.profiling",
-    "Future": "backends.futures",
-    "ActorHandle": "tracer.actors",
+    "Step": "launch.api.api",
+    "Lowered": "launch.api.api",
+    "Compiled": "launch.api.compiled",
+    "Optimistic": "launch.api.optimistic",
+    "profile": "launch.measure.profiling",
+    "Future": "backends.driven.futures",
+    "ActorHandle": "tracer.actors.actors",
     "Place": "ir.types",
     # What it costs
-    "measure": "launch.api",
-    "Costs": "ir.costs",
-    "Link": "ir.costs",
+    "measure": "launch.api.api",
+    "Costs": "ir.pipeline.costs",
+    "Link": "ir.pipeline.costs",
     # What can go wrong
     "TraceError": "tracer.errors",
     "IRError": "ir.diagnostics",
-    "InputError": "tracer.trace",
+    "InputError": "tracer.step.trace",
     "RemoteError": "backends.errors",
     "CapacityError": "backends.errors",
     "ExecutionLost": "backends.errors",
@@ -102,9 +102,9 @@ _HOMES = {
     "PlanMismatch": "backends.errors",
     "DeadlockError": "backends.errors",
     "TransportError": "backends.errors",
-    "FuseError": "backends.fuse",
-    "ActorError": "tracer.actors",
-    "WorldError": "launch.waiting",
+    "FuseError": "backends.program.fuse",
+    "ActorError": "tracer.actors.actors",
+    "WorldError": "launch.world.waiting",
     "ConfigError": "launch.config",
 }
 

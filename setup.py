@@ -20,40 +20,40 @@ OPTION = "--compiled"
 PACKAGES = ("ir", "tracer", "passes", "backends", "launch")
 
 COMPILED = (
-    "backends/checks.py",
-    "backends/executions.py",
-    "backends/executor.py",
-    "backends/graphs.py",
-    "backends/inbox.py",
-    "backends/instance.py",
-    "backends/instructions.py",
-    "backends/outcomes.py",
-    "backends/records.py",
-    "backends/resident.py",
-    "backends/steps.py",
-    "backends/tallies.py",
-    "backends/turnstiles.py",
-    "backends/cpu/control.py",
-    "backends/cpu/crowd.py",
-    "backends/cpu/layout.py",
-    "backends/cpu/local.py",
-    "backends/cpu/messages.py",
-    "backends/cpu/object_ports.py",
-    "backends/cpu/ports.py",
-    "backends/cpu/record_ring.py",
-    "backends/cpu/rows.py",
-    "backends/cpu/serving.py",
+    "backends/program/type_checks.py",
+    "backends/driven/executions.py",
+    "backends/program/executor.py",
+    "backends/driven/graphs.py",
+    "backends/driven/command_queue.py",
+    "backends/driven/instance.py",
+    "backends/program/instructions.py",
+    "backends/driven/outcomes.py",
+    "backends/driven/records.py",
+    "backends/driven/rank_scheduler.py",
+    "backends/program/instruction_info.py",
+    "backends/timing/tallies.py",
+    "backends/driven/ticket_locks.py",
+    "backends/cpu/control/control.py",
+    "backends/cpu/waiting/contention.py",
+    "backends/cpu/memory/layout.py",
+    "backends/cpu/queues/local.py",
+    "backends/cpu/queues/messages.py",
+    "backends/cpu/queues/object_ports.py",
+    "backends/cpu/queues/ports.py",
+    "backends/cpu/control/record_ring.py",
+    "backends/cpu/control/rank_status.py",
+    "backends/cpu/waiting/serving.py",
     "backends/devices/accelerator.py",
-    "backends/devices/capture.py",
-    "backends/devices/executable.py",
-    "backends/devices/flow.py",
-    "backends/devices/instance.py",
-    "backends/devices/lending.py",
-    "launch/selection.py",
+    "backends/devices/programs/capture.py",
+    "backends/devices/programs/executable.py",
+    "backends/devices/stream_order.py",
+    "backends/devices/programs/instance.py",
+    "backends/devices/output_buffers.py",
+    "launch/api/selection.py",
 )
 """What every execution goes through, and that no user extends or replaces."""
 
-NATIVE = "cg.backends.cpu._cells"
+NATIVE = "cg.backends.cpu.memory._cells"
 """What is written in C."""
 
 FLAGS = ["-std=c11", "-O2", "-Wall"]
@@ -95,7 +95,10 @@ def extensions() -> list[Extension]:
         group_name="cg",
         target_dir=str(top),
     )
-    return [*compiled, Extension(NATIVE, ["backends/cpu/_cells.c"], extra_compile_args=FLAGS)]
+    return [
+        *compiled,
+        Extension(NATIVE, ["backends/cpu/memory/_cells.c"], extra_compile_args=FLAGS),
+    ]
 
 
 COMMANDS = {"build_py": BuildPy}

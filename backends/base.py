@@ -15,7 +15,7 @@ from ..ir.module import Channel
 from ..ir.ops import Collective, Recv, Send
 from ..ir.types import ValueType
 from .devices.base import Device
-from .poison import Poison
+from .failures.poison import Poison
 
 T = TypeVar("T")
 

@@ -27,7 +27,7 @@ from cg.backends.cpu.transport import CpuTransport
 from cg.ir.module import Channel
 from cg.ir.ops import Recv, Send, Value
 from cg.ir.types import DType, FutureType, ObjectType, TensorType, UnitType, ValueType
-from cg.launch.world import world as start_world
+from cg.launch.world.world import world as start_world
 
 Trip = Callable[[], None]
 

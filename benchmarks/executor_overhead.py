@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from cg.backends.executor import Executable, poll_only
-from cg.backends.fabric import VirtualFabric
-from cg.backends.linked import LinkedProgram
+from cg.backends.program.executor import Executable, poll_only
+from cg.backends.program.linked import LinkedProgram
+from cg.backends.virtual.fabric import VirtualFabric
 from cg.ir.parser import parse_module
 
 FUNCTIONS = """

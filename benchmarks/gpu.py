@@ -30,7 +30,7 @@ from gpu.report import Report
 from gpu.round_trip import raw, round_trip
 
 import cg
-from cg.launch import world as worlds
+from cg.launch.world import world as worlds
 
 PATIENCE = 25.0
 """Seconds after which each rank says where it is, and again."""

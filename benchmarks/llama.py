@@ -46,7 +46,7 @@ from llama_rows import GIB, PAIRS, Bench, table
 from torch import Tensor
 
 import cg
-from cg.launch import world as worlds
+from cg.launch.world import world as worlds
 from cg.passes.schedules import Schedule
 
 SCHEDULES = {

@@ -24,8 +24,8 @@ import closed_forms
 from sleeping import Times, batch, make_stages, make_step
 
 import cg
-from cg.backends.simulator import Simulation, simulate
 from cg.passes.schedules import Pipeline, Schedule
+from cg.passes.simulate.schedule_simulator import Simulation, simulate
 
 COSTS = (Times(12.0, 12.0, 12.0), Times(14.0, 14.0, 7.0))
 RANKS = (2, 4)

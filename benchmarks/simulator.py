@@ -16,10 +16,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import process_time
 
-from cg.backends.simulator import simulate
-from cg.ir.costs import Costs
+from cg.ir.pipeline.costs import Costs
 from cg.passes import schedules
 from cg.passes.schedules import Pipeline, validate
+from cg.passes.simulate.schedule_simulator import simulate
 
 SIZES = "8x64,64x256,256x1024,1024x4096"
 COSTS = Costs(tf=1.0, tb=1.0, tw=1.0, tcomm=0.05)

@@ -25,11 +25,11 @@ from math import inf
 from typing import TypeAlias
 
 from .attributes import Stream
-from .channel_rules import unmatched
 from .diagnostics import IRError
 from .module import Module, Program
 from .ops import Collective, Free, Op, Recv, Send, Value, Wait, batch_of
 from .types import FutureType
+from .verify.channel_rules import unmatched
 
 CommOp: TypeAlias = Send | Recv | Collective
 

@@ -11,13 +11,13 @@ from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, NoReturn, TypeVar
 
-from . import literals
 from .diagnostics import Diagnostic, IRError
-from .lexer import span_of, tokenize
-from .literals import Reader
 from .location import Location
 from .module import Channel, Function, Module, Phase, Program, Vjp
 from .ops import OP_CLASSES, Op, Value, attribute_names
+from .text import literals
+from .text.lexer import span_of, tokenize
+from .text.literals import Reader
 from .types import FutureType, Type, ValueType
 
 T = TypeVar("T")

@@ -11,14 +11,14 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from .attendance import Attendance
 from .config import THREAD_VARIABLES, Config, ConfigError, environment, table
-from .job import Job
-from .launcher import Launcher, LaunchError, command, find, on_hosts, variables
-from .segments import remove_unused
-from .slurm import for_daemons, is_elsewhere
-from .threads import settings
-from .topology import allowed_cpus, core_count, cpu_quota, read_cores
+from .job.job import Job
+from .job.launcher import Launcher, LaunchError, command, find, on_hosts, variables
+from .job.rank_registry import Attendance
+from .job.shm_cleanup import remove_unused
+from .job.slurm import for_daemons, is_elsewhere
+from .world.threads import settings
+from .world.topology import allowed_cpus, core_count, cpu_quota, read_cores
 
 BAD_USAGE = 2
 """Exit code where nothing was started."""

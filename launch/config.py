@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from . import foreign
-from .detect import Launch, detect, is_typed
-from .foreign import Foreign
+from .job import foreign
+from .job.detect import Launch, detect, is_typed
+from .job.foreign import Foreign
 
 THREAD_VARIABLES = (
     "OMP_NUM_THREADS",

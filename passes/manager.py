@@ -13,7 +13,7 @@ from typing import Protocol
 from ..ir.diagnostics import IRError
 from ..ir.module import Module, Phase
 from ..ir.printer import format_module
-from ..ir.verifier import verify
+from ..ir.verify.verifier import verify
 from .base import Pass, Pipeline
 
 

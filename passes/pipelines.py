@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from .assign_stages import AssignStages
-from .assign_streams import AssignStreams
 from .base import Pass, Pipeline
-from .batch_messages import BatchMessages
-from .capture import Capture
-from .check_deadlock import CheckDeadlock
-from .check_races import CheckRaces
-from .check_types import CheckTypes
-from .choose_transports import ChooseTransports
-from .cse import CommonSubexpressionElimination
-from .dce import DeadCodeElimination
-from .differentiate import Differentiate
-from .fabrics import Fabrics
-from .fuse import Fuse
-from .fuse_accumulation import FuseAccumulation
-from .insert_transfers import InsertTransfers
-from .overlap import Overlap
-from .place import PlaceReplicated
-from .plan_buffers import PlanBuffers
+from .check.check_deadlock import CheckDeadlock
+from .check.check_races import CheckRaces
+from .frontend.check_types import CheckTypes
+from .frontend.cse import CommonSubexpressionElimination
+from .frontend.dce import DeadCodeElimination
+from .frontend.differentiate import Differentiate
+from .frontend.fuse import Fuse
+from .frontend.fuse_accumulation import FuseAccumulation
+from .lower.assign_streams import AssignStreams
+from .lower.batch_messages import BatchMessages
+from .lower.capture import Capture
+from .lower.overlap import Overlap
+from .lower.plan_buffers import PlanBuffers
+from .order.assign_stages import AssignStages
+from .order.schedule import SchedulePrograms
+from .placement.choose_transports import ChooseTransports
+from .placement.fabrics import Fabrics
+from .placement.insert_transfers import InsertTransfers
+from .placement.place import PlaceReplicated
+from .placement.split_transfers import SplitTransfers
 from .registry import Switches
-from .schedule import SchedulePrograms
 from .schedules import Schedule, one_f_one_b
-from .split_transfers import SplitTransfers
 
 
 def default_pipeline(

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import cg
-from cg.backends.virtual import VirtualWorld
-from cg.launch.world import use_world
+from cg.backends.virtual.world import VirtualWorld
+from cg.launch.world.world import use_world
 
 from .equality import compare_all, comparisons, layouts
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cg.backends.cpu.native import native
+from cg.backends.cpu.memory.native import native
 from cg.launch.pictures.html import timeline_html
 from cg.launch.pictures.model import Picture
 

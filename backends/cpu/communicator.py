@@ -12,16 +12,16 @@ from ...ir.ops import Broadcast, Collective, Recv, Send
 from ...ir.types import ObjectType, TensorType, ValueType
 from ..base import Port
 from ..errors import BindError, StepTimeout, TransportError
-from .broadcast_ports import BroadcastRecvPort, BroadcastSendPort
-from .codecs import TensorCodec, codec_of
-from .collectives import CollectivePort, Group
-from .layout import LINE, SlotLayout, round_up
-from .local import LocalReceiver, LocalSender
-from .messages import Active, ReceiveLane, SendLane, incoming, mover, outgoing
+from .memory.codecs import TensorCodec, codec_of
+from .memory.layout import LINE, SlotLayout, round_up
 from .node import Node
-from .object_ports import ObjectRecvPort, ObjectSendPort
-from .ports import RecvPort, SendPort, SlotRecvPort, SlotSendPort
-from .remote import Counts, RemoteReceiver, RemoteSender
+from .queues.broadcast_ports import BroadcastRecvPort, BroadcastSendPort
+from .queues.collectives import CollectivePort, Group
+from .queues.local import LocalReceiver, LocalSender
+from .queues.messages import Active, ReceiveLane, SendLane, incoming, mover, outgoing
+from .queues.object_ports import ObjectRecvPort, ObjectSendPort
+from .queues.ports import RecvPort, SendPort, SlotRecvPort, SlotSendPort
+from .queues.remote import Counts, RemoteReceiver, RemoteSender
 
 RING_SLOTS = 4
 RING_BYTES = 16 * 1024

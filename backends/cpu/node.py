@@ -9,13 +9,13 @@ from typing import Any, Protocol
 
 from ..base import World
 from ..errors import TransportError
-from ..flight import Doing, Sight
-from .copying import Copier
-from .doorbell import Doorbell
-from .fences import full_fence, publish_fence
-from .layout import ROW, WAITING, block_bytes
+from ..failures.flight import Doing, Sight
+from .memory.fences import full_fence, publish_fence
+from .memory.layout import ROW, WAITING, block_bytes
+from .memory.parallel_memcpy import Copier
+from .memory.segments import MemoryFiles, NamedFiles, Segment, Segments
 from .mpi import module_of
-from .segments import MemoryFiles, NamedFiles, Segment, Segments
+from .waiting.doorbell import Doorbell
 
 
 class Observer(Protocol):

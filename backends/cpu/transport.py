@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from ...ir.module import Channel
 from ..base import Communicator, World
 from .communicator import CpuCommunicator
-from .control import Control
+from .control.control import Control
+from .control.rank_status import State
 from .node import MpiWorld, Node
-from .rows import State
-from .waiting import Waiter, WaitPolicy
+from .waiting.waiting import Waiter, WaitPolicy
 
 
 class CpuTransport:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...ir.attributes import Stream
 from ..base import Port
-from ..poison import Poison
+from ..failures.poison import Poison
 
 
 @runtime_checkable

@@ -19,7 +19,7 @@ from ...ir.attributes import Stream
 from ...ir.types import TensorType
 from ..base import Port
 from ..dtypes import TORCH_DTYPES
-from ..poison import Poison
+from ..failures.poison import Poison
 from .base import Device, Event, Queue
 
 

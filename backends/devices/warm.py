@@ -18,10 +18,10 @@ from torch import Tensor
 from ...ir.module import Function, FunctionKind, Program
 from ...ir.ops import Call, Op, Value, View, Wait
 from ...ir.types import DType, FutureType, TensorType, Type
-from .. import builtins
 from ..base import Body
 from ..dtypes import TORCH_DTYPES
-from ..linked import LinkedProgram
+from ..program import builtins
+from ..program.linked import LinkedProgram
 from .base import Device
 
 Output = tuple[str, int]

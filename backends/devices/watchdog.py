@@ -20,9 +20,9 @@ from typing import Protocol
 from ...ir.attributes import Stream
 from ...ir.module import FunctionKind, Module, Program
 from ...ir.ops import Call
-from ..flight import Position
+from ..failures.flight import Position
 from .base import Device, Event
-from .unfinished import Work
+from .pending_work import Work
 
 INTERVAL = 0.25
 """Seconds between two looks."""

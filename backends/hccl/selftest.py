@@ -20,7 +20,7 @@ from ..devices import npu
 from .abi import LAYOUTS, check_layouts
 from .symbols import load
 
-RANKS = "cg.launch.hccl_selftest"
+RANKS = "cg.launch.tools.hccl_selftest"
 """The module that runs on the ranks; it prints lines that begin with `ROW`."""
 
 ROW = "selftest: "

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...ir.attributes import Stream
 from ...ir.types import TensorType
 from ..dtypes import TORCH_DTYPES
-from ..poison import Poison
+from ..failures.poison import Poison
 from .library import CommunicationError, Messenger
 from .pool import Line
 

@@ -11,7 +11,7 @@ import cg
 from cg.backends.nccl.communicator import make_pool
 from cg.ir.attributes import Stream
 from cg.ir.module import Channel
-from cg.launch import world as worlds
+from cg.launch.world import world as worlds
 
 
 class Hand:

@@ -13,7 +13,7 @@ import torch
 
 import cg
 from cg.ir.attributes import Stream
-from cg.launch import world as worlds
+from cg.launch.world import world as worlds
 
 from .report import Report
 from .round_trip import Echo

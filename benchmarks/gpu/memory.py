@@ -9,7 +9,7 @@ import torch
 
 from cg.backends.nccl.communicator import make_pool
 from cg.ir.module import Channel
-from cg.launch import world as worlds
+from cg.launch.world import world as worlds
 
 from .report import Report
 

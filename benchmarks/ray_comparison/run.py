@@ -106,7 +106,7 @@ def check_wheel() -> None:
     Raises:
         SystemExit: it is not.
     """
-    found = find_spec("cg.backends.instance")
+    found = find_spec("cg.backends.driven.instance")
     if found is None or found.origin is None or found.origin.endswith(".py"):
         raise SystemExit("the compiled wheel of cg is not installed here: run make bench-ray")
 

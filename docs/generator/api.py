@@ -10,12 +10,12 @@ from types import ModuleType
 from typing import Any
 
 import cg
-from cg.backends.program_times import ProgramTimes, RankTimes
-from cg.backends.statistics import Statistics
-from cg.launch.analysis import Cost
-from cg.launch.profiling import Profile
-from cg.launch.repeated import Repeated
-from cg.passes.plan_buffers import MemoryPlan
+from cg.backends.timing.statistics import Statistics
+from cg.launch.api.analysis import Cost
+from cg.launch.api.repeated import Repeated
+from cg.launch.measure.profiling import Profile
+from cg.passes.lower.plan_buffers import MemoryPlan
+from cg.passes.simulate.program_times import ProgramTimes, RankTimes
 
 from .docstrings import to_markdown
 

@@ -39,7 +39,7 @@ OPERANDS = {
     "backward": ("one or more real floating scalars", "none"),
     "return": ("the outputs", "none"),
 }
-"""Operands and results, in words: what `ir/op_rules.py` checks."""
+"""Operands and results, in words: what `ir/verify/op_rules.py` checks."""
 
 _COMMON = tuple(f.name for f in fields(Op) if f.name not in ("operands", "results", "loc"))
 

@@ -33,11 +33,11 @@ from unittest import mock
 import torch
 
 import cg
-from cg.backends.virtual import VirtualWorld
+from cg.backends.virtual.world import VirtualWorld
 from cg.ir.parser import parse_module
-from cg.ir.verifier import verify
-from cg.launch.world import use_world, world
-from cg.tracer.actors import ActorFactory
+from cg.ir.verify.verifier import verify
+from cg.launch.world.world import use_world, world
+from cg.tracer.actors.actors import ActorFactory
 
 _BLOCK = re.compile(
     r"^<!-- (?P<what>run|output|ir)(?P<options>[^\n]*?) -->\n+"
@@ -46,8 +46,8 @@ _BLOCK = re.compile(
 )
 _SHELL = """
 python() { "$PYTHON" "$@"; }
-cg-opt() { python -m cg.launch.opt "$@"; }
-cg-sim() { python -m cg.launch.sim "$@"; }
+cg-opt() { python -m cg.launch.tools.opt "$@"; }
+cg-sim() { python -m cg.launch.tools.sim "$@"; }
 """
 _IMPORTABLE = [str(Path(entry).resolve()) for entry in sys.path if entry]
 _SECONDS = 120

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from cg.backends import collectives
 from cg.backends.base import Port, World
-from cg.backends.poison import Poison
+from cg.backends.failures.poison import Poison
+from cg.backends.virtual import collectives
 from cg.ir.module import Channel
 from cg.ir.ops import (
     AllGather,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ...backends.program_times import ProgramTimes
 from ...ir.module import Module
+from ...passes.simulate.program_times import ProgramTimes
 from .graph import Transport, actor_graph
 from .graph_svg import graph_svg
 from .html import timeline_html

@@ -12,7 +12,7 @@ from ...ir.module import Channel, Module, Program
 from ...ir.ops import Broadcast, Call, Collective, Copy, Op, Recv, Return, Send, Value, View, Wait
 from ...ir.types import FutureType
 from .model import Kind
-from .ops import Looks
+from .op_boxes import Looks
 
 Key: TypeAlias = tuple[str, ...]
 """What a node is; the same for all microbatches."""

@@ -12,9 +12,9 @@ from importlib.resources import files
 from string import Template
 from typing import Any
 
-from .layout import Band, stack, total
 from .model import Kind, Picture, Slice
 from .style import SHADES, fill_of, ink_on
+from .tracks import Band, stack, total
 
 _KINDS = tuple(Kind)
 

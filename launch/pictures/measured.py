@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from ...backends.tracing import Origin
+from ...backends.timing.tracing import Origin
 from ...ir.module import Module
 from ...ir.ops import Send
-from ..clocks import Reading, common_time
+from ..measure.clocks import Reading, common_time
 from .model import NUDGE, Arrow, Picture, Row, Slice, Spot, Track
-from .ops import Look, Looks
+from .op_boxes import Look, Looks
 from .programs import stream_order
 
 Which: TypeAlias = tuple[int, int]

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from ...backends.program_simulator import ProgramSimulation, simulate_programs
-from ...backends.program_times import ProgramTimes
 from ...ir.communication import Message
-from ...ir.costs import Costs
 from ...ir.module import Module
 from ...ir.ops import Call, Recv, Send
+from ...ir.pipeline.costs import Costs
+from ...passes.simulate.program_simulator import ProgramSimulation, simulate_programs
+from ...passes.simulate.program_times import ProgramTimes
 from .model import NUDGE, Arrow, Picture, Row, Slice, Spot, Track
-from .ops import Looks
+from .op_boxes import Looks
 
 
 def picture_of_programs(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...ir.attributes import Action, Task
-from ...ir.timing import Timeline
+from ...ir.pipeline.timing import Timeline
 from .model import KIND_OF, NUDGE, Arrow, Picture, Row, Slice, Spot, Track
 
 

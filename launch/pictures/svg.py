@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from html import escape
 
-from .layout import Band, Lane, stack, total
 from .model import Arrow, Kind, Picture, Slice, Spot
 from .style import (
     BAND,
@@ -20,6 +19,7 @@ from .style import (
     ticks,
     time_text,
 )
+from .tracks import Band, Lane, stack, total
 
 _TOP, _BOTTOM, _RIGHT = 76, 40, 24
 _NARROWEST, _WIDEST = 900.0, 12000.0

@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...ir.attributes import Task
-from ...ir.costs import Costs
-from ...ir.order import Order, splits_backward
-from ...ir.text_files import read_text
+from ...ir.pipeline.costs import Costs
+from ...ir.pipeline.order import Order, splits_backward
+from ...ir.text.files import read_text
 from .auto_order import auto_order
 from .base import Pipeline, Schedule, validate
 from .dualpipe_v_order import dualpipe_v_order

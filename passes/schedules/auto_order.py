@@ -7,9 +7,9 @@ from itertools import product
 from math import isfinite
 from operator import itemgetter
 
-from ...ir.costs import Costs
-from ...ir.order import Order, Row
-from ...ir.timing import play
+from ...ir.pipeline.costs import Costs
+from ...ir.pipeline.order import Order, Row
+from ...ir.pipeline.timing import play
 from .base import Pipeline, spell
 from .dualpipe_v_order import dualpipe_v_order
 from .gpipe_order import gpipe_order

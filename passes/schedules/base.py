@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from ...ir.attributes import Action, Task
-from ...ir.order import ACTIONS, Order, Row, numbers, splits_backward
+from ...ir.pipeline.order import ACTIONS, Order, Row, numbers, splits_backward
 
 
 @dataclass(frozen=True, slots=True)

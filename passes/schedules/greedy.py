@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
 from ...ir.attributes import Action
-from ...ir.costs import Costs
-from ...ir.order import Order
+from ...ir.pipeline.costs import Costs
+from ...ir.pipeline.order import Order
 from .base import Pipeline, spell
 
 _SLACK = 1e-9

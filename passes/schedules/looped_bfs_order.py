@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...ir.order import Order, Row
+from ...ir.pipeline.order import Order, Row
 from .base import Pipeline, spell
 from .layouts import loop
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...ir.attributes import Task
-from ...ir.order import Order
+from ...ir.pipeline.order import Order
 from .base import Pipeline
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...ir.order import Order
+from ...ir.pipeline.order import Order
 from .base import Pipeline, spell
 from .layouts import line
 from .zb_h1_order import lagging

@@ -15,17 +15,17 @@ from typing import Any
 import torch
 
 from cg.backends.dtypes import TORCH_DTYPES
-from cg.backends.virtual import VirtualExecutable
+from cg.backends.virtual.world import VirtualExecutable
 from cg.ir.module import Module
 from cg.ir.parser import parse_module
 from cg.ir.types import DType, TensorType
-from cg.ir.verifier import verify
-from cg.passes.assign_streams import AssignStreams
-from cg.passes.batch_messages import BatchMessages
-from cg.passes.check_deadlock import CheckDeadlock
+from cg.ir.verify.verifier import verify
+from cg.passes.check.check_deadlock import CheckDeadlock
+from cg.passes.lower.assign_streams import AssignStreams
+from cg.passes.lower.batch_messages import BatchMessages
+from cg.passes.lower.overlap import Overlap
+from cg.passes.lower.plan_buffers import PlanBuffers
 from cg.passes.manager import PassManager
-from cg.passes.overlap import Overlap
-from cg.passes.plan_buffers import PlanBuffers
 
 EXECUTIONS = 3
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 import cg
-from cg.backends.executions import Executions
-from cg.backends.virtual import VirtualWorld
-from cg.backends.virtual_executions import virtual_executions
-from cg.launch.graphs import use_executions
-from cg.launch.world import use_world
+from cg.backends.driven.executions import Executions
+from cg.backends.virtual.virtual_executions import virtual_executions
+from cg.backends.virtual.world import VirtualWorld
+from cg.launch.runtime.driven_graphs import use_executions
+from cg.launch.world.world import use_world
 
 
 @contextmanager

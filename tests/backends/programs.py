@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cg.backends.base import Body
-from cg.backends.virtual import VirtualExecutable
+from cg.backends.virtual.world import VirtualExecutable
 from cg.ir.module import Module
 from cg.ir.parser import parse_module
-from cg.ir.verifier import verify
+from cg.ir.verify.verifier import verify
 
 
 def module(text: str, check: bool = True) -> Module:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from cg.backends.agreement import Part, agree, named
+from cg.backends.agreement.gather import Part, agree, named
 from cg.backends.errors import PlanMismatch
-from cg.backends.virtual import VirtualWorld
+from cg.backends.virtual.world import VirtualWorld
 
 from .cpu.world import run_ranks
 

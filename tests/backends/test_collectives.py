@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cg.backends import collectives
 from cg.backends.errors import BindError, DeadlockError, RemoteError
-from cg.backends.virtual import VirtualExecutable
+from cg.backends.virtual import collectives
+from cg.backends.virtual.world import VirtualExecutable
 from cg.ir.attributes import ReduceOp
 
 from .programs import module

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from cg.backends.digests import digest, joined
+from cg.backends.agreement.digests import digest, joined
 
 
 @dataclass

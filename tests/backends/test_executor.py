@@ -11,9 +11,9 @@ import torch
 
 from cg.backends.base import Body
 from cg.backends.errors import BindError, InputError, RemoteError, ResultError, StepTimeout
-from cg.backends.executor import Executable, poll_only
-from cg.backends.fabric import VirtualFabric
-from cg.backends.linked import LinkedProgram
+from cg.backends.program.executor import Executable, poll_only
+from cg.backends.program.linked import LinkedProgram
+from cg.backends.virtual.fabric import VirtualFabric
 from cg.ir.location import Location
 
 from .programs import CHAIN, CHAIN_BODIES, local, module

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cg.backends.flight import FlightRecord, Position, Sight, describe_sight
+from cg.backends.failures.flight import FlightRecord, Position, Sight, describe_sight
 
 from .programs import CHAIN, exchange, module
 from .test_collectives import MEET, barrier

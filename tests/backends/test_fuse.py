@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cg.backends.fuse import fuser
+from cg.backends.program.fuse import fuser
 from tests.tracer.function_tools import trace, trace_vjp
 
 pytestmark = [

@@ -10,21 +10,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cg.backends.driven.participants import participants, woken_by_record
+from cg.backends.driven.records import BITS, GRAPHS, SEATS, VARIANTS, Kind, Record, VirtualRecords
+from cg.backends.driven.ticket_locks import Tickets, Turnstiles
 from cg.backends.errors import Failure
-from cg.backends.participants import participants, woken_by_record
-from cg.backends.poison import Poison
-from cg.backends.records import BITS, GRAPHS, SEATS, VARIANTS, Kind, Record, VirtualRecords
-from cg.backends.statistics import Statistics
-from cg.backends.tallies import count
-from cg.backends.turnstiles import Tickets, Turnstiles
-from cg.backends.variants import share_channels
-from cg.backends.witnesses import witnesses
+from cg.backends.failures.poison import Poison
+from cg.backends.failures.unobserved_failures import witnesses
+from cg.backends.program.variants import share_channels
+from cg.backends.timing.statistics import Statistics
+from cg.backends.timing.tallies import count
 from cg.ir.flops import Flops
 from cg.ir.module import Module
 from cg.ir.ops import Recv, Send
 from cg.ir.parser import parse_module
 from cg.ir.types import DType
-from cg.ir.verifier import verify
+from cg.ir.verify.verifier import verify
 
 FORKED = """
 module @forked phase=scheduled world=4 {

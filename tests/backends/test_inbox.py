@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from cg.backends.inbox import Inbox, Order
-from cg.backends.records import Kind, Record
+from cg.backends.driven.command_queue import Inbox, Order
+from cg.backends.driven.records import Kind, Record
 
 
 class Driver:

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from cg.backends.base import Body
-from cg.backends.instrument import instrument
-from cg.backends.virtual import VirtualExecutable
+from cg.backends.timing.instrument import instrument
+from cg.backends.virtual.world import VirtualExecutable
 from cg.ir.module import FunctionKind, Module
 from cg.ir.ops import Call
 from cg.ir.printer import format_module
-from cg.ir.verifier import verify
+from cg.ir.verify.verifier import verify
 
 from .programs import module
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import cg
-from cg.backends.executions import Executions
-from cg.backends.interruptions import is_interruption, leaves
+from cg.backends.driven.executions import Executions
+from cg.backends.failures.interruptions import is_interruption, leaves
 
 from .graph_tools import world
 

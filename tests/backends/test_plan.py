@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+from cg.backends.agreement.plan_hash import check_plan, plan_hash
 from cg.backends.errors import PlanMismatch
-from cg.backends.plan import check_plan, plan_hash
-from cg.backends.virtual import VirtualWorld
+from cg.backends.virtual.world import VirtualWorld
 from cg.ir.module import Module
 
 from .programs import CHAIN, module

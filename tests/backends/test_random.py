@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cg.backends.executor import Executable, poll_only
-from cg.backends.linked import LinkedProgram
-from cg.backends.random import call_seed, seeded, splitmix64
+from cg.backends.program.executor import Executable, poll_only
+from cg.backends.program.linked import LinkedProgram
+from cg.backends.program.random import call_seed, seeded, splitmix64
 
 from .programs import local, module
 

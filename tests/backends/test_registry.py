@@ -11,9 +11,9 @@ import pytest
 from cg.backends import registry
 from cg.backends.base import Communicator, World
 from cg.backends.errors import UnknownCommunicator
-from cg.backends.fabric import VirtualFabric
 from cg.backends.registry import Registry
-from cg.backends.virtual import VirtualWorld
+from cg.backends.virtual.fabric import VirtualFabric
+from cg.backends.virtual.world import VirtualWorld
 from cg.ir.module import Channel
 
 CHANNELS = [Channel(0, (0, 1))]

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cg.backends.grid import grid
-from cg.backends.simulator import simulate
 from cg.ir.attributes import Action, Task
-from cg.ir.costs import Costs, Link
-from cg.ir.timing import OrderDeadlock, play
+from cg.ir.pipeline.costs import Costs, Link
+from cg.ir.pipeline.timing import OrderDeadlock, play
 from cg.passes import schedules
 from cg.passes.schedules import Pipeline
+from cg.passes.simulate.rank_grid import grid
+from cg.passes.simulate.schedule_simulator import simulate
 
 times = st.integers(0, 9).map(float)
 

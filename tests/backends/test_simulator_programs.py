@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from cg.backends.footprint import peak_bytes
-from cg.backends.program_simulator import ProgramSimulation, simulate_programs
-from cg.backends.simulator import simulate
-from cg.ir.costs import Costs, Link
 from cg.ir.diagnostics import IRError
 from cg.ir.module import Module
 from cg.ir.ops import Call
+from cg.ir.pipeline.costs import Costs, Link
 from cg.passes import schedules
 from cg.passes.manager import PassManager
 from cg.passes.pipelines import default_pipeline
 from cg.passes.registry import Switches
 from cg.passes.schedules import Pipeline, Schedule
+from cg.passes.simulate.footprint import peak_bytes
+from cg.passes.simulate.program_simulator import ProgramSimulation, simulate_programs
+from cg.passes.simulate.schedule_simulator import simulate
 
 from .programs import CHAIN, exchange, local, module
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from cg.backends.base import Communicator, World
 from cg.backends.errors import DeadlockError, InputError, RemoteError
-from cg.backends.fabric import VirtualFabric
-from cg.backends.virtual import VirtualExecutable, VirtualWorld, run_virtual
+from cg.backends.virtual.fabric import VirtualFabric
+from cg.backends.virtual.world import VirtualExecutable, VirtualWorld, run_virtual
 
 from .programs import CHAIN, CHAIN_BODIES, exchange, module, run
 

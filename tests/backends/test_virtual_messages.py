@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cg.backends.errors import BindError, DeadlockError, RemoteError
-from cg.backends.virtual import VirtualExecutable
+from cg.backends.virtual.world import VirtualExecutable
 
 from .programs import CHAIN, CHAIN_BODIES, module, run
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import cg
-from cg.backends.virtual import VirtualWorld
-from cg.launch.world import use_world
+from cg.backends.virtual.world import VirtualWorld
+from cg.launch.world.world import use_world
 
 from ..mpi.jobs import ROOT
 

@@ -9,7 +9,7 @@ from cg.ir.diagnostics import IRError
 from cg.ir.module import Module
 from cg.ir.parser import parse_module
 from cg.ir.printer import format_module
-from cg.ir.verifier import verify
+from cg.ir.verify.verifier import verify
 
 SWAP = """
 module @swap phase=scheduled world=2 {

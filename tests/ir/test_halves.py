@@ -7,7 +7,7 @@ import pytest
 from cg.ir.diagnostics import IRError
 from cg.ir.parser import parse_module
 from cg.ir.printer import format_module
-from cg.ir.verifier import verify
+from cg.ir.verify.verifier import verify
 
 MODULE = """module @m phase=traced world=1 {
   function @f(f32[4]) -> (f32[2]) {actor = a, effect = read}

@@ -11,7 +11,7 @@ from cg.ir.ops import OP_CLASSES, Call, Return, Value
 from cg.ir.parser import parse_module
 from cg.ir.phases import LEGAL
 from cg.ir.types import DType, Place, TensorType
-from cg.ir.verifier import verify
+from cg.ir.verify.verifier import verify
 
 from .valid_modules import ASYNC, PLACED, SCHEDULED, TRACED, VALID, broken, errors
 

@@ -7,7 +7,7 @@ import pytest
 from cg.ir.diagnostics import IRError
 from cg.ir.module import Module
 from cg.ir.parser import parse_module
-from cg.ir.verifier import verify
+from cg.ir.verify.verifier import verify
 
 DECLARATIONS = """
   function @f(f32[4]) -> (f32[4]) {actor = a0, effect = read}

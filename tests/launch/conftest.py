@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 import cg
-from cg.launch.ancestors import above
+from cg.launch.job.ancestors import above
 
 PROGRAMS = Path(__file__).parent / "programs"
 LIMIT = 60.0

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import cg
-from cg.backends.virtual import VirtualWorld
+from cg.backends.virtual.world import VirtualWorld
 from cg.ir.module import Module
-from cg.launch.compiled import Compiled
+from cg.launch.api.compiled import Compiled
 from cg.launch.pictures.graph import ActorGraph, actor_graph
 from cg.launch.pictures.graph_svg import graph_svg
 from cg.launch.pictures.model import Kind
-from cg.launch.world import use_world
+from cg.launch.world.world import use_world
 
 from .stage import Stage
 

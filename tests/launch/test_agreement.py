@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import cg
-from cg.backends.virtual import VirtualWorld
-from cg.launch.agreement import text_of
-from cg.launch.comparison import interval
-from cg.launch.world import use_world
+from cg.backends.virtual.world import VirtualWorld
+from cg.launch.world.agreement import text_of
+from cg.launch.world.comparison import interval
+from cg.launch.world.world import use_world
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import stat
 from pathlib import Path
 
-from cg.launch.attendance import Attendance
+from cg.launch.job.rank_registry import Attendance
 
 
 def test_who_has_come_and_not_left(tmp_path: Path) -> None:

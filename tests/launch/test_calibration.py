@@ -9,16 +9,16 @@ from unittest import mock
 
 import pytest
 
-from cg.backends.program_times import RankTimes
 from cg.ir.communication import Span
-from cg.ir.costs import Costs, Link
 from cg.ir.module import Channel, Module
 from cg.ir.ops import Call
 from cg.ir.parser import parse_module
-from cg.ir.verifier import verify
-from cg.launch.awaited import awaited
-from cg.launch.calibration import measured_costs
-from cg.launch.recording import Recording
+from cg.ir.pipeline.costs import Costs, Link
+from cg.ir.verify.verifier import verify
+from cg.launch.measure.calibration import measured_costs
+from cg.launch.measure.message_latency import awaited
+from cg.launch.measure.recording import Recording
+from cg.passes.simulate.program_times import RankTimes
 
 STEP = """
 module @step phase=scheduled world=2 {
@@ -94,7 +94,7 @@ def costs_of(module: Module, recordings: Sequence[Recording], world: World | Non
         assert channels == tuple(module.channels.values())
         return Link(0.5 - overhead)
 
-    with mock.patch("cg.launch.calibration.try_edge", try_edge):
+    with mock.patch("cg.launch.measure.calibration.try_edge", try_edge):
         return measured_costs(world or World(), module, recordings)  # type: ignore[arg-type]
 
 

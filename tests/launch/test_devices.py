@@ -10,7 +10,7 @@ import torch
 
 from cg.backends.devices import find
 from cg.launch.config import Config, ConfigError
-from cg.launch.devices import DeviceError, Sight, declined, for_rank, look
+from cg.launch.world.devices import DeviceError, Sight, declined, for_rank, look
 
 
 class Some:

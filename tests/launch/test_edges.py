@@ -11,7 +11,7 @@ from cg.backends.nccl.pool import width_of
 from cg.ir.flops import Flops
 from cg.ir.module import Channel, Module
 from cg.ir.types import DType
-from cg.launch.edges import _one_way
+from cg.launch.measure.link_benchmark import _one_way
 
 
 @dataclass
@@ -29,7 +29,7 @@ class _Seen(Exception):
 
 def tried(*channels: Channel, largest: int = 64) -> Module:
     """What two ranks with these channels would run, with messages of so many bytes."""
-    patched = mock.patch("cg.launch.edges.record", side_effect=_Seen)
+    patched = mock.patch("cg.launch.measure.link_benchmark.record", side_effect=_Seen)
     with patched as record, pytest.raises(_Seen):
         _one_way(World(), (0, 1), largest, channels)  # type: ignore[arg-type]
     (call,) = record.call_args_list

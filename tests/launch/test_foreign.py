@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 import cg
-from cg.backends.virtual import VirtualWorld
-from cg.launch import world as worlds
-from cg.launch.ancestors import above, inheritors, runs_python
+from cg.backends.virtual.world import VirtualWorld
 from cg.launch.config import Config
-from cg.launch.detect import HYDRA, Launch
-from cg.launch.foreign import Foreign, command, detect
-from cg.launch.waiting import WorldError
+from cg.launch.job.ancestors import above, inheritors, runs_python
+from cg.launch.job.detect import HYDRA, Launch
+from cg.launch.job.foreign import Foreign, command, detect
+from cg.launch.world import world as worlds
+from cg.launch.world.waiting import WorldError
 
 PACKAGES = str(Path(cg.__file__).absolute().parent.parent)
 

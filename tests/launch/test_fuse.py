@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 import cg
-from cg.backends import fuse
-from cg.backends.virtual import VirtualWorld
+from cg.backends.program import fuse
+from cg.backends.virtual.world import VirtualWorld
 from cg.ir.attributes import Effect
 from cg.ir.parser import parse_module
 from cg.ir.printer import format_module
-from cg.launch.world import use_world
+from cg.launch.world.world import use_world
 
 needs_compiler = pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "g++")) is None, reason="no C++ compiler for TorchInductor"

@@ -8,7 +8,7 @@ from weakref import ref
 
 import pytest
 
-from cg.launch import graphs
+from cg.launch.runtime import driven_graphs as graphs
 
 
 class World:

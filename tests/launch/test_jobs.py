@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cg.launch.launcher import Flavour, find
+from cg.launch.job.launcher import Flavour, find
 
 from .conftest import PROGRAMS, Job, Start
 

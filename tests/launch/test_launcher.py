@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cg.launch.__main__ import main
-from cg.launch.launcher import (
+from cg.launch.job.launcher import (
     Flavour,
     Launcher,
     LaunchError,
@@ -18,7 +18,7 @@ from cg.launch.launcher import (
     on_hosts,
     variables,
 )
-from cg.launch.segments import remove_unused
+from cg.launch.job.shm_cleanup import remove_unused
 
 
 def fake(directory: Path, name: str, says: str) -> Path:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from cg.backends.devices.executable import DeviceExecutable
-from cg.launch.mixed import MixedRuntime
+from cg.backends.devices.programs.executable import DeviceExecutable
+from cg.launch.runtime.device_runtime import MixedRuntime
 
 
 class Ended(Exception):

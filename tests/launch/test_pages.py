@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from cg.launch.pictures.html import timeline_html
-from cg.launch.pictures.layout import stack
 from cg.launch.pictures.model import Kind, Picture, Row, Slice, Track
+from cg.launch.pictures.tracks import stack
 
 if TYPE_CHECKING:
     from playwright.sync_api import Locator, Page

@@ -11,22 +11,22 @@ from typing import Any
 
 import pytest
 
-from cg.backends.program_simulator import simulate_programs
-from cg.backends.simulator import simulate
-from cg.ir.costs import Costs, Link
 from cg.ir.module import Module
 from cg.ir.parser import parse_module
+from cg.ir.pipeline.costs import Costs, Link
 from cg.launch.pictures.html import timeline_html
-from cg.launch.pictures.layout import stack
 from cg.launch.pictures.model import Kind, Picture, Row, Slice, Track, one_above_the_other
 from cg.launch.pictures.perfetto import trace_events
 from cg.launch.pictures.programs import picture_in_units, picture_of_programs
 from cg.launch.pictures.schedules import picture_of_schedule
 from cg.launch.pictures.style import bytes_text, fill_of, ticks, time_text
 from cg.launch.pictures.svg import timeline_svg
+from cg.launch.pictures.tracks import stack
 from cg.launch.pictures.write import write_picture
 from cg.passes import schedules
 from cg.passes.schedules import Pipeline
+from cg.passes.simulate.program_simulator import simulate_programs
+from cg.passes.simulate.schedule_simulator import simulate
 
 SVG = "{http://www.w3.org/2000/svg}"
 

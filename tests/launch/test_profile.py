@@ -13,12 +13,12 @@ import pytest
 import torch
 
 import cg
-from cg.backends.tracing import device_ranges
-from cg.backends.virtual import VirtualWorld
+from cg.backends.timing.tracing import device_ranges
+from cg.backends.virtual.world import VirtualWorld
 from cg.ir.ops import Call
-from cg.launch.compiled import Compiled
+from cg.launch.api.compiled import Compiled
 from cg.launch.pictures.model import Kind
-from cg.launch.world import use_world
+from cg.launch.world.world import use_world
 from tests.mpi.profile_job import check_trace, events_of
 
 from .stage import Stage

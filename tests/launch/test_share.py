@@ -7,10 +7,10 @@ import types
 
 import pytest
 
-from cg.launch import affinity, bootstrap, devices, threads
 from cg.launch.config import THREAD_VARIABLES, Config
-from cg.launch.detect import Launch
-from cg.launch.topology import Core
+from cg.launch.job.detect import Launch
+from cg.launch.world import affinity, bootstrap, devices, threads
+from cg.launch.world.topology import Core
 
 
 class Effects:

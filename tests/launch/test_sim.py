@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cg.launch.sim import main
+from cg.launch.tools.sim import main
 
 TABLE = "0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1\n"
 
@@ -174,7 +174,7 @@ def test_it_needs_neither_torch_nor_mpi_nor_numpy() -> None:
     program = (
         "import sys\n"
         "for name in ('torch', 'mpi4py', 'numpy'): sys.modules[name] = None\n"
-        "from cg.launch.sim import main\n"
+        "from cg.launch.tools.sim import main\n"
         "sys.exit(main('--schedule auto --stages 2 --microbatches 3'.split()))\n"
     )
     done = subprocess.run(

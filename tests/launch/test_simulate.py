@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 import cg
-from cg.backends.footprint import peak_bytes
-from cg.backends.simulator import simulate
-from cg.backends.virtual import VirtualWorld
+from cg.backends.virtual.world import VirtualWorld
 from cg.ir.ops import Call
-from cg.launch.world import use_world
+from cg.launch.world.world import use_world
 from cg.passes.schedules import Pipeline
+from cg.passes.simulate.footprint import peak_bytes
+from cg.passes.simulate.schedule_simulator import simulate
 
 M, WIDTH = 4, 4
 X = torch.ones(M, WIDTH)

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import pytest
 
 import cg
-from cg.launch import world as worlds
 from cg.launch.config import Config
-from cg.launch.detect import HYDRA, SLURM, Launch, detect
-from cg.launch.slurm import for_daemons, is_elsewhere
-from cg.launch.waiting import WorldError
+from cg.launch.job.detect import HYDRA, SLURM, Launch, detect
+from cg.launch.job.slurm import for_daemons, is_elsewhere
+from cg.launch.world import world as worlds
+from cg.launch.world.waiting import WorldError
 
 PACKAGES = str(Path(cg.__file__).absolute().parent.parent)
 
@@ -94,7 +94,8 @@ A_TASK = """
 import os, signal, subprocess, sys
 
 os.environ["SLURM_TASK_PID"] = str(os.getpid())
-report = "import os; from cg.launch.detect import is_typed; print(is_typed(os.environ), flush=True)"
+IMPORT = "import os; from cg.launch.job.detect import is_typed"
+report = f"{IMPORT}; print(is_typed(os.environ), flush=True)"
 
 
 def foreground():

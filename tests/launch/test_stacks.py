@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from cg.backends.flight import Doing
-from cg.launch.stacks import Address, Stacks, parse_dump
+from cg.backends.failures.flight import Doing
+from cg.launch.world.stacks import Address, Stacks, parse_dump
 
 from ..mpi.jobs import environment
 
@@ -19,8 +19,8 @@ pytestmark = pytest.mark.timeout(120)
 
 CHILD = """
 import ctypes, pickle, sys, time
-from cg.backends.flight import Doing
-from cg.launch.stacks import Stacks
+from cg.backends.failures.flight import Doing
+from cg.launch.world.stacks import Stacks
 
 stacks = Stacks(1)
 TELL

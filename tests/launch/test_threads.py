@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 import cg
-from cg.backends.virtual import VirtualWorld
-from cg.launch.turns import Turn, turn_of
-from cg.launch.world import use_world, world
+from cg.backends.virtual.world import VirtualWorld
+from cg.launch.api.turns import Turn, turn_of
+from cg.launch.world.world import use_world, world
 
 torch.set_num_threads(1)
 

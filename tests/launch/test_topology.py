@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cg.launch import affinity
-from cg.launch.topology import Core, core_count, cpu_quota, parse_list, read_cores
+from cg.launch.world import affinity
+from cg.launch.world.topology import Core, core_count, cpu_quota, parse_list, read_cores
 
 CPU = "sys/devices/system/cpu"
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 import cg
-from cg.backends.virtual import VirtualWorld
-from cg.launch import world as worlds
+from cg.backends.virtual.world import VirtualWorld
 from cg.launch.config import Config
-from cg.launch.detect import HYDRA, OPEN_MPI, Launch, detect
-from cg.launch.job import descendants
-from cg.launch.waiting import WorldError, user_line, wait_until
+from cg.launch.job.detect import HYDRA, OPEN_MPI, Launch, detect
+from cg.launch.job.job import descendants
+from cg.launch.world import world as worlds
+from cg.launch.world.waiting import WorldError, user_line, wait_until
 
 
 @cg.actor

@@ -20,14 +20,14 @@ from typing import Any
 import torch
 
 from cg.backends.cpu.transport import CpuTransport
-from cg.backends.devices.executable import DeviceExecutable
-from cg.backends.executor import Executable
-from cg.backends.linked import LinkedProgram
+from cg.backends.devices.programs.executable import DeviceExecutable
 from cg.backends.nccl.communicator import NcclCommunicator, make_pool
 from cg.backends.nccl.pool import NcclPool
+from cg.backends.program.executor import Executable
+from cg.backends.program.linked import LinkedProgram
 from cg.ir.module import Module
-from cg.launch import world as worlds
-from cg.passes.capture import Capture
+from cg.launch.world import world as worlds
+from cg.passes.lower.capture import Capture
 from cg.passes.manager import PassManager
 from tests.backends.conformance import EXECUTIONS, Case, cases, check
 from tests.backends.devices.fakes import FABRIC, FakeDevice, FakeLibrary

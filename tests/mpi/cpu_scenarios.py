@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from cpu_world import FileWorld, TestWorld, report
 
-from cg.backends import collectives as definition
 from cg.backends.base import Port
 from cg.backends.cpu.communicator import CpuCommunicator
 from cg.backends.cpu.transport import CpuTransport
-from cg.backends.cpu.waiting import WaitPolicy
+from cg.backends.cpu.waiting.waiting import WaitPolicy
 from cg.backends.dtypes import TORCH_DTYPES
 from cg.backends.errors import Failure, RemoteError, StepTimeout, TransportError
-from cg.backends.flight import Position
+from cg.backends.failures.flight import Position
+from cg.backends.virtual import collectives as definition
 from cg.ir.attributes import ReduceOp
 from cg.ir.module import Channel
 from cg.ir.ops import (
@@ -37,15 +37,7 @@ from cg.ir.ops import (
     Send,
     Value,
 )
-from cg.ir.types import (
-    DType,
-    FutureType,
-    ObjectType,
-    Place,
-    TensorType,
-    UnitType,
-    ValueType,
-)
+from cg.ir.types import DType, FutureType, ObjectType, Place, TensorType, UnitType, ValueType
 
 F32 = TensorType(DType.F32, (8,))
 OBJECT = ObjectType()

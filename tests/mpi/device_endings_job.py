@@ -17,7 +17,7 @@ import torch
 
 import cg
 from cg.ir.attributes import Stream
-from cg.launch import world as worlds
+from cg.launch.world import world as worlds
 
 TIMEOUT = 3.0
 """Seconds that a step may take."""

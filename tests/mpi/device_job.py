@@ -20,7 +20,7 @@ from cg.backends.nccl.communicator import NcclCommunicator
 from cg.backends.nccl.pool import NcclPool
 from cg.backends.registry import register
 from cg.ir.module import Channel
-from cg.launch import world as worlds
+from cg.launch.world import world as worlds
 from tests.backends.devices.fakes import FakeDevice, FakeLibrary
 
 pools: dict[World, NcclPool] = {}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import cg
-from cg.launch.world import use_world, world
+from cg.launch.world.world import use_world, world
 
 
 @contextlib.contextmanager

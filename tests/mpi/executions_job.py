@@ -24,7 +24,7 @@ from executions_actors import Boom, Scale, Unloadable, workers
 from executions_late import positions, room, timeouts
 
 import cg
-from cg.launch.world import world
+from cg.launch.world.world import world
 
 torch.set_num_threads(1)
 

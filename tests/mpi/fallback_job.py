@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import cg
-from cg.launch.world import world
+from cg.launch.world.world import world
 
 from .driven_job import Part, driven, first, x_of
 

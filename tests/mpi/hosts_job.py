@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 import cg
-from cg.backends.virtual import VirtualWorld
-from cg.launch.runtime import transport_of
-from cg.launch.world import use_world, world
+from cg.backends.virtual.world import VirtualWorld
+from cg.launch.runtime.runtime import transport_of
+from cg.launch.world.world import use_world, world
 
 PAYLOADS = (1, 5000, 1 << 16, 3 << 20)
 torch.set_num_threads(1)

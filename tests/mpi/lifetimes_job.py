@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import cg
-from cg.launch import world as worlds
+from cg.launch.world import world as worlds
 
 SIZE = 64
 """Of one tensor, in each case, so that any memory fits any value."""

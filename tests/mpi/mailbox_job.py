@@ -12,9 +12,9 @@ import torch
 import cg
 from cg.backends import registry
 from cg.backends.cpu.transport import CpuTransport
-from cg.backends.executor import Executable
-from cg.backends.linked import LinkedProgram
-from cg.launch import world as worlds
+from cg.backends.program.executor import Executable
+from cg.backends.program.linked import LinkedProgram
+from cg.launch.world import world as worlds
 from tests.backends.conformance import EXECUTIONS, Case, cases, check
 
 

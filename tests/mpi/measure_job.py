@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import cg
-from cg.launch import edges
+from cg.launch.measure import link_benchmark as edges
 from tests.properties.pipelines import Pipe, Stage, inputs, make_step
 
 

@@ -13,10 +13,10 @@ import sys
 import torch
 
 import cg
-from cg.backends.virtual import VirtualWorld
+from cg.backends.virtual.world import VirtualWorld
 from cg.ir.diagnostics import IRError
-from cg.launch import world as worlds
-from cg.launch.world import use_world
+from cg.launch.world import world as worlds
+from cg.launch.world.world import use_world
 from tests.properties.actors import KINDS
 from tests.properties.oracle import (
     BASIC,

@@ -14,9 +14,9 @@ from dataclasses import replace
 import torch
 
 import cg
-from cg.backends.virtual import VirtualWorld
-from cg.launch import world as worlds
-from cg.launch.world import use_world
+from cg.backends.virtual.world import VirtualWorld
+from cg.launch.world import world as worlds
+from cg.launch.world.world import use_world
 from tests.properties.pipelines import (
     Pipe,
     assert_close,

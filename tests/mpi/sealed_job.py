@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import cg
-from cg.backends.devices.instance import SealedInstance
+from cg.backends.devices.programs.instance import SealedInstance
 
 from .driven_job import WIDTH, driven, first, parts, play, x_of
 

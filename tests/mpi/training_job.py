@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 import cg
-from cg.backends.devices.capture import WARM_UPS
-from cg.launch import world as worlds
+from cg.backends.devices.programs.capture import WARM_UPS
+from cg.launch.world import world as worlds
 
 WIDTH, ROWS, MICROBATCHES = 32, 16, 4
 SWITCHES = ("", "-capture", "-overlap", "-capture,-overlap")

@@ -12,7 +12,7 @@ import pytest
 from cg.ir.module import Module
 from cg.ir.parser import parse_module
 from cg.ir.printer import format_program
-from cg.ir.verifier import verify
+from cg.ir.verify.verifier import verify
 from cg.passes.manager import PassManager
 from cg.passes.registry import parse_pipeline
 

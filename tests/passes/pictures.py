@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cg.ir.attributes import Action
-from cg.ir.timing import play
+from cg.ir.pipeline.timing import play
 from cg.passes.schedules import Pipeline, Schedule
 
 FIRST = {Action.FORWARD: "0", Action.BACKWARD: "a", Action.WEIGHT: "A"}

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from cg.backends.sealed import is_sealed
+from cg.backends.driven.device_only import is_sealed
 from cg.ir.attributes import Stream
 from cg.ir.diagnostics import IRError
 from cg.ir.module import Module
 from cg.ir.ops import Recv, Send, Transfer
 from cg.ir.parser import parse_module
-from cg.passes.capture import Capture, describe
-from cg.passes.choose_transports import ChooseTransports
-from cg.passes.fabrics import Fabrics
-from cg.passes.insert_transfers import InsertTransfers
+from cg.passes.lower.capture import Capture, describe
 from cg.passes.manager import PassManager
 from cg.passes.pipelines import default_pipeline
-from cg.passes.split_transfers import SplitTransfers
+from cg.passes.placement.choose_transports import ChooseTransports
+from cg.passes.placement.fabrics import Fabrics
+from cg.passes.placement.insert_transfers import InsertTransfers
+from cg.passes.placement.split_transfers import SplitTransfers
 
 RANKS = "nccl+nccl+-"
 

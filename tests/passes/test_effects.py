@@ -11,7 +11,7 @@ from cg.ir.attributes import Effect, Shares, Symbol
 from cg.ir.module import Function, Module
 from cg.ir.ops import Barrier, Call, Op, Value
 from cg.ir.types import Place, UnitType
-from cg.passes.effects import dependencies, effect_of
+from cg.passes.frontend.effect_order import dependencies, effect_of
 
 FUNCTIONS = {
     f"{actor}.{effect.value}": Function(

@@ -15,7 +15,7 @@ from cg.ir.module import Module, Phase
 from cg.ir.ops import Constant, Value
 from cg.ir.parser import parse_module
 from cg.ir.types import DType, Place, TensorType
-from cg.launch.dumps import Dump
+from cg.launch.api.dumps import Dump
 from cg.passes.base import Pass
 from cg.passes.manager import (
     DishonestPassError,

@@ -9,10 +9,10 @@ import pytest
 from cg.ir.clone import clone
 from cg.ir.module import Module, Phase
 from cg.ir.ops import Call
-from cg.ir.verifier import verify
-from cg.passes.fabrics import Fabrics
+from cg.ir.verify.verifier import verify
 from cg.passes.manager import PassManager, check_pipeline
 from cg.passes.pipelines import default_pipeline
+from cg.passes.placement.fabrics import Fabrics
 from cg.passes.registry import Switches, names, parse_pipeline, parse_switches
 from cg.passes.schedules import gpipe, one_f_one_b
 

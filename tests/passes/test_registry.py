@@ -10,7 +10,7 @@ import pytest
 from cg.ir.module import Module, Phase
 from cg.passes import registry
 from cg.passes.base import OptionError, Pass
-from cg.passes.insert_transfers import InsertTransfers
+from cg.passes.placement.insert_transfers import InsertTransfers
 from cg.passes.registry import (
     Switches,
     UnknownPassError,

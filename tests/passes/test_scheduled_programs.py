@@ -17,7 +17,7 @@ from cg.ir.module import Module, Program
 from cg.ir.ops import Call, Collective, Free, Op, Recv, Send, Wait
 from cg.ir.parser import parse_module
 from cg.ir.printer import format_module
-from cg.ir.verifier import verify
+from cg.ir.verify.verifier import verify
 from cg.passes import schedules
 from cg.passes.manager import PassManager
 from cg.passes.registry import parse_pipeline

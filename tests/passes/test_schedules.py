@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cg.ir.attributes import Action, Task
-from cg.ir.timing import play
+from cg.ir.pipeline.timing import play
 from cg.passes import schedules
 from cg.passes.schedules import Pipeline, Schedule
 

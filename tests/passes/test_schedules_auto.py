@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cg.ir.costs import Costs
-from cg.ir.timing import Timeline, play
+from cg.ir.pipeline.costs import Costs
+from cg.ir.pipeline.timing import Timeline, play
 from cg.passes import schedules
 from cg.passes.schedules import Pipeline
 from cg.passes.schedules.base import spell

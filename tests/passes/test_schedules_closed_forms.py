@@ -7,8 +7,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from cg.ir.attributes import Action
-from cg.ir.costs import Costs
-from cg.ir.timing import play
+from cg.ir.pipeline.costs import Costs
+from cg.ir.pipeline.timing import play
 from cg.passes import schedules
 from cg.passes.schedules import Pipeline, Schedule
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cg.ir.attributes import Action
-from cg.ir.order import splits_backward
-from cg.ir.timing import play
+from cg.ir.pipeline.order import splits_backward
+from cg.ir.pipeline.timing import play
 from cg.passes import schedules
 from cg.passes.schedules import Pipeline, Schedule
 

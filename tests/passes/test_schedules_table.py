@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cg.ir.attributes import Task
-from cg.ir.order import Row, numbers
+from cg.ir.pipeline.order import Row, numbers
 from cg.passes import schedules
 from cg.passes.schedules import Pipeline
 

@@ -20,14 +20,14 @@ import torch
 
 from cg.backends.dtypes import TORCH_DTYPES
 from cg.backends.errors import DeadlockError, RemoteError
-from cg.backends.values import duplicate
-from cg.backends.virtual import VirtualExecutable
+from cg.backends.program.value_copies import duplicate
+from cg.backends.virtual.world import VirtualExecutable
 from cg.ir.attributes import Stream, Symbol
 from cg.ir.clone import clone
 from cg.ir.module import Channel, Function, FunctionKind, Module, Program
 from cg.ir.ops import Call, Collective, Constant, Free, Op, Recv, Send, Value, View, Wait
 from cg.ir.types import TensorType, UnitType
-from cg.passes.liveness import Storages
+from cg.passes.lower.liveness import Storages
 
 Number = Callable[[int], int]
 """Draws an integer from 0 to below its argument."""
@@ -218,7 +218,7 @@ class Bench:
         inputs = [[_tensor(v, i) for i, v in enumerate(p.params)] for p in armed.programs]
         messages = {(op.chan, op.seq) for op in _all(armed) if isinstance(op, Send | Collective)}
         try:
-            with mock.patch("cg.backends.fabric.duplicate", _refusing_duplicate):
+            with mock.patch("cg.backends.virtual.fabric.duplicate", _refusing_duplicate):
                 for hold in (None, *sorted(messages)):
                     given = [[value.clone() for value in values] for values in inputs]
                     for values in executable.run(given, hold=hold):

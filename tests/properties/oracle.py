@@ -14,21 +14,21 @@ from torch.utils._pytree import tree_flatten
 
 import cg
 from cg.backends.base import World
-from cg.backends.virtual import VirtualExecutable, VirtualWorld
+from cg.backends.virtual.world import VirtualExecutable, VirtualWorld
 from cg.ir.clone import clone
 from cg.ir.diagnostics import IRError
 from cg.ir.module import Module, Phase
 from cg.ir.parser import parse_module
 from cg.ir.printer import format_module
-from cg.ir.verifier import verify
-from cg.launch.api import Compiled, Lowered
-from cg.launch.world import use_world
+from cg.ir.verify.verifier import verify
+from cg.launch.api.api import Compiled, Lowered
+from cg.launch.world.world import use_world
 from cg.passes.base import Pass
-from cg.passes.check_deadlock import CheckDeadlock
+from cg.passes.check.check_deadlock import CheckDeadlock
 from cg.passes.manager import PassManager, PassReport
 from cg.passes.pipelines import default_pipeline
 from cg.passes.registry import parse_switches
-from cg.tracer.actors import ActorHandle
+from cg.tracer.actors.actors import ActorHandle
 
 from .actors import KINDS, Node
 from .recipes import Recipe
@@ -100,7 +100,7 @@ def _tracing_with(pool: Pool | None) -> Iterator[None]:
     if pool is None:
         yield
         return
-    with mock.patch("cg.launch.api.Functions", return_value=pool.traces):
+    with mock.patch("cg.launch.api.api.Functions", return_value=pool.traces):
         yield
 
 

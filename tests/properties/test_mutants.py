@@ -20,9 +20,9 @@ from cg.ir.clone import clone
 from cg.ir.diagnostics import IRError
 from cg.ir.module import Module
 from cg.ir.printer import format_module
-from cg.ir.verifier import verify
-from cg.passes.check_deadlock import CheckDeadlock
-from cg.passes.check_races import CheckRaces
+from cg.ir.verify.verifier import verify
+from cg.passes.check.check_deadlock import CheckDeadlock
+from cg.passes.check.check_races import CheckRaces
 from cg.passes.manager import PassManager
 from cg.passes.registry import parse_pipeline
 from tests.passes.random_pipelines import Drawn, Maker, drawn_steps

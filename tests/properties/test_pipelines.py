@@ -20,14 +20,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import cg
-from cg.backends.virtual import VirtualExecutable, VirtualWorld
+from cg.backends.virtual.world import VirtualExecutable, VirtualWorld
 from cg.ir.attributes import Action, Effect
 from cg.ir.ops import Call
-from cg.launch.api import Compiled
-from cg.launch.fusing import Fusing
-from cg.launch.world import use_world
+from cg.launch.api.api import Compiled
+from cg.launch.api.fusing import Fusing
+from cg.launch.world.world import use_world
 from cg.passes.schedules import Pipeline
-from cg.tracer.actors import ActorHandle
+from cg.tracer.actors.actors import ActorHandle
 
 from .pipelines import WIDTH, Pipe, Stage, assert_close, draw_pipe, gradients, inputs, make_step
 from .traces import SharedTraces
@@ -59,7 +59,7 @@ def pool() -> Pool:
 
 @contextmanager
 def tracing_with(pool: Pool) -> Iterator[None]:
-    with mock.patch("cg.launch.api.Functions", return_value=pool.traces):
+    with mock.patch("cg.launch.api.api.Functions", return_value=pool.traces):
         yield
 
 

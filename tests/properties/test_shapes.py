@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 import cg
-from cg.backends.virtual import VirtualWorld
+from cg.backends.virtual.world import VirtualWorld
 from cg.ir.diagnostics import IRError
 from cg.ir.ops import Send
-from cg.launch.world import use_world
+from cg.launch.world.world import use_world
 from cg.passes.schedules import Schedule, Task
 
 from .pipelines import WIDTH, Pipe, assert_close, gradients

@@ -14,9 +14,9 @@ import torch
 
 from cg.ir.location import Location
 from cg.ir.module import Function
-from cg.tracer.functions import Functions
-from cg.tracer.interface import MethodTarget, Target, TracedFunction, TracedVjp, Write
-from cg.tracer.specs import Tree
+from cg.tracer.functions.functions import Functions
+from cg.tracer.functions.interface import MethodTarget, Target, TracedFunction, TracedVjp, Write
+from cg.tracer.step.specs import Tree
 
 
 class SharedTraces:

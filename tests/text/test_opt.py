@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import cg
-from cg.launch import opt
+from cg.launch.tools import opt
 from cg.passes import registry
 
 MODULE = """module @m phase=traced world=1 {
@@ -23,7 +23,7 @@ BLOCKED = """
 import sys
 for name in ("torch", "mpi4py", "numpy"):
     sys.modules[name] = None
-from cg.launch.opt import main
+from cg.launch.tools.opt import main
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -11,7 +11,7 @@ import pytest
 
 from cg.ir.parser import parse_module
 from cg.ir.printer import format_module
-from cg.launch import opt
+from cg.launch.tools import opt
 
 HERE = Path(__file__).resolve().parent
 CASE = re.compile(r"^// ==== (.*)\n", re.MULTILINE)

@@ -22,12 +22,12 @@ from cg.ir.module import Function, FunctionKind, Vjp
 from cg.ir.ops import Call
 from cg.ir.printer import format_op
 from cg.ir.types import ObjectType, Place
-from cg.tracer.actors import ActorFactory
+from cg.tracer.actors.actors import ActorFactory
 from cg.tracer.errors import TraceError
-from cg.tracer.interface import MethodTarget, TracedFunction, TracedVjp
-from cg.tracer.specs import ObjectSpec, Static, TensorSpec, Tree
-from cg.tracer.step import trace_step
-from cg.tracer.trace import Trace
+from cg.tracer.functions.interface import MethodTarget, TracedFunction, TracedVjp
+from cg.tracer.step.specs import ObjectSpec, Static, TensorSpec, Tree
+from cg.tracer.step.step import trace_step
+from cg.tracer.step.trace import Trace
 
 
 class Solo:

@@ -18,9 +18,9 @@ from cg.ir.attributes import Effect
 from cg.ir.location import Location
 from cg.ir.module import FunctionKind
 from cg.tracer.errors import TraceError
-from cg.tracer.functions import Functions
-from cg.tracer.interface import MethodTarget, TorchTarget
-from cg.tracer.specs import ObjectSpec, Tree
+from cg.tracer.functions.functions import Functions
+from cg.tracer.functions.interface import MethodTarget, TorchTarget
+from cg.tracer.step.specs import ObjectSpec, Tree
 
 from .function_tools import signature, trace, trace_vjp
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cg.backends import executor
+from cg.backends.program import executor
 from cg.tracer.source import is_user_file
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from cg.tracer.actors import ActorError, ActorFactory, ActorHandle
+from cg.tracer.actors.actors import ActorError, ActorFactory, ActorHandle
 from cg.tracer.errors import TraceError
 
 from .step_tools import Bench, Solo, refusal

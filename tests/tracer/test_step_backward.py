@@ -9,9 +9,9 @@ import torch
 
 from cg.ir.module import Vjp
 from cg.ir.ops import Backward, Call
-from cg.tracer.gradients import backward
-from cg.tracer.microbatches import mean, microbatches
-from cg.tracer.trace import Trace
+from cg.tracer.intrinsics.gradients import backward
+from cg.tracer.intrinsics.microbatches import mean, microbatches
+from cg.tracer.step.trace import Trace
 
 from .step_tools import Bench, opaque, writes
 

@@ -9,9 +9,15 @@ import pytest
 import torch
 
 from cg.ir.ops import Collective
-from cg.tracer.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from cg.tracer.errors import TraceError
-from cg.tracer.gradients import backward
+from cg.tracer.intrinsics.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    reduce_scatter,
+)
+from cg.tracer.intrinsics.gradients import backward
 
 from .step_tools import Bench, Opaque, calls, line_of, opaque, refusal, text
 

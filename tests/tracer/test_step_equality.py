@@ -9,16 +9,22 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from cg.backends.virtual import VirtualExecutable
+from cg.backends.virtual.world import VirtualExecutable
 from cg.ir.clone import clone
 from cg.passes.manager import PassManager
 from cg.passes.pipelines import default_pipeline
 from cg.passes.schedules import gpipe, one_f_one_b
-from cg.tracer.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
-from cg.tracer.functions import Functions
-from cg.tracer.gradients import backward
-from cg.tracer.microbatches import mean, microbatches
-from cg.tracer.trace import Trace
+from cg.tracer.functions.functions import Functions
+from cg.tracer.intrinsics.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    reduce_scatter,
+)
+from cg.tracer.intrinsics.gradients import backward
+from cg.tracer.intrinsics.microbatches import mean, microbatches
+from cg.tracer.step.trace import Trace
 
 from .step_tools import Bench, EagerTracer
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from cg.tracer.actors import ActorFactory
+from cg.tracer.actors.actors import ActorFactory
 from cg.tracer.errors import TraceError
-from cg.tracer.gradients import backward
-from cg.tracer.microbatches import mean, microbatches
+from cg.tracer.intrinsics.gradients import backward
+from cg.tracer.intrinsics.microbatches import mean, microbatches
 
 from .step_tools import Bench, Opaque, Solo, line_of, opaque, refusal, writes
 

@@ -12,10 +12,10 @@ from cg.ir.module import FunctionKind
 from cg.ir.types import Place
 from cg.passes.schedules import gpipe
 from cg.tracer.errors import TraceError
-from cg.tracer.functions import Functions
-from cg.tracer.gradients import backward
-from cg.tracer.opaque import opaque
-from cg.tracer.values import OBJECT
+from cg.tracer.functions.functions import Functions
+from cg.tracer.intrinsics.gradients import backward
+from cg.tracer.intrinsics.opaque import opaque
+from cg.tracer.step.values import OBJECT
 
 from .step_tools import Bench, refusal
 from .test_step_equality import Compiled

@@ -11,13 +11,13 @@ import torch
 from torch.utils._pytree import register_pytree_node
 
 import cg
-from cg.backends.virtual import VirtualWorld
+from cg.backends.virtual.world import VirtualWorld
 from cg.ir.types import Place
-from cg.launch.world import use_world
+from cg.launch.world.world import use_world
 from cg.tracer.errors import TraceError
-from cg.tracer.specs import TensorSpec
-from cg.tracer.trace import InputError, InputSpec, Trace, signature_of
-from cg.tracer.values import OBJECT
+from cg.tracer.step.specs import TensorSpec
+from cg.tracer.step.trace import InputError, InputSpec, Trace, signature_of
+from cg.tracer.step.values import OBJECT
 
 from .step_tools import Bench
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import cg
-from cg.backends.virtual import VirtualWorld
-from cg.launch.world import use_world
+from cg.backends.virtual.world import VirtualWorld
+from cg.launch.world.world import use_world
 
 pytestmark = pytest.mark.timeout(60)
 

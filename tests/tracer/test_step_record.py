@@ -11,9 +11,9 @@ from cg.ir.module import Phase
 from cg.ir.parser import parse_module
 from cg.ir.printer import format_module
 from cg.ir.types import Place
-from cg.tracer.microbatches import microbatches
-from cg.tracer.step import trace_step
-from cg.tracer.values import OBJECT
+from cg.tracer.intrinsics.microbatches import microbatches
+from cg.tracer.step.step import trace_step
+from cg.tracer.step.values import OBJECT
 
 from .step_tools import Bench, Opaque, calls, opaque, refusal, text, writes
 

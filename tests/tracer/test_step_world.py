@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from cg.ir.printer import format_module
-from cg.tracer.actors import ActorFactory
+from cg.tracer.actors.actors import ActorFactory
 from cg.tracer.errors import TraceError
-from cg.tracer.gradients import backward
-from cg.tracer.microbatches import mean, microbatches
-from cg.tracer.step import trace_step
-from cg.tracer.trace import Trace
+from cg.tracer.intrinsics.gradients import backward
+from cg.tracer.intrinsics.microbatches import mean, microbatches
+from cg.tracer.step.step import trace_step
+from cg.tracer.step.trace import Trace
 
 from .step_tools import EagerTracer, writes
 

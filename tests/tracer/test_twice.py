@@ -15,9 +15,9 @@ from torch import nn
 
 import cg
 from cg.tracer.errors import TraceError
-from cg.tracer.fingerprint import Snapshot
-from cg.tracer.surroundings import Surroundings
-from cg.tracer.twice import HiddenState
+from cg.tracer.methods.fingerprint import Snapshot
+from cg.tracer.methods.side_effects import Surroundings
+from cg.tracer.methods.twice import HiddenState
 
 from . import hidden
 from .function_tools import check_equal, trace

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cg.backends.cpu.cells import PlainCells
-from cg.backends.cpu.fences import full_fence
-from cg.backends.cpu.native import native
+from cg.backends.cpu.memory.cells import PlainCells
+from cg.backends.cpu.memory.fences import full_fence
+from cg.backends.cpu.memory.native import native
 
 NBYTES = 256
 KINDS = [

@@ -11,18 +11,12 @@ from typing import Any
 
 import pytest
 
-from cg.backends.cpu.control import Control
+from cg.backends.cpu.control.control import Control
+from cg.backends.cpu.control.rank_status import Meeting, State
 from cg.backends.cpu.node import Node
-from cg.backends.cpu.rows import Meeting, State
-from cg.backends.cpu.waiting import WaitPolicy
-from cg.backends.errors import (
-    Failure,
-    PlanMismatch,
-    RemoteError,
-    StepTimeout,
-    TransportError,
-)
-from cg.backends.flight import Position
+from cg.backends.cpu.waiting.waiting import WaitPolicy
+from cg.backends.errors import Failure, PlanMismatch, RemoteError, StepTimeout, TransportError
+from cg.backends.failures.flight import Position
 
 from .world import ThreadWorld, run_ranks
 

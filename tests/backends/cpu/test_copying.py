@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cg.backends.cpu import copying
-from cg.backends.cpu.copying import LEAST, PART, Copier, Job, cut
+from cg.backends.cpu.memory import parallel_memcpy as copying
+from cg.backends.cpu.memory.parallel_memcpy import LEAST, PART, Copier, Job, cut
 from cg.backends.errors import TransportError
 
 

@@ -1,4 +1,4 @@
-"""Collectives in shared memory against their definition, in `backends/collectives.py`."""
+"""Collectives in shared memory against their definition, in `backends/virtual/collectives.py`."""
 
 from __future__ import annotations
 
@@ -10,15 +10,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from cg.backends import collectives as definition
 from cg.backends.base import Port
-from cg.backends.cpu.collectives import SPLIT_BYTES
 from cg.backends.cpu.communicator import CpuCommunicator
+from cg.backends.cpu.queues.collectives import SPLIT_BYTES
 from cg.backends.dtypes import TORCH_DTYPES
 from cg.backends.errors import BindError, TransportError
+from cg.backends.virtual import collectives as definition
 from cg.ir.attributes import ReduceOp
 from cg.ir.module import Channel
-from cg.ir.ops import AllGather, AllReduce, AllToAll, Barrier, Broadcast, Collective, ReduceScatter
+from cg.ir.ops import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Barrier,
+    Broadcast,
+    Collective,
+    ReduceScatter,
+)
 from cg.ir.types import DType, ObjectType, Place, TensorType, UnitType, ValueType
 
 from .world import ThreadWorld, run_communicators, wait

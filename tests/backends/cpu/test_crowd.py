@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cg.backends.cpu.crowd import LASTS, LONG, Crowd
+from cg.backends.cpu.waiting.contention import LASTS, LONG, Crowd
 
 SLICE, TURN = 4e-3, 5e-6
 

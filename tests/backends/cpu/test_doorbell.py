@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from cg.backends.cpu.doorbell import Doorbell
+from cg.backends.cpu.waiting.doorbell import Doorbell
 
 FOREVER = 1000.0  # the tests hang, and fail by their timeout, where nothing ends a wait
 

@@ -6,7 +6,7 @@ import platform
 
 import pytest
 
-from cg.backends.cpu import fences
+from cg.backends.cpu.memory import fences
 from cg.backends.errors import TransportError
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cg.backends.cpu.communicator import RING_BYTES, CpuCommunicator
-from cg.backends.cpu.loans import LIMIT
+from cg.backends.cpu.memory.shared_buffers import LIMIT
 from cg.ir.attributes import ReduceOp
 from cg.ir.module import Channel
 from cg.ir.ops import AllReduce, Broadcast, Collective, Recv, Send

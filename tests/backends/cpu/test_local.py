@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from cg.backends.cpu.communicator import RING_BYTES, RING_SLOTS, CpuCommunicator
-from cg.backends.cpu.copying import LEAST
-from cg.backends.cpu.layout import IN_HEADER, IN_HEADER_BYTES, WORDS, SlotLayout
-from cg.backends.cpu.loans import LIMIT
+from cg.backends.cpu.memory.layout import IN_HEADER, IN_HEADER_BYTES, WORDS, SlotLayout
+from cg.backends.cpu.memory.parallel_memcpy import LEAST
+from cg.backends.cpu.memory.segments import NamedFiles, Segment
+from cg.backends.cpu.memory.shared_buffers import LIMIT
 from cg.backends.cpu.node import Node
-from cg.backends.cpu.segments import NamedFiles, Segment
 from cg.backends.errors import BindError, TransportError
 from cg.ir.module import Channel
 from cg.ir.types import DType, ObjectType, TensorType, UnitType

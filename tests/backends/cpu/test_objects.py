@@ -15,8 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cg.backends.cpu.copying import Copier
-from cg.backends.cpu.objects import decode, encode
+from cg.backends.cpu.memory.objects import decode, encode
+from cg.backends.cpu.memory.parallel_memcpy import Copier
 from cg.backends.errors import TransportError
 
 

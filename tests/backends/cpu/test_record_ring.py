@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from cg.backends.cpu.control.record_ring import SLOTS, RecordRing
 from cg.backends.cpu.node import Node
-from cg.backends.cpu.record_ring import SLOTS, RecordRing
-from cg.backends.records import BITS
+from cg.backends.driven.records import BITS
 
 from .world import ThreadWorld, run_ranks
 

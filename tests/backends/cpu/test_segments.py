@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cg.backends.cpu.segments import MemoryFiles, NamedFiles, Segments
+from cg.backends.cpu.memory.segments import MemoryFiles, NamedFiles, Segments
 
 
 @pytest.fixture(params=["anonymous", "named"])

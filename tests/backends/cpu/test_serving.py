@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from cg.backends.cpu import serving
-from cg.backends.cpu.layout import ROW, STATE
-from cg.backends.cpu.rows import State
+from cg.backends.cpu.control.rank_status import State
+from cg.backends.cpu.memory.layout import ROW, STATE
+from cg.backends.cpu.waiting import serving
 from cg.backends.errors import PeerLost
 
 EMPTY, SHARED, SLICE = 0.5e-6, 5e-6, 4e-3

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from cg.backends.cpu.layout import ROW, STATE
-from cg.backends.cpu.rows import State
-from cg.backends.cpu.stages import SharedStages
+from cg.backends.cpu.control.rank_status import State
+from cg.backends.cpu.control.restart_epochs import SharedStages
+from cg.backends.cpu.memory.layout import ROW, STATE
 from cg.backends.errors import PeerLost
 
 

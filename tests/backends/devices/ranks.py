@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from cg.backends.base import Port, World
-from cg.backends.devices.binder import DeviceBinder
-from cg.backends.devices.executable import DeviceExecutable
-from cg.backends.fabric import VirtualFabric
-from cg.backends.linked import LinkedProgram
+from cg.backends.devices.programs.binder import DeviceBinder
+from cg.backends.devices.programs.executable import DeviceExecutable
+from cg.backends.failures.poison import Poison
 from cg.backends.nccl.communicator import NcclCommunicator
 from cg.backends.nccl.pool import NcclPool
-from cg.backends.poison import Poison
+from cg.backends.program.linked import LinkedProgram
+from cg.backends.virtual.fabric import VirtualFabric
 from cg.ir.module import Channel, Module
 
 from .fakes import PATIENCE, FakeDevice, FakeLibrary

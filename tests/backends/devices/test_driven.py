@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import torch
 
-from cg.backends.devices.driven import Announcements, DrivenBinder
-from cg.backends.linked import LinkedProgram
+from cg.backends.devices.programs.driven import Announcements, DrivenBinder
+from cg.backends.driven.ticket_locks import Tickets, Turnstiles
 from cg.backends.nccl.communicator import NcclCommunicator
 from cg.backends.nccl.pool import NcclPool
-from cg.backends.turnstiles import Tickets, Turnstiles
+from cg.backends.program.linked import LinkedProgram
 from cg.ir.attributes import Stream
 from cg.ir.module import Module
 

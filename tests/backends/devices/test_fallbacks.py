@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from cg.backends.devices.capture import STATES, WARM_UPS, Segment
-from cg.backends.devices.executable import DeviceExecutable
+from cg.backends.devices.programs.capture import STATES, WARM_UPS, Segment
+from cg.backends.devices.programs.executable import DeviceExecutable
 from cg.backends.errors import RemoteError
-from cg.backends.fallbacks import Fallbacks, Refusal
-from cg.backends.linked import LinkedProgram
+from cg.backends.failures.fallbacks import Fallbacks, Refusal
+from cg.backends.program.linked import LinkedProgram
 from cg.backends.streams.library import CommunicationError
 from cg.ir.parser import parse_module
-from cg.launch.dumps import Dump
-from cg.passes.capture import Capture
+from cg.launch.api.dumps import Dump
+from cg.passes.lower.capture import Capture
 from cg.passes.manager import PassManager
 
 from ..conformance import check, pipeline

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from cg.backends.devices.capture import WARM_UPS
-from cg.backends.devices.executable import DeviceExecutable
-from cg.backends.devices.instance import Delivery
-from cg.backends.linked import LinkedProgram
+from cg.backends.devices.programs.capture import WARM_UPS
+from cg.backends.devices.programs.executable import DeviceExecutable
+from cg.backends.devices.programs.instance import Delivery
+from cg.backends.program.linked import LinkedProgram
 from cg.ir.parser import parse_module
 
 from .fakes import PATIENCE, FakeDevice, FakeQueue

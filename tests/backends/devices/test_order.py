@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cg.backends.devices.capture import WARM_UPS
-from cg.backends.devices.executable import DeviceExecutable
+from cg.backends.devices.programs.capture import WARM_UPS
+from cg.backends.devices.programs.executable import DeviceExecutable
 from cg.backends.errors import BindError, TransportError
 from cg.backends.nccl import bindings
 from cg.backends.nccl.pool import LIMIT, NcclPool, width_of
@@ -16,7 +16,7 @@ from cg.ir.attributes import Stream
 from cg.ir.flops import Flops
 from cg.ir.module import Channel
 from cg.ir.types import DType
-from cg.passes.capture import Capture
+from cg.passes.lower.capture import Capture
 from cg.passes.manager import PassManager
 
 from ..conformance import Case, pipeline

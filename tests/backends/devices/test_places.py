@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from cg.backends.devices import executable
+from cg.backends.devices.programs import executable
 from cg.ir.attributes import Stream
 from cg.ir.parser import parse_module
 

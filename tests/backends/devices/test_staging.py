@@ -11,7 +11,7 @@ import torch
 
 from cg.backends.devices.base import Device
 from cg.backends.devices.staging import Copies, StagedPort
-from cg.backends.poison import Poison
+from cg.backends.failures.poison import Poison
 from cg.ir.attributes import Stream
 from cg.ir.types import DType, TensorType
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from cg.backends.devices.capture import WARM_UPS
-from cg.backends.devices.flow import Flow, Mark
-from cg.backends.devices.unfinished import MOST, Work
-from cg.backends.flight import Position
-from cg.backends.plan import plan_hash
+from cg.backends.agreement.plan_hash import plan_hash
+from cg.backends.devices.pending_work import MOST, Work
+from cg.backends.devices.programs.capture import WARM_UPS
+from cg.backends.devices.stream_order import Flow, Mark
+from cg.backends.failures.flight import Position
 from cg.ir.attributes import Stream
 from cg.ir.parser import parse_module
 

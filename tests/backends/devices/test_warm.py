@@ -9,9 +9,9 @@ import torch
 
 import cg
 from cg.backends.devices.warm import warm
-from cg.backends.linked import LinkedProgram
-from cg.backends.virtual import VirtualWorld
-from cg.launch.world import use_world
+from cg.backends.program.linked import LinkedProgram
+from cg.backends.virtual.world import VirtualWorld
+from cg.launch.world.world import use_world
 
 from .fakes import FakeDevice
 

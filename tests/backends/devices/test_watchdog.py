@@ -12,7 +12,7 @@ import pytest
 
 from cg.backends.devices import watchdog
 from cg.backends.devices.watchdog import Watchdog, put_by
-from cg.backends.flight import Position
+from cg.backends.failures.flight import Position
 from cg.backends.streams.library import CommunicationError
 from cg.ir.module import Module, Program
 from cg.ir.parser import parse_module

@@ -11,15 +11,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from cg.backends.cpu.transport import CpuTransport
-from cg.backends.devices.capture import WARM_UPS
-from cg.backends.devices.executable import DeviceExecutable
+from cg.backends.devices.programs.capture import WARM_UPS
+from cg.backends.devices.programs.executable import DeviceExecutable
 from cg.backends.hccl.collectives import REDUCES
 from cg.backends.hccl.communicator import HcclCommunicator, make_pool
 from cg.backends.hccl.pool import HcclPool
-from cg.backends.linked import LinkedProgram
-from cg.launch import world as worlds
+from cg.backends.program.linked import LinkedProgram
 from cg.launch.config import config
-from cg.passes.capture import Capture
+from cg.launch.world import world as worlds
+from cg.passes.lower.capture import Capture
 from cg.passes.manager import PassManager
 from tests.backends.conformance import EXECUTIONS, Case, cases, check
 

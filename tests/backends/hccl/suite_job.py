@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from cg.launch import world as worlds
 from cg.launch.config import config
+from cg.launch.world import world as worlds
 from tests.backends.hccl import conformance_job
 from tests.equality import compare_all
 from tests.mpi import oracle_job

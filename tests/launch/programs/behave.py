@@ -8,15 +8,15 @@ import threading
 import time
 from pathlib import Path
 
-from cg.launch.bootstrap import prepare
-from cg.launch.detect import detect
+from cg.launch.job.detect import detect
+from cg.launch.world.bootstrap import prepare
 
 prepare()
 
 import torch  # noqa: E402  (it comes after the threads are capped)
 
 from cg.backends.devices import find  # noqa: E402
-from cg.launch.world import world  # noqa: E402
+from cg.launch.world.world import world  # noqa: E402
 
 MODE = sys.argv[1]
 LAUNCH = detect(os.environ)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 import cg
-from cg.launch.world import world
+from cg.launch.world.world import world
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 

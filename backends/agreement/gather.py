@@ -1,0 +1,137 @@
+"""Do all ranks say the same? Asked where they are about to go on together."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any, Final, TypeVar
+
+from ...ir.types import format_ranks
+from ..base import World
+from ..errors import PlanMismatch
+
+T = TypeVar("T")
+
+ADVICE: Final = (
+    "Every rank must run the same script, and trace the same step with the same values: look for "
+    "something that depends on the rank, on time, on unseeded random numbers, or on the order of a "
+    "set"
+)
+"""What to do where ranks have traced or compiled different things."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of the things that ranks must say alike.
+
+    Attributes:
+        words: what it is, for messages, as `the seed is`. Each rank has words of its own.
+        text: what the rank says; what is compared.
+    """
+
+    words: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """What a rank gives to the others, and what for."""
+
+    purpose: str
+    value: Any
+
+
+def gather(world: World, purpose: str, value: T) -> list[T]:
+    """The values of all ranks, as `World.allgather` gives them, if all give them for one purpose.
+
+    Raises:
+        PlanMismatch: they do not, such as after an error that one rank alone has caught.
+    """
+    heard: list[Any] = world.allgather(_Given(purpose, value))
+    purposes = [each.purpose if isinstance(each, _Given) else "another call" for each in heard]
+    groups = grouped(purposes)
+    if len(groups) > 1:
+        shown = ", and ".join(f"{named(ranks)} to {what}" for what, ranks in groups.items())
+        raise PlanMismatch(
+            f"the ranks have come to different calls: {shown}. Every rank must make the same calls "
+            "in the same order: look for an error that one rank alone has caught, or for a call "
+            "that depends on the rank"
+        )
+    return [each.value for each in heard]
+
+
+def agree(world: World, subject: str, parts: Mapping[str, Part], advice: str) -> None:
+    """Return if all ranks give the same parts; collective.
+
+    Args:
+        world: all ranks.
+        subject: what the ranks do, for messages: `the ranks have ...`.
+        parts: by what they are known on all ranks, in the order in which to name what differs.
+        advice: what to do about a difference.
+
+    Raises:
+        PlanMismatch: a part differs; on all ranks, which then can go on.
+    """
+    if world.is_virtual:
+        return
+    mine = hashlib.sha256(repr([(key, part.text) for key, part in parts.items()]).encode())
+    if len(set(gather(world, f"the question whether {subject}", mine.hexdigest()))) == 1:
+        return
+    everywhere = world.allgather({key: (part.words, part.text) for key, part in parts.items()})
+    raise PlanMismatch(f"{subject}: {_first_difference(everywhere)}{advice}")
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Ranks in words: `rank 2`, `ranks 0, 1 and 3`."""
+    *others, last = map(str, ranks)
+    return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
+
+
+def grouped(texts: Sequence[str]) -> dict[str, list[int]]:
+    """The ranks that say each of the texts."""
+    groups: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        groups.setdefault(text, []).append(rank)
+    return groups
+
+
+def disagreement(texts: Sequence[str]) -> str:
+    """Which ranks have other texts than others, and the first line in which two of them differ."""
+    groups = grouped(texts)
+    one, other = list(groups)[:2]
+    names = [f"ranks {format_ranks(tuple(ranks))}" for ranks in groups.values()]
+    number, left, right = _first_line(one, other)
+    return (
+        f"{' and '.join(names)} disagree. The first line that differs is line {number}:\n"
+        f"  {names[0]}: {left}\n"
+        f"  {names[1]}: {right}\n"
+    )
+
+
+def _first_line(one: str, other: str) -> tuple[int, str, str]:
+    lines = zip_longest(one.splitlines(), other.splitlines(), fillvalue="(nothing)")
+    for number, (left, right) in enumerate(lines, 1):
+        if left != right:
+            return number, left.strip(), right.strip()
+    raise AssertionError("texts that differ have a line that differs")
+
+
+def _first_difference(everywhere: Sequence[Mapping[str, tuple[str, str]]]) -> str:
+    """Which part differs first, and what each rank says of it; parts of all ranks come first."""
+    keys = list(dict.fromkeys(key for parts in everywhere for key in parts))
+    keys.sort(key=lambda key: any(key not in parts for parts in everywhere))
+    for key in keys:
+        texts = [parts[key][1] if key in parts else "(nothing)" for parts in everywhere]
+        groups = grouped(texts)
+        if len(groups) == 1:
+            continue
+        words = next(parts[key][0] for parts in everywhere if key in parts)
+        if any("\n" in text for text in groups):
+            return f"{words} {disagreement(texts)}"
+        shown = (f"{text} on {named(ranks)}" for text, ranks in groups.items())
+        return f"{words} {', and '.join(shown)}. "
+    first = next(found for found in zip(*everywhere, strict=True) if len(set(found)) > 1)
+    shown = (f"{key} on {named(ranks)}" for key, ranks in grouped(first).items())
+    return f"their order differs: where it begins to, there is {', and '.join(shown)}. "

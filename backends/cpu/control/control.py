@@ -1,0 +1,493 @@
+"""Executions from begin to end, over all ranks: they end together, or fail with one error.
+
+Each rank has a row in its machine's control block and writes no other. A meeting is a number that
+each rank sets in its row when it comes, so the end of a step is one store and a scan. Failures,
+deaths and deadlines are looked for only by ranks that have waited for some time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from time import monotonic
+from typing import Final
+
+from ...errors import PeerLost, PlanMismatch, StepTimeout, TransportError
+from ...failures.flight import Doing, Position, Sight
+from ..node import Node
+from ..waiting.waiting import Waiter, WaitPolicy
+from .error_agreement import Errors, pickled, unpickled
+from .link import Failed, Link, Reached, Status
+from .rank_status import Meeting, Rows, State
+
+GRACE: Final = 1.0
+"""Seconds that a failed execution waits for the other ranks, so that all agree on the error."""
+
+_TELL_EVERY: Final = 0.5
+"""Seconds between two reports of a waiting rank to other machines."""
+
+_ASKING: Final = 0.4
+"""Seconds that ranks get to say where they are; all of it happens within `GRACE`."""
+
+Watch = Callable[[], Position]
+Describe = Callable[[Sequence[Position], Mapping[int, Sight]], str]
+
+
+class Control:
+    """This rank's part in the control of executions. Making one is collective.
+
+    Attributes:
+        pause: how to wait (`Pause`); raises what has gone wrong elsewhere.
+        epoch: number of the execution in progress or of the last one, from 1.
+        failed: whether the last execution has failed, so that `recover` is due.
+        diverged: why this rank and another can never meet again; None if they can.
+        purpose: what the world's next calls are for, in words for the other ranks.
+    """
+
+    def __init__(self, node: Node, policy: WaitPolicy | None = None) -> None:
+        self._node = node
+        self._rows = Rows(node)
+        self._errors = Errors(node)
+        self._link = Link(node) if len(node.leaders) > 1 else None
+        self._leads = self._link is not None and node.rank == node.leader
+        self._relayed: dict[Meeting, int] = {}
+        self._agreed: BaseException | None = None
+        self._guarded = False
+        self._closed = False
+        self._watch: Watch | None = None
+        self._describe: Describe | None = None
+        self._timeout: float | None = None
+        self._deadline = self._told = 0.0
+        self._idle_since = monotonic()
+        self._comparing = False
+        self._calls = 0
+        self.epoch = 0
+        self.failed = False
+        self.diverged: PlanMismatch | None = None
+        self.purpose = ""
+        node.world.answer_by(self._tell)
+        self.pause = Waiter(node, policy or WaitPolicy.suiting(node), self.check)
+
+    # -- one execution ----------------------------------------------------------------------
+
+    @property
+    def is_running(self) -> bool:
+        """Whether an execution is in progress on this rank."""
+        return self._guarded
+
+    def begin(
+        self,
+        plan: int,
+        watch: Watch,
+        describe: Describe | None = None,
+        timeout: float | None = None,
+        doing: str = "",
+    ) -> int:
+        """Enter the next execution.
+
+        Args:
+            plan: what identifies the plan, the same on all ranks; its low 64 bits are compared.
+            watch: tells where this rank is in its program.
+            describe: explains the positions of all ranks, for the message of a timeout.
+            timeout: seconds until `check` raises `StepTimeout`; None for no limit.
+            doing: what is executed, in words for the other ranks.
+
+        Returns:
+            The execution's epoch.
+
+        Raises:
+            RuntimeError: the last execution has failed, and `recover` has not been called.
+        """
+        if self.failed:
+            raise RuntimeError("the last execution has failed on all ranks: recover() first")
+        self._comparing = False
+        self.epoch += 1
+        self._watch, self._describe, self._timeout = watch, describe, timeout
+        self._deadline = float("inf") if timeout is None else monotonic() + timeout
+        self._rows.enter(self.epoch, plan & 0xFFFF_FFFF_FFFF_FFFF, doing)
+        self._guarded = True
+        return self.epoch
+
+    def compare(
+        self, digest: int, ranks: Sequence[int], progress: Sequence[Callable[[], None]] = ()
+    ) -> bool:
+        """Meet all ranks inside an execution; whether `ranks` have come with equal digests.
+
+        All ranks find the same.
+
+        Args:
+            digest: this rank's, of 64 bits; 0 if it is none of `ranks`.
+            ranks: those to compare.
+            progress: as in `commit`.
+
+        Raises:
+            RemoteError, StepTimeout, PeerLost, PlanMismatch: as `check`.
+        """
+        self._rows.give(digest)
+        self._comparing = True  # the program has not begun, so it is nowhere
+        self._meet(Meeting.INPUTS, progress)
+        self._comparing = False
+        stranger = self._rows.of_another_plan(self.epoch)
+        if stranger is not None:
+            raise self._other_plan(stranger)
+        return self._rows.give_the_same(ranks)
+
+    def commit(self, progress: Sequence[Callable[[], None]] = ()) -> None:
+        """End the execution: return once every rank has come here.
+
+        Args:
+            progress: what to call while waiting, so that the others can end.
+
+        Raises:
+            RemoteError, StepTimeout, PeerLost, PlanMismatch: as `check`.
+        """
+        self._meet(Meeting.COMMIT, progress)
+        stranger = self._rows.of_another_plan(self.epoch)
+        if stranger is not None:
+            raise self._other_plan(stranger)
+        self._rows.set_state(State.IDLE)
+        self._guarded = False
+        self._idle_since = monotonic()
+
+    def check(self) -> None:
+        """Look for what has gone wrong elsewhere; called by ranks that have waited for a while.
+
+        Raises:
+            RemoteError: the execution has failed on another rank (or what else failed there).
+            StepTimeout: the time is up; the message says where every rank is.
+            PeerLost: a rank that has not finished this execution has ended.
+            PlanMismatch: a rank executes another plan, or has gone on to a call of the world that
+                this one has not made.
+        """
+        self._report()
+        self.hear()
+        if not self._guarded:
+            return
+        if any(self._errors.last_failed(rank) == self.epoch for rank in range(self._node.size)):
+            raise self._settle(None)
+        for rank in self._rows.missing(Meeting.COMMIT, self.epoch):
+            self._check_peer(rank)
+        if monotonic() > self._deadline:
+            raise StepTimeout(
+                f"the step has not ended after {self._timeout} s; here is where every rank is:\n"
+                f"{self.flight_record()}"
+            )
+
+    # -- failure ----------------------------------------------------------------------------
+
+    def fail(self, error: BaseException) -> BaseException:
+        """Tell every rank that the execution has failed here.
+
+        Returns:
+            The error that all ranks raise: of the errors that occurred, that of the lowest rank.
+            Ranks that need longer than `GRACE` to notice may see another one.
+        """
+        if self._agreed is not None:
+            return self._agreed
+        return self._settle(error)
+
+    def recover(self, resets: Iterable[Callable[[], None]] = (), timeout: float = 60.0) -> None:
+        """Start afresh after a failed execution; every rank calls it.
+
+        Args:
+            resets: run when all ranks are here, and before any goes on.
+            timeout: seconds to wait for the others.
+
+        Raises:
+            StepTimeout: a rank has not come.
+            PeerLost: a rank has ended.
+        """
+        self._guarded = False
+        self._deadline, self._timeout = monotonic() + timeout, timeout
+        self._meet(Meeting.RECOVER)
+        for reset in resets:
+            reset()
+        self._errors.withdraw()
+        self._meet(Meeting.RESUME)
+        self._agreed = None
+        self.failed = False
+        self._rows.set_state(State.IDLE)
+        self._idle_since = monotonic()
+
+    def positions(self) -> list[Position]:
+        """Where every rank is, as far as it has told."""
+        return self._rows.positions()
+
+    def flight_record(self) -> str:
+        """Where every rank is, in words. Those that do not wait are asked."""
+        self._report()
+        positions, rows, describe = self.positions(), self._rows, self._describe
+        told = [
+            p for p in positions if rows.epoch(p.rank) == self.epoch and rows.has_reported(p.rank)
+        ]
+        waits = {p.rank for p in told if p.awaited is not None or not p.running}
+        waits |= {p.rank for p in positions if rows.awaits_inputs(p.rank)}
+        silent = [p.rank for p in positions if p.rank not in waits and not rows.has_ended(p.rank)]
+        sights = self._node.world.look(silent, _ASKING)
+        known = {*sights, *(p.rank for p in told)} if describe is not None else set()
+        lines = [describe(told, sights)] if describe is not None else []
+        lines += [f"  {rows.whereabouts(p.rank)}" for p in positions if p.rank not in known]
+        return "\n".join(lines)
+
+    def _tell(self) -> Doing:
+        """What this process says when another rank asks; called by a thread of its own."""
+        rank, watch, describe = self._node.rank, self._watch, self._describe
+        runs = self._guarded and not self._comparing
+        if runs and watch is not None and describe is not None:
+            return Doing(describe([watch()], {}).strip())
+        where = self._rows.whereabouts(rank)
+        if self._rows.state(rank) is State.IDLE:
+            where += f", for {monotonic() - self._idle_since:.1f} s at most"
+        return Doing(where)
+
+    def close(self, how: State = State.EXITED) -> None:
+        """Say that this rank has ended, and how; idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._rows.set_state(how)
+        self._errors.withdraw()
+        self._node.wake_all()
+        if self._link is not None:
+            self._tell_status()
+            self._link.part(self._node.rank)
+
+    def is_silent(self) -> bool:
+        """After `close`: whether this rank has no message under way any more, to it or from it."""
+        return self._link is None or self._link.is_silent()
+
+    # -- calls of the world -----------------------------------------------------------------
+
+    def enter(self, number: int, call: str) -> None:
+        """See `Observer`."""
+        self._calls = number
+        if self.diverged is not None:
+            raise self.out_of_step(self.diverged)
+        self._rows.call(number, self.epoch, self.purpose or call)
+
+    def look(self) -> None:
+        """See `Observer`.
+
+        Both count: calls of the world, and executions. A rank that has gone on to a later
+        execution, and not to this call, comes to it no more, for the execution ends on all ranks
+        together. What it has executed is read first: a rank that comes to this call and goes on
+        meanwhile has then been seen before, or is seen to have come.
+        """
+        rows = self._rows
+        if self._link is not None and not self._closed and monotonic() > self._told + _TELL_EVERY:
+            self._told = monotonic()
+            self._tell_status()
+        self.hear()
+        ahead = [rank for rank in range(self._node.size) if self._is_ahead(rank)]
+        self._node.fence()
+        strangers = [rank for rank in ahead if rows.calls(rank)[0] < self._calls]
+        if strangers:
+            self.diverged = self._disorder(strangers)
+            raise self.diverged
+
+    def _is_ahead(self, rank: int) -> bool:
+        """Whether a rank has begun, or recovered from, an execution that this one has not."""
+        if self._rows.epoch(rank) != self.epoch:
+            return self._rows.epoch(rank) > self.epoch
+        recovers = self._rows.reached(rank, Meeting.RECOVER) == self.epoch
+        return self.failed and recovers and rank != self._node.rank
+
+    @staticmethod
+    def out_of_step(why: PlanMismatch) -> TransportError:
+        """The error of all that is asked for after ranks have gone different ways."""
+        return TransportError(
+            f"the ranks are out of step since an earlier error: {why}. Start the job again"
+        )
+
+    # -- meetings ---------------------------------------------------------------------------
+
+    def _meet(self, meeting: Meeting, progress: Sequence[Callable[[], None]] = ()) -> None:
+        """Wait until every rank has come to `meeting` of this epoch."""
+        node, rows, epoch = self._node, self._rows, self.epoch
+        rows.reach(meeting, epoch)
+        if rows.are_here(meeting, epoch):
+            node.ring_sleepers()  # The last to come wakes the others.
+        polls = 0
+        while not rows.have_come(meeting, epoch):
+            for move_on in progress:
+                move_on()
+            if self._leads:
+                self.hear()
+                self._relay(meeting)
+            if rows.have_come(meeting, epoch):
+                break
+            polls += 1
+            self._wait_for(meeting, polls)
+        if self._leads:
+            self._relay(meeting)
+
+    def _wait_for(self, meeting: Meeting, polls: int) -> None:
+        """Pause once; raise only if somebody is still missing after that."""
+        try:
+            self.pause(polls)
+            if not self._guarded:
+                self._check_meeting(self._rows.missing(meeting, self.epoch))
+        except (StepTimeout, TransportError, PlanMismatch):
+            if self.failed or self._rows.missing(meeting, self.epoch):
+                raise
+
+    def _relay(self, meeting: Meeting) -> None:
+        """As the leader: tell the other machines once all ranks of this one have come."""
+        assert self._link is not None
+        local = self._node.local
+        if self._relayed.get(meeting) == self.epoch:
+            return
+        if all(self._rows.reached(rank, meeting) >= self.epoch for rank in local):
+            digests = tuple(self._rows.digest(rank) for rank in local)
+            self._link.tell_leaders(Reached(local, meeting, self.epoch, digests))
+            self._relayed[meeting] = self.epoch
+
+    def _check_meeting(self, missing: Sequence[int]) -> None:
+        """Outside of executions: has a missing rank ended, or is the time up?"""
+        for rank in missing:
+            if self._rows.has_ended(rank):
+                raise self._lost(rank)
+            if self._rows.calls(rank)[0] > self._calls and rank in self._rows.missing(
+                Meeting.RECOVER, self.epoch
+            ):
+                raise self._disorder([rank])
+        if monotonic() > self._deadline:
+            raise StepTimeout(
+                f"rank {self._node.rank} has waited {self._timeout} s for the other ranks to "
+                f"recover from a failed step; here is where every rank is:\n{self.flight_record()}"
+            )
+
+    # -- what others do ---------------------------------------------------------------------
+
+    def _check_peer(self, rank: int) -> None:
+        """Can a rank that has not finished this execution still do so?"""
+        rows, last = self._rows, self.epoch - 1
+        calls, epoch = rows.calls(rank)
+        if calls > self._calls and epoch < self.epoch:
+            raise self._disorder([rank])  # even if that has made it end since
+        if rows.has_ended(rank):
+            raise self._lost(rank)
+        if last and self._errors.last_failed(rank) == last > rows.reached(rank, Meeting.RESUME):
+            # It gave up the end of a step in the very moment in which the others reached it.
+            raise PeerLost(
+                f"rank {rank} has given up execution {last}, which the other ranks have finished. "
+                "Use a longer timeout; start the job again",
+                rank,
+            )
+        if rows.state(rank) is not State.RUNNING or rows.epoch(rank) != self.epoch:
+            return
+        self._node.fence()
+        if rows.plan(rank) != rows.plan(self._node.rank):
+            raise self._mismatch({each: rows.plan(each) for each in (self._node.rank, rank)})
+
+    def _other_plan(self, stranger: int) -> PlanMismatch:
+        """Behind a meeting: a rank of this machine executes another plan."""
+        ranks = (self._node.rank, stranger)
+        return self._mismatch({rank: self._rows.plan_of(rank, self.epoch) for rank in ranks})
+
+    def _mismatch(self, plans: Mapping[int, int]) -> PlanMismatch:
+        first, second = (
+            f"plan {plan:016x} on rank {rank}{_of(self._rows.doing(rank))}"
+            for rank, plan in sorted(plans.items())
+        )
+        return PlanMismatch(
+            f"execution {self.epoch} is of {first}, and of {second}. Every rank must "
+            "call the same compiled steps, with inputs of the same types, in the same order; look "
+            "for a call that depends on the rank"
+        )
+
+    def _disorder(self, ranks: Sequence[int]) -> PlanMismatch:
+        """This rank waits in an execution or a call of the world, and `ranks` in one after it."""
+        found = {rank: self._rows.doing(rank) for rank in sorted((self._node.rank, *ranks))}
+        where = "; ".join(f"rank {rank} is in {doing}" for rank, doing in found.items())
+        return PlanMismatch(
+            f"the ranks have come to different calls: {where}. Every rank must make the same "
+            "calls in the same order, and call a step with arguments of the same types: look for "
+            "a last batch that is smaller on one rank (drop_last=True), a clear_cache() that not "
+            "all ranks do, or a call that depends on the rank"
+        )
+
+    def _lost(self, rank: int) -> PeerLost:
+        how = "has died" if rank in self._node.bell.dead else "has ended"
+        last = self._rows.reached(rank, Meeting.COMMIT)
+        return PeerLost(
+            f"rank {rank} {how} after execution {last}, and the other ranks are in execution "
+            f"{self.epoch}. All ranks must make the same calls; start the job again",
+            rank,
+        )
+
+    def _report(self) -> None:
+        """Tell where this rank is."""
+        watch = None if self._comparing else self._watch
+        self._rows.report(None if watch is None else watch())
+        if self._link is None or self._closed:  # what comes after the last word would not be heard
+            return
+        if monotonic() > self._told + _TELL_EVERY:
+            self._told = monotonic()
+            self._tell_status()
+
+    def _tell_status(self) -> None:
+        assert self._link is not None
+        rank = self._node.rank
+        self._link.tell_leaders(Status(rank, self._rows.status(), self._rows.doing(rank)))
+
+    def hear(self) -> None:
+        """Take in the news from other machines, and let MPI move on.
+
+        A message may wait in this process after MPI has called it sent, until MPI is called again.
+        So a rank that waits without a request of its own to test calls this.
+        """
+        if self._link is None:
+            return
+        for news in self._link.receive():
+            if isinstance(news, Reached):
+                self._rows.note_reached(news.ranks, news.meeting, news.epoch, news.digests)
+            elif isinstance(news, Status):
+                self._rows.note_status(news.rank, news.words, news.doing)
+            else:
+                self._errors.note(news.rank, news.epoch, news.error)
+            self._node.wake_all()
+
+    # -- agreeing on an error ---------------------------------------------------------------
+
+    def _settle(self, error: BaseException | None) -> BaseException:
+        """Say that the execution has failed, wait for the others, and choose the error."""
+        rank, size, epoch = self._node.rank, self._node.size, self.epoch
+        self._guarded = False
+        self.failed = True
+        content = None if error is None else pickled(error, rank)
+        self._errors.publish(epoch, content)
+        self._rows.set_state(State.FAILED)
+        if self._link is not None:
+            self._link.tell_all(Failed(rank, epoch, content))
+        until = monotonic() + GRACE
+        polls = 0
+        while monotonic() < until and not all(map(self._has_voted, range(size))):
+            polls += 1
+            self.pause(polls)
+        contents = ((r, c) for r in range(size) if (c := self._errors.content(r, epoch)))
+        origin, first = next(contents, (rank, None))
+        if first is None:
+            self._agreed = TransportError(
+                f"execution {epoch} has failed on another rank, and its error has not come within "
+                f"{GRACE} s; see the output of the other ranks"
+            )
+        elif error is not None and origin == rank:
+            self._agreed = error
+        else:
+            self._agreed = unpickled(first, origin)
+            if type(error) is type(self._agreed) and str(error) == str(self._agreed):
+                self._agreed = error  # which all ranks have found
+        if isinstance(self._agreed, PlanMismatch):
+            self.diverged = self._agreed
+        assert self._agreed is not None
+        return self._agreed
+
+    def _has_voted(self, rank: int) -> bool:
+        """Whether a rank has ended the execution, by success or by failure, or by dying."""
+        committed = self._rows.reached(rank, Meeting.COMMIT) >= self.epoch
+        failed = self._errors.last_failed(rank) == self.epoch
+        return committed or failed or self._rows.has_ended(rank)
+
+
+def _of(doing: str) -> str:
+    return f" ({doing})" if doing else ""

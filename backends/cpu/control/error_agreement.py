@@ -1,0 +1,103 @@
+"""The errors of a failed execution, from the ranks where they occurred to all others."""
+
+from __future__ import annotations
+
+import pickle
+
+from ...errors import Failure, RemoteError, TransportError, message_text, traceback_text, type_name
+from ..memory.layout import ERROR_BYTES, ERROR_KEY, ERROR_ROOM, FAILED, ROW, error_at
+from ..node import Node
+
+
+class Errors:
+    """Tells this rank's errors, and knows those of others.
+
+    Inside a machine an error lies in the control block, or, if it is large, in a segment. From
+    other machines each rank is sent its own copy.
+    """
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._words = node.words
+        self._mine = node.rank * ROW
+        self._key: int | None = None
+        self._from_afar: dict[int, tuple[int, bytes | None]] = {}
+
+    def publish(self, epoch: int, content: bytes | None) -> None:
+        """Say that the execution has failed here; None if only after another rank."""
+        node, words, row = self._node, self._words, self._mine
+        words[row + ERROR_BYTES] = 0 if content is None else len(content)
+        if content is not None and len(content) <= ERROR_ROOM:
+            at = error_at(node.rank, node.size)
+            node.block[at : at + len(content)] = content
+        elif content is not None:
+            segment = node.segments.create(len(content))
+            segment.memory[: len(content)] = content
+            self._key = words[row + ERROR_KEY] = segment.key
+        if node.order is not None:
+            node.order()
+        words[row + FAILED] = epoch
+        node.wake_all()
+
+    def note(self, rank: int, epoch: int, content: bytes | None) -> None:
+        """The execution has failed on a rank of another machine."""
+        if epoch > self.last_failed(rank) or content is not None:
+            self._from_afar[rank] = (epoch, content)
+
+    def last_failed(self, rank: int) -> int:
+        """The last epoch that has failed on a rank; 0 if none."""
+        if self._node.is_local(rank):
+            return self._words[rank * ROW + FAILED]
+        return self._from_afar.get(rank, (0, None))[0]
+
+    def content(self, rank: int, epoch: int) -> bytes | None:
+        """The pickled error that occurred on a rank in an epoch, if one did."""
+        if self.last_failed(rank) != epoch:
+            return None
+        if not self._node.is_local(rank):
+            return self._from_afar[rank][1]
+        if self._node.order is not None:
+            self._node.order()
+        nbytes = self._words[rank * ROW + ERROR_BYTES]
+        if nbytes <= ERROR_ROOM:
+            at = error_at(rank, self._node.size)
+            return bytes(self._node.block[at : at + nbytes]) or None
+        key = self._words[rank * ROW + ERROR_KEY]
+        try:
+            return self._node.segments.open(self._node.pids[rank], key, nbytes)[:nbytes]
+        except OSError as gone:
+            failure = Failure("an error", f"the rank has ended since ({gone})", rank, op="")
+            return pickle.dumps(RemoteError(failure), 5)
+
+    def withdraw(self) -> None:
+        """All ranks know this rank's error, or never will."""
+        if self._key is not None:
+            self._node.segments.seal(self._key)
+            self._key = None
+
+
+def pickled(error: BaseException, rank: int) -> bytes:
+    """An error as bytes; one that cannot be pickled goes as a `RemoteError` with its text."""
+    try:
+        content = pickle.dumps(error, 5)
+        pickle.loads(content)
+    except Exception:  # whatever a user's exception class does when it is pickled
+        failure = Failure(
+            type_name(error), message_text(error), rank, op="", traceback=traceback_text(error)
+        )
+        return pickle.dumps(RemoteError(failure), 5)
+    return content
+
+
+def unpickled(content: bytes, rank: int) -> BaseException:
+    """The error; one that this rank cannot make goes as a `RemoteError`."""
+    try:
+        error = pickle.loads(content)
+    except Exception as problem:  # a class that only its own rank can import
+        failure = Failure("an error", f"it cannot be unpickled here: {problem}", rank, op="")
+        return RemoteError(failure)
+    if not isinstance(error, BaseException):
+        return TransportError(str(error))
+    if not isinstance(error, RemoteError):  # which names its rank itself
+        error.add_note(f"raised on rank {rank}")
+    return error

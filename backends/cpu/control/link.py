@@ -1,0 +1,97 @@
+"""News about executions between machines: small pickled messages, never waited for."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from ..node import Node
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """All ranks of a machine have come to a meeting."""
+
+    ranks: tuple[int, ...]
+    meeting: int
+    epoch: int
+    digests: tuple[int, ...]
+    """What each of them gives to the execution."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """An execution has failed on a rank; `error` is None where it only follows another's."""
+
+    rank: int
+    epoch: int
+    error: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Where a rank is: the status words of its row in the control block, and what it is doing."""
+
+    rank: int
+    words: tuple[int, ...]
+    doing: str
+
+
+@dataclass(frozen=True, slots=True)
+class Goodbye:
+    """A rank has ended; nothing comes of it after this."""
+
+    rank: int
+
+
+News = Reached | Failed | Status
+
+
+class Link:
+    """Carries news. Making one is collective."""
+
+    def __init__(self, node: Node) -> None:
+        self._comm: Any = node.world.comm.Dup()
+        self._far = tuple(rank for rank in range(node.size) if not node.is_local(rank))
+        self._far_leaders = tuple(rank for rank in node.leaders if rank in self._far)
+        self._sent: deque[Any] = deque()
+        self._talking = set(self._far)
+
+    def tell_leaders(self, news: News) -> None:
+        """Send to one rank of every other machine."""
+        self._send(news, self._far_leaders)
+
+    def tell_all(self, news: News) -> None:
+        """Send to every rank of every other machine."""
+        self._send(news, self._far)
+
+    def receive(self) -> list[News]:
+        """What has come since the last call."""
+        found = []
+        while (message := self._comm.improbe()) is not None:
+            news = message.recv()
+            if isinstance(news, Goodbye):
+                self._talking.discard(news.rank)
+            else:
+                found.append(news)
+        while self._sent and self._sent[0].Test():
+            self._sent.popleft()
+        return found
+
+    def part(self, rank: int) -> None:
+        """Say the last word of this rank."""
+        self._send(Goodbye(rank), self._far)
+
+    def is_silent(self) -> bool:
+        """Drop what still comes; whether nothing is under way any more, either way.
+
+        MPI wants every message to be received before it ends. That all ranks have met does not
+        say that what they sent before has arrived; that their last words have, does.
+        """
+        self.receive()
+        return not self._talking and not self._sent
+
+    def _send(self, news: News | Goodbye, ranks: tuple[int, ...]) -> None:
+        for rank in ranks:
+            self._sent.append(self._comm.isend(news, rank))

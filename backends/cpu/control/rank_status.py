@@ -1,0 +1,301 @@
+"""The rows of the control block: what each rank tells the others of its machine."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from time import monotonic_ns
+from typing import Final
+
+from ...failures.flight import Position
+from ..memory.layout import (
+    AT,
+    AWAITED,
+    BEAT,
+    CALLS,
+    DIGEST,
+    DOING_ROOM,
+    EPOCH,
+    EXECUTION,
+    PLAN,
+    PLANS,
+    REACHED,
+    ROW,
+    RUNNING,
+    STATE,
+    STATUS_WORDS,
+    doing_at,
+)
+from ..node import Node
+
+_STALE: Final = 500_000_000
+"""Nanoseconds after which a rank that has not reported is taken to be at work, not waiting."""
+
+_NOWHERE = (1 << 64) - 1
+"""The position of a rank that has not waited in its execution, and so has not reported."""
+
+
+class State(enum.IntEnum):
+    """What a rank is doing."""
+
+    IDLE = 0
+    RUNNING = 1
+    FAILED = 2
+    EXITED = 3
+    SERVING = 4
+    DESERTED = 5
+    """It has ended while graphs were open there, which others drive or serve."""
+
+
+_RUNNING: Final = int(State.RUNNING)
+"""A plain number, which is stored at half the cost of a member of an enumeration."""
+
+
+class Meeting(enum.IntEnum):
+    """Where ranks wait for each other; the value is the place of its word in a row."""
+
+    COMMIT = 0
+    RECOVER = 1
+    RESUME = 2
+    INPUTS = 3
+
+
+class Rows:
+    """Reads all rows, and writes this rank's.
+
+    The rows of ranks of other machines are copies, written by the leader of this one.
+    """
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._words = node.words
+        self._mine = mine = node.rank * ROW
+        self._meetings = [
+            [rank * ROW + REACHED + meeting for rank in range(node.size)] for meeting in Meeting
+        ]
+        self._local_meetings = [[words[rank] for rank in node.local] for words in self._meetings]
+        self._reached = [words[node.rank] for words in self._meetings]
+        self._plans = [[rank * ROW + PLANS + odd for rank in node.local] for odd in (0, 1)]
+        self._my_plans = (mine + PLANS, mine + PLANS + 1)
+        self._doing = ""
+
+    # -- this rank's ------------------------------------------------------------------------
+
+    def enter(self, epoch: int, plan: int, doing: str) -> None:
+        """Say that this rank is in an execution of a plan, and in words, of what."""
+        words, row = self._words, self._mine
+        if doing is not self._doing:
+            self._tell(self._node.rank, doing)
+            self._doing = doing
+        words[row + PLAN] = words[self._my_plans[epoch & 1]] = plan
+        words[row + AT] = _NOWHERE
+        if self._node.order is not None:
+            self._node.order()  # who sees the epoch also sees its plan
+        words[row + EPOCH] = epoch
+        words[row + STATE] = _RUNNING
+
+    def call(self, number: int, epoch: int, doing: str) -> None:
+        """Say that this rank is in so manieth collective call of the world, and in which."""
+        self._tell(self._node.rank, doing)
+        self._doing = doing
+        if self._node.order is not None:
+            self._node.order()  # who sees the number also sees the words
+        self._words[self._mine + CALLS] = number << 32 | epoch
+
+    def give(self, digest: int) -> None:
+        """Say by a digest what this rank gives to its execution; 0: nothing that counts."""
+        self._words[self._mine + DIGEST] = digest
+        if self._node.order is not None:
+            self._node.order()  # who sees that this rank has come to the meeting also sees it
+
+    def set_state(self, state: State) -> None:
+        """Say what this rank is doing."""
+        self._words[self._mine + STATE] = state
+
+    def reach(self, meeting: Meeting, epoch: int) -> None:
+        """Say that this rank has come to a meeting; all later reads see who came before."""
+        self._words[self._reached[meeting]] = epoch
+        self._node.fence()
+
+    def report(self, position: Position | None) -> None:
+        """Say where this rank is in its program, and that it is waiting now."""
+        words, row = self._words, self._mine
+        words[row + BEAT] = monotonic_ns()
+        if position is not None:
+            words[row + EXECUTION] = max(position.execution, 0)
+            words[row + AT] = position.op
+            words[row + AWAITED] = 0 if position.awaited is None else position.awaited + 1
+            words[row + RUNNING] = position.running
+
+    def status(self) -> tuple[int, ...]:
+        """What other machines are told of this rank."""
+        return tuple(self._words[self._mine : self._mine + STATUS_WORDS])
+
+    # -- those of ranks of other machines ---------------------------------------------------
+
+    def note_reached(
+        self, ranks: Sequence[int], meeting: int, epoch: int, digests: Sequence[int] = ()
+    ) -> None:
+        """Ranks of another machine have come to a meeting, and give this to the execution."""
+        words = self._words
+        for rank, digest in zip(ranks, digests, strict=False):
+            words[rank * ROW + DIGEST] = digest
+        if self._node.order is not None:
+            self._node.order()
+        for rank in ranks:
+            at = self._meetings[meeting][rank]
+            words[at] = max(words[at], epoch)
+
+    def note_status(self, rank: int, status: Sequence[int], doing: str = "") -> None:
+        """Where a rank of another machine is. The state comes last, as in `enter`.
+
+        The number of its calls comes before its epoch: see `Control.look`. How far the rank has
+        come is told by its machine's leader too, and what one of the two has sent later may arrive
+        earlier. So a rank that ends says itself what it has ended before.
+        """
+        words, row = self._words, rank * ROW
+        self._tell(rank, doing)
+        for index, word in reversed(list(enumerate(status))):
+            at = row + index
+            words[at] = max(words[at], word) if index >= REACHED else word
+        words[row + BEAT] = monotonic_ns()
+
+    # -- everybody's ------------------------------------------------------------------------
+
+    def missing(self, meeting: Meeting, epoch: int) -> list[int]:
+        """The ranks that have not come to a meeting of this epoch."""
+        words = self._words
+        return [word // ROW for word in self._meetings[meeting] if words[word] < epoch]
+
+    def have_come(self, meeting: Meeting, epoch: int) -> bool:
+        """Whether all ranks have come to a meeting of this epoch."""
+        words = self._words
+        for word in self._meetings[meeting]:  # noqa: SIM110 # a generator costs as much again
+            if words[word] < epoch:
+                return False
+        return True
+
+    def are_here(self, meeting: Meeting, epoch: int) -> bool:
+        """Whether all ranks of this machine have come to a meeting of this epoch."""
+        words = self._words
+        for word in self._local_meetings[meeting]:  # noqa: SIM110 # as above
+            if words[word] < epoch:
+                return False
+        return True
+
+    def reached(self, rank: int, meeting: Meeting) -> int:
+        """The last epoch of which a rank has come to a meeting."""
+        return self._words[self._meetings[meeting][rank]]
+
+    def state(self, rank: int) -> State:
+        """What a rank is doing."""
+        return State(self._words[rank * ROW + STATE])
+
+    def epoch(self, rank: int) -> int:
+        """The last epoch that a rank has entered."""
+        return self._words[rank * ROW + EPOCH]
+
+    def calls(self, rank: int) -> tuple[int, int]:
+        """How many collective calls a rank has made, and its epoch in the last of them."""
+        word = self._words[rank * ROW + CALLS]
+        return word >> 32, word & 0xFFFF_FFFF
+
+    def digest(self, rank: int) -> int:
+        """What a rank gives to its execution."""
+        return self._words[rank * ROW + DIGEST]
+
+    def give_the_same(self, ranks: Sequence[int]) -> bool:
+        """Whether ranks that have come to `INPUTS` give the same to their execution."""
+        if self._node.order is not None:
+            self._node.fence()  # who sees that a rank has come also sees what it gives
+        return len({self.digest(rank) for rank in ranks}) <= 1
+
+    def doing(self, rank: int) -> str:
+        """What a rank was doing when it last said so."""
+        at = doing_at(rank, self._node.size)
+        content = bytes(self._node.block[at : at + DOING_ROOM])
+        return content.partition(b"\0")[0].decode(errors="replace")
+
+    def plan(self, rank: int) -> int:
+        """The plan of that epoch."""
+        return self._words[rank * ROW + PLAN]
+
+    def of_another_plan(self, epoch: int) -> int | None:
+        """A rank of this machine that has ended this epoch with another plan than this one."""
+        words, odd = self._words, epoch & 1
+        if self._node.order is not None:
+            self._node.fence()  # who sees that a rank has reached the end also sees its plan
+        mine = words[self._my_plans[odd]]
+        for word in self._plans[odd]:
+            if words[word] != mine:
+                return word // ROW
+        return None
+
+    def plan_of(self, rank: int, epoch: int) -> int:
+        """The plan of this epoch, or of the next; of ranks of this machine."""
+        return self._words[rank * ROW + PLANS + (epoch & 1)]
+
+    def has_reported(self, rank: int) -> bool:
+        """Whether a rank has said where it is since it entered its execution."""
+        return self._words[rank * ROW + AT] != _NOWHERE
+
+    def awaits_inputs(self, rank: int) -> bool:
+        """Whether a rank waits until all have come to its execution with their arguments."""
+        epoch = self.epoch(rank)
+        has_come = self.reached(rank, Meeting.INPUTS) >= epoch > self.reached(rank, Meeting.COMMIT)
+        return has_come and bool(self.missing(Meeting.INPUTS, epoch))
+
+    def has_ended(self, rank: int) -> bool:
+        """Whether a rank has said goodbye, or has died."""
+        state = self.state(rank)
+        return state is State.EXITED or state is State.DESERTED or rank in self._node.bell.dead
+
+    def positions(self) -> list[Position]:
+        """Where every rank is, as far as it has told."""
+        now = monotonic_ns()
+        return [self._position(rank, now) for rank in range(self._node.size)]
+
+    def whereabouts(self, rank: int) -> str:
+        """What is known of a rank that may be in another plan, or in none."""
+        if self.has_ended(rank):
+            return f"rank {rank} has ended"
+        state = self.state(rank)
+        if state is State.SERVING:
+            return f"rank {rank} serves graphs, until their driver closes them"
+        if state is State.IDLE:
+            last = self.reached(rank, Meeting.COMMIT)
+            return f"rank {rank} is outside of executions, after execution {last}"
+        if self.awaits_inputs(rank):
+            late = ", ".join(
+                f"rank {each}" for each in self.missing(Meeting.INPUTS, self.epoch(rank))
+            )
+            return (
+                f"rank {rank} is at the begin of execution {self.epoch(rank)}, and waits for {late}"
+            )
+        if not self.has_reported(rank):
+            return (
+                f"rank {rank} is at work in execution {self.epoch(rank)}, and has not waited for "
+                "another rank in it"
+            )
+        return (
+            f"rank {rank} is in execution {self.epoch(rank)} ({state.name.lower()}) of plan "
+            f"{self.plan(rank):016x}, at op {self._words[rank * ROW + AT]}"
+        )
+
+    def _tell(self, rank: int, doing: str) -> None:
+        at = doing_at(rank, self._node.size)
+        content = doing.encode(errors="replace")[: DOING_ROOM - 1] + b"\0"
+        self._node.block[at : at + len(content)] = content
+
+    def _position(self, rank: int, now: int) -> Position:
+        row, words = rank * ROW, self._words
+        waits = now - words[row + BEAT] < _STALE
+        awaited = words[row + AWAITED] - 1
+        return Position(
+            rank,
+            words[row + EXECUTION],
+            words[row + AT],
+            awaited if waits and awaited >= 0 else None,
+            # One that has just failed, by the same deadline perhaps, is where it was then.
+            bool(words[row + RUNNING]) and words[row + STATE] in (_RUNNING, State.FAILED),
+        )

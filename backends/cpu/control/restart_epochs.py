@@ -1,0 +1,66 @@
+"""How far the ranks of a machine have come in starting over (`backends/driven/restart.py`)."""
+
+from __future__ import annotations
+
+from ...errors import PeerLost
+from ..memory.layout import RESTART, RESTART_AT, ROW, STATE
+from ..node import Node
+from .rank_status import State
+
+
+class SharedStages:
+    """Stages in the rows of the control block; implements `Stages`.
+
+    Args:
+        node: this machine, which has all ranks.
+    """
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._row = node.rank * ROW
+
+    @property
+    def mine(self) -> int:
+        """See `Stages`."""
+        return self._node.words[self._row + RESTART]
+
+    def reach(self, stage: int) -> None:
+        """See `Stages`."""
+        self._node.fence()
+        self._node.words[self._row + RESTART] = stage
+        self._node.wake_all()
+
+    def missing(self, stage: int) -> list[int]:
+        """See `Stages`.
+
+        Raises:
+            PeerLost: one of them has ended, and will not come.
+        """
+        node = self._node
+        found = [r for r in range(node.size) if node.words[r * ROW + RESTART] < stage]
+        for rank in found:
+            if node.words[rank * ROW + STATE] in (State.EXITED, State.DESERTED):
+                raise PeerLost(
+                    f"rank {rank} has ended, and this rank has to start its graphs over after an "
+                    "interruption, which takes all ranks; start the job again",
+                    rank,
+                )
+        if found:
+            node.wake_all()
+        node.fence()  # what the others did before they came here can be seen from here on
+        return found
+
+    def is_wanted(self, driver: int) -> bool:
+        """See `Stages`."""
+        words, mine = self._node.words, self.mine
+        if self._node.rank != driver:  # who serves looks often, and the driver looks at all
+            return words[driver * ROW + RESTART] > mine
+        return any(words[rank * ROW + RESTART] > mine for rank in range(self._node.size))
+
+    def tell(self, number: int) -> None:
+        """See `Stages`."""
+        self._node.words[self._row + RESTART_AT] = number
+
+    def told(self, driver: int) -> int:
+        """See `Stages`."""
+        return self._node.words[driver * ROW + RESTART_AT]

@@ -1,0 +1,164 @@
+"""How values of each IR type lie in a message's bytes."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ....ir.types import ObjectType, TensorType, ValueType
+from ...dtypes import TORCH_DTYPES, describe
+from ...errors import TransportError
+from .objects import Encoded, decode, encode
+from .parallel_memcpy import LEAST, Copier
+
+
+class Codec(Protocol):
+    """Reads and writes the values of one type.
+
+    Attributes:
+        nbytes: of every message; None where only the value tells.
+    """
+
+    nbytes: int | None
+
+    def prepare(self, value: Any) -> tuple[Any, int]:
+        """What is to be written for `value`, and how many bytes it takes.
+
+        Raises:
+            TransportError: the value is not of the type, or cannot be pickled.
+        """
+
+    def keep(self, prepared: Any) -> Any:
+        """The same as `prepare` gave, but of its own, so that the value may change."""
+
+    def write(self, prepared: Any, target: memoryview, at: int) -> None:
+        """Write what `prepare` gave at byte `at`."""
+
+    def view(self, source: memoryview, at: int, nbytes: int, private: bool) -> Any:
+        """The value of the message at byte `at`.
+
+        A tensor shares the memory. An object does so only if `private` says that nobody will
+        overwrite it.
+        """
+
+
+class TensorCodec:
+    """Tensors of one dtype and shape, stored contiguously.
+
+    Args:
+        copier: copies them where they are large.
+
+    Attributes:
+        is_large: whether several threads copy them; only then does it pay to ask `write_large`.
+    """
+
+    def __init__(self, type_: TensorType, copier: Copier) -> None:
+        self._copier = copier
+        self.dtype = TORCH_DTYPES[type_.dtype]
+        self.shape = torch.Size(type_.shape)
+        self.nbytes: int | None = type_.nbytes
+        self.is_large = type_.nbytes >= LEAST
+        self._type = type_
+
+    def prepare(self, value: Any) -> tuple[Tensor, int]:
+        """See `Codec`."""
+        if (
+            not isinstance(value, Tensor)
+            or value.dtype is not self.dtype
+            or value.shape != self.shape
+        ):
+            raise TransportError(
+                f"a message of type {self._type} cannot carry {describe(value)}: the plan fixed "
+                "the type when the step was compiled"
+            )
+        assert self.nbytes is not None
+        return (value.detach() if value.requires_grad else value), self.nbytes
+
+    def keep(self, prepared: Tensor) -> Tensor:
+        """See `Codec`."""
+        return prepared.clone()
+
+    def write(self, prepared: Tensor, target: memoryview, at: int) -> None:
+        """See `Codec`."""
+        if not (self.is_large and self.write_large(prepared, target, at)):
+            self.view(target, at, 0, False).copy_(prepared)
+
+    def write_large(self, prepared: Tensor, target: memoryview, at: int) -> bool:
+        """Write a large tensor that lies in one piece in the host's memory; whether it does."""
+        if not prepared.is_contiguous() or prepared.device.type != "cpu":
+            return False
+        source = self.contiguous_bytes(prepared)
+        self._copier.copy(target[at : at + source.nbytes], source)
+        return True
+
+    def view(self, source: memoryview, at: int, nbytes: int, private: bool) -> Tensor:
+        """See `Codec`."""
+        if not self.nbytes:
+            return torch.empty(self.shape, dtype=self.dtype)
+        count = self.shape.numel()
+        flat = torch.frombuffer(source, dtype=self.dtype, count=count, offset=at)
+        return flat if len(self.shape) == 1 else flat.view(self.shape)
+
+    def contiguous_bytes(self, prepared: Tensor) -> memoryview:
+        """The bytes of the tensor: its own memory where that is contiguous, else of a copy."""
+        plain = prepared.resolve_conj().resolve_neg().contiguous().cpu()
+        return plain.view(-1).view(torch.uint8).numpy().data
+
+
+class ObjectCodec:
+    """Any Python object, pickled.
+
+    Args:
+        copier: copies its bulk data.
+    """
+
+    nbytes: int | None = None
+
+    def __init__(self, copier: Copier) -> None:
+        self._copy = copier.copy
+
+    def prepare(self, value: Any) -> tuple[Encoded, int]:
+        """See `Codec`."""
+        encoded = encode(value)
+        return encoded, encoded.nbytes
+
+    def keep(self, prepared: Encoded) -> Encoded:
+        """See `Codec`."""
+        prepared.keep()
+        return prepared
+
+    def write(self, prepared: Encoded, target: memoryview, at: int) -> None:
+        """See `Codec`."""
+        prepared.write(target, at, self._copy)
+
+    def view(self, source: memoryview, at: int, nbytes: int, private: bool) -> Any:
+        """See `Codec`."""
+        return decode(source, at, nbytes, private)
+
+
+class UnitCodec:
+    """Nothing but the fact that a message has come."""
+
+    nbytes: int | None = 0
+
+    def prepare(self, value: Any) -> tuple[None, int]:
+        """See `Codec`."""
+        return None, 0
+
+    def keep(self, prepared: None) -> None:
+        """See `Codec`."""
+
+    def write(self, prepared: None, target: memoryview, at: int) -> None:
+        """See `Codec`."""
+
+    def view(self, source: memoryview, at: int, nbytes: int, private: bool) -> None:
+        """See `Codec`."""
+
+
+def codec_of(type_: ValueType, copier: Copier) -> TensorCodec | ObjectCodec | UnitCodec:
+    """The codec of an IR type."""
+    if isinstance(type_, TensorType):
+        return TensorCodec(type_, copier)
+    return ObjectCodec(copier) if isinstance(type_, ObjectType) else UnitCodec()

@@ -1,0 +1,500 @@
+"""Parts of a rank's program that are recorded once as a graph of the device and then replayed.
+
+A graph reads and writes the memory that it was captured with. So what a segment takes from outside
+is copied into memory of its own first, unless it has come to the same place twice in a row; what
+methods or the caller may keep, or views of it, is copied behind it. What the caller alone gets is
+not: it is the graph's own memory, and while it is in use another graph of the same segment is
+replayed. Gradients
+stay in a graph's memory as `.grad` of their parameters, since that is what an optimizer reads.
+Which tensors the parameters and gradients are is looked at before each replay; a segment has graphs
+for each combination that it has met.
+
+All graphs share one pool for what lives within a replay: any replay may write all over it. So what
+outlives a replay is not there. What that is shows in a rehearsal, a capture that is thrown away; in
+the one that counts, messages land in memory outside of the pool, and the rest is copied out at the
+end of the graph.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...base import Body
+from ...failures.fallbacks import Fallbacks, Refusal
+from ...program.instructions import Instruction, Registers
+from ..base import Device, Graph
+from ..output_buffers import Loan, may_be_lent
+from ..ports import StreamPort
+from ..stream_order import Flow, Mark
+
+WARM_UPS = 2
+"""Executions that run as they are, before any is captured: libraries make their handles then."""
+
+STATES = 4
+"""Combinations of parameters and gradients that a segment has graphs for; with more, it runs as it
+is."""
+
+LENDING = 2
+"""Graphs whose outputs the caller may hold; with all of them held, outputs are copied."""
+
+_REBINDS = Refusal(
+    "it replaces buffers of an actor by new tensors", "Let the method write to them, as by copy_()."
+)
+_OTHERS = Refusal(
+    "its parameters or gradients are other tensors each time",
+    "Between steps, write to parameters, buffers and gradients in place, or set .grad to None.",
+)
+_TENSORS = "Let the value be a tensor, or a constant of the step."
+_CAPTURABLE = (
+    "A method that asks the device for a number, or moves memory of the host, can be @cg.opaque; "
+    "passes='-capture' captures nothing, and says nothing of it."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """One graph, and the memory that it works on.
+
+    Attributes:
+        takes: for each register that it reads from outside, the memory that it reads.
+        gives: for each register that others read behind it, what it leaves there.
+        loans: the same for registers that the caller gets, if those are lent.
+        state: the tensors that were parameters and gradients when it was captured; they live on.
+        gradients: what `.grad` of each trained parameter is behind it.
+    """
+
+    graph: Graph
+    takes: tuple[tuple[int, Tensor], ...]
+    gives: tuple[tuple[int, Tensor], ...]
+    loans: tuple[tuple[int, Loan], ...]
+    state: tuple[Tensor | None, ...]
+    gradients: tuple[Tensor | None, ...]
+
+    def is_free(self) -> bool:
+        """Whether the caller holds nothing of what it has last made."""
+        return all(loan.is_back() for _, loan in self.loans)
+
+
+@dataclass(frozen=True, slots=True)
+class Outlasting:
+    """Memory outside of the pool for what a graph makes and others use behind it.
+
+    Attributes:
+        landings: for messages whose values are used as they come.
+        copies: for values in registers, which the graph copies there at its end.
+        gradients: the same for those of parameters.
+    """
+
+    landings: tuple[tuple[StreamPort, Tensor], ...]
+    copies: tuple[tuple[int, Tensor], ...] = ()
+    gradients: tuple[tuple[Tensor, Tensor], ...] = ()
+
+
+@dataclass(slots=True)
+class Graphs:
+    """The graphs of a segment for one combination of tensors."""
+
+    lending: list[Captured] = field(default_factory=list)
+    copying: Captured | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """What a segment and the rest of the program have in common.
+
+    Attributes:
+        reads: registers that it reads and has not written.
+        inputs: those of `reads` that hold inputs of the program.
+        gives: registers that it writes and others read.
+        copied: those of `gives` that may leave the program's control, to methods or the caller, by
+            themselves or as another value that shares their memory.
+        lent: those of `copied` that nothing else in the program reads.
+    """
+
+    reads: tuple[int, ...]
+    inputs: tuple[int, ...]
+    gives: tuple[int, ...]
+    copied: frozenset[int]
+    lent: frozenset[int]
+
+
+class Segment:
+    """Some instructions in a row, as one; none of them makes the host wait.
+
+    Attributes:
+        number: the `graph` of its ops.
+        reason: why it runs as it is and is not replayed, if that is so.
+        at: the instruction that was begun last, where they run one by one; else 0.
+        captures: graphs captured so far.
+        replays: executions that replayed one.
+        is_replayed: whether the last execution did.
+        behind: set behind each replay, where a program has several segments; else None.
+        lent: what the last execution has lent to the caller, by register.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        instructions: Sequence[Instruction],
+        registers: Registers,
+        interface: Interface,
+        bodies: Sequence[Body],
+        ports: Sequence[StreamPort],
+        flow: Flow,
+        stable: dict[int, Tensor],
+        needs: Sequence[Mark],
+        fallbacks: Fallbacks,
+        behind: Mark | None = None,
+    ) -> None:
+        self.number = number
+        self.behind = behind
+        self.is_replayed = False
+        self.reason: str | None = None
+        self.at = 0
+        self.captures = 0
+        self.replays = 0
+        self.lent: tuple[tuple[int, Loan], ...] = ()
+        self._instructions = tuple(instructions)
+        self._registers = registers
+        self._interface = interface
+        self._state_of = [body.state for body in bodies if hasattr(body, "state")]
+        self._trained_in = [body.trained for body in bodies if hasattr(body, "trained")]
+        self._ports = tuple(ports)
+        self._flow = flow
+        self._device: Device = flow.device
+        self._stable = stable
+        self._needs = tuple(needs)
+        self._graphs: dict[tuple[Any, ...], Graphs] = {}
+        self._places: tuple[Place, ...] = ()
+        self._direct: tuple[Place, ...] = ()
+        self._warm = 0
+        self._failed: Graph | None = None
+        self._fallbacks = fallbacks
+        if any(getattr(body, "rebinds", False) for body in bodies):
+            self._stay(_REBINDS)
+
+    def __call__(self) -> bool:
+        """Put the segment's work on the streams."""
+        self.at = 0
+        self.is_replayed = False
+        if self.reason is not None or self._warm < WARM_UPS:
+            self._warm += 1
+            if self.reason is None:
+                self._come_again()  # what comes to the same place from the start has one graph
+            self.run()
+            return True
+        trained = [p for tensors in self._trained_in for p in tensors()]
+        state = [t for tensors in self._state_of for t in tensors()]
+        gradients = [p.grad for p in trained]
+        direct = self._come_again()
+        key = (direct, *map(_place, state), *map(id, gradients), *map(_place, gradients))
+        graphs = self._graphs.get(key)
+        if graphs is None:
+            if len(self._graphs) >= STATES:
+                self.run()
+                self._stay(_OTHERS)
+                return True
+            graphs = self._graphs[key] = Graphs()
+        found = self._free_one(graphs) or self._capture(
+            trained, (*state, *gradients), gradients, graphs, direct
+        )
+        if isinstance(found, Refusal):
+            # If that fails, too, there is more amiss than the capture: after a reset comes another.
+            self.run()
+            self._stay(found)
+        else:
+            self._replay(found, trained)
+        return True
+
+    def forget(self) -> None:
+        """Drop the graphs: their messages are no more."""
+        self._graphs.clear()
+        self._failed = None
+        self._warm = 0
+
+    def run(self) -> None:
+        """Put the work on the streams as it is, one thing after the other."""
+        self.lent = ()
+        self._flow.fork()
+        for at, instruction in enumerate(self._instructions):
+            self.at = at
+            instruction()
+        self.at = 0
+
+    def _stay(self, refusal: Refusal) -> None:
+        """Run as it is from now on."""
+        self.reason = refusal.reason
+        self._fallbacks.warn(self.number, refusal)
+
+    def _come_again(self) -> bool:
+        """Whether all inputs are where a graph may read them in place.
+
+        That is where they were when they first came to the same places twice in a row: a program
+        whose caller has one set of buffers then copies nothing.
+        """
+        registers = self._registers
+        places = tuple([_place(registers[i]) for i in self._interface.inputs])
+        if not self._direct and places == self._places:
+            self._direct = places
+        self._places = places
+        return bool(places) and places == self._direct
+
+    def _free_one(self, graphs: Graphs) -> Captured | None:
+        for captured in graphs.lending:
+            if captured.is_free():
+                return captured
+        return graphs.copying
+
+    def _replay(self, captured: Captured, trained: Sequence[Tensor]) -> None:
+        registers = self._registers
+        for mark in self._needs:
+            mark.wait(self._flow.compute)
+        for _, loan in captured.loans:
+            loan.await_users(self._device)
+        for register, memory in captured.takes:
+            value = registers[register]
+            if value is not memory:
+                memory.copy_(value, non_blocking=True)
+        self.lent = captured.loans
+        captured.graph.replay()
+        self.replays += 1
+        self.is_replayed = True
+        copied = self._interface.copied
+        for register, value in captured.gives:
+            registers[register] = value.clone() if register in copied else value
+        for register, loan in captured.loans:
+            registers[register] = loan.out()
+        for parameter, gradient in zip(trained, captured.gradients, strict=True):
+            parameter.grad = gradient
+        if self.behind is not None:
+            self.behind.record(self._flow.compute)
+
+    def _capture(
+        self,
+        trained: Sequence[Tensor],
+        state: tuple[Tensor | None, ...],
+        gradients: Sequence[Tensor | None],
+        graphs: Graphs,
+        direct: bool,
+    ) -> Captured | Refusal:
+        """Record the segment, if that can be."""
+        registers, before = self._registers, list(self._registers)
+        takes = self._take(direct)
+        if isinstance(takes, Refusal):
+            return takes
+        taken = list(registers)
+        try:
+            rehearsal, outlasting = self._rehearse(trained, state)
+            self._put_back(taken, trained, gradients)
+            graph = self._record_all(outlasting)
+            del rehearsal  # until now it has kept the pool, so that its memory serves again
+        except RuntimeError as error:
+            self._put_back(before, trained, gradients)
+            return Refusal(f"it cannot be captured: {' '.join(str(error).split())}", _CAPTURABLE)
+        self.captures += 1
+        lends = len(graphs.lending) < LENDING
+        gives, loans = self._given(_storages([*taken, *state]) if lends else None)
+        after = tuple(parameter.grad for parameter in trained)
+        # What was read is put back: the replay takes it like any other.
+        for register in self._interface.reads:
+            registers[register] = before[register]
+        captured = Captured(graph, takes, gives, loans, state, after)
+        if lends:
+            graphs.lending.append(captured)
+        else:
+            graphs.copying = captured
+        return captured
+
+    def _put_back(
+        self, values: Sequence[Any], trained: Sequence[Tensor], gradients: Sequence[Tensor | None]
+    ) -> None:
+        self._registers[:] = values
+        for parameter, gradient in zip(trained, gradients, strict=True):
+            parameter.grad = gradient
+
+    def _rehearse(
+        self, trained: Sequence[Tensor], state: tuple[Tensor | None, ...]
+    ) -> tuple[Graph, Outlasting]:
+        """Capture once to see what the segment leaves behind, and make room for that.
+
+        Without messages: to drop a graph that has some makes the library wait for all that is on
+        the device, such as a receive that was posted early and waits for what comes later here.
+        """
+        registers = self._registers
+        rooms = ((port, port.room()) for port in self._ports)
+        landings = [(port, room) for port, room in rooms if room is not None]
+        outside = _storages([*registers, *state])
+        landed = {_storage(room) for _, room in landings}
+        for port in self._ports:
+            port.rehearses = True
+        try:
+            graph = self._device.capture(lambda: self._record(Outlasting(tuple(landings))))
+        finally:
+            for port in self._ports:
+                port.rehearses = False
+        values = {r: registers[r] for r in self._interface.gives}
+        made = {r: value for r, value in values.items() if isinstance(value, Tensor)}
+        used = {_storage(value) for value in made.values()}
+        inside = {r: value for r, value in made.items() if _storage(value) not in outside | landed}
+        parameters = {
+            id(p): p for p in trained if p.grad is not None and _storage(p.grad) not in outside
+        }
+        gradients = [p.grad for p in parameters.values() if p.grad is not None]
+        return graph, Outlasting(
+            tuple((port, room) for port, room in landings if _storage(room) in used),
+            tuple(zip(inside, _like(list(inside.values())), strict=True)),
+            tuple(zip(parameters.values(), _like(gradients), strict=True)),
+        )
+
+    def _take(self, direct: bool) -> tuple[tuple[int, Tensor], ...] | Refusal:
+        """Put the memory that the graph is to read into the registers that it reads."""
+        registers = self._registers
+        takes = []
+        for register in self._interface.reads:
+            value = registers[register]
+            if not isinstance(value, Tensor):
+                what = type(value).__name__
+                return Refusal(f"it reads a value of type {what}, which is no tensor", _TENSORS)
+            if direct and register in self._interface.inputs:
+                continue
+            memory = value if self._stable.get(register) is value else value.clone()
+            registers[register] = memory
+            takes.append((register, memory))
+        return tuple(takes)
+
+    def _given(
+        self, outside: frozenset[int] | None
+    ) -> tuple[tuple[tuple[int, Tensor], ...], tuple[tuple[int, Loan], ...]]:
+        """What the graph has left in registers, and what of it is lent to the caller.
+
+        Args:
+            outside: the storages that are not the graph's alone, so that what is in them is not
+                lent; None if nothing is.
+        """
+        registers, interface = self._registers, self._interface
+        made = {r: v for r in interface.gives if isinstance(v := registers[r], Tensor)}
+        lent = {
+            register: value
+            for register, value in made.items()
+            if outside is not None
+            and register in interface.lent
+            and may_be_lent(value)
+            and _storage(value) not in outside
+        }
+        kept = _storages([value for register, value in made.items() if register not in lent])
+        loans = tuple((r, Loan(value)) for r, value in lent.items() if _storage(value) not in kept)
+        owed = {register for register, _ in loans}
+        gives = tuple((r, value) for r, value in made.items() if r not in owed)
+        self._stable.update((r, value) for r, value in gives if r not in interface.copied)
+        for register in interface.gives:
+            registers[register] = None
+        return gives, loans
+
+    def _record_all(self, outlasting: Outlasting) -> Graph:
+        """Capture the segment with its messages.
+
+        If something fails, the capture ends like any other. Its graph may have messages, and to
+        drop it would make the library wait for the device: it is kept until all are dropped.
+        """
+        failures: list[RuntimeError] = []
+
+        def work() -> None:
+            try:
+                self._record(outlasting)
+            except RuntimeError as error:
+                failures.append(error)
+
+        try:
+            graph = self._device.capture(work)
+        except RuntimeError:
+            if failures:  # what went wrong has broken the capture, too
+                raise failures.pop() from None
+            raise
+        if failures:
+            self._failed = graph
+            raise failures.pop()  # nothing here refers to it: its traceback refers to the graph
+        return graph
+
+    def _record(self, outlasting: Outlasting) -> None:
+        flow = self._flow
+        for port, memory in outlasting.landings:
+            port.landing = memory
+        flow.begin_capture()
+        try:
+            flow.fork()
+            for instruction in self._instructions:
+                instruction()
+            flow.join()
+            self._copy_out(outlasting)
+        except BaseException:
+            with suppress(RuntimeError):  # as when the capture is broken
+                flow.join()  # a capture cannot end without the streams that it has forked
+            raise
+        finally:
+            flow.end_capture()
+            for port, _ in outlasting.landings:
+                port.landing = None
+
+    def _copy_out(self, outlasting: Outlasting) -> None:
+        registers = self._registers
+        sources = [registers[register] for register, _ in outlasting.copies]
+        sources += [parameter.grad for parameter, _ in outlasting.gradients]
+        targets = [memory for _, memory in (*outlasting.copies, *outlasting.gradients)]
+        if targets:
+            torch._foreach_copy_(list(map(_signed, targets)), list(map(_signed, sources)))
+        for register, memory in outlasting.copies:
+            registers[register] = memory
+        for parameter, memory in outlasting.gradients:
+            parameter.grad = memory
+
+
+Place = tuple[object, ...]
+"""Where a tensor's elements are, and how they are to be read; of a shape and type that is known."""
+
+
+def _place(value: object) -> Place:
+    if not isinstance(value, Tensor):
+        return ()
+    return value.data_ptr(), value.stride(), value.is_conj(), value.is_neg()
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _storages(values: Sequence[object]) -> frozenset[int]:
+    return frozenset(_storage(value) for value in values if isinstance(value, Tensor))
+
+
+def _signed(tensor: Tensor) -> Tensor:
+    """The same bits in a type that torch can copy many tensors of in one kernel."""
+    return tensor.view(_SIGNED[tensor.dtype]) if tensor.dtype in _SIGNED else tensor
+
+
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
+def _like(values: Sequence[Tensor]) -> list[Tensor]:
+    """New memory for each value, laid out as it is; values that share memory go on sharing it."""
+    shared = Counter(map(_storage, values))
+    wholes: dict[int, Tensor] = {}
+    made = []
+    for value in values:
+        at = _storage(value)
+        if shared[at] == 1:
+            made.append(torch.empty_like(value))
+            continue
+        if at not in wholes:
+            nbytes = value.untyped_storage().nbytes()
+            wholes[at] = torch.empty(nbytes, dtype=torch.uint8, device=value.device)
+        whole = wholes[at].untyped_storage()
+        alias = torch.empty(0, dtype=value.dtype, device=value.device)
+        made.append(alias.set_(whole, value.storage_offset(), value.shape, value.stride()))
+    return made

@@ -1,0 +1,223 @@
+"""Binds a program of a graph that one rank drives: tensors go by streams, and hosts tell of them.
+
+A device does not look into messages, so an error cannot travel in one. The host of the sender
+therefore announces each message to that of the receiver: that it has been put on a stream, or the
+error in its place. The receive is put on a stream when the announcement has come, and not at all if
+it is an error. So no stream ever waits for a message that nobody sends, and nothing has to be
+broken off. Members of a collective tell each other that they have come to it, and then put it on
+their streams.
+
+Receives go onto their stream in the order of the program: whoever waits for one has those ahead of
+it put there first, and so has a send that is on their stream. Of several executions in flight, one
+has put all its work on the rank's streams before the next does, so what two ranks put on the
+streams between them is in one order on both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ....ir.attributes import Stream
+from ....ir.module import Channel
+from ....ir.ops import (
+    Barrier,
+    Call,
+    Collective,
+    Constant,
+    Copy,
+    Op,
+    Recv,
+    Send,
+    Value,
+    View,
+    Wait,
+    batch_of,
+)
+from ....ir.types import UnitType
+from ...base import Communicator, Port
+from ...driven.ticket_locks import STREAMS, Tickets
+from ...program import instructions as host
+from ...program.binder import Code
+from ...program.instruction_info import KEEP, Role, Step
+from ...program.instructions import Instruction
+from ...program.linked import LinkedProgram
+from ..base import Device
+from ..ports import StreamPort, is_stream_port
+from ..stream_order import Mark
+from . import instructions
+from .binder import DeviceBinder, stream_of
+
+
+@dataclass(frozen=True, slots=True)
+class Announcements:
+    """Where hosts tell each other of the messages of a channel that go by streams.
+
+    Attributes:
+        communicator: of hosts.
+        channel: between the ranks of the channel that is told of.
+    """
+
+    communicator: Communicator
+    channel: Channel
+
+    def port(self, op: Send | Recv | Collective) -> Port:
+        """The port by which a rank tells, or is told, of an op."""
+        id_, unit = self.channel.id, UnitType()
+        if isinstance(op, Send):
+            return self.communicator.send_port(Send(chan=id_, peer=op.peer), self.channel, unit)
+        if isinstance(op, Recv):
+            return self.communicator.recv_port(Recv(chan=id_, peer=op.peer), self.channel, unit)
+        barrier = Barrier(chan=id_, group=op.group)
+        return self.communicator.collective_port(barrier, self.channel, None, unit)
+
+
+class DrivenBinder(DeviceBinder):
+    """Binds one program; see `Binder`.
+
+    Args:
+        announcements: for each channel whose messages go by streams, by its id.
+
+    Attributes:
+        gates: the instructions that wait for earlier executions.
+    """
+
+    def __init__(
+        self,
+        linked: LinkedProgram,
+        execution: Callable[[], int],
+        tickets: Tickets | None = None,
+        *,
+        device: Device,
+        announcements: Mapping[int, Announcements],
+    ) -> None:
+        super().__init__(linked, execution, tickets, device=device)
+        self._announcements = announcements
+        self._expected: dict[Value, tuple[Recv, StreamPort, Port]] = {}
+        self._tokens: dict[Value, int] = {}
+        self._told: list[Port] = []
+        self.gates: frozenset[Instruction] = frozenset()
+        ops = linked.program.ops
+        work = [index for index, op in enumerate(ops) if isinstance(op, _WORK)]
+        self._first_work = next((i for i in work if not isinstance(ops[i], Recv)), 0)
+        self._last_work = max(work, default=-1)
+        params = frozenset(linked.program.params)
+        streams = {stream_of(op): None for op in ops if not params.isdisjoint(op.operands)}
+        self._landed = Mark(self.flow)
+        self._takers = [self.flow.use(each) for each in streams if each is not Stream.COMPUTE]
+
+    _lands_inputs = True
+
+    def _first(self, code: Code) -> list[Instruction]:
+        """Inputs come to the compute stream; others that take them wait for that."""
+        marks = [instructions.mark(self._landed, self.flow.compute)] if self._takers else []
+        return [*super()._first(code), *marks]
+
+    def _make_gates(self) -> tuple[dict[int, list[Instruction]], dict[int, list[Instruction]]]:
+        gates, passages = super()._make_gates()
+        uses = {op.chan for op in self._program.ops if isinstance(op, Send | Recv | Collective)}
+        if self._tickets is not None and not uses.isdisjoint(self._announcements):
+            gate, passage = self._tickets.gate(STREAMS)
+            follows = [instructions.follow(self._landed, queue) for queue in self._takers]
+            gates.setdefault(self._first_work, []).extend([gate, *follows])
+            passages.setdefault(self._last_work, []).append(passage)
+        self.gates = frozenset(gate for each in gates.values() for gate in each)
+        return gates, passages
+
+    def _bind_op(self, op: Op, arena: object) -> None:
+        super()._bind_op(op, arena)  # type: ignore[arg-type]
+        if self._at == self._last_work:
+            self._receive(None)
+
+    # -- communication ----------------------------------------------------------------------
+
+    def _issue(self, op: Op, port: Port) -> None:
+        if not is_stream_port(port):
+            super()._issue(op, port)
+            return
+        assert isinstance(op, Send | Recv | Collective), "nothing else has a port"
+        assert op.chan is not None, "a program's messages have channels"
+        if op.graph is not None:
+            self._fail(
+                op,
+                f"`{op.opcode}` is in a graph, and other messages of the step are not",
+                "in a graph that one rank drives, all are or none is",
+            )
+        sources = tuple(map(self._register, op.operands))
+        telling = self._announcements[op.chan].port(op)
+        tell = host.issue(telling, self._code.registers, None)
+        if isinstance(op, Recv):
+            self._indices[op.result] = self._at
+            self._expected[op.result] = op, port, telling
+            self._emit(tell, Step(Role.ISSUE, port=telling))
+            return
+        if batch_of(op) is not None:
+            self._fail(
+                op,
+                f"`{op.opcode}` is in a batch of a graph that one rank drives",
+                "an error may take its place; compile with batch-messages{batches=false}",
+            )
+        if port.stream is Stream.MESSAGE:
+            self._receive(None)
+        token = self._tokens[op.result] = self._token()
+        if isinstance(op, Send):
+            self._emit(self._on_stream(op, port), Step(Role.COMPUTE, sources, (token,)))
+            self._emit(tell, Step(Role.ISSUE, (token,), port=telling))
+            self._told.append(telling)
+            return
+        self._emit(tell, Step(Role.ISSUE, sources, port=telling))
+        self._emit(_told(telling), Step(Role.AWAIT, (), (token,), telling), self._at)
+        self._emit(self._on_stream(op, port), Step(Role.COMPUTE, (*sources, token), (token,)))
+
+    def _bind_wait(self, op: Wait) -> None:
+        if op.operands[0] in self._expected:
+            self._receive(op.operands[0])
+        super()._bind_wait(op)
+
+    def _arriving(self, future: Value, target: int) -> Step:
+        return Step(Role.COMPUTE, (self._tokens[future],), (target,))
+
+    def _receive(self, last: Value | None) -> None:
+        """Await the announcements of receives up to `last`, or of all, and put them on streams."""
+        while self._expected:
+            future = next(iter(self._expected))
+            op, port, telling = self._expected.pop(future)
+            posted = self._indices[future]
+            token = self._tokens[future] = self._token()
+            self._emit(_told(telling), Step(Role.AWAIT, (), (token,), telling), posted)
+            sources = (token, *map(self._register, op.operands))
+            self._emit(self._on_stream(op, port), Step(Role.COMPUTE, sources, (token,)))
+            if future is last:
+                return
+
+    def _finish(self) -> None:
+        for future, done in self._done.items():
+            if future not in self._layout.first_waits:
+                self._emit(instructions.follow(done, self.flow.compute), KEEP)
+        super()._finish()
+        for telling in self._told:
+            self._emit(telling.poll, KEEP)
+
+    def _token(self) -> int:
+        """A register for the error in place of a message, if there is one."""
+        self._code.registers.append(None)
+        self._code.template.append(None)
+        return len(self._code.template) - 1
+
+
+_WORK = (Call, Constant, Copy, View, Wait, Send, Recv, Collective)
+"""What is put on streams, or may ask for what is there."""
+
+
+def _told(telling: Port) -> Instruction:
+    """Wait for an announcement."""
+    poll, take, release = telling.poll, telling.take, telling.release
+
+    def run() -> bool:
+        if not poll():
+            return False
+        take()
+        release()
+        return True
+
+    return run

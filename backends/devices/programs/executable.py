@@ -1,0 +1,94 @@
+"""Runs one rank's program on its device; the host puts work on streams and goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ...base import Pause
+from ...program.executor import Executable
+from ...program.linked import LinkedProgram
+from ..base import Device
+from ..pending_work import Work
+from ..warm import warm
+from .binder import DeviceBinder
+from .capture import WARM_UPS, Segment
+from .host_staged import landed
+from .segments import cut
+
+
+class DeviceExecutable(Executable):
+    """A program that is bound to a device; see `Executable`.
+
+    When `run` returns, what the program does has been put on streams, behind which the caller's
+    stream goes on. What it returns is there for whatever the caller puts on its stream.
+
+    Args:
+        device: of this rank.
+
+    Attributes:
+        segments: the parts of the program that are captured, in order.
+        work: what it puts on the device, for the watchdog.
+        cold: the functions that could not be run ahead of all messages, by name, and why.
+    """
+
+    def __init__(self, linked: LinkedProgram, device: Device) -> None:
+        binders: list[DeviceBinder] = []
+
+        def make(*arguments: Any) -> DeviceBinder:
+            binders.append(DeviceBinder(*arguments, device=device))
+            return binders[0]
+
+        super().__init__(linked, make)
+        (binder,) = binders
+        self._device = device
+        self._flow = binder.flow
+        self._copies = binder.copies
+        self.segments: tuple[Segment, ...] = ()
+        self._ran = 0
+        if any(op.graph is not None for op in linked.program.ops):
+            self.segments = cut(self._code, linked, binder)
+        self.work = Work(self.program, self.module, binder.messages, self.segments, self.position)
+        self.cold = warm(linked, device)
+        device.synchronize()  # constants are there for all streams
+
+    def run(
+        self,
+        inputs: Sequence[Any],
+        pause: Pause,
+        timeout: float | None = None,
+        execution: int | None = None,
+        checked: bool = False,
+    ) -> tuple[Any, ...]:
+        """Put one execution on the device's streams; see `Executable.run`."""
+        device, flow = self._device, self._flow
+        if self.segments and self._ran == WARM_UPS:
+            # A graph has a pool of its own, and while it is captured no memory changes hands. Here
+            # nothing of this execution is under way yet that the device could wait for in vain.
+            device.give_back()
+        self._ran += 1
+        with device.session():
+            there = [landed(value, device) for value in inputs]
+            if not self.segments:
+                flow.fork()
+            outputs = super().run(there, pause, timeout, execution, checked)
+            flow.join()
+            device.keep([value for value in outputs if isinstance(value, Tensor)])
+            for segment in self.segments:
+                for _, loan in segment.lent:
+                    loan.hand_to_caller(device)
+        return outputs
+
+    def reset(self) -> None:
+        """See `Executable.reset`; what was captured is forgotten, for its messages are."""
+        super().reset()
+        self._copies.forget()
+        self._ran = 0
+        self.drop_graphs()
+
+    def drop_graphs(self) -> None:
+        """Forget what was captured; idempotent."""
+        for segment in self.segments:
+            segment.forget()

@@ -1,0 +1,315 @@
+"""One of the executions of a graph that may be in flight at a time, on a rank with a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from ...base import Port
+from ...driven.instance import Guard, Instance, Reports
+from ...driven.ticket_locks import Turnstiles
+from ...errors import TransportError
+from ...failures.error_propagation import Careful
+from ...failures.poison import Poison
+from ...program.instruction_info import KEEP, Role
+from ...program.instructions import Instruction
+from ...program.linked import LinkedProgram
+from ...timing.statistics import Statistics
+from ...timing.tracing import InstructionLog
+from ..base import Device, Queue
+from ..output_buffers import Loan
+from ..pending_work import Work
+from .binder import DeviceBinder
+from .capture import Segment
+from .device_only import SealedBinder
+from .driven import DrivenBinder
+from .interleave import interleave
+
+
+class Delivery:
+    """Hands the result of an execution over to the stream of whoever asks for it.
+
+    Args:
+        device: where the result is made.
+        caller: the stream that goes on behind the execution already.
+        tensors: the result's.
+        loans: those of them that are a graph's memory.
+    """
+
+    def __init__(
+        self, device: Device, caller: Queue, tensors: Sequence[Tensor], loans: Sequence[Loan]
+    ) -> None:
+        self._device = device
+        self._caller = caller
+        self._tensors = tensors
+        self._loans = loans
+
+    def __call__(self) -> None:
+        """Let the current stream go on behind the execution."""
+        if self._device.caller() != self._caller:
+            with self._device.session():
+                self._device.keep(self._tensors)
+                for loan in self._loans:
+                    loan.hand_to_caller(self._device)
+
+
+class DeviceInstance(Instance):
+    """See `Instance`; the program runs on the rank's device.
+
+    An execution has ended when all its work has been put on streams. What it returns is there for
+    whatever its receiver puts on a stream behind `delivery`.
+
+    Args:
+        linked, turnstiles, statistics, guards, reports, binder: as `Instance` takes them.
+        device: of this rank.
+        watch: called with each execution that has been put on the device: what it is of, and its
+            number.
+    """
+
+    def __init__(
+        self,
+        linked: LinkedProgram,
+        turnstiles: Turnstiles,
+        statistics: Statistics,
+        guards: Sequence[Guard],
+        reports: Reports | None,
+        binder: Callable[..., DeviceBinder],
+        device: Device,
+        watch: Callable[[Work, int], None],
+    ) -> None:
+        binders: list[DeviceBinder] = []
+
+        def make(*given: Any) -> DeviceBinder:
+            binders.append(binder(*given))
+            return binders[0]
+
+        super().__init__(linked, turnstiles, statistics, guards, reports, make)
+        bound = binders[0]
+        work = Work(self.program, self.module, bound.messages, bound.segments, self.position)
+        self._device = device
+        self._watch = partial(watch, work)
+        self._polls: dict[Instruction | None, Callable[[], bool]] = {}
+        for instruction, step in zip(self._code.instructions, self._code.steps, strict=True):
+            if step.role is Role.AWAIT and step.port is not None:
+                self._polls[instruction] = step.port.poll
+            elif step.role is Role.KEEP:
+                self._polls[instruction] = instruction
+
+    def advance(self) -> bool:
+        """See `Instance`; the device is only asked for if there is something to put on it."""
+        poll = self._polls.get(self.pending)
+        if poll is not None and not (poll() or poll()):
+            for move_on in self._progress:
+                move_on()
+            return False
+        with self._device.session():
+            return super().advance()
+
+    @property
+    def segments(self) -> Sequence[Segment]:
+        """The parts of the program that are captured."""
+        return ()
+
+    def _deliver(self) -> None:
+        """Inside a session, with all work on streams: let the caller's stream have the result."""
+        if self.on_end is not None:
+            outputs = self._get_outputs(self._registers)
+            tensors = [value for value in outputs if isinstance(value, Tensor)]
+            self._device.keep(tensors)
+            loans = [loan for segment in self.segments for _, loan in segment.lent]
+            for loan in loans:
+                loan.hand_to_caller(self._device)
+            self.delivery = Delivery(self._device, self._device.caller(), tensors, loans)
+
+    def _end(self) -> None:
+        self._deliver()
+        super()._end()
+        self._watch(self.execution)
+
+
+class AnnouncedInstance(DeviceInstance):
+    """One whose hosts announce each message; an error may take a message's place.
+
+    Args:
+        linked, turnstiles, statistics, guards, reports, device, watch: as `DeviceInstance` takes
+            them.
+        binder: binds the program.
+    """
+
+    def __init__(
+        self,
+        linked: LinkedProgram,
+        turnstiles: Turnstiles,
+        statistics: Statistics,
+        guards: Sequence[Guard] = (),
+        reports: Reports | None = None,
+        *,
+        binder: Callable[..., DrivenBinder],
+        device: Device,
+        watch: Callable[[Work, int], None],
+    ) -> None:
+        binders: list[DrivenBinder] = []
+
+        def make(*given: Any) -> DrivenBinder:
+            binders.append(binder(*given))
+            return binders[0]
+
+        super().__init__(linked, turnstiles, statistics, guards, reports, make, device, watch)
+        self._graphs = interleave(self._code, linked, binders[0])
+        self._instructions = self._graphs.instructions
+
+    def record(self, log: InstructionLog | None) -> None:
+        """See `Instance`; what is recorded runs as it is, and not by graphs."""
+        super().record(log)
+        if log is None:
+            self._instructions = self._graphs.instructions
+
+    @property
+    def segments(self) -> Sequence[Segment]:
+        """See `DeviceInstance`."""
+        return self._graphs.segments
+
+    def _index(self) -> int:
+        index = super()._index()
+        if self._careful is not None or self._instructions is not self._graphs.instructions:
+            return index
+        return self._graphs.place(index)
+
+    def _go_on_after(self, error: BaseException, limit: int | None) -> bool:
+        if self._careful is None and self._instructions is self._graphs.instructions:
+            # What comes behind a graph, but stands ahead of what has failed in it.
+            for instruction in self._graphs.put_off(super()._index()):
+                instruction()
+        return super()._go_on_after(error, limit)
+
+
+class SealedInstance(DeviceInstance):
+    """One whose device does the whole program in one go, messages included.
+
+    Nothing is to fail once it has begun: the other ranks have put their parts on their devices, or
+    will. If something does nevertheless, the job ends. An actor that was changed since it was
+    traced is reported, and its calls make zeros.
+
+    It begins when every earlier execution of the rank has ended whose messages are announced: what
+    is behind it on the device waits for other hosts, and such an execution's methods may wait for
+    the device.
+
+    Args:
+        linked, turnstiles, statistics, guards, reports, device, watch: as `DeviceInstance` takes
+            them.
+        binder: binds the program.
+        abandon: ends the job, and says why.
+        in_flight: gives the executions of the rank, in the order of their start.
+    """
+
+    def __init__(
+        self,
+        linked: LinkedProgram,
+        turnstiles: Turnstiles,
+        statistics: Statistics,
+        guards: Sequence[Guard] = (),
+        reports: Reports | None = None,
+        *,
+        binder: Callable[..., SealedBinder],
+        device: Device,
+        watch: Callable[[Work, int], None],
+        abandon: Callable[[str], None],
+        in_flight: Callable[[], Sequence[Instance]],
+    ) -> None:
+        binders: list[SealedBinder] = []
+
+        def make(*given: Any) -> SealedBinder:
+            binders.append(binder(*given))
+            return binders[0]
+
+        self._abandon = abandon
+        self._in_flight = in_flight
+        self._change: Poison | None = None
+        self._has_begun = self._is_put = False
+        self._binders = binders
+        super().__init__(linked, turnstiles, statistics, guards, reports, make, device, watch)
+        self._needs_no_grad = True  # messages and copies are part of no history
+
+    def start(self, inputs: Sequence[Any], execution: int) -> None:
+        """See `Instance`."""
+        self._has_begun = self._is_put = False
+        self._change = None
+        self._binders[0].is_distrusted = False
+        super().start(inputs, execution)
+
+    def advance(self) -> bool:
+        """See `Instance`; to wait for reports takes no device."""
+        return Instance.advance(self) if self._is_put else super().advance()
+
+    def drop_graphs(self) -> None:
+        """Forget what was captured; idempotent."""
+        self._binders[0].forget()
+
+    @property
+    def segments(self) -> Sequence[Segment]:
+        """See `DeviceInstance`."""
+        return self._binders[0].segments
+
+    def _add_reports(self, reports: Reports) -> None:
+        """The report goes ahead of the work, which cannot fail."""
+        gates = self._binders[0].gates
+        if reports.send is not None:
+            self._insert(gates, partial(self._report, reports.send), KEEP)
+        self._insert(gates, self._begin, KEEP)
+        self._insert(0, self._is_due, KEEP)
+        self._insert(None, self._hand_over, KEEP)
+        if reports.send is not None:
+            self._insert(None, reports.send.poll, KEEP)
+        super()._add_reports(Reports(receive=reports.receive))
+
+    def _is_due(self) -> bool:
+        """Whether no earlier execution is in progress whose messages are announced."""
+        for instance in self._in_flight():
+            if instance is self:
+                return True
+            if instance.running and not isinstance(instance, SealedInstance):
+                return False
+        return True
+
+    def _begin(self) -> bool:
+        self._has_begun = True
+        return True
+
+    def _hand_over(self) -> bool:
+        """All is on the streams: the result is there for whoever takes the execution's end."""
+        self._deliver()
+        self._is_put = True
+        return True
+
+    def _end(self) -> None:
+        Instance._end(self)
+        self._watch(self.execution)
+
+    def _distrust(self, error: Exception) -> None:
+        careful = Careful(self._code, self.program, self.module, self._bodies)
+        careful.distrust(error)
+        self._change = careful.poison
+        self._binders[0].is_distrusted = True
+        self._statistics.failures += 1
+
+    def _report(self, port: Port) -> bool:
+        if self._change is None:
+            port.start(None)
+        else:
+            port.fail(self._change)
+        return True
+
+    def _go_on_after(self, error: BaseException, limit: int | None) -> bool:
+        computes = self._code.steps[self._index()].role is Role.COMPUTE
+        is_under_way = self._has_begun and not self._is_put
+        if is_under_way and (computes or not isinstance(error, TransportError)):
+            what = f"{type(error).__name__}: {error}"
+            self._abandon(
+                f"rank {self.rank} could not put its part of an execution of "
+                f"'{self.module.name}' on its device ({what}), and the other ranks wait for it; "
+                "compiled with passes='-capture', a step's errors travel instead"
+            )
+        return super()._go_on_after(error, limit)

@@ -1,0 +1,88 @@
+"""The instructions of programs on devices: they put work on streams and never block."""
+
+from __future__ import annotations
+
+from ...program.instructions import Instruction, Registers
+from ..base import Event, Queue
+from ..ports import StreamPort
+from ..stream_order import Mark
+
+
+def mark(place: Mark, queue: Queue) -> Instruction:
+    """Mark where a stream is."""
+
+    def run() -> bool:
+        place.record(queue)
+        return True
+
+    return run
+
+
+def follow(place: Mark, queue: Queue) -> Instruction:
+    """Let a stream wait for a mark."""
+
+    def run() -> bool:
+        place.wait(queue)
+        return True
+
+    return run
+
+
+def follow_event(event: Event, queue: Queue) -> Instruction:
+    """Let a stream wait for an event."""
+
+    def run() -> bool:
+        queue.wait_event(event)
+        return True
+
+    return run
+
+
+def issue(
+    port: StreamPort,
+    registers: Registers,
+    source: int | None,
+    queue: Queue,
+    done: Mark,
+    ready: Mark,
+    compute: Queue,
+    freed: Mark | None,
+) -> Instruction:
+    """Put a communication op on its stream.
+
+    Args:
+        source: the operand's register, if it has one.
+        queue: the op's stream.
+        done: marked behind the op.
+        ready: marked on the compute stream behind what the port has prepared there.
+        freed: where the op's slot was given back, if it has one.
+    """
+    start, must_prepare, prepare = port.start, port.must_prepare, port.prepare
+
+    def run() -> bool:
+        value = None if source is None else registers[source]
+        if must_prepare(value):
+            value = prepare(value)
+            ready.record(compute)
+            ready.wait(queue)
+        if freed is not None:
+            freed.wait(queue)
+        start(value)
+        done.record(queue)
+        return True
+
+    return run
+
+
+def arrive(
+    port: StreamPort, registers: Registers, target: int, queue: Queue, done: Mark
+) -> Instruction:
+    """Let a stream wait for a communication op; its value is for work on that stream."""
+    take = port.take
+
+    def run() -> bool:
+        done.wait(queue)
+        registers[target] = take()
+        return True
+
+    return run

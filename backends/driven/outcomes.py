@@ -1,0 +1,82 @@
+"""How an execution has ended: what every execution goes through of its future.
+
+It is compiled, and futures, which extend it, are not: users find in them all that Python's objects
+have, such as weak references.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import Any, Protocol
+
+from ..failures.poison import Poison
+from ..program.compiling import mypyc_attr
+
+
+class Progress(Protocol):
+    """What moves executions on; nothing does but calls of this."""
+
+    def turn(self) -> bool:
+        """Go on with everything as far as it comes; whether anything has moved."""
+
+    def wait(self, future: Any, timeout: object) -> None:
+        """Go on until the future is done.
+
+        Raises:
+            StepTimeout: the time is up.
+            TypeError, ValueError: the timeout is no number of seconds.
+        """
+
+    def later(self, future: Any) -> None:
+        """Call the future's callbacks once nothing is in the middle of something."""
+
+    def watch(self, future: Any) -> Generator[Any, None, None]:
+        """Go on inside an asyncio event loop until the future is done."""
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class Outcome:
+    """What is known of the end of one execution.
+
+    Attributes:
+        execution: number of the execution in its graph, from 0.
+        is_done: whether it has ended, as far as the driver has seen.
+    """
+
+    def __init__(self, progress: Progress, execution: int) -> None:
+        self.execution = execution
+        self.is_done = False
+        self._progress = progress
+        self._value: Any = None
+        self._poison: Poison | None = None
+        self._delivery: Callable[[], None] | None = None
+        self._callbacks: list[Callable[[Any], object]] | None = None
+
+    def _take(self, timeout: object) -> Any:
+        """What `Future.result` does."""
+        if not self.is_done:
+            self._progress.wait(self, timeout)
+        if self._poison is not None:
+            # A new one each time: its traceback leads to whoever holds the future, so a future that
+            # kept it would be part of a cycle, and of no use to anybody but the garbage collector.
+            raise self._poison.error()
+        if self._delivery is not None:
+            self._delivery()
+        return self._value
+
+
+def resolve(
+    outcome: Outcome, value: Any, poison: Poison | None, delivery: Callable[[], None] | None = None
+) -> None:
+    """The execution has ended; `delivery` is called before the value is used.
+
+    It is no method, for one that a subclass may replace is looked up each time.
+    """
+    outcome._value = value
+    if delivery is not None:
+        outcome._delivery = delivery
+    if poison is not None:
+        outcome._poison = poison
+    if outcome._callbacks is not None:
+        outcome._progress.later(outcome)
+    outcome.is_done = True  # last: until then it may be resolved once more

@@ -1,0 +1,159 @@
+"""One rank's executions in flight: they take turns, each going on until it has to wait."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from threading import get_ident
+from typing import Final
+
+from .instance import Instance
+from .ticket_locks import Turnstiles
+
+_OLDEST: Final = 4
+"""How many executions are looked at in every turn."""
+
+
+@dataclass(slots=True)
+class Seat:
+    """Where one execution of a graph at a time runs on a rank.
+
+    Attributes:
+        instances: one for each variant of the graph.
+        close: gives back what they hold; idempotent.
+        reset: forgets their messages in flight, on all ranks between two barriers, and may be
+            called twice; None where that cannot be done.
+    """
+
+    instances: tuple[Instance, ...]
+    close: Callable[[], None]
+    reset: Callable[[], None] | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether an execution is in progress."""
+        return any(instance.running for instance in self.instances)
+
+
+class Resident:
+    """A rank, as far as executions of graphs are concerned.
+
+    Args:
+        rank: which.
+        shuffle: makes executions take turns in a random order and in small random numbers of
+            instructions, to show that results do not depend on it.
+
+    Attributes:
+        turnstiles: of this rank's actors.
+        in_flight: the executions that have started and not ended, in the order of their start.
+    """
+
+    def __init__(self, rank: int, shuffle: random.Random | None = None) -> None:
+        self.rank = rank
+        self.turnstiles = Turnstiles()
+        self.in_flight: list[Instance] = []
+        self._random = shuffle
+        self._busy_in = 0
+
+    def begin(self, instance: Instance, inputs: Sequence[object], execution: int) -> None:
+        """Start an execution, and go on with it as far as it comes."""
+        instance.start(inputs, execution)
+        self.in_flight.append(instance)
+        if self._random is not None:
+            return
+        self._busy_in = get_ident()
+        try:
+            if instance.advance():
+                self.in_flight.pop()
+        finally:
+            self._busy_in = 0
+
+    def has_kept(self, error: BaseException) -> bool:
+        """Whether all is in order although `error` has come out of what this rank runs.
+
+        A method that it interrupted has failed, and its execution goes on.
+        """
+        for instance in self.in_flight:
+            if instance.kept is error:
+                instance.kept = None
+                return True
+        return False
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a thread moves executions on."""
+        return self._busy_in != 0
+
+    @property
+    def thread(self) -> int:
+        """The thread that moves executions on, if one does; 0 if not."""
+        return self._busy_in
+
+    def give_up(self) -> None:
+        """Forget all executions; each instance has been told."""
+        self.in_flight = []
+        self.turnstiles.reset()
+
+    def turn(self) -> bool:
+        """Go on with executions until each has to wait; whether any has moved.
+
+        Actors take executions in the order of their start, so the oldest are the likeliest to
+        move. While they do, the others are not looked at.
+
+        Raises:
+            RuntimeError: as `check_idle` says.
+        """
+        self.check_idle()
+        self._busy_in = get_ident()
+        try:
+            return self._in_order() if self._random is None else self._shuffled(self._random)
+        finally:
+            self._busy_in = 0
+            in_flight = self.in_flight
+            if len(in_flight) == 1:
+                if not in_flight[0].running:
+                    in_flight.pop()
+            else:
+                for instance in in_flight:
+                    if not instance.running:
+                        # Also where Ctrl-C comes in the middle of another one.
+                        self.in_flight = [each for each in in_flight if each.running]
+                        break
+
+    def check_idle(self) -> None:
+        """Return unless executions of this rank are being moved on.
+
+        Raises:
+            RuntimeError: another thread does that; or a method that an execution calls is running,
+                and they cannot go on before it has returned.
+        """
+        if self._busy_in:
+            if self._busy_in != get_ident():
+                raise RuntimeError(
+                    f"another thread is using the graphs of rank {self.rank}: use one thread, or a "
+                    "lock around every call of a graph and of its futures"
+                )
+            raise RuntimeError(
+                f"a method that runs on rank {self.rank} starts an execution, or asks for one's "
+                "result; executions of this rank go on only when the method has returned. Call "
+                "the other actor in the step, or do it in the driver's own code"
+            )
+
+    def _in_order(self) -> bool:
+        moved = False
+        for age, instance in enumerate(self.in_flight):
+            if age >= _OLDEST and moved:
+                break
+            before = instance.pending
+            if instance.advance() or instance.pending is not before:
+                moved = True
+        return moved
+
+    def _shuffled(self, source: random.Random) -> bool:
+        moved = False
+        for instance in source.sample(self.in_flight, len(self.in_flight)):
+            before = instance.pending
+            ended = instance.advance_by(source.randint(1, 4))
+            moved = moved or ended or instance.pending is None or instance.pending is not before
+        return moved

@@ -1,0 +1,92 @@
+"""Starting over: what the executions of a world do after an interruption that leaves them in doubt.
+
+A signal's handler may raise between any two calls of this package. Where that cuts something in two
+that other ranks see, a message or a record, nobody can say how far it has come. So all executions
+in flight are given up, on all ranks, and what carries records and messages is brought back to its
+beginning. Ranks go through it in stages, and each stage can be begun again at any point: what it
+does may be done twice, and one store says that it is done.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Final, Protocol
+
+from ..errors import ExecutionLost, Failure, TransportError, type_name
+from ..failures.poison import Poison
+from .graphs import Graph
+from .outcomes import resolve
+
+
+class Stage(enum.IntEnum):
+    """How far a rank has come; the words that ranks share count on, three for each restart."""
+
+    RUNNING = 0
+    STOPPED = 1
+    RESET = 2
+
+
+STAGES: Final = len(Stage)
+
+
+class Stages(Protocol):
+    """How far all ranks have come in starting over."""
+
+    @property
+    def mine(self) -> int:
+        """How many stages this process has gone through."""
+
+    def reach(self, stage: int) -> None:
+        """Say that this process has gone through so many stages, and all that it did before."""
+
+    def missing(self, stage: int) -> list[int]:
+        """The ranks that have gone through fewer; they are woken."""
+
+    def is_wanted(self, driver: int) -> bool:
+        """Whether the driver, or for the driver another rank, has begun to start over."""
+
+    def tell(self, number: int) -> None:
+        """As the driver, before it reaches a stage: the number of the next execution."""
+
+    def told(self, driver: int) -> int:
+        """What the driver has told."""
+
+
+def cannot_start_over(why: str) -> TransportError:
+    """The error of all that is asked for after an interruption, where ranks cannot start over."""
+    return TransportError(
+        f"this process was interrupted ({why}) while it moved executions on, and nobody can say "
+        "how far their messages have come. Graphs that span machines, devices, or transports of "
+        "one's own cannot start over: start the job again"
+    )
+
+
+def give_up(graph: Graph, why: str) -> None:
+    """Forget the executions of a graph in this process; futures that are not done fail."""
+    for index, future in enumerate(graph.futures):
+        if future is not None and not future.is_done:
+            resolve(future, None, _lost(graph, why))
+        graph.futures[index] = None
+    graph.free[:] = reversed(range(len(graph.futures)))
+    for rank, seats in graph.seats.items():
+        for seat in seats if rank not in graph.closed else ():
+            for instance in seat.instances:
+                instance.abandon()
+
+
+def reset(graph: Graph) -> None:
+    """Forget the messages of a graph on the ranks of this process."""
+    for rank, seats in graph.seats.items():
+        for seat in seats if rank not in graph.closed else ():
+            if seat.reset is not None:
+                seat.reset()
+
+
+def _lost(graph: Graph, why: str) -> Poison:
+    error = ExecutionLost(
+        f"rank {graph.driver} was interrupted ({why}) while it moved executions on, so those in "
+        "flight were given up. What their methods had done by then stays done; the graph can be "
+        "used on"
+    )
+    failure = Failure(type_name(error), str(error), graph.driver, f"@{graph.name}")
+    return Poison(failure, error)

@@ -1,0 +1,66 @@
+"""Makes the plain-data description of an exception that an op of a program has raised."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable, Mapping
+from types import TracebackType
+
+from ...ir.location import Location
+from ...ir.module import Module, Program
+from ...ir.ops import Call, Op
+from ...ir.printer import format_op
+from ..base import Body
+from ..errors import Failure, message_text, traceback_text, type_name
+from .flight import method_of
+
+Locate = Callable[[TracebackType | None], Location | None]
+
+
+def failure_at(
+    op: Op,
+    program: Program,
+    module: Module,
+    error: BaseException,
+    bodies: Mapping[str, Body] | None = None,
+) -> Failure:
+    """What every rank is told of `error`, which `op` of a rank's program has raised.
+
+    A body may have an attribute `locate`, which says what line of the user's a traceback leads to.
+    """
+    actor, method = _method(op, module)
+    source = linecache.getline(op.loc.file, op.loc.line).strip() if op.loc else ""
+    return Failure(
+        type_name=type_name(error),
+        message=message_text(error),
+        rank=program.rank or 0,
+        op=format_op(op),
+        actor=actor,
+        method=method,
+        location=op.loc,
+        source=source,
+        traceback=traceback_text(error),
+        raised=_raised(op, error, bodies or {}),
+    )
+
+
+def note_departure(error: BaseException, failure: Failure) -> None:
+    """Say on an exception that is for the whole process which method it has come out of.
+
+    Nobody makes a `RemoteError` of it, so this is all that its readers are told.
+    """
+    called = "" if failure.location is None else f", called from {failure.location}"
+    note = f"{failure.where}{called}"
+    if note not in getattr(error, "__notes__", ()):  # a method may raise one twice
+        error.add_note(note)
+
+
+def _raised(op: Op, error: BaseException, bodies: Mapping[str, Body]) -> Location | None:
+    locate: Locate | None = None
+    if isinstance(op, Call):
+        locate = getattr(bodies.get(op.fn.name), "locate", None)
+    return None if locate is None else locate(error.__traceback__)
+
+
+def _method(op: Op, module: Module) -> tuple[str | None, str | None]:
+    return method_of(op, module) if isinstance(op, Call) else (None, None)

@@ -1,0 +1,286 @@
+"""Says where ranks are in their programs, and who waits for whom.
+
+A position is a few integers. The plan is static, so everything else about a stalled step follows
+from the module and the positions of all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ...ir.module import Module
+from ...ir.ops import Call, Collective, Op, Recv, Send
+from ...ir.printer import format_op
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Position:
+    """How far a rank has come.
+
+    Attributes:
+        rank: whose position it is.
+        execution: number of the execution in progress, or of the last one.
+        op: index in the rank's program of the op that it is at.
+        awaited: index of the communication op whose completion it waits for, or None where it
+            does not wait.
+        running: whether an execution is in progress.
+        reporter: the rank whose report it waits for that its program has ended, if it does.
+        seconds: how long ago it last began to wait or went on; None where that is not known.
+    """
+
+    rank: int
+    execution: int
+    op: int
+    awaited: int | None = None
+    running: bool = True
+    reporter: int | None = None
+    seconds: float | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Doing:
+    """What a process says of itself.
+
+    Attributes:
+        text: in words, one line or more, of which each names the rank that it is of.
+        thread: the one that does it; None for the main thread.
+    """
+
+    text: str
+    thread: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What a process was found to do when another one asked it.
+
+    Attributes:
+        text: in words, with the line that its Python is at.
+        function: of a process that gave no answer: the function that cg has called there, by its
+            stack. The actor is not in the stack, but the program tells.
+    """
+
+    text: str
+    function: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Blocked:
+    """A rank that waits.
+
+    Attributes:
+        rank: which.
+        reason: where it waits and for what, in words.
+        on: the ranks that have to act before it can go on.
+    """
+
+    rank: int
+    reason: str
+    on: tuple[int, ...]
+
+
+class FlightRecord:
+    """Explains the positions of the ranks of one scheduled module.
+
+    Args:
+        module: scheduled.
+        positions: of the ranks of which any is known.
+        devices: the ranks whose hosts put their programs on devices, and do not wait for these.
+    """
+
+    def __init__(
+        self, module: Module, positions: Sequence[Position], devices: Collection[int] = ()
+    ) -> None:
+        self._devices = devices
+        self._module = module
+        self._positions = {position.rank: position for position in positions}
+        self._programs = {p.rank: p for p in module.programs if p.rank is not None}
+
+    def blocked(self) -> list[Blocked]:
+        """The ranks that wait, in ascending order."""
+        found = []
+        for rank in sorted(self._positions):
+            position = self._positions[rank]
+            if position.running and position.reporter is not None:
+                found.append(self._explain_report(position, position.reporter))
+            elif position.running and position.awaited is not None:
+                found.append(self._explain(position, position.awaited))
+        return found
+
+    def cycle(self) -> tuple[int, ...]:
+        """Ranks each of which waits for the next, and the last for the first; () if none do."""
+        edges = {blocked.rank: blocked.on for blocked in self.blocked()}
+        for start in edges:
+            path: list[int] = []
+            if _follow(start, edges, path, set()):
+                return tuple(path)
+        return ()
+
+    def describe(self, sights: Mapping[int, Sight] | None = None) -> str:
+        """Where every known rank is, one line each, and the cycle if there is one.
+
+        Args:
+            sights: of ranks that were asked; they know more than their positions say.
+        """
+        blocked = {entry.rank: entry.reason for entry in self.blocked()}
+        lines = []
+        for rank in sorted({*self._positions, *(sights or ())}):
+            if sights and rank in sights:
+                lines.append("  " + describe_sight(rank, sights[rank], [self._module]))
+            else:
+                free = self._describe_free(self._positions[rank])
+                lines.append("  " + (blocked.get(rank) or free))
+        cycle = self.cycle()
+        if cycle:
+            lines.append("  cycle: " + " -> ".join(f"rank {r}" for r in (*cycle, cycle[0])))
+        return "\n".join(lines)
+
+    def _describe_free(self, position: Position) -> str:
+        if not position.running and position.rank in self._devices:
+            return (
+                f"the host of rank {position.rank} has put all of execution {position.execution} "
+                "on its device, which may not have ended it"
+            )
+        if not position.running:
+            return f"rank {position.rank} has ended execution {position.execution}"
+        op = self._programs[position.rank].ops[position.op]
+        since = "" if position.seconds is None else f" for {position.seconds:.1f} s at most"
+        if isinstance(op, Call):
+            return f"rank {position.rank} runs {_called(op, self._module, since)}"
+        return f"rank {position.rank} runs{since and since + ':'} {_place(op)}"
+
+    def _explain(self, position: Position, awaited: int) -> Blocked:
+        program = self._programs[position.rank]
+        at, op = program.ops[position.op], program.ops[awaited]
+        head = f"rank {position.rank} waits at {_place(at)}"
+        if at is not op:
+            head += f" for `{format_op(op)}`" if op.loc == at.loc else f" for {_place(op)}"
+        if isinstance(op, Collective):
+            return self._explain_collective(position, op, head)
+        assert isinstance(op, (Send, Recv))
+        what = f"message {op.seq} of channel {op.chan}"
+        other = self._find(op.peer, op)
+        if other is None:
+            return Blocked(position.rank, f"{head}: rank {op.peer} never has {what}", (op.peer,))
+        theirs = "recv" if isinstance(op, Send) else "send"
+        if op.peer not in self._positions:
+            reason = f"{head}: it needs rank {op.peer}'s {theirs} of {what}"
+            return Blocked(position.rank, reason, (op.peer,))
+        if self._issued(position, op.peer, other):
+            holder = op.peer if isinstance(op, Send) else position.rank
+            reason = f"{head}: {what} is posted on both sides"
+            if op.slot is not None:
+                reason += f", but rank {holder} has not freed slot {op.slot}"
+            return Blocked(position.rank, reason, (holder,))
+        reason = f"{head}: rank {op.peer} has not come to its {theirs} of {what}"
+        return Blocked(position.rank, reason, (op.peer,))
+
+    def _explain_report(self, position: Position, reporter: int) -> Blocked:
+        """The calls of such a rank lead to nothing that is sent here, so they are named."""
+        program = self._programs[reporter]
+        calls = [op for op in program.ops if isinstance(op, Call)]
+        reason = f"rank {position.rank} waits for rank {reporter} to end its program"
+        if calls:
+            reason += f", whose last call is {_place(calls[-1])}"
+        return Blocked(position.rank, reason, (reporter,))
+
+    def _explain_collective(self, position: Position, op: Collective, head: str) -> Blocked:
+        missing, unknown = [], []
+        for rank in op.group.ranks:
+            other = self._find(rank, op)
+            if other is not None and rank not in self._positions:
+                unknown.append(rank)
+            elif other is None or not self._issued(position, rank, other):
+                missing.append(rank)
+        what = f"{op.opcode} {op.seq} of channel {op.chan}"
+        found = [f"{_names(missing)} has not come to {what}"] if missing or not unknown else []
+        if unknown:
+            found.append(f"it is not known whether {_names(unknown)} has come to {what}")
+        reason = f"{head}: {', and '.join(found)}"
+        return Blocked(position.rank, reason, tuple(sorted((*missing, *unknown))))
+
+    def _find(self, rank: int, op: Send | Recv | Collective) -> int | None:
+        """Index of the op of `rank` that matches `op`."""
+        program = self._programs.get(rank)
+        wanted = _COUNTERPART.get(type(op), type(op))
+        for index, other in enumerate(program.ops if program is not None else ()):
+            if (
+                isinstance(other, wanted)
+                and isinstance(other, (Send, Recv, Collective))
+                and (other.chan, other.seq) == (op.chan, op.seq)
+            ):
+                return index
+        return None
+
+    def _issued(self, asking: Position, rank: int, index: int) -> bool:
+        """Whether `rank` has issued its op `index` in the execution that `asking` is in."""
+        position = self._positions[rank]
+        if position.execution != asking.execution:
+            return position.execution > asking.execution
+        return not position.running or position.op > index
+
+
+_COUNTERPART: dict[type[Op], type[Op]] = {Send: Recv, Recv: Send}
+
+
+def method_of(op: Call, module: Module) -> tuple[str | None, str]:
+    """The actor of a call, if it has one, and the method or function."""
+    function = module.functions[op.fn.name]
+    if function.actor is None:
+        return None, function.name
+    # A name of Python has no dots: what follows one tells the functions of a method apart.
+    return function.actor, function.name.removeprefix(f"{function.actor}.").partition(".")[0]
+
+
+def describe_sight(rank: int, sight: Sight, modules: Sequence[Module]) -> str:
+    """What a rank says; of one that says nothing, the calls that its stack may belong to.
+
+    Args:
+        rank: which.
+        sight: what it was found to do.
+        modules: scheduled; what it may be in.
+    """
+    calls: dict[str, None] = {}
+    for module in modules if sight.function else ():
+        for op in module.program_of(rank).ops:
+            if isinstance(op, Call) and method_of(op, module)[1] == sight.function:
+                calls[_called(op, module)] = None
+    if not calls:
+        return sight.text
+    first, *rest = sight.text.split("\n")
+    return "\n".join([f"{first}; it runs {', or '.join(calls)}", *rest])
+
+
+def _called(op: Call, module: Module, since: str = "") -> str:
+    """The method, where it is, how long it has run, and the call."""
+    actor, method = method_of(op, module)
+    name = f"{actor}.{method}" if actor else method
+    loc = module.functions[op.fn.name].loc
+    at = "" if loc is None else f" ({loc.file}:{loc.line})"
+    return f"{name}{at}{since}, called at {_place(op)}"
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return ", ".join(f"rank {rank}" for rank in ranks) or "nobody"
+
+
+def _place(op: Op) -> str:
+    """The user's line, if it is known, and the op."""
+    return f"`{format_op(op)}`" if op.loc is None else f"{op.loc} (`{format_op(op)}`)"
+
+
+def _follow(rank: int, edges: dict[int, tuple[int, ...]], path: list[int], dead: set[int]) -> bool:
+    """Walk along `edges` until a rank comes up again; leaves just the cycle in `path`."""
+    if rank in path:
+        del path[: path.index(rank)]
+        return True
+    if rank in dead:
+        return False
+    path.append(rank)
+    for other in edges.get(rank, ()):
+        if _follow(other, edges, path, dead):
+            return True
+    path.pop()
+    dead.add(rank)
+    return False

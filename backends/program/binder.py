@@ -1,0 +1,419 @@
+"""Binds a rank's program: chooses for each op its registers, body or port, and instruction.
+
+Everything that can be decided before the program runs is decided here, once, including which ops
+need no instruction at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ...ir.attributes import Effect
+from ...ir.diagnostics import Diagnostic
+from ...ir.module import Channel, Function, FunctionKind
+from ...ir.ops import (
+    Alloc,
+    Call,
+    Collective,
+    Constant,
+    Copy,
+    Free,
+    Op,
+    Recv,
+    Return,
+    Send,
+    Value,
+    View,
+    Wait,
+)
+from ...ir.types import FutureType, TensorType, UnitType, ValueType
+from ..base import Body, Communicator, Port
+from ..driven.ticket_locks import Tickets
+from ..dtypes import TORCH_DTYPES, describe
+from ..errors import BindError
+from . import builtins, instructions
+from .instruction_info import KEEP, Role, Step
+from .instructions import Instruction, Registers
+from .linked import LinkedProgram
+from .random import seeded
+from .registers import Layout, lay_out
+from .type_checks import checked, expected_tensors, misfit
+from .value_copies import duplicate_object
+
+
+@dataclass(slots=True)
+class Code:
+    """A program, bound.
+
+    Attributes:
+        instructions: what to call, in order.
+        ops: for each instruction the index of its op in the program.
+        awaited: for each instruction the communication op whose completion it waits for, as an
+            index into the program; None for one that never blocks.
+        registers: the list that the instructions work on.
+        template: what the registers hold before the inputs are written.
+        steps: for each instruction what it reads, writes and starts.
+        clears: indices of the instructions that only empty a register.
+        outputs: registers that the program returns.
+        progress: moves on what the program has begun, while it waits.
+    """
+
+    instructions: list[Instruction] = field(default_factory=list)
+    ops: list[int] = field(default_factory=list)
+    awaited: list[int | None] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    clears: list[int] = field(default_factory=list)
+    registers: Registers = field(default_factory=list)
+    template: Registers = field(default_factory=list)
+    outputs: tuple[int, ...] = ()
+    progress: list[Callable[[], object]] = field(default_factory=list)
+
+
+class Binder:
+    """Binds one program; `bind` does it all.
+
+    Args:
+        linked: the program, and what it runs with.
+        execution: gives the number of the execution in progress.
+        tickets: of a program several executions of which may be in flight; None for one that runs
+            alone on its actors.
+        target: where tensors live; on the host if None.
+    """
+
+    def __init__(
+        self,
+        linked: LinkedProgram,
+        execution: Callable[[], int],
+        tickets: Tickets | None = None,
+        target: torch.device | None = None,
+    ) -> None:
+        self._tickets = tickets
+        self._target = target
+        self._program = linked.program
+        self._module = linked.module
+        self._bodies = linked.bodies
+        self._constants = linked.constants
+        self._communicators = linked.communicators
+        self._seed = linked.seed
+        self._execution = execution
+        self._code = Code()
+        self._ports: dict[Value, Port] = {}
+        self._indices: dict[Value, int] = {}
+        self._copies: dict[int, int] = {}
+        self._returned: frozenset[Value] = frozenset()
+        self._at = 0
+        self._layout: Layout
+
+    def bind(self) -> Code:
+        """The program's instructions.
+
+        Raises:
+            BindError: something that the program needs is missing or does not fit.
+        """
+        self._check_functions()
+        self._layout = lay_out(self._program, self._module)
+        code = self._code
+        code.registers = [None] * self._layout.size
+        code.template = [None] * self._layout.size
+        arena = self._make_arena()
+        gates, passages = self._make_gates()
+        if self._tickets is not None:
+            returns = (op for op in self._program.ops if isinstance(op, Return))
+            self._returned = frozenset(value for op in returns for value in op.operands)
+        for index, op in enumerate(self._program.ops):
+            self._at = index
+            for gate in gates.get(index, ()):
+                self._emit(gate, KEEP)
+            self._bind_op(op, arena)
+            for passage in passages.get(index, ()):
+                self._emit(passage, KEEP)
+        self._finish()
+        return code
+
+    # -- plumbing ---------------------------------------------------------------------------
+
+    def _bind_op(self, op: Op, arena: Tensor) -> None:
+        if isinstance(op, Alloc):
+            self._bind_alloc(op, arena)
+        elif isinstance(op, Collective):
+            self._bind_collective(op)
+        elif type(op) in _BINDERS:
+            _BINDERS[type(op)](self, op)
+        else:
+            self._fail(op, f"no backend runs `{op.opcode}`", "compile the step first")
+
+    def _fail(self, op: Op, message: str, help_: str = "") -> NoReturn:
+        raise BindError(Diagnostic(message, op, self._program, help=help_).render())
+
+    def _emit(self, instruction: Instruction, step: Step, awaited: int | None = None) -> None:
+        self._code.instructions.append(instruction)
+        self._code.ops.append(self._at)
+        self._code.awaited.append(awaited)
+        self._code.steps.append(step)
+
+    def _register(self, value: Value) -> int:
+        return self._layout.registers[value]
+
+    def _check_functions(self) -> None:
+        for op in self._program.ops:
+            if isinstance(op, Call) and op.fn.name not in self._module.functions:
+                self._fail(op, f"the module declares no function @{op.fn.name}")
+
+    def _make_gates(self) -> tuple[dict[int, list[Instruction]], dict[int, list[Instruction]]]:
+        """What waits for an actor before its first call, and what lets others pass after its last.
+
+        Calls that touch no state need neither. What an opaque method has made may be changed by its
+        actor's next call, so others pass once it has been used and sent.
+        """
+        gates: dict[int, list[Instruction]] = {}
+        passages: dict[int, list[Instruction]] = {}
+        if self._tickets is None:
+            return gates, passages
+        calls: dict[str, list[int]] = {}
+        makers: dict[int, list[str]] = {}
+        for index, op in enumerate(self._program.ops):
+            if isinstance(op, Call):
+                function = self._module.functions[op.fn.name]
+                if function.actor is not None and function.effect is not Effect.PURE:
+                    states = [name for name, _ in function.touches if name is not None]
+                    for name in states:
+                        calls.setdefault(name, []).append(index)
+                    if function.kind is FunctionKind.OPAQUE:
+                        makers.update((self._register(v), states) for v in op.results)
+            if isinstance(op, Call | Send | Collective):
+                for register in map(self._register, op.operands):
+                    for name in makers.get(register, ()):
+                        calls[name].append(index)
+        for name, indices in calls.items():
+            gate, passage = self._tickets.gate(name)
+            gates.setdefault(indices[0], []).append(gate)
+            passages.setdefault(indices[-1], []).append(passage)
+        return gates, passages
+
+    def _make_arena(self) -> Tensor:
+        ends = [
+            op.offset + op.result.type.nbytes
+            for op in self._program.ops
+            if isinstance(op, Alloc) and isinstance(op.result.type, TensorType)
+        ]
+        return torch.empty(max(ends, default=0), dtype=torch.uint8, device=self._target)
+
+    # -- values -----------------------------------------------------------------------------
+
+    def _bind_alloc(self, op: Alloc, arena: Tensor) -> None:
+        type_ = op.result.type
+        if not isinstance(type_, TensorType):
+            self._fail(op, f"`alloc` makes tensors, not {type_}")
+        if op.offset % type_.dtype.itemsize:
+            self._fail(op, f"offset {op.offset} is not a multiple of {type_.dtype.itemsize} bytes")
+        part = arena.narrow(0, op.offset, type_.nbytes)
+        buffer = part.view(TORCH_DTYPES[type_.dtype]).view(type_.shape)
+        self._code.template[self._register(op.result)] = buffer
+
+    def _bind_constant(self, op: Constant) -> None:
+        register, type_ = self._register(op.result), op.result.type
+        if op.ref is not None:
+            if op.ref.name not in self._constants:
+                self._fail(op, f"there is no constant @{op.ref.name}")
+            value = self._constants[op.ref.name]
+            if misfit([value], expected_tensors([type_])) is not None:
+                self._fail(op, f"constant @{op.ref.name} is {describe(value)}, not {type_}")
+            self._code.template[register] = value
+            return
+        if not isinstance(type_, TensorType):
+            self._fail(op, f"`fill` makes tensors, not {type_}")
+        assert op.fill is not None
+        make = instructions.filled(type_, op.fill, self._target)
+        if op.result in self._layout.escaping:
+            # A user may change it, or keep it: each execution gets its own.
+            step = Step(Role.COMPUTE, (), (register,))
+            self._emit(instructions.store(self._code.registers, register, make), step)
+        else:
+            self._code.template[register] = make()
+
+    def _bind_view(self, op: View) -> None:
+        source, target = self._register(op.operands[0]), self._register(op.result)
+        self._emit(
+            instructions.view(self._code.registers, source, target, op.dim, op.start, op.length),
+            Step(Role.COMPUTE, (source,), (target,)),
+        )
+
+    def _bind_copy(self, op: Copy) -> None:
+        source, target = self._register(op.operands[0]), self._register(op.result)
+        self._emit(
+            instructions.apply(self._code.registers, source, target, _duplicate(op.result)),
+            Step(Role.COMPUTE, (source,), (target,)),
+        )
+
+    # -- calls ------------------------------------------------------------------------------
+
+    def _bind_call(self, op: Call) -> None:
+        function = self._module.functions[op.fn.name]
+        body: Body | None
+        if function.kind is FunctionKind.BUILTIN:
+            body = builtins.implementation(function)
+        else:
+            body = self._bodies.get(function.name)
+        if body is None:
+            owner = f"; actor {function.actor} must live on this rank" if function.actor else ""
+            self._fail(op, f"there is no body for @{function.name}{owner}")
+        if (len(op.operands), len(op.results)) != (len(function.inputs), len(function.outputs)):
+            self._fail(
+                op,
+                f"@{function.name} takes {len(function.inputs)} values and returns "
+                f"{len(function.outputs)}",
+            )
+        body = self._adapted(body, function)
+        if op.key is not None:
+            body = self._seeded(body, op.key)
+        inputs = [self._register(value) for value in op.operands]
+        outputs = [self._register(value) for value in op.results]
+        run = instructions.call(body, self._code.registers, inputs, outputs)
+        targets = list(outputs)
+        for value in op.results if function.kind is FunctionKind.OPAQUE else ():
+            if value in self._returned:
+                target, copy = self._copied(value)
+                run = instructions.both(run, copy)
+                self._copies[self._register(value)] = target
+                targets.append(target)
+        step = Step(Role.COMPUTE, tuple(inputs), tuple(targets), function=function)
+        self._emit(run, step)
+
+    def _adapted(self, body: Body, function: Function) -> Body:
+        """A body as it is called; what an opaque one returns is checked."""
+        return checked(body, function) if function.kind is FunctionKind.OPAQUE else body
+
+    def _seeded(self, body: Body, key: int) -> Body:
+        """A body that draws random numbers."""
+        return seeded(body, self._seed, key, self._execution)
+
+    # -- communication ----------------------------------------------------------------------
+
+    def _channel(self, op: Send | Recv | Collective) -> tuple[Channel, Communicator]:
+        channel = None if op.chan is None else self._module.channels.get(op.chan)
+        if channel is None:
+            self._fail(op, f"the module declares no channel {op.chan}")
+        communicator = self._communicators.get(channel.id)
+        if communicator is None:
+            self._fail(op, f"no communicator serves channel {channel.id}")
+        return channel, communicator
+
+    def _bind_send(self, op: Send) -> None:
+        channel, communicator = self._channel(op)
+        type_ = op.operands[0].type
+        assert not isinstance(type_, FutureType)
+        port = communicator.send_port(op, channel, type_)
+        own = getattr(port, "own", None)
+        if own is not None and self._may_change(op.operands[0]):
+            own()
+        self._issue(op, port)
+
+    def _may_change(self, value: Value) -> bool:
+        """Whether a method may change a value while it waits to be sent."""
+        return value in self._layout.handled
+
+    def _bind_recv(self, op: Recv) -> None:
+        channel, communicator = self._channel(op)
+        self._issue(op, communicator.recv_port(op, channel, _promised(op.result)))
+
+    def _bind_collective(self, op: Collective) -> None:
+        channel, communicator = self._channel(op)
+        operand = op.operands[0].type if op.operands else None
+        assert not isinstance(operand, FutureType)
+        port = communicator.collective_port(op, channel, operand, _promised(op.result))
+        self._issue(op, port)
+
+    def _issue(self, op: Op, port: Port) -> None:
+        self._ports[op.result] = port
+        self._indices[op.result] = self._at
+        source = self._register(op.operands[0]) if op.operands else None
+        sources = () if source is None else (source,)
+        step = Step(Role.ISSUE, sources, port=port)
+        self._emit(instructions.issue(port, self._code.registers, source), step)
+
+    def _bind_wait(self, op: Wait) -> None:
+        future = op.operands[0]
+        if self._layout.first_waits.get(future) is not op:
+            return  # The value is in its register already: streams are one on a host.
+        port, awaited = self._ports[future], self._indices[future]
+        if isinstance(_promised(future), UnitType):
+            self._emit(port.poll, Step(Role.AWAIT, port=port), awaited)
+        else:
+            target = self._register(op.result)
+            step = Step(Role.AWAIT, (), (target,), port)
+            self._emit(instructions.wait(port, self._code.registers, target), step, awaited)
+
+    def _bind_free(self, op: Free) -> None:
+        register = self._layout.clears.get(self._at)
+        if register is not None:
+            self._code.clears.append(len(self._code.instructions))
+            self._emit(instructions.clear(self._code.registers, register), KEEP)
+        for future in self._layout.releases.get(self._at, ()):
+            self._release(future)
+
+    def _release(self, future: Value) -> None:
+        port = self._ports.pop(future)
+        if not isinstance(_promised(future), UnitType) and getattr(port, "holds", True):
+            self._emit(instructions.release(port), KEEP)
+
+    def _bind_return(self, op: Return) -> None:
+        self._code.outputs = tuple(map(self._output, op.operands))
+
+    def _output(self, value: Value) -> int:
+        """The register of what the caller gets.
+
+        Several executions may be in flight, and an actor may change in one what its method has
+        returned in another. From other ranks the caller gets copies anyway.
+        """
+        source = self._register(value)
+        if self._tickets is None or value not in self._layout.made:
+            return source
+        if source in self._copies:
+            return self._copies[source]  # made at once, before anybody could change the value
+        target, copy = self._copied(value)
+        self._emit(copy, Step(Role.COMPUTE, (source,), (target,)))
+        return target
+
+    def _copied(self, value: Value) -> tuple[int, Instruction]:
+        """A new register for a copy of a value, and what makes it."""
+        source, target = self._register(value), len(self._code.template)
+        self._code.registers.append(None)
+        self._code.template.append(None)
+        return target, instructions.apply(self._code.registers, source, target, _duplicate(value))
+
+    def _finish(self) -> None:
+        """Await what nobody waited for, and release what nobody freed."""
+        for future, port in self._ports.items():
+            if future not in self._layout.first_waits:
+                self._emit(port.poll, Step(Role.AWAIT, port=port), self._indices[future])
+        for future in tuple(self._ports):
+            self._release(future)
+
+
+# By way of the instance, so that what runs on a device can bind some ops in its own way.
+_BINDERS: dict[type[Op], Callable[[Binder, Any], None]] = {
+    Constant: lambda binder, op: binder._bind_constant(op),
+    View: lambda binder, op: binder._bind_view(op),
+    Copy: lambda binder, op: binder._bind_copy(op),
+    Call: lambda binder, op: binder._bind_call(op),
+    Send: lambda binder, op: binder._bind_send(op),
+    Recv: lambda binder, op: binder._bind_recv(op),
+    Wait: lambda binder, op: binder._bind_wait(op),
+    Free: lambda binder, op: binder._bind_free(op),
+    Return: lambda binder, op: binder._bind_return(op),
+}
+
+
+def _duplicate(value: Value) -> Callable[[Any], Any]:
+    """What copies it."""
+    return torch.clone if isinstance(value.type, TensorType) else duplicate_object
+
+
+def _promised(future: Value) -> ValueType:
+    assert isinstance(future.type, FutureType)
+    return future.type.value

@@ -1,0 +1,81 @@
+"""Seeds for the calls that draw random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from ..base import Body
+
+_MASK = (1 << 64) - 1
+
+
+def splitmix64(x: int) -> int:
+    """One step of splitmix64: a bijection of 64-bit integers that scatters close inputs.
+
+    Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
+    """
+    x = (x + 0x9E3779B97F4A7C15) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
+
+
+def call_seed(seed: int, execution: int, key: int) -> int:
+    """The generator's seed for one call: `mix(mix(mix(seed) ^ execution) ^ key)`.
+
+    `mix` is `splitmix64`. The result does not depend on the rank, the schedule, or what else was
+    drawn. `seed` counts modulo 2**64.
+    """
+    return splitmix64(splitmix64(splitmix64(seed & _MASK) ^ execution) ^ key)
+
+
+def seeded(body: Body, seed: int, key: int, execution: Callable[[], int]) -> Body:
+    """`body` with torch's CPU generator seeded before it and put back after it.
+
+    `execution` says which execution the call belongs to.
+    """
+    generator = torch.default_generator
+    base = splitmix64(seed & _MASK)
+
+    def run(*inputs: Any) -> Any:
+        before = generator.get_state()
+        generator.manual_seed(splitmix64(splitmix64(base ^ execution()) ^ key))
+        try:
+            return body(*inputs)
+        finally:
+            generator.set_state(before)
+
+    return run
+
+
+class Generator(Protocol):
+    """The generator of a device; `Device` is one."""
+
+    def seed(self, seed: int) -> None:
+        """Seed it."""
+
+    def random_state(self) -> torch.Tensor:
+        """Its state."""
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        """Put it back."""
+
+
+def seeded_on(
+    device: Generator, body: Body, seed: int, key: int, execution: Callable[[], int]
+) -> Body:
+    """`body` with a device's generator seeded before it and put back after it; see `seeded`."""
+    base = splitmix64(seed & _MASK)
+
+    def run(*inputs: Any) -> Any:
+        before = device.random_state()
+        device.seed(splitmix64(splitmix64(base ^ execution()) ^ key))
+        try:
+            return body(*inputs)
+        finally:
+            device.set_random_state(before)
+
+    return run

@@ -1,0 +1,182 @@
+"""Which register each value of a program lives in, and when its storage may go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ...ir.module import FunctionKind, Module, Program
+from ...ir.ops import Call, Free, Op, Recv, Return, Value, View, Wait
+from ...ir.types import FutureType
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Registers of a program.
+
+    Attributes:
+        registers: the register of each value. The parameters come first, and the results of one
+            op that is no `wait` stand side by side. A `wait` for a value that is there already,
+            or for a future that was waited for before, shares the register of what it waits for.
+        size: the number of registers.
+        issuers: the op that made each future.
+        first_waits: the first `wait` for each future, by future.
+        clears: registers to be emptied at a `free`, by the index of that op.
+        releases: futures whose port is released at a `free`, by the index of that op.
+        escaping: values that may outlive the execution, or be changed, in a user's hands.
+        handled: values that an opaque method has taken or made, so that its actor may change them.
+        made: those of them that such a method has made.
+    """
+
+    registers: dict[Value, int]
+    size: int
+    issuers: dict[Value, Op]
+    first_waits: dict[Value, Op]
+    clears: dict[int, int]
+    releases: dict[int, tuple[Value, ...]]
+    escaping: frozenset[Value]
+    handled: frozenset[Value]
+    made: frozenset[Value]
+
+
+def lay_out(program: Program, module: Module) -> Layout:
+    """Assign registers and find where each is used and freed for the last time.
+
+    Storage is shared by a value, its views, the values that wait for it, and outputs of calls
+    that may alias it. It goes at the last `free` of any of them, and only if no op uses it after
+    that; otherwise it stays until the execution ends.
+    """
+    builder = _Layouter(program, module)
+    for value in program.params:
+        builder.define(value)
+    for op in program.ops:
+        builder.visit(op)
+    last_use, last_free = builder.last_touches(builder.registers)
+    clears = {at: register for register, at in last_free.items() if last_use.get(register, -1) < at}
+    return Layout(
+        registers=builder.registers,
+        size=builder.size,
+        issuers=builder.issuers,
+        first_waits=builder.first_waits,
+        clears=clears,
+        releases=builder.releases(),
+        escaping=builder.escaping(),
+        handled=builder.sharing_with(
+            value
+            for op in program.ops
+            if builder.is_opaque(op)
+            for value in (*op.operands, *op.results)
+        ),
+        made=builder.sharing_with(
+            value for op in program.ops if builder.is_opaque(op) for value in op.results
+        ),
+    )
+
+
+K = TypeVar("K")
+
+
+class _Layouter:
+    def __init__(self, program: Program, module: Module) -> None:
+        self.program = program
+        self.module = module
+        self.registers: dict[Value, int] = {}
+        self.size = 0
+        self.issuers: dict[Value, Op] = {}
+        self.first_waits: dict[Value, Op] = {}
+        self._storage: dict[Value, Value] = {}
+
+    def define(self, value: Value) -> None:
+        self.registers[value] = self.size
+        self.size += 1
+
+    def visit(self, op: Op) -> None:
+        if isinstance(op, Wait):
+            self._visit_wait(op)
+            return
+        for result in op.results:
+            self.define(result)
+            if isinstance(result.type, FutureType):
+                self.issuers[result] = op
+        if isinstance(op, View):
+            self._share(op.result, op.operands[0])
+        elif isinstance(op, Call):
+            for output, input_ in self.module.functions[op.fn.name].aliases:
+                self._share(op.results[output], op.operands[input_])
+
+    def _visit_wait(self, op: Wait) -> None:
+        source = op.operands[0]
+        first = self.first_waits.get(source)
+        if first is None and isinstance(source.type, FutureType):
+            self.first_waits[source] = op
+            self._define_awaited(op, source)
+        elif op.results:
+            if first is not None and first.results:
+                source = first.result
+            self.registers[op.result] = self.registers[source]
+            self._share(op.result, source)
+
+    def _define_awaited(self, op: Wait, future: Value) -> None:
+        if not op.results:
+            return
+        self.define(op.result)
+        self._share(op.result, future)
+        issuer = self.issuers.get(future)
+        if isinstance(issuer, Recv) and issuer.operands:
+            self._share(op.result, issuer.operands[0])
+
+    def _root(self, value: Value) -> Value:
+        root = value
+        while (parent := self._storage.get(root)) is not None:
+            root = parent
+        while value is not root:
+            self._storage[value], value = root, self._storage[value]
+        return root
+
+    def _share(self, one: Value, other: Value) -> None:
+        one, other = self._root(one), self._root(other)
+        if one is not other:
+            self._storage[one] = other
+
+    def last_touches(self, keys: Mapping[Value, K]) -> tuple[dict[K, int], dict[K, int]]:
+        """Index of the last use, and of the last `free`, of what has each key."""
+        uses: dict[K, int] = {}
+        frees: dict[K, int] = {}
+        for index, op in enumerate(self.program.ops):
+            if isinstance(op, Free):
+                frees[keys[op.operands[0]]] = index
+                continue
+            for value in op.operands:
+                uses[keys[value]] = index
+        return uses, frees
+
+    def releases(self) -> dict[int, tuple[Value, ...]]:
+        roots = {value: self._root(value) for value in self.registers}
+        uses, frees = self.last_touches(roots)
+        found: dict[int, tuple[Value, ...]] = {}
+        for future in self.first_waits:
+            root = roots[future]
+            at = frees.get(root)
+            if at is not None and uses.get(root, -1) < at:
+                found[at] = (*found.get(at, ()), future)
+        return found
+
+    def escaping(self) -> frozenset[Value]:
+        return self.sharing_with(
+            value
+            for op in self.program.ops
+            if isinstance(op, Return) or self.is_opaque(op)
+            for value in op.operands
+        )
+
+    def sharing_with(self, values: Iterable[Value]) -> frozenset[Value]:
+        """All that share storage with one of some values."""
+        roots = set(map(self._root, values))
+        return frozenset(value for value in self.registers if self._root(value) in roots)
+
+    def is_opaque(self, op: Op) -> bool:
+        """Whether an op calls a method that is not traced."""
+        return (
+            isinstance(op, Call) and self.module.functions[op.fn.name].kind is FunctionKind.OPAQUE
+        )

@@ -1,0 +1,37 @@
+"""Counts executions: what every execution goes through of the statistics, which extend it.
+
+It is compiled, and they are not, as users read them and ask for signatures.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final
+
+from ..program.compiling import mypyc_attr
+
+RECENT: Final = 256
+"""How many executions medians are taken over."""
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class Tally:
+    """How many executions there were, and how long they took; see `Statistics`."""
+
+    def __init__(self) -> None:
+        self.executions = 0
+        self.failures = 0
+        self.total = 0.0
+        self.blocked = 0.0
+        self.recent: deque[tuple[float, float]] = deque(maxlen=RECENT)
+
+
+def count(tally: Tally, total: float, blocked: float) -> None:
+    """Count one execution.
+
+    It is no method, for one that a subclass may replace is looked up each time.
+    """
+    tally.executions += 1
+    tally.total += total
+    tally.blocked += blocked
+    tally.recent.append((total, blocked))

@@ -1,0 +1,224 @@
+"""When the tasks of a pipeline run, if every rank runs its own in order: a virtual clock.
+
+The model: a rank runs one task at a time, in order, each as soon as it can. F of a stage needs F of
+the stage before it, B needs B of the stage after it, of the same microbatch; what comes from
+another rank comes `tcomm` after it was made, and keeps neither of the two ranks busy.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from ..attributes import Action, Task
+from .costs import Costs
+from .order import ACTIONS, Order, Row, numbers, splits_backward
+
+
+class OrderDeadlock(ValueError):
+    """An order of tasks in which ranks wait for each other for ever."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """What the tasks of one action and stage have in common, by lane (see `Row`).
+
+    Attributes:
+        durations: how long a task takes.
+        hops: what to add to a task's number to get that of the one which it lets start, or 0.
+        delays: how long it is from the end of the one to the start of the other.
+        consumers: the rank of that other one.
+    """
+
+    durations: list[float]
+    hops: list[int]
+    delays: list[float]
+    consumers: list[int]
+
+    @staticmethod
+    def of(stage_ranks: Sequence[int], microbatches: int, costs: Costs, split: bool) -> Lanes:
+        """The lanes of a chain of stages."""
+        stages = len(stage_ranks)
+        lanes = Lanes([], [], [], [])
+        for action in ACTIONS:
+            step = {Action.FORWARD: 1, Action.BACKWARD: -1, Action.WEIGHT: 0}[action]
+            for stage, rank in enumerate(stage_ranks):
+                other = stage + step if 0 <= stage + step < stages else stage
+                consumer = stage_ranks[other]
+                lanes.durations.append(costs.of(action, stage, split))
+                lanes.hops.append((other - stage) * microbatches)
+                lanes.consumers.append(consumer)
+                crosses = consumer != rank
+                lanes.delays.append(costs.between(min(stage, other)) if crosses else 0.0)
+        return lanes
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """When every task of an order starts.
+
+    Attributes:
+        stage_ranks, microbatches: the pipeline.
+        split: whether B and W are tasks of their own.
+        rows: for each rank its tasks by number.
+        starts: for each rank when each of its tasks starts.
+        durations: by lane, how long a task takes.
+    """
+
+    stage_ranks: tuple[int, ...]
+    microbatches: int
+    split: bool
+    rows: Mapping[int, Sequence[int]]
+    starts: Mapping[int, array[float]]
+    durations: Sequence[float]
+
+    def span(self, rank: int) -> float:
+        """Time from a rank's first start to its last end."""
+        row, starts = self.rows[rank], self.starts[rank]
+        if not row:
+            return 0.0
+        return starts[-1] + self.durations[row[-1] // self.microbatches] - starts[0]
+
+    @property
+    def makespan(self) -> float:
+        """The longest span of a rank."""
+        return max(map(self.span, self.rows))
+
+    @property
+    def end(self) -> float:
+        """When the last task ends, of all that ranks run."""
+        ends = (self.starts[rank][0] + self.span(rank) for rank, row in self.rows.items() if row)
+        return max(ends, default=0.0)
+
+    def busy(self, rank: int) -> float:
+        """Time for which a rank works."""
+        rounds = range(len(self.stage_ranks) * (3 if self.split else 2))
+        lanes = (lane for lane in rounds if self.home(lane) == rank)
+        return self.microbatches * sum(self.durations[lane] for lane in lanes)
+
+    def peak(self, rank: int, mw: float = 1.0) -> float:
+        """The most microbatches whose activations a rank holds at once.
+
+        F takes 1 and B gives it back or, if W is a task of its own, all but `mw`, which W gives
+        back. Each of the v stages of a rank counts as 1/v.
+        """
+        stages = len(self.stage_ranks)
+        kept = mw if self.split else 0.0
+        # Sums of integers are exact, and quicker.
+        exact = int(kept) if kept in (0.0, 1.0) else kept
+        deltas = [1] * stages + [exact - 1] * stages + [-exact] * stages
+        changes = (deltas[number // self.microbatches] for number in self.rows[rank])
+        return max(accumulate(changes), default=0) / self.stage_ranks.count(rank)
+
+    def home(self, lane: int) -> int:
+        """The rank of a lane's tasks."""
+        return self.stage_ranks[lane % len(self.stage_ranks)]
+
+    def tasks(self, rank: int) -> Iterator[tuple[Task, float, float]]:
+        """Each task of a rank with its start and end."""
+        row = self.rows[rank]
+        named = Row(row, len(self.stage_ranks), self.microbatches)
+        for task, number, start in zip(named, row, self.starts[rank], strict=True):
+            yield task, start, start + self.durations[number // self.microbatches]
+
+
+def play(
+    order: Order, stage_ranks: Sequence[int], microbatches: int, costs: Costs | None = None
+) -> Timeline:
+    """Run an order on paper, in time linear in the number of its tasks.
+
+    Args:
+        order: of this pipeline's tasks, each stage's F before its B and that before its W.
+        stage_ranks: the rank of each stage of the chain.
+        microbatches: how many there are.
+        costs: of tasks and transfers; one unit for each task without them.
+
+    Raises:
+        OrderDeadlock: the ranks come to wait for each other; the message shows for what.
+    """
+    stages = len(stage_ranks)
+    split = splits_backward(order)
+    lanes = Lanes.of(stage_ranks, microbatches, costs or Costs(), split)
+    rows = {rank: numbers(tasks, stages, microbatches) for rank, tasks in order.items()}
+    starts: dict[int, array[float]] = {rank: array("d") for rank in rows}
+    heads = _advance(rows, starts, lanes, _sources(stages, microbatches, split), microbatches)
+    stuck = {rank: number for rank, number in heads.items() if number >= 0}
+    if stuck:
+        raise _deadlock(stuck, stages, microbatches)
+    return Timeline(tuple(stage_ranks), microbatches, split, rows, starts, lanes.durations)
+
+
+_UNKNOWN = -1.0
+
+
+def _sources(stages: int, microbatches: int, split: bool) -> array[float]:
+    """For each task, when what it needs from other stages is there, as far as that is known."""
+    unknown = array("d", [_UNKNOWN]) * ((stages - 1) * microbatches)
+    known = array("d", [0.0]) * microbatches
+    # F of the first stage and B of the last need no other stage, nor does any W.
+    return known + unknown + unknown + known + known * (stages if split else 0)
+
+
+def _advance(
+    rows: Mapping[int, Sequence[int]],
+    starts: Mapping[int, array[float]],
+    lanes: Lanes,
+    arrivals: array[float],
+    microbatches: int,
+) -> dict[int, int]:
+    """Fill in `starts`; return for each rank the task that it stays at, -1 for none.
+
+    A rank runs until it comes to a task whose arrival is not known, and goes on once the rank
+    that makes it has. The order in which ranks get their turn does not change any time.
+    """
+    durations, hops, delays, consumers = (
+        lanes.durations,
+        lanes.hops,
+        lanes.delays,
+        lanes.consumers,
+    )
+    upcoming = {rank: iter(row) for rank, row in rows.items()}
+    heads = {rank: next(row, -1) for rank, row in upcoming.items()}
+    clocks = dict.fromkeys(rows, 0.0)
+    runnable = list(rows)
+    while runnable:
+        rank = runnable.pop()
+        number, clock = heads[rank], clocks[rank]
+        row, append = upcoming[rank], starts[rank].append
+        heads[rank] = -1
+        while number >= 0:
+            start = arrivals[number]
+            if start < 0.0:
+                break
+            if start < clock:
+                start = clock
+            append(start)
+            lane = number // microbatches
+            clock = start + durations[lane]
+            hop = hops[lane]
+            if hop:
+                following = number + hop
+                arrivals[following] = clock + delays[lane]
+                consumer = consumers[lane]
+                if heads[consumer] == following:
+                    runnable.append(consumer)
+            number = next(row, -1)
+        heads[rank], clocks[rank] = number, clock
+    return heads
+
+
+def _deadlock(stuck: dict[int, int], stages: int, microbatches: int) -> OrderDeadlock:
+    lines = []
+    for rank, number in stuck.items():
+        forward = ACTIONS[number // microbatches // stages] is Action.FORWARD
+        needed = number - microbatches if forward else number + microbatches
+        task, before = Row((number, needed), stages, microbatches)
+        lines.append(f"  rank {rank} stays at {task}, which needs {before}")
+    if len(lines) > _SHOWN:
+        lines[_SHOWN:] = [f"  and so on, {len(lines)} ranks in all"]
+    return OrderDeadlock("\n".join(["the ranks wait for each other for ever:", *lines]))
+
+
+_SHOWN = 8

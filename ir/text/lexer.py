@@ -1,0 +1,60 @@
+"""Cut the text form into tokens.
+
+A token is a plain string whose first character says what it is. Positions are not kept: they are
+found again, by counting, for the one token that an error is about. This keeps reading a large
+file cheap.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+from ..diagnostics import Span
+
+_PLACE = r"@(?:\d+(?![\w.$-])|\{[\d.,\s]*\})"
+_END_OF_WORD = r"(?![\w.-])"
+_TOKEN = re.compile(
+    r"(?:\s|//[^\n]*+)*+("
+    r"[%@][\w.$-]+"  # a value or a symbol
+    r'|[%@]?"(?:[^"\\\n]|\\.)*"'  # a string, or a value or a symbol in quotes
+    r"|future<[^>\n]*>+"
+    rf"|\w+\[[^\]\n]*\](?:{_PLACE})?"  # a tensor type
+    rf"|(?:object|unit){_END_OF_WORD}(?:{_PLACE})?"
+    rf"|\d+[FBW]\d+{_END_OF_WORD}"  # a task
+    rf"|-?(?:\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|inf{_END_OF_WORD})"
+    r"|[A-Za-z_][\w.-]*"
+    r"|->|\{[-\d.,>\s]*\d[-\d.,>\s]*\}"  # the last is a set of ranks, or of pairs
+    r"|\{\s*\w+\s*:\s*\d[\w:,\s]*\}"  # counts by element type
+    r"|\{\s*[A-Za-z_][\w.-]*\s*:\s*[a-z][\w.:,\s-]*\}"  # effects by actor
+    r"|\S|\Z)"
+)
+
+
+def tokenize(text: str) -> list[str]:
+    """All tokens of a text, without spaces and comments; at least one empty token ends them."""
+    tokens: list[str] = _TOKEN.findall(text)
+    return tokens
+
+
+def span_of(text: str, file: str, index: int) -> Span:
+    """Where the token with this index stands."""
+    match = next(itertools.islice(_TOKEN.finditer(text), index, None))
+    position, length = match.span(1)[0], len(match.group(1))
+    if not length:  # the end of the text: point behind the last thing that it says
+        position = len(text.rstrip())
+    return _span(text, file, position, length)
+
+
+def _span(text: str, file: str, position: int, length: int) -> Span:
+    start = text.rfind("\n", 0, position) + 1
+    end = text.find("\n", position)
+    line = text[start : end if end >= 0 else len(text)]
+    column = position - start + 1
+    return Span(
+        file=file,
+        line=text.count("\n", 0, position) + 1,
+        column=column,
+        length=min(length, len(line) - column + 1),
+        text=line,
+    )

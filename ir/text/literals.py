@@ -1,0 +1,201 @@
+"""Read single tokens of the text form: types, places and the values of attributes."""
+
+from __future__ import annotations
+
+import enum
+import json
+import re
+import types
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from ..attributes import Shares, Symbol, Task
+from ..flops import Flops
+from ..types import DType, FutureType, ObjectType, Place, TensorType, Type, UnitType
+
+_TYPE = re.compile(
+    r"(?:(?P<kind>object|unit)|(?P<dtype>\w+)\[(?P<dims>[\d,\s]*)\])"
+    r"(?:@(?:(?P<rank>\d+)|(?P<ranks>\{.*\})))?",
+    re.DOTALL,
+)
+_FUTURE = re.compile(r"future<(.*)>", re.DOTALL)
+_PAIR = re.compile(r"\s*(\d+)\s*->\s*(\d+)\s*")
+_RUN = re.compile(r"\s*(\d+)\s*(?:\.\.\s*(\d+)\s*)?")
+_PLAIN = re.compile(r"[\w.$-]+")
+
+Reader = Callable[[str], Any]
+"""Turns a token into a value; raises ValueError, with what to write instead, if it cannot."""
+
+
+def parse_type(text: str) -> Type:
+    """Read a type in the form that its `str()` writes.
+
+    Raises:
+        ValueError: `text` is no type.
+    """
+    if future := _FUTURE.fullmatch(text):
+        inner = parse_type(future[1])
+        if isinstance(inner, FutureType):
+            raise ValueError(f"'{text}' is a future of a future")
+        return FutureType(inner)
+    match = _TYPE.fullmatch(text)
+    if match is None:
+        raise ValueError(
+            f"'{text}' is not a type; write f32[8,512], object, unit or future<T>, "
+            "with a place such as @0 or @{0..3} behind it"
+        )
+    place = _place_of(match["rank"], match["ranks"])
+    if match["kind"] is not None:
+        return ObjectType(place) if match["kind"] == "object" else UnitType(place)
+    dtype = parse_enum(DType, match["dtype"])
+    dims = [dim.strip() for dim in match["dims"].split(",")] if match["dims"].strip() else []
+    if not all(dim.isdigit() for dim in dims):
+        raise ValueError(f"'{text}' has a shape that is not numbers between commas")
+    return TensorType(dtype, tuple(map(int, dims)), place)
+
+
+def parse_ranks(text: str) -> tuple[int, ...]:
+    """Read ranks, or any indices, in the form `{0..3,7}`.
+
+    Raises:
+        ValueError: `text` is not of that form.
+    """
+    inner = text[1:-1].strip() if text[:1] == "{" and text[-1:] == "}" else None
+    if inner == "":
+        return ()
+    ranks: list[int] = []
+    for part in (inner or "?").split(","):
+        run = _RUN.fullmatch(part)
+        if run is None:
+            raise ValueError(f"'{text}' is not a set of ranks; write {{0..3,7}}")
+        first = int(run[1])
+        ranks += range(first, int(run[2] or first) + 1)
+    return tuple(ranks)
+
+
+def parse_enum(cls: type[enum.Enum], text: str) -> Any:
+    """The member of `cls` with this value.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for member in cls:
+        if member.value == text:
+            return member
+    choices = ", ".join(str(member.value) for member in cls)
+    raise ValueError(f"'{text}' is not one of {choices}")
+
+
+def parse_string(text: str) -> str:
+    """A bare word, or a string in double quotes."""
+    if text.startswith('"'):
+        return unquote(text)
+    if not (text[:1].isalpha() or text[:1] == "_"):
+        raise ValueError(f"'{text}' is not a word; put it in double quotes")
+    return text
+
+
+def parse_symbol(text: str) -> Symbol:
+    """`@name`."""
+    if text[:1] != "@":
+        raise ValueError(f"'{text}' is not a symbol; write @name")
+    return Symbol(parse_name(text))
+
+
+def parse_name(text: str) -> str:
+    """What stands behind the first character of a value or a symbol."""
+    name = text[1:]
+    if name.startswith('"'):
+        return unquote(name)
+    if not _PLAIN.fullmatch(name):
+        raise ValueError(f"'{text}' lacks a name")
+    return name
+
+
+def unquote(text: str) -> str:
+    """A string in double quotes, with JSON's escapes."""
+    try:
+        return str(json.loads(text))
+    except ValueError:
+        raise ValueError(f"{text} is not a string with JSON's escapes") from None
+
+
+def parse_int(text: str) -> int:
+    """A whole number."""
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"'{text}' is not a whole number") from None
+
+
+def reader_for(annotation: Any) -> Reader:
+    """The reader of a dataclass field, by its annotation (`T` or `T | None`)."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        inner = [arg for arg in get_args(annotation) if arg is not type(None)]
+        return reader_for(inner[0]) if len(inner) == 1 else _number
+    if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
+        return partial(parse_enum, annotation)
+    return _READERS[annotation]
+
+
+def readers_of(cls: type) -> dict[str, Reader]:
+    """The readers of a dataclass's fields whose annotations have one, by field name."""
+    found: dict[str, Reader] = {}
+    for name, annotation in get_type_hints(cls).items():
+        try:
+            found[name] = reader_for(annotation)
+        except (KeyError, TypeError):
+            continue  # structure, such as operands or types, which has its own syntax
+    return found
+
+
+def _place_of(rank: str | None, ranks: str | None) -> Place | None:
+    if rank is not None:
+        return Place((int(rank),))
+    return Place(parse_ranks(ranks)) if ranks is not None else None
+
+
+def _place(text: str) -> Place:
+    return Place(parse_ranks(text))
+
+
+def _pairs(text: str) -> tuple[tuple[int, int], ...]:
+    if parse_ok := text[:1] == "{" and text[-1:] == "}":
+        parts = [_PAIR.fullmatch(part) for part in text[1:-1].split(",") if part.strip()]
+        if parse_ok and all(parts):
+            return tuple((int(part[1]), int(part[2])) for part in parts if part)
+    raise ValueError(f"'{text}' is not a set of pairs; write {{0 -> 1, 1 -> 0}}")
+
+
+def _bool(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise ValueError(f"'{text}' is neither true nor false")
+    return text == "true"
+
+
+def _number(text: str) -> float | int | bool:
+    if text in ("true", "false"):
+        return text == "true"
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"'{text}' is not a number, true or false") from None
+
+
+_READERS: dict[Any, Reader] = {
+    bool: _bool,
+    int: parse_int,
+    str: parse_string,
+    Symbol: parse_symbol,
+    Place: _place,
+    Task: Task.parse,
+    Flops: Flops.parse,
+    Shares: Shares.parse,
+    tuple[int, ...]: parse_ranks,
+    tuple[tuple[int, int], ...]: _pairs,
+}

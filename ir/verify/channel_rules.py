@@ -1,0 +1,220 @@
+"""Channels: who uses which, and whether each message that is sent is received.
+
+`check_channel_op` is about one op; `unmatched` compares the two ends of each channel, or all ends
+of a group's, over all programs of a module.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import zip_longest
+from typing import TypeAlias
+
+from ..diagnostics import Diagnostic
+from ..module import Channel, Module, Phase, Program
+from ..ops import Collective, Recv, Send, Value, attributes
+from ..phases import has_futures
+from ..types import FutureType, Type
+from .batch_rules import unlike_batches
+from .op_rules import Problem, bare, same_but_place
+
+_CommOp: TypeAlias = Send | Recv | Collective
+_End: TypeAlias = tuple[Program, _CommOp]
+
+
+def check_channel(channel: Channel, module: Module) -> str | None:
+    """What is wrong with the declaration of a channel, if anything."""
+    if not has_futures(module.phase):
+        return f"channel {channel.id} in phase {module.phase}, which has none"
+    if not channel.collective and len(channel.ranks) != 2:
+        return f"channel {channel.id} is an edge: it has two ranks, not {len(channel.ranks)}"
+    if len(set(channel.ranks)) != len(channel.ranks):
+        return f"channel {channel.id} names a rank twice"
+    if not all(0 <= rank < module.world for rank in channel.ranks):
+        return f"channel {channel.id} has ranks {channel.ranks}, the world has {module.world}"
+    return None
+
+
+def check_channel_op(op: _CommOp, module: Module, rank: int | None) -> None:
+    """A communication op agrees with its channel's declaration.
+
+    Args:
+        rank: of the program, None for one over all ranks.
+
+    Raises:
+        Problem: it does not.
+    """
+    if isinstance(op, Collective) and not _collective_has_channel(op, module):
+        return
+    assert op.chan is not None
+    channel = module.channels.get(op.chan)
+    if channel is None:
+        raise Problem(f"{op.opcode} on channel {op.chan}, which the module does not declare")
+    if channel.collective != isinstance(op, Collective):
+        kind = "a group's" if channel.collective else "an edge's"
+        raise Problem(f"{op.opcode} on channel {op.chan}, which is {kind}")
+    if isinstance(op, Collective):
+        if op.group.ranks != channel.ranks:
+            raise Problem(f"the group is {op.group}, channel {op.chan} serves {channel.ranks}")
+        if rank is not None and rank not in channel.ranks:
+            raise Problem(f"rank {rank} takes part in {op.opcode} of the group {op.group}")
+        return
+    _check_edge(op, channel, rank)
+
+
+def _collective_has_channel(op: Collective, module: Module) -> bool:
+    needed = has_futures(module.phase)
+    if needed and (op.chan is None or op.seq is None):
+        raise Problem(
+            f"{op.opcode} has no chan or no seq, in phase {module.phase}",
+            "split-transfers gives each group a channel, and numbers its collectives",
+        )
+    if not needed and (op.chan is not None or op.seq is not None):
+        raise Problem(
+            f"{op.opcode} has a channel, in phase {module.phase}",
+            "leave out chan and seq; split-transfers sets them",
+        )
+    return needed
+
+
+def _check_edge(op: Send | Recv, channel: Channel, rank: int | None) -> None:
+    if len(channel.ranks) != 2:
+        return  # reported with the declaration
+    source, destination = channel.ranks
+    here, peer = (source, destination) if isinstance(op, Send) else (destination, source)
+    if op.peer != peer:
+        raise Problem(
+            f"{op.opcode} with peer {op.peer} on channel {op.chan}, "
+            f"which goes from rank {source} to rank {destination}",
+            f"write peer = {peer}",
+        )
+    place = op.results[0].type.place
+    at = place.ranks if place is not None else () if rank is None else (rank,)
+    if at != (here,):
+        raise Problem(
+            f"{op.opcode} at {at} on channel {op.chan}, whose {op.opcode}s are on rank {here}"
+        )
+
+
+def unmatched(module: Module) -> Iterator[Diagnostic]:
+    """Messages without their other end, out of order, or of another type than the other end."""
+    sends: dict[int, list[_End]] = defaultdict(list)
+    receives: dict[int, list[_End]] = defaultdict(list)
+    collectives: dict[int, dict[int, list[_End]]] = defaultdict(lambda: defaultdict(list))
+    for program in module.programs:
+        for op in program.ops:
+            if isinstance(op, Send):
+                sends[op.chan].append((program, op))
+            elif isinstance(op, Recv):
+                receives[op.chan].append((program, op))
+            elif isinstance(op, Collective) and op.chan is not None:
+                collectives[op.chan][program.rank or 0].append((program, op))
+    ordered = module.phase is Phase.SCHEDULED
+    for chan in sorted(sends.keys() | receives.keys()):
+        for ends in (sends[chan], receives[chan]):
+            yield from _out_of_order(ends, ordered)
+        for sent, received in zip_longest(sends[chan], receives[chan]):
+            yield from _unlike_ends(sent, received)
+    for chan, by_rank in sorted(collectives.items()):
+        yield from _unlike_group(by_rank, module.channels.get(chan), ordered)
+
+
+def _out_of_order(ends: list[_End], ordered: bool) -> Iterator[Diagnostic]:
+    """Sequence numbers count from 0; in scheduled programs, in program order."""
+    if not ordered:
+        ends.sort(key=lambda end: _seq(end[1]))
+    for expected, (program, op) in enumerate(ends):
+        if _seq(op) != expected:
+            yield Diagnostic(
+                f"{op.opcode} has seq {_seq(op)}, the next of channel {op.chan} is {expected}",
+                op,
+                program,
+                help="messages of a channel are numbered 0, 1, ... in program order",
+            )
+            return
+
+
+def _unlike_ends(sent: _End | None, received: _End | None) -> Iterator[Diagnostic]:
+    if sent is None or received is None:
+        yield from (_alone(end) for end in (sent, received) if end is not None)
+        return
+    one, other_type = sent[1].operands[0].type, _promised(received[1].results[0])
+    if not same_but_place(one, other_type):
+        program, op = received
+        yield Diagnostic(
+            f"recv {_seq(op)} of channel {op.chan} is {bare(other_type)}, "
+            f"but what is sent is {bare(one)}",
+            op,
+            program,
+            notes=(Diagnostic("sent here", sent[1], sent[0]),),
+        )
+    yield from unlike_batches(sent, received)
+
+
+def _alone(end: _End) -> Diagnostic:
+    program, op = end
+    other = "recv" if isinstance(op, Send) else "send"
+    return Diagnostic(
+        f"{op.opcode} {_seq(op)} of channel {op.chan} has no {other}",
+        op,
+        program,
+        help=f"its peer must {other} it, or both must go",
+    )
+
+
+def _unlike_group(
+    by_rank: dict[int, list[_End]], channel: Channel | None, ordered: bool
+) -> Iterator[Diagnostic]:
+    for ends in by_rank.values():
+        yield from _out_of_order(ends, ordered)
+    if not ordered or channel is None:
+        return
+    first = by_rank.get(channel.ranks[0], [])
+    for rank in channel.ranks[1:]:
+        for one, other in zip_longest(first, by_rank.get(rank, [])):
+            if one is None and other is not None:
+                yield _absent(other, channel.ranks[0])
+            elif one is not None and other is None:
+                yield _absent(one, rank)
+            elif one is not None and other is not None and _meaning(one[1]) != _meaning(other[1]):
+                yield _disagreement(one, other)
+
+
+_GROUP_HELP = "all ranks of a group issue the same collectives in the same order"
+
+
+def _absent(end: _End, rank: int) -> Diagnostic:
+    program, op = end
+    return Diagnostic(
+        f"rank {rank} does not take part in {op.opcode} {_seq(op)} of channel {op.chan}",
+        op,
+        program,
+        help=_GROUP_HELP,
+    )
+
+
+def _disagreement(one: _End, other: _End) -> Diagnostic:
+    return Diagnostic(
+        f"the ranks of channel {one[1].chan} do not agree on collective {_seq(one[1])}",
+        one[1],
+        one[0],
+        help=_GROUP_HELP,
+        notes=(Diagnostic("the other rank has this", other[1], other[0]),),
+    )
+
+
+_LOCAL = frozenset({"mb", "task", "stream", "graph"})
+
+
+def _meaning(op: _CommOp) -> tuple[object, ...]:
+    found = {name: value for name, value in attributes(op).items() if name not in _LOCAL}
+    return op.opcode, found, [bare(value.type) for value in op.results]
+
+
+def _promised(value: Value) -> Type:
+    return value.type.value if isinstance(value.type, FutureType) else value.type
+
+
+def _seq(op: _CommOp) -> int:
+    return op.seq or 0

@@ -1,0 +1,257 @@
+"""Check that a module is well formed in its phase."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..diagnostics import Diagnostic, IRError
+from ..module import Function, Module, Phase, Program, Vjp
+from ..ops import Call, Collective, Free, Op, Recv, Return, Send, Value, Wait
+from ..phases import LEGAL, REMEDIES, has_futures, has_places
+from ..types import FutureType, Place, UnitType, ValueType
+from .batch_rules import check_batches
+from .channel_rules import check_channel, check_channel_op, unmatched
+from .op_rules import RULES, Context, Problem
+from .place_rules import check_op_places, check_value_place
+
+
+def verify(module: Module) -> None:
+    """Check everything that the module's phase promises.
+
+    Raises:
+        IRError: with a diagnostic for each declaration and each op that is wrong, the first
+            problem of each.
+    """
+    found = [*_declarations(module), *_programs(module)]
+    for program in module.programs:
+        found += _ProgramChecker(module, program).check()
+    found += _actors(module)
+    if not found and has_futures(module.phase):
+        found += unmatched(module)
+    if found:
+        raise IRError(*found)
+
+
+def _declarations(module: Module) -> Iterator[Diagnostic]:
+    for name, function in module.functions.items():
+        if problem := _function(name, function):
+            yield Diagnostic(problem, loc=function.loc)
+    for name, vjp in module.vjps.items():
+        if problem := _vjp(name, vjp, module):
+            yield Diagnostic(f"vjp @{name}: {problem}", help=_VJP_HELP)
+    for id_, channel in module.channels.items():
+        if id_ != channel.id:
+            yield Diagnostic(f"channel {channel.id} is in the table as {id_}")
+        elif problem := check_channel(channel, module):
+            yield Diagnostic(problem)
+
+
+def _function(name: str, function: Function) -> str | None:
+    if name != function.name:
+        return f"function @{function.name} is in the table as @{name}"
+    if any(type_.place is not None for type_ in (*function.inputs, *function.outputs)):
+        return f"function @{name} has a place in its signature; its calls say where it runs"
+    for output, input_ in function.aliases:
+        if not (0 <= output < len(function.outputs) and 0 <= input_ < len(function.inputs)):
+            return f"function @{name} has the alias {output} -> {input_}, which is out of range"
+    return None
+
+
+_VJP_HELP = (
+    "forward returns the outputs, then the saved values; backward takes the saved values, then "
+    "the cotangents of grad_outputs, and returns those of grad_inputs"
+)
+
+
+def _vjp(name: str, vjp: Vjp, module: Module) -> str | None:
+    if name != vjp.name:
+        return f"it is in the table as @{name}, but its name is @{vjp.name}"
+    forward, backward = module.functions.get(vjp.forward), module.functions.get(vjp.backward)
+    if forward is None or backward is None:
+        missing = vjp.forward if forward is None else vjp.backward
+        return f"the module does not declare its function @{missing}"
+    saved = len(backward.inputs) - len(vjp.grad_outputs)
+    outputs = len(forward.outputs) - saved
+    if saved < 0 or outputs < 0:
+        return (
+            f"@{backward.name} takes {len(backward.inputs)} inputs, which do not split into "
+            f"saved values of @{forward.name} and {len(vjp.grad_outputs)} cotangents"
+        )
+    if not _are_indices(vjp.grad_outputs, outputs):
+        return f"grad_outputs are not ascending indices of its {outputs} outputs"
+    if not _are_indices(vjp.grad_inputs, len(forward.inputs)):
+        return f"grad_inputs are not ascending indices of its {len(forward.inputs)} inputs"
+    cotangents = tuple(forward.outputs[index] for index in vjp.grad_outputs)
+    if backward.inputs != forward.outputs[outputs:] + cotangents:
+        return f"the inputs of @{backward.name} are not the saved values, then the cotangents"
+    gradients = tuple(forward.inputs[index] for index in vjp.grad_inputs)
+    if backward.outputs != gradients and (gradients or backward.outputs != (UnitType(),)):
+        return f"the outputs of @{backward.name} are not the cotangents of grad_inputs"
+    return _halves(vjp, backward, module)
+
+
+def _halves(vjp: Vjp, backward: Function, module: Module) -> str | None:
+    """What is wrong with the halves of a backward."""
+    names = [name for name in (vjp.input, vjp.weight) if name is not None]
+    for name in names:
+        if name not in module.functions:
+            return f"the module does not declare its function @{name}"
+    if vjp.weight is None:
+        return "it has input, but no weight" if names or vjp.kept else None
+    if not _are_indices(vjp.kept, len(backward.inputs)):
+        return f"kept are not ascending indices of the {len(backward.inputs)} inputs of backward"
+    left: tuple[ValueType, ...] = ()
+    if vjp.input is not None:
+        first, count = module.functions[vjp.input], len(vjp.grad_inputs)
+        if first.inputs != backward.inputs:
+            return f"@{first.name} does not take what @{backward.name} takes"
+        if not count or first.outputs[:count] != backward.outputs:
+            return f"the outputs of @{first.name} do not begin with the cotangents of grad_inputs"
+        left = first.outputs[count:]
+    elif vjp.grad_inputs:
+        return "it has weight and grad_inputs, but no input"
+    weight = module.functions[vjp.weight]
+    if weight.inputs != tuple(backward.inputs[i] for i in vjp.kept) + left:
+        return f"the inputs of @{weight.name} are not what is kept, then what input leaves to it"
+    if weight.outputs != (UnitType(),):
+        return f"@{weight.name} does not return unit"
+    return None
+
+
+def _are_indices(indices: tuple[int, ...], length: int) -> bool:
+    return list(indices) == sorted(set(indices)) and all(0 <= i < length for i in indices)
+
+
+def _programs(module: Module) -> Iterator[Diagnostic]:
+    ranks = [program.rank for program in module.programs]
+    if module.phase is not Phase.SCHEDULED:
+        if ranks != [None]:
+            yield Diagnostic(
+                f"a module in phase {module.phase} has one program over all ranks, "
+                f"this one has {len(ranks)} programs, of ranks {ranks}"
+            )
+        return
+    missing = sorted(set(range(module.world)) - set(ranks))
+    if missing or len(ranks) != module.world:
+        what = f"none for {missing}" if missing else f"{len(ranks)}"
+        yield Diagnostic(
+            f"a scheduled module has one program for each of its {module.world} ranks, "
+            f"this one has {what}"
+        )
+
+
+def _actors(module: Module) -> Iterator[Diagnostic]:
+    """All calls of an actor's functions are where the actor lives."""
+    first: dict[str, tuple[object, Program, Op]] = {}
+    for program in module.programs:
+        for op in program.ops:
+            if not isinstance(op, Call):
+                continue
+            function = module.functions.get(op.fn.name)
+            if function is None or function.actor is None:
+                continue
+            at = op.place if has_places(module.phase) else Place((program.rank or 0,))
+            where, first_program, first_op = first.setdefault(function.actor, (at, program, op))
+            if where != at:
+                yield Diagnostic(
+                    f"a call on actor {function.actor} at {at}, which lives at {where}",
+                    op,
+                    program,
+                    notes=(Diagnostic("an earlier call is here", first_op, first_program),),
+                )
+
+
+class _ProgramChecker:
+    """Walks one program; keeps what is defined, where from, and what has been freed."""
+
+    def __init__(self, module: Module, program: Program) -> None:
+        self._module = module
+        self._program = program
+        self._context = Context(module, program)
+        self._legal = LEGAL[module.phase]
+        self._placed = has_places(module.phase)
+        self._defined: dict[str, Value] = {}
+        self._makers: dict[Value, Op] = {}
+        self._freed: set[Value] = set()
+
+    def check(self) -> Iterator[Diagnostic]:
+        for value in self._program.params:
+            try:
+                self._define(value)
+                if isinstance(value.type, FutureType):
+                    raise Problem(f"parameter %{value.name} is a future")
+            except Problem as problem:
+                yield Diagnostic(problem.message, program=self._program, help=problem.help)
+        for index, op in enumerate(self._program.ops):
+            try:
+                self._check_op(op, index)
+            except Problem as problem:
+                yield Diagnostic(problem.message, op, self._program, problem.value, problem.help)
+        yield from check_batches(self._module, self._program)
+        if not self._program.ops or not isinstance(self._program.ops[-1], Return):
+            yield Diagnostic(
+                "the program does not end in return",
+                self._program.ops[-1] if self._program.ops else None,
+                self._program,
+                help="write return() even where nothing is returned",
+            )
+
+    def _check_op(self, op: Op, index: int) -> None:
+        try:
+            self._check_uses(op)
+        finally:  # a wrong op still makes its results: their uses are not wrong too
+            for value in op.results:
+                self._define(value)
+                self._makers[value] = op
+        if type(op) not in self._legal:
+            phase = self._module.phase
+            raise Problem(f"{op.opcode} in phase {phase}", REMEDIES.get(type(op), ""))
+        if isinstance(op, Return) and index != len(self._program.ops) - 1:
+            raise Problem("return is not the last op", "move it to the end")
+        RULES[type(op)](op, self._context)
+        if self._placed:
+            check_op_places(op, self._module)
+        elif op.stream is not None and not isinstance(op, Wait):
+            self._check_streams(op)
+        if isinstance(op, Send | Recv | Collective):
+            check_channel_op(op, self._module, self._program.rank)
+        if isinstance(op, Free):
+            self._freed.add(op.operands[0])
+
+    def _define(self, value: Value) -> None:
+        if value.name in self._defined:
+            raise Problem(f"%{value.name} is defined twice", "give it another name", value)
+        self._defined[value.name] = value
+        check_value_place(value, self._module)
+
+    def _check_uses(self, op: Op) -> None:
+        takes_futures = isinstance(op, Wait)
+        for value in op.operands:
+            if self._defined.get(value.name) is not value:
+                raise Problem(
+                    f"%{value.name} is used before it is defined",
+                    "an operand is a parameter, or the result of an earlier op",
+                    value,
+                )
+            if not takes_futures and isinstance(value.type, FutureType):
+                raise Problem(
+                    f"{op.opcode} takes %{value.name}, which is only promised yet",
+                    f"wait for it first: %x = wait(%{value.name}) : {value.type.value}",
+                    value,
+                )
+            if value in self._freed:
+                raise Problem(f"%{value.name} is used after it was freed", "", value)
+
+    def _check_streams(self, op: Op) -> None:
+        """An operand was made on, or waited onto, the stream of the op."""
+        for value in op.operands:
+            maker = self._makers.get(value)
+            if maker is None or maker.stream is None or maker.stream is op.stream:
+                continue
+            assert op.stream is not None
+            raise Problem(
+                f"%{value.name} is made on stream {maker.stream.value}, "
+                f"but {op.opcode} runs on stream {op.stream.value}",
+                f"wait for it: %x = wait(%{value.name}) {{stream = {op.stream.value}}}",
+                value,
+            )

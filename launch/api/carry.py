@@ -1,0 +1,84 @@
+"""`cg.carry`: a value that one execution leaves for the next, on a rank of its own choice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...backends.program.value_copies import duplicate_object
+from ...tracer.actors.actors import ActorHandle
+from ...tracer.intrinsics.opaque import opaque
+from .api import actor
+
+
+@actor
+class Carry(torch.nn.Module):
+    """Holds a tensor; its dtype and shape stay as they are."""
+
+    value: torch.Tensor
+
+    def __init__(self, initial: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("value", initial.detach().clone())
+
+    def get(self) -> torch.Tensor:
+        """The value."""
+        return self.value.clone()
+
+    def set(self, value: torch.Tensor) -> None:
+        """Replace the value.
+
+        Raises:
+            ValueError: the new one has another dtype or shape.
+        """
+        old = self.value
+        if value.dtype is not old.dtype or value.shape != old.shape:
+            raise ValueError(
+                f"cg.carry holds {old.dtype} of shape {tuple(old.shape)}, and is set to "
+                f"{value.dtype} of shape {tuple(value.shape)}; convert the value, or let the carry "
+                "begin with one like it"
+            )
+        old.copy_(value)
+
+
+@actor
+class CarryObject:
+    """Holds a Python object."""
+
+    def __init__(self, initial: Any) -> None:
+        self.value = initial
+
+    @opaque
+    def get(self) -> Any:
+        """The value."""
+        return self.value
+
+    @opaque
+    def set(self, value: Any) -> None:
+        """Replace the value, by a copy: what comes from this rank may be changed by who made it.
+
+        Raises:
+            TransportError: it cannot be pickled.
+        """
+        self.value = duplicate_object(value)
+
+
+def carry(initial: Any, *, on: int) -> ActorHandle:
+    """An actor that carries a value from one execution of a step to the next.
+
+    In a step, `carried.get()` is what the last `carried.set(value)` has left, in the same execution
+    or in an earlier one; before the first it is `initial`. It is state like that of any actor: the
+    executions in flight read and write it in the order in which they were started, and the value
+    goes from where it is made to rank `on` without passing the driver.
+
+    Args:
+        initial: a tensor, whose dtype and shape every later value must have; or any other object,
+            of which only the one on rank `on` counts.
+        on: the rank that keeps it.
+
+    Raises:
+        ActorError: the world has no such rank.
+    """
+    cls = Carry if isinstance(initial, torch.Tensor) else CarryObject
+    return actor.place(cls, on)(initial)

@@ -1,0 +1,573 @@
+"""A compiled step: called on all ranks together, or driven from one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from ...backends.base import World
+from ...backends.driven.futures import Future
+from ...backends.timing.statistics import Statistics
+from ...ir.module import Channel, Module
+from ...ir.pipeline.costs import Costs
+from ...ir.printer import format_program
+from ...passes.lower.plan_buffers import MemoryPlan, memory_plan
+from ...passes.manager import PassReport
+from ...passes.simulate.program_simulator import ProgramSimulation
+from ...passes.simulate.program_times import ProgramTimes
+from ...tracer.errors import TraceError
+from ...tracer.source import caller_location
+from ...tracer.step.session import is_tracing
+from ..measure.profiling import Watched, watch
+from ..measure.recording import Recording, record
+from ..measure.simulate import simulate
+from ..pictures.compiled import timeline_of, write_compiled
+from ..runtime import driven_graphs as graphs
+from ..runtime import seating
+from ..runtime.runtime import Runtime, make_runtime
+from ..world.agreement import call_text
+from ..world.comparison import CallFacts
+from .analysis import Cost, cost_of
+from .numbering import Numbering, check_state
+from .option_checks import check_executions
+from .repeated import Repeated
+from .selection import selection
+from .turns import turn_of
+from .variant import Variant
+
+
+class Compiled:
+    """Every rank's schedule of a step, bound to the ranks that this process plays.
+
+    A step is called on all ranks together. One with `inputs=cg.on(rank)` is a graph as well: that
+    rank, its driver, starts executions by `execute` while the other ranks are in `serve`. Both may
+    be used in one program, but not at the same time.
+
+    As a context manager, it ends with the block: the driver closes it, the other ranks serve until
+    then.
+
+    Attributes:
+        variants: one for each signature that it was compiled for.
+    """
+
+    def __init__(
+        self,
+        variants: Sequence[Variant],
+        world: World,
+        *,
+        seed: int,
+        timeout: float | None,
+        patience: float | None,
+        driver: int | None,
+        max_inflight: int,
+        numbering: Numbering,
+        every: int | None,
+    ) -> None:
+        self.variants = tuple(variants)
+        self._world = world
+        self._turn = turn_of(world)
+        self._seed = seed
+        self._timeout = timeout
+        self._driver = driver
+        self._numbering = numbering
+        self._every = every
+        self._select = selection([variant.trace.inputs for variant in variants])
+        self._runtimes: list[Runtime | None] = [None] * len(variants)
+        place = variants[0].trace.outputs.place  # of the step, and so of all variants
+        self._returns = any(world.plays(rank) for rank in place.ranks)
+        self._closed = False
+        self._watched: list[Watched] = []
+        self._made: graphs.Made | None = None
+        self._launch: graphs.Launch | None = None
+        if driver is None:
+            for index in range(len(variants)):
+                self._runtime(index)
+        else:
+            self._made = self._make_graph(driver, max_inflight, patience)
+            self._launch = self._made.launch
+            self._picks = [variant.pick(driver) for variant in variants]
+            guarded = any(variant.trace.guards for variant in variants)
+            self._needs_more = guarded or any(pick is not None for pick in self._picks)
+
+    @property
+    def module(self) -> Module:
+        """The scheduled module (of the first signature), the same on all ranks."""
+        return self.variants[0].module
+
+    def state_dict(self) -> dict[str, int]:
+        """What random numbers depend on, to be saved with the state of the actors.
+
+        Returns:
+            The `seed`; `calls`, how often the step has been called, with any of its signatures;
+            and of a step with `inputs=cg.on(rank)` also `executions`, how many that rank has
+            started: save those of that rank, for others know of them when they have served. All
+            are ints.
+        """
+        state = {"seed": self._seed, "calls": self._numbering.next}
+        if self._made is not None:
+            state["executions"] = self._made.started
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state, so that the next execution draws what it would have drawn.
+
+        Collective; of a step with `inputs=cg.on(rank)`, before the other ranks `serve`.
+
+        Args:
+            state: what `state_dict` has returned, of a step that was compiled with the same seed.
+
+        Raises:
+            PlanMismatch: ranks go on from different states.
+            RuntimeError: executions are in flight.
+            TypeError: the state holds something else than numbers.
+            ValueError: it is of a run with another seed, or of another kind of step.
+        """
+        counts = ("calls",) if self._made is None else ("calls", "executions")
+        check_state(self._world, self._name, state, self._seed, counts)
+        graphs.check_idle(self._world, self._name)
+        self._numbering.next = state["calls"]
+        if self._made is not None:
+            self._made.go_on_from(state["executions"])
+
+    @property
+    def reports(self) -> list[PassReport]:
+        """What each pass did (for the first signature)."""
+        return self.variants[0].reports
+
+    @property
+    def fused(self) -> dict[str, str]:
+        """For each function that runs in this process why `fuse` has not compiled it.
+
+        Empty where it has. There is nothing in here if `fuse` was not given.
+        """
+        return dict(self.variants[0].fused.reasons)
+
+    def uncaptured(self, variant: int = 0) -> dict[int, str]:
+        """For each graph of this rank's program that its device does not replay, why.
+
+        By its number, which is the `graph` of its ops. A graph is captured in its third execution,
+        so what cannot be is known behind that; there is a warning, too, and a line in the dump's
+        `graphs.txt`. Empty where all graphs can be captured, and on a rank without a device. What
+        is part of no graph is in `graphs.txt` alone.
+
+        Args:
+            variant: which of the signatures.
+        """
+        return dict(self.variants[variant].fallbacks.reasons)
+
+    # -- on all ranks together --------------------------------------------------------------
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Run the step on all ranks; collective.
+
+        Returns:
+            What the function returns; None on ranks that get no outputs.
+
+        Raises:
+            InputError: the arguments are not of the types that were traced, or ranks are found to
+                give different ones (see `check_inputs` of `compile`); nothing was sent.
+            PlanMismatch: ranks call different steps, or this one with other signatures.
+            RemoteError: a method or an op raised, on any rank; every rank raises it, and the step
+                can be called again.
+            RuntimeError: executions are in flight on this rank, a method is running, the step has
+                been closed, or, where there are other processes, another thread uses a step.
+            StepTimeout: a rank has waited too long; the message says where every rank is.
+            TransportError: a rank has ended.
+        """
+        turn = self._turn
+        if not turn.acquire(False):
+            turn.wait(self._name)
+        try:
+            self._check_callable()
+            variant, runtime = 0, self._runtimes[0]
+            if runtime is None or len(self.variants) > 1:
+                variant = self._select(args, kwargs)[0] if len(self.variants) > 1 else 0
+                runtime = self._runtime(variant)
+            outputs = runtime.run(lambda: self.variants[variant].inputs(args, kwargs))
+            return self.variants[variant].trace.outputs.rebuild(outputs) if self._returns else None
+        finally:
+            turn.release()
+
+    # -- from the driver --------------------------------------------------------------------
+
+    def execute(self, /, *args: Any, block: bool = True, **kwargs: Any) -> Future:
+        """Start an execution; on the driver, while the other ranks are in `serve`.
+
+        Executions go through each actor in the order in which they were started, whatever graph
+        they are of. The arguments are read until the future is done: do not change them before.
+
+        Args:
+            args, kwargs: as the step takes them.
+            block: whether to wait if `max_inflight` executions are in flight, for no longer than
+                the `timeout` that `compile` was given.
+
+        Returns:
+            The future of what the step returns on the driver; None is its result if `outputs`
+            are on other ranks. It is done when everything that the execution calls has run.
+
+        Raises:
+            InputError: the arguments are not of the types that were traced; nothing was sent.
+            CapacityError: `max_inflight` executions are in flight, or ranks start over after an
+                interruption, and `block` is false.
+            StepTimeout: it has waited too long for one to end; nothing was sent. Try again later.
+            RuntimeError: this rank is not the driver, the graph has been closed, an actor of this
+                rank has changed since it was traced, a method of this rank asks for it, or another
+                thread is using this rank's graphs, or tracing a step.
+            TransportError: a rank has ended, or Ctrl-C came earlier and ranks cannot start over.
+        """
+        launch = self._launch
+        if launch is None:
+            raise self._cannot_execute()
+        variant, values = self._select(args, kwargs)
+        if self._turn.is_tracing:
+            raise self._traced_meanwhile()
+        if self._needs_more:
+            values = self._check_and_pick(variant, values)
+        return launch(variant, values, block)
+
+    def serve(self) -> None:
+        """Run executions until the driver closes the graph; on every rank but the driver.
+
+        Executions of other graphs of the driver are run as well. Returns at once if the graph has
+        been closed, and in a virtual world, where one process plays all ranks.
+
+        Raises:
+            RuntimeError: this rank is the driver, or the step has none.
+            TransportError: a rank has ended without closing the graph.
+        """
+        made = self._made
+        if made is None:
+            raise self._no_driver("serve()")
+        if self._world.is_virtual:
+            return
+        if made.graph.driver == self._world.rank:
+            raise RuntimeError(
+                f"rank {self._world.rank} drives '{self._name}': it calls execute() and close(), "
+                "and the other ranks serve()"
+            )
+        if made.recover is not None:
+            made.recover()
+        made.serve()
+        self._close_runtimes()
+
+    def close(self) -> None:
+        """End the step, and give back its buffers; idempotent. It cannot be run after that.
+
+        What says something about it, such as `statistics` and `visualize`, still does.
+
+        The driver of a graph waits for the executions in flight, and then lets all ranks leave
+        `serve`. On another rank this is `serve`, if the driver has not closed the graph yet.
+
+        Raises:
+            StepTimeout: none of them has moved on the driver for as long as the `timeout` of
+                `compile`; the message says where every rank is. It can be closed again, and a
+                driver that ends without that ends the job.
+            TransportError: a rank has ended while the driver waited for it.
+        """
+        if self._closed:
+            return
+        made = self._made
+        if made is not None and made.graph.driver in made.executions.residents:
+            made.executions.close(made.graph)
+        elif made is not None:
+            self.serve()
+        self._close_runtimes()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        made = self._made
+        drives = made is None or made.graph.driver in made.executions.residents
+        if drives or kind is None:
+            self.close()
+
+    # -- looking at it ----------------------------------------------------------------------
+
+    def as_text(self, rank: int | None = None, *, locations: bool = False, variant: int = 0) -> str:
+        """The program of a rank, this process's by default.
+
+        Raises:
+            ValueError: there is no such rank.
+        """
+        chosen = self._world.rank if rank is None else rank
+        program = self.variants[variant].module.program_of(chosen)
+        return format_program(program, locations=locations)
+
+    def statistics(self, rank: int | None = None) -> Statistics:
+        """What a rank that this process plays has measured of its executions so far.
+
+        Later executions do not change what this has returned.
+
+        Raises:
+            ValueError: another process plays that rank.
+        """
+        chosen = self._world.rank if rank is None else rank
+        runtimes = [runtime for runtime in self._runtimes if runtime is not None]
+        found = Statistics()
+        if self._made is not None:
+            if chosen not in self._made.statistics:
+                raise ValueError(
+                    f"this is rank {self._world.rank}, and it has no statistics of rank {chosen}; "
+                    "cg.allgather() exchanges them"
+                )
+            found += self._made.statistics[chosen]
+        for runtime in runtimes:
+            found = runtime.statistics(chosen) + found
+        return found
+
+    def memory_analysis(self) -> list[MemoryPlan]:
+        """What each rank's program holds at its peak, by the buffer plan, without weights.
+
+        A graph has `max_inflight` times as much.
+        """
+        return [memory_plan(self.module, rank) for rank in range(self.module.world)]
+
+    def cost_analysis(self) -> list[Cost]:
+        """What each rank's program does: calls, operations, messages and bytes, by rank."""
+        return [cost_of(self.module, rank) for rank in range(self.module.world)]
+
+    def simulate(
+        self, costs: Costs | Path | str | None = None, *, variant: int = 0
+    ) -> ProgramSimulation:
+        """Run every rank's program on paper; `print` shows the result as a table.
+
+        It has the makespan, the bubble, the communication that nothing hides, and for each rank
+        its times and its peak of bytes by the buffer plan. All ranks find the same, and none has
+        to take part.
+
+        Args:
+            costs: in milliseconds and bytes: given, measured by `cg.measure`, or the name of a
+                file that `Costs.save` has written. Without them each task of the schedule takes
+                a millisecond, and nothing else takes any time.
+            variant: which of the signatures.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: it does not hold costs, or they are for fewer stages.
+        """
+        return simulate(self.variants[variant].module, costs)
+
+    def record(
+        self, /, *args: Any, executions: int | None = None, **kwargs: Any
+    ) -> list[Recording]:
+        """Run the step on all ranks, and say when each call ran; collective.
+
+        The step does all that it does when it is called, so an update of weights is one. The
+        result is of the same form as that of `simulate`, to be held against it. Calls are timed
+        as `cg.measure` times them; what would be replayed as a graph runs call by call.
+
+        Args:
+            args, kwargs: as the step takes them.
+            executions: how often; once if None. If the step itself has a parameter of that name,
+                use `repeated`.
+
+        Returns:
+            One recording for each execution, the same on all ranks.
+
+        Raises:
+            As calling the step does.
+            TypeError: `executions` may be meant for the step.
+            ValueError: it is less than 1.
+        """
+        return self._repeated("record", executions, 1).record(*args, **kwargs)
+
+    def measure(self, /, *args: Any, executions: int | None = None, **kwargs: Any) -> Costs:
+        """See `cg.measure`."""
+        return self._repeated("measure", executions, 5).measure(*args, **kwargs)
+
+    def repeated(self, executions: int) -> Repeated:
+        """The step, to be recorded or measured so often: `compiled.repeated(3).record(x)`.
+
+        Raises:
+            TypeError: `executions` is no integer.
+            ValueError: it is less than 1.
+        """
+        return Repeated(executions, self._record, self._world)
+
+    def visualize(
+        self,
+        path: Path | str,
+        *,
+        predicted: ProgramTimes | None = None,
+        measured: ProgramTimes | None = None,
+        variant: int = 0,
+    ) -> None:
+        """Draw the actor graph, and when the programs of all ranks run.
+
+        The driver of a graph writes the file, and rank 0 that of any other step; on other ranks
+        this does nothing, so all may call it.
+
+        The graph has a band for each rank, a box for each call (those of all microbatches are
+        one), and says of what crosses ranks the type and the transport. The timeline shows what is
+        given; without anything each task and each other call of an actor takes a millisecond on
+        paper.
+
+        Args:
+            path: ends in `.svg`, or in `.html` for a page with a timeline to zoom into.
+            predicted: what `simulate` has returned.
+            measured: one of the recordings that `record` has returned.
+            variant: which of the signatures.
+
+        Raises:
+            ValueError: the path ends in something else.
+        """
+        if not self._world.plays(self._driver or 0):
+            return
+        module = self.variants[variant].module
+        timeline = timeline_of(module, predicted, measured)
+        write_compiled(module, timeline, self._transport_of, Path(path))
+
+    # -- making it --------------------------------------------------------------------------
+
+    def _transport_of(self, channel: Channel) -> str:
+        """How a channel's messages travel, in words."""
+        if channel.via is not None:
+            return channel.via
+        if self._world.is_virtual:
+            return "in one process"
+        machines = {self._world.nodes[rank] for rank in channel.ranks}
+        return "shared memory" if len(machines) == 1 else "mpi"
+
+    @property
+    def _name(self) -> str:
+        return self.module.name
+
+    def _check_callable(self) -> None:
+        """Return if all ranks may run the step here and now."""
+        if self._closed:
+            raise self._closed_error()
+        if is_tracing():
+            raise TraceError(
+                f"step '{self._name}' is compiled, and called inside a step that is being traced",
+                loc=caller_location(),
+                remedy="call the plain Python function from the step",
+            )
+        graphs.check_idle(self._world, self._name)
+
+    def _repeated(self, method: str, executions: int | None, otherwise: int) -> Repeated:
+        """For a method that takes `executions` by name, beside the step's arguments."""
+        if executions is None:
+            return self.repeated(otherwise)
+        for variant in self.variants:
+            check_executions(variant.trace.inputs, method)
+        return self.repeated(executions)
+
+    def _record(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], executions: int
+    ) -> tuple[Module, list[Recording]]:
+        with self._turn.taken(self._name):
+            return self._record_in_turn(args, kwargs, executions)
+
+    def _record_in_turn(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], executions: int
+    ) -> tuple[Module, list[Recording]]:
+        self._check_callable()
+        chosen = self.variants[self._select(args, kwargs)[0] if len(self.variants) > 1 else 0]
+        return chosen.module, record(
+            self._world,
+            chosen.module,
+            chosen.parameters,
+            chosen.fused.bodies,
+            chosen.trace.constants,
+            lambda: chosen.inputs(args, kwargs),
+            executions,
+            self._facts(chosen),
+            seed=self._seed,
+            timeout=self._timeout,
+        )
+
+    def _runtime(self, index: int) -> Runtime:
+        """What runs a variant on all ranks; for a graph made when it is first called so."""
+        runtime = self._runtimes[index]
+        if runtime is None:
+            variant = self.variants[index]
+            runtime = self._runtimes[index] = make_runtime(
+                self._world,
+                variant.module,
+                variant.parameters,
+                variant.fused.bodies,
+                variant.trace.constants,
+                seed=self._seed,
+                timeout=self._timeout,
+                numbering=self._numbering,
+                call=self._facts(variant),
+                fallbacks=variant.fallbacks,
+            )
+            self._watched.append(watch(self._world, variant.module, runtime.bound))
+        return runtime
+
+    def _facts(self, variant: Variant) -> CallFacts:
+        """What calls of a variant are, for messages and for the comparison of arguments."""
+        spec = variant.trace.inputs
+        return CallFacts(spec, variant.loc, call_text(spec, variant.loc), self._every)
+
+    def _make_graph(self, driver: int, max_inflight: int, patience: float | None) -> graphs.Made:
+        variants = [
+            seating.Variant(
+                variant.module,
+                variant.fused.bodies,
+                variant.trace.constants,
+                variant.trace.guards,
+                variant.trace.outputs.rebuild if driver in variant.trace.outputs.place else None,
+                variant.fallbacks,
+            )
+            for variant in self.variants
+        ]
+        made = graphs.make_graph(
+            self._world, self._name, driver, variants, max_inflight, self._seed, self._timeout
+        )
+        for index, variant in enumerate(self.variants):
+            bound = {
+                rank: [seat.instances[index] for seat in seats]
+                for rank, seats in made.graph.seats.items()
+            }
+            self._watched.append(watch(self._world, variant.module, bound))
+        made.graph.patience = patience
+        made.graph.limit = self._timeout
+        return made
+
+    def _check_and_pick(self, variant: int, values: Sequence[Any]) -> Sequence[Any]:
+        self.variants[variant].trace.check_guards()
+        pick = self._picks[variant]
+        return values if pick is None else [values[index] for index in pick]
+
+    def _close_runtimes(self) -> None:
+        self._closed = True
+        self._launch = None
+        for runtime in self._runtimes:
+            if runtime is not None:
+                runtime.close()
+
+    def _cannot_execute(self) -> RuntimeError:
+        made = self._made
+        if made is None:
+            return self._no_driver("execute()")
+        if made.graph.driver not in made.executions.residents:
+            return RuntimeError(
+                f"rank {made.graph.driver} drives '{self._name}', and this is rank "
+                f"{self._world.rank}: call serve() here"
+            )
+        return self._closed_error()
+
+    def _traced_meanwhile(self) -> RuntimeError:
+        return RuntimeError(
+            f"an execution of '{self._name}' is asked for while a step is being traced, which puts "
+            "stand-ins in place of what actors hold: start it before or after"
+        )
+
+    def _no_driver(self, what: str) -> RuntimeError:
+        return RuntimeError(
+            f"{what} needs a rank that drives '{self._name}': trace it with "
+            "@cg.trace(inputs=cg.on(rank)), then lower() and compile() it"
+        )
+
+    def _closed_error(self) -> RuntimeError:
+        return RuntimeError(f"'{self._name}' has been closed: compile it again")

@@ -1,0 +1,94 @@
+"""What compilation writes to a directory: the module after each pass, the schedule, the costs."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+from ...backends.base import World
+from ...ir.module import Module
+from ...passes.manager import PassReport, format_reports
+from ...passes.order.grid import format_grid
+from ..config import Config
+from ..pictures.html import timeline_html
+from ..pictures.programs import picture_in_units
+from ..pictures.svg import timeline_svg
+
+
+@dataclass(frozen=True)
+class Dump:
+    """A directory, and what the files of one compilation are called.
+
+    Attributes:
+        directory: made if it does not exist.
+        prefix: the step's name; the n-th compilation of a step of this name, in this process and to
+            this directory, adds `-n`.
+        passes: which passes write their module, by a search in the names; None for all.
+        is_wanted: whether this rank writes what it compiles; if not, only what is seen as it runs.
+    """
+
+    directory: Path
+    prefix: str
+    passes: re.Pattern[str] | None = None
+    is_wanted: bool = True
+
+    def write(self, step: int, label: str, text: str) -> None:
+        """Write `prefix.005.after-split-transfers.cg`; see `DumpSink`."""
+        if self.passes is None or self.passes.search(label.removeprefix("after-")):
+            self._write(f"{step:03d}.{label}.cg", text)
+
+    def finish(self, module: Module, reports: Sequence[PassReport]) -> None:
+        """Write the schedule as a grid and as timelines, and what each pass did and cost."""
+        self._write("grid.txt", format_grid(module))
+        timeline = picture_in_units(module)
+        self._write("timeline.svg", timeline_svg(timeline))
+        self._write("timeline.html", timeline_html(timeline))
+        self._write("passes.txt", format_reports(list(reports)))
+
+    def add(self, name: str, text: str) -> None:
+        """Write another text of the same compilation."""
+        self._write(name, text)
+
+    def remove(self, name: str) -> None:
+        """Remove what an earlier program has written under this name, if it has."""
+        (self.directory / f"{self.prefix}.{name}").unlink(missing_ok=True)
+
+    def append(self, name: str, text: str) -> None:
+        """Add to what has been written under this name, when there is more to say as it runs."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with (self.directory / f"{self.prefix}.{name}").open("a", encoding="utf-8") as file:
+            file.write(text)
+
+    def _write(self, name: str, text: str) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        (self.directory / f"{self.prefix}.{name}").write_text(text, encoding="utf-8")
+
+
+def make_dump(settings: Config, directory: Path | None, name: str, world: World) -> Dump | None:
+    """Where a compilation writes, if it does.
+
+    Args:
+        settings: the environment's wishes.
+        directory: the caller's wish, which comes before the environment's.
+        name: of the step.
+        world: this process's; ranks other than rank 0 add theirs to the name of the files.
+    """
+    directory = directory or settings.dump
+    rank = world.rank
+    if directory is None:
+        return None
+    seen = _seen.setdefault(world, Counter())
+    seen[directory.absolute(), name] += 1
+    count = seen[directory.absolute(), name]
+    prefix = name if count == 1 else f"{name}-{count}"
+    prefix = prefix if rank == 0 else f"{prefix}.rank{rank}"
+    wanted = settings.dump_ranks is None or rank in settings.dump_ranks
+    return Dump(directory, prefix, settings.dump_passes, wanted)
+
+
+_seen: WeakKeyDictionary[World, Counter[tuple[Path, str]]] = WeakKeyDictionary()
+"""How often steps of a name have been compiled to a directory."""

@@ -1,0 +1,125 @@
+"""Gives a step the bodies that its functions ask for: fused ones, if they say so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import cast
+
+from ...backends.base import Body, World
+from ...backends.program.fuse import FuseError, fuser
+from ...ir.module import Module
+from ...ir.ops import Call
+from ...passes.frontend.fuse import refusal
+
+
+@dataclass(frozen=True)
+class Fused:
+    """The bodies that the ranks of this process run.
+
+    Attributes:
+        bodies: by function, as the trace has them but for those that are made anew.
+        reasons: for each function that a program of this process calls, why it is not compiled;
+            empty if it is. Nothing is in here if the step asks for no compiler.
+    """
+
+    bodies: Mapping[str, Body]
+    reasons: Mapping[str, str] = field(default_factory=dict)
+
+    def describe(self) -> str:
+        """A line for each function."""
+        lines = [
+            f"{name}: {f'runs as it is: {why}' if why else 'compiled'}"
+            for name, why in self.reasons.items()
+        ]
+        return "\n".join(lines) + "\n"
+
+
+class Fusing:
+    """Makes bodies of one trace anew, each once, whichever programs call it.
+
+    Args:
+        bodies: of the trace, by function.
+    """
+
+    def __init__(self, bodies: Mapping[str, Body]) -> None:
+        self._bodies = bodies
+        self._known: dict[tuple[str, str | None], Body | str] = {}
+
+    def plain(self, module: Module, world: World) -> Fused:
+        """The bodies of a scheduled module that asks for no compiler."""
+        adding = {
+            name: self._adding(name)
+            for name in _called(module, world)
+            if module.functions[name].adds_products and name in self._bodies
+        }
+        return Fused({**self._bodies, **adding})
+
+    def apply(self, module: Module, world: World) -> Fused:
+        """The bodies of a scheduled module, with those compiled that its functions say; collective.
+
+        Raises:
+            FuseError: what their compiler needs is missing, on any rank; every rank raises it.
+        """
+        fused, trouble = Fused({}), None
+        try:
+            fused = self._apply(module, world)
+        except FuseError as error:
+            trouble = f"rank {world.rank}: {error}"
+        troubles = [each for each in world.allgather(trouble) if each is not None]
+        if troubles:
+            raise FuseError(troubles[0])
+        return fused
+
+    def _apply(self, module: Module, world: World) -> Fused:
+        bodies, reasons = dict(self.plain(module, world).bodies), {}
+        for name in _called(module, world):
+            function = module.functions[name]
+            if function.fuse is None:
+                reasons[name] = refusal(function) or "nothing asks for it"
+                continue
+            made = self._compiled(name, function.fuse)
+            reasons[name] = made if isinstance(made, str) else ""
+            if not isinstance(made, str):
+                bodies[name] = made
+        return Fused(bodies, reasons)
+
+    def _adding(self, name: str) -> Body:
+        """The body of a function that adds products by themselves, if it has a graph."""
+        known = self._known.get((name, None))
+        if known is None:
+            body = self._bodies[name]
+            refit = getattr(body, "refit", None)
+            known = self._known[name, None] = body if refit is None else refit(None)
+        return cast(Body, known)
+
+    def _compiled(self, name: str, by: str) -> Body | str:
+        """The compiled body of a function, or why there is none."""
+        known = self._known.get((name, by))
+        if known is None:
+            known = self._known[name, by] = _compiled(self._bodies.get(name), by)
+        return known
+
+
+def _called(module: Module, world: World) -> dict[str, None]:
+    """The functions that programs of this process call."""
+    return dict.fromkeys(
+        op.fn.name
+        for program in module.programs
+        if world.plays(program.rank or 0)
+        for op in program.ops
+        if isinstance(op, Call)
+    )
+
+
+def _compiled(body: Body | None, by: str) -> Body | str:
+    refit = getattr(body, "refit", None)
+    if refit is None:
+        return "it has no graph"
+    try:
+        return refit(fuser(by))  # type: ignore[no-any-return]
+    except FuseError:
+        raise
+    except Exception as error:  # whatever a compiler of a third party raises
+        first = str(error).strip().partition("\n")[0]
+        return f"{by} cannot compile it: {type(error).__name__}: {first}"

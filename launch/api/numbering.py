@@ -1,0 +1,62 @@
+"""The numbers of a step's executions, which random numbers depend on, and how they are resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...backends.agreement.gather import Part, agree
+from ...backends.base import World
+
+
+class Numbering:
+    """Counts the calls of a step, whichever of its programs runs.
+
+    Attributes:
+        next: the number of the next call.
+    """
+
+    __slots__ = ("next",)
+
+    def __init__(self) -> None:
+        self.next = 0
+
+
+def check_state(
+    world: World, step: str, state: Mapping[str, Any], seed: int, counts: tuple[str, ...]
+) -> None:
+    """Return if a step can go on from a state, and all ranks go on from the same; collective.
+
+    Args:
+        world: all ranks.
+        step: its name.
+        state: what `state_dict` has returned.
+        seed: of the step's random numbers.
+        counts: the keys of numbers of executions that the state must have.
+
+    Raises:
+        PlanMismatch: ranks go on from different states.
+        TypeError: it is no such state.
+        ValueError: it is of a run with another seed, or lacks something.
+    """
+    said = sorted(f"{key}: {value!r}" for key, value in state.items())
+    part = {"state": Part("the state is", ", ".join(said))}
+    agree(world, f"the ranks resume step {step} differently", part, _ADVICE)
+    wanted = {"seed", *counts}
+    if set(state) != wanted:
+        raise ValueError(
+            f"load_state_dict() of step {step} takes what its state_dict() returns, with "
+            f"{', '.join(sorted(wanted))}, and was given {', '.join(sorted(state)) or 'nothing'}"
+        )
+    for key in counts:
+        if type(state[key]) is not int or state[key] < 0:
+            raise TypeError(f"{key}={state[key]!r} in the state of step {step}: an int, at least 0")
+    if state["seed"] != seed:
+        raise ValueError(
+            f"the state of step {step} is of a run with seed {state['seed']}, and this one has "
+            f"seed {seed}, so random numbers would differ: set CG_SEED={state['seed']}, or give "
+            f"compile(seed={state['seed']})"
+        )
+
+
+_ADVICE = "Every rank must load the same checkpoint"

@@ -1,0 +1,75 @@
+"""What steps and those who compile them may give by name: apart from each other, and of use."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from numbers import Integral
+from typing import Any
+
+from torch.utils._pytree import tree_unflatten
+
+from ...backends.failures.timeouts import seconds
+from ...tracer.errors import TraceError
+from ...tracer.step.step import definition
+from ...tracer.step.trace import InputSpec
+
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def check_keywords(
+    step: Callable[..., Any], inputs: InputSpec, execute: Callable[..., Any]
+) -> None:
+    """Return if every argument of a step may be given to `execute` by its name.
+
+    Raises:
+        TraceError: a parameter of the step is also one of `execute`, which would take it.
+    """
+    parameters = inspect.signature(execute).parameters.values()
+    own = {each.name for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY}
+    for name in _names_of(inputs):
+        if name in own:
+            raise TraceError(
+                f"step {inputs.step} is driven from one rank and has a parameter {name}, but "
+                f"execute() takes {name}= for itself and could not pass it on",
+                loc=definition(step),
+                remedy=f"give the parameter {name} another name",
+            )
+
+
+def check_executions(inputs: InputSpec, method: str) -> None:
+    """Return if `executions=` can only be meant for a method of `Compiled`.
+
+    Raises:
+        TypeError: it may be an argument of the step.
+    """
+    if "executions" in _names_of(inputs):
+        raise TypeError(
+            f"{method}(executions=...): step {inputs.step} has a parameter executions, too; write "
+            f"compiled.repeated(n).{method}(...) to say how often it runs, with the arguments of "
+            "the step alone in the second call"
+        )
+
+
+def check_options(passes: object, seed: object, timeout: object) -> None:
+    """Return if these can be options of `compile`.
+
+    Raises:
+        TypeError: one is of another type.
+        ValueError: the timeout is no time.
+    """
+    if not isinstance(passes, str):
+        raise TypeError(f"passes={passes!r}: a string that names some, as '-overlap,+ipc'")
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, Integral)):
+        raise TypeError(f"seed={seed!r}: an int, or None for that of CG_SEED")
+    if timeout is not None:
+        limit = seconds(timeout)
+        if limit is not None and limit <= 0:
+            raise ValueError(f"timeout={timeout!r}: seconds, more than 0; None for CG_TIMEOUT")
+
+
+def _names_of(inputs: InputSpec) -> list[str]:
+    """By which names the arguments of a step are or may be given."""
+    theirs = [each.name for each in inputs.signature.parameters.values() if each.kind in _BY_NAME]
+    _, by_name = tree_unflatten(list(inputs.names), inputs.tree.spec)
+    return [*theirs, *by_name]

@@ -1,0 +1,44 @@
+"""A compiled step that is run some times, to see what it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ...backends.base import World
+from ...ir.module import Module
+from ...ir.pipeline.costs import Costs
+from ..measure.calibration import measured_costs
+from ..measure.recording import Recording
+
+Run = Callable[[tuple[Any, ...], dict[str, Any], int], tuple[Module, list[Recording]]]
+"""Runs a step on all ranks with these arguments, so often; what ran, and when."""
+
+
+class Repeated:
+    """A compiled step and how often it is to run.
+
+    All arguments of its methods are the step's, whatever their names are.
+
+    Attributes:
+        executions: how often.
+    """
+
+    def __init__(self, executions: int, run: Run, world: World) -> None:
+        if not isinstance(executions, int) or isinstance(executions, bool):
+            raise TypeError(f"executions={executions!r}: it is how often the step runs, an int")
+        if executions < 1:
+            raise ValueError(f"executions={executions}: there must be at least 1")
+        self.executions = executions
+        self._run = run
+        self._world = world
+
+    def record(self, /, *args: Any, **kwargs: Any) -> list[Recording]:
+        """See `Compiled.record`."""
+        return self._run(args, kwargs, self.executions)[1]
+
+    def measure(self, /, *args: Any, **kwargs: Any) -> Costs:
+        """See `cg.measure`."""
+        # The first execution finds cold caches and makes gradients that later ones add to.
+        module, (_, *recordings) = self._run(args, kwargs, self.executions + 1)
+        return measured_costs(self._world, module, recordings)

@@ -1,0 +1,52 @@
+"""The process manager of this machine, by which a launcher has started this rank."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import threading
+
+from ..config import environment
+from ..world import failure
+from .ancestors import inheritors, runs_python
+from .detect import Launch
+
+
+def find(launch: Launch) -> int | None:
+    """The process of `hydra_pmi_proxy`, `prterun`, `slurmstepd` or the like above this rank.
+
+    None where it is not to be seen, or has ended, so that another process stands in its place; and
+    in what a rank's Python program has started, which inherits the rank's variables.
+    """
+    between, manager = inheritors({launch.variable: environment()[launch.variable]})
+    return None if manager <= 1 or any(map(runs_python, between)) else manager
+
+
+def follow(manager: int) -> None:
+    """End this rank, and what it has started, when its process manager ends.
+
+    Nobody reads what the rank writes then, nor would end it. The kernel's own means,
+    PR_SET_PDEATHSIG, would follow a thread of the parent, which may be a wrapper.
+    """
+    try:
+        descriptor = os.pidfd_open(manager)
+        # Launchers give a rank a process group, by which they would end what it has started.
+        has_group = os.getpgid(manager) != os.getpgrp()
+    except OSError:  # an old kernel, or a sandbox
+        return
+    threading.Thread(
+        target=_follow, args=(descriptor, has_group), name="cg-manager", daemon=True
+    ).start()
+
+
+def _follow(manager: int, has_group: bool) -> None:
+    wait = select.poll()
+    wait.register(manager, select.POLLIN)
+    wait.poll()
+    with contextlib.suppress(OSError, ValueError):  # it may be what has read our output
+        failure.say("the launcher's process manager on this machine has ended, and so does this")
+    if has_group:
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)

@@ -1,0 +1,221 @@
+"""Finds out what the calls and the messages of a compiled step cost, by running them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from statistics import fmean
+
+from ...backends.base import World
+from ...ir.attributes import Action, Task
+from ...ir.module import Channel, Module
+from ...ir.ops import Call, Collective, Op, Send, Value, Wait
+from ...ir.pipeline.costs import Costs, Link
+from ...ir.types import FutureType, TensorType
+from .link_benchmark import try_edge
+from .message_latency import Awaited, awaited
+from .recording import Recording
+
+
+def measured_costs(world: World, module: Module, recordings: Sequence[Recording]) -> Costs:
+    """The costs of a scheduled module, from recordings of it; collective.
+
+    What is measured several times costs its mean: the times of a rank add up, and so do means, but
+    not medians. Recordings that took unusually long or short are left out before. Each function
+    costs the mean over its calls, a stage's F, B and W that over the microbatches of what their
+    calls cost. Overheads are means over what lies between two calls with nothing to wait for. Each
+    channel costs what messages between its ranks take: as when they go back and forth and nothing
+    else happens, plus what it took longer on average in the step itself, where ranks have other
+    things to do. A collective, and `link`, cost what the slowest edge does.
+
+    Args:
+        world: all ranks.
+        module: scheduled.
+        recordings: of some of its executions, the same on all ranks.
+    """
+    recordings = _usual(recordings)
+    calls = _calls(recordings)
+    overhead, post = _overheads(module, recordings)
+    channels = _links(world, module, overhead + post)
+    if not world.is_virtual and world.device is None:
+        seen = list(awaited(module, recordings, world.nodes))
+        channels = _as_seen(channels, seen, overhead + post)
+    tf, tb, tw = (_of_stages(module, calls, action) for action in Action)
+    return Costs(
+        tf=tf,
+        tb=tb,
+        tw=tw,
+        tcomm=_between_stages(module, channels, len(tf), post),
+        functions=_of_functions(calls),
+        overhead=overhead,
+        post=post,
+        # In the virtual world a message moves only when both sides have come to it.
+        buffered=not world.is_virtual,
+        link=_slowest(channels.values()),
+        channels=channels,
+    )
+
+
+# -- calls --------------------------------------------------------------------------------------
+
+
+def _usual(recordings: Sequence[Recording]) -> list[Recording]:
+    """The recordings without a quarter at each end, by makespan."""
+    out = len(recordings) // 4
+    return sorted(recordings, key=lambda one: one.makespan)[out : len(recordings) - out]
+
+
+def _calls(recordings: Sequence[Recording]) -> dict[Call, float]:
+    """For each call its mean time."""
+    times: dict[Call, list[float]] = defaultdict(list)
+    for recording in recordings:
+        for span in recording.spans:
+            if isinstance(span.op, Call):
+                times[span.op].append(span.end - span.start)
+    return {call: fmean(found) for call, found in times.items()}
+
+
+def _of_functions(calls: Mapping[Call, float]) -> dict[str, float]:
+    times: dict[str, list[float]] = defaultdict(list)
+    for call, time in calls.items():
+        times[call.fn.name].append(time)
+    return {name: fmean(found) for name, found in sorted(times.items())}
+
+
+def _of_stages(module: Module, calls: Mapping[Call, float], action: Action) -> tuple[float, ...]:
+    """For each stage the mean time of its tasks of one action; 0 where it has none."""
+    times: dict[Task, float] = defaultdict(float)
+    count = 1
+    for call, time in calls.items():
+        if call.task is not None and module.functions[call.fn.name].actor is not None:
+            count = max(count, call.task.stage + 1)
+            if call.task.action is action:
+                times[call.task] += time
+    of_stages: list[list[float]] = [[] for _ in range(count)]
+    for task, time in times.items():
+        of_stages[task.stage].append(time)
+    return tuple(fmean(found) if found else 0.0 for found in of_stages)
+
+
+def _overheads(module: Module, recordings: Sequence[Recording]) -> tuple[float, float]:
+    """Of a call, and of starting a message, in milliseconds."""
+    gaps: dict[Op, list[float]] = defaultdict(list)
+    followers = _followers(module)
+    for recording in recordings:
+        for one, other in pairwise(recording.spans):
+            if one.op in followers and followers[one.op][0] is other.op:
+                gaps[one.op].append(other.start - one.end)
+    times = [(fmean(found), followers[op][1]) for op, found in gaps.items()]
+    without = [gap for gap, posts in times if not posts]
+    overhead = fmean(without) if without else 0.0
+    starting = [(gap - overhead) / posts for gap, posts in times if posts]
+    return overhead, max(0.0, fmean(starting)) if starting else 0.0
+
+
+def _followers(module: Module) -> dict[Op, tuple[Op, int]]:
+    """For each call the one that its rank runs next, and how many messages it starts in between.
+
+    Those calls are left out between which a rank may wait for a message.
+    """
+    followers: dict[Op, tuple[Op, int]] = {}
+    for program in module.programs:
+        last: Op | None = None
+        posts = 0
+        for op in program.ops:
+            if isinstance(op, Wait) and isinstance(op.operands[0].type, FutureType):
+                last = None
+            elif isinstance(op, Send | Collective):
+                posts += 1
+            elif isinstance(op, Call):
+                if last is not None:
+                    followers[last] = (op, posts)
+                last, posts = op, 0
+    return followers
+
+
+# -- messages -----------------------------------------------------------------------------------
+
+
+def _links(world: World, module: Module, overhead: float) -> dict[int, Link]:
+    """What the messages of each channel cost; every edge is tried once, in both directions.
+
+    The time from a call to the one that it sends to has the sender's overheads in it.
+    """
+    edges: dict[tuple[int, int], Link] = {}
+    found: dict[int, Link] = {}
+    sizes = _largest_messages(module)
+    channels = tuple(module.channels.values())
+    for channel in channels:
+        links = []
+        for one, other in _edges_of(channel):
+            edge = (min(one, other), max(one, other))
+            if edge not in edges:
+                edges[edge] = try_edge(world, edge, sizes.get(edge, 0), overhead, channels)
+            links.append(edges[edge])
+        link = _slowest(links)
+        if link is not None:
+            found[channel.id] = link
+    return found
+
+
+def _as_seen(links: Mapping[int, Link], seen: Sequence[Awaited], before: float) -> dict[int, Link]:
+    """The links, with the latency that makes them right on average for messages of the step.
+
+    Args:
+        links: by channel.
+        seen: messages that a rank has waited for.
+        before: milliseconds of each that its sender spends before the message leaves.
+    """
+    more = [
+        message.time - before - links[message.op.chan].time(_nbytes(message.op.operands[0]))
+        for message in seen
+    ]
+    if not more:
+        return dict(links)
+    extra = fmean(more)
+    return {
+        chan: Link(max(0.0, link.latency + extra), link.bandwidth) for chan, link in links.items()
+    }
+
+
+def _edges_of(channel: Channel) -> list[tuple[int, int]]:
+    """Its edge, or, of a group, those between neighbours."""
+    return list(pairwise(channel.ranks))
+
+
+def _slowest(links: Iterable[Link]) -> Link | None:
+    """The link that takes longest for a megabyte."""
+    return max(links, key=lambda link: link.time(1 << 20), default=None)
+
+
+def _largest_messages(module: Module) -> dict[tuple[int, int], int]:
+    """For each edge (lower rank first) the bytes of its largest tensor."""
+    sizes: dict[tuple[int, int], int] = defaultdict(int)
+    for program in module.programs:
+        for op in program.ops:
+            if isinstance(op, Send):
+                rank = program.rank or 0
+                edge = (min(rank, op.peer), max(rank, op.peer))
+                sizes[edge] = max(sizes[edge], _nbytes(op.operands[0]))
+    return sizes
+
+
+def _between_stages(
+    module: Module, links: Mapping[int, Link], stages: int, post: float
+) -> tuple[float, ...]:
+    """For each stage the mean time of what travels between it and the next, in both directions."""
+    times: list[list[float]] = [[] for _ in range(stages)]
+    for program in module.programs:
+        for op in program.ops:
+            if isinstance(op, Send) and op.task is not None and op.chan in links:
+                forward = op.task.action is Action.FORWARD
+                before = op.task.stage if forward else op.task.stage - 1
+                if before >= 0:
+                    times[before].append(post + links[op.chan].time(_nbytes(op.operands[0])))
+    return tuple(fmean(found) if found else 0.0 for found in times)
+
+
+def _nbytes(value: Value) -> int:
+    type_ = value.type.value if isinstance(value.type, FutureType) else value.type
+    return type_.nbytes if isinstance(type_, TensorType) else 0

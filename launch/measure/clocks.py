@@ -1,0 +1,103 @@
+"""How far the clocks of ranks are apart, found out by what must have happened before what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter_ns
+
+from ...backends.base import World
+
+ROUNDS = 24
+"""Each round can only narrow the bounds; the best of so many is within a few message times."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A clock beside that of rank 0, in nanoseconds.
+
+    Attributes:
+        at: when, by the clock itself.
+        offset: what it shows more than the clock of rank 0.
+        uncertainty: the offset is wrong by no more than this.
+    """
+
+    at: int
+    offset: int
+    uncertainty: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Bounds:
+    """The least and the greatest offset that there can be."""
+
+    low: int
+    high: int
+
+    def both(self, other: _Bounds) -> _Bounds:
+        return _Bounds(max(self.low, other.low), min(self.high, other.high))
+
+    def reading(self, at: int) -> Reading:
+        half = max(0, self.high - self.low + 1) // 2
+        return Reading(at, (self.low + self.high) // 2, half)
+
+
+def compare_clocks(world: World, rounds: int = ROUNDS) -> list[Reading]:
+    """A reading for each rank, the same on all ranks; collective.
+
+    Every rank comes to a meeting before any rank leaves it. So what rank 0's clock showed when it
+    came is earlier than what another clock shows when that rank leaves, and the other way round:
+    each meeting bounds the offset from both sides, and no assumption about how long messages take
+    is needed. Ranks of one machine read one clock, as far as the bounds allow.
+    """
+    if world.is_virtual:
+        return [Reading(perf_counter_ns(), 0, 0)] * world.size
+    came, left = [], []
+    for _ in range(rounds):
+        came.append(perf_counter_ns())
+        world.allgather(None)
+        left.append(perf_counter_ns())
+    return readings(world.allgather((came, left)), world.nodes)
+
+
+def readings(
+    meetings: Sequence[tuple[list[int], list[int]]], nodes: Sequence[int]
+) -> list[Reading]:
+    """What meetings tell of clocks.
+
+    Args:
+        meetings: for each rank when it came to each meeting and when it left, by its own clock.
+        nodes: for each rank the number of its machine.
+    """
+    bounds = [_bounds(meetings[0], each) for each in meetings]
+    shared = _of_machines(bounds, nodes)
+    return [bound.reading(left[-1]) for bound, (_, left) in zip(shared, meetings, strict=True)]
+
+
+def _bounds(first: tuple[list[int], list[int]], other: tuple[list[int], list[int]]) -> _Bounds:
+    (came0, left0), (came, left) = first, other
+    return _Bounds(
+        max(mine - theirs for mine, theirs in zip(came, left0, strict=True)),
+        min(mine - theirs for mine, theirs in zip(left, came0, strict=True)),
+    )
+
+
+def _of_machines(bounds: Sequence[_Bounds], nodes: Sequence[int]) -> list[_Bounds]:
+    """Narrowed by what is known of other ranks of the same machine, if that fits together."""
+    found: dict[int, _Bounds] = {nodes[0]: _Bounds(0, 0)}
+    for bound, node in zip(bounds, nodes, strict=True):
+        found[node] = found[node].both(bound) if node in found else bound
+    together = [found[node] for node in nodes]
+    return [
+        one if one.low <= one.high else alone for one, alone in zip(together, bounds, strict=True)
+    ]
+
+
+def common_time(time: int, first: Reading, last: Reading) -> float:
+    """What rank 0's clock showed when another showed `time`, between two readings of that.
+
+    Clocks that drift are taken to do so evenly.
+    """
+    span = last.at - first.at
+    share = (time - first.at) / span if span > 0 else 0.0
+    return time - (first.offset + (last.offset - first.offset) * share)

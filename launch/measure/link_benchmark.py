@@ -1,0 +1,139 @@
+"""Finds out what messages between two ranks cost, by sending some back and forth."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from statistics import median
+from time import sleep
+
+import torch
+from torch import Tensor
+
+from ...backends.base import Body, World
+from ...ir.attributes import Symbol
+from ...ir.module import Channel, Function, Module, Phase, Program
+from ...ir.ops import Call, Op, Return, Value
+from ...ir.pipeline.costs import Link
+from ...ir.types import DType, Place, TensorType, relocate
+from ...passes.manager import PassManager
+from ...passes.pipelines import default_pipeline
+from ..world.devices import fabrics_of, torch_device
+from .recording import record
+
+_MESSAGES = 12
+"""How many messages of one size go over an edge, back and forth."""
+_PAUSE = 1e-3
+"""Seconds between a message and its answer. The receiver has gone to sleep by then, as it has in a
+step where it waits, so that its waking up is part of the latency."""
+_SIDE = 2048
+"""Of the matrix that a device squares meanwhile, which takes one about as long."""
+_SMALL = 64
+_LARGE = 1 << 18
+"""Bytes of the messages, if the step has no larger ones: bandwidth needs some difference."""
+
+
+def try_edge(
+    world: World,
+    edge: tuple[int, int],
+    largest: int,
+    overhead: float,
+    channels: Sequence[Channel] = (),
+) -> Link:
+    """Latency and bandwidth between two ranks; collective, the other ranks look on.
+
+    Args:
+        world: all ranks.
+        edge: the two.
+        largest: bytes of the largest message that will matter.
+        overhead: milliseconds to leave out, which a sender spends before a message leaves.
+        channels: of the step. What a device sends in the background moves as slowly here.
+    """
+    large = max(largest, _LARGE)
+    time = _one_way(world, edge, _SMALL, channels)
+    longer = _one_way(world, edge, large, channels) - time
+    # GB/s are 1e6 bytes a millisecond.
+    bandwidth = (large - _SMALL) / longer / 1e6 if longer > 0 else math.inf
+    return Link(max(0.0, time - overhead), bandwidth)
+
+
+def _one_way(
+    world: World, edge: tuple[int, int], nbytes: int, channels: Sequence[Channel]
+) -> float:
+    """Milliseconds from the end of a call to the start of the one that it sends a tensor to.
+
+    Times of one rank are compared with one another only, so that clocks need not agree: from a
+    call's end to the next one's start on the same rank, less the call on the other rank between.
+    """
+    module = _ping_pong(world, edge, nbytes)
+    _set_background(module, channels)
+    device = torch_device(world)
+    made = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    think = partial(sleep, _PAUSE) if device is None else _product(device)
+    bodies: dict[str, Body] = {name: _answer(made, think) for name in module.functions}
+    program = module.program_of(edge[0])
+    asks = [op for op in program.ops if isinstance(op, Call)]
+    ways: list[float] = []
+    for recording in record(world, module, [], bodies, {}, list, 2)[1:]:
+        spans = {span.op: span for span in recording.spans}
+        answers = [span for span in recording.spans if span.rank == edge[1]]
+        for (one, following), answer in zip(pairwise(asks), answers, strict=True):
+            both = spans[following].start - spans[one].end - (answer.end - answer.start)
+            ways.append(max(0.0, both / 2))
+    return median(ways)
+
+
+def _answer(made: Tensor, think: Callable[[], object]) -> Body:
+    """Take whatever comes, think a little, and give `made`."""
+
+    def run(*inputs: Tensor) -> Sequence[Tensor]:
+        think()
+        return (made,)
+
+    return run
+
+
+def _product(device: torch.device) -> Callable[[], object]:
+    """Keeps a device busy for long enough that its host has put the next message on a stream."""
+    matrix = torch.zeros(_SIDE, _SIDE, device=device)
+    return partial(torch.mm, matrix, matrix)
+
+
+def _set_background(module: Module, channels: Sequence[Channel]) -> None:
+    """Give messages the multiprocessors that those of the step have, and so its communicators.
+
+    How many follows from bytes and from what is computed meanwhile; where messages are larger than
+    those of the step, there is as much more of that.
+    """
+    for id_, channel in module.channels.items():
+        for one in channels:
+            if one.background is not None and one.slot_bytes and one.ranks == channel.ranks:
+                slot_bytes = max(one.slot_bytes, channel.slot_bytes or 0)
+                background = one.background.scaled(slot_bytes, one.slot_bytes)
+                module.channels[id_] = replace(
+                    channel, background=background, slot_bytes=slot_bytes
+                )
+
+
+def _ping_pong(world: World, edge: tuple[int, int], nbytes: int) -> Module:
+    """A tensor goes back and forth between two ranks; compiled."""
+    module = Module("edge", Phase.TRACED, world.size)
+    type_ = TensorType(DType.U8, (nbytes,))
+    ops: list[Op] = []
+    ball: tuple[Value, ...] = ()
+    for turn in range(_MESSAGES + 1):
+        rank = edge[turn % 2]
+        name = f"player{rank}.{'answer' if turn else 'serve'}"
+        module.functions[name] = Function(
+            name, (type_,) if turn else (), (type_,), actor=f"player{rank}"
+        )
+        value = Value(f"ball.{turn}", relocate(type_, Place.of(rank)))
+        ops.append(Call(ball, (value,), fn=Symbol(name)))
+        ball = (value,)
+    ops.append(Return(ball, at=Place.of(edge[_MESSAGES % 2])))
+    module.programs.append(Program("edge", [], ops))
+    PassManager(default_pipeline(fabrics=fabrics_of(world))).run(module)
+    return module

@@ -1,0 +1,93 @@
+"""Finds out what messages take in a step itself, from recordings of the calls around them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ...ir.module import Module, Program
+from ...ir.ops import Call, Collective, Op, Recv, Send, Value, Wait
+from .recording import Recording
+
+
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """A message that a rank has waited for.
+
+    Attributes:
+        op: its send.
+        time: milliseconds from the end of the call before the send to the start of the call that
+            waited.
+    """
+
+    op: Send
+    time: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Meeting:
+    """A call, the one before it on its rank, and what it may wait for in between.
+
+    Attributes:
+        sends: for each message the call after which it is sent, and its send.
+    """
+
+    call: Call
+    before: Call
+    sends: tuple[tuple[Call, Send], ...]
+
+
+def awaited(
+    module: Module, recordings: Sequence[Recording], nodes: Sequence[int]
+) -> Iterator[Awaited]:
+    """The messages that recordings show a rank to have waited for.
+
+    That is so where the call that uses a message is preceded on its rank by one that ended before
+    the message was sent. Only ranks of one machine have one clock; others are left out.
+
+    Args:
+        module: scheduled.
+        recordings: of its executions, the calls of all ranks.
+        nodes: the machine of each rank.
+    """
+    meetings = list(_meetings(module, nodes))
+    for recording in recordings:
+        times = {id(span.op): span for span in recording.spans}
+        for meeting in meetings:
+            source, op = max(meeting.sends, key=lambda pair: times[id(pair[0])].end)
+            sent = times[id(source)].end
+            if times[id(meeting.before)].end < sent:
+                yield Awaited(op, times[id(meeting.call)].start - sent)
+
+
+def _meetings(module: Module, nodes: Sequence[int]) -> Iterator[_Meeting]:
+    sends = {key: pair for program in module.programs for key, pair in _sends(program)}
+    for program in module.programs:
+        rank = program.rank or 0
+        promised: dict[Value, tuple[Call, Send] | None] = {}
+        needed: list[tuple[Call, Send] | None] = []
+        before: Call | None = None
+        for op in program.ops:
+            if isinstance(op, Recv):
+                near = nodes[op.peer] == nodes[rank]
+                promised[op.result] = sends.get((op.chan, op.seq or 0)) if near else None
+            elif isinstance(op, Collective):
+                promised.update(dict.fromkeys(op.results, None))
+            elif isinstance(op, Wait) and op.operands[0] in promised:
+                needed.append(promised[op.operands[0]])
+            elif isinstance(op, Call):
+                known = tuple(pair for pair in needed if pair is not None)
+                # What waits for anything else, too, may have waited for that.
+                if before is not None and known and len(known) == len(needed):
+                    yield _Meeting(op, before, known)
+                before, needed = op, []
+
+
+def _sends(program: Program) -> Iterator[tuple[tuple[int, int], tuple[Call, Send]]]:
+    """By channel and number: each send that is the first message after a call, with that call."""
+    last: Op | None = None
+    for op in program.ops:
+        if isinstance(op, Send) and isinstance(last, Call):
+            yield (op.chan, op.seq or 0), (last, op)
+        if isinstance(op, Call | Send | Collective):
+            last = op

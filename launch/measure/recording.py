@@ -1,0 +1,207 @@
+"""Runs a scheduled module with a clock at every call, on all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, Protocol, TypeAlias
+
+from ...backends.base import Body, World
+from ...backends.devices.base import Device, Event
+from ...backends.timing.instrument import instrument
+from ...ir.attributes import Stream
+from ...ir.communication import Span
+from ...ir.module import Module
+from ...ir.ops import Call
+from ...passes.simulate.footprint import peak_bytes
+from ...passes.simulate.program_times import ProgramTimes, RankTimes
+from ..api.numbering import Numbering
+from ..runtime.runtime import make_runtime
+from ..world.comparison import CallFacts
+
+Stamps: TypeAlias = dict[int, tuple[float, float]]
+"""When calls of a program started and ended, in seconds, by place in the program."""
+
+
+Marks: TypeAlias = dict[int, tuple[Any, Any]]
+"""The same, as a clock has noted it."""
+
+
+class Clock(Protocol):
+    """What calls are timed by."""
+
+    def start(self) -> float:
+        """Begin an execution; the time, in seconds of `perf_counter`."""
+
+    def now(self) -> Any:
+        """A mark of where the rank is."""
+
+    def read(self, marks: Marks) -> Stamps:
+        """When the rank was there, in seconds of `perf_counter`; waits until it has been."""
+
+
+class HostClock:
+    """The host's; see `Clock`."""
+
+    now = staticmethod(perf_counter)
+
+    def start(self) -> float:
+        """See `Clock`."""
+        return perf_counter()
+
+    def read(self, marks: Marks) -> Stamps:
+        """See `Clock`."""
+        return dict(marks)
+
+
+class DeviceClock:
+    """That of a device's compute stream; see `Clock`."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._compute = device.stream(Stream.COMPUTE)
+        self._zero = 0.0
+        self._first = device.timer()
+
+    def start(self) -> float:
+        """See `Clock`."""
+        self._device.synchronize()
+        self._first.record(self._compute)
+        self._zero = perf_counter()
+        return self._zero
+
+    def now(self) -> Event:
+        """See `Clock`."""
+        event = self._device.timer()
+        event.record(self._compute)
+        return event
+
+    def read(self, marks: Marks) -> Stamps:
+        """See `Clock`."""
+        self._device.synchronize()
+        return {index: (self._at(start), self._at(end)) for index, (start, end) in marks.items()}
+
+    def _at(self, event: Event) -> float:
+        return self._zero + self._device.elapsed(self._first, event) / 1e3
+
+
+@dataclass(frozen=True)
+class Recording(ProgramTimes):
+    """What the programs of a step came to when they ran; `spans` are those of calls.
+
+    What a rank waited for is not known, so `exposed` is NaN. Each machine's clock begins when its
+    first rank left a barrier just before.
+    """
+
+
+def record(
+    world: World,
+    module: Module,
+    parameters: Sequence[str],
+    bodies: Mapping[str, Body],
+    constants: Mapping[str, Any],
+    inputs: Callable[[], Sequence[Any]],
+    executions: int,
+    call: CallFacts | None = None,
+    *,
+    seed: int = 0,
+    timeout: float | None = None,
+) -> list[Recording]:
+    """Run a module some times, and say when each call of each rank ran; collective.
+
+    A call is timed around its function: where the rank has a device by its clock, from when the
+    compute stream comes to the call until it is done; else on the host. Nothing is captured.
+
+    Args:
+        world: all ranks.
+        module, parameters, bodies, constants, seed, timeout: as `make_runtime` takes them.
+        inputs: gives the values of the step's parameters.
+        executions: how often.
+        call: as `make_runtime` takes it; None if this is no step.
+
+    Returns:
+        A recording of each execution, the same on all ranks.
+
+    Raises:
+        RemoteError: a method raised, on any rank.
+    """
+    ranks = [rank for rank in range(module.world) if world.plays(rank)]
+    clock: Clock = HostClock() if world.device is None else DeviceClock(world.device)
+    marks: dict[int, Marks] = {rank: {} for rank in ranks}
+
+    def clocked(rank: int, index: int, op: Call, body: Body) -> Body:
+        return _clocked(body, index, marks[rank], clock)
+
+    watched, watchers = instrument(module, bodies, ranks, clocked)
+    for op in (op for program in watched.programs for op in program.ops):
+        op.graph = None  # what is replayed is not called
+    runtime = make_runtime(
+        world,
+        watched,
+        parameters,
+        watchers,
+        constants,
+        seed=seed,
+        timeout=timeout,
+        numbering=Numbering(),
+        call=call,
+    )
+    found: list[tuple[float, dict[int, Stamps]]] = []
+    try:
+        for _ in range(executions):
+            world.barrier()
+            zero = clock.start()
+            runtime.run(inputs)
+            found.append((zero, {rank: clock.read(marks[rank]) for rank in ranks}))
+    finally:
+        runtime.close()
+    everywhere = world.allgather(found)
+    peaks = [peak_bytes(module, program) for program in module.programs]
+    return [
+        _recording(module, world.nodes, [of_rank[number] for of_rank in everywhere], peaks)
+        for number in range(executions)
+    ]
+
+
+def _clocked(body: Body, index: int, marks: Marks, clock: Clock) -> Body:
+    now = clock.now
+
+    def run(*inputs: Any) -> Sequence[Any]:
+        start = now()
+        outputs = body(*inputs)
+        marks[index] = (start, now())
+        return outputs
+
+    # How a failure finds the user's line, and a device what the body works on.
+    run.__dict__.update(getattr(body, "__dict__", {}))
+    return run
+
+
+def _recording(
+    module: Module,
+    nodes: Sequence[int],
+    everywhere: Sequence[tuple[float, dict[int, Stamps]]],
+    peaks: Sequence[int],
+) -> Recording:
+    """One execution, from what each process has noted of it."""
+    zeros: dict[int, float] = {}
+    for node, (zero, _) in zip(nodes, everywhere, strict=True):
+        zeros[node] = min(zero, zeros.get(node, math.inf))
+    stamps = {rank: own for _, of_ranks in everywhere for rank, own in of_ranks.items()}
+    ranks: list[RankTimes] = []
+    spans: list[Span] = []
+    for program, peak in zip(module.programs, peaks, strict=True):
+        rank = program.rank or 0
+        zero = zeros[nodes[rank]]
+        own = [
+            Span(rank, program.ops[index], (start - zero) * 1e3, (end - zero) * 1e3)
+            for index, (start, end) in sorted(stamps[rank].items())
+        ]
+        first, last = (own[0].start, own[-1].end) if own else (0.0, 0.0)
+        busy = sum(span.end - span.start for span in own)
+        blocked = max(0.0, last - first - busy)
+        ranks.append(RankTimes(rank, first, last, busy, blocked, math.nan, peak))
+        spans += own
+    return Recording(tuple(ranks), tuple(spans))

@@ -1,0 +1,163 @@
+"""How an op of a scheduled program looks in a timeline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ...backends.program.instruction_info import Role
+from ...ir.attributes import Effect, Stream
+from ...ir.module import Module, Program
+from ...ir.ops import Call, Collective, Op, Recv, Send, Value, Wait
+from ...ir.printer import format_op
+from ...ir.types import FutureType, TensorType, Type
+from .model import KIND_OF, Kind, Slice
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """All that a slice of an op shows but its times."""
+
+    stream: str
+    kind: Kind
+    name: str
+    label: str
+    op: str
+    source: str
+    nbytes: int | None
+    microbatch: int | None
+    chunk: int
+
+    def slice(self, start: float, end: float, execution: int | None = None) -> Slice:
+        """The op from `start` to `end`, in milliseconds."""
+        return Slice(
+            start,
+            end,
+            self.kind,
+            self.name,
+            self.label,
+            self.op,
+            self.source,
+            self.nbytes,
+            self.microbatch,
+            execution,
+            self.chunk,
+        )
+
+
+class Looks:
+    """The looks of a program's ops, each made once."""
+
+    def __init__(self, module: Module, program: Program) -> None:
+        self._module = module
+        stages = sorted({op.task.stage for op in program.ops if op.task is not None})
+        self._chunks = {stage: chunk for chunk, stage in enumerate(stages)}
+        self._made: dict[int, Look] = {}
+        self._ops = program.ops
+        self._makers: dict[Value, Op] = {value: op for op in program.ops for value in op.results}
+
+    def of(self, op: Op) -> Look:
+        """How `op` looks."""
+        found = self._made.get(id(op))
+        if found is None:
+            found = self._made[id(op)] = self._make(op)
+        return found
+
+    def instruction(self, index: int, role: Role, awaited: int | None) -> Look:
+        """How an instruction looks that was made for the op at `index`.
+
+        Args:
+            index: of the op in the program.
+            role: what the instruction does.
+            awaited: index of the communication op that it waits for, if it does.
+        """
+        op = self._ops[index]
+        look = self.of(op)
+        communicates = isinstance(op, Send | Recv | Collective)
+        if role is Role.AWAIT:
+            what = "the others' reports" if awaited is None else self._name(self._ops[awaited])
+            return replace(look, kind=Kind.WAIT, name=f"wait: {what}", label="")
+        if role is Role.ISSUE and not communicates:
+            return replace(look, kind=Kind.MESSAGE, name="report", label="", op="", source="")
+        if role is Role.KEEP and isinstance(op, Call):
+            actor = self._module.functions[op.fn.name].actor
+            name = f"turn of {self._module.name} at {actor}"
+            return replace(look, kind=Kind.WAIT, name=name, label="", nbytes=None)
+        if role is Role.KEEP:
+            return replace(look, kind=Kind.OTHER, label="", nbytes=None)
+        return look
+
+    def of_message(self, index: int, role: Role, awaited: int | None) -> Send | Recv | None:
+        """The message that an instruction sends, or the end of whose way it waits for."""
+        op = self._ops[index if awaited is None else awaited]
+        if role is Role.ISSUE and isinstance(op, Send):
+            return op
+        return op if role is Role.AWAIT and isinstance(op, Recv) else None
+
+    def _make(self, op: Op) -> Look:
+        mb = op.mb if op.task is None else op.task.microbatch
+        location = op.loc
+        if location is None and isinstance(op, Call):
+            location = self._module.functions[op.fn.name].loc
+        return Look(
+            str((op.stream or Stream.COMPUTE).value),
+            self._kind(op),
+            self._name(op),
+            self._label(op),
+            format_op(op),
+            "" if location is None else str(location),
+            _nbytes(op),
+            mb,
+            0 if op.task is None else self._chunks[op.task.stage],
+        )
+
+    def _kind(self, op: Op) -> Kind:
+        if isinstance(op, Wait):
+            return Kind.WAIT
+        if isinstance(op, Send | Recv | Collective):
+            return Kind.MESSAGE
+        if not isinstance(op, Call):
+            return Kind.OTHER
+        function = self._module.functions[op.fn.name]
+        if op.task is not None:
+            return Kind.OTHER if function.actor is None else KIND_OF[op.task.action]
+        if function.actor is None:
+            return Kind.OTHER
+        updates = bool(self._chunks) and function.effect is Effect.WRITE
+        return Kind.UPDATE if updates else Kind.CALL
+
+    def _name(self, op: Op) -> str:
+        task = "" if op.task is None else f"{op.task} "
+        if isinstance(op, Call):
+            return task + op.fn.name
+        if isinstance(op, Send):
+            return f"{task}send to rank {op.peer}"
+        if isinstance(op, Recv):
+            return f"{task}recv from rank {op.peer}"
+        if isinstance(op, Wait):
+            maker = self._makers.get(op.operands[0])
+            if isinstance(maker, Send | Recv | Collective):
+                return f"wait: {self._name(maker)}"
+        return task + op.opcode
+
+    def _label(self, op: Op) -> str:
+        if isinstance(op, Call):
+            function = self._module.functions[op.fn.name]
+            if op.task is not None:
+                return str(op.task.microbatch) if function.actor is not None else ""
+            return op.fn.name.rpartition(".")[2]
+        if isinstance(op, Send | Recv | Collective) and op.task is not None:
+            return str(op.task.microbatch)
+        return op.opcode if isinstance(op, Collective) else ""
+
+
+def _nbytes(op: Op) -> int | None:
+    """Bytes of tensors that an op carries or makes."""
+    types = [_plain(value.type) for value in op.results]
+    if isinstance(op, Send):
+        types = [_plain(value.type) for value in op.operands]
+    sizes = [type_.nbytes for type_ in types if isinstance(type_, TensorType)]
+    return sum(sizes) if sizes else None
+
+
+def _plain(type_: Type) -> Type:
+    return type_.value if isinstance(type_, FutureType) else type_

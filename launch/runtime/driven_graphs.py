@@ -1,0 +1,253 @@
+"""Makes the graph of compiled variants: seats on every rank, opened in the world's executions."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+from ...backends.agreement.plan_hash import check_plan
+from ...backends.base import World
+from ...backends.cpu.control.record_ring import RecordRing
+from ...backends.cpu.control.restart_epochs import SharedStages
+from ...backends.cpu.node import MpiWorld
+from ...backends.cpu.waiting.serving import Serving
+from ...backends.devices.base import Device
+from ...backends.driven.executions import Executions
+from ...backends.driven.futures import Future
+from ...backends.driven.graphs import Graph
+from ...backends.driven.rank_scheduler import Seat
+from ...backends.driven.records import SEATS, VARIANTS
+from ...backends.errors import StepTimeout
+from ...backends.program.variants import share_channels
+from ...backends.timing.statistics import Statistics
+from ...backends.virtual.virtual_executions import virtual_executions
+from ..world import failure
+from ..world.devices import fabrics_of
+from ..world.leaving import say_departure
+from .runtime import is_in_step, transport_of
+from .seating import OnDevice, Seating, Variant, Wiring
+
+Launch = Callable[[int, Sequence[Any], bool], Future]
+"""Starts an execution; see `Launcher`."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """A graph, as one process holds it.
+
+    Attributes:
+        executions: what runs it.
+        graph: the graph.
+        statistics: what this process measures of it, by rank.
+        recover: called on all ranks before they go on with the graph: after a failed step, messages
+            between devices have been broken off. None where there are no devices.
+        device: of this rank, if it has one.
+    """
+
+    executions: Executions
+    graph: Graph
+    statistics: Mapping[int, Statistics]
+    recover: Callable[[], None] | None
+    device: Device | None
+
+    def serve(self) -> None:
+        """See `Executions.serve`. One session of the device spans all executions: to enter one for
+        each would cost as much as a message."""
+        with nullcontext() if self.device is None else self.device.session():
+            self.executions.serve(self.graph)
+
+    @property
+    def started(self) -> int:
+        """How many executions the driver has started, as far as this process knows."""
+        graph = self.graph
+        others = [graph.started[rank] for rank in self.executions.residents]
+        return graph.count if graph.driver in self.executions.residents else max(others)
+
+    def go_on_from(self, execution: int) -> None:
+        """Let the next execution have this number; on all ranks, and none is in flight."""
+        self.graph.count = execution
+        for rank in self.executions.residents:
+            self.graph.started[rank] = execution
+
+    @property
+    def launch(self) -> Launch | None:
+        """Starts executions; None if this process does not play the driver."""
+        if self.graph.driver not in self.executions.residents:
+            return None
+        launcher, recover = self.executions.launcher(self.graph), self.recover
+        if recover is None:
+            return launcher
+
+        def launch(variant: int, inputs: Sequence[Any], block: bool) -> Future:
+            recover()
+            return launcher(variant, inputs, block)
+
+        return launch
+
+
+_worlds: WeakKeyDictionary[World, Executions] = WeakKeyDictionary()
+
+
+def executions_of(world: World) -> Executions:
+    """The executions of a world; made once, on all ranks."""
+    found = _worlds.get(world)
+    if found is None:
+        if world.is_virtual:
+            found = virtual_executions(world.size)
+        else:
+            found = _cpu_executions(world)  # type: ignore[arg-type] # only MPI's is not virtual
+        use_executions(world, found)
+    return found
+
+
+def check_idle(world: World, step: str) -> None:
+    """Return if a step that all ranks run together may start.
+
+    Raises:
+        RuntimeError: an execution of a graph is in flight on a rank of this process, or a method
+            is running.
+    """
+    executions = _worlds.get(world)
+    if (executions is None or executions.is_idle) and not _is_in_step(world):
+        return
+    check_outside(world, step)
+    raise RuntimeError(
+        "executions of a graph are in flight on this rank: wait for their results, or close "
+        "the graph, before a step that all ranks run together"
+    )
+
+
+def check_outside(world: World, step: str) -> None:
+    """Return unless a method is running: only its own rank would come to `step`, and wait.
+
+    Raises:
+        RuntimeError: one is.
+    """
+    executions = _worlds.get(world)
+    residents = () if executions is None else executions.residents.values()
+    if _is_in_step(world) or any(resident.is_busy for resident in residents):
+        raise RuntimeError(
+            f"step '{step}' is used in a method of an actor, where the other ranks do not come to "
+            "it: call it in the program of all ranks, or its plain function in the step that "
+            "calls the method"
+        )
+
+
+def _is_in_step(world: World) -> bool:
+    # One process that plays all ranks comes to a step on all of them.
+    return not world.is_virtual and is_in_step(world)  # type: ignore[arg-type] # it is MPI's
+
+
+def use_executions(world: World, executions: Executions) -> None:
+    """Let a world's graphs be those of `executions`; before any graph of it is compiled."""
+    _worlds[world] = executions
+    # After the hook of the transport, which therefore runs later.
+    atexit.register(_close_all, ref(world))
+
+
+def _close_all(world: ref[World]) -> None:
+    """At the interpreter's exit: as the driver, close every graph that is still open.
+
+    Any other rank says that it leaves those which the driver has not closed, and so does a driver
+    that cannot close them.
+    """
+    alive = world()
+    executions = None if alive is None else _worlds.get(alive)
+    if alive is None or executions is None:
+        return
+    try:
+        for graph in tuple(executions.graphs.values()):
+            if graph.driver in executions.residents:
+                # One that is overdue has waited long enough, and somebody has caught that.
+                executions.close(graph, at_once=graph.overdue)
+    except StepTimeout as error:
+        if alive.is_virtual:
+            raise
+        failure.give_up(str(error))  # the others would wait for this rank at their ends
+    finally:
+        if executions.graphs and not alive.is_virtual:
+            transport_of(alive).close(deserts=True)  # type: ignore[arg-type] # it is MPI's
+
+
+def make_graph(
+    world: World,
+    name: str,
+    driver: int,
+    variants: Sequence[Variant],
+    capacity: int,
+    seed: int,
+    timeout: float | None,
+) -> Made:
+    """Bind a graph on all ranks, and open it; collective.
+
+    Args:
+        world: all ranks.
+        name: of the step.
+        driver: the rank that starts executions.
+        variants: one for each signature, in the same order on all ranks.
+        capacity: how many executions may be in flight.
+        seed: of all random numbers.
+        timeout: seconds that an execution may take on a device once it has been put there; None
+            for no limit.
+
+    Raises:
+        PlanMismatch: the ranks have compiled different plans.
+        RuntimeError: open graphs of the world have another driver.
+        ValueError: there are more variants or executions in flight than records can name.
+        UnknownCommunicator: a step names a transport that nobody has registered.
+        BindError: a transport cannot carry what it is to carry.
+    """
+    if not 1 <= capacity <= SEATS:
+        raise ValueError(f"max_inflight={capacity}: it is at least 1, and at most {SEATS}")
+    if len(variants) > VARIANTS:
+        raise ValueError(f"{len(variants)} variants: a graph has at most {VARIANTS}")
+    modules = [variant.module for variant in variants]
+    channels = share_channels(modules)
+    if not world.is_virtual:
+        for module in modules:
+            check_plan(module, world)
+    executions = executions_of(world)
+    executions.claim(driver)
+    wiring = Wiring.of(world, modules, channels, driver)
+    seating = Seating(world, variants, wiring, driver, seed)
+    on_device = None
+    if world.device is not None and not world.is_virtual:
+        on_device = OnDevice(world, world.device, executions.residents[world.rank], timeout)
+        seating.on_device = on_device
+    statistics = {rank: Statistics() for rank in executions.residents}
+    seats: dict[int, list[Seat]] = {rank: [] for rank in executions.residents}
+    for _ in range(capacity):
+        connections = wiring.connect(world)
+        for rank, resident in executions.residents.items():
+            try:
+                seats[rank].append(seating.seat(resident, connections[rank], statistics[rank]))
+            except BaseException:
+                connections[rank].close()  # nobody else will
+                raise
+    if on_device is not None:
+        on_device.warm(variants)
+    graph = Graph(name, driver, modules, seats, [variant.rebuild for variant in variants])
+    executions.open(graph)
+    recover = None
+    if fabrics_of(world) is not None:
+        recover = transport_of(world).recover_if_due  # type: ignore[arg-type] # it has devices
+    device = None if on_device is None else on_device.device
+    return Made(executions, graph, statistics, recover, device)
+
+
+def _cpu_executions(world: MpiWorld) -> Executions:
+    transport = transport_of(world)
+    serving = Serving(transport.node, transport.control.hear)
+
+    def records(driver: int) -> RecordRing:
+        return RecordRing(transport.node, driver, serving.pause_simply)
+
+    spans = len(transport.node.leaders) > 1
+    stages = None if spans else SharedStages(transport.node)
+    executions = Executions((world.rank,), records, serving, stages, on_departure=say_departure)
+    world.answer_by(executions.doing)
+    return executions

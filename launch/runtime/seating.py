@@ -1,0 +1,307 @@
+"""Makes the seats of a graph: where its executions run on each rank, and by what they talk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from ...backends.base import Body, Communicator, World
+from ...backends.devices.base import Device
+from ...backends.devices.pending_work import named
+from ...backends.devices.programs.device_only import SealedBinder
+from ...backends.devices.programs.driven import Announcements, DrivenBinder
+from ...backends.devices.programs.instance import AnnouncedInstance, SealedInstance
+from ...backends.devices.warm import warm
+from ...backends.devices.watchdog import Watchdog, advice, cold, put_by
+from ...backends.driven.device_only import is_sealed
+from ...backends.driven.graphs import Rebuild
+from ...backends.driven.instance import Guard, Instance, Reports
+from ...backends.driven.participants import participants
+from ...backends.driven.rank_scheduler import Resident, Seat
+from ...backends.failures.fallbacks import Fallbacks
+from ...backends.failures.flight import FlightRecord, Position
+from ...backends.failures.unobserved_failures import witnesses
+from ...backends.program.linked import LinkedProgram
+from ...backends.timing.statistics import Statistics
+from ...backends.virtual.fabric import VirtualFabric
+from ...ir.module import Channel, Module
+from ...ir.ops import Recv, Send
+from ...ir.types import UnitType
+from ...passes.placement.fabrics import is_by_stream
+from ..world.communicators import connect_channels, faults_of, logs_of
+from ..world.devices import fabrics_of
+from .runtime import transport_of
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a graph does for one signature.
+
+    Attributes:
+        module: scheduled.
+        bodies, constants: what the ranks that this process plays run with.
+        guards: what the traces of this process's actors rely on.
+        rebuild: makes what the step returns; None where the driver gets nothing.
+        fallbacks: hears of what a device does not replay.
+    """
+
+    module: Module
+    bodies: Mapping[str, Body]
+    constants: Mapping[str, Any]
+    guards: Sequence[Guard]
+    rebuild: Rebuild | None
+    fallbacks: Fallbacks
+
+
+@dataclass(frozen=True)
+class Connections:
+    """By what one seat of a rank talks.
+
+    Attributes:
+        host: serves what goes from host to host, all that is said about messages included.
+        serving: for each variant what serves its channels, by id.
+        streams: what carries messages from device to device.
+    """
+
+    host: Communicator
+    serving: Sequence[Mapping[int, Communicator]]
+    streams: Sequence[Communicator] = ()
+
+    def close(self) -> None:
+        """Give back what serves them; idempotent."""
+        for communicator in (*self.streams, self.host):
+            communicator.close()
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """The channels of a graph, and those beside them.
+
+    Attributes:
+        modules: the variants.
+        hosts: all channels from host to host.
+        announcing: where hosts tell of the messages of a channel that go by streams, by its id.
+        silent: for each variant, the ranks that report to the driver.
+        reporting: where they do so, by rank.
+    """
+
+    modules: Sequence[Module]
+    hosts: Sequence[Channel]
+    announcing: Mapping[int, Channel]
+    silent: Sequence[tuple[int, ...]]
+    reporting: Mapping[int, Channel]
+
+    @staticmethod
+    def of(
+        world: World, modules: Sequence[Module], channels: Sequence[Channel], driver: int
+    ) -> Wiring:
+        """The wiring of a graph; the first of a world is collective."""
+        fabrics = fabrics_of(world)
+        hosts = [c for c in channels if world.is_virtual or not is_by_stream(c)]
+        numbers = iter(range(len(channels), 3 * len(channels) + world.size))
+        announcing = {
+            c.id: replace(c, id=next(numbers), via=None, slots=0, slot_bytes=0)
+            for c in channels
+            if fabrics is not None and c.via is not None and fabrics.knows(c.via)
+        }
+        silent = [
+            tuple(sorted(participants([module], driver)))
+            if is_sealed(module)
+            else witnesses(module, driver)
+            for module in modules
+        ]
+        reporting = {
+            rank: Channel(next(numbers), (rank, driver), slots=0, slot_bytes=0)
+            for rank in sorted(set[int]().union(*silent))
+        }
+        hosts += [*announcing.values(), *reporting.values()]
+        return Wiring(modules, hosts, announcing, silent, reporting)
+
+    def connect(self, world: World) -> Mapping[int, Connections]:
+        """What one seat of each rank that this process plays talks by; collective."""
+        modules = self.modules
+        if world.is_virtual:
+            fabric = VirtualFabric()
+            each = {rank: fabric.communicator(rank) for rank in range(world.size)}
+            return {
+                rank: Connections(one, [dict.fromkeys(m.channels, one) for m in modules])
+                for rank, one in each.items()
+            }
+        transport = transport_of(world)  # type: ignore[arg-type] # only MPI's is not virtual
+        host = transport.communicator(world, self.hosts)
+        # Each variant has slots of its own: it alone knows when they are free.
+        connected = [
+            connect_channels(world, transport, list(module.channels.values()), module.name, host)
+            for module in modules
+        ]
+        streams = [c for one in connected for c in one.communicators if c is not host]
+        return {world.rank: Connections(host, [one.serving for one in connected], streams)}
+
+
+class OnDevice:
+    """What the seats of a rank with a device share.
+
+    Args:
+        world: all ranks.
+        device: of this rank.
+        resident: the rank, as far as executions of graphs are concerned.
+        timeout: seconds that an execution may take on the device; None for no limit.
+    """
+
+    def __init__(
+        self, world: World, device: Device, resident: Resident, timeout: float | None
+    ) -> None:
+        self.device = device
+        self._world = world
+        self._resident = resident
+        self._streams: list[Communicator] = []
+        self._cold: dict[str, str] = {}
+        self._sealed: list[SealedInstance] = []
+        self._watchdog = Watchdog(device, timeout, self._faults, self.give_up, self._putting)
+        self.watch = self._watchdog.watch
+
+    def seat(self, instances: Sequence[Instance], connections: Connections) -> Seat:
+        """A seat; what it holds is given back once the device has nothing to do."""
+        self._streams += connections.streams
+        sealed = [each for each in instances if isinstance(each, SealedInstance)]
+        self._sealed += sealed
+        for communicator in connections.streams if sealed else ():
+            hold = getattr(communicator, "hold", None)
+            if hold is not None:
+                hold(self)
+
+        def close() -> None:
+            self._watchdog.close()
+            self.device.synchronize()
+            for instance in sealed:
+                instance.drop_graphs()
+            connections.close()
+
+        return Seat(tuple(instances), close)
+
+    def warm(self, variants: Sequence[Variant]) -> None:
+        """Run what the programs call, once for all seats; see `warm`."""
+        for variant in variants:
+            linked = LinkedProgram(variant.module, self._world.rank, variant.bodies)
+            self._cold.update(warm(linked, self.device))
+        self.device.synchronize()  # constants are there for all streams
+
+    def in_flight(self) -> Sequence[Instance]:
+        """The executions of the rank, in the order of their start."""
+        return self._resident.in_flight
+
+    def drop_graphs(self) -> None:
+        """Forget what was captured of messages; idempotent."""
+        for instance in self._sealed:
+            instance.drop_graphs()
+
+    def _putting(self) -> Position | None:
+        """Where the host puts work on the device at the moment, if it does."""
+        busy = (each for each in self._resident.in_flight if each.pending is None)
+        return next(filter(None, map(put_by, busy)), None)
+
+    def _faults(self) -> Sequence[str]:
+        return faults_of(self._streams)
+
+    def give_up(self, trouble: str) -> None:
+        """End the job: the device does not end what was put on it."""
+        rank = self._resident.rank
+        where = [
+            f"  execution {instance.execution} of {named(instance.module)}:\n"
+            f"  {FlightRecord(instance.module, [instance.position()], (rank,)).describe()}"
+            for instance in self._resident.in_flight
+        ] or ["  in no execution: all that it was given is on its device"]
+        said = "\n".join([trouble, f"Here is where the host of rank {rank} is:", *where])
+        self._world.end_job(said + cold(self._cold) + advice(logs_of(self._streams)))
+
+
+class Seating:
+    """Makes seats.
+
+    Args:
+        world: all ranks.
+        variants: of the graph.
+        wiring: of the graph.
+        driver: the rank that starts executions.
+        seed: of all random numbers.
+
+    Attributes:
+        on_device: of this rank, if it has a device.
+    """
+
+    def __init__(
+        self, world: World, variants: Sequence[Variant], wiring: Wiring, driver: int, seed: int
+    ) -> None:
+        self.on_device: OnDevice | None = None
+        self._variants = variants
+        self._wiring = wiring
+        self._driver = driver
+        self._seed = seed
+
+    def seat(self, resident: Resident, connections: Connections, statistics: Statistics) -> Seat:
+        """A seat on one rank."""
+        instances = []
+        wiring, host, rank = self._wiring, connections.host, resident.rank
+        for variant, silent, serving in zip(
+            self._variants, wiring.silent, connections.serving, strict=True
+        ):
+            told = {channel.id: host for channel in wiring.announcing.values()}
+            linked = LinkedProgram(
+                variant.module,
+                rank,
+                variant.bodies,
+                variant.constants,
+                {**serving, **told},
+                self._seed,
+                variant.fallbacks,
+            )
+            # The driver's guards are checked before it starts an execution at all.
+            guards = () if rank == self._driver else variant.guards
+            reports = self._reports(rank, silent, host)
+            shared = (resident.turnstiles, statistics, guards, reports)
+            instances.append(self._instance(linked, shared, host))
+        if self.on_device is not None:
+            return self.on_device.seat(instances, connections)
+
+        # What others have made may be reset, but perhaps not be interrupted in that.
+        reset = None if connections.streams else host.reset
+        return Seat(tuple(instances), connections.close, reset)
+
+    def _instance(
+        self, linked: LinkedProgram, shared: tuple[Any, ...], host: Communicator
+    ) -> Instance:
+        on_device = self.on_device
+        if on_device is None:
+            return Instance(linked, *shared)
+        device, watch = on_device.device, on_device.watch
+        if is_sealed(linked.module):
+            return SealedInstance(
+                linked,
+                *shared,
+                binder=partial(SealedBinder, device=device),
+                device=device,
+                watch=watch,
+                abandon=on_device.give_up,
+                in_flight=on_device.in_flight,
+            )
+        announcing = self._wiring.announcing.items()
+        announcements = {id_: Announcements(host, channel) for id_, channel in announcing}
+        binder = partial(DrivenBinder, device=device, announcements=announcements)
+        return AnnouncedInstance(linked, *shared, binder=binder, device=device, watch=watch)
+
+    def _reports(self, rank: int, silent: tuple[int, ...], host: Communicator) -> Reports | None:
+        reporting = self._wiring.reporting
+        if rank == self._driver:
+            ports = []
+            for other in silent:
+                channel = reporting[other]
+                recv = Recv(chan=channel.id, peer=other)
+                ports.append((other, host.recv_port(recv, channel, UnitType())))
+            return Reports(receive=tuple(ports))
+        if rank in silent:
+            channel = reporting[rank]
+            send = Send(chan=channel.id, peer=self._driver)
+            return Reports(send=host.send_port(send, channel, UnitType()))
+        return None

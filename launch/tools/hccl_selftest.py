@@ -1,0 +1,228 @@
+"""What each rank of HCCL's self-test runs; see `cg.backends.hccl.selftest`.
+
+Steps over actors on NPUs are compared with plain PyTorch on the CPU. The executions are enough for
+what can be captured to be captured and replayed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...backends.devices.programs.executable import DeviceExecutable
+from ...backends.hccl.selftest import ROW
+from ...backends.virtual import collectives
+from ...ir.attributes import ReduceOp
+from ...tracer.intrinsics.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    reduce_scatter,
+)
+from ...tracer.intrinsics.gradients import backward
+from ...tracer.intrinsics.microbatches import mean, microbatches
+from ...tracer.intrinsics.via import via
+from ..api.api import actor, trace
+from ..api.compiled import Compiled
+from ..world.world import world
+
+EXECUTIONS = 8
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8)
+
+
+class Part(nn.Module):
+    """A layer, and a method that hands on what it is given."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.linear = nn.Linear(16, 16)
+        self.scale = seed + 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, 16] to the same."""
+        return self.linear(x).tanh()  # type: ignore[no-any-return]
+
+    def give(self, x: Tensor) -> Tensor:
+        """Another value on each rank."""
+        return x * self.scale
+
+
+PartActor: Any = actor(Part)
+
+
+def main() -> None:
+    """Run all checks; rank 0 prints a row for each."""
+    here = world()
+    parts = [PartActor.on(rank)(rank) for rank in range(here.size)]
+    checks: dict[str, Callable[[], str]] = {
+        "messages from rank to rank": lambda: _messages(parts),
+        "collectives": lambda: _collectives(parts),
+        "training equals a plain loop": lambda: _training(parts),
+        "time of a round trip": lambda: _round_trip(parts),
+    }
+    failed = False
+    for name, check in checks.items():
+        error, details = None, ""
+        try:
+            details = check()
+        except Exception as problem:  # whatever it is, it is what the table is to show
+            error = f"{type(problem).__name__}: {problem}"
+        errors = [each for each in here.allgather(error) if each is not None]
+        if here.rank == 0:
+            line = f"FAIL | {name} | {errors[0]}" if errors else f"pass | {name} | {details}"
+            print(ROW + " ".join(line.split()), flush=True)
+        if errors:
+            failed = True
+            break  # what has gone wrong between devices stays wrong
+    if failed:
+        raise SystemExit(1)
+
+
+def _messages(parts: Sequence[Any]) -> str:
+    """A value of each type goes once around all ranks."""
+
+    @trace
+    def step(x: Tensor) -> Tensor:
+        for part in [*parts, parts[0]]:
+            x = via(part.give(x), "hccl")
+        return x
+
+    factor = parts_product(len(parts))
+    for dtype in DTYPES:
+        x = torch.ones(6, 5).to(dtype)
+        compiled = step.lower(x).compile()
+        for _ in range(EXECUTIONS):
+            _equal(compiled(x).cpu(), x * factor)
+        details = _captured(compiled)
+        compiled.close()
+    return f"{len(DTYPES)} types, {EXECUTIONS} executions each; {details}"
+
+
+def parts_product(size: int) -> int:
+    """What a value is multiplied by on its way around."""
+    product = 1
+    for rank in range(size):
+        product *= rank + 1
+    return product
+
+
+def _collectives(parts: Sequence[Any]) -> str:
+    size = len(parts)
+
+    @trace
+    def step(x: Tensor) -> tuple[list[Tensor], ...]:
+        values = [part.give(x) for part in parts]
+        return (
+            all_reduce(values, "sum"),
+            all_reduce(values, "avg" if x.is_floating_point() else "min"),
+            all_reduce(values, "prod"),
+            all_reduce(values, "max"),
+            all_gather(values, 1),
+            reduce_scatter(values, "sum", 0),
+            all_to_all(values, 0),
+            broadcast(values[0], parts),
+        )
+
+    for dtype in DTYPES:
+        x = torch.arange(1, 2 * size + 1).to(dtype).view(2 * size, 1).expand(2 * size, 3)
+        x = x.contiguous() % 3
+        values = [x * (rank + 1) for rank in range(size)]
+        wanted = (
+            collectives.all_reduce(values, ReduceOp.SUM),
+            collectives.all_reduce(
+                values, ReduceOp.AVG if dtype.is_floating_point else ReduceOp.MIN
+            ),
+            collectives.all_reduce(values, ReduceOp.PROD),
+            collectives.all_reduce(values, ReduceOp.MAX),
+            collectives.all_gather(values, 1),
+            collectives.reduce_scatter(values, ReduceOp.SUM, 0),
+            collectives.all_to_all(values, 0),
+            [values[0]] * size,
+        )
+        compiled = step.lower(x).compile()
+        for _ in range(EXECUTIONS):
+            for found, right in zip(compiled(x), wanted, strict=True):
+                for one, other in zip(found, right, strict=True):
+                    torch.testing.assert_close(one.cpu(), other, rtol=1e-2, atol=1e-2)
+        compiled.close()
+    return f"8 collectives of {len(DTYPES)} types, {EXECUTIONS} executions each"
+
+
+def _training(parts: Sequence[Any]) -> str:
+    plain = [Part(rank) for rank in range(len(parts))]
+    x = torch.linspace(-1, 1, 8 * 16).view(8, 16)
+
+    @trace
+    def step(x: Tensor) -> Tensor:
+        losses = []
+        for (h,) in microbatches((x,), 4):
+            for part in parts:
+                h = via(part.forward(h), "hccl")
+            losses.append(parts[0].give(h).square().mean())
+        loss = mean(losses)
+        backward(loss)
+        return loss
+
+    compiled = step.lower(x).compile()
+    for _ in range(EXECUTIONS):
+        losses = []
+        for h in x.chunk(4):
+            for part in plain:
+                h = part.forward(h)
+            losses.append(plain[0].give(h).square().mean())
+        loss = torch.stack(losses).mean()
+        torch.autograd.backward(loss)
+        torch.testing.assert_close(compiled(x).cpu(), loss.detach(), rtol=1e-3, atol=1e-4)
+    for part, right in zip(parts, plain, strict=True):
+        if part.is_local:
+            for parameter, other in zip(part.local.parameters(), right.parameters(), strict=True):
+                found, expected = parameter.grad.cpu(), other.grad
+                torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-3)
+    details = _captured(compiled)
+    compiled.close()
+    return f"losses and gradients of {EXECUTIONS} steps; {details}"
+
+
+def _round_trip(parts: Sequence[Any]) -> str:
+    @trace
+    def step(x: Tensor) -> Tensor:
+        there = via(parts[0].give(x), "hccl")
+        back: Tensor = parts[0].give(via(parts[-1].give(there), "hccl"))
+        return back
+
+    found = []
+    for count in (2, 4 << 20):
+        x = torch.ones(count)
+        compiled = step.lower(x).compile()
+        times = []
+        for _ in range(20):
+            began = time.perf_counter()
+            compiled(x).cpu()
+            times.append(time.perf_counter() - began)
+        found.append(f"{4 * count} bytes {1e6 * sorted(times)[10]:.0f} us")
+        compiled.close()
+    return ", ".join(found) + " (with the host's part; median of 20)"
+
+
+def _captured(compiled: Compiled) -> str:
+    """How much of this rank's program is replayed."""
+    executables = [e for r in compiled._runtimes if r is not None for e in r.bound[world().rank]]
+    segments = [s for e in executables if isinstance(e, DeviceExecutable) for s in e.segments]
+    reasons = sorted({segment.reason for segment in segments if segment.reason})
+    replays = sum(segment.replays for segment in segments)
+    return f"{len(segments)} graphs replayed {replays} times" + "".join(f", {r}" for r in reasons)
+
+
+def _equal(found: Tensor, right: Tensor) -> None:
+    if not torch.equal(found, right):
+        raise AssertionError(f"{found.dtype}: got {found.flatten()[:4]}, not {right.flatten()[:4]}")
+
+
+if __name__ == "__main__":
+    main()

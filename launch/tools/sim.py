@@ -1,0 +1,201 @@
+"""`cg-sim`: a pipeline schedule on paper. Needs neither torch nor MPI."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ...ir.pipeline.costs import Costs
+from ...ir.text.files import read_text
+from ...passes import schedules
+from ...passes.schedules import Order, Pipeline
+from ...passes.simulate.rank_grid import grid
+from ...passes.simulate.schedule_simulator import Simulation, simulate
+from ..pictures.schedules import picture_of_schedule
+from ..pictures.write import write_picture
+
+_DESCRIPTION = """\
+Run a pipeline schedule on paper, and print one JSON object: makespan_ms, bubble_ratio and, for
+each rank of the pipeline, peak_activations; with --grid also the grid, which goes to standard
+error as text. --svg, --html and --perfetto write the timeline to files."""
+
+_EPILOG = """\
+B is the gradient of the inputs, W that of the weights; a schedule that does not split the backward
+runs both as one. The times are those of a whole rank: where it hosts v chunks, each takes 1/v of
+them, and its activations count 1/v. The makespan is the longest time from a rank's first start to
+its last end, and the bubble ratio the share of it in which the ranks are idle. tcomm delays only
+what needs the transfer. An activation is held from F to B, and --mw of it from B to W.
+"""
+
+_LAYOUTS = {"interleaved": "loop", "looped-bfs": "loop", "zb-v": "vee", "dualpipe-v": "vee"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    """What there is to simulate."""
+
+    pipeline: Pipeline
+    order: Order
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    parser = _arguments()
+    options = parser.parse_args(arguments)
+    try:
+        sys.stdout.write(_simulate(options))
+    except (ValueError, OSError) as error:
+        sys.stderr.write(f"cg-sim: error: {error}\n")
+        return 1
+    return 0
+
+
+def _arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="cg-sim",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--schedule", default="1f1b", choices=schedules.names(), help="default: 1f1b")
+    what.add_argument("--table", metavar="FILE", help="a schedule of your own, a line a rank")
+    add("--stages", type=int, metavar="P", help="how many ranks the pipeline has")
+    add("--microbatches", type=int, metavar="M")
+    add("--chunks", type=int, metavar="V", help="chunks of a rank (interleaved, looped-bfs, auto)")
+    add("--layout", choices=("loop", "vee"), help="how chunks lie on ranks: 0,1,0,1 or 0,1,1,0")
+    add("--tf", type=float, metavar="MS", help="time of a forward; default 1")
+    add("--tb", type=float, metavar="MS", help="time of an input gradient; default 1")
+    add("--tw", type=float, metavar="MS", help="time of a weight gradient; default 1")
+    add("--tcomm", type=float, metavar="MS", help="time of a transfer; default 0")
+    add("--mw", type=float, metavar="SHARE", help="of the activations that W needs; default 1")
+    add("--costs", metavar="FILE", help="costs as JSON; the options above come before it")
+    add("--max-activations", type=float, metavar="K", help="memory of auto; default: P")
+    add("--grid", action="store_true", help="draw the rank grid")
+    add("--svg", metavar="FILE", type=Path, help="draw the timeline")
+    add("--html", metavar="FILE", type=Path, help="draw it as a page to zoom into")
+    add("--perfetto", metavar="FILE", type=Path, help="write it as a trace for ui.perfetto.dev")
+    return parser
+
+
+def _simulate(options: argparse.Namespace) -> str:
+    """The JSON object as text."""
+    costs = _costs(options)
+    problem = _from_table(options) if options.table else _from_name(options, costs)
+    pipeline = problem.pipeline
+    costs = _of_stages(costs, pipeline)
+    found = simulate(problem.order, pipeline.stage_ranks, pipeline.microbatches, costs)
+    result: dict[str, object] = {
+        "makespan_ms": round(found.makespan, 6),
+        "bubble_ratio": round(found.bubble_ratio, 9),
+        "peak_activations": [_number(peak) for peak in found.peak_activations],
+    }
+    if options.grid:
+        result["grid"] = grid(found.timeline)
+        sys.stderr.write(str(result["grid"]))
+    _draw(options, problem, found)
+    return json.dumps(result) + "\n"
+
+
+def _draw(options: argparse.Namespace, problem: _Problem, found: Simulation) -> None:
+    """Write the files that were asked for."""
+    files: dict[str, Path | None] = {
+        ".svg": options.svg,
+        ".html": options.html,
+        ".json": options.perfetto,
+    }
+    if not any(files.values()):
+        return
+    name = Path(options.table).name if options.table else options.schedule
+    pipeline = problem.pipeline
+    picture = picture_of_schedule(
+        found.timeline,
+        f"{name}: {len(pipeline.ranks)} ranks, {pipeline.microbatches} microbatches",
+        f"on paper: {found.makespan:.6g} ms, bubble {found.bubble_ratio:.2%}",
+    )
+    for suffix, path in files.items():
+        if path is not None:
+            write_picture(picture, path, suffix)
+
+
+def _number(value: float) -> float:
+    """A float without the noise of its sums; a whole number as one."""
+    value = round(value, 9)
+    return int(value) if value == int(value) else value
+
+
+def _costs(options: argparse.Namespace) -> Costs:
+    given = {name: getattr(options, name) for name in ("tf", "tb", "tw", "tcomm", "mw")}
+    costs = Costs.load(options.costs) if options.costs else Costs()
+    return replace(costs, **{name: value for name, value in given.items() if value is not None})
+
+
+def _of_stages(costs: Costs, pipeline: Pipeline) -> Costs:
+    """The costs of each stage, which must be as many as there are."""
+    for name in ("tf", "tb", "tw", "tcomm"):
+        value = getattr(costs, name)
+        needed = pipeline.stages - (name == "tcomm")
+        # Behind the last stage nothing is sent, but what is measured has an entry for it.
+        if isinstance(value, tuple) and len(value) not in (needed, pipeline.stages):
+            raise ValueError(
+                f"costs: {name} is given for {len(value)} stages, but the pipeline has "
+                f"{pipeline.stages}"
+            )
+    return costs.shared(pipeline.stage_ranks)
+
+
+def _from_name(options: argparse.Namespace, costs: Costs) -> _Problem:
+    name = options.schedule
+    for needed in ("stages", "microbatches"):
+        if getattr(options, needed) is None:
+            raise ValueError(f"say how many {needed} there are: --{needed} N")
+        if getattr(options, needed) < 1:
+            raise ValueError(f"--{needed} {getattr(options, needed)}: there must be at least 1")
+    pipeline = Pipeline(_layout(options), options.microbatches)
+    if name == "auto":
+        schedule = schedules.auto(options.max_activations, _of_stages(costs, pipeline))
+    elif options.max_activations is not None:
+        raise ValueError(f"--max-activations is for auto; schedule '{name}' does not search")
+    else:
+        schedule = schedules.by_name(name)
+    return _Problem(pipeline, schedule(pipeline))
+
+
+def _layout(options: argparse.Namespace) -> tuple[int, ...]:
+    """The rank of each stage."""
+    name = options.schedule
+    line = tuple(range(options.stages))
+    usual = _LAYOUTS.get(name, "loop")
+    usual_chunks = 2 if name in _LAYOUTS or options.layout == "vee" else 1
+    chunks: int = usual_chunks if options.chunks is None else options.chunks
+    if chunks < 1:
+        raise ValueError(f"--chunks {chunks}: there must be at least 1")
+    if (options.layout or usual) == "loop":
+        return line * chunks
+    if chunks != 2:
+        raise ValueError(f"--chunks {chunks}: a pipeline that goes down and up again has 2 a rank")
+    return line + line[::-1]
+
+
+def _from_table(options: argparse.Namespace) -> _Problem:
+    """A table says itself what its pipeline is: each stage is on the rank that runs it."""
+    for name in ("chunks", "layout", "max_activations"):
+        if getattr(options, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} is not for a --table, which has its own")
+    text = read_text(options.table)
+    pipeline = schedules.table_pipeline(text, options.table)
+    sizes = {"stages": len(pipeline.ranks), "microbatches": pipeline.microbatches}
+    for name, size in sizes.items():
+        if getattr(options, name) not in (None, size):
+            given = getattr(options, name)
+            raise ValueError(f"--{name} {given}: the table {options.table} has {size}")
+    return _Problem(pipeline, schedules.table(text, options.table)(pipeline))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

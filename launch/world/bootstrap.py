@@ -1,0 +1,59 @@
+"""What must happen in a process before torch is imported: failure hooks, cores, threads."""
+
+from __future__ import annotations
+
+import warnings
+
+from ...backends.devices.environment import VARIABLES
+from ..config import Config, config, environment, export, unknown_variables
+from ..job import listening_ports as ports
+from ..job import process_manager as manager
+from ..job.detect import Launch
+from . import affinity, failure, threads
+from .topology import allowed_cpus, core_count, cpu_quota, read_cores
+
+
+def prepare() -> Config:
+    """Make this process ready to be a rank; called when the package is imported.
+
+    Does nothing but read the environment where no MPI launcher has started the process. Needs
+    neither torch nor MPI, and talks to no other rank.
+
+    Raises:
+        ConfigError: an environment variable's value is not what it takes.
+    """
+    settings = config()
+    for name in unknown_variables(environment()):
+        warnings.warn(f"{name} is set, but there is no such setting", stacklevel=2)
+    if settings.launch is not None:
+        failure.install(settings.launch)
+        if settings.device != "cpu":
+            preset = environment()
+            export({name: value for name, value in VARIABLES.items() if name not in preset})
+        _keep_to_share(settings, settings.launch)
+        above = manager.find(settings.launch)
+        if above is not None:
+            manager.follow(above)  # by a thread, bound as this one is
+            if ports.is_on_one_machine(settings.launch):
+                ports.close_control_port(above)
+    return settings
+
+
+def _keep_to_share(settings: Config, launch: Launch) -> None:
+    """Bind this process to its cores and cap its threads, as far as that is wanted and known."""
+    if launch.local_rank is None or launch.local_size is None:
+        return
+    quota = cpu_quota()
+    allowed = allowed_cpus()
+    cores = read_cores(allowed)
+    above = affinity.parent_cpus()
+    machine = cores if above is None else read_cores(above)
+    if (
+        settings.affinity
+        and allowed == above
+        and affinity.wanted(core_count(cores, quota), launch.local_size)
+    ):
+        affinity.bind(affinity.share(cores, launch.local_rank, launch.local_size))
+    if settings.thread_cap:
+        fair = core_count(machine, quota) // launch.local_size
+        threads.cap(max(1, min(fair, core_count(cores, quota))), settings.preset_threads)

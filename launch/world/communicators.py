@@ -1,0 +1,118 @@
+"""Which communicators carry a step's messages: one for each transport that its channels name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ...backends.base import Communicator, World
+from ...backends.cpu.transport import CpuTransport
+from ...backends.hccl.communicator import HcclCommunicator
+from ...backends.hccl.communicator import connect as connect_by_hccl
+from ...backends.nccl.communicator import NcclCommunicator
+from ...backends.nccl.communicator import connect as connect_by_nccl
+from ...backends.registry import ENTRY_POINTS, create, register, transports
+from ...ir.diagnostics import error
+from ...ir.module import Channel, Program
+from ...ir.ops import Collective, Transfer
+from ...passes.placement.fabrics import HOST, is_by_stream
+from ..config import config
+
+
+def _connect_by_nccl(world: World, channels: Sequence[Channel]) -> NcclCommunicator:
+    return connect_by_nccl(world, channels, config().nccl_nonblocking)
+
+
+def _connect_by_hccl(world: World, channels: Sequence[Channel]) -> HcclCommunicator:
+    return connect_by_hccl(world, channels, config().hccl_library)
+
+
+register("nccl", _connect_by_nccl)
+register("hccl", _connect_by_hccl)
+
+
+def check_transports(program: Program) -> None:
+    """Return if every transport that a traced step names is known in this process.
+
+    In a virtual world, too, which needs none of them: a name that is wrong there is so everywhere.
+
+    Raises:
+        IRError: one is not.
+    """
+    asked = [op for op in program.ops if isinstance(op, Transfer | Collective) and op.via]
+    if not asked:
+        return
+    known = transports()
+    for op in asked:
+        if op.via not in known:
+            raise error(
+                f"there is no transport '{op.via}'; known are: {', '.join(known)}",
+                op=op,
+                program=program,
+                help="write one of these names in cg.via, or install the package that adds this "
+                f"one (by an entry point of group '{ENTRY_POINTS}') on all ranks",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """What carries the messages of some channels.
+
+    Attributes:
+        communicators: each once.
+        serving: the same by channel id.
+    """
+
+    communicators: tuple[Communicator, ...]
+    serving: Mapping[int, Communicator]
+
+
+def connect_channels(
+    world: World,
+    transport: CpuTransport,
+    channels: Sequence[Channel],
+    step: str,
+    host: Communicator | None = None,
+) -> Connected:
+    """Make the communicators that channels need, in one order on all ranks; collective.
+
+    Args:
+        transport: of hosts.
+        step: whose channels they are, for messages.
+        host: what serves the channels of hosts; made, even if there are none, if it is None.
+
+    Raises:
+        UnknownCommunicator: a channel names a transport that nobody has registered.
+        BindError: a transport cannot carry what it is to carry.
+    """
+    by_name: dict[str, list[Channel]] = {HOST: []}
+    for channel in channels:
+        name = str(channel.via) if is_by_stream(channel) else HOST
+        by_name.setdefault(name, []).append(channel)
+    made: list[Communicator] = []
+    serving: dict[int, Communicator] = {}
+    for name in sorted(by_name):
+        served = by_name[name]
+        if name != HOST:
+            communicator = create(name, world, served)
+            of_step = getattr(communicator, "of_step", None)
+            if of_step is not None:
+                of_step(step)
+        elif host is None:
+            communicator = transport.communicator(world, served)
+        else:
+            communicator = host
+        made.append(communicator)
+        serving.update(dict.fromkeys((channel.id for channel in served), communicator))
+    return Connected(tuple(made), serving)
+
+
+def logs_of(communicators: Iterable[Communicator]) -> list[str]:
+    """Where transports between devices say more of what goes wrong, in words, each once."""
+    found = (getattr(each, "logs", None) for each in communicators)
+    return list(dict.fromkeys(logs for logs in found if logs is not None))
+
+
+def faults_of(communicators: Iterable[Communicator]) -> list[str]:
+    """What transports between devices report, in words."""
+    return [fault for each in communicators for fault in getattr(each, "faults", tuple)()]

@@ -1,0 +1,146 @@
+"""Compares what the ranks give to a step: an argument of all ranks must be the same on all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ...backends.agreement.digests import digest, joined
+from ...backends.agreement.gather import named
+from ...backends.base import World
+from ...backends.cpu.control.control import Control
+from ...ir.location import Location
+from ...tracer.step.trace import InputError, InputSpec
+from .waiting import user_line
+
+SELDOM: Final = 512
+"""The most executions from one comparison to the next, where `check_inputs` does not say."""
+
+
+@dataclass(frozen=True)
+class CallFacts:
+    """A step that is called on all ranks together.
+
+    Attributes:
+        spec: its arguments.
+        loc: its first line.
+        words: the step and its arguments, in words.
+        every: compare so manieth execution, from the first; 0: none; None: see `Comparison`.
+    """
+
+    spec: InputSpec
+    loc: Location | None
+    words: str
+    every: int | None
+
+    def comparison(
+        self, world: World, control: Control, progress: Sequence[Callable[[], None]]
+    ) -> Comparison | None:
+        """Compares the arguments of the ranks; None if there is nothing to compare."""
+        if self.every == 0 or self.spec.place.is_single or not self.spec.tree.values:
+            return None
+        return Comparison(world, control, self.spec, self.loc, self.every, progress)
+
+
+class Comparison:
+    """Compares the arguments of some of a step's executions, before anything of them runs.
+
+    The first three are compared, then each whose number is a power of two, then every 512th. Ranks
+    count alike, so all come to the same.
+
+    Args:
+        world: all ranks.
+        control: of executions.
+        spec: the arguments.
+        loc: the step's first line.
+        every: compare so manieth execution, from the first; None: as above.
+        progress: what to call while waiting.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        control: Control,
+        spec: InputSpec,
+        loc: Location | None,
+        every: int | None,
+        progress: Sequence[Callable[[], None]],
+    ) -> None:
+        self._world = world
+        self._control = control
+        self._spec = spec
+        self._loc = loc
+        self._every = every
+        self._progress = progress
+        self._number = 0
+        self._gives = world.rank in spec.place.ranks
+
+    def plan_next(self) -> int:
+        """In how many executions to compare again after this one."""
+        step = self._every or (1 if self._number < 2 else min(self._number, SELDOM))
+        self._number += step
+        return step
+
+    def compare(self, values: Sequence[Any]) -> None:
+        """Return if all ranks have given the same to this execution.
+
+        All ranks call it. `values` are those of the program's parameters.
+
+        Raises:
+            InputError: ranks have given different ones; on all ranks.
+            RemoteError, StepTimeout, TransportError, PlanMismatch: another rank does not come.
+        """
+        digests = [digest(value) for value in values] if self._gives else []
+        ranks = self._spec.place.ranks
+        word = joined(digests) if self._gives else 0
+        if not self._control.compare(word, ranks, self._progress):
+            raise self._difference(self._world.allgather((digests, user_line())))
+
+    def _difference(self, everywhere: Sequence[tuple[list[int], str]]) -> InputError:
+        """What differs, from each rank's digests of its arguments and its line of the call."""
+        spec = self._spec
+        names = [spec.names[index] for index in spec.tree.values]
+        ranks = spec.place.ranks
+        found = []
+        for index, name in enumerate(names):
+            groups: dict[int, list[int]] = {}
+            for rank in ranks:
+                groups.setdefault(everywhere[rank][0][index], []).append(rank)
+            if len(groups) > 1:
+                one, *others = map(named, groups.values())
+                found.append(f"{name} (one value on {one}, another on {', on '.join(others)})")
+        where = "" if self._loc is None else f", defined at {self._loc.file}:{self._loc.line}"
+        several = len(found) > 1
+        return InputError(
+            f"argument{'s' if several else ''} {', '.join(found)} of {spec.step}() differ"
+            f"{'' if several else 's'} between ranks in the call at {everywhere[ranks[0]][1]}"
+            f"{where}. Nothing of the call has run. Each rank would compute with its own, so all "
+            "must give the same: seed the sampler alike on every rank, as in DataLoader(..., "
+            "generator=torch.Generator().manual_seed(0)), and give each rank all of the data; or "
+            "let the arguments of one rank count, by @cg.trace(inputs=cg.on(0)); or load the data "
+            "in a method of an actor. If the difference does not matter, "
+            "compile(check_inputs=False) does not look for it"
+        )
+
+
+def interval(check_inputs: object) -> int | None:
+    """What `check_inputs` of `compile` says: compare so manieth execution; 0: none; None: some.
+
+    Raises:
+        TypeError: it is no bool, int or None.
+        ValueError: it is less than 1.
+    """
+    if check_inputs is None or isinstance(check_inputs, bool):
+        return None if check_inputs is None else int(check_inputs)
+    if not isinstance(check_inputs, int):
+        raise TypeError(
+            f"check_inputs={check_inputs!r}: True or False, an int to compare the arguments of "
+            "every so manieth execution, or None for the first few and some of the later ones"
+        )
+    if check_inputs < 1:
+        raise ValueError(
+            f"check_inputs={check_inputs}: compare every so manieth execution, at least 1; False "
+            "compares none"
+        )
+    return check_inputs

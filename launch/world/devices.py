@@ -1,0 +1,200 @@
+"""Gives each rank of a machine its accelerator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+
+from ...backends.base import World
+from ...backends.devices import find
+from ...backends.devices.base import Device, Fabric
+from ...passes.placement.fabrics import Fabrics
+
+
+class Accelerators(Protocol):
+    """The part of `torch.accelerator` that is used here."""
+
+    def is_available(self) -> bool:
+        """Whether the machine has an accelerator that torch can use."""
+
+    def device_count(self) -> int:
+        """How many this process can see."""
+
+    def set_device_index(self, device: int, /) -> None:
+        """Make one of them this process's current device."""
+
+
+def bind(accelerators: Accelerators, local_rank: int) -> int | None:
+    """Select the device of `local_rank`, for what the program itself does with torch.
+
+    A launcher that shows each rank one device alone has chosen already: index 0 is then right
+    for all. Where ranks outnumber devices, their programs share them in turn. Actors never do:
+    whether they live on a device, and on which, `for_rank` says.
+
+    Returns:
+        The device's index; None where there is no accelerator.
+    """
+    if not accelerators.is_available() or (count := accelerators.device_count()) < 1:
+        return None
+    index = local_rank % count
+    accelerators.set_device_index(index)
+    return index
+
+
+AUTO, HOST = "auto", "cpu"
+
+
+class DeviceError(RuntimeError):
+    """The ranks cannot have the devices that CG_DEVICE asks for."""
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What a rank wants, and what it sees.
+
+    Attributes:
+        wanted: the value of CG_DEVICE.
+        kind: of the accelerators that it sees; None if there are none, or it wants none.
+        devices: their names, by index; one device has the same name on all ranks of a machine.
+    """
+
+    wanted: str
+    kind: str | None = None
+    devices: tuple[str, ...] = ()
+
+
+def look(
+    wanted: str,
+    accelerators: Accelerators,
+    present: Callable[[], str | None] = find.present,
+    name: Callable[[str, int], str] = find.name,
+) -> Sight:
+    """What this process sees; a rank that stays on the host does not look."""
+    kind = None if wanted == HOST else present()
+    if kind is None:
+        return Sight(wanted)
+    indices = range(accelerators.device_count())
+    return Sight(wanted, kind, tuple(name(kind, index) for index in indices))
+
+
+def for_rank(
+    local_rank: int,
+    sights: Sequence[Sight],
+    make: Callable[[str, int], Device] = find.make,
+) -> Device | None:
+    """The device of a rank. Two ranks never share one.
+
+    `auto` gives each rank of a machine the accelerator of its local rank or, where the launcher
+    shows each rank accelerators of its own, the first that it sees. If two ranks would share one,
+    all of the machine stay on the host: they could not send to each other by it.
+
+    Args:
+        local_rank: whose device.
+        sights: of all ranks of the machine, by local rank.
+        make: makes the device of a kind and an index.
+
+    Returns:
+        The device; None for the host.
+
+    Raises:
+        DeviceError: a kind is asked for that the rank does not see, or not often enough.
+    """
+    mine = sights[local_rank]
+    if mine.wanted not in (AUTO, HOST, mine.kind):
+        count = len(mine.devices)
+        have = f"it has {count} of kind '{mine.kind}'" if mine.kind else "it has none"
+        raise DeviceError(
+            f"CG_DEVICE={mine.wanted} asks for an accelerator that this machine lacks: {have} that "
+            f"cg drives. Kinds that it drives are {', '.join(find.kinds())}; CG_DEVICE=cpu needs "
+            "none"
+        )
+    if mine.kind is None or not mine.devices:
+        return None
+    index = _own(local_rank, sights)
+    if index is None and mine.wanted != AUTO:
+        raise DeviceError(f"CG_DEVICE={mine.wanted}: {_shared(sights)}")
+    return None if index is None else make(mine.kind, index)
+
+
+def declined(machines: Iterable[Sequence[Sight]]) -> str | None:
+    """Why `auto` leaves ranks on the host although they see accelerators; None if it does not.
+
+    Args:
+        machines: for each the sights of its ranks, by local rank.
+    """
+    for sights in machines:
+        seeing = [rank for rank, each in enumerate(sights) if each.devices]
+        is_auto = any(sights[rank].wanted == AUTO for rank in seeing)
+        if is_auto and _own(seeing[0], sights) is None:
+            return f"CG_DEVICE=auto leaves actors on the host: {_shared(sights)}"
+    return None
+
+
+def _own(local_rank: int, sights: Sequence[Sight]) -> int | None:
+    """The index of a device that no other rank takes; None, for all ranks, if there is no such.
+
+    All ranks of a machine see the same sights and come to the same conclusion.
+    """
+    seeing = {rank: each.devices for rank, each in enumerate(sights) if each.devices}
+    for indices in ({rank: rank for rank in seeing}, dict.fromkeys(seeing, 0)):
+        taken = [seen[indices[rank]] for rank, seen in seeing.items() if indices[rank] < len(seen)]
+        if len(set(taken)) == len(seeing):
+            return indices[local_rank]
+    return None
+
+
+def _shared(sights: Sequence[Sight]) -> str:
+    """That ranks of a machine would share devices, and what to do."""
+    seeing = [each for each in sights if each.devices]
+    names = sorted({name for each in seeing for name in each.devices})
+    return (
+        f"{len(seeing)} ranks of one machine would share accelerators. They see {len(names)} in "
+        f"all ({', '.join(names)}), of which a rank takes that of its local rank, or else the "
+        "first that it sees; and ranks cannot send to each other by one that they share. Start no "
+        "more ranks on a machine than it has accelerators, show each rank all of them or one of "
+        "its own, or set CG_DEVICE=cpu"
+    )
+
+
+_fabrics: WeakKeyDictionary[World, Fabrics | None] = WeakKeyDictionary()
+
+
+def fabrics_of(world: World) -> Fabrics | None:
+    """What joins the devices of the ranks, as passes know it; None where no rank has a device.
+
+    The first call is collective.
+    """
+    if world.is_virtual:
+        return None
+    if world not in _fabrics:
+        _fabrics[world] = _gather(world)
+    return _fabrics[world]
+
+
+def _gather(world: World) -> Fabrics | None:
+    device = world.device
+    mine = None
+    if device is not None:
+        fabric = device.fabric
+        mine = fabric or Fabric("?", frozenset())
+    everyone = world.allgather(mine)
+    if not any(everyone):
+        return None
+    found = [each for each in everyone if each is not None]
+    reduces = frozenset.intersection(*(each.reduces for each in found))
+    ranks = [each.name if each is not None else "-" for each in everyone]
+    rendezvous = {each.name for each in found if each.rendezvous}
+    return Fabrics("+".join(ranks), _joined(map(str, reduces)), _joined(rendezvous))
+
+
+def _joined(names: Iterable[str]) -> str:
+    return "+".join(sorted(names))
+
+
+def torch_device(world: World) -> torch.device | None:
+    """Where the tensors of this process's rank are; None for the host."""
+    return None if world.device is None else world.device.torch_device

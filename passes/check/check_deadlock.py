@@ -1,0 +1,171 @@
+"""Refuse scheduled programs that would wait for each other for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ...ir.attributes import Stream
+from ...ir.communication import Message, Progress
+from ...ir.diagnostics import Diagnostic, IRError, error
+from ...ir.module import Module, Phase
+from ...ir.ops import Op, Recv, Send
+from ..base import Pass
+from ..registry import register
+
+
+@register
+@dataclass(frozen=True)
+class CheckDeadlock(Pass):
+    """Run the programs' communication on paper, and refuse what cannot come to its end.
+
+    The model is that of `ir/communication.py`: waits block their rank, sends complete together with
+    their receives, streams are queues, and a slot takes a message once the last one is freed. A
+    step is run again and again, so a slot that is never freed is refused as well.
+
+    Refused, for instance, as each rank waits for the other to receive::
+
+        program @0(%x: f32[4]) {                  program @1(%x: f32[4]) {
+          %d = send(%x) {chan = 0, ...}             %d = send(%x) {chan = 1, ...}
+          wait(%d)                                  wait(%d)
+          %r = recv() {chan = 1, ...}               %r = recv() {chan = 0, ...}
+          ...                                       ...
+    """
+
+    name: ClassVar[str] = "check-deadlock"
+    requires: ClassVar[tuple[Phase, ...]] = (Phase.SCHEDULED,)
+
+    def run(self, module: Module) -> bool:
+        progress = Progress(module)
+        problems = list(_slots(module, progress))
+        if problems:
+            raise IRError(*problems)
+        if not progress.run():
+            raise _explain(progress)
+        return False
+
+
+def _slots(module: Module, progress: Progress) -> Iterator[Diagnostic]:
+    """Slots that the two ends do not agree on, that there are not, or that stay occupied."""
+    for message in progress.messages.values():
+        channel = module.channels[message.chan]
+        if channel.collective:
+            continue
+        source, destination = channel.ranks
+        send, recv = message.ends[source], message.ends[destination]
+        assert isinstance(send, Send), "an edge has no collectives"
+        assert isinstance(recv, Recv), "an edge has no collectives"
+        program = progress.programs[destination]
+        if send.slot != recv.slot:
+            other = Diagnostic("the other end is here", send, progress.programs[source])
+            yield Diagnostic(
+                f"the two ends of {message} have different slots", recv, program, notes=(other,)
+            )
+        elif recv.slot is None:
+            continue
+        elif channel.slots is not None and not 0 <= recv.slot < channel.slots:
+            yield Diagnostic(
+                f"channel {channel.id} has no slot {recv.slot}, only 0..{channel.slots - 1}",
+                recv,
+                program,
+            )
+        elif message not in progress.freed:
+            yield Diagnostic(
+                f"slot {recv.slot} of channel {channel.id} is never freed after this, "
+                "so no later message can use it",
+                recv,
+                program,
+                help="free the value that its wait gives, after its last use",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One reason why things stand still, and what it leads on to."""
+
+    message: str
+    rank: int
+    op: Op
+    cause: Message | None
+
+
+def _explain(progress: Progress) -> IRError:
+    """The error that shows what waits for what."""
+    message: Message | None = next(m for m in progress.messages.values() if not m.done)
+    seen: dict[int, int] = {}
+    steps: list[_Step] = []
+    while message is not None and id(message) not in seen:
+        seen[id(message)] = len(steps)
+        steps.append(_why(progress, message))
+        message = steps[-1].cause
+    if message is None:
+        last = steps[-1]
+        return error(last.message, op=last.op, program=progress.programs[last.rank])
+    circle = steps[seen[id(message)] :]
+    ranks = list(dict.fromkeys(step.rank for step in circle))
+    who = " and ".join(f"rank {rank}" for rank in ranks)
+    return error(
+        f"deadlock: {who} would wait for each other for ever"
+        if len(ranks) > 1
+        else f"deadlock: {who} would wait for itself for ever",
+        help=_ONE_BY_ONE
+        if any(step.op.stream is Stream.MESSAGE for step in circle)
+        else "post receives before waits that their senders depend on, and wait as late as "
+        "possible",
+        notes=tuple(
+            Diagnostic(step.message, step.op, progress.programs[step.rank]) for step in circle
+        ),
+    )
+
+
+_ONE_BY_ONE = (
+    "this transport does the messages of a rank one after the other: let batch-messages put them "
+    "into one order on all ranks, and those that cross into one batch"
+)
+
+
+def _why(progress: Progress, message: Message) -> _Step:
+    """Why a message is not complete when nothing moves any more."""
+    steps = (step for part in message.unit if (step := _obstacle(progress, part)) is not None)
+    found = next(steps, None)
+    assert found is not None, "a message with no reason to wait is complete"
+    return found
+
+
+def _obstacle(progress: Progress, message: Message) -> _Step | None:
+    """What is in the way of a message; None if nothing is but, perhaps, others of its batch."""
+    for rank, op in message.ends.items():
+        if not progress.posted(message, rank):
+            return _stays(
+                progress,
+                rank,
+                f"does not come to {op.opcode} {message.seq} of channel {message.chan}",
+            )
+    previous = message.previous
+    if previous is not None and not previous.freed:
+        rank, recv = next((r, op) for r, op in previous.ends.items() if isinstance(op, Recv))
+        return _stays(
+            progress,
+            rank,
+            f"does not free slot {recv.slot} of channel {message.chan} for {message}",
+        )
+    for rank, op in message.ends.items():
+        head = None if op.stream is None else progress.head(rank, op.stream)
+        if op.stream is not None and head is not None and head not in message.unit:
+            return _Step(
+                f"on rank {rank}, {message} is behind {head} on stream {op.stream.value}",
+                rank,
+                op,
+                head,
+            )
+    return None
+
+
+def _stays(progress: Progress, rank: int, consequence: str) -> _Step:
+    event = progress.blocked(rank)
+    if event is None:
+        op = progress.programs[rank].ops[-1]
+        return _Step(f"rank {rank} {consequence}", rank, op, None)
+    _, cause, op = event
+    return _Step(f"rank {rank} waits here for {cause}, and so {consequence}", rank, op, cause)

@@ -1,0 +1,310 @@
+"""Refuse scheduled programs in which storage changes or goes while somebody may still use it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import ClassVar
+
+from ...ir.diagnostics import Diagnostic, IRError
+from ...ir.module import FunctionKind, Module, Phase, Program
+from ...ir.ops import (
+    Alloc,
+    Broadcast,
+    Call,
+    Collective,
+    Constant,
+    Free,
+    Op,
+    Recv,
+    Return,
+    Send,
+    Value,
+    View,
+    Wait,
+)
+from ...ir.types import TensorType
+from ..base import Pass
+from ..lower.liveness import Storage, Storages
+from ..registry import register
+from .happens_before import Clocks, Line, Order
+
+
+@register
+@dataclass(frozen=True)
+class CheckRaces(Pass):
+    """Prove that nothing is used after it was freed, nor freed or written while it is used.
+
+    An op uses its operands from its start to its end; a communication ends when it is complete,
+    and that is known where it has been waited for, or where something has come back from another
+    rank that cannot have come before (`happens_before.py` says what is known). Values that may
+    share storage are one. Checked are:
+
+    - no op uses storage that was freed earlier in the program;
+    - when storage is freed, all uses are known to be over;
+    - a receive into a buffer starts when all uses of the buffer are over, and nothing uses the
+      buffer before the receive is complete;
+    - the bytes of an `alloc` are those of no other that is alive;
+    - what lives in a slot is not handed out, as an output or to an opaque call.
+
+    A slot itself cannot be overwritten too soon: its next message waits for its `free`.
+
+    Refused, for instance, as the message may not have left when its storage goes::
+
+        %h.send = send(%h) {chan = 0, peer = 1, seq = 0, stream = send} : future<unit>
+        free(%h)
+        %h.sent = wait(%h.send) {stream = compute} : unit
+
+    Attributes:
+        blocking: whether to count on what a CPU does besides: it runs all ops but communication
+            in the order of the program. Without, the programs are safe on asynchronous devices,
+            too.
+    """
+
+    blocking: bool = False
+
+    name: ClassVar[str] = "check-races"
+    requires: ClassVar[tuple[Phase, ...]] = (Phase.SCHEDULED,)
+
+    def run(self, module: Module) -> bool:
+        proof = _Proof(module, self.blocking)
+        problems = (
+            p for program in module.programs for p in _Checker(module, program, proof).run()
+        )
+        if found := list(islice(problems, _SHOWN)):
+            raise IRError(*found)
+        return False
+
+
+_SHOWN = 16
+
+
+class _Proof:
+    """Whether ops are over: by the rank's own clocks, or else by all that is known of all ranks."""
+
+    def __init__(self, module: Module, blocking: bool) -> None:
+        self.blocking = blocking
+        self._module = module
+        self._order: Order | None = None
+
+    def is_done(self, program: Program, clocks: Clocks, earlier: int, later: int) -> bool:
+        if clocks.is_done(earlier, later):
+            return True
+        if self._order is None:
+            self._order = Order(self._module, self.blocking)
+        return self._order.is_done(program.rank or 0, earlier, later)
+
+
+@dataclass(slots=True)
+class _Uses:
+    """What has used a storage so far.
+
+    Attributes:
+        latest: for each line its latest use.
+        written: for each line the latest op that made or wrote it.
+        freed: the op that freed it.
+    """
+
+    latest: dict[Line, int] = field(default_factory=dict)
+    written: dict[Line, int] = field(default_factory=dict)
+    freed: int | None = None
+
+
+class _Checker:
+    """Walks one program."""
+
+    def __init__(self, module: Module, program: Program, proof: _Proof) -> None:
+        self._functions = module.functions
+        self._program = program
+        self._proof = proof
+        self._clocks = Clocks.of(program, proof.blocking)
+        self._storages = Storages(program, module.functions)
+        self._uses: dict[Storage, _Uses] = {}
+        self._allocs: list[Alloc] = []
+        self._makers: dict[Value, int] = {}
+        # What the program has been given, and views of it: that is not the program's to free.
+        self._given = set(program.params)
+
+    def run(self) -> Iterator[Diagnostic]:
+        for index, op in enumerate(self._program.ops):
+            if isinstance(op, Free):
+                yield from self._free(index, op)
+            elif isinstance(op, Wait):
+                self._wait(op)
+                self._pass_on(op)
+            elif isinstance(op, Recv):
+                for value in op.operands:
+                    yield from self._write(index, value)
+            else:
+                if isinstance(op, Alloc):
+                    yield from self._alloc(index, op)
+                for value in op.operands:
+                    yield from self._read(index, value)
+                self._make(index, op)
+                if isinstance(op, View) or (isinstance(op, Constant) and op.ref is not None):
+                    self._pass_on(op)
+            for value in op.results:
+                self._makers[value] = index
+
+    def _pass_on(self, op: Op) -> None:
+        if self._given.issuperset(op.operands):
+            self._given.update(op.results)
+
+    def _of(self, value: Value) -> _Uses | None:
+        storage = self._storages.of(value)
+        if storage is None or value in self._given:
+            return None
+        return self._uses.setdefault(storage, _Uses())
+
+    def _make(self, index: int, op: Op) -> None:
+        """Note what an op makes anew: not what it makes of its operands."""
+        if isinstance(op, View | Send | Collective):
+            return
+        shared: set[int] = set()
+        if isinstance(op, Call):
+            shared = {output for output, _ in self._functions[op.fn.name].aliases}
+        for number, value in enumerate(op.results):
+            uses = self._of(value)
+            if uses is not None and number not in shared:
+                uses.written[self._clocks.lines[index]] = index
+
+    def _wait(self, op: Wait) -> None:
+        """What has come was written by the communication; but a root keeps what it broadcasts."""
+        source = self._makers.get(op.operands[0])
+        if source is None or not op.results:
+            return
+        maker = self._program.ops[source]
+        root = isinstance(maker, Broadcast) and maker.operands
+        if isinstance(maker, Recv | Collective) and not root:
+            uses = self._of(op.result)
+            if uses is not None:
+                uses.written[self._clocks.lines[source]] = source
+
+    def _read(self, index: int, value: Value) -> Iterator[Diagnostic]:
+        uses = self._of(value)
+        if uses is None:
+            return
+        yield from self._after_free(index, value, uses)
+        yield from self._in_slot(index, value)
+        for earlier in uses.written.values():
+            if not self._is_over(earlier, index):
+                yield self._problem(
+                    index,
+                    value,
+                    f"%{value.name} is used while it may still be written",
+                    (earlier, "it is written here"),
+                    "wait for what writes it, on the stream of what uses it",
+                )
+        uses.latest[self._clocks.lines[index]] = index
+
+    def _write(self, index: int, value: Value) -> Iterator[Diagnostic]:
+        uses = self._of(value)
+        if uses is None:
+            return
+        yield from self._after_free(index, value, uses)
+        for earlier in {*uses.latest.values(), *uses.written.values()}:
+            if not self._is_over(earlier, index):
+                yield self._problem(
+                    index,
+                    value,
+                    f"%{value.name} is written here while it may still be used",
+                    (earlier, "it is used here"),
+                    "wait for that use first, on the stream of what writes",
+                )
+        uses.latest[self._clocks.lines[index]] = index
+        uses.written[self._clocks.lines[index]] = index
+
+    def _free(self, index: int, op: Free) -> Iterator[Diagnostic]:
+        value = op.operands[0]
+        uses = self._of(value)
+        if value in self._given:
+            yield self._problem(
+                index,
+                value,
+                f"%{value.name} is freed, which the program has been given",
+                None,
+                "free only what the program makes or receives",
+            )
+        if uses is None:
+            return
+        for earlier in {*uses.latest.values(), *uses.written.values()}:
+            if not self._is_over(earlier, index):
+                yield self._problem(
+                    index,
+                    value,
+                    f"%{value.name} is freed while it may still be used",
+                    (earlier, "this may not be over"),
+                    "wait for that before, and name the unit that the wait gives in the free",
+                )
+        if uses.freed is None:
+            uses.freed = index
+
+    def _alloc(self, index: int, op: Alloc) -> Iterator[Diagnostic]:
+        """Look for others that are alive in the same bytes."""
+        first, end = _bytes(op)
+        for other in self._allocs:
+            low, high = _bytes(other)
+            held = self._of(other.result)
+            if max(first, low) < min(end, high) and held is not None and held.freed is None:
+                yield self._problem(
+                    index,
+                    op.result,
+                    f"%{op.result.name} takes bytes {max(first, low)}..{min(end, high) - 1} of the "
+                    f"arena, which %{other.result.name} still has",
+                    (self._makers[other.result], "it is allocated here, and not freed before"),
+                    "free it first, or choose another offset",
+                )
+        self._allocs.append(op)
+
+    def _after_free(self, index: int, value: Value, uses: _Uses) -> Iterator[Diagnostic]:
+        if uses.freed is not None:
+            yield self._problem(
+                index,
+                value,
+                f"%{value.name} is used after its storage was freed",
+                (uses.freed, "it is freed here"),
+                "free it after its last use",
+            )
+
+    def _in_slot(self, index: int, value: Value) -> Iterator[Diagnostic]:
+        op = self._program.ops[index]
+        opaque = isinstance(op, Call) and (self._functions[op.fn.name].kind is FunctionKind.OPAQUE)
+        storage = self._storages.of(value)
+        if storage is None or not (opaque or isinstance(op, Return)):
+            return
+        for recv in storage.slots:
+            if recv.slot is not None:
+                who = "an opaque call, which may keep it" if opaque else "whoever runs the program"
+                yield self._problem(
+                    index,
+                    value,
+                    f"%{value.name} is handed to {who}, but the next message in its slot "
+                    "overwrites it",
+                    (self._makers[recv.result], "it comes in a slot here"),
+                    "copy it before",
+                )
+
+    def _is_over(self, earlier: int, later: int) -> bool:
+        return self._proof.is_done(self._program, self._clocks, earlier, later)
+
+    def _problem(
+        self,
+        index: int,
+        value: Value,
+        message: str,
+        other: tuple[int, str] | None,
+        help: str,
+    ) -> Diagnostic:
+        program = self._program
+        notes: tuple[Diagnostic, ...] = ()
+        if other is not None:
+            notes = (Diagnostic(other[1], program.ops[other[0]], program),)
+        return Diagnostic(message, program.ops[index], program, value, help, notes=notes)
+
+
+def _bytes(op: Alloc) -> tuple[int, int]:
+    """First byte of an alloc, and the one after its last."""
+    type_ = op.result.type
+    assert isinstance(type_, TensorType), "an alloc makes a tensor"
+    return op.offset, op.offset + type_.nbytes

@@ -1,0 +1,111 @@
+"""Compute once what is computed twice."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ...ir.attributes import Effect
+from ...ir.module import Function, FunctionKind, Module, Phase, Program
+from ...ir.ops import Call, Constant, Op, Return, Value, View, attributes
+from ..base import Pass
+from ..registry import register
+
+
+@register
+@dataclass(frozen=True)
+class CommonSubexpressionElimination(Pass):
+    """Use the first of several ops that compute the same value at the same place.
+
+    These are constants, views, and calls of pure functions; and calls that read an actor, as long
+    as nothing writes to it in between. Calls that draw random numbers all stay. So does a value
+    that leaves the plan's control, as an output or as an operand of an opaque call: whoever
+    gets it may change it, so it keeps storage of its own. Microbatches are kept apart: none is
+    to wait for another.
+
+    Before::
+
+        %a = view(%x) {dim = 0, length = 2, mb = 0, start = 0} : f32[2,8]@0
+        %b = view(%x) {dim = 0, length = 2, mb = 0, start = 0} : f32[2,8]@0
+        %c = call(%a, %b) {fn = @add, mb = 0} : f32[2,8]@0
+
+    After::
+
+        %a = view(%x) {dim = 0, length = 2, mb = 0, start = 0} : f32[2,8]@0
+        %c = call(%a, %a) {fn = @add, mb = 0} : f32[2,8]@0
+    """
+
+    name: ClassVar[str] = "cse"
+    requires: ClassVar[tuple[Phase, ...]] = (Phase.TRACED, Phase.PLACED)
+    optional: ClassVar[bool] = True
+
+    def run(self, module: Module) -> bool:
+        program = module.program
+        escaping = _escaping(module, program)
+        versions: dict[str | None, int] = {}
+        first: dict[Hashable, Op] = {}
+        renamed: dict[Value, Value] = {}
+        kept: list[Op] = []
+        for op in program.ops:
+            if renamed:
+                op.operands = tuple([renamed.get(value, value) for value in op.operands])
+            key = _key(module, op, versions)
+            if key is None or not escaping.isdisjoint(op.results):
+                kept.append(op)
+                continue
+            same = first.setdefault(key, op)
+            if same is op:
+                kept.append(op)
+            else:
+                renamed.update(zip(op.results, same.results, strict=True))
+        changed = len(kept) != len(program.ops)
+        program.ops[:] = kept
+        return changed
+
+
+def _key(module: Module, op: Op, versions: dict[str | None, int]) -> Hashable | None:
+    """What two ops must have in common to be the same; None if nothing is like this one.
+
+    `versions` counts the writes to each state so far, and is kept up here.
+    """
+    version = 0
+    if isinstance(op, Call):
+        function = module.functions[op.fn.name]
+        for state, effect in function.touches:
+            if effect.changes_state:
+                versions[state] = versions.get(state, 0) + 1
+        if not _is_repeatable(function):
+            return None
+        if function.effect is Effect.READ:
+            version = sum(versions.get(state, 0) for state, _ in function.touches)
+    elif not isinstance(op, (Constant, View)):
+        return None
+    types = tuple([value.type for value in op.results])
+    # `repr` tells 1, 1.0 and true apart, and 0.0 from -0.0, which compare equal.
+    return (type(op), op.operands, types, repr(attributes(op)), version)
+
+
+def _is_repeatable(function: Function) -> bool:
+    if function.random or function.kind is FunctionKind.OPAQUE:
+        return False
+    return function.effect in (Effect.PURE, Effect.READ)
+
+
+def _escaping(module: Module, program: Program) -> set[Value]:
+    """Values whose storage the user may get hold of."""
+    found: set[Value] = set()
+    for op in reversed(program.ops):
+        if isinstance(op, Return) or (isinstance(op, View) and op.result in found):
+            found.update(op.operands)
+        elif isinstance(op, Call):
+            found.update(_escaping_operands(module.functions[op.fn.name], op, found))
+    return found
+
+
+def _escaping_operands(function: Function, op: Call, found: set[Value]) -> Iterable[Value]:
+    if function.kind is FunctionKind.OPAQUE:
+        return op.operands
+    return [
+        op.operands[operand] for result, operand in function.aliases if op.results[result] in found
+    ]

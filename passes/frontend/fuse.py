@@ -1,0 +1,57 @@
+"""Say which functions are compiled as a whole, and why others are not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from ...ir.module import Function, FunctionKind, Module, Phase
+from ..base import Pass
+from ..registry import register
+
+
+@register
+@dataclass(frozen=True)
+class Fuse(Pass):
+    """Mark the functions whose graphs a compiler makes into fused kernels.
+
+    Only `compile(fuse=...)` runs it. Left out are opaque methods, what a step does
+    outside of actors, and functions that draw random numbers: fused, they could draw others. The
+    backward of such a function draws none.
+
+    Before::
+
+        function @a.forward(f32[8]) -> (f32[8]) {actor = a, effect = read}
+
+    After::
+
+        function @a.forward(f32[8]) -> (f32[8]) {actor = a, effect = read, fuse = inductor}
+
+    Attributes:
+        by: the compiler.
+    """
+
+    by: str = ""
+
+    name: ClassVar[str] = "fuse"
+    requires: ClassVar[tuple[Phase, ...]] = (Phase.SCHEDULED,)
+    optional: ClassVar[bool] = True
+
+    def run(self, module: Module) -> bool:
+        changed = False
+        for name, function in module.functions.items():
+            if self.by and function.fuse is None and refusal(function) is None:
+                module.functions[name] = replace(function, fuse=self.by)
+                changed = True
+        return changed
+
+
+def refusal(function: Function) -> str | None:
+    """Why a function is not compiled as a whole, in words; None if it may be."""
+    if function.kind is FunctionKind.OPAQUE:
+        return "it is opaque"
+    if function.kind is FunctionKind.BUILTIN:
+        return "it is built in"
+    if function.actor is None:
+        return "it is a single operator of the step"
+    return "it draws random numbers" if function.random else None

@@ -1,0 +1,103 @@
+"""Give every op a stream, and wait where a value goes from one to another."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ...ir.attributes import Stream
+from ...ir.builder import Names
+from ...ir.module import Module, Phase, Program
+from ...ir.ops import Collective, Free, Op, Recv, Return, Send, Value, Wait
+from ..base import Pass
+from ..placement.fabrics import one_by_one
+from ..registry import register
+
+
+@register
+@dataclass(frozen=True)
+class AssignStreams(Pass):
+    """Put sends, receives, collectives and all other work on a stream each.
+
+    What a wait for a future gives is on the compute stream. A value that is used on another
+    stream than the one that made it is waited onto that stream, just before its first use there.
+
+    Before::
+
+        %h = call(%x) {fn = @stage0.forward} : f32[8,512]
+        %h.send = send(%h) {chan = 0, peer = 1, seq = 0} : future<unit>
+        %h.sent = wait(%h.send) : unit
+
+    After::
+
+        %h = call(%x) {fn = @stage0.forward, stream = compute} : f32[8,512]
+        %h.on_send = wait(%h) {stream = send} : f32[8,512]
+        %h.send = send(%h.on_send) {chan = 0, peer = 1, seq = 0, stream = send} : future<unit>
+        %h.sent = wait(%h.send) {stream = compute} : unit
+
+    Attributes:
+        rendezvous: as in `Fabrics`; what such a transport sends and receives is on one stream.
+    """
+
+    rendezvous: str = ""
+
+    name: ClassVar[str] = "assign-streams"
+    requires: ClassVar[tuple[Phase, ...]] = (Phase.SCHEDULED,)
+
+    def run(self, module: Module) -> bool:
+        single = one_by_one(module, self.rendezvous)
+        changed = [_assign(program, single) for program in module.programs]
+        return any(changed)
+
+
+def _stream_of(op: Op, single: Collection[int]) -> Stream | None:
+    if op.stream is not None or isinstance(op, Return | Free):
+        return op.stream
+    if isinstance(op, Send | Recv) and op.chan in single:
+        return Stream.MESSAGE
+    if isinstance(op, Send):
+        return Stream.SEND
+    if isinstance(op, Recv):
+        return Stream.RECV
+    return Stream.COLLECTIVE if isinstance(op, Collective) else Stream.COMPUTE
+
+
+def _assign(program: Program, single: Collection[int]) -> bool:
+    names = Names.of(program)
+    made_on: dict[Value, Stream] = {}
+    waited: dict[tuple[Value, Stream], Value] = {}
+    ops: list[Op] = []
+    changed = False
+    for op in program.ops:
+        stream = _stream_of(op, single)
+        changed = changed or stream is not op.stream
+        op.stream = stream
+        if stream is not None and type(op) is not Wait:
+            for value in op.operands:
+                if made_on.get(value, stream) is not stream:
+                    _bring(op, value, stream, waited, ops, names)
+                    changed = True
+        if stream is not None:
+            for value in op.results:
+                made_on[value] = stream
+        ops.append(op)
+    program.ops[:] = ops
+    return changed
+
+
+def _bring(
+    op: Op,
+    value: Value,
+    stream: Stream,
+    waited: dict[tuple[Value, Stream], Value],
+    ops: list[Op],
+    names: Names,
+) -> None:
+    """Make `op` take `value` from its own stream."""
+    there = waited.get((value, stream))
+    if there is None:
+        there = Value(names.fresh(f"{value.name}.on_{stream.value}"), value.type)
+        waited[value, stream] = there
+        ops.append(Wait((value,), (there,), stream=stream, loc=op.loc, mb=op.mb, task=op.task))
+    op.operands = tuple([there if other is value else other for other in op.operands])

@@ -1,0 +1,318 @@
+"""Cut each rank's program into parts that its device can record and replay."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ...ir.attributes import Effect, Stream
+from ...ir.module import Channel, FunctionKind, Module, Phase, Program
+from ...ir.ops import (
+    Alloc,
+    Call,
+    Collective,
+    Constant,
+    Copy,
+    Op,
+    Recv,
+    Return,
+    Send,
+    Value,
+    Wait,
+    batch_of,
+)
+from ..base import Pass
+from ..placement.fabrics import Fabrics
+from ..registry import register
+
+LEAST = 2
+"""How many ops are worth a graph where messages are part of it."""
+
+
+@register
+@dataclass(frozen=True)
+class Capture(Pass):
+    """Number the longest runs of ops that a device can do without the host.
+
+    The host comes in where a method is opaque, where random numbers are drawn, and where a message
+    travels between hosts; receives that are under way meanwhile are not part of a graph. All ops
+    between such places are of one graph, which is put on the device by a single launch from the
+    third execution on.
+
+    The method `update` is opaque here:
+
+    Before::
+
+        %h = call(%x) {fn = @stage0.forward, stream = compute} : f32[8]
+        %s.0 = wait(%h) {stream = send} : f32[8]
+        %d = send(%s.0) {chan = 0, peer = 1, seq = 0, stream = send} : future<unit>
+        %u = call() {fn = @stage0.update, stream = compute} : unit
+
+    After::
+
+        %h = call(%x) {fn = @stage0.forward, graph = 0, stream = compute} : f32[8]
+        %s.0 = wait(%h) {graph = 0, stream = send} : f32[8]
+        %d = send(%s.0) {chan = 0, graph = 0, peer = 1, seq = 0, stream = send} : future<unit>
+        %u = call() {fn = @stage0.update, stream = compute} : unit
+
+    Attributes:
+        ranks: as in `Fabrics`; a rank without a device captures nothing.
+        driven: whether one rank starts executions of the programs. Messages between devices are
+            then announced by hosts, one by one, and only what is computed between them is part of a
+            graph; unless all programs are one graph each, and change no state: nothing can fail on
+            a host then, and nothing needs to be announced.
+        rendezvous: as in `Fabrics`; what goes by such a transport keeps the order of its stream,
+            in graphs and outside.
+    """
+
+    ranks: str = ""
+    driven: bool = False
+    rendezvous: str = ""
+
+    name: ClassVar[str] = "capture"
+    requires: ClassVar[tuple[Phase, ...]] = (Phase.SCHEDULED,)
+    optional: ClassVar[bool] = True
+
+    def run(self, module: Module) -> bool:
+        fabrics = Fabrics(self.ranks, rendezvous=self.rendezvous)
+        messages = not self.driven or _needs_no_host(module, fabrics)
+        changed = False
+        for program in module.programs:
+            if fabrics.of_rank(program.rank or 0) is not None:
+                changed = _number(module, program, fabrics, messages) or changed
+        return changed
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Where a program leaves its device.
+
+    Attributes:
+        op: what the host has to do.
+        index: of that op in the program.
+        reason: why, in words.
+    """
+
+    op: Op
+    index: int
+    reason: str
+
+
+def cuts(module: Module, program: Program, fabrics: Fabrics, messages: bool = True) -> list[Cut]:
+    """What keeps a rank's program from being one graph, in order."""
+    hosts: set[Value] = set()
+    found: dict[int, str] = {}
+    for index, op in enumerate(program.ops):
+        reason = _reason(op, module, fabrics, hosts)
+        if not messages and isinstance(op, Send | Recv | Collective | Wait):
+            reason = "messages are announced"
+        if reason is not None:
+            found[index] = reason
+    in_turn = {id_ for id_, channel in module.channels.items() if fabrics.is_one_by_one(channel)}
+    while True:
+        crossing = _crossing(program, found)
+        outside = found.keys() | crossing.keys() | _too_little(program, found)
+        crossing = crossing | _overtaking(program, outside, in_turn)
+        if not crossing:
+            break
+        found.update(crossing)
+    return [Cut(program.ops[index], index, reason) for index, reason in sorted(found.items())]
+
+
+def _needs_no_host(module: Module, fabrics: Fabrics) -> bool:
+    """Whether each rank's device can do all of its program in one go, and changes no state."""
+    if any(map(fabrics.is_one_by_one, module.channels.values())):
+        return False  # their operations are in one order with those that hosts announce
+    for program in module.programs:
+        if all(isinstance(op, Return) for op in program.ops):
+            continue
+        functions = [module.functions[op.fn.name] for op in program.ops if isinstance(op, Call)]
+        if (
+            fabrics.of_rank(program.rank or 0) is None
+            or any(function.effect not in _CHANGES_NOTHING for function in functions)
+            or cuts(module, program, fabrics)
+            or _too_little(program, ())
+        ):
+            return False
+    return True
+
+
+_CHANGES_NOTHING = (Effect.PURE, Effect.READ)
+
+
+def _crossing(program: Program, found: Mapping[int, str]) -> dict[int, str]:
+    """What is posted in one part and awaited in another, receives and collectives, and the waits.
+
+    A graph is over when all is over that it began, so a receive of a graph must not depend on what
+    its rank does behind the graph: to the receive's other end, for one, what is sent there.
+    """
+    parts: list[int] = []
+    part = 0
+    for index in range(len(program.ops)):
+        part += index in found
+        parts.append(part)
+    posted: dict[Value, int] = {}
+    crossing: dict[int, str] = {}
+    for index, op in enumerate(program.ops):
+        if isinstance(op, Recv | Collective):
+            posted[op.result] = index
+        elif isinstance(op, Wait):
+            at = posted.pop(op.operands[0], None)
+            if at is not None and at not in found and parts[at] != parts[index]:
+                what = "receive" if isinstance(program.ops[at], Recv) else "collective"
+                crossing[at] = f"a {what} that is posted early, ahead of what the host does"
+            if at is not None and index not in found and (at in found or at in crossing):
+                crossing[index] = "a wait for what is posted early"
+    return crossing | _mates(program, found.keys() | crossing.keys())
+
+
+def _overtaking(program: Program, left: Collection[int], in_turn: Set[int]) -> dict[int, str]:
+    """What could overtake, in a graph, what is ahead of it on its stream and was posted outside.
+
+    A graph has branches of its own in place of the device's streams, and its branches wait for
+    nothing but what the compute stream has waited for when the graph begins.
+    """
+    pending: dict[Stream | None, list[Value]] = {}
+    found: dict[int, str] = {}
+    for index, op in enumerate(program.ops):
+        if isinstance(op, Wait):
+            for ahead in pending.values():
+                if op.operands[0] in ahead:
+                    del ahead[: ahead.index(op.operands[0]) + 1]
+        elif isinstance(op, Send | Recv | Collective) and op.chan in in_turn:
+            ahead = pending.setdefault(op.stream, [])
+            if index in left:
+                ahead.append(op.result)
+            elif ahead:
+                found[index] = "a message behind one that is posted early, on the same stream"
+    return found
+
+
+def _too_little(program: Program, left: Collection[int]) -> set[int]:
+    """The ops between two that are left to the host that are not worth a graph."""
+    found: set[int] = set()
+    part: list[int] = []
+    for index, op in enumerate(program.ops):
+        if index not in left and not isinstance(op, Return):
+            part.append(index)
+            continue
+        if _work([program.ops[i] for i in part]) < LEAST:
+            found.update(part)
+        part = []
+    return found
+
+
+def _mates(program: Program, left: Set[int]) -> dict[int, str]:
+    """What is in a batch with something that is left to the host, and not left to it itself."""
+    batches = {index: batch_of(op) for index, op in enumerate(program.ops)}
+    torn = {batches[index] for index in left} - {None}
+    return {
+        index: "a message in a batch with one that is posted early"
+        for index, batch in batches.items()
+        if batch in torn and index not in left
+    }
+
+
+def describe(module: Module, fabrics: Fabrics, messages: bool = True) -> str:
+    """For each rank with a device the graphs of its program, and what cuts it, in words."""
+    lines = []
+    for program in module.programs:
+        if fabrics.of_rank(program.rank or 0) is None:
+            lines.append(f"rank {program.rank}: no device")
+            continue
+        if not _work(program.ops):
+            lines.append(f"rank {program.rank}: nothing to do")
+            continue
+        graphs = {op.graph for op in program.ops if op.graph is not None}
+        found = cuts(module, program, fabrics, messages)
+        is_whole = len(graphs) == 1 and not found
+        what = "one graph, the whole program" if is_whole else f"{len(graphs)} graphs"
+        lines.append(f"rank {program.rank}: {what}")
+        lines += _counted("cut", [cut.reason for cut in found])
+        lines += _counted("left out", _left_out(program, {cut.index for cut in found}, messages))
+    return "\n".join(lines) + "\n"
+
+
+def _counted(what: str, reasons: Sequence[str]) -> list[str]:
+    return [f"  {what} {count} times: {reason}" for reason, count in Counter(reasons).items()]
+
+
+def _left_out(program: Program, left_to_host: Set[int], messages: bool) -> list[str]:
+    """For each part between cuts that is no graph, why."""
+    least = _least(messages)
+    works = [
+        _work(part)
+        for part in _parts(program, left_to_host)
+        if all(op.graph is None for op in part)
+    ]
+    return [
+        "the pass `capture` is switched off"
+        if work >= least
+        else f"a part with {work} of the {least} ops that are worth a graph"
+        for work in works
+        if work
+    ]
+
+
+def _number(module: Module, program: Program, fabrics: Fabrics, messages: bool) -> bool:
+    before = [op.graph for op in program.ops]
+    left_to_host = {cut.index for cut in cuts(module, program, fabrics, messages)}
+    for op in program.ops:
+        op.graph = None
+    number = 0
+    for part in _parts(program, left_to_host):
+        number += _close(part, number, _least(messages))
+    return before != [op.graph for op in program.ops]
+
+
+def _parts(program: Program, left_to_host: Set[int]) -> list[list[Op]]:
+    """The ops in a row that the host is not needed for."""
+    parts: list[list[Op]] = [[]]
+    for index, op in enumerate(program.ops):
+        if index in left_to_host or isinstance(op, Return):
+            parts.append([])
+        elif not isinstance(op, Alloc):
+            parts[-1].append(op)
+    return parts
+
+
+def _least(messages: bool) -> int:
+    """How many ops are worth a graph; without messages among them, the binder decides."""
+    return LEAST if messages else 1
+
+
+def _close(ops: list[Op], number: int, least: int) -> bool:
+    """Make a graph of some ops, if that saves the host any work."""
+    if _work(ops) < least:
+        return False
+    for op in ops:
+        op.graph = number
+    return True
+
+
+def _work(ops: Sequence[Op]) -> int:
+    """How many ops the host would have to put on streams."""
+    return sum(isinstance(op, Call | Copy | Send | Recv | Collective | Constant) for op in ops)
+
+
+def _reason(op: Op, module: Module, fabrics: Fabrics, hosts: set[Value]) -> str | None:
+    """Why the host has to do an op; None if it has not. `hosts` are futures of hosts' messages."""
+    if isinstance(op, Call):
+        if module.functions[op.fn.name].kind is FunctionKind.OPAQUE:
+            return f"{op.fn} is opaque"
+        return f"{op.fn} draws random numbers" if op.key is not None else None
+    if isinstance(op, Send | Recv | Collective):
+        channel = module.channels.get(op.chan if op.chan is not None else -1)
+        if channel is None or _by_stream(channel, fabrics):
+            return None
+        hosts.update(op.results)
+        return f"channel {channel.id} goes from host to host"
+    if isinstance(op, Wait) and op.operands[0] in hosts:
+        return "a wait for a message from host to host"
+    return None
+
+
+def _by_stream(channel: Channel, fabrics: Fabrics) -> bool:
+    return channel.via is not None and fabrics.knows(channel.via)

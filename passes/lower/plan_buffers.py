@@ -1,0 +1,268 @@
+"""Decide when storage is given back, and which slot of its channel each message travels in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from typing import ClassVar
+
+from ...ir.attributes import Stream
+from ...ir.builder import Names
+from ...ir.module import Function, FunctionKind, Module, Phase, Program
+from ...ir.ops import Call, Copy, Free, Op, Recv, Return, Send, Value, Wait
+from ...ir.types import FutureType, TensorType, relocate
+from ..base import Pass
+from ..placement.fabrics import is_by_stream
+from ..registry import register
+from .liveness import Storages
+
+LARGE = 256 * 1024
+"""Bytes from which on memory that changes hands costs a host less than a copy out of a slot."""
+
+
+@register
+@dataclass(frozen=True)
+class PlanBuffers(Pass):
+    """Free each storage after its last use, and give each received tensor a slot of its channel.
+
+    A slot is taken from the moment its receive is posted until what it brought is freed. The
+    receiver's program decides, and the send of a message uses the slot of its receive, so that
+    sender and receiver need not talk about slots when they run. Objects have no slot: nobody
+    knows their size, and the receiver gets one of its own.
+
+    What leaves the plan's control, as an operand of an opaque call or as an output, is
+    copied first if it may live in a slot. Where a device's transport brings it, or where it has
+    `LARGE` bytes or more, it has no slot instead: the receive takes memory of its own. A storage
+    that is still being sent is freed after the wait for the send. Values that may share storage are
+    freed together.
+
+    Before::
+
+        %a.recv = recv() {chan = 0, peer = 0, seq = 0} : future<f32[8]>
+        %a = wait(%a.recv) : f32[8]
+        %h = call(%a) {fn = @stage1.forward} : f32[8]
+        %h.send = send(%h) {chan = 1, peer = 2, seq = 0} : future<unit>
+        %h.sent = wait(%h.send) : unit
+
+    After::
+
+        %a.recv = recv() {chan = 0, peer = 0, seq = 0, slot = 0} : future<f32[8]>
+        %a = wait(%a.recv) : f32[8]
+        %h = call(%a) {fn = @stage1.forward} : f32[8]
+        free(%a)
+        %h.send = send(%h) {chan = 1, peer = 2, seq = 0, slot = 1} : future<unit>
+        %h.sent = wait(%h.send) : unit
+        free(%h, %h.sent)
+    """
+
+    name: ClassVar[str] = "plan-buffers"
+    requires: ClassVar[tuple[Phase, ...]] = (Phase.SCHEDULED,)
+
+    def run(self, module: Module) -> bool:
+        if _is_planned(module):
+            return False
+        slots: dict[tuple[int, int], int] = {}
+        sizes: dict[int, tuple[int, int]] = {}
+        before = sum(len(program.ops) for program in module.programs)
+        for program in module.programs:
+            storages = Storages(program, module.functions)
+            private: set[Recv] = set()
+            if _copy_escaping(program, module, storages, private):
+                storages = Storages(program, module.functions)
+            ends = _insert_frees(program, storages, private)
+            _choose_slots(program, ends, slots, sizes)
+        for program in module.programs:
+            for op in program.ops:
+                if isinstance(op, Send):
+                    op.slot = slots.get((op.chan, op.seq))
+        for id_, channel in module.channels.items():
+            if not channel.collective:
+                count, size = sizes.get(id_, (0, 0))
+                module.channels[id_] = replace(channel, slots=count, slot_bytes=size)
+        edges = any(not channel.collective for channel in module.channels.values())
+        return edges or before != sum(len(program.ops) for program in module.programs)
+
+
+def _is_planned(module: Module) -> bool:
+    if any(channel.slots is not None for channel in module.channels.values()):
+        return True
+    return any(isinstance(op, Free) for program in module.programs for op in program.ops)
+
+
+def _copy_escaping(
+    program: Program, module: Module, storages: Storages, private: set[Recv]
+) -> bool:
+    """Copy what lives in a slot before it is handed out; uses from there on take the copy.
+
+    The receives that are to have no slot instead are added to `private`. Returns whether anything
+    is copied.
+    """
+    functions = module.functions
+    names: Names | None = None
+    copies: dict[Value, Value] = {}
+    ops: list[Op] = []
+    for op in program.ops:
+        if copies:
+            op.operands = tuple([copies.get(value, value) for value in op.operands])
+        if _hands_out(op, functions):
+            for value in dict.fromkeys(op.operands):
+                storage = storages.of(value)
+                if storage is None or not storage.slots:
+                    continue
+                if all(_may_be_private(recv, module) for recv in storage.slots):
+                    private.update(storage.slots)
+                    continue
+                names = names or Names.of(program)
+                copy = Value(names.fresh(f"{value.name}.copy"), relocate(value.type, None))
+                stream = _stream_of_copy(op, ops)
+                ops.append(
+                    Copy((value,), (copy,), loc=op.loc, mb=op.mb, task=op.task, stream=stream)
+                )
+                copies[value] = copy
+            op.operands = tuple([copies.get(value, value) for value in op.operands])
+        ops.append(op)
+    program.ops[:] = ops
+    return bool(copies)
+
+
+def _may_be_private(recv: Recv, module: Module) -> bool:
+    """Whether a message may as well come into memory that is the receiver's own."""
+    future = recv.result.type
+    assert isinstance(future, FutureType)
+    assert isinstance(future.value, TensorType), "objects have no slot"
+    return is_by_stream(module.channels[recv.chan]) or future.value.nbytes >= LARGE
+
+
+def _stream_of_copy(op: Op, before: list[Op]) -> Stream | None:
+    """The stream of the op that needs a copy; for `return`, which has none, that of all work."""
+    if op.stream is None and any(other.stream is not None for other in before[-1:]):
+        return Stream.COMPUTE
+    return op.stream
+
+
+def _hands_out(op: Op, functions: Mapping[str, Function]) -> bool:
+    if isinstance(op, Call):
+        return functions[op.fn.name].kind is FunctionKind.OPAQUE
+    return isinstance(op, Return)
+
+
+def _insert_frees(
+    program: Program, storages: Storages, private: set[Recv]
+) -> dict[Op, tuple[Recv, ...]]:
+    """Free every storage that does not escape; the receives whose slots each `free` ends."""
+    due: dict[int, list[Free]] = {}
+    ends: dict[Op, tuple[Recv, ...]] = {}
+    for storage in storages.all():
+        if storage.escapes or not storage.owners:
+            continue
+        frees = [Free((owner, *storage.reads)) for owner in storage.owners]
+        due.setdefault(storage.last, []).extend(frees)
+        if slots := [recv for recv in storage.slots if recv not in private]:
+            ends[frees[-1]] = tuple(slots)
+    ops: list[Op] = []
+    for index, op in enumerate(program.ops):
+        ops.append(op)
+        for free in due.get(index, ()):
+            free.loc, free.mb, free.task = op.loc, op.mb, op.task
+            ops.append(free)
+    program.ops[:] = ops
+    return ends
+
+
+def _choose_slots(
+    program: Program,
+    ends: Mapping[Op, tuple[Recv, ...]],
+    slots: dict[tuple[int, int], int],
+    sizes: dict[int, tuple[int, int]],
+) -> None:
+    """Colour the receives of a program: each gets the lowest slot that is free when it is posted.
+
+    `slots` is filled in by channel and message, `sizes` with (slots, bytes of each) by channel.
+    """
+    slotted = {recv for recvs in ends.values() for recv in recvs}
+    free: dict[int, list[int]] = {}
+    for op in program.ops:
+        if isinstance(op, Recv) and op in slotted:
+            (future,) = op.results
+            assert isinstance(future.type, FutureType)
+            assert isinstance(future.type.value, TensorType), "objects have no slot"
+            count, size = sizes.get(op.chan, (0, 0))
+            if free.setdefault(op.chan, []):
+                op.slot = heappop(free[op.chan])
+            else:
+                op.slot, count = count, count + 1
+            sizes[op.chan] = (count, max(size, future.type.value.nbytes))
+            slots[op.chan, op.seq] = op.slot
+        else:
+            for recv in ends.get(op, ()):
+                assert recv.slot is not None, "a receive comes before what it brings is freed"
+                heappush(free[recv.chan], recv.slot)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What a rank's program holds in memory, in bytes; objects and what actors hold do not count.
+
+    Attributes:
+        inputs: the program's parameters.
+        slots: the slots of all channels to this rank.
+        values: the most that all other values hold at once.
+        outputs: what is returned; part of `values` where the program makes it.
+    """
+
+    inputs: int
+    slots: int
+    values: int
+    outputs: int
+
+    @property
+    def peak(self) -> int:
+        """The most that is held at once."""
+        return self.inputs + self.slots + self.values
+
+
+def memory_plan(module: Module, rank: int) -> MemoryPlan:
+    """Estimate the memory of one rank of a scheduled module, best after `plan-buffers`.
+
+    Storage counts from the op that makes it to its `free`, or to the end. A result that is declared
+    to alias an operand, as saved inputs are, brings in no storage of its own.
+    """
+    program = module.program_of(rank)
+    storages = Storages(program, module.functions)
+    slotted = {op.result for op in program.ops if isinstance(op, Recv) and op.slot is not None}
+    held: dict[Value, int] = {}
+    live = most = 0
+    for op in program.ops:
+        if isinstance(op, Free):
+            live -= held.pop(op.operands[0], 0)
+            continue
+        for value in _brings(op, module, storages, slotted):
+            held[value] = _nbytes(value)
+            live += held[value]
+        most = max(most, live)
+    slots = sum(
+        (channel.slots or 0) * (channel.slot_bytes or 0)
+        for channel in module.channels.values()
+        if not channel.collective and channel.ranks[1] == rank
+    )
+    inputs = sum(_nbytes(value) for value in program.params)
+    return MemoryPlan(inputs, slots, most, sum(_nbytes(value) for value in program.outputs))
+
+
+def _brings(op: Op, module: Module, storages: Storages, slotted: set[Value]) -> list[Value]:
+    """The results of an op that bring in storage: no views, nor what is waited for or in a slot."""
+    aliases = module.functions[op.fn.name].aliases if isinstance(op, Call) else ()
+    shared = {output for output, _ in aliases}
+    if isinstance(op, Wait) and op.operands[0] in slotted:
+        return []
+    found = []
+    for number, value in enumerate(op.results):
+        storage = storages.of(value)
+        if storage is not None and value in storage.owners and number not in shared:
+            found.append(value)
+    return found
+
+
+def _nbytes(value: Value) -> int:
+    return value.type.nbytes if isinstance(value.type, TensorType) else 0

@@ -1,0 +1,370 @@
+"""Put the work of all ranks into one order that follows each rank's schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+
+from ...ir.attributes import Action, Effect, Task
+from ...ir.diagnostics import Diagnostic, IRError, error
+from ...ir.module import Module, Program
+from ...ir.ops import (
+    Barrier,
+    Call,
+    Collective,
+    Constant,
+    Op,
+    Recv,
+    Return,
+    Send,
+    Value,
+    View,
+    Wait,
+)
+from ...ir.pipeline.order import splits_backward
+from ..frontend.effect_order import dependencies, effect_of
+from ..schedules import Order, Pipeline, Schedule
+from .stages import Rounds
+
+_LEAD = 2
+"""How many units of time before its first use a value that needs no work is sent."""
+
+
+@dataclass(slots=True)
+class Work:
+    """The ops of a program over all ranks, sorted by what decides when they run.
+
+    A *node* has its place in the global order: a call, a collective, or a send with its receive.
+    A *lazy* op costs nothing, or depends on no node: each rank runs it just before its first
+    use. An *early* send or collective depends on no node either; it is issued a little before its
+    first use. All else goes with another op: a receive with its send, a wait with its future.
+
+    Attributes:
+        program: where the ops are.
+        nodes: indices of the nodes, ascending.
+        follows: for each op the nodes that it follows; of these, the schedule's order apart.
+        lazy: indices of the lazy ops.
+        early: indices of the early ops, ascending.
+        anchors: the nodes of each task that the schedule pins down, ascending: the calls of actors.
+        stages: for each stage its round and its rank.
+        costs: for each call of an actor, how many units of time it takes.
+        actors: for each call of an actor, which.
+    """
+
+    program: Program
+    nodes: list[int] = field(default_factory=list)
+    follows: list[Sequence[int]] = field(default_factory=list)
+    lazy: set[int] = field(default_factory=set)
+    early: list[int] = field(default_factory=list)
+    anchors: dict[Task, list[int]] = field(default_factory=dict)
+    stages: dict[int, tuple[int, int]] = field(default_factory=dict)
+    costs: dict[int, int] = field(default_factory=dict)
+    actors: dict[int, str] = field(default_factory=dict)
+
+
+def sort_work(module: Module) -> Work:
+    """Classify the ops of a module in phase ASYNC."""
+    program = module.program
+    work = Work(program)
+    rounds = Rounds()
+    sends: dict[tuple[int, int], int] = {}
+    # For each op, the nodes that its users have to follow.
+    reach: list[Sequence[int]] = []
+    edges = dependencies(program.ops, module.functions)
+    for index, op in enumerate(program.ops):
+        before = edges[index]
+        if type(op) is Send:
+            sends[op.chan, op.seq] = index
+        elif type(op) is Recv:
+            before = (*before, sends[op.chan, op.seq])
+        task = op.task
+        forward = task is not None and task.action is Action.FORWARD
+        round_ = rounds.enter(op, before, forward)
+        if task is not None and forward:
+            _note_stage(work, op, task, round_)
+        if len(before) == 1:
+            follows = reach[before[0]]
+        else:
+            follows = list({node for other in before for node in reach[other]})
+        work.follows.append(follows)
+        is_node = _classify(work, module, index, op, follows)
+        reach.append((index,) if is_node else follows)
+    for anchors in work.anchors.values():
+        # A task takes one unit however many calls it has.
+        work.costs.update(dict.fromkeys(anchors[:-1], 0))
+    return work
+
+
+def _note_stage(work: Work, op: Op, task: Task, round_: int) -> None:
+    if op.place is not None:
+        known, rank = work.stages.get(task.stage, (round_, op.place.ranks[0]))
+        work.stages[task.stage] = (max(known, round_), rank)
+
+
+def _classify(work: Work, module: Module, index: int, op: Op, follows: Sequence[int]) -> bool:
+    """Enter an op into its set; return whether it is a node."""
+    if isinstance(op, Recv | Return):
+        return False
+    if isinstance(op, Wait | View | Constant):
+        work.lazy.add(index)
+        return False
+    actor = module.functions[op.fn.name].actor if isinstance(op, Call) else None
+    if not follows and actor is None and not isinstance(op, Barrier):
+        if isinstance(op, Send | Collective):
+            work.early.append(index)
+            return False
+        if effect_of(op, module.functions) is Effect.PURE:
+            work.lazy.add(index)
+            return False
+    work.nodes.append(index)
+    if actor is not None:
+        work.costs[index] = 1
+        work.actors[index] = actor
+        if op.task is not None:
+            work.anchors.setdefault(op.task, []).append(index)
+    return True
+
+
+def global_order(work: Work, schedule: Schedule) -> list[int]:
+    """Indices of nodes and early ops in an order that every rank can follow.
+
+    Every rank runs its tasks in the order of `schedule`, each round for itself. Work outside of
+    the tasks runs as soon as what it follows has run, but gives way to a task that could start
+    at the same time. Time is counted in units: a task takes one, and so does an actor's call
+    outside of tasks.
+
+    Raises:
+        IRError: the schedule contradicts the step; the message shows tasks in a circle.
+        ValueError: the schedule is not one of these stages and microbatches.
+    """
+    chained = _chain(work, schedule)
+    times = _list_schedule(work, chained)
+    if len(times) < len(work.nodes):
+        raise _circle(work, chained, times, schedule)
+    order = list(times)
+    return _insert_early(work, order, times) if work.early else order
+
+
+def _chain(work: Work, schedule: Schedule) -> dict[int, int]:
+    """For each anchor the one that its rank runs just before it."""
+    chained: dict[int, int] = {}
+    for order in _orders(work, schedule):
+        for tasks in order.values():
+            last: int | None = None
+            for task in tasks:
+                for anchor in work.anchors.get(task, ()):
+                    if last is not None:
+                        chained[anchor] = last
+                    last = anchor
+    return chained
+
+
+def _orders(work: Work, schedule: Schedule) -> list[Order]:
+    """What the schedule says about each round, in the numbering of the module's tasks."""
+    rounds: dict[int, list[int]] = {}
+    for stage, (round_, _) in sorted(work.stages.items()):
+        rounds.setdefault(round_, []).append(stage)
+    microbatches: dict[int, set[int]] = {}
+    for task in work.anchors:
+        if task.stage in work.stages:
+            round_, _ = work.stages[task.stage]
+            microbatches.setdefault(round_, set()).add(task.microbatch)
+    orders: list[Order] = []
+    for round_, stages in rounds.items():
+        if found := sorted(microbatches.get(round_, ())):
+            ranks = tuple(work.stages[stage][1] for stage in stages)
+            order = schedule(Pipeline(ranks, len(found)))
+            together = schedule.splits and not splits_backward(order)
+            orders.append(
+                {
+                    rank: [
+                        Task(stages[task.stage], action, found[task.microbatch])
+                        for task in tasks
+                        for action in _actions(task, together)
+                    ]
+                    for rank, tasks in order.items()
+                }
+            )
+    return orders
+
+
+def _actions(task: Task, together: bool) -> tuple[Action, ...]:
+    """What a task stands for; `together`: where backwards are split, B is followed by its W."""
+    if together and task.action is Action.BACKWARD:
+        return Action.BACKWARD, Action.WEIGHT
+    return (task.action,)
+
+
+def _list_schedule(work: Work, chained: dict[int, int]) -> dict[int, int]:
+    """The time at which each node starts, in the order in which they do; less those that cannot.
+
+    Source: list scheduling, Graham 1966, with unlimited resources but for the chains.
+    """
+    nodes, costs, ops = work.nodes, work.costs, work.program.ops
+    count = [0] * len(ops)
+    start = [0] * len(ops)
+    followers: list[list[int]] = [[] for _ in ops]
+    for node in nodes:
+        for other in work.follows[node]:
+            followers[other].append(node)
+        count[node] = len(work.follows[node])
+    for node, other in chained.items():
+        followers[other].append(node)
+        count[node] += 1
+    # Of what starts at one time, first what costs nothing, then tasks, then other calls.
+    kind = [(2 - (ops[i].task is not None)) if i in costs else 0 for i in range(len(ops))]
+    size = len(ops)
+    # One integer for (time, kind, index) compares faster than a tuple.
+    heap = [kind[node] * size + node for node in nodes if not count[node]]
+    heapify(heap)
+    times: dict[int, int] = {}
+    while heap:
+        node = heappop(heap) % size
+        times[node] = start[node]
+        end = start[node] + costs.get(node, 0)
+        for other in followers[node]:
+            if start[other] < end:
+                start[other] = end
+            count[other] -= 1
+            if not count[other]:
+                heappush(heap, (start[other] * 3 + kind[other]) * size + other)
+    return times
+
+
+def _insert_early(work: Work, order: list[int], times: dict[int, int]) -> list[int]:
+    """Put each early op a little before its first use; one that has none is dropped."""
+    needed = _needed(work, times)
+    early = sorted((needed[i] - _LEAD, i) for i in work.early if i in needed)
+    merged: list[int] = []
+    at = 0
+    for node in order:
+        while at < len(early) and early[at][0] <= times[node]:
+            merged.append(early[at][1])
+            at += 1
+        merged.append(node)
+    return merged + [index for _, index in early[at:]]
+
+
+def _needed(work: Work, times: dict[int, int]) -> dict[int, int]:
+    """For each op that is not a node, when a node first uses what comes of it."""
+    ops = work.program.ops
+    makers = {value: index for index, op in enumerate(ops) for value in op.results}
+    sends = {(op.chan, op.seq): i for i, op in enumerate(ops) if isinstance(op, Send)}
+    end = max(times.values(), default=0) + 1
+    needed: dict[int, int] = {}
+    for index in range(len(ops) - 1, -1, -1):
+        op = ops[index]
+        time = end if isinstance(op, Return) else times.get(index, needed.get(index))
+        if time is None:
+            continue
+        before = [makers[value] for value in op.operands if value in makers]
+        if isinstance(op, Recv):
+            before.append(sends[op.chan, op.seq])
+        for other in before:
+            if other not in times:
+                needed[other] = min(time, needed.get(other, time))
+    return needed
+
+
+def _circle(
+    work: Work, chained: dict[int, int], times: dict[int, int], schedule: Schedule
+) -> IRError:
+    """The error that shows how nodes which could not be ordered follow one another."""
+    node = next(node for node in work.nodes if node not in times)
+    path: dict[int, int] = {}
+    while node not in path:
+        before = [*work.follows[node], *([chained[node]] if node in chained else [])]
+        path[node] = next(other for other in before if other not in times)
+        node = path[node]
+    circle = [node]
+    while path[circle[-1]] != node:
+        circle.append(path[circle[-1]])
+    start = min(range(len(circle)), key=lambda i: circle[i])
+    circle = circle[start:] + circle[:start]
+    ops = work.program.ops
+    notes = []
+    for one, other in zip(circle, [*circle[1:], circle[0]], strict=True):
+        if ops[one].task is not None and ops[one].task == ops[other].task:
+            continue
+        why = _why(work, one, other, chained.get(one) == other, schedule)
+        message = f"{_describe(ops[one])} waits for {_describe(ops[other])}, {why}"
+        notes.append(Diagnostic(message, op=ops[one]))
+    carried = _carried(ops, [ops[node] for node in circle])
+    return error(
+        f"schedule '{schedule.name}' cannot run this step: its tasks wait for each other",
+        program=work.program,
+        help=_CARRIED if carried else _help(ops[node] for node in circle),
+        notes=(*carried, *notes[:_SHOWN]),
+    )
+
+
+def _carried(ops: Sequence[Op], circle: Sequence[Op]) -> tuple[Diagnostic, ...]:
+    """Where the circle has part in it: a microbatch that uses what an earlier one has made."""
+    lines = {op.loc for op in circle}
+    made: dict[Value, Op] = {}
+    for op in ops:
+        for value in op.operands:
+            maker = made.get(value)
+            if maker is None or maker.mb is None or op.mb is None or maker.mb >= op.mb:
+                continue
+            if op.loc in lines:
+                what = f"microbatch {op.mb} uses %{value.name}, which microbatch {maker.mb} makes"
+                return (Diagnostic(what, op=op), Diagnostic("it is made here", op=maker))
+        made.update(dict.fromkeys(op.results, op))
+    return ()
+
+
+def _why(work: Work, one: int, other: int, chained: bool, schedule: Schedule) -> str:
+    """Why a node follows another."""
+    if chained and other not in work.follows[one]:
+        return f"by the order of '{schedule.name}'"
+    ops = work.program.ops
+    made = set(ops[other].results)
+    sent: set[tuple[int, int]] = set()
+    # It may have come by way of views and messages, which are not nodes of the circle.
+    for op in ops[other:one]:
+        taken = op is ops[other] or not made.isdisjoint(op.operands)
+        if taken and isinstance(op, Send):
+            sent.add((op.chan, op.seq))
+        if taken or (isinstance(op, Recv) and (op.chan, op.seq) in sent):
+            made.update(op.results)
+    by_value = not made.isdisjoint(ops[one].operands)
+    if by_value:
+        return "to have what it made"
+    return f"for the state {_holders(work, one, other)}"
+
+
+def _holders(work: Work, one: int, other: int) -> str:
+    actors = {work.actors[node] for node in (one, other) if node in work.actors}
+    return "of their actor" if len(actors) < 2 else f"that {' and '.join(sorted(actors))} share"
+
+
+_SHOWN = 12
+_CARRIED = (
+    "a value is carried from one microbatch to the next, so there is nothing to pipeline: loop "
+    "over x.chunk(n) instead of cg.microbatches(x, n), and no schedule orders it; or pass on "
+    "value.detach() if no gradient is to flow, and use the schedule 'gpipe'"
+)
+
+
+def _help(circle: Iterable[Op]) -> str:
+    if any(op.task is not None and op.task.action is not Action.FORWARD for op in circle):
+        return (
+            "a backward that must follow the forwards of later microbatches can only start "
+            "after all forwards. If it is a loss divided by a sum over all microbatches, divide by "
+            "a number that is known before; if it is an actor's method that writes to its state, "
+            "keep that method out of the microbatches; or use the schedule 'gpipe'"
+        )
+    return (
+        "one microbatch must be through before the next may start, so there is nothing to "
+        "pipeline. If it is for an actor's method that writes to its state, give each stage an "
+        "actor of its own, or make the method traceable"
+    )
+
+
+def _describe(op: Op) -> str:
+    what = str(op.task) if op.task is not None else op.opcode
+    if op.task is None and isinstance(op, Call):
+        what = f"call of {op.fn}"
+    return what if op.place is None else f"{what} on rank {op.place.ranks[0]}"

@@ -1,0 +1,76 @@
+"""Order the step's work by a pipeline schedule, and give each rank its program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Self
+
+from ...ir.module import Module, Phase
+from .. import schedules
+from ..base import OptionError, Pass
+from ..registry import register
+from .merge import global_order, sort_work
+from .project import project
+
+
+@register
+@dataclass(frozen=True)
+class SchedulePrograms(Pass):
+    """Order all work once for all ranks, then give each rank its part of that order.
+
+    The schedule says in which order each rank runs its tasks; all else follows its dependencies.
+    Sends come right after what they send, receives beside their sends, and a wait just before what
+    needs it. Types lose their places, and each channel's messages are numbered anew.
+
+    Before::
+
+        program @step(%x: f32[2,8]@0) {
+          %h = call(%x) {fn = @stage0.forward.fwd, mb = 0, task = 0F0} : f32[2,8]@0
+          %h.send = send(%h) {chan = 0, mb = 0, peer = 1, seq = 0} : future<unit@0>
+          %h.recv = recv() {chan = 0, mb = 0, peer = 0, seq = 0} : future<f32[2,8]@1>
+          %h.at1 = wait(%h.recv) {mb = 0} : f32[2,8]@1
+          %h.sent = wait(%h.send) {mb = 0} : unit@0
+          %l = call(%h.at1) {fn = @stage1.loss, mb = 0, task = 1F0} : f32[]@1
+          return(%l) {at = {1}}
+        }
+
+    After::
+
+        program @0(%x: f32[2,8]) {
+          %h = call(%x) {fn = @stage0.forward.fwd, mb = 0, task = 0F0} : f32[2,8]
+          %h.send = send(%h) {chan = 0, mb = 0, peer = 1, seq = 0} : future<unit>
+          %h.sent = wait(%h.send) {mb = 0} : unit
+          return()
+        }
+        program @1() {
+          %h.recv = recv() {chan = 0, mb = 0, peer = 0, seq = 0, task = 1F0} : future<f32[2,8]>
+          %h.at1 = wait(%h.recv) {mb = 0, task = 1F0} : f32[2,8]
+          %l = call(%h.at1) {fn = @stage1.loss, mb = 0, task = 1F0} : f32[]
+          return(%l)
+        }
+
+    Attributes:
+        schedule: the schedule; as an option in text, its name.
+    """
+
+    schedule: schedules.Schedule = field(default_factory=schedules.one_f_one_b)
+
+    name: ClassVar[str] = "schedule"
+    requires: ClassVar[tuple[Phase, ...]] = (Phase.ASYNC,)
+    ensures: ClassVar[Phase | None] = Phase.SCHEDULED
+
+    def run(self, module: Module) -> bool:
+        work = sort_work(module)
+        project(module, work, global_order(work, self.schedule))
+        return True
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, str]) -> Self:
+        unknown = options.keys() - {"schedule"}
+        if unknown:
+            return super().from_options(options)
+        try:
+            return cls(*(schedules.by_name(name) for name in options.values()))
+        except ValueError as error:
+            raise OptionError(str(error)) from error

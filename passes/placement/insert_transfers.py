@@ -1,0 +1,155 @@
+"""Bring every value to the ranks that use it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ...ir.builder import Names
+from ...ir.diagnostics import error
+from ...ir.module import Module, Phase
+from ...ir.ops import Backward, Broadcast, Collective, Op, Return, Transfer, Value
+from ...ir.types import Place, relocate
+from ..base import Pass
+from ..registry import register
+
+
+@register
+@dataclass(frozen=True)
+class InsertTransfers(Pass):
+    """Insert a `transfer` wherever a value is used on a rank that does not hold it.
+
+    A value travels once to each rank, at its first use there; later uses take the copy. A
+    transfer to several ranks at once is made where an op needs the value on several ranks (an
+    output of the step, say), and where at least `broadcast_from` single ranks need it; its result
+    is held by the ranks that had the value as well as by those that got it. A transfer belongs to
+    the microbatch of the op that made the value; one that delivers an output of the step belongs
+    to none, since outputs are delivered when all microbatches are done.
+
+    Before::
+
+        %h = call(%x) {fn = @stage0.forward, mb = 0} : f32[2,8]@0
+        %l = call(%h) {fn = @stage1.loss, mb = 0} : f32[]@1
+        return(%l) {at = {0..1}}
+
+    After::
+
+        %h = call(%x) {fn = @stage0.forward, mb = 0} : f32[2,8]@0
+        %h.at1 = transfer(%h) {mb = 0} : f32[2,8]@1
+        %l = call(%h.at1) {fn = @stage1.loss, mb = 0} : f32[]@1
+        %l.all = transfer(%l) : f32[]@{0..1}
+        return(%l.all) {at = {0..1}}
+
+    Attributes:
+        broadcast_from: from how many ranks that need a value on it is broadcast.
+    """
+
+    broadcast_from: int = 3
+
+    name: ClassVar[str] = "insert-transfers"
+    requires: ClassVar[tuple[Phase, ...]] = (Phase.TRACED,)
+    ensures: ClassVar[Phase | None] = Phase.PLACED
+
+    def run(self, module: Module) -> bool:
+        program = module.program
+        for op in program.ops:
+            if isinstance(op, Backward):
+                raise error(
+                    "a backward cannot be placed before it is differentiated",
+                    op=op,
+                    program=program,
+                    help="run the pass 'differentiate' before 'insert-transfers'",
+                )
+        couriers = _Couriers(Names.of(program), self._wide(program.ops), program.ops)
+        ops: list[Op] = []
+        for op in program.ops:
+            if isinstance(op, Transfer):
+                couriers.take_note(op)
+                continue
+            for index, need in _needs(op):
+                value = op.operands[index]
+                have = value.type.place
+                if have is None or (value not in couriers.routed and have == need):
+                    continue
+                brought = couriers.bring(value, have, need, op, ops)
+                if brought is not value:
+                    op.operands = (*op.operands[:index], brought, *op.operands[index + 1 :])
+            ops.append(op)
+        program.ops[:] = ops
+        module.phase = Phase.PLACED
+        return True
+
+    def _wide(self, ops: list[Op]) -> dict[Value, frozenset[int]]:
+        """The values that so many single ranks lack that they are broadcast, with these ranks."""
+        lacking: dict[Value, set[int]] = {}
+        for op in ops:
+            for index, need in _needs(op):
+                value = op.operands[index]
+                have = value.type.place
+                if have is not None and need.is_single and not have.covers(need):
+                    lacking.setdefault(value, set()).add(need.rank)
+        return {
+            value: frozenset(ranks)
+            for value, ranks in lacking.items()
+            if len(ranks) >= self.broadcast_from
+        }
+
+
+class _Couriers:
+    """The transfers made so far.
+
+    Attributes:
+        routed: for the results of transfers of the user's, the value itself and its transport.
+    """
+
+    def __init__(self, names: Names, wide: dict[Value, frozenset[int]], ops: list[Op]) -> None:
+        self._names = names
+        self._wide = wide
+        self._makers = {value: op for op in ops for value in op.results}
+        self._copies: dict[Value, list[Value]] = {}
+        self.routed: dict[Value, tuple[Value, str | None]] = {}
+
+    def take_note(self, op: Transfer) -> None:
+        """Of how a value is to travel; the transfer itself goes nowhere."""
+        (value,) = op.operands
+        self.routed[op.result] = (self.routed.get(value, (value, None))[0], op.via)
+
+    def bring(self, value: Value, have: Place, need: Place, user: Op, ops: list[Op]) -> Value:
+        """A copy of `value` at all ranks of `need`; made, if there is none, by a new last op."""
+        source, via = self.routed.get(value, (value, None))
+        if have.covers(need):
+            return source
+        copies = self._copies.setdefault(value, [])
+        for copy in copies:
+            if copy.type.place is not None and copy.type.place.covers(need):
+                return copy
+        target = self._target(value, have, need)
+        suffix = f"at{target.rank}" if target.is_single else "all"
+        name = self._names.fresh(f"{source.name}.{suffix}")
+        copy = Value(name, relocate(value.type, target))
+        maker = self._makers.get(source)
+        loc = user.loc if maker is None or maker.loc is None else maker.loc
+        mb = None if maker is None or isinstance(user, Return) else maker.mb
+        ops.append(Transfer((source,), (copy,), via=via, loc=loc, mb=mb))
+        copies.append(copy)
+        return copy
+
+    def _target(self, value: Value, have: Place, need: Place) -> Place:
+        wide = self._wide.get(value, frozenset())
+        if need.is_single and not wide:
+            return need
+        return Place(tuple(sorted({*have.ranks, *need.ranks, *wide})))
+
+
+def _needs(op: Op) -> Iterator[tuple[int, Place]]:
+    """For each operand the ranks at which the op takes it."""
+    if isinstance(op, Transfer) or not op.operands:
+        return
+    if isinstance(op, Collective):
+        ranks = (op.root,) if isinstance(op, Broadcast) else op.group.ranks
+        yield from ((index, Place.of(rank)) for index, rank in enumerate(ranks))
+        return
+    place = op.place
+    if place is not None:
+        yield from ((index, place) for index in range(len(op.operands)))

@@ -1,0 +1,93 @@
+"""Decide on which ranks replicated work is done: on those that need it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ...ir.attributes import Effect
+from ...ir.module import Function, FunctionKind, Module, Phase
+from ...ir.ops import Broadcast, Call, Collective, Constant, Copy, Op, Value, View
+from ...ir.types import Place, relocate
+from ..base import Pass
+from ..registry import register
+
+
+@register
+@dataclass(frozen=True)
+class PlaceReplicated(Pass):
+    """Narrow replicated ops to the ranks that use them, and make constants where they are used.
+
+    Only work without effects and of values alone moves: constants, views, copies and calls of
+    pure functions that belong to no actor. What is wanted nowhere stays as it is, for `dce`.
+
+    Before::
+
+        %part = view(%x) {dim = 0, length = 2, mb = 0, start = 0} : f32[2,8]@{0..3}
+        %h = call(%part) {fn = @stage0.forward, mb = 0} : f32[2,8]@0
+
+    After::
+
+        %part = view(%x) {dim = 0, length = 2, mb = 0, start = 0} : f32[2,8]@0
+        %h = call(%part) {fn = @stage0.forward, mb = 0} : f32[2,8]@0
+    """
+
+    name: ClassVar[str] = "place"
+    requires: ClassVar[tuple[Phase, ...]] = (Phase.TRACED,)
+    optional: ClassVar[bool] = True
+
+    def run(self, module: Module) -> bool:
+        changed = False
+        wanted: dict[Value, int] = {}
+        for op in reversed(module.program.ops):
+            if _is_movable(module, op):
+                changed = _move(op, wanted) or changed
+            _want_operands(op, wanted)
+        return changed
+
+
+def _is_movable(module: Module, op: Op) -> bool:
+    if isinstance(op, Call):
+        return _is_plain(module.functions[op.fn.name])
+    return isinstance(op, (Constant, View, Copy))
+
+
+def _is_plain(function: Function) -> bool:
+    graph = function.kind is not FunctionKind.OPAQUE
+    return graph and function.actor is None and function.effect is Effect.PURE
+
+
+def _move(op: Op, wanted: dict[Value, int]) -> bool:
+    ranks = 0
+    for value in op.results:
+        ranks |= wanted.get(value, 0)
+    place = op.place
+    if place is None or not ranks:
+        return False
+    if isinstance(op, Constant):
+        chosen = tuple([rank for rank in range(ranks.bit_length()) if ranks >> rank & 1])
+    else:
+        chosen = tuple([rank for rank in place.ranks if ranks >> rank & 1])
+    # Not a rank in common: the value travels from one rank, so only that one has to make it.
+    chosen = chosen or (min(place.ranks),)
+    if set(chosen) == set(place.ranks):
+        return False
+    new = Place(chosen)
+    for value in op.results:
+        value.type = relocate(value.type, new)
+    return True
+
+
+def _want_operands(op: Op, wanted: dict[Value, int]) -> None:
+    """Note the ranks at which an op takes each of its operands; ranks are bits of an integer."""
+    if isinstance(op, Collective):
+        ranks = (op.root,) if isinstance(op, Broadcast) else op.group.ranks
+        for value, rank in zip(op.operands, ranks, strict=False):
+            wanted[value] = wanted.get(value, 0) | 1 << rank
+        return
+    place = op.place
+    if place is None:
+        return
+    mask = sum([1 << rank for rank in place.ranks])
+    for value in op.operands:
+        wanted[value] = wanted.get(value, 0) | mask

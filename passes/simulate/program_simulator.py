@@ -1,0 +1,167 @@
+"""Run scheduled programs on paper: the very ops that ranks will run, on a virtual clock."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ...ir.attributes import Action, Task
+from ...ir.communication import Message, Progress, Span, Stall
+from ...ir.diagnostics import error
+from ...ir.module import Module
+from ...ir.ops import AllReduce, Barrier, Broadcast, Call, Collective, Op, Recv, Send, Value
+from ...ir.pipeline.costs import Costs
+from ...ir.types import FutureType, TensorType
+from .footprint import peak_bytes
+from .program_times import ProgramTimes, RankTimes
+
+__all__ = ["ProgramSimulation", "RankTimes", "simulate_programs"]
+
+
+@dataclass(frozen=True)
+class ProgramSimulation(ProgramTimes):
+    """What the programs of a step come to, on paper.
+
+    Attributes:
+        messages: when each message travelled, by channel and number.
+    """
+
+    messages: tuple[Message, ...] = ()
+
+
+def simulate_programs(module: Module, costs: Costs) -> ProgramSimulation:
+    """Run the programs of a scheduled module on paper, in time linear in their ops.
+
+    The model is that of `ir/communication.py`, which is also `check-deadlock`'s: a message travels
+    once both ends have been posted and the messages before it on their streams have arrived; with
+    `costs.buffered` it need not wait for its receive, if it has a slot.
+
+    A call takes what `costs.functions` says of its function. If that says nothing, an actor's
+    call takes its share of the time of its task, which is `tf`, `tb` or `tw` over the number of
+    such calls; a W without B, as the first stage has it, is all of a backward and takes `tb + tw`.
+    After each call its rank is idle for `costs.overhead`, and before each send or collective for
+    `costs.post`. All other ops take no time. A message takes what the link of its channel, or else
+    `costs.link`, says of its bytes; without these, one that a task sends takes `tcomm`, and others
+    no time.
+
+    Raises:
+        IRError: the programs wait for each other for ever, or their ends do not match.
+    """
+    work = _work(module, costs)
+    progress = Progress(module, _occupied(work, costs), _transfer(module, costs), costs.buffered)
+    if not progress.run():
+        raise error(
+            "these programs wait for each other for ever",
+            help="the pass check-deadlock shows which ops do",
+        )
+    overhead = costs.overhead
+    spans: dict[int, list[Span]] = defaultdict(list)
+    for span in progress.spans:
+        time = work.get(id(span.op))
+        if time is not None:
+            spans[span.rank].append(replace(span, end=span.start + time) if overhead else span)
+    stalls: dict[int, list[Stall]] = defaultdict(list)
+    for stall in progress.stalls:
+        stalls[stall.rank].append(stall)
+    ranks = [
+        _times(program.rank or 0, spans[program.rank or 0], stalls[program.rank or 0])
+        for program in module.programs
+    ]
+    return ProgramSimulation(
+        tuple(
+            replace(times, peak_bytes=peak_bytes(module, program))
+            for times, program in zip(ranks, module.programs, strict=True)
+        ),
+        tuple(span for times in ranks for span in spans[times.rank]),
+        tuple(progress.messages[key] for key in sorted(progress.messages)),
+    )
+
+
+def _times(rank: int, spans: Sequence[Span], stalls: Sequence[Stall]) -> RankTimes:
+    start, end = (spans[0].start, spans[-1].end) if spans else (0.0, 0.0)
+    busy = sum(span.end - span.start for span in spans)
+    exposed = 0.0
+    for stall in stalls:
+        travelling = min(stall.end, end) - max(stall.start, stall.message.start, start)
+        exposed += max(0.0, travelling)
+    return RankTimes(rank, start, end, busy, max(0.0, end - start - busy), exposed)
+
+
+def _work(module: Module, costs: Costs) -> dict[int, float]:
+    """How long each op takes that takes time, by identity."""
+    calls: list[Call] = [
+        op for program in module.programs for op in program.ops if isinstance(op, Call)
+    ]
+    functions = module.functions
+    tasks = {call.task for call in calls if call.task and functions[call.fn.name].actor is not None}
+    split = any(task.action is Action.WEIGHT for task in tasks)
+    sharing = [call for call in calls if _shares(module, costs, call)]
+    counts = Counter(call.task for call in sharing)
+    work = {
+        id(call): costs.functions[call.fn.name] for call in calls if call.fn.name in costs.functions
+    }
+    for call in sharing:
+        if call.task is not None:
+            work[id(call)] = _time(costs, call.task, split, tasks) / counts[call.task]
+    return work
+
+
+def _time(costs: Costs, task: Task, split: bool, tasks: Container[Task]) -> float:
+    """How long a task takes; `tasks` are all that there are."""
+    time = costs.of(task.action, task.stage, split)
+    before = Task(task.stage, Action.BACKWARD, task.microbatch)
+    if task.action is Action.WEIGHT and before not in tasks:
+        time += costs.of(Action.BACKWARD, task.stage, split)
+    return time
+
+
+def _occupied(work: Mapping[int, float], costs: Costs) -> Callable[[Op], float]:
+    """For how long an op keeps its rank from going on."""
+
+    def time(op: Op) -> float:
+        if isinstance(op, Call):
+            return work.get(id(op), 0.0) + costs.overhead
+        return costs.post if isinstance(op, Send | Collective) else 0.0
+
+    return time
+
+
+def _shares(module: Module, costs: Costs, call: Call) -> bool:
+    """Whether a call takes its share of the time of its task."""
+    if call.task is None or call.fn.name in costs.functions:
+        return False
+    return module.functions[call.fn.name].actor is not None
+
+
+def _transfer(module: Module, costs: Costs) -> Callable[[Message], float]:
+    def time(message: Message) -> float:
+        op = next(op for op in message.ends.values() if not isinstance(op, Recv))
+        link = costs.channels.get(message.chan, costs.link)
+        if link is not None:
+            return link.time(_volume(op))
+        if op.task is None:
+            return 0.0
+        stage = op.task.stage
+        if op.task.action is Action.FORWARD:
+            return costs.between(stage)
+        return costs.between(stage - 1) if stage else 0.0
+
+    return time
+
+
+def _volume(op: Op) -> int:
+    """Bytes that a link carries for a message, or for each rank of a collective (as rings do)."""
+    largest = max((_nbytes(value) for value in (*op.operands, *op.results)), default=0)
+    if isinstance(op, Barrier):
+        return 0
+    if not isinstance(op, Collective) or isinstance(op, Broadcast):
+        return largest
+    others = len(op.group.ranks) - 1
+    rounds = 2 if isinstance(op, AllReduce) else 1
+    return rounds * largest * others // len(op.group.ranks)
+
+
+def _nbytes(value: Value) -> int:
+    type_ = value.type.value if isinstance(value.type, FutureType) else value.type
+    return type_.nbytes if isinstance(type_, TensorType) else 0

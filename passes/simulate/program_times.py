@@ -1,0 +1,88 @@
+"""What the ranks of a step do with their time: foreseen by a simulation, or recorded."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ...ir.communication import Span
+
+
+@dataclass(frozen=True, slots=True)
+class RankTimes:
+    """What a rank does with its time, in milliseconds.
+
+    Attributes:
+        start, end: of its first and last work; both 0 if it has none.
+        busy: for how long it works.
+        blocked: for how long, between `start` and `end`, it does not.
+        exposed: for how long of that the message that it waits for is travelling; for the rest,
+            another rank has not sent it yet. NaN where that is not known.
+        peak_bytes: of the tensors that it holds, by the buffer plan; see `peak_bytes`.
+    """
+
+    rank: int
+    start: float
+    end: float
+    busy: float
+    blocked: float
+    exposed: float
+    peak_bytes: int = 0
+
+    @property
+    def span(self) -> float:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class ProgramTimes:
+    """What the programs of a step come to; `print` shows it as a table.
+
+    Attributes:
+        ranks: for each rank what it does with its time.
+        spans: when each op ran that takes time, by rank in program order.
+    """
+
+    ranks: tuple[RankTimes, ...]
+    spans: tuple[Span, ...]
+
+    @property
+    def makespan(self) -> float:
+        """The longest time from a rank's first work to the end of its last, in milliseconds."""
+        return max(rank.span for rank in self.ranks)
+
+    @property
+    def end(self) -> float:
+        """When the last rank is done, in milliseconds."""
+        return max(rank.end for rank in self.ranks)
+
+    @property
+    def bubble_ratio(self) -> float:
+        """The share of the makespan for which a rank that has work is, on average, idle."""
+        working = self._working
+        return 1.0 - self._share([rank.busy for rank in working]) if working else 0.0
+
+    @property
+    def exposed_ratio(self) -> float:
+        """The share of the makespan for which such a rank waits for what is travelling."""
+        return self._share([rank.exposed for rank in self._working])
+
+    def __str__(self) -> str:
+        exposed = self.exposed_ratio
+        known = "" if math.isnan(exposed) else f", exposed communication {exposed:.2%}"
+        lines = [f"makespan {self.makespan:.3f} ms, bubble {self.bubble_ratio:.2%}{known}"]
+        names = ("start ms", "end ms", "busy ms", "blocked ms", "exposed ms")
+        lines.append("rank" + "".join(f"{name:>12}" for name in names) + f"{'peak bytes':>14}")
+        for rank in self.ranks:
+            times = (rank.start, rank.end, rank.busy, rank.blocked, rank.exposed)
+            cells = "".join(f"{'-' if math.isnan(t) else f'{t:.3f}':>12}" for t in times)
+            lines.append(f"{rank.rank:>4}{cells}{rank.peak_bytes:>14}")
+        return "\n".join(lines)
+
+    @property
+    def _working(self) -> list[RankTimes]:
+        return [rank for rank in self.ranks if rank.busy]
+
+    def _share(self, times: list[float]) -> float:
+        """What part of the makespan times are on average."""
+        return sum(times) / len(times) / self.makespan if times else 0.0

@@ -1,0 +1,47 @@
+"""The rank grid: a timeline as text, a line for each rank, time from left to right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...ir.pipeline.timing import Timeline
+
+_COARSEST = 8
+"""How many times longer the longest task may be than what the scale is made for."""
+
+
+def grid(timeline: Timeline, ranks: Sequence[int] | None = None) -> str:
+    """Draw a timeline.
+
+    Each task is as wide as it is long, and begins with its name (`2F0`: stage 2, forward,
+    microbatch 0), cut where there is no room; dots are time for which the rank is idle.
+
+    Args:
+        timeline: what to draw.
+        ranks: which lines, and in which order; all ranks, ascending, without.
+    """
+    ranks = sorted(timeline.rows) if ranks is None else ranks
+    per_ms = _scale(timeline)
+    label = max(len(str(rank)) for rank in ranks)
+    return "".join(f"{rank:>{label}} | {_line(timeline, rank, per_ms)}\n" for rank in ranks)
+
+
+def _scale(timeline: Timeline) -> float:
+    """Characters for each millisecond, such that the name of the shortest task fits."""
+    times = [time for time in timeline.durations if time]
+    if not times:
+        return 1.0
+    longest = len(str(len(timeline.stage_ranks) - 1)) + len(str(timeline.microbatches - 1)) + 1
+    return (longest + 1) / max(min(times), max(times) / _COARSEST)
+
+
+def _line(timeline: Timeline, rank: int, per_ms: float) -> str:
+    cells: list[str] = []
+    at = 0
+    for task, start, end in timeline.tasks(rank):
+        first, last = round(start * per_ms), round(end * per_ms)
+        cells.append("." * (first - at))
+        width = last - first
+        cells.append(str(task)[: width - 1].ljust(width) if width > 1 else " " * width)
+        at = last
+    return "".join(cells)

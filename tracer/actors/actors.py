@@ -1,0 +1,441 @@
+"""Actors: objects that live on one rank, and the handles that all ranks have of them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
+
+import torch
+
+from ...ir.location import Location
+from ...ir.types import Place
+from ..errors import TraceError, note_refusal
+from ..functions.callee import Callee
+from ..functions.calls import Subject, declare, note_effect, note_sharing, record
+from ..functions.interface import MethodTarget, Peers
+from ..source import caller_location
+from ..step.arguments import Arguments, take_apart
+from ..step.session import Session, is_tracing, recording
+from ..step.values import NotAValue
+from .actor_state import collect
+from .holdings import Actors, Member
+from .sharing import find_sharing, plays_all
+
+T = TypeVar("T")
+
+
+class ActorError(RuntimeError):
+    """An actor was made or used where it cannot be."""
+
+
+class ActorFactory:
+    """The decorator `@cg.actor`, for one program's world.
+
+    Decorating leaves a class as it is but for a new attribute: `Cls.on(rank)(*args, **kwargs)`
+    makes an instance on `rank` and returns a handle, on all ranks. `Cls(*args)` still makes a
+    plain object. Subclasses of an actor class are actor classes.
+
+    Args:
+        world: gives the world; asked when an actor is made, not before.
+        device: gives the device of this process's rank, None for the host; likewise.
+    """
+
+    def __init__(
+        self,
+        world: Callable[[], Peers],
+        device: Callable[[], torch.device | None] = lambda: None,
+    ) -> None:
+        self._world = world
+        self.device = device
+        self.actors = Actors(_member_of)
+        self._counts: dict[str, int] = {}
+        self._used: set[str] = set()
+
+    def __call__(self, cls: type[T]) -> type[T]:
+        """Make `cls` an actor class.
+
+        Raises:
+            TypeError: `cls` is not a class, or has an attribute `on` of its own.
+        """
+        if not isinstance(cls, type):
+            raise TypeError(f"cg.actor decorates classes, not {cls!r}")
+        own = inspect.getattr_static(cls, "on", None)
+        if own is not None and not isinstance(own, _On):
+            raise TypeError(
+                f"class {cls.__name__} has an attribute 'on', which cg.actor would replace; "
+                "rename it"
+            )
+        setattr(cls, "on", _On(self))  # noqa: B010 - not an attribute that type checkers know
+        return cls
+
+    def place(self, cls: type[Any], rank: int) -> Placement:
+        """Choose the rank of an actor of class `cls`; call the result to make it.
+
+        Raises:
+            ActorError: the world has no such rank, a step is being traced, or a method of `cls`
+                has a name that handles use themselves.
+        """
+        peers = self._world()
+        shown = f"{cls.__name__}.on({rank!r})"
+        if is_tracing():
+            error = ActorError(f"{shown} inside a step; make actors before the step is traced")
+            note_refusal(error)
+            raise error
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < peers.size:
+            raise ActorError(
+                f"{shown}: the world has ranks 0..{peers.size - 1}; start more of them (mpirun -n, "
+                "or CG_RANKS without MPI), or place the actor on an existing one, as in "
+                f"{cls.__name__}.on(i % cg.world_size())"
+            )
+        for name in sorted(_RESERVED):
+            if callable(getattr(cls, name, None)):
+                raise ActorError(
+                    f"{shown}: method '{name}' of {cls.__name__} would be hidden by the handle's "
+                    "own attribute; rename the method"
+                )
+        return Placement(self, cls, rank, peers)
+
+    def new_name(self, cls: type[Any]) -> str:
+        """The name of the next actor of a class: `stage0`, `stage1`; the same on all ranks."""
+        base = re.sub(r"\W", "_", cls.__name__.lower(), flags=re.ASCII)
+        while True:
+            number = self._counts.get(base, 0)
+            self._counts[base] = number + 1
+            name = f"{base}{number}"
+            if name not in self._used:
+                self._used.add(name)
+                return name
+
+
+class _On:
+    """The attribute `on` of an actor class."""
+
+    def __init__(self, factory: ActorFactory) -> None:
+        self._factory = factory
+
+    def __get__(self, instance: object, owner: type[Any]) -> Callable[[int], Placement]:
+        return functools.partial(self._factory.place, owner)
+
+
+class Placement:
+    """A class and a rank: call it to make the actor."""
+
+    def __init__(self, factory: ActorFactory, cls: type[Any], rank: int, peers: Peers) -> None:
+        self._factory = factory
+        self._cls = cls
+        self._rank = rank
+        self._peers = peers
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> ActorHandle:
+        """Make the instance, where its rank is played, and a handle everywhere.
+
+        What the constructor raises is raised on its rank alone.
+        """
+        name = self._factory.new_name(self._cls)
+        here = self._peers.plays(self._rank)
+        instance = self._make(args, kwargs) if here else _ELSEWHERE
+        actors = self._factory.actors
+        handle = ActorHandle(name, self._rank, self._cls, self._peers, instance, actors)
+        member = handle._member
+        member.made = caller_location()
+        if not plays_all(self._peers):
+            actors.note_given(member, (args, kwargs))
+        return handle
+
+    def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The instance; what it holds is on its rank's device."""
+        device = self._factory.device()
+        if device is None:
+            return self._cls(*args, **kwargs)
+        # Made on the host first, so that it starts from the same numbers as anywhere else.
+        instance = self._cls(*args, **kwargs)
+        for held in collect(instance).tensors:
+            # In place: an optimizer, say, knows the parameter by its identity.
+            held.tensor.data = held.tensor.data.to(device)
+        return instance
+
+
+class _Elsewhere:
+    """In place of an instance that another process holds."""
+
+
+_ELSEWHERE = _Elsewhere()
+
+
+class ActorHandle(NotAValue):
+    """What every rank has of an actor.
+
+    In a step, a method call is recorded, whatever the rank. Outside of steps it runs in plain
+    Python, and only where the actor lives.
+
+    Attributes:
+        name: the name of the actor's class in lower case, and a number.
+        rank: where it lives.
+        cls: its class.
+    """
+
+    __slots__ = (
+        *("__weakref__", "_actors", "_instance", "_member", "_methods", "_peers"),
+        *("cls", "name", "place", "rank"),
+    )
+
+    what_it_is = "an actor, which is not a value"
+
+    def __init__(
+        self,
+        name: str,
+        rank: int,
+        cls: type[Any],
+        peers: Peers,
+        instance: object,
+        actors: Actors | None = None,
+    ) -> None:
+        self.name = name
+        self.rank = rank
+        self.cls = cls
+        self.place = Place.of(rank)
+        self._peers = peers
+        self._instance = instance
+        self._methods: dict[str, ActorMethod] = {}
+        self._actors = Actors(_member_of) if actors is None else actors
+        self._member = Member(name, rank, peers, (instance,) if self.is_local else ())
+        self._actors.enter(self._member)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this process holds the instance."""
+        return self._instance is not _ELSEWHERE
+
+    @property
+    def local(self) -> Any:
+        """The instance itself.
+
+        Raises:
+            ActorError: another process holds it.
+        """
+        if self._instance is _ELSEWHERE:
+            raise ActorError(
+                f"{self.name} lives on rank {self.rank}, this is rank {self._peers.rank}; "
+                f"ask for {self.name}.local only where {self.name}.is_local"
+            )
+        return self._instance
+
+    def __getattr__(self, name: str) -> ActorMethod:
+        methods = self._methods
+        found = methods.get(name)
+        if found is None:
+            if not _is_method(self.cls, name):
+                raise self._no_method(name)
+            found = methods[name] = ActorMethod(self, name)
+        return found
+
+    def _no_method(self, name: str) -> AttributeError:
+        methods = ", ".join(_methods_of(self.cls)) or "none"
+        known = hasattr(self.cls, name)
+        what = f"'{name}' is not a method of" if known else f"no method '{name}' in"
+        return AttributeError(
+            f"{what} the actor {self.name}; the methods of {self.cls.__name__} are: {methods}. "
+            "Attributes live with the instance: read them in a method, or, outside of steps and "
+            f"on rank {self.rank}, from {self.name}.local"
+        )
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Call the actor itself, as in `stage(x)`."""
+        if not _is_method(self.cls, "__call__"):
+            raise TypeError(
+                f"{self.name} cannot be called, {self.cls.__name__} has no __call__; call one of "
+                f"its methods: {', '.join(_methods_of(self.cls))}"
+            )
+        return self.__getattr__("__call__")(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        where = "here" if self.is_local else "elsewhere"
+        return f"<actor {self.name}: {self.cls.__name__} on rank {self.rank}, {where}>"
+
+    def __copy__(self) -> ActorHandle:
+        return self
+
+    def __deepcopy__(self, memo: object) -> ActorHandle:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"the handle of {self.name} belongs to this process and cannot be pickled; save what "
+            f"{self.name}.local holds instead, for example its state_dict()"
+        )
+
+
+_RESERVED = {"name", "rank", "cls", "place", "local", "is_local"}
+
+
+class ActorMethod(NotAValue):
+    """A method of an actor, to be called.
+
+    `remat`: as by `cg.remat`. `function`: what is called with the instance, if it is not a method
+    of the actor's own.
+    """
+
+    __slots__ = ("_rematerialized", "function", "handle", "name", "remat", "shown")
+
+    what_it_is = "a method of an actor, which is not a value"
+
+    def __init__(
+        self,
+        handle: ActorHandle,
+        name: str,
+        remat: bool = False,
+        function: Callable[..., Any] | None = None,
+    ) -> None:
+        self.handle = handle
+        self.name = name
+        self.shown = f"{handle.name}.{name.strip('_') or name}"
+        self.remat = remat
+        self.function = function
+        self._rematerialized: ActorMethod | None = self if remat else None
+
+    @property
+    def rematerialized(self) -> ActorMethod:
+        """The same method, whose backward computes its forward again; always the same object."""
+        if self._rematerialized is None:
+            self._rematerialized = ActorMethod(self.handle, self.name, remat=True)
+        return self._rematerialized
+
+    def __repr__(self) -> str:
+        return f"<method {self.shown}>"
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        session = recording(f"a call of {self.shown}")
+        if session is not None:
+            return _call(session, self, args, kwargs)
+        handle = self.handle
+        if not handle.is_local:
+            raise ActorError(
+                f"{self.shown} was called outside of a step, but {handle.name} lives on rank "
+                f"{handle.rank} and this is rank {handle._peers.rank}; call it in a step "
+                f"(@cg.trace), or only where {handle.name}.is_local"
+            )
+        if self.function is not None:
+            return self.function(handle.local, *args, **kwargs)
+        return getattr(handle.local, self.name)(*args, **kwargs)
+
+
+def _member_of(value: Any) -> Member | None:
+    handle = value.handle if isinstance(value, ActorMethod) else value
+    return handle._member if isinstance(handle, ActorHandle) else None
+
+
+def library_method(handle: ActorHandle, function: Callable[..., Any]) -> ActorMethod:
+    """A function of cg's own that is called as a method of an actor: with the instance first."""
+    key = f"cg.{function.__name__}"  # no attribute of a class has such a name
+    found = handle._methods.get(key)
+    if found is None:
+        found = handle._methods[key] = ActorMethod(handle, function.__name__, function=function)
+    return found
+
+
+def remat(method: ActorMethod | ActorHandle) -> ActorMethod:
+    """The method, of which a step saves nothing but inputs for the backward.
+
+    `cg.remat(stage.forward)(x)` gives the values and gradients of `stage.forward(x)`, bit for bit.
+    The backward computes the forward once more, for less memory in between.
+
+    Args:
+        method: a method of an actor, or an actor that can be called itself. When the step is
+            traced, a method that draws random numbers, or changes its actor's state, is an error.
+
+    Raises:
+        TypeError: `method` is something else.
+    """
+    if isinstance(method, ActorHandle) and _is_method(method.cls, "__call__"):
+        method = method.__getattr__("__call__")
+    if not isinstance(method, ActorMethod):
+        raise TypeError(
+            "cg.remat takes a method of an actor, as in cg.remat(stage.forward)(x), not "
+            f"{method!r}; inside of a method, use torch.utils.checkpoint"
+        )
+    return method.rematerialized
+
+
+def _is_method(cls: type[Any], name: str) -> bool:
+    # Not getattr_static, which would find methods of the metaclass, too.
+    found = next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
+    if isinstance(found, staticmethod | classmethod):
+        return True
+    return callable(found) and not isinstance(found, type)
+
+
+def _methods_of(cls: type[Any]) -> list[str]:
+    """Public methods that the user wrote, in alphabetical order."""
+    names = {
+        name
+        for base in cls.__mro__
+        if base not in (object, torch.nn.Module)
+        for name in vars(base)
+        if not name.startswith("_") and _is_method(cls, name)
+    }
+    return sorted(names)
+
+
+def _call(
+    session: Session, method: ActorMethod, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Record a call of an actor's method; what Python holds for its result."""
+    loc = caller_location(3)
+    handle = method.handle
+    if handle._peers is not session.peers:
+        raise TraceError(
+            f"{handle.name} was made in another world than the one that traces this step",
+            loc=loc,
+            remedy="make the actor again, after the world has been set up",
+        )
+    session.ambient.check(method.shown, loc)
+    with torch._C.DisableTorchFunction():
+        arguments = take_apart(session, args, kwargs, method.shown, loc)
+    grad = torch.is_grad_enabled()
+    key = (method, grad, arguments.key)
+    callee = session.callees.get(key)
+    if callee is None:
+        callee = session.callees[key] = _declare(session, method, arguments, grad, loc)
+    return _record(session, callee, arguments, handle.place, loc)
+
+
+def _record(
+    session: Session, callee: Callee, arguments: Arguments, place: Place, loc: Location | None
+) -> Any:
+    results = record(session, callee, arguments.operands, place, loc)
+    if callee.declaration.effect.changes_state:
+        note_effect(session, callee)
+    if callee.shares:
+        note_sharing(session, callee, arguments.values, results)
+    if callee.is_single:
+        return results[0]
+    return callee.results.fill(results)
+
+
+def _declare(
+    session: Session,
+    method: ActorMethod,
+    arguments: Arguments,
+    grad: bool,
+    loc: Location | None,
+) -> Callee:
+    handle = method.handle
+    target = None
+    if session.sharing is None:
+        with torch._C.DisableTorchFunction():
+            session.sharing = find_sharing(handle._actors, session.peers)
+    if handle.is_local:
+        target = MethodTarget(
+            handle.name,
+            handle.local,
+            method.name,
+            method.remat,
+            method.function,
+            session.sharing.together.get(handle.name, ()),
+            session.sharing.uses.get(handle.name),
+        )
+    subject = Subject(target, handle.rank, method.shown)
+    return declare(session, subject, arguments.signature(), grad, loc)

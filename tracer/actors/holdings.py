@@ -1,0 +1,278 @@
+"""What actors hold: their memory and the objects that can change, each with its path.
+
+Actors are compared by it. Where this process plays all ranks, it holds all actors. Where it does
+not, the owner of an actor compares it with what later actors of other ranks are made of, while both
+are there; nothing is kept alive for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+
+from ...ir.location import Location
+from ..methods.dispatch_modes import storage_key
+from ..methods.side_effects import is_foreign
+from .actor_state import ActorState, reach
+
+
+@dataclass
+class Holding:
+    """What an actor, or anything else, holds at one moment.
+
+    Attributes:
+        memory: for each piece of memory, the tensors that it is of, by path.
+        objects: for each object that can change, by identity, its path.
+        plain: those of these that are plain data, which a step does not look into: no part of a
+            module, nor of a library's object.
+        values: the tensors and objects, by path.
+    """
+
+    memory: dict[Hashable, dict[str, torch.Tensor]] = field(default_factory=dict)
+    objects: dict[Hashable, str] = field(default_factory=dict)
+    plain: set[Hashable] = field(default_factory=set)
+    values: dict[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def of(state: ActorState) -> Holding:
+        """What a walk has found."""
+        holding = Holding()
+        for held in state.tensors:
+            holding.values.setdefault(held.path, held.tensor)
+            for key in _memory_keys(held.tensor):
+                holding.memory.setdefault(key, {})[held.path] = held.tensor
+        whole = tuple(f"{path}." for each, path in state.objects if path and _is_whole(each))
+        for each, path in _changeable(state):
+            key = ("object", id(each))
+            holding.objects.setdefault(key, path)
+            if not f"{path}.".startswith(whole):
+                holding.plain.add(key)
+                holding.values.setdefault(path, each)
+        return holding
+
+    @property
+    def keys(self) -> frozenset[Hashable]:
+        """Of all memory and objects."""
+        return frozenset((*self.memory, *self.objects))
+
+    def path_of(self, key: Hashable) -> str | None:
+        """Where something is; None if it is not here, or not plain."""
+        if key in self.memory:
+            return next(iter(self.memory[key]))
+        return self.objects.get(key) if key in self.plain else None
+
+
+def _is_whole(value: Any) -> bool:
+    """Whether what is in an object is its own business."""
+    return isinstance(value, torch.nn.Module) or is_foreign(type(value))
+
+
+def _memory_keys(tensor: torch.Tensor) -> Iterator[Hashable]:
+    """What identifies the memory of a tensor and of its gradient."""
+    key = storage_key(tensor)
+    yield ("tensor", id(tensor)) if key is None else ("storage", key)
+    if key is not None and (address := tensor.untyped_storage().data_ptr()):
+        yield ("address", tensor.device, address)  # two storages may be made of one array
+    if tensor.is_leaf and tensor.grad is not None:
+        yield from _memory_keys(tensor.grad)
+
+
+def _changeable(state: ActorState) -> Iterator[tuple[Any, str]]:
+    """The Python objects of a state that can change, with their paths."""
+    frozen = [each for each, _ in state.objects if _is_frozen(each)]
+    fixed = {id(each) for each in frozen} | {id(getattr(each, "__dict__", None)) for each in frozen}
+    for each, _ in state.objects:
+        if isinstance(each, torch.nn.Module):  # it stands for what torch keeps in it
+            attributes = vars(each)
+            fixed.add(id(attributes))
+            fixed.update([id(attributes[name]) for name in _OF_MODULES if name in attributes])
+    for each, path in (*state.objects, *state.containers, *state.others):
+        if id(each) not in fixed:
+            yield each, path
+    for trainer in state.trainers:
+        yield trainer, type(trainer).__name__
+
+
+_OF_MODULES = tuple(
+    name for name, value in vars(torch.nn.Module()).items() if isinstance(value, dict)
+)
+"""The dicts that every module has."""
+
+
+def _is_frozen(value: Any) -> bool:
+    parameters = getattr(type(value), "__dataclass_params__", None)
+    return parameters is not None and bool(parameters.frozen)
+
+
+@dataclass(frozen=True)
+class Held:
+    """Something that an actor holds.
+
+    Attributes:
+        actor, rank: the actor.
+        made: where it was made.
+        order: when, among all actors.
+        path: where it holds it.
+    """
+
+    actor: str
+    rank: int
+    made: Location | None
+    order: int
+    path: str
+
+
+@dataclass(eq=False)
+class Member:
+    """An actor, as this process knows it.
+
+    Attributes:
+        name, rank: as those of its handle.
+        world: what it was made in.
+        held: in a tuple the instance; empty where another process holds it.
+        made: where in the user's program.
+        order: how many have been made before it.
+        keys: what it held when it was made, where actors live in several processes.
+        kept: of what it was made of, by path there, where it holds that.
+        met: later actors of other ranks that were made of what it holds, as (what it holds, their
+            name, path in what they were made of).
+        reads, changes: the paths of the tensors that its traced functions have been seen to read,
+            and to change, with the function that did.
+        is_traced, is_opaque: whether methods of it were traced, and called as they are.
+    """
+
+    name: str
+    rank: int
+    world: object
+    held: tuple[Any, ...]
+    made: Location | None = None
+    order: int = 0
+    keys: frozenset[Hashable] = frozenset()
+    kept: dict[str, str] = field(default_factory=dict)
+    met: list[tuple[Held, str, str]] = field(default_factory=list)
+    reads: set[str] = field(default_factory=set)
+    changes: dict[str, str] = field(default_factory=dict)
+    is_traced: bool = False
+    is_opaque: bool = False
+
+    def at(self, path: str) -> Held:
+        """What it holds there."""
+        return Held(self.name, self.rank, self.made, self.order, path)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What an actor shares with another actor of its rank.
+
+    Attributes:
+        other: the other actor.
+        memory: the storages of the tensors that share memory with the other's.
+    """
+
+    other: str
+    memory: frozenset[int | None]
+
+
+@dataclass
+class Use:
+    """Notes what functions of an actor do to its memory, which actors of other ranks may hold too.
+
+    Attributes:
+        member: the actor.
+        paths: where it holds a tensor, by storage.
+        reads, changes, is_traced, is_opaque: as those of `Member`; of earlier steps, and this one.
+    """
+
+    member: Member
+    paths: dict[int | None, str]
+    reads: set[str] = field(init=False)
+    changes: dict[str, str] = field(init=False)
+    is_traced: bool = field(init=False)
+    is_opaque: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        member = self.member
+        self.reads, self.changes = set(member.reads), dict(member.changes)
+        self.is_traced, self.is_opaque = member.is_traced, member.is_opaque
+
+    def note(
+        self, reads: Collection[int | None], changes: Collection[int | None], function: str
+    ) -> None:
+        """Note the memory that a traced function uses."""
+        paths = self.paths
+        self.is_traced = True
+        self.reads.update(paths[key] for key in reads if key in paths)
+        for key in changes:
+            if key in paths:
+                self.changes.setdefault(paths[key], function)
+
+    def note_opaque(self) -> None:
+        """Note that a method is called as it is."""
+        self.is_opaque = True
+
+    def keep(self) -> None:
+        """Let later steps know of it."""
+        member = self.member
+        member.reads, member.changes = self.reads, self.changes
+        member.is_traced, member.is_opaque = self.is_traced, self.is_opaque
+
+
+class Actors:
+    """The actors that a factory has made, for as long as they have handles.
+
+    Args:
+        member_of: the actor that a value is a handle of; None of any other value.
+    """
+
+    def __init__(self, member_of: Callable[[Any], Member | None]) -> None:
+        self._member_of = member_of
+        self._members: WeakValueDictionary[str, Member] = WeakValueDictionary()
+        self._count = 0
+
+    def enter(self, member: Member) -> None:
+        """Note an actor that has been made."""
+        member.order, self._count = self._count, self._count + 1
+        self._members[member.name] = member
+
+    def local(self, world: object) -> list[Member]:
+        """The actors of a world that this process holds, by name."""
+        members = (m for m in self._members.values() if m.held and m.world is world)
+        return sorted(members, key=lambda member: member.name)
+
+    def note_given(self, member: Member, given: Any) -> None:
+        """Note which local actors hold what an actor has just been made of, where others do not.
+
+        Args:
+            given: the arguments of its constructor.
+        """
+        things = Holding.of(reach(given))
+        if member.held:
+            mine = self.holding(member)
+            member.keys = mine.keys
+            member.kept = dict(_matches(things, mine))
+        for other in self.local(member.world):
+            if other.rank != member.rank and not other.keys.isdisjoint(things.keys):
+                theirs = self.holding(other)  # as it is now
+                for path, own in _matches(things, theirs):
+                    other.met.append((other.at(own), member.name, path))
+
+    def holding(self, member: Member) -> Holding:
+        """What an actor holds now; of other actors of its rank whose handles it has, too."""
+
+        def behind(value: Any) -> tuple[Any, ...]:
+            other = self._member_of(value)
+            return other.held if other is not None and other.rank == member.rank else ()
+
+        return Holding.of(reach(member.held, behind))
+
+
+def _matches(things: Holding, holding: Holding) -> Iterator[tuple[str, str]]:
+    """What is in both, by its paths in both."""
+    for key in (*things.memory, *things.objects):
+        path, own = things.path_of(key), holding.path_of(key)
+        if path is not None and own is not None:
+            yield path, own

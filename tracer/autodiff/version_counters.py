@@ -1,0 +1,127 @@
+"""Noticing that state has changed between a forward and its backward, where only the run can tell.
+
+A backward looks parameters up where they live. A call of unknown effect in between, such as an
+optimizer's step, may have changed them; the gradient would then be one of nothing that was ever
+computed. Eager PyTorch compares version counters. So do the bodies here: the forward returns the
+counters as one more saved value, and the backward compares. Only derivatives with such a call in
+between are made so.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ...ir.module import Function
+from ...ir.types import DType, TensorType
+from ..actors.actor_state import StateTensor
+from ..codegen.codegen import refitted_alike
+from ..functions.interface import Body, TracedHalf, TracedVjp, Write
+
+
+def with_versions(
+    traced: TracedVjp, state: Sequence[StateTensor], at: int, what: str, between: Sequence[Write]
+) -> TracedVjp:
+    """A derivative that notices changes of `state` when it runs.
+
+    Args:
+        traced: the derivative.
+        state: what its backward looks up.
+        at: how many values it saves.
+        what: the method, in words.
+        between: the calls that may have changed the state.
+    """
+    # For each tensor its identity and its version.
+    type_ = TensorType(DType.I64, (len(state), 2))
+
+    def taking(function: Function, at: int) -> Function:
+        inputs = (*function.inputs[:at], type_, *function.inputs[at:])
+        aliases = tuple((output, i + (i >= at)) for output, i in function.aliases)
+        return replace(function, inputs=inputs, aliases=aliases)
+
+    def checked(body: Body, at: int) -> Body:
+        return _checking(body, state, at, what, between)
+
+    vjp = traced.vjp
+    kept = tuple(i for i in vjp.kept if i < at)
+    kept_after = tuple(i + 1 for i in vjp.kept if i >= at)
+    places = {vjp.backward: at, vjp.input: at, vjp.weight: len(kept)}
+    if vjp.weight == vjp.backward:
+        places[vjp.weight] = at
+    forward = replace(traced.forward, outputs=(*traced.forward.outputs, type_))
+    return TracedVjp(
+        replace(vjp, kept=(*kept, at, *kept_after) if vjp.weight is not None else ()),
+        forward,
+        taking(traced.backward, at),
+        _noting(traced.forward_body, state),
+        checked(traced.backward_body, at),
+        tuple(
+            TracedHalf(taking(half.declaration, place), checked(half.body, place))
+            for half in traced.halves
+            for place in (places[half.declaration.name],)
+        ),
+    )
+
+
+def _noting(forward: Body, state: Sequence[StateTensor]) -> Body:
+    """The body of a forward that returns the versions of `state` after everything else."""
+
+    @functools.wraps(forward)
+    def body(*inputs: Any) -> Sequence[Any]:
+        return (*forward(*inputs), _versions(state))
+
+    return refitted_alike(body, forward, lambda refitted: _noting(refitted, state))  # type: ignore[no-any-return]
+
+
+def _checking(
+    backward: Body, state: Sequence[StateTensor], at: int, what: str, between: Sequence[Write]
+) -> Body:
+    """The body of a backward, or of a part of one, that takes the versions as input `at`.
+
+    Raises (when it runs):
+        RuntimeError: a tensor of `state` is another one, or has been written to.
+    """
+
+    @functools.wraps(backward)
+    def body(*inputs: Any) -> Sequence[Any]:
+        if not torch.equal(inputs[at], _versions(state)):
+            raise RuntimeError(_explain(inputs[at], state, what, between))
+        return backward(*inputs[:at], *inputs[at + 1 :])
+
+    def again(refitted: Body) -> Body:
+        return _checking(refitted, state, at, what, between)
+
+    return refitted_alike(body, backward, again)  # type: ignore[no-any-return]
+
+
+def _versions(state: Sequence[StateTensor]) -> torch.Tensor:
+    tensors = [tensor.slots[0].get() for tensor in state]
+    return torch.tensor([(id(tensor), tensor._version) for tensor in tensors]).view(-1, 2)
+
+
+def _explain(
+    before: torch.Tensor, state: Sequence[StateTensor], what: str, between: Sequence[Write]
+) -> str:
+    same = (before == _versions(state)).all(dim=1)
+    paths = [f"'{t.path}'" for t, kept in zip(state, same.tolist(), strict=True) if not kept]
+    return f"{changed_between(what, paths, between)}; {CHANGE_AFTER}"
+
+
+def changed_between(what: str, paths: Sequence[str], between: Sequence[Write]) -> str:
+    """The message: the backward of `what` needs state that has changed since its forward."""
+    calls = ", ".join(
+        f"@{write.function}" + (f" ({write.loc})" if write.loc is not None else "")
+        for write in between
+    )
+    return (
+        f"the gradient of {what} needs {' and '.join(paths)} as its forward has seen it, but a "
+        f"call between the two has changed it: {calls}"
+    )
+
+
+CHANGE_AFTER = "call cg.backward before what changes the actor, or call the method again after it"
+"""The remedy."""

@@ -1,0 +1,404 @@
+"""From a piece of a graph to a Python function: the body that a rank runs.
+
+The source holds one line for each operator, calls operators without attribute look-ups, looks
+parameters up where they live, and drops each value after its last use. Each line knows the user's
+line that it stems from.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import linecache
+import math
+import operator
+import re
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from types import CodeType, TracebackType
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from ...ir.location import Location
+from ..actors.actor_state import Slot
+from ..autodiff.products import add_product, find_products, is_expanded_for_products
+from ..autodiff.subgraphs import Piece, memory_of, results
+from ..step.torch_modes import is_autocast_on
+from .fusible import Fusible, make_fusible
+
+Compute = Callable[..., Sequence[torch.Tensor]]
+"""What computes a graph: takes a tensor for each of its placeholders, gives those of its output."""
+
+Compiler = Callable[[fx.GraphModule, Sequence[torch.Tensor]], Compute]
+"""Makes that of a graph, and of tensors like those that it will be given, which are fakes."""
+
+
+class GraphBody(Protocol):
+    """The body of a traced function.
+
+    Attributes:
+        locate: the user's line that stands behind a traceback through the body, or None.
+        graph: the graph that it runs.
+        state: gives the parameters and buffers that it works on.
+        trained: gives the parameters to whose `.grad` it adds.
+        rebinds: whether it puts new tensors in the place of buffers.
+        refit: gives a body that does the same, but adds gradients that are products by the
+            product itself (`products`); with its graph compiled as a whole if it gets a compiler.
+    """
+
+    locate: Callable[[TracebackType | None], Location | None]
+    graph: fx.Graph
+    state: Callable[[], list[torch.Tensor]]
+    trained: Callable[[], list[torch.Tensor]]
+    rebinds: bool
+    refit: Callable[[Compiler | None], GraphBody]
+
+    def __call__(self, *inputs: Any) -> Sequence[Any]: ...
+
+
+_serial = itertools.count()
+
+LARGE = 1 << 20
+"""Bytes of a gradient that is added to `.grad` as soon as it is there, and not with all others."""
+
+
+def make_body(piece: Piece, name: str) -> GraphBody:
+    """Generate the body of a piece.
+
+    It takes the piece's inputs and returns a tuple. It runs under `torch.no_grad` and without
+    autocast, whatever the caller's mode.
+    """
+    return _make(_Writer(piece, re.sub(r"\W", "_", name)), name)
+
+
+def _refit(piece: Piece, name: str, compiler: Compiler | None) -> GraphBody:
+    """The body of a piece, with products added by themselves; see `GraphBody`."""
+    identifier = re.sub(r"\W", "_", name)
+    if compiler is None:
+        return _make(_AddingWriter(piece, identifier), name)
+    fusible = make_fusible(piece)
+    compute = compiler(fusible.module, fusible.examples)
+    return _make(_FusedWriter(piece, identifier, fusible, compute), name)
+
+
+def _make(writer: _Writer, name: str) -> GraphBody:
+    piece = writer.piece
+    lines = list(writer.lines())
+    source = "\n".join(text for text, _ in lines) + "\n"
+    file = f"<cg {name} #{next(_serial)}>"
+    code = compile(source, file, "exec")
+    exec(code, writer.globals)
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    body = writer.globals[writer.name]
+    weakref.finalize(body, linecache.cache.pop, file, None)
+    locations = {i: loc for i, (_, loc) in enumerate(lines, start=1) if loc is not None}
+    body.locate = _Locator(body.__code__, locations)
+    body.graph = piece.graph
+    body.state = _Held([tensor.slots[0] for tensor in piece.state])
+    body.trained = _Held([gradient.tensor.slots[0] for gradient in piece.gradients])
+    body.rebinds = bool(piece.rebinds)
+    body.refit = functools.partial(_refit, piece, name)
+    return body  # type: ignore[no-any-return]
+
+
+def refitted_alike(run: Any, body: Any, wrap: Callable[[Any], Any]) -> Any:
+    """`run`, which `wrap` has made of `body`: refitted, it is made of the refitted body."""
+    refit = getattr(body, "refit", None)
+    if refit is not None:
+        run.refit = lambda compiler: wrap(refit(compiler))
+    return run
+
+
+class _Locator:
+    """Maps a line of generated code to the user's line."""
+
+    def __init__(self, code: CodeType, locations: dict[int, Location]) -> None:
+        self._code = code
+        self._locations = locations
+
+    def __call__(self, tb: TracebackType | None) -> Location | None:
+        found = None
+        while tb is not None:
+            if tb.tb_frame.f_code is self._code:
+                found = self._locations.get(tb.tb_lineno, found)
+            tb = tb.tb_next
+        return found
+
+
+class _Held:
+    """What some slots hold now."""
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self._slots = slots
+
+    def __call__(self) -> list[torch.Tensor]:
+        return [slot.get() for slot in self._slots]
+
+
+_Line = tuple[str, Location | None]
+
+
+class _Writer:
+    """Writes the source of one body; `globals` holds what the source refers to."""
+
+    def __init__(self, piece: Piece, name: str) -> None:
+        self.piece = piece
+        self.name = f"cg_{name}"
+        self.globals: dict[str, Any] = {
+            "GRAD_ON": torch.is_grad_enabled,
+            "NO_GRAD": torch.no_grad,
+            "AUTOCAST_ON": is_autocast_on,
+            "AUTOCAST_ON_DEVICE": torch.is_autocast_enabled,
+            "AUTOCAST": torch.autocast,
+            "ACCUMULATE": accumulate,
+        }
+        self._known: dict[int, str] = {}
+        self._last_use = _last_uses(piece.graph)
+        self._early = self._early_gradients()
+        nodes = [n for n in piece.graph.nodes if n.op == "placeholder"]
+        self._state = nodes[: len(piece.state)]
+        self._inputs = nodes[len(piece.state) :]
+
+    def lines(self) -> Iterator[_Line]:
+        """The lines of the source, each with the user's line."""
+        arguments = ", ".join(n.name for n in self._inputs)
+        yield f"def {self.name}({arguments}):", None
+        yield from ((text, None) for text in self._prelude(arguments))
+        yield from self._statements()
+        yield from ((text, None) for text in self._epilogue())
+
+    def _statements(self) -> Iterator[_Line]:
+        for node in self.piece.graph.nodes:
+            if node.op in ("call_function", "get_attr"):
+                yield from self._statement(node)
+            for index, gradient in self._early.get(node, ()):
+                yield f"{self._accumulate([index], [gradient.name])}; del {gradient.name}", None
+
+    def _early_gradients(self) -> dict[fx.Node, list[tuple[int, fx.Node]]]:
+        """Large gradients, by the node behind which nothing uses their memory any more.
+
+        Added there, they do not have to wait for those of all other parameters.
+        """
+        piece = self.piece
+        values = results(piece.graph)
+        first = piece.returned + len(piece.rebinds)
+        large = {
+            node: index
+            for index, node in enumerate(values[first:])
+            if values.count(node) == 1 and node.op == "call_function" and _nbytes(node) >= LARGE
+        }
+        last: dict[int | None, fx.Node] = {}
+        for node in piece.graph.nodes:
+            if node.op != "output":
+                last |= dict.fromkeys(map(memory_of, (node, *node.all_input_nodes)), node)
+        early: dict[fx.Node, list[tuple[int, fx.Node]]] = {}
+        for node, index in large.items():
+            early.setdefault(last[memory_of(node)], []).append((index, node))
+        shared = {memory_of(v) for v in values if v not in large}
+        return {
+            at: [(index, node) for index, node in found if memory_of(node) not in shared]
+            for at, found in early.items()
+        }
+
+    def _accumulate(self, indices: Sequence[int], gradients: Sequence[str]) -> str:
+        chosen = [self.piece.gradients[index] for index in indices]
+        owned = self._global(tuple(g.owned for g in chosen))
+        params = ", ".join(self._slot(g.tensor.slots[0]) for g in chosen)
+        return f"    ACCUMULATE([{params}], [{', '.join(gradients)}], {owned})"
+
+    def _prelude(self, arguments: str) -> Iterator[str]:
+        again = f"return {self.name}({arguments})"
+        yield "    if GRAD_ON():"
+        yield f"        with NO_GRAD(): {again}"
+        devices = sorted(_devices(self.piece.graph))
+        if devices:
+            yield "    if AUTOCAST_ON():"  # for any device, which costs less than for one
+        for device in devices:
+            yield f"        if AUTOCAST_ON_DEVICE({device!r}):"
+            yield f"            with AUTOCAST({device!r}, enabled=False): {again}"
+        for node, dense in zip(self._inputs, self.piece.dense, strict=True):
+            if dense:
+                name = node.name
+                yield f"    if not {name}.is_contiguous(): {name} = {name}.contiguous()"
+        for node, tensor in zip(self._state, self.piece.state, strict=True):
+            yield f"    {node.name} = {self._slot(tensor.slots[0])}"
+
+    def _slot(self, slot: Slot) -> str:
+        within = "".join(f"[{i}]" for i in slot.within)
+        return f"{self._global(slot.holder)}[{self._literal(slot.key)}]{within}"
+
+    def _statement(self, node: fx.Node) -> Iterator[_Line]:
+        text = f"    {node.name} = {self._expression(node)}{self._drop_behind(node)}"
+        yield text, self.piece.locations.get(node)
+
+    def _drop_behind(self, node: fx.Node) -> str:
+        drop = ", ".join(n.name for n in self._last_use.get(node, ()))
+        return f"; del {drop}" if drop else ""
+
+    def _expression(self, node: fx.Node) -> str:
+        if node.op == "get_attr":
+            assert isinstance(node.target, str)
+            return self._global(operator.attrgetter(node.target)(self.piece.owner))
+        if node.target is operator.getitem:
+            value, index = node.args
+            return f"{self._literal(value)}[{self._literal(index)}]"
+        args = [self._literal(a) for a in node.args]
+        args += [f"{k}={self._literal(v)}" for k, v in node.kwargs.items()]
+        text = f"{self._global(_callable(node.target))}({', '.join(args)})"
+        # Each product would lay an expanded matrix out for itself.
+        return f"{text}.contiguous()" if is_expanded_for_products(node) else text
+
+    def _epilogue(self) -> Iterator[str]:
+        piece = self.piece
+        values = self._values()
+        returned, rest = values[: piece.returned], values[piece.returned :]
+        for slot, value in zip(piece.rebinds, rest, strict=False):
+            yield f"    {self._slot(slot)} = {value}"
+        gradients = rest[len(piece.rebinds) :]
+        late = [index for index in range(len(gradients)) if index not in self._added()]
+        if late:
+            yield self._accumulate(late, [gradients[index] for index in late])
+        yield f"    return ({', '.join(returned)}{',' if returned else ''})"
+
+    def _added(self) -> set[int]:
+        """The gradients that have been added before the epilogue."""
+        return {index for found in self._early.values() for index, _ in found}
+
+    def _values(self) -> list[str]:
+        """The results of the graph, in the source."""
+        return [self._literal(v) for v in results(self.piece.graph)]
+
+    def _literal(self, value: Any) -> str:
+        if isinstance(value, fx.Node):
+            return value.name
+        if value is None or type(value) in (bool, int, str):
+            return repr(value)
+        if type(value) is float and math.isfinite(value):
+            return repr(value)
+        if isinstance(value, (list, fx.immutable_collections.immutable_list)):
+            return "[" + ", ".join(map(self._literal, value)) + "]"
+        if type(value) is tuple:
+            return "(" + "".join(f"{self._literal(v)}, " for v in value) + ")"
+        return self._global(value)
+
+    def _global(self, value: Any) -> str:
+        known = self._known.get(id(value))
+        if known is None:
+            known = self._known[id(value)] = f"G{len(self._known)}"
+            self.globals[known] = value
+        return known
+
+
+class _AddingWriter(_Writer):
+    """Writes a body that adds gradients that are products by the product itself."""
+
+    def __init__(self, piece: Piece, name: str) -> None:
+        self._products = find_products(piece)
+        super().__init__(piece, name)
+        self.globals["ADD_PRODUCT"] = add_product
+        self._adds = {product.nodes[0]: index for index, product in self._products.items()}
+        self._passed = {node for product in self._products.values() for node in product.nodes}
+
+    def _early_gradients(self) -> dict[fx.Node, list[tuple[int, fx.Node]]]:
+        found = super()._early_gradients()
+        return {
+            at: [(index, node) for index, node in gradients if index not in self._products]
+            for at, gradients in found.items()
+        }
+
+    def _statement(self, node: fx.Node) -> Iterator[_Line]:
+        index = self._adds.get(node)
+        if index is not None:
+            one, other = (factor.name for factor in self._products[index].factors)
+            text = self._add_product(index, one, other) + self._drop_behind(node)
+            yield text, self.piece.locations.get(node)
+        elif node not in self._passed:
+            yield from super()._statement(node)
+
+    def _add_product(self, index: int, one: str, other: str) -> str:
+        parameter = self._slot(self.piece.gradients[index].tensor.slots[0])
+        is_transposed = self._products[index].is_transposed
+        return f"    ADD_PRODUCT({parameter}, {one}, {other}, {is_transposed})"
+
+    def _added(self) -> set[int]:
+        return super()._added() | self._products.keys()
+
+
+class _FusedWriter(_AddingWriter):
+    """Writes a body that computes its graph by a single call, and then adds the products."""
+
+    def __init__(self, piece: Piece, name: str, fusible: Fusible, compute: Compute) -> None:
+        super().__init__(piece, name)
+        self._early.clear()  # all come together
+        self.globals["COMPUTE"] = compute
+        self._fusible = fusible
+
+    def _statements(self) -> Iterator[_Line]:
+        names = ", ".join(n.name for n in (*self._state, *self._inputs))
+        yield f"    RESULTS = COMPUTE({names})", None
+        first = self.piece.returned + len(self.piece.rebinds)
+        for index in self._products:
+            one, other = self._fusible.results[first + index]
+            yield self._add_product(index, f"RESULTS[{one}]", f"RESULTS[{other}]"), None
+
+    def _values(self) -> list[str]:
+        return [f"RESULTS[{indices[0]}]" for indices in self._fusible.results]
+
+
+def _callable(target: Any) -> Any:
+    """What to call for an operator: below its Python wrapper, where there is one."""
+    if type(target) is torch._ops.OpOverload:
+        return getattr(target, "_op", target)
+    return target
+
+
+def _nbytes(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return value.nbytes if isinstance(value, torch.Tensor) and not value.is_sparse else 0
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """For each node, the values that nobody needs once it has run."""
+    found: dict[fx.Node, list[fx.Node]] = {}
+    seen: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.op == "placeholder":
+            continue
+        for source in node.all_input_nodes:
+            if source not in seen:
+                seen.add(source)
+                if node.op != "output":
+                    found.setdefault(node, []).append(source)
+        if node not in seen and node.op != "output":  # run for its effect alone
+            found.setdefault(node, []).append(node)
+    return found
+
+
+def _devices(graph: fx.Graph) -> set[str]:
+    values = (node.meta.get("val") for node in graph.nodes)
+    return {v.device.type for v in values if isinstance(v, torch.Tensor)} or {"cpu"}
+
+
+def accumulate(
+    params: list[torch.Tensor], gradients: list[torch.Tensor], owned: tuple[bool, ...]
+) -> None:
+    """Add gradients to `.grad` of parameters, as autograd does.
+
+    A parameter without one takes over the gradient itself if nobody else refers to its memory
+    and it has the parameter's strides; else it gets a copy with those strides.
+    """
+    held: list[torch.Tensor] = []
+    new: list[torch.Tensor] = []
+    for param, gradient, is_owned in zip(params, gradients, owned, strict=True):
+        existing = param.grad
+        if existing is not None:
+            held.append(existing)
+            new.append(gradient)
+        elif is_owned and (gradient.is_sparse or gradient.stride() == param.stride()):
+            param.grad = gradient
+        else:
+            param.grad = torch.empty_like(param).copy_(gradient)
+    if held:
+        torch._foreach_add_(held, new)

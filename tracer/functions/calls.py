@@ -1,0 +1,326 @@
+"""Record calls: agree with all ranks on the function once, then append ops."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from torch.utils._pytree import tree_structure, tree_unflatten
+
+from ...ir.attributes import Effect, Symbol
+from ...ir.location import Location
+from ...ir.module import Function, FunctionKind
+from ...ir.ops import Call
+from ...ir.types import Place, UnitType
+from ..autodiff.tape import Entry
+from ..codegen.codegen import refitted_alike
+from ..errors import TraceError
+from ..source import traceback_location
+from ..step.session import Session
+from ..step.specs import Leaf, ObjectSpec, TensorSpec, Tree
+from ..step.values import ObjectValue, Traced, TracedTensor, share, storage_of
+from .callee import Callee, requires_grad, value_leaves
+from .interface import Body, Peers, Target, TracedFunction, Write
+
+L = TypeVar("L")
+P = TypeVar("P")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is to be traced, as all ranks see it.
+
+    Attributes:
+        target: what to trace; None if another process plays the actor.
+        owner: the rank that traces it; None if every rank does.
+        name: what its function is called, before it is made unique.
+    """
+
+    target: Target | None
+    owner: int | None
+    name: str
+
+
+@dataclass(frozen=True)
+class _Public:
+    """What every rank learns of a traced function; `skeleton` is the pytree of its results."""
+
+    declaration: Function
+    leaves: tuple[Leaf, ...]
+    skeleton: Any
+    state_outputs: tuple[int, ...]
+    views: tuple[tuple[int, int], ...]
+
+    @staticmethod
+    def of(traced: TracedFunction) -> _Public:
+        results = traced.results
+        skeleton = tree_unflatten(list(range(len(results.leaves))), results.spec)
+        views = tuple(dict.fromkeys((*traced.declaration.aliases, *traced.views)))
+        return _Public(traced.declaration, results.leaves, skeleton, traced.state_outputs, views)
+
+    @property
+    def results(self) -> Tree:
+        return Tree(self.leaves, tree_structure(self.skeleton))
+
+
+def declare(
+    session: Session, subject: Subject, signature: Tree, grad: bool, loc: Location | None
+) -> Callee:
+    """Trace a function where that is possible, and enter it into the module on every rank.
+
+    Raises:
+        TraceError: it cannot be traced; the same on every rank.
+    """
+    session.refuse_new(subject.name, loc)
+    name = session.function_names.fresh(subject.name)
+    target = subject.target
+
+    def trace() -> tuple[TracedFunction, _Public]:
+        assert target is not None, "only the owner of an actor traces its methods"
+        with tracing(session, name, loc):
+            traced = session.tracer.trace(target, signature, name, loc)
+        return traced, _Public.of(traced)
+
+    types = ", ".join(map(str, signature.types()))
+    mine, public = agree(session.peers, subject.owner, trace, name, loc, types)
+    enter(session, public.declaration, None if mine is None else mine.body)
+    if mine is not None and mine.guard is not None:
+        session.guards.append(mine.guard)
+        session.guard_of[name] = mine.guard
+    results = public.results
+    specs = value_leaves(results)
+    if not grad:
+        specs = tuple(_without_grad(spec) for spec in specs)
+    declaration = session.module.functions[name]
+    needed = tuple(grad and requires_grad(spec) for spec in value_leaves(signature))
+    return Callee(
+        declaration=declaration,
+        results=results,
+        state_outputs=public.state_outputs,
+        signature=signature,
+        target=target,
+        owner=subject.owner,
+        specs=specs,
+        needed=needed,
+        differentiable=any(requires_grad(spec) for spec in specs),
+        cuts=any(needed) and declaration.kind is FunctionKind.OPAQUE,
+        passes_on=grad and subject.name not in _DETACHING,
+        hides=grad and declaration.kind is FunctionKind.OPAQUE and declaration.actor is not None,
+        symbol=Symbol(name),
+        base=subject.name.rpartition(".")[2],
+        is_single=len(specs) == 1 and results.spec.is_leaf(),
+        shares=bool(public.views) or _shares(declaration, specs, public.state_outputs),
+        views=public.views,
+        strict_body=None if mine is None else mine.strict,
+    )
+
+
+_DETACHING = frozenset({"torch.detach", "torch.detach_"})
+
+
+def _shares(
+    declaration: Function,
+    specs: Sequence[TensorSpec | ObjectSpec],
+    state_outputs: Sequence[int],
+) -> bool:
+    opaque = declaration.kind is FunctionKind.OPAQUE
+    several = declaration.actor is not None and len(specs) > 1
+    return bool(state_outputs) or opaque or several
+
+
+def _without_grad(spec: TensorSpec | ObjectSpec) -> TensorSpec | ObjectSpec:
+    return replace(spec, requires_grad=False) if isinstance(spec, TensorSpec) else spec
+
+
+@contextmanager
+def tracing(session: Session, name: str, loc: Location | None) -> Iterator[None]:
+    """Inside the `with` block a function is traced: nothing is recorded, and errors say where."""
+    try:
+        with session.pause(f"the traced function @{name}"):
+            yield
+    except TraceError:
+        raise
+    except Exception as error:
+        raise TraceError(
+            f"@{name} raised {type(error).__name__} while it was traced: {error}",
+            loc=traceback_location(error.__traceback__) or loc,
+        ) from error
+
+
+def agree(
+    peers: Peers,
+    owner: int | None,
+    make: Callable[[], tuple[L, P]],
+    name: str,
+    loc: Location | None,
+    types: str = "",
+) -> tuple[L | None, P]:
+    """Make something where its owner is, and tell every rank the public part of it.
+
+    Args:
+        make: makes it, and its public part, which can be pickled.
+        types: of what it is to be made for, where ranks may differ in them.
+
+    Returns:
+        What was made, or None on the other ranks; and its public part.
+
+    Raises:
+        TraceError: it could not be made; the same on every rank. Or the owner has come to another
+            call than this rank.
+    """
+    if owner is None:
+        return make()
+    mine: tuple[L, P] | None = None
+    answer: Any = None
+    if peers.plays(owner):
+        try:
+            mine = make()
+            answer = _packed((name, types, mine[1]), name, loc)
+        except TraceError as error:
+            answer = error
+    heard = peers.broadcast(answer, owner)
+    if isinstance(answer, TraceError):
+        raise answer
+    if isinstance(heard, TraceError):
+        raise heard
+    if mine is not None:
+        return mine
+    named, given, public = _unpacked(heard)
+    if (named, given) != (name, types):
+        alike = named == name
+        raise TraceError(
+            f"this rank has come to the call of @{name}{f' for {types}' if alike else ''}, and "
+            f"rank {owner} to that of @{named}{f' for {given}' if alike else ''}",
+            loc=loc,
+            remedy="make the same actors, and the same calls in the step, on all ranks: look for a "
+            "branch that depends on the rank, on time, on unseeded random numbers, or on the order "
+            "of a set, and for an actor that one rank alone has made, or in another order",
+        )
+    return None, public
+
+
+def _unpacked(content: bytes) -> Any:
+    """What `_packed` has packed, without torch's warnings about how its own tree specs load."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return pickle.loads(content)
+
+
+def _packed(value: object, name: str, loc: Location | None) -> bytes:
+    try:
+        return pickle.dumps(value)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise TraceError(
+            f"@{name} returns something besides tensors that the other ranks cannot be told of: "
+            f"{error}",
+            loc=loc,
+            remedy="return tensors and plain values, or mark the method @cg.opaque",
+        ) from error
+
+
+def enter(session: Session, declaration: Function, body: Body | None) -> None:
+    """Enter a function into the module, and its body, if it can run here, beside it."""
+    if not declaration.outputs:
+        # A call has at least one result, which says where it runs.
+        declaration = replace(declaration, outputs=(UnitType(),))
+        body = None if body is None else _returning_unit(body)
+    session.module.functions[declaration.name] = declaration
+    if body is not None:
+        session.bodies[declaration.name] = body
+
+
+def _returning_unit(body: Body) -> Body:
+    @functools.wraps(body)
+    def run(*inputs: Any) -> Sequence[Any]:
+        body(*inputs)
+        return (None,)
+
+    return refitted_alike(run, body, _returning_unit)  # type: ignore[no-any-return]
+
+
+def record(
+    session: Session,
+    callee: Callee,
+    operands: Sequence[Traced],
+    place: Place,
+    loc: Location | None,
+) -> list[TracedTensor | ObjectValue]:
+    """Append a call; what Python holds for those of its results that are values."""
+    fresh, base = session.new_value, callee.base
+    declaration = callee.declaration
+    op = Call(
+        tuple([traced.value for traced in operands]),
+        tuple([fresh(base, type_) for type_ in callee.types_at(place)]),
+        fn=callee.symbol,
+        key=session.next_key() if declaration.random else None,
+        loc=loc,
+        mb=session.mb,
+    )
+    session.emit(op)
+    if callee.differentiable:
+        session.tape.record(Entry(op, callee, callee.needed, session.last))
+    if callee.cuts or (session.tape.is_cut and callee.passes_on):
+        session.tape.cut(op, starts=callee.cuts)
+    if callee.hides:
+        session.tape.leave_untold(op, callee)
+    elif session.tape.is_untold and callee.passes_on:
+        session.tape.leave_untold(op)
+    return [
+        session.hold(value, spec) for value, spec in zip(op.results, callee.specs, strict=False)
+    ]
+
+
+def note_sharing(
+    session: Session,
+    callee: Callee,
+    arguments: Sequence[TracedTensor | ObjectValue],
+    results: Sequence[TracedTensor | ObjectValue],
+) -> None:
+    """Note which values may share memory after a call."""
+    declaration = callee.declaration
+    for output, input_ in callee.views:
+        one, other = results[output], arguments[input_]
+        if isinstance(one, TracedTensor) and isinstance(other, TracedTensor):
+            share(one, other)
+    actor = declaration.actor
+    if actor is None:
+        return
+    _join(results)
+    if declaration.kind is FunctionKind.OPAQUE:
+        for value in (*arguments, *results):
+            if isinstance(value, TracedTensor):
+                storage_of(value).pinned = f"the opaque method @{declaration.name} may have kept it"
+    for output in callee.state_outputs:
+        value = results[output]
+        if isinstance(value, TracedTensor):
+            storage = storage_of(value)
+            storage.pinned = f"it is state of the actor {actor}"
+            storage.actor, storage.writes = actor, session.writes.get(actor, 0)
+
+
+def _join(results: Sequence[TracedTensor | ObjectValue]) -> None:
+    """Tensors that one method returns may be views of each other."""
+    tensors = [value for value in results if isinstance(value, TracedTensor)]
+    for tensor in tensors[1:]:
+        share(tensors[0], tensor)
+
+
+def note_effect(session: Session, callee: Callee) -> None:
+    """Note the change of an actor's state by the last call."""
+    declaration = callee.declaration
+    if declaration.actor is None:
+        return
+    writes, last = session.writes, session.last
+    for actor, effect in ((declaration.actor, declaration.effect), *declaration.shares.effects):
+        if effect.changes_state:
+            writes[actor] = writes.get(actor, 0) + 1
+        if effect is Effect.WRITE:
+            # Updates are left out: no backward reads what they change (`effects.py`).
+            op = session.module.program.ops[last]
+            written = session.written.setdefault(actor, [])
+            written.append((last, Write(declaration.name, op.loc)))

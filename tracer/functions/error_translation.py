@@ -1,0 +1,177 @@
+"""Turning what goes wrong inside a traced call into an error that names the user's line."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import traceback
+from collections.abc import Iterable, Iterator
+from types import CodeType, FrameType, TracebackType
+
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
+
+from ...ir.location import Location
+from ..errors import TraceError
+from ..source import is_user_file
+
+OPAQUE_REMEDY = (
+    "mark the method with @cg.opaque to call it as it is, or make what it depends on a static "
+    "(plain Python) value"
+)
+
+_VALUE_OPS = {
+    "aten._local_scalar_dense.default": "the value of a tensor becomes a Python value",
+    "aten.equal.default": "torch.equal compares the values of tensors",
+    "aten.allclose.default": "torch.allclose compares the values of tensors",
+    "aten.is_nonzero.default": "a Python condition depends on the value of a tensor",
+}
+_SHAPE_OPS = {
+    "aten.nonzero.default": (
+        "the shape of a result depends on the values of a tensor (nonzero, a boolean mask as "
+        "index, or torch.where with one argument)"
+    ),
+}
+
+_NESTED = "using FX to symbolically trace a dynamo-optimized function"
+"""What torch says where `make_fx` comes upon a function of `torch.compile`."""
+
+_OR_OPAQUE = "or mark the method with @cg.opaque to call it as it is"
+_KNOWN: tuple[tuple[str, str, str], ...] = (
+    (
+        _NESTED,
+        "it calls what torch.compile has made",
+        "leave torch.compile away from what is traced: compile(fuse='inductor') of the step makes "
+        f"fused kernels of it; {_OR_OPAQUE}",
+    ),
+    (
+        "Mixing fake modes",
+        "it uses a tensor that another trace has left behind, or a copy of a module of the actor, "
+        "which copy.deepcopy has made",
+        "make copies in the constructor; keep no tensors outside of the actor; or mark the method "
+        "with @cg.opaque",
+    ),
+    (
+        "TorchScript",
+        "it calls a function or module of TorchScript, which a trace cannot look into",
+        f"use the Python module that it was made from; {_OR_OPAQUE}",
+    ),
+    (
+        "HigherOrderOperator",
+        "it uses a control flow operator of torch (torch.cond and the like)",
+        "compute both sides and choose by torch.where, or decide by a static (plain Python) "
+        f"value; {_OR_OPAQUE}",
+    ),
+    (
+        "Expected inputs of BF16 type",
+        "",
+        "grouped products of matrices exist in bfloat16 alone on this device: use bfloat16, or, of "
+        'a model of transformers, experts_implementation="batched_mm" in its configuration',
+    ),
+)
+"""What torch says, what it means ("": as it says), and what to do."""
+
+_is_user_file = functools.lru_cache(maxsize=None)(is_user_file)
+
+
+@functools.cache
+def is_installed(file: str) -> bool:
+    """Whether a source file is of an installed package."""
+    return "site-packages" in file or "dist-packages" in file
+
+
+def is_own_file(file: str) -> bool:
+    """Whether a source file is the user's own, and of no installed package."""
+    return _is_user_file(file) and not is_installed(file)
+
+
+def best_location(places: Iterable[tuple[CodeType, int]]) -> tuple[Location | None, str]:
+    """The line to blame, and a note about the library line beneath it.
+
+    The user's own innermost line is better than a line of an installed package; the latter is
+    better than none, and is added in words where both exist.
+
+    Args:
+        places: code and line of each frame, innermost first.
+    """
+    library: Location | None = None
+    for code, line in places:
+        file = code.co_filename
+        if not _is_user_file(file):
+            continue
+        where = Location(file, line, code.co_name)
+        if not is_installed(file):
+            return where, f" (in {library})" if library else ""
+        library = library or where
+    return library, ""
+
+
+def current_location(until: CodeType | None) -> tuple[Location | None, str]:
+    """`best_location` of the frames that run now, up to the one whose code is `until`."""
+    return best_location(_live(sys._getframe(1), until))
+
+
+def _live(frame: FrameType | None, until: CodeType | None) -> Iterator[tuple[CodeType, int]]:
+    while frame is not None and frame.f_code is not until:
+        yield frame.f_code, frame.f_lineno
+        frame = frame.f_back
+
+
+def exception_location(error: BaseException, until: CodeType) -> tuple[Location | None, str]:
+    """`best_location` of an exception's traceback, below the frame whose code is `until`."""
+    return best_location(_raised(error.__traceback__, until))
+
+
+def _raised(tb: TracebackType | None, until: CodeType) -> list[tuple[CodeType, int]]:
+    frames: list[tuple[CodeType, int]] = []
+    for frame, line in traceback.walk_tb(tb):
+        if frame.f_code is until:
+            frames.clear()
+        else:
+            frames.append((frame.f_code, line))
+    return frames[::-1]
+
+
+def translate(error: Exception, what: str, until: CodeType, blame: Location | None) -> TraceError:
+    """The `TraceError` for an exception that a traced call has raised.
+
+    Args:
+        what: the call in words, such as `Stage.forward`.
+        until: code of the frame that called into the user's code.
+        blame: the line to name for an exception without a line of the method's body.
+    """
+    if isinstance(error, TraceError):
+        if error.loc is not None or blame is None:
+            return error
+        return type(error)(error.reason, loc=blame, remedy=error.remedy)
+    loc, note = exception_location(error, until)
+    reason, remedy = _explain(error)
+    return TraceError(f"{what} cannot be traced: {reason}{note}", loc=loc or blame, remedy=remedy)
+
+
+def _explain(error: Exception) -> tuple[str, str]:
+    if isinstance(error, DataDependentOutputException):
+        op = str(error.func)
+        reason = _VALUE_OPS.get(op, f"{op} needs the value of a tensor")
+        return f"{reason}, which is not known while tracing", OPAQUE_REMEDY
+    if isinstance(error, DynamicOutputShapeException):
+        op = str(error.func)
+        reason = _SHAPE_OPS.get(op, f"the shape of the result of {op} depends on values")
+        remedy = (
+            "shapes are static in a step: use torch.where or a mask that is multiplied in, "
+            "or mark the method with @cg.opaque"
+        )
+        return reason, remedy
+    message = str(error).strip() or "no message"
+    raised = f"it raised {type(error).__name__}: {message}"
+    for sign, meaning, remedy in _KNOWN:
+        if sign in message:
+            return meaning or raised, remedy
+    if isinstance(error, ZeroDivisionError):
+        return raised, (
+            "where it is a mean over no elements, as of an empty batch, do not call the step "
+            "for one, or divide a sum by max(x.numel(), 1)"
+        )
+    return raised, ""

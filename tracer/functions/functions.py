@@ -1,0 +1,423 @@
+"""The function half of the tracer: from what a step calls to declarations and bodies.
+
+A method is traced to a graph with the actor's state lifted out; one that is marked opaque, that
+takes an object, or that works on gradients (an optimizer, `.grad`, `.backward()`), is called as it
+is. A derivative
+is traced as one joint graph of forward and backward, which is then split.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ...ir.attributes import Effect, Shares
+from ...ir.location import Location
+from ...ir.module import Function, FunctionKind, Vjp
+from ...ir.types import TensorType
+from ..actors.actor_state import ActorState, StateTensor, collect
+from ..actors.holdings import Shared
+from ..actors.sharing import shares_of, shares_of_opaque
+from ..autodiff.partition import forward_piece, split
+from ..autodiff.split_backward import Halves
+from ..autodiff.subgraphs import Piece, fake_of, sharing
+from ..autodiff.version_counters import CHANGE_AFTER, changed_between, with_versions
+from ..codegen.codegen import make_body
+from ..errors import TraceError
+from ..guards.staleness import build_guard
+from ..intrinsics.opaque import OpaqueMark, opaque_mark
+from ..methods.dispatch_modes import storage_key
+from ..methods.flops import count_flops
+from ..methods.joint import Joint, Wanted
+from ..methods.twice import refuse_hidden_state, settled
+from ..methods.watch import RunAsIs
+from ..step.binding import check_arguments, innermost
+from ..step.specs import ObjectSpec, Tree, ir_dtype
+from .call import Call, given_objects
+from .effects import Effects, memory_of, replaced_state, written_state
+from .interface import MethodTarget, Target, TracedFunction, TracedHalf, TracedVjp, Write
+from .opaque_calls import opaque_body, opaque_results, strictly
+
+
+class Functions:
+    """Traces the functions that a step calls; implements `FunctionTracer`.
+
+    One of these serves one step: effects of its functions are judged against each other.
+
+    Attributes:
+        device: where values live; None: on the device of an actor's first tensor, or the CPU.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.device = device
+        self._effects = Effects()
+
+    def trace(
+        self, target: Target, signature: Tree, name: str, loc: Location | None
+    ) -> TracedFunction:
+        """Trace a call with the given arguments, a pytree `(args, kwargs)`.
+
+        Gradients are tracked as the ambient `torch.is_grad_enabled()` says.
+
+        Raises:
+            TraceError: the arguments do not fit the method, or the function cannot be traced; state
+                of the actor is as before.
+        """
+        function = _function_of(target, loc)
+        if isinstance(target, MethodTarget):
+            home = definition_of(function)
+            check_arguments(function, signature, _words(target), home, loc)
+            if inspect.iscoroutinefunction(innermost(function)):
+                raise TraceError(
+                    f"{_words(target)} is an async method, and nobody would await what it returns",
+                    loc=loc,
+                    remedy="make it a plain method, which may run what it awaits by asyncio.run",
+                )
+        mark = opaque_mark(function)
+        if mark is None and isinstance(target, MethodTarget) and _takes_objects(signature):
+            mark = OpaqueMark()  # nothing can be traced of what is known only at run time
+        if mark is not None:
+            return self._opaque(target, function, mark, signature, name, loc)
+        call = self._call(target, function, signature, loc)
+        try:
+            call, joint = settled(call)
+        except RunAsIs:
+            return self._opaque(target, function, OpaqueMark(), signature, name, loc)
+        if isinstance(target, MethodTarget):
+            refuse_hidden_state(call, joint)
+        piece = forward_piece(joint)
+        _refuse_history(call, piece)
+        declaration = self._declare(target, call, joint, piece, name)
+        guard = None
+        if isinstance(target, MethodTarget):
+            who = type(target.instance).__qualname__
+            guard = build_guard(
+                call.state, joint.reads, piece.state, who, target.method, call.given
+            )
+        body = make_body(piece, name)
+        return TracedFunction(
+            declaration,
+            joint.results,
+            piece.state_outputs,
+            body,
+            guard,
+            views=sharing(joint.outputs, joint.inputs),
+        )
+
+    def trace_vjp(
+        self,
+        target: Target,
+        signature: Tree,
+        name: str,
+        grad_outputs: tuple[int, ...],
+        grad_inputs: tuple[int, ...],
+        loc: Location | None,
+        between: Sequence[Write] = (),
+    ) -> TracedVjp:
+        """Trace forward and backward of the same call as one joint graph, and split it.
+
+        The vjp is called `name`, its functions `name.forward`, `name.backward`, `name.input` and
+        `name.weight`. An input that the outputs do not depend on has zeros as its cotangent; a
+        parameter that they do not depend on keeps its `.grad` as it is.
+
+        State that a call in between replaces is saved as the forward has seen it. Where an opaque
+        call stands in between, the backward raises when it runs if state that it needs has been
+        changed.
+
+        Raises:
+            TraceError: as in `trace`; or the function is opaque, its backward would draw random
+                numbers again, a parameter has gradient hooks, the call is to be computed again
+                in the backward and cannot be, or a traced call in between writes to state that
+                the backward needs.
+        """
+        function = _function_of(target, loc)
+        call = self._call(target, function, signature, loc)
+        if opaque_mark(function) is not None:
+            raise _no_derivative(call)
+        _refuse_hooks(call)
+        call, joint = settled(call, Wanted(grad_outputs, grad_inputs))
+        remat = isinstance(target, MethodTarget) and target.remat
+        if remat:
+            _refuse_remat(call, joint)
+        effects = self._effects_on(target)
+        parts = split(joint, effects.volatile(joint) | effects.replaced(joint, between), remat)
+        _refuse_history(call, parts.forward)
+        _refuse_written(call, parts.backward, effects, between)
+        forward = self._declare(target, call, joint, parts.forward, f"{name}.forward", parts.saved)
+        backward = Function(
+            f"{name}.backward",
+            inputs=tuple(map(_type, (*parts.saved, *joint.cotangents))),
+            outputs=tuple(forward.inputs[i] for i in grad_inputs),
+            effect=effects.of_backward(joint, parts.backward),
+            actor=_actor(target),
+            aliases=parts.backward.aliases,
+            loc=forward.loc,
+            flops=count_flops(parts.backward.graph),
+        )
+        backward = _with_shares(backward, target, parts.backward)
+        vjp = Vjp(name, forward.name, backward.name, grad_outputs, grad_inputs)
+        halves: tuple[TracedHalf, ...] = ()
+        if parts.halves is not None:
+            vjp, halves = _trace_halves(target, vjp, parts.halves, backward, joint, effects)
+        traced = TracedVjp(
+            vjp,
+            forward,
+            backward,
+            make_body(parts.forward, forward.name),
+            make_body(parts.backward, backward.name),
+            halves,
+        )
+        unknown = effects.unknown(between)
+        if unknown and parts.backward.state:
+            return with_versions(traced, parts.backward.state, len(parts.saved), call.what, unknown)
+        return traced
+
+    def _call(
+        self,
+        target: Target,
+        function: Callable[..., Any],
+        signature: Tree,
+        loc: Location | None,
+    ) -> Call:
+        is_method = isinstance(target, MethodTarget)
+        given = given_objects(signature) if is_method else ()
+        state = ActorState()
+        if isinstance(target, MethodTarget):
+            state = collect(target.instance, given)
+        device = self.device
+        if device is None:
+            device = state.tensors[0].tensor.device if state.tensors else torch.device("cpu")
+        return Call(
+            what=_words(target),
+            function=function,
+            state=state,
+            signature=signature,
+            device=device,
+            loc=loc,
+            home=definition_of(function) if is_method else None,
+            given=given,
+        )
+
+    def _declare(
+        self,
+        target: Target,
+        call: Call,
+        joint: Joint,
+        piece: Piece,
+        name: str,
+        saved: Sequence[torch.fx.Node] = (),
+    ) -> Function:
+        effect = self._effects_on(target).of_forward(joint, piece, name)
+        return Function(
+            name,
+            inputs=call.signature.types(),
+            outputs=joint.results.types() + tuple(map(_type, saved)),
+            effect=effect,
+            shares=_shares_of_forward(target, joint, piece, effect, name),
+            actor=_actor(target),
+            random=joint.recorder.draws,
+            aliases=piece.aliases,
+            loc=call.blame,
+            flops=count_flops(piece.graph),
+        )
+
+    def _effects_on(self, target: Target) -> Effects:
+        """What is known of actors; of a function of values alone, nothing needs to be."""
+        return self._effects if isinstance(target, MethodTarget) else Effects()
+
+    def _opaque(
+        self,
+        target: Target,
+        function: Callable[..., Any],
+        mark: OpaqueMark,
+        signature: Tree,
+        name: str,
+        loc: Location | None,
+    ) -> TracedFunction:
+        """A call of a method as it is: it may do anything, so it counts as a write."""
+        what, home = _words(target), definition_of(function)
+        if isinstance(target, MethodTarget) and target.use is not None:
+            target.use.note_opaque()
+        instance = target.instance if isinstance(target, MethodTarget) else None
+        device = self.device or torch.device("cpu")
+        results = opaque_results(mark, instance, signature, what, home or loc, device)
+        declaration = Function(
+            name,
+            inputs=signature.types(),
+            outputs=results.types(),
+            kind=FunctionKind.OPAQUE,
+            effect=Effect.WRITE,
+            actor=_actor(target),
+            loc=home or loc,
+            shares=shares_of_opaque(_shared(target)),
+        )
+        place = what if home is None else f"{what} ({home})"
+        body = opaque_body(function, mark, signature, results, place)
+        strict = opaque_body(strictly(function, what), mark, signature, results, place)
+        return TracedFunction(declaration, results, (), body, None, strict)
+
+
+def _takes_objects(signature: Tree) -> bool:
+    return any(isinstance(leaf, ObjectSpec) for leaf in signature.leaves)
+
+
+def definition_of(function: Callable[..., Any]) -> Location | None:
+    """Where a Python function is defined, decorators looked through."""
+    code = getattr(innermost(function), "__code__", None)
+    if code is None:
+        return None
+    return Location(code.co_filename, code.co_firstlineno, code.co_name)
+
+
+def _actor(target: Target) -> str | None:
+    return target.actor if isinstance(target, MethodTarget) else None
+
+
+def _words(target: Target) -> str:
+    if isinstance(target, MethodTarget):
+        return f"{type(target.instance).__qualname__}.{target.method}"
+    return target.name
+
+
+def _function_of(target: Target, loc: Location | None) -> Callable[..., Any]:
+    if not isinstance(target, MethodTarget):
+        return target.callable
+    function = target.callable
+    if callable(function):
+        return function  # type: ignore[no-any-return]
+    raise TraceError(
+        f"{type(target.instance).__qualname__} has no method '{target.method}'",
+        loc=loc,
+        remedy="call a method that the actor's class defines",
+    )
+
+
+def _type(node: torch.fx.Node) -> TensorType:
+    fake = fake_of(node)
+    return TensorType(ir_dtype(fake.dtype), tuple(fake.shape))
+
+
+def _shared(target: Target) -> tuple[Shared, ...]:
+    return target.shared if isinstance(target, MethodTarget) else ()
+
+
+def _shares_of_forward(
+    target: Target, joint: Joint, piece: Piece, effect: Effect, name: str
+) -> Shares:
+    changed = memory_of((*written_state(joint), *replaced_state(joint)))
+    _note(target, _memory(piece.state), changed, name)
+    return shares_of(_shared(target), effect, _memory(piece.state), changed)
+
+
+def _with_shares(backward: Function, target: Target, piece: Piece) -> Function:
+    """A backward, or a half of one, that says what it does to state that its actor shares."""
+    graded = _memory(gradient.tensor for gradient in piece.gradients)
+    _note(target, _memory(piece.state), graded, backward.name)
+    touched = _memory(piece.state) | graded
+    return replace(backward, shares=shares_of(_shared(target), backward.effect, (), touched))
+
+
+def _note(target: Target, reads: set[int | None], changes: set[int | None], function: str) -> None:
+    if isinstance(target, MethodTarget) and target.use is not None:
+        target.use.note(reads, changes, function)
+
+
+def _memory(state: Iterable[StateTensor]) -> set[int | None]:
+    return memory_of(each.tensor for each in state)
+
+
+def _trace_halves(
+    target: Target,
+    vjp: Vjp,
+    halves: Halves,
+    backward: Function,
+    joint: Joint,
+    effects: Effects,
+) -> tuple[Vjp, tuple[TracedHalf, ...]]:
+    """The vjp with the halves of its backward, and these."""
+    if halves.input is None:
+        return replace(vjp, weight=backward.name, kept=halves.kept), ()
+    left = tuple(map(_type, halves.left))
+    input_ = replace(
+        backward,
+        name=f"{vjp.name}.input",
+        outputs=backward.outputs + left,
+        effect=effects.of_backward(joint, halves.input),
+        aliases=halves.input.aliases,
+        flops=count_flops(halves.input.graph),
+    )
+    weight = replace(
+        backward,
+        name=f"{vjp.name}.weight",
+        inputs=tuple(backward.inputs[i] for i in halves.kept) + left,
+        outputs=(),
+        effect=effects.of_backward(joint, halves.weight),
+        aliases=(),
+        flops=count_flops(halves.weight.graph),
+    )
+    pieces = ((input_, halves.input), (weight, halves.weight))
+    made = tuple(
+        TracedHalf(_with_shares(f, target, piece), make_body(piece, f.name)) for f, piece in pieces
+    )
+    return replace(vjp, input=input_.name, weight=weight.name, kept=halves.kept), made
+
+
+def _refuse_remat(call: Call, joint: Joint) -> None:
+    if joint.recorder.draws:
+        does = "draws random numbers, which would not be the same again"
+    elif joint.written or joint.rebinds:
+        does = "changes the actor's state, which would happen twice"
+    else:
+        return
+    raise TraceError(
+        f"{call.what} cannot be computed again in the backward: it {does}",
+        loc=call.loc,
+        remedy="call it without cg.remat, or move that part into a method of its own",
+    )
+
+
+def _no_derivative(call: Call) -> TraceError:
+    return TraceError(
+        f"{call.what} is opaque, so it has no derivative, but a loss depends on its result",
+        loc=call.loc,
+        remedy="remove @cg.opaque, so that the method is traced; or detach its result",
+    )
+
+
+def _refuse_history(call: Call, piece: Piece) -> None:
+    for state in piece.state:
+        if state.tensor.requires_grad and not state.tensor.is_leaf:
+            raise TraceError(
+                f"{call.what} cannot be traced: it uses '{state.path}', which carries gradient "
+                "history from outside the step",
+                loc=call.blame,
+                remedy="keep x.detach() in the attribute, or an nn.Parameter",
+            )
+
+
+def _refuse_written(
+    call: Call, backward: Piece, effects: Effects, between: Sequence[Write]
+) -> None:
+    for write in between:
+        memory = effects.written_by(write)
+        paths = [f"'{s.path}'" for s in backward.state if storage_key(s.tensor) in memory]
+        if paths:
+            raise TraceError(
+                changed_between(call.what, paths, [write]), loc=call.loc, remedy=CHANGE_AFTER
+            )
+
+
+def _refuse_hooks(call: Call) -> None:
+    for state in call.state.tensors:
+        tensor = state.tensor
+        if state.is_trained and (tensor._backward_hooks or tensor._post_accumulate_grad_hooks):
+            raise TraceError(
+                f"{call.what} cannot be differentiated: '{state.path}' has a gradient hook, which "
+                "would see the gradient of each call instead of their sum",
+                loc=call.blame,
+                remedy="do the hook's work in the method that uses the optimizer",
+            )

@@ -1,0 +1,221 @@
+"""`cg.backward`: ask for gradients, and agree on the derivatives of the calls they go through."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, replace
+
+import torch
+
+from ...ir.attributes import Symbol
+from ...ir.location import Location
+from ...ir.module import Function, Vjp
+from ...ir.ops import Backward, Call, Value
+from ..autodiff.tape import Entry, Reached
+from ..errors import TraceError
+from ..functions.callee import Callee, VjpKey
+from ..functions.calls import agree, enter, tracing
+from ..functions.interface import TracedVjp, Write
+from ..source import caller_location
+from ..step.session import Session, recording
+from ..step.specs import TensorSpec
+from ..step.values import ObjectValue, TracedTensor
+
+
+def backward(*losses: torch.Tensor) -> None:
+    """Add the gradients of the sum of `losses` to `.grad` of the actors' parameters.
+
+    Outside of a step this is `torch.autograd.backward(losses)`.
+
+    Args:
+        losses: scalars that depend on actors' parameters.
+
+    Raises:
+        TraceError: a loss is no such scalar, or an earlier backward has gone through the same
+            call.
+    """
+    session = recording("cg.backward")
+    loc = caller_location(2)
+    if not losses:
+        raise TraceError("cg.backward of no loss", loc=loc, remedy="give it at least one loss")
+    if session is None:
+        torch.autograd.backward(losses)
+        return
+    values = [_loss(session, loss, loc) for loss in losses]
+    op = Backward(tuple(values), (), loc=loc, mb=session.mb)
+    entries, calls, strays = session.tape.reach(values)
+    _refuse_strays(strays, loc)
+    for entry in entries:
+        _spend(entry, op, loc)
+    _derive(session, calls, loc)
+    for reached in calls:
+        key, _ = _key(session, reached)
+        reached.call.vjp = reached.callee.vjps[key]
+    for call, callee in session.tape.opaque_sources(values):
+        call.fn = _strict(session, callee)
+    session.emit(op)
+
+
+def _strict(session: Session, callee: Callee) -> Symbol:
+    """The same opaque function, which raises if a gradient is lost when it runs."""
+    if callee.strict is None:
+        session.refuse_new(f"the derivative of {callee.declaration.name}", callee.declaration.loc)
+        name = session.function_names.fresh(f"{callee.declaration.name}.strict")
+        session.module.functions[name] = replace(callee.declaration, name=name)
+        if callee.target is not None:
+            assert callee.strict_body is not None, "an opaque function has a strict body"
+            session.bodies[name] = callee.strict_body
+        callee.strict = Symbol(name)
+    return callee.strict
+
+
+def _loss(session: Session, loss: object, loc: Location | None) -> Value:
+    if isinstance(loss, ObjectValue):
+        loss.refuse_as_tensor("cg.backward of")
+    if not isinstance(loss, TracedTensor):
+        raise TraceError(
+            f"cg.backward of a {type(loss).__name__}, which is not a tensor of the step",
+            loc=loc,
+            remedy="give it scalars that actors' methods or torch functions in the step returned",
+        )
+    with torch._C.DisableTorchFunction():
+        spec = session.use(loss).spec
+    assert isinstance(spec, TensorSpec)
+    name = loss.traced.value.name
+    if spec.dtype.is_complex or torch.Size(spec.shape).numel() != 1:
+        raise TraceError(
+            f"cg.backward of %{name}, which is {loss.traced.value.type} and not a real scalar",
+            loc=loc,
+            remedy="reduce it, for example by .mean() or .sum()",
+        )
+    if not spec.requires_grad:
+        raise TraceError(
+            f"cg.backward of %{name}, which does not depend on anything that requires a gradient",
+            loc=loc,
+            remedy="compute it from actors whose parameters require gradients, outside of "
+            "torch.no_grad and without .detach()",
+        )
+    cause = session.tape.cause_of_cut(loss.traced.value)
+    if isinstance(cause, Call):
+        raise TraceError(
+            f"cg.backward of %{name}, which depends on what the opaque method {cause.fn} made of "
+            f"values that require gradients ({cause.loc}); no gradient flows through it",
+            loc=loc,
+            remedy="pass x.detach() to the opaque method if that is what you want, or write it so "
+            "that it can be traced",
+        )
+    if spec.shape:
+        loss = loss.reshape(())
+        assert isinstance(loss, TracedTensor)
+    return loss.traced.value
+
+
+def _refuse_strays(strays: list[Value], loc: Location | None) -> None:
+    for value in strays:
+        raise TraceError(
+            f"cg.backward reaches %{value.name}, an input of the step that requires a gradient; a "
+            "compiled step gives gradients to actors' parameters only",
+            loc=loc,
+            remedy="pass it as x.detach(), or let an actor own it as a parameter",
+        )
+
+
+def _spend(entry: Entry, op: Backward, loc: Location | None) -> None:
+    if entry.spent is not None:
+        first = f", first at {entry.spent.loc}" if entry.spent.loc is not None else ""
+        where = f" of {entry.op.loc}" if entry.op.loc is not None else ""
+        raise TraceError(
+            f"cg.backward goes a second time through the call{where}{first}; what the call saved "
+            "for its gradient is used up",
+            loc=loc,
+            remedy="give all losses to one cg.backward(a, b), or call the method again",
+        )
+    entry.spent = op
+
+
+@dataclass(frozen=True)
+class _Public:
+    """What every rank learns of a derivative."""
+
+    vjp: Vjp
+    forward: Function
+    backward: Function
+    halves: tuple[Function, ...]
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """A derivative that is to be traced."""
+
+    reached: Reached
+    name: str
+    made: TracedVjp | TraceError | None
+
+
+def _derive(session: Session, calls: list[Reached], loc: Location | None) -> None:
+    """Make sure that all these calls have derivatives for their masks.
+
+    Every rank first traces those of its own actors, and then they tell each other: so they work
+    side by side.
+    """
+    wanted: list[_Wanted] = []
+    for reached in calls:
+        key, between = _key(session, reached)
+        callee = reached.callee
+        if key not in callee.vjps:
+            session.refuse_new(f"the derivative of {callee.declaration.name}", loc)
+            name = session.function_names.fresh(f"{callee.declaration.name}.vjp")
+            callee.vjps[key] = Symbol(name)
+            wanted.append(_Wanted(reached, name, _trace(session, reached, name, between)))
+    for one in wanted:
+        _tell(session, one, loc)
+
+
+def _key(session: Session, reached: Reached) -> tuple[VjpKey, tuple[Write, ...]]:
+    """What a derivative depends on, and the writes to its actor since the call."""
+    actor = reached.callee.declaration.actor
+    written = session.written.get(actor, []) if actor is not None else []
+    first = bisect_right(written, reached.entry.at, key=lambda one: one[0])
+    writes = {write.function: write for _, write in written[first:]}
+    between = tuple(writes[name] for name in sorted(writes))
+    return (reached.grad_outputs, reached.grad_inputs, tuple(sorted(writes))), between
+
+
+def _trace(
+    session: Session, reached: Reached, name: str, between: tuple[Write, ...]
+) -> TracedVjp | TraceError | None:
+    callee = reached.callee
+    target = callee.target
+    if target is None:
+        return None
+    try:
+        with torch.enable_grad(), tracing(session, name, reached.call.loc):
+            return session.tracer.trace_vjp(
+                target,
+                callee.signature,
+                name,
+                reached.grad_outputs,
+                reached.grad_inputs,
+                reached.call.loc,
+                between,
+            )
+    except TraceError as error:
+        return error
+
+
+def _tell(session: Session, wanted: _Wanted, loc: Location | None) -> None:
+    def made() -> tuple[TracedVjp, _Public]:
+        assert wanted.made is not None, "only the owner of an actor traces its methods"
+        if isinstance(wanted.made, TraceError):
+            raise wanted.made
+        traced = wanted.made
+        halves = tuple(half.declaration for half in traced.halves)
+        return traced, _Public(traced.vjp, traced.forward, traced.backward, halves)
+
+    owner = wanted.reached.callee.owner
+    mine, public = agree(session.peers, owner, made, wanted.name, loc)
+    session.module.vjps[public.vjp.name] = public.vjp
+    enter(session, public.forward, None if mine is None else mine.forward_body)
+    enter(session, public.backward, None if mine is None else mine.backward_body)
+    for index, half in enumerate(public.halves):
+        enter(session, half, None if mine is None else mine.halves[index].body)

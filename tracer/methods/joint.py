@@ -1,0 +1,414 @@
+"""Running a call under make_fx: one graph of its forward and, on request, its backward.
+
+The state of the actor is replaced by fake tensors for the time of the trace, the call runs on
+fake inputs, and `torch.autograd.grad` inside the same trace records the backward. Whatever happens,
+the actor, its attributes and all generators are afterwards as they were before.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import disable_autocast_cache, get_proxy_mode, make_fx
+
+from ..actors.actor_state import ActorState, StateTensor, put_state
+from ..autodiff.subgraphs import simplify
+from ..errors import TraceError, refusals_raised
+from ..functions.call import Call
+from ..functions.error_translation import translate
+from ..functions.results import describe
+from ..step.binding import explain_misfit
+from ..step.specs import ObjectSpec, Static, TensorSpec, Tree
+from .changes import Rebind, sort_changes
+from .contents import Contents
+from .dispatch_modes import FunctionGuard, OpRecorder, storage_key
+from .fingerprint import Initialization, Snapshot
+from .journal import Journal
+from .kinds import real_kinds
+from .padding import padded_rows_zeroed
+from .randomness import generator_watched, random_state_watched
+from .side_effects import Surroundings
+from .watch import RunAsIs, Watch
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The derivative that is wanted: indices of value outputs and of value inputs."""
+
+    outputs: tuple[int, ...]
+    inputs: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Joint:
+    """What a trace has found. Nodes are those of `owner.graph`, values are fakes.
+
+    Attributes:
+        owner: holds the graph and the constants that it refers to.
+        state: placeholder and state tensor, for all state.
+        inputs: placeholders of the value inputs.
+        cotangents: nodes that stand for the cotangents of `Wanted.outputs`.
+        outputs: nodes of the value outputs.
+        rebinds: slots that the call has given a new tensor, with its node.
+        wanted_inputs: `Wanted.inputs`.
+        input_grads: their cotangents; None where no wanted output depends on one.
+        state_grads: gradients of the trained state, where there is one.
+        forward: names of the nodes that exist without the backward.
+        results: what the call returns.
+        recorder: locations, random draws.
+        written, backward_written: state that the forward, the backward writes to in place.
+        reads: names of attributes that the trace relied on, by object id.
+        initial: changes that are right if the call makes them when it is first called only.
+    """
+
+    owner: fx.GraphModule
+    state: tuple[tuple[fx.Node, StateTensor], ...]
+    inputs: tuple[fx.Node, ...]
+    cotangents: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    rebinds: tuple[tuple[Rebind, fx.Node], ...]
+    wanted_inputs: tuple[int, ...]
+    input_grads: tuple[fx.Node | None, ...]
+    state_grads: tuple[tuple[StateTensor, fx.Node], ...]
+    forward: frozenset[str]
+    results: Tree
+    recorder: OpRecorder
+    written: frozenset[int]
+    backward_written: frozenset[int]
+    reads: dict[int, set[str]]
+    initial: tuple[Initialization, ...]
+
+
+def trace_call(call: Call, wanted: Wanted | None = None) -> Joint:
+    """Trace a call, with its backward if `wanted` is given.
+
+    Raises:
+        TraceError: it cannot be traced.
+        RunAsIs: it works on gradients and is to be called as it is.
+    """
+    try:
+        with random_state_watched(call.what, call.blame), refusals_raised():
+            return _Run(call, wanted).trace()
+    except RunAsIs:
+        if wanted is None:
+            raise
+        raise _works_on_gradients(call) from None
+    except Exception as error:
+        raise _in_words(error, call) from error
+
+
+def run_call(call: Call) -> Journal:
+    """Run a call on fakes, as `trace_call` does, for the operators that it issues.
+
+    Raises:
+        TraceError: it cannot be traced.
+        RunAsIs: it works on gradients.
+    """
+    try:
+        with random_state_watched(call.what, call.blame):
+            return _Run(call, None).run()
+    except Exception as error:
+        raise _in_words(error, call) from error
+
+
+def _in_words(error: Exception, call: Call) -> TraceError:
+    unfit = explain_misfit(error, call)
+    return unfit or translate(error, call.what, _call_user.__code__, call.blame)
+
+
+def _works_on_gradients(call: Call) -> TraceError:
+    return TraceError(
+        f"{call.what} cannot be differentiated: it works on gradients (Tensor.grad, .backward()) "
+        "in its forward or backward",
+        loc=call.blame,
+        remedy="compute gradients inside a differentiated method with torch.autograd.grad",
+    )
+
+
+def _call_user(function: Callable[..., Any], arguments: Any) -> Any:
+    """The frame above the user's: locations are looked for beneath it."""
+    args, kwargs = arguments
+    return function(*args, **kwargs)
+
+
+class _Run:
+    """One trace."""
+
+    def __init__(self, call: Call, wanted: Wanted | None) -> None:
+        self.call = call
+        self.wanted = wanted
+        self.mode = FakeTensorMode(allow_non_fake_inputs=False, shape_env=None)
+        self.state = [self._fake_state(t) for t in call.state.tensors]
+        values = call.values()
+        self.inputs = [self._fake_input(i, leaf, name) for i, (leaf, name) in enumerate(values)]
+        named = {storage_key(t): name for t, (_, name) in zip(self.inputs, values, strict=True)}
+        state = frozenset(map(storage_key, self.state))
+        journal = Journal([*self.state, *self.inputs])
+        self.recorder = OpRecorder(call.what, _call_user.__code__, named, state, journal)
+        self.watch = Watch(call.state, _call_user.__code__)
+        self.results: Tree | None = None
+        self.forward: frozenset[str] = frozenset()
+        self.cotangents: list[str] = []
+        self.rebinds: list[Rebind] = []
+        self.initial: list[Initialization] = []
+        self.counts: list[int] = []
+        self.graded: list[int] = []
+        self.dependent: list[int] = []
+
+    def trace(self) -> Joint:
+        with self._fakes_in_place():
+            owner = make_fx(lambda s, i: self._traced(s, i))(self.state, self.inputs)
+        return self._joint(owner)
+
+    def run(self) -> Journal:
+        """The call once more, without making a graph, in a third of the time."""
+        with self._fakes_in_place(), disable_autocast_cache():
+            self._traced(self.state, self.inputs)
+        for change in self.initial:
+            raise change.refusal()
+        return self.recorder.journal
+
+    @contextmanager
+    def _fakes_in_place(self) -> Iterator[None]:
+        """Runs a call with fakes for the state; afterwards all is as before, whatever happens."""
+        state = self.call.state
+        original = Snapshot(state.containers)
+        contents = Contents(state.others)
+        surroundings = Surroundings(self.call.function, state)
+        with ExitStack() as stack:
+            # Interrupted half way, each of them is done once more: the weights must come back.
+            for undo in (
+                original.restore,
+                self.watch.restore,
+                contents.restore,
+                surroundings.undo,
+            ):
+                stack.callback(_surely, undo)
+            put_state(state, self.state)
+            with self._as_it_runs():
+                yield
+            self._refuse_contents(contents.changed())
+            self.initial += surroundings.check(self.call.what, self.call.blame)
+
+    @contextmanager
+    def _as_it_runs(self) -> Iterator[None]:
+        """Fakes in the place of tensors, watched attributes, and what else makes it look real."""
+        state, function = self.call.state, self.call.function
+        space = getattr(inspect.unwrap(function), "__globals__", {})
+        kinds = {id(f): type(t.tensor) for f, t in zip(self.state, state.tensors, strict=True)}
+        with (
+            self.mode,
+            self.watch,
+            real_kinds(kinds, space),
+            generator_watched(self.call.what, _call_user.__code__),
+            padded_rows_zeroed(state),
+            _without_fused_recurrence(state),
+        ):
+            yield
+
+    def _refuse_contents(self, changed: list[str]) -> None:
+        for path in changed:
+            raise TraceError(
+                f"{self.call.what} cannot be traced: it changes what is in the attribute '{path}'; "
+                "a traced method runs once, so the change would be lost",
+                loc=self.call.blame,
+                remedy="mark the method with @cg.opaque; numbers that change can be in a buffer "
+                "(self.register_buffer), random numbers come from torch functions",
+            )
+
+    def _fake_state(self, tensor: StateTensor) -> torch.Tensor:
+        real = tensor.tensor
+        return self.mode.from_tensor(real if real.is_leaf else real.detach(), static_shapes=True)
+
+    def _fake_input(self, index: int, leaf: TensorSpec | ObjectSpec, name: str) -> torch.Tensor:
+        if isinstance(leaf, ObjectSpec):
+            raise TraceError(
+                f"{self.call.what} cannot be traced: {name} is an "
+                "object that is known only at run time",
+                loc=self.call.loc,
+                remedy="mark the method with @cg.opaque, so that it is called as it is",
+            )
+        with self.mode:
+            fake = torch.empty(leaf.shape, dtype=leaf.dtype, device=self.call.device)
+            wanted = self.wanted is not None and index in self.wanted.inputs
+            if not (leaf.requires_grad or wanted):
+                return fake
+            # Not a leaf of autograd, as the output of another call is not.
+            with torch.enable_grad():
+                return fake.requires_grad_(True).clone()
+
+    def _traced(
+        self, state: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """What make_fx runs. Returns outputs, rebound state, gradients, and secret writers."""
+        expected = Snapshot(self.call.state.containers)
+        with _grad_mode(self.wanted is not None):
+            with self.recorder, FunctionGuard(self.call.what, _call_user.__code__):
+                result = _call_user(self.call.function, self.call.signature.fill(inputs))
+            outputs = self._finish_forward(result, expected)
+            grads = self._backward(outputs) if self.wanted is not None else []
+        rebound = [r.value for r in self.rebinds]
+        self.counts = [len(outputs), len(rebound), len(grads)]
+        return [*outputs, *rebound, *grads, *self.recorder.secret]
+
+    def _finish_forward(self, result: Any, expected: Snapshot) -> list[torch.Tensor]:
+        leaves, spec = pytree.tree_flatten(result)
+        where = self.call.blame
+        self.results = Tree(tuple(describe(leaf, self.call.what, where) for leaf in leaves), spec)
+        outputs = [leaves[i] for i in self.results.values]
+        self.rebinds, self.initial = sort_changes(
+            expected.changes(), self.call, self.state, outputs, self.inputs, self.watch
+        )
+        self._check_state_metadata()
+        mode = get_proxy_mode()
+        nodes = () if mode is None else mode.tracer.graph.nodes
+        self.forward = frozenset(node.name for node in nodes)
+        self._note_results(outputs)
+        return outputs
+
+    def _note_results(self, outputs: Sequence[torch.Tensor]) -> None:
+        assert self.results is not None
+        journal, tree = self.recorder.journal, self.results
+        journal.note_result("", (str(tree.spec), outputs))
+        for leaf in tree.leaves:
+            if isinstance(leaf, Static):
+                journal.note_result("", leaf.value)
+        for rebind in self.rebinds:
+            journal.note_result(f"in '{rebind.slot.path}'", rebind.value)
+
+    def _check_state_metadata(self) -> None:
+        for tensor, fake in zip(self.call.state.tensors, self.state, strict=True):
+            real = tensor.tensor
+            if fake.shape != real.shape or fake.requires_grad != (
+                real.requires_grad and real.is_leaf
+            ):
+                raise TraceError(
+                    f"{self.call.what} cannot be traced: it changes shape or requires_grad of "
+                    f"'{tensor.path}', which would happen once, while tracing",
+                    loc=self.call.blame,
+                    remedy="do so before the step is traced, or mark the method with @cg.opaque",
+                )
+
+    def _backward(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        assert self.wanted is not None
+        chosen = [outputs[i] for i in self.wanted.outputs]
+        for index, output in zip(self.wanted.outputs, chosen, strict=True):
+            if not output.requires_grad:
+                raise TraceError(
+                    f"{self.call.what}: output {index} does not depend on anything that requires a "
+                    "gradient, so it has no derivative",
+                    loc=self.call.loc,
+                    remedy="leave it out of the loss, or let an input or parameter require one",
+                )
+        trained = [i for i, t in enumerate(self.call.state.tensors) if t.is_trained]
+        sources = [self.inputs[i] for i in self.wanted.inputs]
+        sources += [self.state[i] for i in trained]
+        if not sources or not chosen:
+            return []
+        cotangents = [self._cotangent(output) for output in chosen]
+        self.recorder.backward = True
+        held = [fake.grad for fake in self.state]
+        with self.recorder, FunctionGuard(self.call.what, _call_user.__code__):
+            found = _call_user(
+                torch.autograd.grad, ((chosen, sources, cotangents), {"allow_unused": True})
+            )
+        if any(fake.grad is not grad for fake, grad in zip(self.state, held, strict=True)):
+            raise _works_on_gradients(self.call)
+        many = len(self.wanted.inputs)
+        self.dependent = [i for i, g in enumerate(found[:many]) if g is not None]
+        self.graded = [i for i, g in zip(trained, found[many:], strict=True) if g is not None]
+        return [g for g in found if g is not None]
+
+    def _cotangent(self, output: torch.Tensor) -> torch.Tensor:
+        fake = torch.empty(output.shape, dtype=output.dtype, device=output.device)
+        self.recorder.inputs[storage_key(fake)] = "the gradient that it is given"
+        self.cotangents.append(next(iter(reversed(_graph().nodes))).name)
+        return fake
+
+    def _joint(self, owner: fx.GraphModule) -> Joint:
+        assert self.results is not None
+        simplify(owner.graph)
+        nodes = {node.name: node for node in owner.graph.nodes}
+        placeholders = [n for n in owner.graph.nodes if n.op == "placeholder"]
+        returned = iter(_returned(owner.graph))
+        state = tuple(zip(placeholders, self.call.state.tensors, strict=False))
+        outputs = tuple(next(returned) for _ in range(self.counts[0]))
+        rebinds = tuple((r, next(returned)) for r in self.rebinds)
+        wanted = self.wanted.inputs if self.wanted is not None else ()
+        input_grads = tuple(
+            next(returned) if i in self.dependent else None for i in range(len(wanted))
+        )
+        return Joint(
+            owner=owner,
+            state=state,
+            inputs=tuple(placeholders[len(state) :]),
+            cotangents=tuple(nodes[name] for name in self.cotangents),
+            outputs=outputs,
+            rebinds=rebinds,
+            wanted_inputs=wanted,
+            input_grads=input_grads,
+            state_grads=tuple((self.call.state.tensors[i], next(returned)) for i in self.graded),
+            forward=self.forward,
+            results=self.results,
+            recorder=self.recorder,
+            written=self._indices(self.recorder.written),
+            backward_written=self._indices(self.recorder.backward_writes),
+            reads=self.watch.reads,
+            initial=tuple(self.initial),
+        )
+
+    def _indices(self, keys: set[int | None]) -> frozenset[int]:
+        return frozenset(i for i, t in enumerate(self.state) if storage_key(t) in keys)
+
+
+def _returned(graph: fx.Graph) -> list[fx.Node]:
+    (values,) = graph.output_node().args
+    return list(pytree.tree_leaves(values, is_leaf=lambda v: isinstance(v, fx.Node)))
+
+
+def _graph() -> fx.Graph:
+    mode = get_proxy_mode()
+    assert mode is not None
+    return mode.tracer.graph
+
+
+def _surely(undo: Callable[[], None]) -> None:
+    """Undo, and, if that is interrupted, undo again."""
+    try:
+        undo()
+    except BaseException:
+        undo()
+        raise
+
+
+@contextmanager
+def _without_fused_recurrence(state: ActorState) -> Iterator[None]:
+    """Trace LSTM and GRU step by step, in actors that have such modules.
+
+    oneDNN's fused kernels save for the backward only where gradients are enabled when they run,
+    and cuDNN's arrange the memory of their weights, which a graph cannot.
+    """
+    recurrent = any(isinstance(obj, torch.nn.RNNBase) for obj, _ in state.objects)
+    backends: list[Any] = [torch.backends.mkldnn, torch.backends.cudnn] if recurrent else []
+    before = [backend.enabled for backend in backends]
+    for backend in backends:
+        backend.enabled = False
+    try:
+        yield
+    finally:
+        for backend, enabled in zip(backends, before, strict=True):
+            backend.enabled = enabled
+
+
+@contextmanager
+def _grad_mode(needed: bool) -> Iterator[None]:
+    with torch.set_grad_enabled(needed or torch.is_grad_enabled()):
+        yield

@@ -1,0 +1,112 @@
+"""Refusing what a traced call does to random generators outside of its graph."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import CodeType
+from typing import Any
+
+import torch
+
+from ...ir.location import Location
+from ..errors import TraceError
+from ..functions.error_translation import current_location
+
+_REMEDY = (
+    "draw with torch functions (torch.rand, dropout), which a step seeds by itself; or mark the "
+    "method with @cg.opaque"
+)
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_BETWEEN = frozenset({__file__, torch.random.__file__, contextlib.__file__})
+
+
+class _WatchedGenerator:
+    """Stands for torch's default generator where `torch.manual_seed` and the like look for it."""
+
+    def __init__(self, generator: torch.Generator, what: str, until: CodeType) -> None:
+        self._generator = generator
+        self._what = what
+        self._until = until
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("manual_seed", "seed", "set_state") and not _called_by_torch():
+            loc, note = current_location(self._until)
+            raise TraceError(
+                f"{self._what} cannot be traced: it seeds or sets torch's global generator "
+                "(torch.manual_seed or set_rng_state, torch.random.fork_rng), which would happen "
+                f"once, while tracing, instead of in every execution{note}",
+                loc=loc,
+                remedy=_REMEDY,
+            )
+        return getattr(self._generator, name)
+
+
+def _called_by_torch() -> bool:
+    """Whether torch does it for itself, as `torch.utils.checkpoint` does."""
+    frame = sys._getframe(2)
+    while frame.f_code.co_filename in _BETWEEN and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code.co_filename.startswith(_TORCH)
+
+
+@contextmanager
+def generator_watched(what: str, until: CodeType) -> Iterator[None]:
+    """Refuse to seed or set torch's generator inside the `with` block, with the user's line.
+
+    A fork of it would leave no trace behind.
+    """
+    names: dict[str, Any] = vars(torch.random)
+    generator = names["default_generator"]
+    names["default_generator"] = _WatchedGenerator(generator, what, until)
+    try:
+        yield
+    finally:
+        names["default_generator"] = generator
+
+
+@contextmanager
+def random_state_watched(what: str, loc: Location | None) -> Iterator[None]:
+    """Refuse a call that draws from, or seeds, a generator outside the graph while it is traced.
+
+    Python's and NumPy's draws would be baked into the graph, and `torch.manual_seed` would act
+    once instead of in every execution. All generators are put back.
+
+    Raises:
+        TraceError: on exit, if one of them has moved.
+    """
+    torch_before = torch.default_generator.get_state()
+    python_before = random.getstate()
+    numpy = sys.modules.get("numpy")
+    numpy_before = b"" if numpy is None else pickle.dumps(numpy.random.get_state(legacy=False))
+    torch.default_generator.manual_seed(_MARK_SEED)
+    marked = torch.default_generator.get_state()
+    moved: list[str] = []
+    try:
+        yield
+        if not torch.equal(torch.default_generator.get_state(), marked):
+            moved.append("torch's global generator (torch.manual_seed or set_rng_state)")
+        if random.getstate() != python_before:
+            moved.append("Python's random module")
+        if numpy is not None and pickle.dumps(numpy.random.get_state(legacy=False)) != numpy_before:
+            moved.append("NumPy's global generator")
+    finally:
+        torch.default_generator.set_state(torch_before)
+        random.setstate(python_before)
+        if numpy is not None:
+            numpy.random.set_state(pickle.loads(numpy_before))
+    if moved:
+        raise TraceError(
+            f"{what} cannot be traced: it draws from or seeds {' and '.join(moved)}, which would "
+            "happen once, while tracing, instead of in every execution",
+            loc=loc,
+            remedy=_REMEDY,
+        )
+
+
+_MARK_SEED = 0x6367_7472_6163_65

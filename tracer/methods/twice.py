@@ -1,0 +1,122 @@
+"""Running a traced call a second time: what is not the same then depends on hidden state.
+
+A generator, an iterator, a counter, the clock: whatever a method reads that changes by itself would
+be read once, while it is traced, and every execution would get what the trace has got. Nobody can
+list all of that. So the call is run twice, and the operators, constants and results are compared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ...ir.location import Location
+from ..actors.actor_state import collect
+from ..errors import TraceError
+from ..functions.call import Call
+from .joint import Joint, Wanted, run_call, trace_call
+from .journal import Journal
+from .watch import RunAsIs
+
+_REMEDY = (
+    "draw with torch functions, which a step seeds by itself; hand over what changes as an "
+    "argument, or keep it in a buffer of the actor; or mark the method with @cg.opaque"
+)
+
+
+def settled(call: Call, wanted: Wanted | None = None) -> tuple[Call, Joint]:
+    """Trace a call, as `trace_call` does, with what it does only when it is first called done.
+
+    An attribute that is made when it is first needed is one. The actor keeps it, as it would of an
+    eager call, and the guard compares it from then on.
+
+    Returns:
+        The call, on the actor as it is then, and its trace.
+
+    Raises:
+        TraceError: it cannot be traced, or changes what a graph cannot change in every call.
+        RunAsIs: it works on gradients.
+    """
+    joint = trace_call(call, wanted)
+    if not joint.initial:
+        return call, joint
+    try:
+        for change in joint.initial:
+            change.apply()
+        call = replace(call, state=collect(call.state.objects[0][0], call.given))
+        second = _without_changes(call, wanted, joint)
+    except BaseException:
+        for change in joint.initial:
+            change.take_back()
+        raise
+    for change in joint.initial:
+        if change.owner is not None:
+            second.reads[change.owner].add(str(change.key))
+    return call, second
+
+
+def _without_changes(call: Call, wanted: Wanted | None, first: Joint) -> Joint:
+    refusal = first.initial[0].refusal
+    try:
+        second = trace_call(call, wanted)
+    except TraceError as error:
+        raise refusal() from error
+    found = first.recorder.journal.difference(second.recorder.journal)
+    if second.initial or found is not None:
+        raise refusal()
+    return second
+
+
+def refuse_hidden_state(call: Call, joint: Joint) -> None:
+    """Return if the call does the same once more.
+
+    The second run makes no graph, which saves most of the time. Some code sees the difference; so
+    where there is one, runs are compared that are alike.
+
+    Raises:
+        TraceError: it does not.
+    """
+    first = joint.recorder.journal
+    try:
+        second = run_call(call)
+        if first.difference(second) is None:
+            return
+        _compare(call, second, run_call(call))
+        _compare(call, first, _trace_again(call))
+    except RunAsIs as why:
+        raise _refusal(call, f"{_NOT_TWICE} {why}", None) from None
+    except HiddenState:
+        raise
+    except TraceError as error:
+        reason = error.reason.removeprefix(f"{call.what} cannot be traced: ")
+        raise _refusal(call, f"{_NOT_TWICE} {reason}", error.loc) from error
+
+
+_NOT_TWICE = "it works at first, but not the second time:"
+
+
+class HiddenState(TraceError):
+    """A method depends on something that changes by itself."""
+
+
+def _compare(call: Call, first: Journal, second: Journal) -> None:
+    found = first.difference(second)
+    if found is not None:
+        what, loc = found
+        raise _refusal(call, f"run twice, it does not do the same: {what}", loc)
+
+
+def _trace_again(call: Call) -> Journal:
+    joint = trace_call(call)
+    for change in joint.initial:
+        raise change.refusal()
+    return joint.recorder.journal
+
+
+def _refusal(call: Call, how: str, loc: Location | None) -> HiddenState:
+    return HiddenState(
+        f"{call.what} cannot be traced: {how}. It depends on something that changes by itself, "
+        "such as a random generator, an iterator, a counter or the time; every execution would "
+        "use what it was in the trace",
+        loc=loc or call.blame,
+        remedy=_REMEDY,
+    )

@@ -1,0 +1,257 @@
+"""Intercept the torch functions that a step calls, and record them as ops.
+
+What torch computes on values of the step becomes a `call` of a function that is traced once for
+each signature. What makes tensors from nothing becomes a constant. A write in place makes a new
+value, which the tensor written to stands for from then on.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from ...ir.location import Location
+from ..errors import TraceError
+from ..functions.callee import Callee
+from ..functions.calls import Subject, declare, note_sharing, record
+from ..functions.interface import TorchTarget
+from ..intrinsics.constants import is_random, make_constants
+from ..source import caller_location
+from .arguments import Arguments, take_apart
+from .session import Session, placed
+from .specs import TensorSpec
+from .training import REMEDY
+from .unsupported_ops import Function, check, describe, shown
+from .values import ObjectValue, TracedTensor
+
+
+class Recorder(TorchFunctionMode):
+    """While entered, records torch functions into a session."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        self._session = session
+
+    def __torch_function__(
+        self, func: Function, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._session.paused is not None:
+            return func(*args, **kwargs)
+        return _intercept(self._session, func, args, kwargs)
+
+
+_METADATA = frozenset(
+    {
+        *("size", "dim", "ndimension", "numel", "nelement", "__len__", "__hash__"),
+        *("element_size", "is_floating_point", "is_complex", "is_signed", "is_inference"),
+        *("is_tensor", "_is_view", "has_names", "is_same_size"),
+    }
+)
+_RECORDED_PROPERTIES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
+
+
+def _intercept(
+    session: Session, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    kind, name = describe(func)
+    if kind == "call" and name in _METADATA:
+        return func(*args, **kwargs)
+    traced = _has_values((args, kwargs))
+    if not traced and name in ("__repr__", "__str__", "__format__"):
+        return func(*args, **kwargs)  # of a real tensor
+    loc = caller_location(3)
+    if traced:
+        check(kind, name, args, kwargs, loc)
+    elif name == "grad" and kind in ("get", "set"):
+        raise TraceError(
+            f"{shown(kind, name)} of a module in a step: zero_grad(), clip_grad_norm_() and all "
+            "other work on gradients would happen once, while the step is traced, and never again",
+            loc=loc,
+            remedy=REMEDY,
+        )
+    if kind == "get" and name not in _RECORDED_PROPERTIES:
+        return func(*args, **kwargs)
+    if name in ("__eq__", "__ne__") and args[1] is None:
+        return NotImplemented
+    call = _Call(func, name, args, kwargs, shown(kind, name), loc)
+    if not traced and not is_random(name):
+        return make_constants(session, func, name, args, kwargs, call.shown, loc)
+    if _writes_in_place(func, name, args, kwargs):
+        return _write(session, call)
+    return _compute(session, call)
+
+
+def _has_values(tree: Any) -> bool:
+    """Whether a nest of containers holds a value of a step."""
+    if isinstance(tree, TracedTensor | ObjectValue):
+        return True
+    if isinstance(tree, dict):
+        return any(map(_has_values, tree.values()))
+    if isinstance(tree, tuple | list):
+        return any(map(_has_values, tree))
+    if type(tree) is slice:
+        return any(map(_has_values, (tree.start, tree.stop, tree.step)))
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call of a torch function by the step."""
+
+    func: Function
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    shown: str
+    loc: Location | None
+
+
+def _compute(session: Session, call: _Call) -> Any:
+    """Record a torch function; what Python holds for its result."""
+    kwargs = call.kwargs
+    if is_random(call.name):
+        kwargs = {name: value for name, value in kwargs.items() if name != "device"}
+    arguments = _take_apart(session, call, kwargs)
+    callee = _find(session, call, call.func, arguments)
+    if not callee.specs:
+        return callee.results.fill(())
+    place = placed(arguments.operands, session.everywhere)
+    results = record(session, callee, arguments.operands, place, call.loc)
+    if callee.shares:
+        note_sharing(session, callee, arguments.values, results)
+    return results[0] if callee.is_single else callee.results.fill(results)
+
+
+def _take_apart(session: Session, call: _Call, kwargs: dict[str, Any]) -> Arguments:
+    session.ambient.check(call.shown, call.loc)
+    arguments = take_apart(session, call.args, kwargs, call.shown, call.loc)
+    for value in arguments.values:
+        if isinstance(value, ObjectValue):
+            raise TraceError(
+                f"{call.shown} takes {value!r}, an object that is known only when the step runs",
+                loc=call.loc,
+                remedy="do this in an actor's method that takes the object",
+            )
+    return arguments
+
+
+def _find(session: Session, call: _Call, func: Function, arguments: Arguments) -> Callee:
+    grad = torch.is_grad_enabled()
+    key = (func, grad, arguments.key)
+    callee = session.callees.get(key)
+    if callee is None:
+        dunder = call.name.startswith("__")
+        name = f"torch.{call.name.strip('_') if dunder else call.name}"
+        subject = Subject(TorchTarget(func, name), None, name)
+        callee = declare(session, subject, arguments.signature(), grad, call.loc)
+        session.callees[key] = callee
+    return callee
+
+
+@dataclass(frozen=True)
+class InPlace:
+    """A function that writes to its first argument, as one that returns what that becomes."""
+
+    function: Function
+
+    def __call__(self, target: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        written = target.clone()
+        self.function(written, *args, **kwargs)
+        return written
+
+
+_AUGMENTED = frozenset(
+    {
+        *("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__"),
+        *("__ipow__", "__imatmul__", "__iand__", "__ior__", "__ixor__", "__ilshift__"),
+        *("__irshift__", "__idiv__"),
+    }
+)
+
+
+def _writes_in_place(
+    func: Function, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> bool:
+    if name in _AUGMENTED or name == "__setitem__":
+        return True
+    if name.endswith("_") and not name.endswith("__"):
+        return True
+    position = _inplace_position(func)
+    if position is None:
+        return False
+    return bool(args[position] if len(args) > position else kwargs.get("inplace", False))
+
+
+@cache
+def _inplace_position(func: Function) -> int | None:
+    """Where a function of torch.nn.functional takes its flag `inplace`, if it has one."""
+    if getattr(func, "__module__", None) != "torch.nn.functional":
+        return None
+    try:
+        names = list(inspect.signature(func).parameters)
+    except ValueError:  # a builtin: none of them has the flag
+        return None
+    return names.index("inplace") if "inplace" in names else None
+
+
+def _write(session: Session, call: _Call) -> Any:
+    """Record a write to a tensor, which then stands for its new value."""
+    target = call.args[0] if call.args else None
+    arguments = _take_apart(session, call, call.kwargs)
+    if not isinstance(target, TracedTensor):
+        raise TraceError(
+            f"{call.shown} writes into something that is not a tensor of the step",
+            loc=call.loc,
+            remedy="make the tensor in the step, for example by torch.zeros",
+        )
+    _check_writable(target, call)
+    callee = _find(session, call, InPlace(call.func), arguments)
+    before, after = target.traced.spec, callee.specs[0]
+    assert isinstance(before, TensorSpec)
+    assert isinstance(after, TensorSpec)
+    if before.shape != after.shape or before.dtype is not after.dtype:
+        raise TraceError(
+            f"{call.shown} would change the shape or dtype of a value in place",
+            loc=call.loc,
+            remedy="use the function that returns a new tensor, and its result",
+        )
+    place = placed(arguments.operands, session.everywhere)
+    written = record(session, callee, arguments.operands, place, call.loc)[0]
+    session.rebind(target, written.traced.value, after)
+    if after.requires_grad != before.requires_grad:
+        torch.Tensor.requires_grad_(target, after.requires_grad)
+    return None if call.name == "__setitem__" else target
+
+
+def _check_writable(target: TracedTensor, call: _Call) -> None:
+    storage = target.traced.storage
+    name = target.traced.value.name
+    remedy = "write to a copy, made by .clone(), or use the function that returns a new tensor"
+    if storage is not None and storage.pinned is not None:
+        raise TraceError(
+            f"{call.shown} writes to %{name}, and {storage.pinned}; the write would be seen "
+            "there in plain Python, and not in the compiled step",
+            loc=call.loc,
+            remedy=remedy,
+        )
+    if storage is not None and storage.others(target):
+        raise TraceError(
+            f"{call.shown} writes to %{name}, which is a view of another value or has views; "
+            "the write would be seen there in plain Python, and not in the compiled step",
+            loc=call.loc,
+            remedy=remedy,
+        )
+    spec = target.traced.spec
+    if isinstance(spec, TensorSpec) and spec.requires_grad and not torch.is_grad_enabled():
+        raise TraceError(
+            f"{call.shown} writes to %{name}, which requires a gradient, under torch.no_grad",
+            loc=call.loc,
+            remedy=remedy,
+        )

@@ -1,0 +1,275 @@
+"""Whether a step's Python does in every execution what it does while it is traced: it runs twice.
+
+A compiled step does not run its Python again. So what that changes outside of the step would happen
+once and never again, and what it takes from a counter, a clock or a generator would stay as it was.
+The second time costs little: all functions that the step calls are traced already. What a second
+time leaves as it is, such as a cache that the first has filled, is no harm.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from ...ir.attributes import Symbol
+from ...ir.compare import program_difference
+from ...ir.location import Location
+from ...ir.module import Program
+from ...ir.ops import Constant
+from ..errors import TraceError, different
+from ..source import traceback_location
+from .reach import Difference, Remembered, is_users_file
+from .session import Session
+from .specs import Static, Tree
+from .values import Kept, ObjectValue, TracedTensor
+
+_REMEDY = (
+    "return from the step what is to be kept, pass as an argument what differs from call to call, "
+    "or change it in an actor's method that is marked @cg.opaque"
+)
+_DRAW_REMEDY = (
+    "seed before the step; draw by torch functions called in the step itself, or pass what was "
+    "drawn as an argument"
+)
+_TRAINER_REMEDY = "call it in an actor's method, which runs in every execution"
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One trace of a step.
+
+    Attributes:
+        session: what has been recorded.
+        results: what the step returned, described.
+    """
+
+    session: Session
+    results: Tree
+
+
+Record = Callable[[Session], Recorded]
+"""Runs the step's Python once, and records it into a session."""
+
+
+def record_twice(
+    record: Record, session: Session, fn: Callable[..., Any], name: str, loc: Location | None
+) -> Recorded:
+    """Record a step, and see that it is the same when that is done again.
+
+    Args:
+        record: records the step.
+        session: for the first time.
+        fn: the step.
+        name: its name, for messages.
+        loc: where it is defined.
+
+    Raises:
+        TraceError: it has an effect outside of itself, or is another one the second time; what it
+            has changed is put back.
+    """
+    before = Remembered(fn)
+    check = _Check(record, session, fn, name, loc, before)
+    try:
+        first = record(session)
+        check.draws()
+        check.leaks()
+        check.trainers()
+        middle = Remembered(fn)
+        failure, second = check.again()
+        check.effects(middle.differences())
+        if failure is not None and failure.__cause__ is not None:
+            check.effects(before.differences())
+        if failure is not None:
+            raise failure
+        assert second is not None, "what did not fail has been recorded"
+        check.same(first, second)
+    except TraceError:
+        before.restore()
+        raise
+    return first
+
+
+@dataclass(frozen=True)
+class _Check:
+    record: Record
+    session: Session
+    fn: Callable[..., Any]
+    name: str
+    loc: Location | None
+    before: Remembered
+
+    def draws(self) -> None:
+        """Refuse a step that draws from a generator which others share, or seeds it."""
+        for moved in self.before.draws():
+            loc, _ = self._find([moved])
+            raise TraceError(
+                f"step {self.name} seeded or drew from {moved.path} while it was traced, which "
+                "would not happen again when it runs",
+                loc=loc or self.loc,
+                remedy=_DRAW_REMEDY,
+            )
+
+    def leaks(self) -> None:
+        """Refuse a step that leaves a traced value outside."""
+        for change in self.before.differences():
+            if _holds_value(change.after):
+                loc, _ = self._find([change])
+                raise TraceError(
+                    f"step {self.name} stores a value of its trace outside of itself, in "
+                    f"'{change.path}'; it would stay there, and never become a tensor",
+                    loc=loc or self.loc,
+                    remedy="return the value from the step: what the step returns is real",
+                )
+
+    def trainers(self) -> None:
+        """Refuse a step that changes an optimizer or a scheduler, be it to the same each time.
+
+        Such as to a rate of learning that is an argument: a trace that is there already sets none.
+        """
+        changes = self.before.differences()
+        self.effects([change for change in changes if self.before.is_of_trainer(change.path)])
+
+    def again(self) -> tuple[TraceError | None, Recorded | None]:
+        """The second trace, or what it raised."""
+        try:
+            return None, self.record(self.session.again())
+        except Kept as error:
+            caches = self.before.filled_caches()
+            if not caches:
+                return error, None
+        except TraceError as error:
+            return error, None
+        except Exception as error:
+            return self._raised(error), None
+        # A cache keeps values of the trace that has filled it. Without them, no other is misled.
+        for cache in caches:
+            cache.cache_clear()
+        try:
+            return None, self.record(self.session.again())
+        except TraceError as error:
+            return error, None
+        finally:
+            for cache in caches:
+                cache.cache_clear()
+
+    def _raised(self, error: Exception) -> TraceError:
+        made = TraceError(
+            f"step {self.name} is traced twice, and raised {type(error).__name__} the second time: "
+            f"{error}. Its Python uses something up, or depends on what it has changed",
+            loc=traceback_location(error.__traceback__) or self.loc,
+            remedy=_REMEDY,
+        )
+        made.__cause__ = error
+        return made
+
+    def effects(self, changes: Sequence[Difference]) -> None:
+        """Refuse a step for what it changes outside of itself, also the second time."""
+        if not changes:
+            return
+        loc, change = self._find(changes)
+        if change is None:
+            return  # no line of the step changes it: another thread does
+        raise TraceError(
+            f"step {self.name} changes '{change.path}' while it is traced, and "
+            "would not when it runs: the Python of a step runs only in the trace",
+            loc=loc,
+            remedy=_TRAINER_REMEDY if self.before.is_of_trainer(change.path) else _REMEDY,
+        )
+
+    def same(self, first: Recorded, second: Recorded) -> None:
+        """Refuse a step that is another one the second time."""
+        one, other = first.session.module.program, second.session.module.program
+        found = program_difference(one, other)
+        loc = self.loc
+        if found is not None:
+            loc = _first_difference(one, other) or loc
+            raise different(self.name, found, loc)
+        constants = first.session.constants
+        for ref, constant in second.session.constants.items():
+            if not _equal(constants[ref], constant):
+                made = (op for op in other.ops if isinstance(op, Constant) and op.ref is not None)
+                where = next(op.loc for op in made if op.ref == Symbol(ref))
+                raise different(self.name, f"@{ref} has other elements", where or loc)
+        for before, after in zip(first.results.leaves, second.results.leaves, strict=True):
+            if before != after:
+                how = f"it returns {_shown(before)}, then {_shown(after)}"
+                raise different(self.name, how, loc)
+
+    def _find(self, changes: Sequence[Difference]) -> tuple[Location | None, Difference | None]:
+        """The line that makes one of the changes, found by yet another trace; None if none does."""
+        self.before.restore()
+        file = None if self.loc is None else self.loc.file
+        finder = _LineFinder([(change, change.watch()) for change in changes], file)
+        outer = sys.gettrace()
+        sys.settrace(finder.enter)
+        try:
+            self.record(self.session.again())
+        except Exception:
+            pass
+        finally:
+            sys.settrace(outer)
+        finder.look()
+        return finder.line, finder.change
+
+
+class _LineFinder:
+    """Follows the lines of the user's code until one has made a change."""
+
+    def __init__(
+        self, watched: Sequence[tuple[Difference, Callable[[], bool]]], file: str | None
+    ) -> None:
+        self.line: Location | None = None
+        self.change: Difference | None = None
+        self._watched = watched
+        self._file = file
+        self._last: Location | None = None
+
+    def enter(self, frame: FrameType, event: str, argument: object) -> Any:
+        """As `sys.settrace` takes it."""
+        file = frame.f_code.co_filename
+        is_followed = is_users_file(file) or file == self._file
+        return self._step if self.change is None and is_followed else None
+
+    def _step(self, frame: FrameType, event: str, argument: object) -> Any:
+        self.look()
+        code = frame.f_code
+        self._last = Location(code.co_filename, frame.f_lineno, code.co_name)
+        return None if self.change is not None else self._step
+
+    def look(self) -> None:
+        """Blame the last line, if there is a change now."""
+        if self.change is None and self._last is not None:
+            self.change = next((change for change, is_there in self._watched if is_there()), None)
+            self.line = self._last
+
+
+def _first_difference(one: Program, other: Program) -> Location | None:
+    for a, b in zip(one.ops, other.ops, strict=False):
+        if program_difference(Program("", ops=[a]), Program("", ops=[b])):
+            return b.loc or a.loc
+    return None
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.dtype is not other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(_bytes(one), _bytes(other))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
+
+
+def _holds_value(value: Any) -> bool:
+    items = list(value) if isinstance(value, (set, frozenset)) else value
+    return any(isinstance(leaf, TracedTensor | ObjectValue) for leaf in tree_leaves(items))
+
+
+def _shown(leaf: object) -> str:
+    return repr(leaf.value) if isinstance(leaf, Static) else str(leaf)

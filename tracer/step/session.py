@@ -1,0 +1,319 @@
+"""The one object that describes a trace in progress, and how code inside the step finds it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from ...ir.builder import Names
+from ...ir.location import Location
+from ...ir.module import Module, Phase, Program
+from ...ir.ops import Call, Op, Value
+from ...ir.printer import format_op
+from ...ir.types import ObjectType, Place, Type
+from ..actors.sharing import Sharing
+from ..autodiff.tape import Tape
+from ..errors import TraceError, different
+from ..functions.callee import Callee
+from ..functions.interface import Body, FunctionTracer, Guard, Peers, Write
+from ..source import caller_location, is_user_file
+from .specs import ObjectSpec, TensorSpec
+from .torch_modes import Ambient
+from .values import (
+    IN_A_METHOD,
+    Kept,
+    ObjectValue,
+    Storage,
+    Traced,
+    TracedTensor,
+    escaped,
+    is_consistent,
+    make_tensor,
+)
+
+O = TypeVar("O", bound=Op)  # noqa: E741 - the type of op that is being recorded
+
+
+@dataclass(eq=False)
+class Session:
+    """A step while it is being traced.
+
+    Attributes:
+        peers: the world that the step will run in.
+        tracer: turns what the step calls into functions.
+        module: what has been recorded so far.
+        bodies, constants, guards: as in `Trace`.
+        guard_of: the guard of each function that has one and can run in this process.
+        tape: the calls through which gradients flow.
+        mb: the microbatch that the step is at, if any.
+        paused: why torch functions are not recorded now, if they are not.
+        writes: how often the state of each actor, or what others share of it, has been changed.
+        written: the calls that have written to these, with their indices in the program.
+        callees: the functions traced so far, by what was called and the signature.
+        sharing: what actors share; None before the first of them is called.
+        ambient: torch's modes under which all of the step is traced.
+        first: where the step is traced a second time, the first time.
+        optimistic: whether to assume that no gradients have to be clipped.
+        assumptions: scalars that are true where that is so.
+    """
+
+    peers: Peers
+    tracer: FunctionTracer
+    module: Module
+    bodies: dict[str, Body] = field(default_factory=dict)
+    constants: dict[str, Any] = field(default_factory=dict)
+    guards: list[Guard] = field(default_factory=list)
+    guard_of: dict[str, Guard] = field(default_factory=dict)
+    tape: Tape = field(default_factory=Tape)
+    mb: int | None = None
+    paused: str | None = None
+    writes: dict[str, int] = field(default_factory=dict)
+    written: dict[str, list[tuple[int, Write]]] = field(default_factory=dict)
+    callees: dict[Any, Callee] = field(default_factory=dict)
+    sharing: Sharing | None = None
+    ambient: Ambient = field(default_factory=Ambient.now)
+    first: Session | None = None
+    optimistic: bool = False
+    assumptions: list[TracedTensor] = field(default_factory=list)
+    function_names: Names = field(default_factory=Names)
+    constant_names: Names = field(default_factory=Names)
+    value_names: Names = field(default_factory=Names)
+    _values: int = 0
+    _keys: int = 0
+
+    @staticmethod
+    def start(name: str, peers: Peers, tracer: FunctionTracer) -> Session:
+        """A session that has recorded nothing yet."""
+        module = Module(name, Phase.TRACED, peers.size, programs=[Program(name)])
+        return Session(peers, tracer, module)
+
+    def again(self) -> Session:
+        """A session that traces the same step once more, with the functions of this one."""
+        mine = self.module
+        module = Module(mine.name, Phase.TRACED, mine.world, programs=[Program(mine.name)])
+        module.functions, module.vjps = mine.functions, mine.vjps
+        return Session(
+            self.peers,
+            self.tracer,
+            module,
+            bodies=self.bodies,
+            callees=self.callees,
+            sharing=self.sharing,
+            optimistic=self.optimistic,
+            ambient=self.ambient,
+            first=self,
+        )
+
+    def refuse_new(self, what: str, loc: Location | None) -> None:
+        """Return if new functions may be traced: not when the step is traced once more.
+
+        Raises:
+            TraceError: it is.
+        """
+        if self.first is None:
+            return
+        before = self.first.module.program.ops
+        index = self.last + 1
+        there = before[index] if index < len(before) else None
+        was = f"where it was {format_op(there)} at first" if there is not None else "at its end"
+        raise different(self.module.name, f"it comes to another call of {what}, {was}", loc)
+
+    @property
+    def everywhere(self) -> Place:
+        """The place of all ranks."""
+        return self.module.everywhere
+
+    @contextmanager
+    def pause(self, why: str) -> Iterator[None]:
+        """Let torch functions run as usual, and refuse to record, inside the `with` block."""
+        before, self.paused = self.paused, why
+        try:
+            yield
+        finally:
+            self.paused = before
+
+    def emit(self, op: O) -> O:
+        """Append an op to the program."""
+        self.module.program.ops.append(op)
+        return op
+
+    @property
+    def last(self) -> int:
+        """The index of the op that was appended last."""
+        return len(self.module.program.ops) - 1
+
+    def next_key(self) -> int:
+        """The key of the next call that draws random numbers."""
+        self._keys += 1
+        return self._keys - 1
+
+    def new_value(self, base: str, type_: Type) -> Value:
+        """A value with a name that is not in use."""
+        return Value(self.value_names.fresh(base), type_)
+
+    def hold(self, value: Value, spec: TensorSpec | ObjectSpec) -> TracedTensor | ObjectValue:
+        """What the step's Python holds for a value of the program."""
+        self._values += 1
+        traced = Traced(self, value, spec, self._values)
+        if type(spec) is TensorSpec:
+            return make_tensor(traced, spec)
+        return ObjectValue(traced)
+
+    def remedy_for_parts(self, value: Value) -> str:
+        """What to do for a part of an object that the step has."""
+        program = self.module.program
+        if value in program.params:
+            return (
+                'lower the step with the parts, as in lower({"key": cg.object}), or any other '
+                f"pytree; or {IN_A_METHOD}"
+            )
+        maker = next((op for op in program.ops if value in op.results), None)
+        if isinstance(maker, Call) and len(maker.results) == 1:
+            method = self.module.functions[maker.fn.name]
+            if method.loc is not None and is_user_file(method.loc.file):
+                return (
+                    "if the method returns a tuple, say of how many by @cg.opaque(returns=2), and "
+                    f"unpack that; or {IN_A_METHOD}"
+                )
+        return IN_A_METHOD
+
+    def remedy_for_tensors(self, value: Value) -> str:
+        """What to do where an object stands for a tensor: the first call that has made one."""
+        makers = {result: op for op in self.module.program.ops for result in op.results}
+        maker = makers.get(value)
+        given: Value | None = value
+        while given is not None and isinstance(found := makers.get(given), Call):
+            maker = found
+            given = next((v for v in maker.operands if isinstance(v.type, ObjectType)), None)
+        if not isinstance(maker, Call):
+            return IN_A_METHOD
+        return (
+            f"@{maker.fn.name} returns an object, since it is called as it is: a method does that "
+            "if it uses an optimizer or .grad, is given an object, or is marked @cg.opaque, and "
+            "no gradient flows through it. Take what does so out of the method; or, without a "
+            "gradient, mark it @cg.opaque(fake=...)"
+        )
+
+    def rebind(self, tensor: TracedTensor, value: Value, spec: TensorSpec) -> None:
+        """Let a tensor that has been written to stand for its new value."""
+        self._values += 1
+        traced = tensor.traced
+        traced.value, traced.spec, traced.order = value, spec, self._values
+
+    def use(self, value: TracedTensor | ObjectValue) -> Traced:
+        """What the tracer knows of a value that the step is about to use.
+
+        Must be called where torch functions are not intercepted.
+
+        Raises:
+            TraceError: it is of another trace, or stands for something that has changed since.
+        """
+        traced = value.traced
+        if traced.trace is not self:
+            if traced.trace is self.first:
+                raise Kept(
+                    f"the step uses %{traced.value.name}, a value of an earlier trace of it, "
+                    "which something has kept",
+                    loc=caller_location(),
+                    remedy="make it in the step each time, or keep it in an actor: what a step "
+                    "stores outside of itself while it is traced is no tensor",
+                )
+            raise escaped("this step uses")
+        if type(value) is TracedTensor and not is_consistent(value):
+            raise TraceError(
+                f"%{traced.value.name} came out of a torch.autograd.Function, whose gradient the "
+                "trace of the step does not see",
+                loc=caller_location(),
+                remedy="apply the autograd function in an actor's method",
+            )
+        if traced.storage is not None and traced.storage.actor is not None:
+            self._check_fresh(traced, traced.storage)
+        return traced
+
+    def _check_fresh(self, traced: Traced, storage: Storage) -> None:
+        actor = storage.actor
+        if actor is not None and self.writes.get(actor, 0) != storage.writes:
+            raise TraceError(
+                f"%{traced.value.name} is state of {actor} itself, and {actor} has been written to "
+                "since: plain Python would see the new state here, the compiled step the old",
+                loc=caller_location(),
+                remedy="return a .clone() of the state from the method, or read it again",
+            )
+
+
+_CURRENT: ContextVar[Session | None] = ContextVar("cg_session", default=None)
+
+
+def current() -> Session | None:
+    """The trace in progress, if any."""
+    return _CURRENT.get()
+
+
+def is_tracing() -> bool:
+    """Whether a step is being traced right now."""
+    return _CURRENT.get() is not None
+
+
+def recording(what: str) -> Session | None:
+    """The trace in progress, if any, which must be ready to record.
+
+    Raises:
+        TraceError: a method of an actor is being traced; `what` belongs into the step.
+    """
+    session = _CURRENT.get()
+    if session is not None and session.paused is not None:
+        raise TraceError(
+            f"{what} inside {session.paused}",
+            loc=caller_location(),
+            remedy="do this in the step, between calls of actors' methods",
+        )
+    return session
+
+
+@contextmanager
+def entered(session: Session) -> Iterator[None]:
+    """Make `session` the trace in progress inside the `with` block."""
+    token = _CURRENT.set(session)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
+def placed(values: Sequence[Traced], everywhere: Place) -> Place:
+    """Where a torch operation of the step runs, by its operands.
+
+    Where the operands are; if they are on different single ranks, on the rank of the operand that
+    was made last; if all are replicated, on the ranks that all of them share.
+    """
+    single: Traced | None = None
+    for traced in values:
+        place = traced.value.type.place
+        if (
+            place is not None
+            and place.is_single
+            and (single is None or traced.order > single.order)
+        ):
+            single = traced
+    if single is not None:
+        place = single.value.type.place
+        assert place is not None
+        return place
+    return _common(values, everywhere)
+
+
+def _common(values: Sequence[Traced], everywhere: Place) -> Place:
+    ranks = everywhere.ranks
+    for traced in values:
+        place = traced.value.type.place
+        assert place is not None, "every value of a trace has a place"
+        shared = tuple(rank for rank in place.ranks if rank in ranks)
+        if not shared:
+            latest = max(values, key=lambda value: value.order).value.type.place
+            assert latest is not None
+            return latest
+        ranks = shared
+    return everywhere if ranks == everywhere.ranks else Place(ranks)

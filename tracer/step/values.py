@@ -1,0 +1,270 @@
+"""What a step's Python holds in place of values that exist only when the step runs.
+
+A tensor of the step is a `TracedTensor`: a real `torch.Tensor` subclass without storage, so that
+`isinstance` and shapes behave. An object is an `ObjectValue`. Both carry a `Traced`, which links
+them to the IR.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from ...ir.location import Location
+from ...ir.ops import Value
+from ..errors import TraceError
+from ..source import caller_location
+from .specs import ObjectSpec, TensorSpec
+
+
+class ObjectMarker:
+    """Stands for an argument of a step that is a Python object known only at run time."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "cg.object"
+
+    def __reduce__(self) -> str:
+        return "OBJECT"
+
+
+class NotAValue:
+    """Base of what a step may hold but neither pass on nor return, such as an actor's handle."""
+
+    __slots__ = ()
+
+    what_it_is = ""
+
+
+OBJECT = ObjectMarker()
+"""The one `ObjectMarker`; users know it as `cg.object`."""
+
+
+IN_A_METHOD = "do it in an actor's method that takes the object"
+
+
+@dataclass(eq=False, slots=True)
+class Storage:
+    """What is known of the memory that several values of the step may share when it runs.
+
+    Attributes:
+        members: the values that share it, as far as Python still holds them.
+        pinned: who else holds it, if a write to it would be seen outside the trace.
+        actor: the actor whose parameters or buffers it is, if any.
+        writes: how often that actor had been written to when the value was read.
+    """
+
+    members: list[weakref.ref[Any]] = field(default_factory=list)
+    pinned: str | None = None
+    actor: str | None = None
+    writes: int = 0
+
+    def others(self, value: TracedTensor) -> bool:
+        """Whether Python still holds another value that shares this memory."""
+        held = (member() for member in self.members)
+        return any(other is not None and other is not value for other in held)
+
+
+class Recording(Protocol):
+    """What values need of the session that made them."""
+
+    def remedy_for_parts(self, value: Value) -> str: ...
+    def remedy_for_tensors(self, value: Value) -> str: ...
+
+
+@dataclass(eq=False, slots=True)
+class Traced:
+    """What the tracer knows of a value that the step's Python holds.
+
+    Attributes:
+        trace: the session that made it.
+        value: its name and type in the IR.
+        spec: its dtype, shape, and whether gradients flow through it.
+        order: counts the values of the step in the order in which they were made.
+        storage: what it may share memory with; None while it is alone.
+    """
+
+    trace: Recording
+    value: Value
+    spec: TensorSpec | ObjectSpec
+    order: int
+    storage: Storage | None = None
+
+
+class TracedTensor(torch.Tensor):
+    """A tensor of the step that is being traced: dtype and shape, but no elements."""
+
+    traced: Traced
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise escaped(f"{func} was called on")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        if torch._C._is_torch_function_mode_enabled():
+            return _REPR(self)  # which the recorder refuses
+        return f"<value %{self.traced.value.name} of a traced step: {self.traced.value.type}>"
+
+
+_REPR: Callable[[torch.Tensor], str] = torch.Tensor.__repr__
+_WRAP = torch.Tensor._make_wrapper_subclass
+_CPU = torch.device("cpu")
+
+
+def make_tensor(traced: Traced, spec: TensorSpec) -> TracedTensor:
+    """A tensor for the step's Python to hold."""
+    tensor: TracedTensor = _WRAP(
+        TracedTensor, spec.shape, dtype=spec.dtype, device=_CPU, requires_grad=spec.requires_grad
+    )
+    tensor.traced = traced
+    return tensor
+
+
+_REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+
+
+def is_consistent(tensor: TracedTensor) -> bool:
+    """Whether the tensor still says of its gradient what the trace says.
+
+    It does not if it came out of a `torch.autograd.Function`, which works on tensors behind the
+    tracer's back. Must be called where torch functions are not intercepted.
+    """
+    spec = tensor.traced.spec
+    return isinstance(spec, TensorSpec) and spec.requires_grad == _REQUIRES_GRAD(tensor)
+
+
+def share(one: TracedTensor, other: TracedTensor) -> Storage:
+    """Note that two values may share memory."""
+    storage, merged = storage_of(one), storage_of(other)
+    if storage is merged:
+        return storage
+    for member in merged.members:
+        held = member()
+        if held is not None:
+            held.traced.storage = storage
+            storage.members.append(member)
+    storage.pinned = storage.pinned or merged.pinned
+    if storage.actor is None:
+        storage.actor, storage.writes = merged.actor, merged.writes
+    return storage
+
+
+def storage_of(tensor: TracedTensor) -> Storage:
+    """What is known of a value's memory; from now on it is kept."""
+    traced = tensor.traced
+    if traced.storage is None:
+        traced.storage = Storage([weakref.ref(tensor)])
+    return traced.storage
+
+
+class Kept(TraceError):
+    """A step, traced a second time, comes upon a value of the first time."""
+
+
+def escaped(what: str, loc: Location | None = None) -> TraceError:
+    """The error for a value that is used outside of the trace that made it."""
+    return TraceError(
+        f"{what} a value of a traced step, outside of that step",
+        loc=loc or caller_location(),
+        remedy="return it from the step: what the step returns is real when the step has run",
+    )
+
+
+class ObjectValue:
+    """A Python object that exists only when the step runs; it can be handed on, nothing else."""
+
+    __slots__ = ("__weakref__", "traced")
+
+    def __init__(self, traced: Traced) -> None:
+        self.traced = traced
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> NoReturn:
+        given = (*tree_leaves(args), *tree_leaves(kwargs or {}))
+        value = next(leaf for leaf in given if isinstance(leaf, cls))
+        raise TraceError(
+            f"torch.{getattr(func, '__name__', func)} of %{value.traced.value.name}, an object "
+            "that is known only when the step runs",
+            loc=caller_location(),
+            remedy="say that the method returns tensors, by @cg.opaque(fake=...), or compute with "
+            "the object in an actor's method",
+        )
+
+    def __repr__(self) -> str:
+        return f"<value %{self.traced.value.name} of a traced step: {self.traced.value.type}>"
+
+    def _unknown(self, what: str, remedy: str = IN_A_METHOD) -> NoReturn:
+        raise TraceError(
+            f"{what} %{self.traced.value.name}, an object that is known only when the step runs",
+            loc=caller_location(),
+            remedy=remedy,
+        )
+
+    def refuse_as_tensor(self, what: str) -> NoReturn:
+        """Refuse to take the object for a tensor, and say how it comes that it is an object."""
+        self._unknown(what, self.traced.trace.remedy_for_tensors(self.traced.value))
+
+    def _no_parts(self, what: str) -> NoReturn:
+        self._unknown(what, self.traced.trace.remedy_for_parts(self.traced.value))
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__") and name.endswith("__"):
+            raise AttributeError(name)  # protocols that ask what an object can do
+        self._no_parts(f"attribute '{name}' of")
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        self._unknown("a copy of")
+
+    def __bool__(self) -> NoReturn:
+        self._unknown("a decision on")
+
+    def __len__(self) -> NoReturn:
+        self._unknown("the length of")
+
+    def __iter__(self) -> NoReturn:
+        self._no_parts("iteration over")
+
+    def __contains__(self, item: object) -> NoReturn:
+        self._unknown("a search in")
+
+    def __getitem__(self, key: object) -> NoReturn:
+        self._no_parts("an element of")
+
+    def __setitem__(self, key: object, value: object) -> NoReturn:
+        self._unknown("a write to")
+
+    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+        self._unknown("a call of")
+
+    def __str__(self) -> NoReturn:
+        self._unknown("the text of")
+
+    def __format__(self, spec: str) -> NoReturn:
+        self._unknown("the text of")
+
+    def __eq__(self, other: object) -> NoReturn:
+        self._unknown("a comparison with")
+
+    def __ne__(self, other: object) -> NoReturn:
+        self._unknown("a comparison with")
+
+    __hash__ = object.__hash__
+
+    def _arithmetic(self, *args: object) -> NoReturn:
+        self._unknown("arithmetic with")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _arithmetic
+    __truediv__ = __rtruediv__ = __mod__ = __pow__ = __matmul__ = __neg__ = _arithmetic
+    __lt__ = __le__ = __gt__ = __ge__ = __int__ = __float__ = __index__ = _arithmetic
