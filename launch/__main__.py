@@ -17,8 +17,7 @@ from .job.launcher import Launcher, LaunchError, command, find, on_hosts, variab
 from .job.rank_registry import Attendance
 from .job.shm_cleanup import remove_unused
 from .job.slurm import for_daemons, is_elsewhere
-from .world.threads import settings
-from .world.topology import allowed_cpus, core_count, cpu_quota, read_cores
+from .world.cores import allowed_cpus, core_count, cpu_quota, read_cores, thread_settings
 
 BAD_USAGE = 2
 """Exit code where nothing was started."""
@@ -98,7 +97,7 @@ def _run(options: argparse.Namespace) -> int:
     elsewhere = names_hosts or is_elsewhere(inherited)
     if not (options.no_thread_cap or options.mpi_arg or elsewhere):
         preset = {name for name in THREAD_VARIABLES if inherited.get(name)}
-        ours.update(settings(max(1, cores // ranks), preset))
+        ours.update(thread_settings(max(1, cores // ranks), preset))
     ours.setdefault("PYTHONUNBUFFERED", inherited.get("PYTHONUNBUFFERED", "1"))
     inherited.pop("CG_RANKS", None)
     line = command(
