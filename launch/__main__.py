@@ -14,7 +14,7 @@ from pathlib import Path
 from .config import THREAD_VARIABLES, Config, ConfigError, environment, table
 from .job.job import Job
 from .job.launcher import Launcher, LaunchError, command, find, on_hosts, variables
-from .job.rank_registry import Attendance
+from .job.rank_registry import RankRegistry
 from .job.shm_cleanup import remove_unused
 from .job.slurm import for_daemons, is_elsewhere
 from .world.cores import allowed_cpus, core_count, cpu_quota, read_cores, thread_settings
@@ -113,16 +113,16 @@ def _run(options: argparse.Namespace) -> int:
     everything = {**for_daemons(inherited), **ours, **variables(launcher, os.geteuid() == 0)}
     with tempfile.TemporaryDirectory(prefix="cg-job-") as folder:
         everything["CG_ATTENDANCE"] = folder
-        return _supervise(line, everything, ranks, Attendance(Path(folder)))
+        return _supervise(line, everything, ranks, RankRegistry(Path(folder)))
 
 
 def _supervise(
-    line: Sequence[str], variables_: Mapping[str, str], ranks: int, attendance: Attendance
+    line: Sequence[str], variables_: Mapping[str, str], ranks: int, registry: RankRegistry
 ) -> int:
     started = time.time()
     job = Job()
     code = job.run(line, variables_)
-    lost = ", ".join(map(str, attendance.present()))
+    lost = ", ".join(map(str, registry.present()))
     if code == 0 and lost:
         code = 1
         print(

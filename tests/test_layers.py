@@ -82,6 +82,6 @@ def test_an_arrow_against_the_floors_is_seen(
     globals_ = violations.__globals__
     monkeypatch.setitem(globals_, "ROOT", tmp_path)
     assert violations("passes") == [
-        "passes/bad.py:2 imports cg.tracer.step.trace",
+        "passes/bad.py:2 imports cg.tracer.trace",
         "passes/bad.py:3 imports torch.fx",
     ]

@@ -16,7 +16,7 @@ from ...backends.errors import RemoteError
 from ...tracer.actors.undo import Undo
 from .compiled import Compiled
 from .numbering import Numbering
-from .turns import turn_of
+from .step_lock import lock_of
 
 _MOST = 64
 """The most calls in a row that do not try."""
@@ -46,13 +46,13 @@ class Optimistic:
         self._undo = Undo(bold.variants[0].trace.instances.values())
         place = plain.variants[0].trace.outputs.place
         self._gets_outputs = any(world.plays(rank) for rank in place.ranks)
-        self._turn = turn_of(world)
+        self._lock = lock_of(world)
         self._patience = 0
         self._left = 0
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Run the step on all ranks; collective, and otherwise as `Compiled.__call__`."""
-        with self._turn.taken(self.plain.module.name):
+        with self._lock.held(self.plain.module.name):
             return self._run(args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

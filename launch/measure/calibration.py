@@ -14,7 +14,7 @@ from ...ir.ops import Call, Collective, Op, Send, Value, Wait
 from ...ir.pipeline.costs import Costs, Link
 from ...ir.types import FutureType, TensorType
 from .link_benchmark import try_edge
-from .message_latency import Awaited, awaited
+from .message_latency import MessageLatency, message_latencies
 from .recording import Recording
 
 
@@ -39,7 +39,7 @@ def measured_costs(world: World, module: Module, recordings: Sequence[Recording]
     overhead, post = _overheads(module, recordings)
     channels = _links(world, module, overhead + post)
     if not world.is_virtual and world.device is None:
-        seen = list(awaited(module, recordings, world.nodes))
+        seen = list(message_latencies(module, recordings, world.nodes))
         channels = _as_seen(channels, seen, overhead + post)
     tf, tb, tw = (_of_stages(module, calls, action) for action in Action)
     return Costs(
@@ -159,7 +159,9 @@ def _links(world: World, module: Module, overhead: float) -> dict[int, Link]:
     return found
 
 
-def _as_seen(links: Mapping[int, Link], seen: Sequence[Awaited], before: float) -> dict[int, Link]:
+def _as_seen(
+    links: Mapping[int, Link], seen: Sequence[MessageLatency], before: float
+) -> dict[int, Link]:
     """The links, with the latency that makes them right on average for messages of the step.
 
     Args:

@@ -1,4 +1,4 @@
-"""What ranks must agree on before they trace a step, and before they compile it."""
+"""Check that ranks agree on a step before they trace it, and before they compile it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _SHOWN: Final = 8
 
 
 @dataclass(frozen=True)
-class Asked:
+class TraceRequest:
     """A step that is about to be traced.
 
     Attributes:

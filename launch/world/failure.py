@@ -95,8 +95,21 @@ def give_up(text: str) -> None:
         _guard.fail(1)
 
 
+def say_departure(error: BaseException) -> None:
+    """Name the method that has ended this rank's program by `SystemExit`, and its line.
+
+    The interpreter says nothing of a `SystemExit`. The hooks above report any other exception.
+    """
+    if isinstance(error, SystemExit):
+        say(
+            f"SystemExit({', '.join(map(repr, error.args))}){whereabouts(error)}. It ends "
+            "the program of this rank, unless that catches it. To tell the caller that its call "
+            "has failed, raise an Exception"
+        )
+
+
 def whereabouts(error: BaseException) -> str:
-    """The user's line that has raised an exception, and what is noted on it; both if known."""
+    """The user's line that has raised an exception, and its notes, as far as they are known."""
     line = traceback_location(error.__traceback__)
     at = [] if line is None else [f" at {line}"]
     return "".join([*at, *(f"; {note}" for note in getattr(error, "__notes__", ()))])

@@ -20,7 +20,7 @@ from ..config import Config, config, environment, exported, ranks_asked
 from ..job import listening_ports as ports
 from ..job.detect import HYDRA, OPEN_MPI, SLURM, Launch
 from ..job.foreign import command, described, is_handed_on
-from ..job.rank_registry import Attendance
+from ..job.rank_registry import RankRegistry
 from . import devices, failure
 from .mpi import MpiWorld
 from .waiting import WorldError, ending_after
@@ -106,11 +106,11 @@ def _start(settings: Config) -> World:
         raise
     guard.end_job = mpi.COMM_WORLD.Abort
     started = MpiWorld(mpi, settings.timeout)
-    attendance = None
+    registry = None
     if settings.attendance is not None:
-        attendance = Attendance(settings.attendance)
-        attendance.join(started.rank)
-    atexit.register(_leave, started, guard, attendance)
+        registry = RankRegistry(settings.attendance)
+        registry.join(started.rank)
+    atexit.register(_leave, started, guard, registry)
     _unlink_segments(started)
     _take_device(started, settings, guard)
     return started
@@ -348,7 +348,7 @@ def _mapped_files() -> set[str]:
     return {fields[5] for line in lines if len(fields := line.split(maxsplit=5)) == 6}
 
 
-def _leave(started: MpiWorld, guard: failure.Guard, attendance: Attendance | None) -> None:
+def _leave(started: MpiWorld, guard: failure.Guard, registry: RankRegistry | None) -> None:
     """At the interpreter's exit: meet the other ranks and finalise MPI, or end the job.
 
     An exception has gone past our hook where the program has put another hook in its place.
@@ -366,5 +366,5 @@ def _leave(started: MpiWorld, guard: failure.Guard, attendance: Attendance | Non
         guard.say(str(error))
         guard.fail(1)
     else:
-        if attendance:
-            attendance.leave(started.rank)
+        if registry:
+            registry.leave(started.rank)

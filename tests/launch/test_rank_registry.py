@@ -5,26 +5,26 @@ from __future__ import annotations
 import stat
 from pathlib import Path
 
-from cg.launch.job.rank_registry import Attendance
+from cg.launch.job.rank_registry import RankRegistry
 
 
 def test_who_has_come_and_not_left(tmp_path: Path) -> None:
-    attendance = Attendance(tmp_path)
-    assert attendance.present() == []
+    registry = RankRegistry(tmp_path)
+    assert registry.present() == []
     for rank in (10, 2, 1):
-        attendance.join(rank)
-    attendance.leave(2)
-    attendance.leave(2)
-    assert attendance.present() == [1, 10]
+        registry.join(rank)
+    registry.leave(2)
+    registry.leave(2)
+    assert registry.present() == [1, 10]
 
 
 def test_ranks_of_other_machines_say_nothing(tmp_path: Path) -> None:
-    elsewhere = Attendance(tmp_path / "not there")
+    elsewhere = RankRegistry(tmp_path / "not there")
     elsewhere.join(0)
     elsewhere.leave(0)
     assert not elsewhere.folder.exists()
 
 
 def test_files_are_the_users_own(tmp_path: Path) -> None:
-    Attendance(tmp_path).join(0)
+    RankRegistry(tmp_path).join(0)
     assert stat.S_IMODE((tmp_path / "0").stat().st_mode) == 0o600

@@ -1,0 +1,159 @@
+"""The programs of a compiled step, and what they say without being run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...backends.base import World
+from ...ir.module import Channel, Module
+from ...ir.pipeline.costs import Costs
+from ...ir.printer import format_program
+from ...passes.lower.plan_buffers import MemoryPlan, memory_plan
+from ...passes.manager import PassReport
+from ...passes.simulate.program_simulator import ProgramSimulation, simulate_programs
+from ...passes.simulate.program_times import ProgramTimes
+from ..pictures.compiled import timeline_of, write_compiled
+from .analysis import Cost, cost_of
+from .variant import Variant
+
+
+class Programs:
+    """Every rank's schedule of a step, for each signature that it was compiled for.
+
+    Attributes:
+        variants: one for each signature that it was compiled for.
+    """
+
+    def __init__(self, variants: Sequence[Variant], world: World, driver: int | None) -> None:
+        self.variants = tuple(variants)
+        self._world = world
+        self._driver = driver
+
+    @property
+    def module(self) -> Module:
+        """The scheduled module (of the first signature), the same on all ranks."""
+        return self.variants[0].module
+
+    @property
+    def reports(self) -> list[PassReport]:
+        """What each pass did (for the first signature)."""
+        return self.variants[0].reports
+
+    @property
+    def fused(self) -> dict[str, str]:
+        """For each function that runs in this process why `fuse` has not compiled it.
+
+        Empty where it has. There is nothing in here if `fuse` was not given.
+        """
+        return dict(self.variants[0].fused.reasons)
+
+    def uncaptured(self, variant: int = 0) -> dict[int, str]:
+        """For each graph of this rank's program that its device does not replay, why.
+
+        By its number, which is the `graph` of its ops. A graph is captured in its third execution,
+        so what cannot be is known behind that; there is a warning, too, and a line in the dump's
+        `graphs.txt`. Empty where all graphs can be captured, and on a rank without a device. What
+        is part of no graph is in `graphs.txt` alone.
+
+        Args:
+            variant: which of the signatures.
+        """
+        return dict(self.variants[variant].fallbacks.reasons)
+
+    def as_text(self, rank: int | None = None, *, locations: bool = False, variant: int = 0) -> str:
+        """The program of a rank, this process's by default.
+
+        Raises:
+            ValueError: there is no such rank.
+        """
+        chosen = self._world.rank if rank is None else rank
+        program = self.variants[variant].module.program_of(chosen)
+        return format_program(program, locations=locations)
+
+    def memory_analysis(self) -> list[MemoryPlan]:
+        """What each rank's program holds at its peak, by the buffer plan, without weights.
+
+        A graph has `max_inflight` times as much.
+        """
+        return [memory_plan(self.module, rank) for rank in range(self.module.world)]
+
+    def cost_analysis(self) -> list[Cost]:
+        """What each rank's program does: calls, operations, messages and bytes, by rank."""
+        return [cost_of(self.module, rank) for rank in range(self.module.world)]
+
+    def simulate(
+        self, costs: Costs | Path | str | None = None, *, variant: int = 0
+    ) -> ProgramSimulation:
+        """Run every rank's program on paper; `print` shows the result as a table.
+
+        It has the makespan, the bubble, the communication that nothing hides, and for each rank
+        its times and its peak of bytes by the buffer plan. All ranks find the same, and none has
+        to take part.
+
+        Args:
+            costs: in milliseconds and bytes: given, measured by `cg.measure`, or the name of a
+                file that `Costs.save` has written. Without them each task of the schedule takes
+                a millisecond, and nothing else takes any time.
+            variant: which of the signatures.
+
+        Raises:
+            OSError: the file cannot be read.
+            TypeError: `costs` are something else.
+            ValueError: it does not hold costs, or they are for fewer stages.
+        """
+        if isinstance(costs, Path | str):
+            costs = Costs.load(costs)
+        if costs is not None and not isinstance(costs, Costs):
+            raise TypeError(
+                f"costs are {type(costs).__name__}; simulate() takes cg.Costs (what cg.measure() "
+                "gives), the name of a file that Costs.save() has written, or None"
+            )
+        module = self.variants[variant].module
+        return simulate_programs(module, Costs() if costs is None else costs)
+
+    def visualize(
+        self,
+        path: Path | str,
+        *,
+        predicted: ProgramTimes | None = None,
+        measured: ProgramTimes | None = None,
+        variant: int = 0,
+    ) -> None:
+        """Draw the actor graph, and when the programs of all ranks run.
+
+        The driver of a graph writes the file, and rank 0 that of any other step; on other ranks
+        this does nothing, so all may call it.
+
+        The graph has a band for each rank, a box for each call (those of all microbatches are
+        one), and says of what crosses ranks the type and the transport. The timeline shows what is
+        given; without anything each task and each other call of an actor takes a millisecond on
+        paper.
+
+        Args:
+            path: ends in `.svg`, or in `.html` for a page with a timeline to zoom into.
+            predicted: what `simulate` has returned.
+            measured: one of the recordings that `record` has returned.
+            variant: which of the signatures.
+
+        Raises:
+            ValueError: the path ends in something else.
+        """
+        if not self._world.plays(self._driver or 0):
+            return
+        module = self.variants[variant].module
+        timeline = timeline_of(module, predicted, measured)
+        write_compiled(module, timeline, self._transport_of, Path(path))
+
+    def _transport_of(self, channel: Channel) -> str:
+        """How a channel's messages travel, in words."""
+        if channel.via is not None:
+            return channel.via
+        if self._world.is_virtual:
+            return "in one process"
+        machines = {self._world.nodes[rank] for rank in channel.ranks}
+        return "shared memory" if len(machines) == 1 else "mpi"
+
+    @property
+    def _name(self) -> str:
+        return self.module.name
