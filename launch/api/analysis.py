@@ -1,4 +1,4 @@
-"""What a rank's program does, counted from its text."""
+"""Count the calls, messages and operations of a rank's program."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class Compiled(Programs):
             self._needs_more = guarded or any(pick is not None for pick in self._picks)
 
     def state_dict(self) -> dict[str, int]:
-        """What random numbers depend on, to be saved with the state of the actors.
+        """The state that random numbers depend on, to be saved with the state of the actors.
 
         Returns:
             The `seed`; `calls`, how often the step has been called, with any of its signatures;
@@ -159,7 +159,7 @@ class Compiled(Programs):
 
         Args:
             args, kwargs: as the step takes them.
-            block: whether to wait if `max_inflight` executions are in flight, for no longer than
+            block: True to wait while `max_inflight` executions are in flight, for no longer than
                 the `timeout` that `compile` was given.
 
         Returns:
@@ -254,7 +254,7 @@ class Compiled(Programs):
     # -- looking at it ----------------------------------------------------------------------
 
     def statistics(self, rank: int | None = None) -> Statistics:
-        """What a rank that this process plays has measured of its executions so far.
+        """The times that a rank of this process has measured of its executions so far.
 
         Later executions do not change what this has returned.
 
@@ -300,7 +300,7 @@ class Compiled(Programs):
         return self._repeated("record", executions, 1).record(*args, **kwargs)
 
     def measure(self, /, *args: Any, executions: int | None = None, **kwargs: Any) -> Costs:
-        """See `cg.measure`."""
+        """Measure the step's costs, as `cg.measure` does."""
         return self._repeated("measure", executions, 5).measure(*args, **kwargs)
 
     def repeated(self, executions: int) -> Repeated:
@@ -359,7 +359,7 @@ class Compiled(Programs):
         )
 
     def _runtime(self, index: int) -> Runtime:
-        """What runs a variant on all ranks; for a graph made when it is first called so."""
+        """The runtime of a variant on all ranks; of a graph, made on the first call."""
         runtime = self._runtimes[index]
         if runtime is None:
             variant = self.variants[index]
@@ -379,7 +379,7 @@ class Compiled(Programs):
         return runtime
 
     def _facts(self, variant: Variant) -> CallFacts:
-        """What calls of a variant are, for messages and for the comparison of arguments."""
+        """The facts on calls of a variant that messages and the comparison of arguments need."""
         spec = variant.trace.inputs
         return CallFacts(spec, variant.loc, call_text(spec, variant.loc), self._every)
 

@@ -84,7 +84,7 @@ class Lowered:
 
         Args:
             phase: `traced`, `placed`, `async` or `scheduled`.
-            locations: whether to print where in the source each op came from.
+            locations: True to print where in the source each op came from.
             variant: which of the signatures.
 
         Raises:
@@ -112,7 +112,7 @@ class Lowered:
 
         Args:
             schedule: how each rank orders its stages and microbatches; 1F1B if None.
-            passes: optimisations to switch off and on by name, `-overlap,+ipc`; applied after
+            passes: optimisations to switch off and on by name, `-overlap`; applied after
                 those of CG_PASSES.
             dump: a directory to write the IR after every pass to; that of CG_DUMP if None.
             seed: of the random numbers that the step draws; CG_SEED if None.

@@ -1,4 +1,4 @@
-"""The programs of a compiled step, and what they say without being run."""
+"""The programs of a compiled step, and what can be read from them without running them."""
 
 from __future__ import annotations
 
@@ -37,24 +37,25 @@ class Programs:
 
     @property
     def reports(self) -> list[PassReport]:
-        """What each pass did (for the first signature)."""
+        """The report of each pass (for the first signature)."""
         return self.variants[0].reports
 
     @property
     def fused(self) -> dict[str, str]:
-        """For each function that runs in this process why `fuse` has not compiled it.
+        """For each function that runs in this process, the reason why `fuse` has not compiled it.
 
-        Empty where it has. There is nothing in here if `fuse` was not given.
+        The reason is empty if it has. The result is empty if `fuse` was not given.
         """
         return dict(self.variants[0].fused.reasons)
 
     def uncaptured(self, variant: int = 0) -> dict[int, str]:
-        """For each graph of this rank's program that its device does not replay, why.
+        """For each graph of this rank's program that its device does not replay, the reason.
 
-        By its number, which is the `graph` of its ops. A graph is captured in its third execution,
-        so what cannot be is known behind that; there is a warning, too, and a line in the dump's
-        `graphs.txt`. Empty where all graphs can be captured, and on a rank without a device. What
-        is part of no graph is in `graphs.txt` alone.
+        Keys are the numbers of graphs, which are the `graph` of their ops. A graph is captured in
+        its third execution, so a failure to capture it is known after that. There is a warning,
+        too, and a line in the dump's `graphs.txt`. The result is empty if all graphs can be
+        captured, and on a rank without a device. The ops that are part of no graph are listed in
+        `graphs.txt` alone.
 
         Args:
             variant: which of the signatures.
@@ -72,14 +73,14 @@ class Programs:
         return format_program(program, locations=locations)
 
     def memory_analysis(self) -> list[MemoryPlan]:
-        """What each rank's program holds at its peak, by the buffer plan, without weights.
+        """The bytes that each program holds at its peak, by the buffer plan, without weights.
 
         A graph has `max_inflight` times as much.
         """
         return [memory_plan(self.module, rank) for rank in range(self.module.world)]
 
     def cost_analysis(self) -> list[Cost]:
-        """What each rank's program does: calls, operations, messages and bytes, by rank."""
+        """The calls, operations, messages and bytes of each rank's program, by rank."""
         return [cost_of(self.module, rank) for rank in range(self.module.world)]
 
     def simulate(

@@ -41,7 +41,7 @@ class Step:
         self._numbering = Numbering()
 
     def __get__(self, instance: object, owner: type | None = None) -> Step:
-        """The step of one object, where a method is decorated; made when it is first asked for."""
+        """The step of one object, if a method is decorated; made on the first access."""
         if instance is None:
             return self
         steps: dict[str, Any] = vars(instance)
@@ -86,7 +86,7 @@ class Step:
         return compiled
 
     def state_dict(self) -> dict[str, int]:
-        """What random numbers of the step's calls depend on; see `Compiled.state_dict`.
+        """The state that random numbers of the step's calls depend on, as `Compiled.state_dict`.
 
         It counts the calls with all signatures, also those before `clear_cache`, and nothing of
         what `lower(...).compile()` has returned, which has a state of its own.

@@ -1,4 +1,4 @@
-"""Finds out what the calls and the messages of a compiled step cost, by running them."""
+"""Measure what the calls and the messages of a compiled step cost, by running them."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def _followers(module: Module) -> dict[Op, tuple[Op, int]]:
 
 
 def _links(world: World, module: Module, overhead: float) -> dict[int, Link]:
-    """What the messages of each channel cost; every edge is tried once, in both directions.
+    """Measure the messages of each channel; every edge is tried once, in both directions.
 
     The time from a call to the one that it sends to has the sender's overheads in it.
     """

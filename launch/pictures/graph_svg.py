@@ -1,4 +1,4 @@
-"""Draws an actor graph as SVG: a band for each rank, calls from left to right."""
+"""Draw an actor graph as SVG: a band for each rank, calls from left to right."""
 
 from __future__ import annotations
 

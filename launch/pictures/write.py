@@ -1,4 +1,4 @@
-"""Writes a timeline to a file, in the form that its name asks for."""
+"""Write a timeline to a file, in the form that the file's name asks for."""
 
 from __future__ import annotations
 

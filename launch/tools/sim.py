@@ -36,7 +36,7 @@ _LAYOUTS = {"interleaved": "loop", "looped-bfs": "loop", "zb-v": "vee", "dualpip
 
 @dataclass(frozen=True, slots=True)
 class _Problem:
-    """What there is to simulate."""
+    """A pipeline and its schedule, to be simulated."""
 
     pipeline: Pipeline
     order: Order

@@ -1,4 +1,4 @@
-"""What must happen in a process before torch is imported: failure hooks, cores, threads."""
+"""Prepare a process before torch is imported: failure hooks, cores, threads."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from . import cores, failure
 def prepare() -> Config:
     """Make this process ready to be a rank; called when the package is imported.
 
-    Does nothing but read the environment where no MPI launcher has started the process. Needs
-    neither torch nor MPI, and talks to no other rank.
+    If no MPI launcher has started the process, it only reads the environment. It needs neither
+    torch nor MPI, and talks to no other rank.
 
     Raises:
         ConfigError: an environment variable's value is not what it takes.
@@ -39,7 +39,7 @@ def prepare() -> Config:
 
 
 def _keep_to_share(settings: Config, launch: Launch) -> None:
-    """Bind this process to its cores and cap its threads, as far as that is wanted and known."""
+    """Bind this process to its cores and cap its threads, if settings and launcher allow it."""
     if launch.local_rank is None or launch.local_size is None:
         return
     quota = cores.cpu_quota()

@@ -1,4 +1,4 @@
-"""Who is in a job, as files."""
+"""The ranks in a job, as files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from cg.launch.job.rank_registry import RankRegistry
 
 
-def test_who_has_come_and_not_left(tmp_path: Path) -> None:
+def test_ranks_that_have_come_and_not_left(tmp_path: Path) -> None:
     registry = RankRegistry(tmp_path)
     assert registry.present() == []
     for rank in (10, 2, 1):

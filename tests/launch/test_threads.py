@@ -177,7 +177,7 @@ PUTS_AWAY = tuple(
         "actors/actor_state.py",
     )
 )
-"""The files that put stand-ins in place and take them away. In torch, Ctrl-C may end the program."""
+"""The files that put stand-ins in place and take them away. Ctrl-C in torch may end the program."""
 
 
 class Interruption:
