@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .launch.api.compiled import Compiled
     from .launch.api.lowered import Lowered
     from .launch.api.optimistic import Optimistic
-    from .launch.api.step import Step
+    from .launch.api.step_function import Step
     from .launch.config import ConfigError
     from .launch.measure.profiling import profile
     from .launch.world.waiting import WorldError
@@ -81,7 +81,7 @@ _HOMES = {
     "allgather": "launch.api.api",
     # What compiling gives
     "schedules": "passes:schedules",
-    "Step": "launch.api.step",
+    "Step": "launch.api.step_function",
     "Lowered": "launch.api.lowered",
     "Compiled": "launch.api.compiled",
     "Optimistic": "launch.api.optimistic",

@@ -11,8 +11,7 @@ from typing import Any
 
 import cg
 from cg.backends.timing.statistics import Statistics
-from cg.launch.api.analysis import Cost
-from cg.launch.api.programs import Programs
+from cg.launch.api.compiled_programs import Cost, Programs
 from cg.launch.api.repeated import Repeated
 from cg.launch.measure.profiling import Profile
 from cg.passes.lower.plan_buffers import MemoryPlan

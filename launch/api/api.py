@@ -12,7 +12,7 @@ from ...tracer.actors.actors import ActorFactory
 from ..world.devices import torch_device
 from ..world.world import world
 from .compiled import Compiled
-from .step import Step
+from .step_function import Step
 
 T = TypeVar("T")
 

@@ -21,13 +21,12 @@ from ..runtime import seating
 from ..runtime.runtime import Runtime, make_runtime
 from ..world.agreement import call_text
 from ..world.comparison import CallFacts
+from .compiled_programs import Programs, Variant
 from .numbering import Numbering, check_state
 from .option_checks import check_executions
-from .programs import Programs
 from .repeated import Repeated
 from .selection import selection
 from .step_lock import lock_of
-from .variant import Variant
 
 
 class Compiled(Programs):

@@ -14,9 +14,9 @@ from ...ir.module import Module
 from ...passes.manager import PassReport, format_reports
 from ...passes.order.grid import format_grid
 from ..config import Config
-from ..pictures.html import timeline_html
-from ..pictures.programs import picture_in_units
-from ..pictures.svg import timeline_svg
+from ..pictures.program_timeline import picture_in_units
+from ..pictures.timeline_html import timeline_html
+from ..pictures.timeline_svg import timeline_svg
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from ..world.comparison import interval
 from ..world.devices import fabrics_of
 from ..world.world import check_late_settings
 from .compiled import Compiled
+from .compiled_programs import Variant
 from .dumps import Dump, make_dump
 from .fusing import Fused, Fusing
 from .numbering import Numbering
@@ -36,7 +37,6 @@ from .optimistic import Optimistic
 from .option_checks import check_keywords, check_options
 from .select_schedule import run_passes
 from .step_lock import lock_of
-from .variant import Variant
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ from ...backends.base import World
 from ...backends.timing.tracing import Budget, InstructionLog, Range, Recordable, device_ranges
 from ...ir.module import Module
 from ...passes.simulate.program_times import ProgramTimes
-from ..pictures.measured import ProgramRecord, Records, picture_of_records
 from ..pictures.model import Picture, one_above_the_other
 from ..pictures.perfetto import write_trace
-from ..pictures.programs import picture_of_programs
+from ..pictures.program_timeline import picture_of_programs
+from ..pictures.recorded_timeline import ProgramRecord, Records, picture_of_records
 from ..pictures.write import write_picture
 from ..world.world import world
 from .clocks import Reading, compare_clocks

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .html import timeline_html
 from .model import Picture
 from .perfetto import write_trace
-from .svg import timeline_svg
+from .timeline_html import timeline_html
+from .timeline_svg import timeline_svg
 
 
 def write_picture(picture: Picture, path: Path, form: str | None = None) -> None:

@@ -15,7 +15,7 @@ from ...passes import schedules
 from ...passes.schedules import Order, Pipeline
 from ...passes.simulate.rank_grid import grid
 from ...passes.simulate.schedule_simulator import Simulation, simulate
-from ..pictures.schedules import picture_of_schedule
+from ..pictures.schedule_timeline import picture_of_schedule
 from ..pictures.write import write_picture
 
 _DESCRIPTION = """\

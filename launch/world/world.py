@@ -22,7 +22,7 @@ from ..job.detect import HYDRA, OPEN_MPI, SLURM, Launch
 from ..job.foreign import command, described, is_handed_on
 from ..job.rank_registry import RankRegistry
 from . import devices, failure
-from .mpi import MpiWorld
+from .mpi_world import MpiWorld
 from .waiting import WorldError, ending_after
 
 FOREIGN = {OPEN_MPI: ("MPICH", "Intel"), HYDRA: ("Open MPI",)}

@@ -101,7 +101,7 @@ def _tracing_with(pool: Pool | None) -> Iterator[None]:
     if pool is None:
         yield
         return
-    with mock.patch("cg.launch.api.step.Functions", return_value=pool.traces):
+    with mock.patch("cg.launch.api.step_function.Functions", return_value=pool.traces):
         yield
 
 

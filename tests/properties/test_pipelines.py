@@ -59,7 +59,7 @@ def pool() -> Pool:
 
 @contextmanager
 def tracing_with(pool: Pool) -> Iterator[None]:
-    with mock.patch("cg.launch.api.step.Functions", return_value=pool.traces):
+    with mock.patch("cg.launch.api.step_function.Functions", return_value=pool.traces):
         yield
 
 

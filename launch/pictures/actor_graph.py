@@ -218,7 +218,7 @@ class _Maker:
         seen.add((first, str(type_)))
 
     def _hand_on_state(self, program: Program) -> None:
-        """Add an edge of state to each call that takes no value of another call of its actor."""
+        """Add an edge of state to each call that takes no value of another call."""
         latest: dict[str | None, Key] = {}
         fed = {target for source, target in self._graph.edges if source[1] != "input"}
         for op in program.ops:

@@ -14,7 +14,7 @@ from ...ir.ops import Send
 from ..measure.clocks import Reading, common_time
 from .model import NUDGE, Arrow, Picture, Row, Slice, Spot, Track
 from .op_boxes import Look, Looks
-from .programs import stream_order
+from .program_timeline import stream_order
 
 Which: TypeAlias = tuple[int, int]
 """An execution: index of its record, and its number."""

@@ -3,19 +3,85 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ...backends.base import World
+from ...backends.failures.fallbacks import Fallbacks
+from ...ir.location import Location
 from ...ir.module import Channel, Module
+from ...ir.ops import Call, Collective, Recv, Send
 from ...ir.pipeline.costs import Costs
 from ...ir.printer import format_program
+from ...ir.types import FutureType, TensorType, Type
 from ...passes.lower.plan_buffers import MemoryPlan, memory_plan
 from ...passes.manager import PassReport
 from ...passes.simulate.program_simulator import ProgramSimulation, simulate_programs
 from ...passes.simulate.program_times import ProgramTimes
-from ..pictures.compiled import timeline_of, write_compiled
-from .analysis import Cost, cost_of
-from .variant import Variant
+from ...tracer.step.trace import Trace
+from ..pictures.compiled_picture import timeline_of, write_compiled
+from .fusing import Fused
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A step, compiled for one signature.
+
+    Attributes:
+        trace: of the step.
+        module: scheduled.
+        reports: what each pass did.
+        fused: what its functions run.
+        fallbacks: its graphs that are not replayed, as far as has been seen.
+        loc: the step's first line.
+    """
+
+    trace: Trace
+    module: Module
+    reports: list[PassReport]
+    fused: Fused
+    fallbacks: Fallbacks
+    loc: Location | None
+
+    @property
+    def parameters(self) -> list[str]:
+        """The names of the step's parameters, in order."""
+        return [value.name for value in self.trace.module.program.params]
+
+    def pick(self, driver: int) -> list[int] | None:
+        """For each parameter of the driver's program its index among the step's; None if equal."""
+        names = self.parameters
+        mine = [value.name for value in self.module.program_of(driver).params]
+        return None if mine == names else [names.index(name) for name in mine]
+
+    def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """The values of the step's parameters, if the actors are as they were traced."""
+        self.trace.check_guards()
+        return self.trace.inputs.flatten(args, kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Counts of one rank's program; bytes are those of tensors, objects count as none.
+
+    Attributes:
+        ops: all of them.
+        calls: of functions.
+        flops: floating-point operations of traced functions, as `Function.flops` counts them.
+        messages_sent, bytes_sent: point to point.
+        messages_received, bytes_received: point to point.
+        collectives: that the rank takes part in.
+    """
+
+    ops: int
+    calls: int
+    flops: int
+    messages_sent: int
+    bytes_sent: int
+    messages_received: int
+    bytes_received: int
+    collectives: int
 
 
 class Programs:
@@ -158,3 +224,26 @@ class Programs:
     @property
     def _name(self) -> str:
         return self.module.name
+
+
+def cost_of(module: Module, rank: int) -> Cost:
+    """Count what one rank of a scheduled module does."""
+    ops = module.program_of(rank).ops
+    calls = [op for op in ops if isinstance(op, Call)]
+    sends = [op for op in ops if isinstance(op, Send)]
+    receives = [op for op in ops if isinstance(op, Recv)]
+    return Cost(
+        ops=len(ops),
+        calls=len(calls),
+        flops=sum(module.functions[op.fn.name].flops.total for op in calls),
+        messages_sent=len(sends),
+        bytes_sent=sum(_nbytes(op.operands[0].type) for op in sends),
+        messages_received=len(receives),
+        bytes_received=sum(_nbytes(op.result.type) for op in receives),
+        collectives=sum(isinstance(op, Collective) for op in ops),
+    )
+
+
+def _nbytes(type_: Type) -> int:
+    value = type_.value if isinstance(type_, FutureType) else type_
+    return value.nbytes if isinstance(value, TensorType) else 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from html import escape
 
-from .graph import ActorGraph, Edge, Key, Node
+from .actor_graph import ActorGraph, Edge, Key, Node
 from .style import BAND, COLOURS, FAINT, FONT, INK, LINE, PAPER
 
 _WIDTH, _HEIGHT = 152, 38

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from ...ir.module import Module
 from ...passes.simulate.program_times import ProgramTimes
-from .graph import Transport, actor_graph
-from .graph_svg import graph_svg
-from .html import timeline_html
+from .actor_graph import Transport, actor_graph
+from .actor_graph_svg import graph_svg
 from .model import Picture, one_above_the_other
-from .programs import picture_in_units, picture_of_programs
-from .svg import timeline_svg
+from .program_timeline import picture_in_units, picture_of_programs
+from .timeline_html import timeline_html
+from .timeline_svg import timeline_svg
 
 _SIZE = re.compile(r'<svg [^>]*?width="([\d.]+)" height="([\d.]+)"')
 
