@@ -26,10 +26,12 @@ if TYPE_CHECKING:
     from .ir.diagnostics import IRError
     from .ir.pipeline.costs import Costs, Link
     from .ir.types import Place
-    from .launch.api.api import Lowered, Step, actor, allgather, barrier, measure, on, trace
+    from .launch.api.api import actor, allgather, barrier, measure, on, trace
     from .launch.api.carry import carry
     from .launch.api.compiled import Compiled
+    from .launch.api.lowered import Lowered
     from .launch.api.optimistic import Optimistic
+    from .launch.api.step_function import Step
     from .launch.config import ConfigError
     from .launch.measure.profiling import profile
     from .launch.world.waiting import WorldError
@@ -79,8 +81,8 @@ _HOMES = {
     "allgather": "launch.api.api",
     # What compiling gives
     "schedules": "passes:schedules",
-    "Step": "launch.api.api",
-    "Lowered": "launch.api.api",
+    "Step": "launch.api.step_function",
+    "Lowered": "launch.api.lowered",
     "Compiled": "launch.api.compiled",
     "Optimistic": "launch.api.optimistic",
     "profile": "launch.measure.profiling",

@@ -14,11 +14,10 @@ from pathlib import Path
 from .config import THREAD_VARIABLES, Config, ConfigError, environment, table
 from .job.job import Job
 from .job.launcher import Launcher, LaunchError, command, find, on_hosts, variables
-from .job.rank_registry import Attendance
+from .job.rank_registry import RankRegistry
 from .job.shm_cleanup import remove_unused
 from .job.slurm import for_daemons, is_elsewhere
-from .world.threads import settings
-from .world.topology import allowed_cpus, core_count, cpu_quota, read_cores
+from .world.cores import allowed_cpus, core_count, cpu_quota, read_cores, thread_settings
 
 BAD_USAGE = 2
 """Exit code where nothing was started."""
@@ -59,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--mpi-arg", metavar="ARG", action="append", default=[], help="pass ARG to it (repeatable)")
     add("--timeout", metavar="S", help="seconds that a rank waits for another; 0: for ever")
     add("--dump", metavar="DIR", help="write what compilation does into DIR")
-    add("--passes", metavar="LIST", help="switch passes off and on: --passes=-overlap,+ipc")
+    add("--passes", metavar="LIST", help="switch passes off and on: --passes=-overlap")
     add("--no-thread-cap", action="store_true", help="leave thread pools as they are")
     add("--no-affinity", action="store_true", help="do not bind ranks to cores")
     add("--no-bind-devices", action="store_true", help="do not select devices by local rank")
@@ -98,7 +97,7 @@ def _run(options: argparse.Namespace) -> int:
     elsewhere = names_hosts or is_elsewhere(inherited)
     if not (options.no_thread_cap or options.mpi_arg or elsewhere):
         preset = {name for name in THREAD_VARIABLES if inherited.get(name)}
-        ours.update(settings(max(1, cores // ranks), preset))
+        ours.update(thread_settings(max(1, cores // ranks), preset))
     ours.setdefault("PYTHONUNBUFFERED", inherited.get("PYTHONUNBUFFERED", "1"))
     inherited.pop("CG_RANKS", None)
     line = command(
@@ -114,16 +113,16 @@ def _run(options: argparse.Namespace) -> int:
     everything = {**for_daemons(inherited), **ours, **variables(launcher, os.geteuid() == 0)}
     with tempfile.TemporaryDirectory(prefix="cg-job-") as folder:
         everything["CG_ATTENDANCE"] = folder
-        return _supervise(line, everything, ranks, Attendance(Path(folder)))
+        return _supervise(line, everything, ranks, RankRegistry(Path(folder)))
 
 
 def _supervise(
-    line: Sequence[str], variables_: Mapping[str, str], ranks: int, attendance: Attendance
+    line: Sequence[str], variables_: Mapping[str, str], ranks: int, registry: RankRegistry
 ) -> int:
     started = time.time()
     job = Job()
     code = job.run(line, variables_)
-    lost = ", ".join(map(str, attendance.present()))
+    lost = ", ".join(map(str, registry.present()))
     if code == 0 and lost:
         code = 1
         print(
@@ -150,7 +149,7 @@ def _rank_count(text: str | None) -> int:
 
 
 def _program(options: argparse.Namespace) -> list[str]:
-    """What each rank runs."""
+    """The command line of each rank."""
     if options.program is None:
         raise LaunchError("say what to run: python -m cg.launch -n N script.py ...")
     if options.module:

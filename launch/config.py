@@ -20,45 +20,45 @@ THREAD_VARIABLES = (
     "OPENBLAS_NUM_THREADS",
     "NUMEXPR_NUM_THREADS",
 )
-"""What the thread pools under torch and numpy read when they are loaded."""
+"""The variables that the thread pools under torch and numpy read when they are loaded."""
 
 
 class ConfigError(ValueError):
-    """An environment variable, or an option of the launcher, has a value that means nothing."""
+    """An environment variable, or an option of the launcher, has a value that it does not take."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """What the environment asks for. The variable of each field is in `VARIABLES`."""
+    """The settings that the environment asks for; `VARIABLES` has the variable of each field."""
 
     ranks: int | None = None
     """Ranks of the virtual world; None: not said."""
     dump: Path | None = None
     """Where compilation writes what it did; None: nowhere."""
     dump_passes: re.Pattern[str] | None = None
-    """Which passes write, by a search in their names; None: all that changed something."""
+    """A pattern in the names of the passes that write; None: all that changed something."""
     dump_ranks: frozenset[int] | None = frozenset({0})
-    """Which ranks write; None: all."""
+    """The ranks that write; None: all."""
     passes: str = ""
-    """Passes to switch off and on, as in `-overlap,+ipc`."""
+    """Passes to switch off and on, as in `-overlap`."""
     timeout: float | None = 300.0
     """Seconds after which waiting for another rank is an error; None: never."""
     seed: int = 0
     """Seed of the random numbers of traced steps."""
     thread_cap: bool = True
-    """Whether each rank's thread pools are held to its share of the cores."""
+    """Hold each rank's thread pools to its share of the cores."""
     affinity: bool = True
-    """Whether each rank is bound to its share of the cores."""
+    """Bind each rank to its share of the cores."""
     bind_devices: bool = True
-    """Whether each rank selects the accelerator of its local rank."""
+    """Let each rank select the accelerator of its local rank."""
     device: str = "auto"
     """Where actors live: on the host, or on an accelerator of each rank's own."""
     nccl_nonblocking: bool = False
-    """Whether NCCL's calls return before they are done."""
+    """Let NCCL's calls return before they are done."""
     hccl_library: str | None = None
-    """The file of HCCL; None: it is looked for."""
+    """The file of HCCL; None: search for it."""
     attendance: Path | None = None
-    """Where ranks of this machine say that they are in the job; None: nobody asks."""
+    """The folder of the rank registry (`job/rank_registry.py`); None: there is none."""
     launch: Launch | None = None
     """How an MPI launcher started this process; None: it did not."""
     foreign: Foreign | None = None
@@ -70,7 +70,7 @@ class Config:
 
     @property
     def given_timeout(self) -> float | None:
-        """The timeout if somebody has asked for one; None where it is only the default."""
+        """The timeout if the environment sets one; None if it is only the default."""
         return self.timeout if "timeout" in self.given else None
 
     @classmethod
@@ -119,7 +119,7 @@ class Variable:
 
 
 def config() -> Config:
-    """What this process's environment asks for now.
+    """Read the settings that this process's environment asks for now.
 
     Raises:
         ConfigError: a variable's value is not what it takes.
@@ -128,7 +128,7 @@ def config() -> Config:
 
 
 def ranks_asked() -> int | None:
-    """What `CG_RANKS` asks for now; None: it is not set. Cheap.
+    """Read `CG_RANKS` alone, which is cheap; None if it is not set.
 
     Raises:
         ConfigError: its value is not what it takes.
@@ -283,7 +283,7 @@ VARIABLES = (
         "passes",
         "names of passes, each after a `+` or a `-`, with commas between them",
         "none",
-        "Optimisations to switch on and off, as in `-overlap,+ipc`.",
+        "Optimisations to switch on and off, as in `-overlap`.",
         _switches,
     ),
     Variable(

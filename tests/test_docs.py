@@ -40,6 +40,26 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors(file), f"{page} links to {target}: no such heading"
 
 
+CODE = re.compile(r"`((?:ir|tracer|passes|backends|launch|tests|examples|benchmarks)/[\w./-]*)`")
+NAMED = re.compile(r"`(\w+)`\s+(?:and `(\w+)`\s+)?(?:of `\w+`\s+)?in\s+`([\w/]+\.py)`")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_files_that_pages_name_exist(page: Path) -> None:
+    named = CODE.findall(page.read_text(encoding="utf-8"))
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def test_walks_name_what_is_in_the_files() -> None:
+    named = NAMED.findall((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+    assert len(named) > 10
+    for *names, path in named:
+        for name in filter(None, names):
+            defined = rf"^ *(def|class) {name}\b|^{name}\b.*="
+            found = re.search(defined, (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE)
+            assert found is not None, f"CONTRIBUTING.md: there is no {name} in {path}"
+
+
 def links(page: Path) -> list[str]:
     """The relative links of a page, without those inside of code."""
     text = prose(page)

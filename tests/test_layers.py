@@ -1,8 +1,12 @@
-"""Who may import whom, read from the source: every import counts, also inside functions."""
+"""Imports between rooms, and the size and names of files, read from the source.
+
+Every import counts, also inside of functions.
+"""
 
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +32,42 @@ PACKAGES = {
 # What one folder of a room may import beside that: the library that it is the binding of.
 OWN_PACKAGES = {"backends/nccl": {"cupy", "nccl"}}
 THIRD_PARTY = {"torch", "numpy", "mpi4py", "cupy", "nccl", "torch_npu", "transformers"}
+
+MOST_FILES = 16
+"""Modules in a folder."""
+MOST_LINES = 450
+"""Lines in a module."""
+LONG = {
+    "backends/cpu/control/control.py",
+    "backends/cpu/queues/local.py",
+    "backends/devices/programs/capture.py",
+    "backends/driven/executions.py",
+    "tracer/step/trace.py",
+}
+"""Modules that are still longer. A module leaves this list for good once it is short enough."""
+
+SAME_THING = {
+    "base.py": "the protocol or the base class of what the folder holds",
+    "binder.py": "on the host and on devices",
+    "builtins.py": "declarations in the IR, and what runs for them",
+    "capture.py": "the pass, and the device's part of it",
+    "collectives.py": "what users call, and its meaning in each transport",
+    "communicator.py": "in each transport",
+    "device_only.py": "the choice of such programs, and their binding on a device",
+    "errors.py": "of the tracer, and of what runs",
+    "flops.py": "counts in the IR, and of torch's ops",
+    "fuse.py": "the pass, and the compiler that it asks for",
+    "instance.py": "on the host and on devices",
+    "instructions.py": "on the host and on devices",
+    "library.py": "the protocol, and HCCL behind it",
+    "pool.py": "in each transport between devices",
+    "ports.py": "in each transport",
+    "registry.py": "of passes, and of transports",
+    "segments.py": "of shared memory, and of a device's program: to be told apart",
+    "waiting.py": "for queues, and for MPI",
+    "world.py": "the virtual world, and the world of this process",
+}
+"""Names that several modules have, with the thing that they are in each place."""
 
 
 def imports(file: Path) -> Iterator[tuple[int, str]]:
@@ -61,6 +101,29 @@ def violations(room: str) -> list[str]:
 @pytest.mark.parametrize("room", ROOMS)
 def test_rooms_import_only_their_floors(room: str) -> None:
     assert violations(room) == []
+
+
+def modules() -> list[Path]:
+    found = [file for room in ROOMS for file in (ROOT / room).rglob("*.py")]
+    return sorted(file.relative_to(ROOT) for file in found)
+
+
+def test_folders_hold_few_modules() -> None:
+    counts = Counter(str(file.parent) for file in modules())
+    assert {folder: count for folder, count in counts.items() if count > MOST_FILES} == {}
+
+
+def test_modules_are_short() -> None:
+    lengths = {str(file): len((ROOT / file).read_text().splitlines()) for file in modules()}
+    long = {file for file, length in lengths.items() if length > MOST_LINES}
+    assert long == LONG, f"split {sorted(long - LONG)}, or take {sorted(LONG - long)} from LONG"
+
+
+def test_modules_of_one_name_are_one_thing() -> None:
+    names = Counter(file.name for file in modules() if not file.name.startswith("__"))
+    several = {name for name, count in names.items() if count > 1}
+    new, gone = sorted(several - SAME_THING.keys()), sorted(SAME_THING.keys() - several)
+    assert new + gone == [], f"rename {new}, or take {gone} from SAME_THING"
 
 
 def test_the_environment_is_read_in_one_module() -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from cg.backends.cpu.memory.native import native
-from cg.launch.pictures.html import timeline_html
 from cg.launch.pictures.model import Picture
+from cg.launch.pictures.timeline_html import timeline_html
 
 ROOT = Path(__file__).resolve().parent.parent
 IS_WHEEL = Path(str(importlib.import_module("cg").__file__)).resolve().parent != ROOT

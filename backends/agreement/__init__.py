@@ -1,4 +1,4 @@
-"""What all ranks must hold in common, as digests that they compare.
+"""Compare values that all ranks must hold in common, by digests.
 
 In: values of this rank. Out: those of all ranks, or the ranks that differ.
 """

@@ -1,8 +1,8 @@
 """Digests of values: the same on all ranks where the values are, and short enough to be compared.
 
 Tensors and arrays count by their bits, so `nan` is `nan` and `-0.0` is not `0.0`, and so does plain
-data in containers and in the attributes of objects. What only one process can hold, such as a
-function or a lock, counts by its type.
+data in containers and in the attributes of objects. A value that only one process can hold,
+such as a function or a lock, counts by its type.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import torch
 _PLAIN: Final = (int, float, complex, bool, str, bytes, bytearray, type(None), slice, range)
 _TORCH: Final = (torch.dtype, torch.Size, torch.layout, torch.memory_format)
 _WRITTEN: Final = (date, time, timedelta, Decimal, Fraction, PurePath, UUID, np.generic)
-"""What their text says whole."""
+"""Types whose text has the whole value."""
 _CODE: Final = (FunctionType, BuiltinFunctionType, MethodType, ModuleType, type)
 
 _Seen = tuple[int, ...]
@@ -79,7 +79,7 @@ def _summary(value: Any, seen: _Seen) -> bytes:
 
 
 def _parts(value: Any, seen: _Seen) -> list[bytes]:
-    """What a container or an object holds; that of one without an order is sorted."""
+    """Digests of the parts of a container or an object; parts without an order are sorted."""
     if isinstance(value, (dict, UserDict, MappingProxyType)):
         return sorted(_summary(k, seen) + _summary(v, seen) for k, v in value.items())
     if isinstance(value, (set, frozenset)):

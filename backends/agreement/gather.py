@@ -1,4 +1,4 @@
-"""Do all ranks say the same? Asked where they are about to go on together."""
+"""Gather and compare what ranks say before they continue together."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ ADVICE: Final = (
     "something that depends on the rank, on time, on unseeded random numbers, or on the order of a "
     "set"
 )
-"""What to do where ranks have traced or compiled different things."""
+"""Advice for ranks that have traced or compiled different steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One of the things that ranks must say alike.
+    """One of the texts that must be equal on all ranks.
 
     Attributes:
-        words: what it is, for messages, as `the seed is`. Each rank has words of its own.
-        text: what the rank says; what is compared.
+        words: its name for messages, as `the seed is`. Each rank has words of its own.
+        text: the rank's text, which is compared.
     """
 
     words: str
@@ -37,7 +37,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """What a rank gives to the others, and what for."""
+    """A value that a rank gives to the others, and its purpose."""
 
     purpose: str
     value: Any
@@ -47,7 +47,7 @@ def gather(world: World, purpose: str, value: T) -> list[T]:
     """The values of all ranks, as `World.allgather` gives them, if all give them for one purpose.
 
     Raises:
-        PlanMismatch: they do not, such as after an error that one rank alone has caught.
+        PlanMismatch: they do not, for example after an error that one rank alone has caught.
     """
     heard: list[Any] = world.allgather(_Given(purpose, value))
     purposes = [each.purpose if isinstance(each, _Given) else "another call" for each in heard]
@@ -68,8 +68,8 @@ def agree(world: World, subject: str, parts: Mapping[str, Part], advice: str) ->
     Args:
         world: all ranks.
         subject: what the ranks do, for messages: `the ranks have ...`.
-        parts: by what they are known on all ranks, in the order in which to name what differs.
-        advice: what to do about a difference.
+        parts: by keys that are the same on all ranks, in the order in which to report differences.
+        advice: for the user, about a difference.
 
     Raises:
         PlanMismatch: a part differs; on all ranks, which then can go on.
@@ -98,7 +98,7 @@ def grouped(texts: Sequence[str]) -> dict[str, list[int]]:
 
 
 def disagreement(texts: Sequence[str]) -> str:
-    """Which ranks have other texts than others, and the first line in which two of them differ."""
+    """Name the ranks with different texts, and the first line in which two of them differ."""
     groups = grouped(texts)
     one, other = list(groups)[:2]
     names = [f"ranks {format_ranks(tuple(ranks))}" for ranks in groups.values()]
@@ -119,7 +119,7 @@ def _first_line(one: str, other: str) -> tuple[int, str, str]:
 
 
 def _first_difference(everywhere: Sequence[Mapping[str, tuple[str, str]]]) -> str:
-    """Which part differs first, and what each rank says of it; parts of all ranks come first."""
+    """Name the first part that differs, with each rank's text; parts of all ranks come first."""
     keys = list(dict.fromkeys(key for parts in everywhere for key in parts))
     keys.sort(key=lambda key: any(key not in parts for parts in everywhere))
     for key in keys:

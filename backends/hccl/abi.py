@@ -139,7 +139,7 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
 """The functions that are used, and what each takes. They return `HcclResult`, but for one."""
 
 RETURNS: dict[str, Any] = {"HcclGetErrorString": c_char_p}
-"""What functions return that return no `HcclResult`."""
+"""The results of functions that return no `HcclResult`."""
 
 ESSENTIAL = ("HcclGetRootInfo", "HcclCommInitRootInfo", "HcclCommDestroy")
 """Without these there are no communicators; without any other, some ops are not supported."""

@@ -9,10 +9,10 @@ from .library import HcclLibrary
 
 
 class Batch:
-    """Stands for the library where a message is in a batch; see `Messenger`.
+    """A `Messenger` for the messages of a batch, in place of the library.
 
     Attributes:
-        size: how many messages it has.
+        size: the number of its messages.
     """
 
     def __init__(self, library: HcclLibrary) -> None:
@@ -21,15 +21,15 @@ class Batch:
         self._items: list[SendRecvItem] = []
 
     def send(self, pointer: int, nbytes: int, peer: int, comm: Any, stream: Any) -> None:
-        """See `Messenger`."""
+        """Add a send of bytes to member `peer`."""
         self._add(SendRecvItem(SEND, pointer, nbytes, BYTES, peer), comm, stream)
 
     def recv(self, pointer: int, nbytes: int, peer: int, comm: Any, stream: Any) -> None:
-        """See `Messenger`."""
+        """Add a receive of bytes from member `peer`."""
         self._add(SendRecvItem(RECEIVE, pointer, nbytes, BYTES, peer), comm, stream)
 
     def forget(self) -> None:
-        """Drop what has been collected, after a failed execution."""
+        """Drop the messages that have been collected, after a failed execution."""
         self._items.clear()
 
     def _add(self, item: SendRecvItem, comm: Any, stream: Any) -> None:

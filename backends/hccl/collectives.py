@@ -1,4 +1,4 @@
-"""How collectives are put in terms of what HCCL has, and which function each op becomes."""
+"""Translate collectives into HCCL's calls, and name the function of each op."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ def check_supported(op: Op, symbols: Symbols) -> None:
 
 
 NATIVE = frozenset({DType.I8, DType.I16, DType.I32, DType.I64, DType.F16, DType.F32, DType.BF16})
-"""What HCCL reduces on the A2 and A3 products."""
+"""The types that HCCL reduces on the A2 and A3 products."""
 
 REDUCES = NATIVE | {DType.U8, DType.BOOL}
-"""What is reduced by HCCL, some of it by way of another type."""
+"""The types that are reduced by HCCL, some of them by way of another type."""
 
 
 def reduction(op: ReduceOp, dtype: DType) -> Reduction:
-    """How to reduce elements of a type.
+    """The reduction of elements of a type.
 
     HCCL has no average; its products leave out two types; it reduces no unsigned numbers. Sums and
     products of bytes are those of signed bytes, bit by bit.
@@ -98,13 +98,13 @@ def reduction(op: ReduceOp, dtype: DType) -> Reduction:
 
 
 class HcclCollectives(Collectives):
-    """See `Collectives`. Broadcasts are in place, and what stays on a rank is copied."""
+    """A collective in calls of HCCL. Broadcasts are in place; parts that stay here are copied."""
 
     codes: ClassVar[Mapping[DType, int]] = CODES
     numbers: ClassVar[Mapping[ReduceOp, int]] = REDUCTIONS
 
     def reduction(self, op: ReduceOp, dtype: DType) -> Reduction:
-        """See `Collectives`."""
+        """The reduction of elements of a type."""
         return reduction(op, dtype)
 
     def _broadcast(self, op: Broadcast, type_: TensorType) -> Parts:

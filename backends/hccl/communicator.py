@@ -24,7 +24,7 @@ from .symbols import load
 
 
 class HcclCommunicator(StreamCommunicator):
-    """See `StreamCommunicator`.
+    """Serves the channels of a plan between ranks with NPUs; making one is collective.
 
     Raises:
         BindError: this version of HCCL has no function for an op.
@@ -37,12 +37,12 @@ class HcclCommunicator(StreamCommunicator):
         self._batches: dict[int, Batch] = {}
 
     def send_port(self, op: Send, channel: Channel, type_: ValueType) -> Port:
-        """See `Communicator`."""
+        """The port of a `send` whose operand has type `type_`."""
         check_supported(op, self._library.symbols)
         return super().send_port(op, channel, type_)
 
     def recv_port(self, op: Recv, channel: Channel, type_: ValueType) -> Port:
-        """See `Communicator`."""
+        """The port of a `recv` whose future holds a value of type `type_`."""
         check_supported(op, self._library.symbols)
         return super().recv_port(op, channel, type_)
 
@@ -53,12 +53,12 @@ class HcclCommunicator(StreamCommunicator):
         operand: ValueType | None,
         result: ValueType,
     ) -> Port:
-        """See `Communicator`."""
+        """The port of a collective; `operand` is None where this rank contributes nothing."""
         check_supported(op, self._library.symbols)
         return super().collective_port(op, channel, operand, result)
 
     def reset(self) -> None:
-        """See `StreamCommunicator`; batches that were begun are forgotten."""
+        """Join the other ranks again, and forget batches that were begun."""
         for batch in self._batches.values():
             batch.forget()
         super().reset()

@@ -37,7 +37,7 @@ HINTS[TCP_CONNECT] = HINTS[UNAVAILABLE]
 
 
 class HcclLibrary:
-    """See `Library`. Element types and reductions are HCCL's own numbers.
+    """HCCL, by its functions. Element types and reductions are HCCL's own numbers.
 
     A stream is given as the device's queue, and its raw handle is asked for at each call: that is
     when torch_npu hands the device all that it has put on its streams so far. A handle that was
@@ -64,13 +64,13 @@ class HcclLibrary:
         self._broadcast = symbols.get("HcclBroadcast")
 
     def version(self) -> str:
-        """See `Library`; HCCL does not number itself, so it is the file."""
+        """The file of the library, since HCCL has no version number."""
         return self.symbols.path
 
     # -- joining ----------------------------------------------------------------------------
 
     def unique_id(self) -> bytes:
-        """See `Library`; the process listens for the other members until it joins them."""
+        """Make a communicator's key; the process listens for the other members until it joins."""
         info = RootInfo()
         code = self.symbols.get("HcclGetRootInfo")(ctypes.byref(info))
         if code != SUCCESS:
@@ -78,7 +78,7 @@ class HcclLibrary:
         return bytes(info)
 
     def connect(self, size: int, unique: bytes, rank: int, width: int | None = None) -> Any:
-        """See `Library`; blocks until all members have come, or HCCL_CONNECT_TIMEOUT has passed."""
+        """Join a new communicator; blocks until all come, or HCCL_CONNECT_TIMEOUT passes."""
         if len(unique) != ROOT_INFO_BYTES:
             raise CommunicationError(
                 f"rank {self._rank}: HCCL's root info has {ROOT_INFO_BYTES} bytes, and "
@@ -93,17 +93,17 @@ class HcclLibrary:
         return comm.value
 
     def is_ready(self, comm: Any) -> bool:
-        """See `Library`; `connect` has waited."""
+        """True: `connect` has waited."""
         return True
 
     def destroy(self, comm: Any) -> None:
-        """See `Library`."""
+        """Give up a communicator without operations under way."""
         code = self.symbols.get("HcclCommDestroy")(comm)
         if code != SUCCESS:
             self._fail("HcclCommDestroy", code, "to give up a communicator")
 
     def error(self, comm: Any) -> str | None:
-        """See `Library`; None, too, where this version of HCCL cannot tell."""
+        """The failure of a communicator; None also if this version of HCCL cannot tell."""
         if not self.symbols.has("HcclGetCommAsyncError"):
             return None
         found = ctypes.c_int32(SUCCESS)
@@ -112,23 +112,23 @@ class HcclLibrary:
         return None if problem == SUCCESS else self._described(problem)
 
     def abort(self, comm: Any) -> NoReturn:
-        """See `Library`.
+        """Raise, since HCCL cannot break operations off.
 
         Raises:
-            CommunicationError: always, for HCCL has no such call.
+            CommunicationError: always.
         """
         raise CommunicationError("HCCL cannot break off what is under way")
 
     # -- on streams -------------------------------------------------------------------------
 
     def send(self, pointer: int, nbytes: int, peer: int, comm: Any, stream: Any) -> None:
-        """See `Library`."""
+        """Send bytes to member `peer`."""
         code = self._send(pointer, nbytes, BYTES, peer, comm, self._raw(stream))
         if code != SUCCESS:
             self._fail("HcclSend", code, f"of {nbytes} bytes to member {peer}")
 
     def recv(self, pointer: int, nbytes: int, peer: int, comm: Any, stream: Any) -> None:
-        """See `Library`."""
+        """Receive bytes from member `peer`."""
         code = self._recv(pointer, nbytes, BYTES, peer, comm, self._raw(stream))
         if code != SUCCESS:
             self._fail("HcclRecv", code, f"of {nbytes} bytes from member {peer}")
@@ -136,7 +136,7 @@ class HcclLibrary:
     def exchange(
         self, messages: Sequence[tuple[int, int, int, int]], comm: Any, stream: Any
     ) -> None:
-        """See `Library`; one HcclBatchSendRecv, whose messages do not wait for one another."""
+        """Exchange by one HcclBatchSendRecv, whose messages do not wait for one another."""
         items = []
         for peer, source, target, nbytes in messages:
             items.append(SendRecvItem(SEND, source, nbytes, BYTES, peer))
@@ -158,7 +158,7 @@ class HcclLibrary:
     def all_reduce(
         self, source: int, target: int, count: int, type_: int, op: int, comm: Any, stream: Any
     ) -> None:
-        """See `Library`."""
+        """Reduce `count` elements; each member gets the result."""
         code = self._all_reduce(source, target, count, type_, op, comm, self._raw(stream))
         if code != SUCCESS:
             self._fail("HcclAllReduce", code, f"of {count} elements of type {type_}, op {op}")
@@ -166,13 +166,13 @@ class HcclLibrary:
     def reduce_scatter(
         self, source: int, target: int, count: int, type_: int, op: int, comm: Any, stream: Any
     ) -> None:
-        """See `Library`."""
+        """Reduce; each member gets its part, of `count` elements."""
         code = self._reduce_scatter(source, target, count, type_, op, comm, self._raw(stream))
         if code != SUCCESS:
             self._fail("HcclReduceScatter", code, f"of {count} elements of type {type_}, op {op}")
 
     def all_gather(self, source: int, target: int, nbytes: int, comm: Any, stream: Any) -> None:
-        """See `Library`."""
+        """Give each member the `nbytes` bytes of all, in their order."""
         code = self._all_gather(source, target, nbytes, BYTES, comm, self._raw(stream))
         if code != SUCCESS:
             self._fail("HcclAllGather", code, f"of {nbytes} bytes")
@@ -180,7 +180,7 @@ class HcclLibrary:
     def broadcast(
         self, source: int, target: int, nbytes: int, root: int, comm: Any, stream: Any
     ) -> None:
-        """See `Library`; HCCL broadcasts in place, so the root's bytes are in `target`, too."""
+        """Give each member the root's bytes, in place: on the root they are in `target`, too."""
         code = self._broadcast(target, nbytes, BYTES, root, comm, self._raw(stream))
         if code != SUCCESS:
             self._fail("HcclBroadcast", code, f"of {nbytes} bytes from member {root}")

@@ -20,7 +20,7 @@ LIMIT = 32
 twice HCCL_BUFFSIZE; in a pipeline of any length a rank has two."""
 
 GRACE_SECONDS = 5.0
-"""How long messages that were under way at a failure get to come to their end."""
+"""Seconds for the messages that were under way at a failure to end."""
 
 
 @dataclass(frozen=True)
@@ -32,15 +32,15 @@ class Pair(Group):
 
 
 class HcclPool(Pool):
-    """See `Pool`.
+    """The HCCL communicators of this process.
 
     A rank's messages go one after the other, so one communicator serves both directions between two
-    ranks; and what is one operation has to be on one.
+    ranks. Messages that are one operation have to be on one communicator.
 
-    HCCL cannot break off what is under way. After a failure the streams therefore get some time to
-    become empty: if they do on all ranks, every message has met its other end, and the
-    communicators are as good as before. If not, a device waits for a message that never comes,
-    until HCCL_EXEC_TIMEOUT; nothing can be sent after it, and all ranks are told so.
+    HCCL cannot break operations off. So after a failure the streams get some time to become empty.
+    If they do on all ranks, every message has met its other end, and the communicators can be used
+    as before. If not, a device waits for a message that never comes, until HCCL_EXEC_TIMEOUT.
+    Nothing can be sent after it, and all ranks are told so.
     """
 
     library_name: ClassVar[str] = "HCCL"
@@ -65,34 +65,35 @@ class HcclPool(Pool):
         self._lost: str | None = None
 
     def handle(self, queue: Queue) -> Queue:
-        """See `Pool`; the queue itself, for its raw handle has to be asked for at each call."""
+        """The queue itself, since its raw handle has to be asked for at each call."""
         return queue
 
     def group_of(self, channel: Channel) -> Group:
-        """See `Pool`."""
+        """The group of a channel: for an edge, the pair of its two ends."""
         if channel.collective:
             return super().group_of(channel)
         return Pair(tuple(sorted(channel.ranks)), collective=False)
 
     def join(self, channels: Iterable[Channel]) -> Lease:
-        """See `Pool`.
+        """Become a member of the communicators that the channels need; collective.
 
         Raises:
-            CommunicationError: also, after a failure that has left messages under way.
+            BindError: some rank would be a member of too many, with those of open plans.
+            CommunicationError: one cannot be joined, or a failure has left messages under way.
         """
         if self._lost is not None:
             raise CommunicationError(self._lost)
         return super().join(channels)
 
     def abort(self) -> None:
-        """Nothing can be broken off; `reset` sees what has come of it."""
+        """Break nothing off, since HCCL cannot; `reset` waits for the operations under way."""
         self._is_broken = True
 
     def reset(self) -> None:
-        """See whether all that was under way has come to its end; collective.
+        """Return if all operations under way have ended; collective.
 
         Raises:
-            CommunicationError: it has not, on some rank.
+            CommunicationError: some have not, on some rank.
         """
         if self._lost is not None:
             raise CommunicationError(self._lost)
@@ -113,14 +114,14 @@ class HcclPool(Pool):
             raise CommunicationError(self._lost)
 
     def close(self) -> None:
-        """See `Pool`; communicators with something under way stay as they are."""
+        """Give all communicators up, but for those with operations under way; idempotent."""
         if self._lost is not None or self._is_broken:
             self._groups.clear()
             return
         super().close()
 
     def _unfinished(self) -> str | None:
-        """What keeps this rank's streams from becoming empty; None if nothing does."""
+        """The operation that keeps this rank's streams from becoming empty; None if they are."""
         if not self._lines():
             return None
         device = self.device
@@ -140,7 +141,7 @@ class HcclPool(Pool):
         return None
 
     def _warm_edge(self, line: Line, source: int, target: int) -> None:
-        """See `Pool`; each way alone, and both at once where HCCL has batches."""
+        """Send a number over the line, each way alone, and both at once if HCCL has batches."""
         library, stream = self.library, self._stream(Stream.MESSAGE)
         assert isinstance(library, HcclLibrary), "the pool was made with one"
         peer, comm = line.peer, line.comm
@@ -153,6 +154,6 @@ class HcclPool(Pool):
             library.exchange([(peer, source, target, FLOAT_BYTES)], comm, stream)
 
     def _connect(self, groups: Sequence[Group]) -> None:
-        """One group after the other: a process listens for the members of one at a time."""
+        """Join one group after the other: a process listens for the members of one at a time."""
         for group in groups:
             super()._connect((group,))

@@ -39,7 +39,7 @@ class Symbols:
                 self._found[name] = function
 
     def has(self, name: str) -> bool:
-        """Whether this version of HCCL has a function."""
+        """True if this version of HCCL has a function."""
         return name in self._found
 
     def missing(self) -> list[str]:

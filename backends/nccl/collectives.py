@@ -1,4 +1,4 @@
-"""What NCCL reduces."""
+"""The reductions of NCCL."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .codes import CODES, REDUCTIONS
 
 
 class NcclCollectives(Collectives):
-    """See `Collectives`. NCCL averages floating point alone; integers are divided after."""
+    """A collective in calls of NCCL, which averages floating point alone; integers are divided."""
 
     codes: ClassVar[Mapping[DType, int]] = CODES
     numbers: ClassVar[Mapping[ReduceOp, int]] = REDUCTIONS
 
     def reduction(self, op: ReduceOp, dtype: DType) -> Reduction:
-        """See `Collectives`."""
+        """The reduction of elements of a type."""
         if dtype not in CODES:
             raise does_not_reduce("NCCL", dtype)
         if dtype is DType.BOOL:

@@ -16,7 +16,7 @@ from .pool import NcclPool
 
 
 class NcclCommunicator(StreamCommunicator):
-    """See `StreamCommunicator`."""
+    """Serves the channels of a plan between ranks with GPUs; making one is collective."""
 
     collectives: ClassVar[type[Collectives]] = NcclCollectives
 

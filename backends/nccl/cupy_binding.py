@@ -15,9 +15,9 @@ _MISSING = "CuPy is built without NCCL"
 
 
 class CupyNccl:
-    """See `Library`. Communicators are joined, and called, with the host blocked.
+    """NCCL by CuPy. Joining a communicator, and calling it, blocks the host.
 
-    CuPy cannot tell NCCL how wide one is to be; `NCCL_MAX_CTAS` does so for all.
+    CuPy cannot set the width of one communicator; `NCCL_MAX_CTAS` sets that of all.
     """
 
     name = "NCCL (CuPy)"
@@ -28,17 +28,17 @@ class CupyNccl:
         _checked("version", nccl.get_version)
 
     def version(self) -> str:
-        """See `Library`."""
+        """The version of the library itself."""
         number = int(_checked("version", nccl.get_version))
         return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
     def unique_id(self) -> bytes:
-        """See `Library`."""
+        """Make the key that the members of a new communicator share; one of them calls this."""
         made = _checked("making of a key", nccl.get_unique_id)
         return made if isinstance(made, bytes) else bytes(c % 256 for c in made)
 
     def connect(self, size: int, unique: bytes, rank: int, width: int | None = None) -> Any:
-        """See `Library`."""
+        """Begin to join a new communicator; all its members do."""
         what = f"joining of {size} ranks, as member {rank},"
         return _checked(what, nccl.NcclCommunicator, size, self._as_made(unique), rank)
 
@@ -49,21 +49,21 @@ class CupyNccl:
         return tuple(c - 256 if c > 127 else c for c in unique)
 
     def is_ready(self, comm: Any) -> bool:
-        """See `Library`."""
+        """True once a communicator has been joined."""
         error = self.error(comm)
         if error is not None:
             raise CommunicationError(error)
         return True
 
     def send(self, pointer: int, nbytes: int, peer: int, comm: Any, stream: int) -> None:
-        """See `Library`."""
+        """Send bytes to member `peer`."""
         try:
             comm.send(pointer, nbytes, BYTES, peer, stream)
         except nccl.NcclError as error:
             raise failed(f"send of {nbytes} bytes to member {peer}", error) from error
 
     def recv(self, pointer: int, nbytes: int, peer: int, comm: Any, stream: int) -> None:
-        """See `Library`."""
+        """Receive bytes from member `peer`."""
         try:
             comm.recv(pointer, nbytes, BYTES, peer, stream)
         except nccl.NcclError as error:
@@ -72,7 +72,7 @@ class CupyNccl:
     def all_reduce(
         self, source: int, target: int, count: int, type_: int, op: int, comm: Any, stream: int
     ) -> None:
-        """See `Library`."""
+        """Reduce `count` elements; each member gets the result."""
         try:
             comm.allReduce(source, target, count, type_, op, stream)
         except nccl.NcclError as error:
@@ -81,14 +81,14 @@ class CupyNccl:
     def reduce_scatter(
         self, source: int, target: int, count: int, type_: int, op: int, comm: Any, stream: int
     ) -> None:
-        """See `Library`."""
+        """Reduce; each member gets its part, of `count` elements."""
         try:
             comm.reduceScatter(source, target, count, type_, op, stream)
         except nccl.NcclError as error:
             raise failed(f"reduce-scatter of {count} elements of type {type_}", error) from error
 
     def all_gather(self, source: int, target: int, nbytes: int, comm: Any, stream: int) -> None:
-        """See `Library`."""
+        """Give each member the `nbytes` bytes of all, in their order."""
         try:
             comm.allGather(source, target, nbytes, BYTES, stream)
         except nccl.NcclError as error:
@@ -97,7 +97,7 @@ class CupyNccl:
     def broadcast(
         self, source: int, target: int, nbytes: int, root: int, comm: Any, stream: int
     ) -> None:
-        """See `Library`."""
+        """Give each member the bytes of member `root`."""
         try:
             comm.broadcast(source, target, nbytes, BYTES, root, stream)
         except nccl.NcclError as error:
@@ -106,7 +106,7 @@ class CupyNccl:
     def exchange(
         self, messages: Sequence[tuple[int, int, int, int]], comm: Any, stream: int
     ) -> None:
-        """See `Library`."""
+        """Send to and receive from several members at once."""
         try:
             nccl.groupStart()
             try:
@@ -122,7 +122,7 @@ class CupyNccl:
             raise failed(f"exchange with {len(messages)} members", first) from error
 
     def error(self, comm: Any) -> str | None:
-        """See `Library`."""
+        """The failure of a communicator, in words; None if there is none."""
         try:
             comm.check_async_error()
         except nccl.NcclError as error:
@@ -130,11 +130,11 @@ class CupyNccl:
         return None
 
     def abort(self, comm: Any) -> None:
-        """See `Library`."""
+        """Break off the operations under way, and give the communicator up."""
         _checked("breaking off", comm.abort)
 
     def destroy(self, comm: Any) -> None:
-        """See `Library`."""
+        """Give up a communicator without operations under way."""
         _checked("giving up of a communicator", comm.destroy)
 
 

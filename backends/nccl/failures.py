@@ -1,4 +1,4 @@
-"""What is said of a call of NCCL that has failed, whichever binding made it."""
+"""The error of a failed call of NCCL, the same for each binding."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ..streams.library import CommunicationError
 
 
 def failed(what: str, error: Exception) -> CommunicationError:
-    """The error for the run time, of the binding's own.
+    """Make the run time's error from the binding's.
 
     Args:
         what: the call, in words.

@@ -20,17 +20,17 @@ YIELDS = 100
 """So often a call is asked for with no more than a yield between."""
 
 NAP = 50e-6
-"""Seconds between two looks after that."""
+"""Seconds between two polls after that."""
 
 
 class Nccl4py:
-    """See `Library`.
+    """NCCL by nccl4py.
 
     Args:
-        nonblocking: whether communicators are joined, and all their calls made, without blocking
-            the host. Such a communicator can be aborted at any time; but NCCL starts a thread for
-            each call, which has to be waited for here: the next call may only be made when the last
-            is done. That asks the host's side of NCCL alone, and so is allowed in a capture.
+        nonblocking: True to join communicators, and make all their calls, without blocking the
+            host. Such a communicator can be aborted at any time. But NCCL starts a thread for each
+            call, and this class waits for it, since the next call may only be made when the last is
+            done. The wait asks the host's side of NCCL alone, and so is allowed in a capture.
     """
 
     name = "NCCL (nccl4py)"
@@ -40,16 +40,16 @@ class Nccl4py:
         _checked("version", low.get_version)  # loads the library, or says that there is none
 
     def version(self) -> str:
-        """See `Library`."""
+        """The version of the library itself."""
         number = int(_checked("version", low.get_version))
         return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
     def unique_id(self) -> bytes:
-        """See `Library`."""
+        """Make the key that the members of a new communicator share; one of them calls this."""
         return bytes(_checked("making of a key", low.get_unique_id))
 
     def connect(self, size: int, unique: bytes, rank: int, width: int | None = None) -> Any:
-        """See `Library`."""
+        """Begin to join a new communicator; all its members do."""
         config = low.Config()
         config.blocking = int(not self._nonblocking)
         if width is not None:
@@ -59,14 +59,14 @@ class Nccl4py:
         return _checked(what, low.comm_init_rank_config, size, key, rank, config)
 
     def is_ready(self, comm: Any) -> bool:
-        """See `Library`."""
+        """True once a communicator has been joined."""
         state = int(_checked("look for errors", low.comm_get_async_error, comm))
         if state not in (SUCCESS, IN_PROGRESS):
             raise CommunicationError(_described(state, comm))
         return state == SUCCESS
 
     def send(self, pointer: int, nbytes: int, peer: int, comm: Any, stream: int) -> None:
-        """See `Library`."""
+        """Send bytes to member `peer`."""
         try:
             low.send(pointer, nbytes, BYTES, peer, comm, stream)
         except low.NCCLError as error:
@@ -74,7 +74,7 @@ class Nccl4py:
         self._finish(comm)
 
     def recv(self, pointer: int, nbytes: int, peer: int, comm: Any, stream: int) -> None:
-        """See `Library`."""
+        """Receive bytes from member `peer`."""
         try:
             low.recv(pointer, nbytes, BYTES, peer, comm, stream)
         except low.NCCLError as error:
@@ -84,7 +84,7 @@ class Nccl4py:
     def all_reduce(
         self, source: int, target: int, count: int, type_: int, op: int, comm: Any, stream: int
     ) -> None:
-        """See `Library`."""
+        """Reduce `count` elements; each member gets the result."""
         try:
             low.all_reduce(source, target, count, type_, op, comm, stream)
         except low.NCCLError as error:
@@ -94,7 +94,7 @@ class Nccl4py:
     def reduce_scatter(
         self, source: int, target: int, count: int, type_: int, op: int, comm: Any, stream: int
     ) -> None:
-        """See `Library`."""
+        """Reduce; each member gets its part, of `count` elements."""
         try:
             low.reduce_scatter(source, target, count, type_, op, comm, stream)
         except low.NCCLError as error:
@@ -102,7 +102,7 @@ class Nccl4py:
         self._finish(comm)
 
     def all_gather(self, source: int, target: int, nbytes: int, comm: Any, stream: int) -> None:
-        """See `Library`."""
+        """Give each member the `nbytes` bytes of all, in their order."""
         try:
             low.all_gather(source, target, nbytes, BYTES, comm, stream)
         except low.NCCLError as error:
@@ -112,7 +112,7 @@ class Nccl4py:
     def broadcast(
         self, source: int, target: int, nbytes: int, root: int, comm: Any, stream: int
     ) -> None:
-        """See `Library`."""
+        """Give each member the bytes of member `root`."""
         try:
             low.broadcast(source, target, nbytes, BYTES, root, comm, stream)
         except low.NCCLError as error:
@@ -122,7 +122,7 @@ class Nccl4py:
     def exchange(
         self, messages: Sequence[tuple[int, int, int, int]], comm: Any, stream: int
     ) -> None:
-        """See `Library`."""
+        """Send to and receive from several members at once."""
         try:
             low.group_start()
             try:
@@ -139,7 +139,7 @@ class Nccl4py:
         self._finish(comm)
 
     def error(self, comm: Any) -> str | None:
-        """See `Library`."""
+        """The failure of a communicator, in words; None if there is none."""
         try:
             state = int(low.comm_get_async_error(comm))
         except low.NCCLError as error:  # of a watchdog's thread, which goes by what is returned
@@ -149,11 +149,11 @@ class Nccl4py:
         return _described(state, comm)
 
     def abort(self, comm: Any) -> None:
-        """See `Library`."""
+        """Break off the operations under way, and give the communicator up."""
         _checked("breaking off", low.comm_abort, comm)
 
     def destroy(self, comm: Any) -> None:
-        """See `Library`."""
+        """Give up a communicator without operations under way."""
         _checked("giving up of a communicator", low.comm_destroy, comm)
 
     def _finish(self, comm: Any) -> None:

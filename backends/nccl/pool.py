@@ -41,7 +41,7 @@ WIDE = 16
 """With this many NCCL may as well decide."""
 
 BYTES_A_SECOND = 16.5e9
-"""What one multiprocessor of an H200 sends over NVLink; NCCL gives each a channel of its own."""
+"""The rate of one multiprocessor of an H200 over NVLink; NCCL gives each its own channel."""
 
 FLOPS_A_SECOND = dict.fromkeys(DType, 400e12) | {
     DType.F8E4M3: 800e12,
@@ -51,9 +51,9 @@ FLOPS_A_SECOND = dict.fromkeys(DType, 400e12) | {
     DType.C64: 10e12,
     DType.C128: 10e12,
 }
-"""What an H200 computes where a message is worth hiding, about half of what it could; a complex
-product counts once and is four real ones. Of the square root below another speed by a factor of
-four changes a factor of two, but float32 and bfloat16 are ten apart."""
+"""The speed of an H200 in work beside which messages are worth hiding, about half of its peak. A
+complex product counts once and is four real ones. A speed that is wrong by a factor of four changes
+the square root below by a factor of two, but float32 and bfloat16 are ten apart."""
 
 TF32_A_SECOND = 200e12
 """The same in float32, if torch may round the factors of products to TF32. Convolutions, for which
@@ -67,15 +67,15 @@ EXPOSED = 0.25
 
 
 def width_of(channel: Channel, tf32: bool = False) -> int | None:
-    """How many multiprocessors the messages of a channel may occupy; None for NCCL's choice.
+    """The number of multiprocessors for the messages of a channel; None for NCCL's choice.
 
-    With w of n multiprocessors a message takes t / w, of which a share s delays its rank, and what
-    is computed in c meanwhile takes c * w / n longer. The sum is least at w = sqrt(s * n * t / c).
+    With w of n multiprocessors a message takes t / w, of which a share s delays its rank, and work
+    of c seconds meanwhile takes c * w / n longer. The sum is least at w = sqrt(s * n * t / c).
     Widths are powers of two, since each one on an edge is a communicator of its own.
 
     Args:
         channel: an edge, planned.
-        tf32: whether products in float32 are rounded to TF32.
+        tf32: True if products in float32 are rounded to TF32.
 
     Source: measured on H200s with 4 MiB messages beside products of 1024 by 1024 elements, and with
     16 MiB messages beside layers of a Llama; `docs/design/0030-devices.md` has the figures.
@@ -93,18 +93,18 @@ def width_of(channel: Channel, tf32: bool = False) -> int | None:
 
 
 def seconds_of(flops: Flops, tf32: bool) -> float:
-    """How long an H200 computes; `tf32` says whether it does so in float32."""
+    """The time of an H200 for operations; `tf32` rounds those in float32."""
     speeds = FLOPS_A_SECOND | ({DType.F32: TF32_A_SECOND} if tf32 else {})
     return sum(count / speeds[dtype] for dtype, count in flops.counts)
 
 
 def may_round_to_tf32() -> bool:
-    """Whether torch may, for products of matrices, whichever of its settings says so."""
+    """True if torch may do so for products of matrices, by whichever of its settings."""
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 class NcclPool(Pool):
-    """See `Pool`. What is under way at a failure is broken off."""
+    """The NCCL communicators of this process; a failure breaks off the operations under way."""
 
     library_name: ClassVar[str] = "NCCL"
     device_name: ClassVar[str] = "GPU"
@@ -123,10 +123,10 @@ class NcclPool(Pool):
         self._tf32 = False
 
     def join(self, channels: Iterable[Channel]) -> Lease:
-        """See `Pool`.
+        """Become a member of the communicators that the channels need; collective.
 
-        Whether products may be rounded to TF32 is a setting of each process and no part of the
-        plan, but the two ends of an edge must find the same width.
+        Each process has a setting that lets products be rounded to TF32. It is no part of the plan,
+        but the two ends of an edge must find the same width.
         """
         channels = list(channels)
         if any(channel.background is not None for channel in channels):
@@ -134,11 +134,11 @@ class NcclPool(Pool):
         return super().join(channels)
 
     def group_of(self, channel: Channel) -> Group:
-        """See `Pool`."""
+        """The group of a channel, with the width of its messages."""
         return replace(super().group_of(channel), width=width_of(channel, self._tf32))
 
     def abort(self) -> None:
-        """See `Pool`.
+        """Break off all operations under way.
 
         Graphs go first: a communicator is not given up while a graph has an operation of it, and
         waits for the graph to be dropped. Then all communicators at once: one waits for its
@@ -169,7 +169,7 @@ class NcclPool(Pool):
         self._stuck += [f"{group}: {why}" for group, why in stuck.items() if why is not None]
 
     def reset(self) -> None:
-        """See `Pool`; all communicators are made anew.
+        """Make all communicators anew after operations were broken off; collective.
 
         Raises:
             CommunicationError: some rank has not given all of its own up.

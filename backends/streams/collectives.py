@@ -232,7 +232,7 @@ class Collectives(ABC):
 
 
 def does_not_reduce(library: str, dtype: DType) -> BindError:
-    """What is said where a library does not reduce a type."""
+    """The error for a type that a library does not reduce."""
     return BindError(
         f"{library} does not reduce {dtype}. Let the collective take another way, by switching "
         "'choose-transports' on, or convert the operands"

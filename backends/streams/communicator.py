@@ -28,7 +28,7 @@ class StreamCommunicator:
     """Serves some channels of a plan; implements `Communicator`. Making one is collective.
 
     Attributes:
-        collectives: puts collectives in terms of the library.
+        collectives: translates collectives into calls of the library.
 
     Raises:
         BindError: a rank would be a member of too many of the library's communicators.
@@ -44,18 +44,18 @@ class StreamCommunicator:
         try:
             self._slots = self._make_slots(channels, rank)
         except BaseException:
-            pool.leave(self._lease)  # nobody can close what was not made
+            pool.leave(self._lease)  # no caller can close this object, which was not made
             raise
 
     def send_port(self, op: Send, channel: Channel, type_: ValueType) -> Port:
-        """See `Communicator`."""
+        """The port of a `send` whose operand has type `type_`."""
         tensor = self._only_tensor(op, channel, type_)
         stream, handle = self._stream(op, Stream.SEND)
         library = self._messenger(op, tensor)
         return SendPort(handle, library, self._lines[channel.id], tensor, stream)
 
     def recv_port(self, op: Recv, channel: Channel, type_: ValueType) -> Port:
-        """See `Communicator`."""
+        """The port of a `recv` whose future holds a value of type `type_`."""
         tensor = self._only_tensor(op, channel, type_)
         stream, handle = self._stream(op, Stream.RECV)
         slot = None if op.slot is None or op.operands else self._slot(op.slot, channel, tensor)
@@ -73,7 +73,7 @@ class StreamCommunicator:
         operand: ValueType | None,
         result: ValueType,
     ) -> Port:
-        """See `Communicator`."""
+        """The port of a collective; `operand` is None if this rank contributes nothing."""
         stream, handle = self._stream(op, Stream.COLLECTIVE)
         line, pool = self._lines[channel.id], self._pool
         parts = self.collectives(op, line, operand, result, pool, handle).parts()
@@ -81,42 +81,42 @@ class StreamCommunicator:
 
     @property
     def logs(self) -> str:
-        """Where the library says more of what goes wrong, in words."""
+        """The name of the library's log, for messages."""
         return self._pool.logs
 
     def of_step(self, name: str) -> None:
-        """Whose messages it carries, for what is said about communicators."""
+        """Name the step whose messages it carries, for errors about communicators."""
         self._lease.step = name
 
     def progress(self) -> None:
-        """The device moves on by itself."""
+        """Do nothing: the device makes progress by itself."""
 
     def faults(self) -> Sequence[str]:
-        """What the library reports of its communicators; for watchdogs."""
+        """The failures that the library reports, for watchdogs."""
         return self._pool.errors()
 
     def hold(self, holder: Holder) -> None:
-        """Let `holder` drop its graphs before what is under way is broken off."""
+        """Let `holder` drop its graphs before operations are broken off."""
         self._pool.hold(holder)
 
     def break_off(self) -> None:
-        """Break off what is under way: it waits for ranks that have failed."""
+        """Break off the operations under way, which wait for ranks that have failed."""
         self._pool.abort()
 
     def reset(self) -> None:
-        """Join the other ranks again, once for all plans, if something has been broken off."""
+        """Join the other ranks again, once for all plans, after operations were broken off."""
         self._pool.reset()
 
     def close(self) -> None:
         """Give back the slots, and let the pool have the communicators for other plans.
 
-        What was captured of messages has been dropped: see `Pool.leave`.
+        Graphs with messages of it have been dropped before.
         """
         self._slots.clear()
         self._pool.leave(self._lease)
 
     def _make_slots(self, channels: Sequence[Channel], rank: int) -> dict[int, Tensor]:
-        """Memory for what this rank receives, by channel."""
+        """Memory for the messages that this rank receives, by channel."""
         slots = {}
         for channel in channels:
             if not channel.collective and channel.ranks[1] == rank and channel.slots:
@@ -127,12 +127,12 @@ class StreamCommunicator:
         return slots
 
     def _stream(self, op: Send | Recv | Collective, usual: Stream) -> tuple[Stream, Any]:
-        """The stream of an op, and as the library takes it."""
+        """The stream of an op, and its handle for the library."""
         stream = op.stream or usual
         return stream, self._pool.handle(self._pool.device.stream(stream))
 
     def _messenger(self, op: Send | Recv, type_: TensorType) -> Messenger:
-        """What sends or receives an op's tensor."""
+        """The messenger that sends or receives an op's tensor."""
         if op.batch is not None:
             raise BindError(
                 f"`{op.opcode}` {op.seq} of channel {op.chan} is in a batch, which "

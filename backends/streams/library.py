@@ -1,7 +1,7 @@
 """The few calls of a collective communication library that the ports need, behind one protocol.
 
-Everything is a number: pointers, counts, element types, reductions. A library whose operations
-complete on streams, and pair in order, needs no more than to implement `Library`.
+All arguments are numbers: pointers, counts, element types, reductions. A library whose operations
+complete on streams, and pair in order, only has to implement `Library`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from ..errors import TransportError
 
 
 class CommunicationError(TransportError):
-    """The library has reported an error, or does not get ready."""
+    """The library has reported an error, or is not ready in time."""
 
 
 class Messenger(Protocol):
-    """What sends and receives bytes."""
+    """Sends and receives bytes."""
 
     def send(self, pointer: int, nbytes: int, peer: int, comm: Any, stream: Any) -> None:
         """Send bytes to member `peer`."""
@@ -40,22 +40,22 @@ class Library(Messenger, Protocol):
     name: str
 
     def version(self) -> str:
-        """Of the library itself."""
+        """The version of the library itself."""
 
     def unique_id(self) -> bytes:
-        """What the members of a new communicator have in common; one of them makes it."""
+        """Make the key that the members of a new communicator share; one of them calls this."""
 
     def connect(self, size: int, unique: bytes, rank: int, width: int | None = None) -> Any:
         """Begin to join a new communicator; all its members do.
 
         Args:
             rank: this member's number in it.
-            width: how many of the device's multiprocessors its operations may occupy, where the
-                library can be told so.
+            width: the number of the device's multiprocessors that its operations may occupy, if
+                the library has such a setting.
         """
 
     def is_ready(self, comm: Any) -> bool:
-        """Whether a communicator has been joined."""
+        """True once a communicator has been joined."""
 
     def all_reduce(
         self, source: int, target: int, count: int, type_: int, op: int, comm: Any, stream: Any
@@ -68,12 +68,12 @@ class Library(Messenger, Protocol):
         """Reduce; each member gets its part, of `count` elements."""
 
     def all_gather(self, source: int, target: int, nbytes: int, comm: Any, stream: Any) -> None:
-        """Each member gets the `nbytes` bytes of all, in their order."""
+        """Give each member the `nbytes` bytes of all, in their order."""
 
     def broadcast(
         self, source: int, target: int, nbytes: int, root: int, comm: Any, stream: Any
     ) -> None:
-        """Each member gets the bytes of member `root`."""
+        """Give each member the bytes of member `root`."""
 
     def exchange(
         self, messages: Sequence[tuple[int, int, int, int]], comm: Any, stream: Any
@@ -81,15 +81,15 @@ class Library(Messenger, Protocol):
         """Send to and receive from several members at once.
 
         Args:
-            messages: for each member its number, the pointers to what it gets and to what comes
-                from it, and the bytes of each.
+            messages: for each member its number, the pointer to the bytes for it, the pointer to
+                the memory for the bytes from it, and the number of bytes of each.
         """
 
     def error(self, comm: Any) -> str | None:
-        """What has gone wrong with a communicator since, if anything has."""
+        """The failure of a communicator, in words; None if there is none."""
 
     def abort(self, comm: Any) -> None:
-        """Break off what is under way, and give the communicator up."""
+        """Break off the operations under way, and give the communicator up."""
 
     def destroy(self, comm: Any) -> None:
-        """Give a communicator up that has nothing under way."""
+        """Give up a communicator without operations under way."""

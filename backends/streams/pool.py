@@ -2,7 +2,7 @@
 
 There is one for each group of ranks that a plan's channels join: libraries run the operations of
 one communicator one after the other, whatever streams they are on. They are kept when plans are
-closed, for to make them takes long, until there would be too many.
+closed, since making them takes long, until there would be too many.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ FLOAT_BYTES = 4
 
 @dataclass(frozen=True)
 class Group:
-    """Who is joined by a communicator: source and destination, or the members of a collective.
+    """The ranks of a communicator: source and destination, or the members of a collective.
 
     A rank's place in `ranks` is its number as a member.
 
     Attributes:
-        width: how many of the device's multiprocessors its operations may occupy; as many as the
-            library sees fit if None.
+        width: the number of the device's multiprocessors that its operations may occupy; None
+            leaves the choice to the library.
     """
 
     ranks: tuple[int, ...]
@@ -69,7 +69,7 @@ class Line:
 
 
 class Lease:
-    """What an open plan uses of a pool.
+    """The communicators of a pool that an open plan uses.
 
     Attributes:
         lines: for each channel that this rank is part of, its membership.
@@ -82,23 +82,23 @@ class Lease:
 
     @property
     def groups(self) -> dict[Group, None]:
-        """Whose communicators they are, each once, in the order of the channels."""
+        """The groups of the communicators, each once, in the order of the channels."""
         return dict.fromkeys(line.group for line in self.lines.values())
 
 
 class Holder(Protocol):
-    """Who may have graphs with operations of communicators in them."""
+    """An owner of graphs that may hold operations of communicators."""
 
     def drop_graphs(self) -> None:
-        """Drop all of them, also one that is being replayed; idempotent."""
+        """Drop all graphs, also one that is being replayed; idempotent."""
 
 
 class Pool(ABC):
-    """The communicators of this process; a subclass says what is so of one library.
+    """The communicators of this process; a subclass has the facts of one library.
 
     Watchdogs ask for errors by threads of their own. A communicator is asked and is taken out of
-    its line under one lock, and only what has been taken out is given up: so none is asked that is
-    being given up, or is no more.
+    its line under one lock, and only those that have been taken out are given up. So no watchdog
+    asks a communicator that is being given up, or does not exist any more.
 
     Args:
         world: all ranks.
@@ -109,11 +109,11 @@ class Pool(ABC):
         library_name: in messages.
         device_name: of the devices that it joins, in messages.
         limit: communicators that a rank may be a member of.
-        needs: what takes a communicator, in messages.
-        ways_out: how a plan gets by with fewer, in messages.
-        connect_seconds: how long the members of a communicator have to join it; None where the
+        needs: which messages take a communicator, in words.
+        ways_out: how a plan needs fewer, in words.
+        connect_seconds: the time for the members of a communicator to join it; None if the
             library has a limit of its own.
-        logs: where more is said about ranks that are not joined, in messages.
+        logs: the name of the log that says more about ranks that are not joined.
     """
 
     library_name: ClassVar[str]
@@ -147,7 +147,7 @@ class Pool(ABC):
         return self._library
 
     def group_of(self, channel: Channel) -> Group:
-        """Who has to be joined for a channel: of an edge, its two ends alone."""
+        """The group of a channel: for an edge, its two ends alone."""
         return Group(channel.ranks, channel.collective)
 
     def handle(self, queue: Queue) -> Any:
@@ -156,21 +156,21 @@ class Pool(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Break off all that is under way, where that can be done."""
+        """Break off all operations under way, if the library can do that."""
 
     @abstractmethod
     def reset(self) -> None:
-        """Be ready for further operations, if something was broken off; collective.
+        """Become ready for further operations after operations were broken off; collective.
 
         Raises:
-            CommunicationError: that cannot be; the job has to end.
+            CommunicationError: the library cannot; the job has to end.
         """
 
     def join(self, channels: Iterable[Channel]) -> Lease:
-        """Be a member of the communicators that the channels need; collective.
+        """Become a member of the communicators that the channels need; collective.
 
         Returns:
-            What is to be returned by `leave` when nothing uses it any more.
+            The lease, to be given to `leave` when it is not used any more.
 
         Raises:
             BindError: some rank would be a member of too many, with those of open plans.
@@ -189,9 +189,9 @@ class Pool(ABC):
         return lease
 
     def leave(self, lease: Lease) -> None:
-        """A plan is closed, and what it captured has been dropped; idempotent.
+        """End the lease of a closed plan, whose graphs have been dropped; idempotent.
 
-        Its communicators stay as they are until another plan needs the room.
+        Its communicators stay until another plan needs their room.
         """
         self._leases.pop(lease, None)
 
@@ -200,12 +200,13 @@ class Pool(ABC):
         self._holders.add(holder)
 
     def errors(self) -> list[str]:
-        """What the library reports of its communicators, with whom they join; for any thread.
+        """The failures that the library reports, with the ranks they concern; for any thread.
 
-        Nothing while a failure is dealt with: the other ranks break off as well, which shows here.
+        There are none while ranks recover from a failure: the other ranks break off as well, which
+        the library would report.
 
         Raises:
-            CommunicationError: it does not report.
+            CommunicationError: the library does not report.
         """
         found: list[str] = []
         if self._is_broken:
@@ -218,7 +219,7 @@ class Pool(ABC):
         return found
 
     def close(self) -> None:
-        """Give all communicators up, once the device has nothing to do; idempotent."""
+        """Give all communicators up, once the device is idle; idempotent."""
         if self._lines():
             self.device.synchronize()
         self._drop_graphs()
@@ -260,10 +261,10 @@ class Pool(ABC):
     # -- room -------------------------------------------------------------------------------
 
     def _make_room(self, wanted: Mapping[Group, None]) -> None:
-        """Give up what no open plan uses, if a rank would be a member of too many; collective.
+        """Give up communicators that no open plan uses, if a rank would be in too many; collective.
 
-        All ranks know of all groups, so each finds out by itself whether there is room. A plan may
-        be closed at another time on each rank, so what is in use they have to tell each other.
+        All ranks know of all groups, so each finds out by itself if there is room. A plan may be
+        closed at another time on each rank, so ranks tell each other which ones are in use.
         """
         if _fullest((*self._groups, *wanted))[1] <= self.limit:
             return
@@ -276,7 +277,7 @@ class Pool(ABC):
         self._give_up([group for group in self._groups if group not in {*steps, *wanted}])
 
     def _in_use(self) -> list[tuple[str, Group]]:
-        """What open plans use on this rank."""
+        """The groups that open plans use on this rank, each with the plan's step."""
         return [(lease.step, group) for lease in self._leases for group in lease.groups]
 
     def _too_many(
@@ -286,7 +287,7 @@ class Pool(ABC):
         wanted: Mapping[Group, None],
         steps: Mapping[Group, Mapping[str, None]],
     ) -> str:
-        """Why a plan is refused; `steps` are the open ones that use a group."""
+        """Say why a plan is refused; `steps` are the open ones that use a group."""
         mine = sum(rank in group.ranks for group in wanted)
         held = Counter(
             step
@@ -304,7 +305,7 @@ class Pool(ABC):
         )
 
     def _give_up(self, groups: Sequence[Group]) -> None:
-        """Destroy communicators, on all ranks in the same order, once the device has nothing to do.
+        """Destroy communicators, on all ranks in the same order, once the device is idle.
 
         No graph may have operations of them: a plan drops its graphs before it is closed.
         """
@@ -365,10 +366,10 @@ class Pool(ABC):
 
     @contextmanager
     def _ending_job_unless(self, what: str) -> Iterator[None]:
-        """End the job if what is done inside takes too long: nothing else ends a call that blocks.
+        """End the job if the block takes too long, since a blocking call has no other end.
 
         Args:
-            what: would be done then, in words.
+            what: the work of the block, in words, as `joined rank 1`.
         """
         if self.connect_seconds is None:
             yield
@@ -382,7 +383,7 @@ class Pool(ABC):
             timer.cancel()
 
     def _warm(self, lines: Sequence[Line]) -> None:
-        """Send something over each line: the first use connects, and takes memory."""
+        """Send a number over each line: the first use connects, and takes memory."""
         if not lines:
             return
         members = max(len(line.group.ranks) for line in lines)
@@ -411,7 +412,7 @@ class Pool(ABC):
 
 
 def _fullest(groups: Iterable[Group]) -> tuple[int, int]:
-    """The rank that is a member of most of some groups, each counted once, and of how many."""
+    """The rank that is in most of the groups, each counted once, and their number."""
     counts = Counter(rank for group in dict.fromkeys(groups) for rank in group.ranks)
     return max(counts.items(), key=lambda item: item[1], default=(0, 0))
 

@@ -17,7 +17,7 @@ from .pool import Line
 
 
 class _Port:
-    """What the ports share; `handle` is the stream as the library takes it."""
+    """The common part of the ports; `handle` is the stream as the library takes it."""
 
     stream: Stream
 
@@ -30,26 +30,26 @@ class _Port:
         self._line = line
 
     def must_prepare(self, value: Any) -> bool:
-        """See `StreamPort`."""
+        """True: `prepare` has work for every operand."""
         return True
 
     def fail(self, poison: Poison) -> NoReturn:
-        """See `StreamPort`."""
+        """Raise the poison: it cannot travel."""
         raise poison
 
     def room(self) -> Tensor | None:
-        """See `StreamPort`."""
+        """None: `prepare` takes no memory."""
         return None
 
     def poll(self) -> bool:
-        """See `StreamPort`."""
+        """True: the host waits for nothing."""
         return True
 
     def release(self) -> None:
-        """See `StreamPort`."""
+        """Keep nothing: the port has dropped its value."""
 
     def _failed(self, error: CommunicationError) -> CommunicationError:
-        """What the library has raised, with whom it concerns."""
+        """The library's error, with the ranks that it concerns."""
         return CommunicationError(f"{self._line.group}: {error}")
 
 
@@ -66,16 +66,16 @@ class SendPort(_Port):
         self._held: Tensor | None = None
 
     def must_prepare(self, value: Tensor) -> bool:
-        """See `StreamPort`."""
+        """True if the operand has to be copied to be contiguous."""
         return not value.is_contiguous()
 
     def prepare(self, value: Tensor) -> Tensor:
-        """See `StreamPort`."""
+        """Make the operand contiguous, on the compute stream, and hold it."""
         self._held = value.contiguous()
         return self._held
 
     def start(self, value: Tensor) -> None:
-        """See `StreamPort`."""
+        """Put the send on its stream."""
         if self._nbytes and not self.rehearses:
             line, at = self._line, value.data_ptr()
             try:
@@ -112,21 +112,21 @@ class RecvPort(_Port):
         self.holds = slot is not None
 
     def must_prepare(self, value: Tensor | None) -> bool:
-        """See `StreamPort`."""
+        """True without a slot, since `prepare` then takes memory."""
         return self._slot is None
 
     def room(self) -> Tensor | None:
-        """See `StreamPort`."""
+        """New memory for the value; None if it has a slot."""
         return self._make() if self._slot is None else None
 
     def prepare(self, value: Tensor | None) -> Tensor:
-        """See `StreamPort`."""
+        """The memory to receive into."""
         if value is not None:
             return value
         return self._make() if self.landing is None else self.landing
 
     def start(self, value: Tensor | None) -> None:
-        """See `StreamPort`."""
+        """Put the receive on its stream."""
         into = self._slot if value is None else value
         assert into is not None, "without a slot, `prepare` takes memory"
         self._value = into
@@ -138,7 +138,7 @@ class RecvPort(_Port):
                 raise self._failed(error) from error
 
     def take(self) -> Tensor | None:
-        """See `StreamPort`."""
+        """The value, for work behind the receive."""
         value, self._value = self._value, None
         return value
 
@@ -168,17 +168,17 @@ class CollectivePort(_Port):
         self._result: Tensor | None = None
 
     def room(self) -> Tensor:
-        """See `StreamPort`."""
+        """New memory for the result."""
         return self._make()
 
     def prepare(self, value: Any) -> Any:
-        """See `StreamPort`."""
+        """Lay the operand out, on the compute stream, and take memory for the result."""
         self._result = self._make() if self.landing is None else self.landing
         self._operand = self._shape_up(value, self._result)
         return value
 
     def start(self, value: Any) -> None:
-        """See `StreamPort`."""
+        """Put the collective on its stream."""
         assert self._result is not None
         source = self._result if self._operand is None else self._operand
         if not self.rehearses:
@@ -188,7 +188,7 @@ class CollectivePort(_Port):
                 raise self._failed(error) from error
 
     def take(self) -> Any:
-        """See `StreamPort`; what has to be put in order is so on the compute stream."""
+        """The value, in the order of its elements; the compute stream reorders them."""
         result, self._result = self._result, None
         assert result is not None
         return self._shape_down(result)

@@ -11,7 +11,7 @@ from typing import Any
 
 import cg
 from cg.backends.timing.statistics import Statistics
-from cg.launch.api.analysis import Cost
+from cg.launch.api.compiled_programs import Cost, Programs
 from cg.launch.api.repeated import Repeated
 from cg.launch.measure.profiling import Profile
 from cg.passes.lower.plan_buffers import MemoryPlan
@@ -80,7 +80,8 @@ def _class(name: str, cls: type) -> str:
     if issubclass(cls, BaseException):
         bases = ", ".join(f"`{base.__name__}`" for base in cls.__bases__)
         parts.insert(0, f"An exception, of {bases}.")
-    for member, value in vars(cls).items():
+    inherited = vars(Programs) if issubclass(cls, Programs) else {}
+    for member, value in {**vars(cls), **inherited}.items():
         if member.startswith("_") and member != "__call__":
             continue
         shown = _instance(name, cls) + ("" if member == "__call__" else f".{member}")

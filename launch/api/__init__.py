@@ -1,4 +1,4 @@
-"""What a user calls: `cg.trace`, `lower`, `compile`, and what they give.
+"""The functions that users call: `cg.trace`, `lower`, `compile`, and their results.
 
 In: a user's function and its arguments. Out: a compiled step.
 """

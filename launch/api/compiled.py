@@ -3,42 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from ...backends.base import World
 from ...backends.driven.futures import Future
 from ...backends.timing.statistics import Statistics
-from ...ir.module import Channel, Module
+from ...ir.module import Module
 from ...ir.pipeline.costs import Costs
-from ...ir.printer import format_program
-from ...passes.lower.plan_buffers import MemoryPlan, memory_plan
-from ...passes.manager import PassReport
-from ...passes.simulate.program_simulator import ProgramSimulation
-from ...passes.simulate.program_times import ProgramTimes
 from ...tracer.errors import TraceError
 from ...tracer.source import caller_location
 from ...tracer.step.session import is_tracing
 from ..measure.profiling import Watched, watch
 from ..measure.recording import Recording, record
-from ..measure.simulate import simulate
-from ..pictures.compiled import timeline_of, write_compiled
 from ..runtime import driven_graphs as graphs
 from ..runtime import seating
 from ..runtime.runtime import Runtime, make_runtime
 from ..world.agreement import call_text
 from ..world.comparison import CallFacts
-from .analysis import Cost, cost_of
+from .compiled_programs import Programs, Variant
 from .numbering import Numbering, check_state
 from .option_checks import check_executions
 from .repeated import Repeated
 from .selection import selection
-from .turns import turn_of
-from .variant import Variant
+from .step_lock import lock_of
 
 
-class Compiled:
+class Compiled(Programs):
     """Every rank's schedule of a step, bound to the ranks that this process plays.
 
     A step is called on all ranks together. One with `inputs=cg.on(rank)` is a graph as well: that
@@ -65,12 +56,10 @@ class Compiled:
         numbering: Numbering,
         every: int | None,
     ) -> None:
-        self.variants = tuple(variants)
-        self._world = world
-        self._turn = turn_of(world)
+        super().__init__(variants, world, driver)
+        self._lock = lock_of(world)
         self._seed = seed
         self._timeout = timeout
-        self._driver = driver
         self._numbering = numbering
         self._every = every
         self._select = selection([variant.trace.inputs for variant in variants])
@@ -91,13 +80,8 @@ class Compiled:
             guarded = any(variant.trace.guards for variant in variants)
             self._needs_more = guarded or any(pick is not None for pick in self._picks)
 
-    @property
-    def module(self) -> Module:
-        """The scheduled module (of the first signature), the same on all ranks."""
-        return self.variants[0].module
-
     def state_dict(self) -> dict[str, int]:
-        """What random numbers depend on, to be saved with the state of the actors.
+        """The state that random numbers depend on, to be saved with the state of the actors.
 
         Returns:
             The `seed`; `calls`, how often the step has been called, with any of its signatures;
@@ -131,32 +115,6 @@ class Compiled:
         if self._made is not None:
             self._made.go_on_from(state["executions"])
 
-    @property
-    def reports(self) -> list[PassReport]:
-        """What each pass did (for the first signature)."""
-        return self.variants[0].reports
-
-    @property
-    def fused(self) -> dict[str, str]:
-        """For each function that runs in this process why `fuse` has not compiled it.
-
-        Empty where it has. There is nothing in here if `fuse` was not given.
-        """
-        return dict(self.variants[0].fused.reasons)
-
-    def uncaptured(self, variant: int = 0) -> dict[int, str]:
-        """For each graph of this rank's program that its device does not replay, why.
-
-        By its number, which is the `graph` of its ops. A graph is captured in its third execution,
-        so what cannot be is known behind that; there is a warning, too, and a line in the dump's
-        `graphs.txt`. Empty where all graphs can be captured, and on a rank without a device. What
-        is part of no graph is in `graphs.txt` alone.
-
-        Args:
-            variant: which of the signatures.
-        """
-        return dict(self.variants[variant].fallbacks.reasons)
-
     # -- on all ranks together --------------------------------------------------------------
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -176,9 +134,9 @@ class Compiled:
             StepTimeout: a rank has waited too long; the message says where every rank is.
             TransportError: a rank has ended.
         """
-        turn = self._turn
-        if not turn.acquire(False):
-            turn.wait(self._name)
+        lock = self._lock
+        if not lock.acquire(False):
+            lock.wait(self._name)
         try:
             self._check_callable()
             variant, runtime = 0, self._runtimes[0]
@@ -188,7 +146,7 @@ class Compiled:
             outputs = runtime.run(lambda: self.variants[variant].inputs(args, kwargs))
             return self.variants[variant].trace.outputs.rebuild(outputs) if self._returns else None
         finally:
-            turn.release()
+            lock.release()
 
     # -- from the driver --------------------------------------------------------------------
 
@@ -200,7 +158,7 @@ class Compiled:
 
         Args:
             args, kwargs: as the step takes them.
-            block: whether to wait if `max_inflight` executions are in flight, for no longer than
+            block: True to wait while `max_inflight` executions are in flight, for no longer than
                 the `timeout` that `compile` was given.
 
         Returns:
@@ -221,8 +179,11 @@ class Compiled:
         if launch is None:
             raise self._cannot_execute()
         variant, values = self._select(args, kwargs)
-        if self._turn.is_tracing:
-            raise self._traced_meanwhile()
+        if self._lock.is_tracing:
+            raise RuntimeError(
+                f"an execution of '{self._name}' is asked for while a step is being traced, which "
+                "puts stand-ins in place of what actors hold: start it before or after"
+            )
         if self._needs_more:
             values = self._check_and_pick(variant, values)
         return launch(variant, values, block)
@@ -239,7 +200,7 @@ class Compiled:
         """
         made = self._made
         if made is None:
-            raise self._no_driver("serve()")
+            raise _no_driver(self._name, "serve()")
         if self._world.is_virtual:
             return
         if made.graph.driver == self._world.rank:
@@ -291,18 +252,8 @@ class Compiled:
 
     # -- looking at it ----------------------------------------------------------------------
 
-    def as_text(self, rank: int | None = None, *, locations: bool = False, variant: int = 0) -> str:
-        """The program of a rank, this process's by default.
-
-        Raises:
-            ValueError: there is no such rank.
-        """
-        chosen = self._world.rank if rank is None else rank
-        program = self.variants[variant].module.program_of(chosen)
-        return format_program(program, locations=locations)
-
     def statistics(self, rank: int | None = None) -> Statistics:
-        """What a rank that this process plays has measured of its executions so far.
+        """The times that a rank of this process has measured of its executions so far.
 
         Later executions do not change what this has returned.
 
@@ -322,38 +273,6 @@ class Compiled:
         for runtime in runtimes:
             found = runtime.statistics(chosen) + found
         return found
-
-    def memory_analysis(self) -> list[MemoryPlan]:
-        """What each rank's program holds at its peak, by the buffer plan, without weights.
-
-        A graph has `max_inflight` times as much.
-        """
-        return [memory_plan(self.module, rank) for rank in range(self.module.world)]
-
-    def cost_analysis(self) -> list[Cost]:
-        """What each rank's program does: calls, operations, messages and bytes, by rank."""
-        return [cost_of(self.module, rank) for rank in range(self.module.world)]
-
-    def simulate(
-        self, costs: Costs | Path | str | None = None, *, variant: int = 0
-    ) -> ProgramSimulation:
-        """Run every rank's program on paper; `print` shows the result as a table.
-
-        It has the makespan, the bubble, the communication that nothing hides, and for each rank
-        its times and its peak of bytes by the buffer plan. All ranks find the same, and none has
-        to take part.
-
-        Args:
-            costs: in milliseconds and bytes: given, measured by `cg.measure`, or the name of a
-                file that `Costs.save` has written. Without them each task of the schedule takes
-                a millisecond, and nothing else takes any time.
-            variant: which of the signatures.
-
-        Raises:
-            OSError: the file cannot be read.
-            ValueError: it does not hold costs, or they are for fewer stages.
-        """
-        return simulate(self.variants[variant].module, costs)
 
     def record(
         self, /, *args: Any, executions: int | None = None, **kwargs: Any
@@ -380,7 +299,7 @@ class Compiled:
         return self._repeated("record", executions, 1).record(*args, **kwargs)
 
     def measure(self, /, *args: Any, executions: int | None = None, **kwargs: Any) -> Costs:
-        """See `cg.measure`."""
+        """Measure the step's costs, as `cg.measure` does."""
         return self._repeated("measure", executions, 5).measure(*args, **kwargs)
 
     def repeated(self, executions: int) -> Repeated:
@@ -392,53 +311,7 @@ class Compiled:
         """
         return Repeated(executions, self._record, self._world)
 
-    def visualize(
-        self,
-        path: Path | str,
-        *,
-        predicted: ProgramTimes | None = None,
-        measured: ProgramTimes | None = None,
-        variant: int = 0,
-    ) -> None:
-        """Draw the actor graph, and when the programs of all ranks run.
-
-        The driver of a graph writes the file, and rank 0 that of any other step; on other ranks
-        this does nothing, so all may call it.
-
-        The graph has a band for each rank, a box for each call (those of all microbatches are
-        one), and says of what crosses ranks the type and the transport. The timeline shows what is
-        given; without anything each task and each other call of an actor takes a millisecond on
-        paper.
-
-        Args:
-            path: ends in `.svg`, or in `.html` for a page with a timeline to zoom into.
-            predicted: what `simulate` has returned.
-            measured: one of the recordings that `record` has returned.
-            variant: which of the signatures.
-
-        Raises:
-            ValueError: the path ends in something else.
-        """
-        if not self._world.plays(self._driver or 0):
-            return
-        module = self.variants[variant].module
-        timeline = timeline_of(module, predicted, measured)
-        write_compiled(module, timeline, self._transport_of, Path(path))
-
     # -- making it --------------------------------------------------------------------------
-
-    def _transport_of(self, channel: Channel) -> str:
-        """How a channel's messages travel, in words."""
-        if channel.via is not None:
-            return channel.via
-        if self._world.is_virtual:
-            return "in one process"
-        machines = {self._world.nodes[rank] for rank in channel.ranks}
-        return "shared memory" if len(machines) == 1 else "mpi"
-
-    @property
-    def _name(self) -> str:
-        return self.module.name
 
     def _check_callable(self) -> None:
         """Return if all ranks may run the step here and now."""
@@ -463,10 +336,10 @@ class Compiled:
     def _record(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], executions: int
     ) -> tuple[Module, list[Recording]]:
-        with self._turn.taken(self._name):
-            return self._record_in_turn(args, kwargs, executions)
+        with self._lock.held(self._name):
+            return self._record_locked(args, kwargs, executions)
 
-    def _record_in_turn(
+    def _record_locked(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], executions: int
     ) -> tuple[Module, list[Recording]]:
         self._check_callable()
@@ -485,7 +358,7 @@ class Compiled:
         )
 
     def _runtime(self, index: int) -> Runtime:
-        """What runs a variant on all ranks; for a graph made when it is first called so."""
+        """The runtime of a variant on all ranks; of a graph, made on the first call."""
         runtime = self._runtimes[index]
         if runtime is None:
             variant = self.variants[index]
@@ -505,7 +378,7 @@ class Compiled:
         return runtime
 
     def _facts(self, variant: Variant) -> CallFacts:
-        """What calls of a variant are, for messages and for the comparison of arguments."""
+        """The facts on calls of a variant that messages and the comparison of arguments need."""
         spec = variant.trace.inputs
         return CallFacts(spec, variant.loc, call_text(spec, variant.loc), self._every)
 
@@ -549,7 +422,7 @@ class Compiled:
     def _cannot_execute(self) -> RuntimeError:
         made = self._made
         if made is None:
-            return self._no_driver("execute()")
+            return _no_driver(self._name, "execute()")
         if made.graph.driver not in made.executions.residents:
             return RuntimeError(
                 f"rank {made.graph.driver} drives '{self._name}', and this is rank "
@@ -557,17 +430,12 @@ class Compiled:
             )
         return self._closed_error()
 
-    def _traced_meanwhile(self) -> RuntimeError:
-        return RuntimeError(
-            f"an execution of '{self._name}' is asked for while a step is being traced, which puts "
-            "stand-ins in place of what actors hold: start it before or after"
-        )
-
-    def _no_driver(self, what: str) -> RuntimeError:
-        return RuntimeError(
-            f"{what} needs a rank that drives '{self._name}': trace it with "
-            "@cg.trace(inputs=cg.on(rank)), then lower() and compile() it"
-        )
-
     def _closed_error(self) -> RuntimeError:
         return RuntimeError(f"'{self._name}' has been closed: compile it again")
+
+
+def _no_driver(step: str, what: str) -> RuntimeError:
+    return RuntimeError(
+        f"{what} needs a rank that drives '{step}': trace it with "
+        "@cg.trace(inputs=cg.on(rank)), then lower() and compile() it"
+    )

@@ -1,4 +1,4 @@
-"""What compilation writes to a directory: the module after each pass, the schedule, the costs."""
+"""Write the module after each pass, the schedule and the costs of a compilation to a directory."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ...ir.module import Module
 from ...passes.manager import PassReport, format_reports
 from ...passes.order.grid import format_grid
 from ..config import Config
-from ..pictures.html import timeline_html
-from ..pictures.programs import picture_in_units
-from ..pictures.svg import timeline_svg
+from ..pictures.program_timeline import picture_in_units
+from ..pictures.timeline_html import timeline_html
+from ..pictures.timeline_svg import timeline_svg
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,9 @@ class Dump:
         directory: made if it does not exist.
         prefix: the step's name; the n-th compilation of a step of this name, in this process and to
             this directory, adds `-n`.
-        passes: which passes write their module, by a search in the names; None for all.
-        is_wanted: whether this rank writes what it compiles; if not, only what is seen as it runs.
+        passes: a pattern in the names of the passes that write their module; None for all.
+        is_wanted: True if this rank writes what it compiles; if not, it writes only what it sees
+            as it runs.
     """
 
     directory: Path
@@ -54,11 +55,11 @@ class Dump:
         self._write(name, text)
 
     def remove(self, name: str) -> None:
-        """Remove what an earlier program has written under this name, if it has."""
+        """Remove the file of this name that an earlier program may have written."""
         (self.directory / f"{self.prefix}.{name}").unlink(missing_ok=True)
 
     def append(self, name: str, text: str) -> None:
-        """Add to what has been written under this name, when there is more to say as it runs."""
+        """Append to the file of this name, while the step runs."""
         self.directory.mkdir(parents=True, exist_ok=True)
         with (self.directory / f"{self.prefix}.{name}").open("a", encoding="utf-8") as file:
             file.write(text)
@@ -69,11 +70,11 @@ class Dump:
 
 
 def make_dump(settings: Config, directory: Path | None, name: str, world: World) -> Dump | None:
-    """Where a compilation writes, if it does.
+    """Make the dump of a compilation; None if it writes nothing.
 
     Args:
-        settings: the environment's wishes.
-        directory: the caller's wish, which comes before the environment's.
+        settings: of the environment.
+        directory: that the caller asks for, before that of the environment.
         name: of the step.
         world: this process's; ranks other than rank 0 add theirs to the name of the files.
     """

@@ -1,4 +1,4 @@
-"""Gives a step the bodies that its functions ask for: fused ones, if they say so."""
+"""Make the bodies of a step's functions, fused by a compiler where a function asks for that."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Fused:
 
 
 class Fusing:
-    """Makes bodies of one trace anew, each once, whichever programs call it.
+    """Makes the bodies of one trace, each once, whichever programs call it.
 
     Args:
         bodies: of the trace, by function.

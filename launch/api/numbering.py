@@ -1,4 +1,4 @@
-"""The numbers of a step's executions, which random numbers depend on, and how they are resumed."""
+"""Number the executions of a step, which its random numbers depend on, and resume the numbers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A step that does not wait for the norm of its gradients: it runs on, and is undone if that was
-wrong.
+"""A step that does not wait for the norm of its gradients, and is undone if that was wrong.
 
 Source of the idea: post-validation, Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241,
 section 4. There an optimizer's step is undone by inverse arithmetic; here everything is, by copies,
@@ -16,7 +15,7 @@ from ...backends.errors import RemoteError
 from ...tracer.actors.undo import Undo
 from .compiled import Compiled
 from .numbering import Numbering
-from .turns import turn_of
+from .step_lock import lock_of
 
 _MOST = 64
 """The most calls in a row that do not try."""
@@ -46,13 +45,13 @@ class Optimistic:
         self._undo = Undo(bold.variants[0].trace.instances.values())
         place = plain.variants[0].trace.outputs.place
         self._gets_outputs = any(world.plays(rank) for rank in place.ranks)
-        self._turn = turn_of(world)
+        self._lock = lock_of(world)
         self._patience = 0
         self._left = 0
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Run the step on all ranks; collective, and otherwise as `Compiled.__call__`."""
-        with self._turn.taken(self.plain.module.name):
+        with self._lock.held(self.plain.module.name):
             return self._run(args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -72,11 +71,11 @@ class Optimistic:
         return self.plain(*args, **kwargs)
 
     def state_dict(self) -> dict[str, int]:
-        """See `Compiled.state_dict`."""
+        """The state of the step's random numbers, as `Compiled.state_dict` gives it."""
         return self.plain.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Compiled.load_state_dict`."""
+        """Go on from a state, as `Compiled.load_state_dict` does."""
         self.plain.load_state_dict(state)
 
     def close(self) -> None:
@@ -85,10 +84,10 @@ class Optimistic:
         self.plain.close()
 
     def _try(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
-        """Whether the assumption was right, and what the bold program has returned."""
+        """Run the bold program; True if its assumption was right, and its result."""
         try:
             result, kept = self.bold(*args, **kwargs)
         except RemoteError:
-            # It may be due to gradients that should have been clipped. If not, it comes again.
+            # Gradients that should have been clipped may be the cause; if not, `plain` raises, too.
             return False, None
         return all(map(bool, kept)), result

@@ -1,4 +1,4 @@
-"""What steps and those who compile them may give by name: apart from each other, and of use."""
+"""Validate keyword names and compile options."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def check_options(passes: object, seed: object, timeout: object) -> None:
         ValueError: the timeout is no time.
     """
     if not isinstance(passes, str):
-        raise TypeError(f"passes={passes!r}: a string that names some, as '-overlap,+ipc'")
+        raise TypeError(f"passes={passes!r}: a string that names some, as '-overlap'")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, Integral)):
         raise TypeError(f"seed={seed!r}: an int, or None for that of CG_SEED")
     if timeout is not None:
@@ -69,7 +69,7 @@ def check_options(passes: object, seed: object, timeout: object) -> None:
 
 
 def _names_of(inputs: InputSpec) -> list[str]:
-    """By which names the arguments of a step are or may be given."""
+    """The names by which the arguments of a step are or may be given."""
     theirs = [each.name for each in inputs.signature.parameters.values() if each.kind in _BY_NAME]
     _, by_name = tree_unflatten(list(inputs.names), inputs.tree.spec)
     return [*theirs, *by_name]

@@ -1,4 +1,4 @@
-"""A compiled step that is run some times, to see what it does."""
+"""Run a compiled step several times, to record it or to measure its costs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ..measure.calibration import measured_costs
 from ..measure.recording import Recording
 
 Run = Callable[[tuple[Any, ...], dict[str, Any], int], tuple[Module, list[Recording]]]
-"""Runs a step on all ranks with these arguments, so often; what ran, and when."""
+"""Runs a step on all ranks: arguments and number of executions to the module and its recordings."""
 
 
 class Repeated:
-    """A compiled step and how often it is to run.
+    """A compiled step, and how often it is to run.
 
     All arguments of its methods are the step's, whatever their names are.
 
@@ -34,11 +34,11 @@ class Repeated:
         self._world = world
 
     def record(self, /, *args: Any, **kwargs: Any) -> list[Recording]:
-        """See `Compiled.record`."""
+        """Record each execution, as `Compiled.record` does."""
         return self._run(args, kwargs, self.executions)[1]
 
     def measure(self, /, *args: Any, **kwargs: Any) -> Costs:
-        """See `cg.measure`."""
+        """Measure the costs, as `cg.measure` does."""
         # The first execution finds cold caches and makes gradients that later ones add to.
         module, (_, *recordings) = self._run(args, kwargs, self.executions + 1)
         return measured_costs(self._world, module, recordings)

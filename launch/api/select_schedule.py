@@ -1,4 +1,4 @@
-"""Settles which of the orders that a search has found a step is compiled with, and compiles it."""
+"""Compile a step with the schedule that is fastest on paper, of those that a search has found."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run_passes(
         IRError, ValueError: as the passes do.
     """
     try:
-        return _run(settle(schedule, module, pipeline_of), module, pipeline_of, sink)
+        return _run(select_schedule(schedule, module, pipeline_of), module, pipeline_of, sink)
     except IRError as error:
         if schedule is None or not is_search(schedule):
             raise
@@ -75,7 +75,9 @@ def _why(error: IRError) -> str:
     return found[0].message if op is None else f"{found[0].message} ({op.loc})"
 
 
-def settle(schedule: Schedule | None, module: Module, pipeline_of: PipelineOf) -> Schedule | None:
+def select_schedule(
+    schedule: Schedule | None, module: Module, pipeline_of: PipelineOf
+) -> Schedule | None:
     """The schedule, or, if that is a search with costs, the candidate that is fastest on paper.
 
     The search plays orders of tasks; here are whole programs, with the messages, streams and slots

@@ -1,4 +1,4 @@
-"""Chooses the variant of a compiled step that fits the arguments of a call."""
+"""Choose the variant of a compiled step that fits the arguments of a call."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class _Choice:
         return self._try_each(args, kwargs)
 
     def _try_each(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Chosen:
-        """The same where arguments are given in another way than when the step was traced."""
+        """Choose for arguments that are given in another way than the step was traced with."""
         reasons = []
         for index, spec in enumerate(self._specs):
             try:

@@ -1,4 +1,4 @@
-"""The processes above this one, by the process table: which of them started it as a rank."""
+"""Find the processes above this one in the process table, and the one that set its variables."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def above(process: int, root: Path = Path("/")) -> Iterator[int]:
 
 
 def inheritors(variables: Mapping[str, str], root: Path = Path("/")) -> tuple[list[int], int]:
-    """Who handed these variables on to this process, and who set them.
+    """Find the processes that handed these variables on to this one, and the one that set them.
 
     A launcher does not have the variables that it gives to a process. What that process starts has
     them, with the same values.
@@ -43,7 +43,7 @@ def inheritors(variables: Mapping[str, str], root: Path = Path("/")) -> tuple[li
 
 
 def runs_python(process: int, root: Path = Path("/")) -> bool:
-    """Whether a process is a Python interpreter."""
+    """True if a process is a Python interpreter."""
     try:
         return "python" in (root / f"proc/{process}/exe").readlink().name
     except OSError:
@@ -51,7 +51,7 @@ def runs_python(process: int, root: Path = Path("/")) -> bool:
 
 
 def _was_started_with(process: int, variables: Mapping[str, str], root: Path) -> bool:
-    """Whether a process got these variables; False where that is not to be seen."""
+    """True if a process was started with these variables; False also if that cannot be seen."""
     try:
         items = (root / f"proc/{process}/environ").read_bytes().split(b"\0")
     except OSError:

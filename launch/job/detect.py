@@ -1,7 +1,7 @@
-"""How a process learns, from its launcher's variables, which rank of how many it is.
+"""Read a process's rank and the number of ranks from its launcher's variables.
 
-Every MPI launcher tells a process its rank before MPI is initialised. We need it that early to
-cap threads before torch is imported, and to know whether MPI is wanted at all.
+Every MPI launcher tells a process its rank before MPI is initialised. The rank is needed that
+early to cap threads before torch is imported, and to know if MPI is wanted at all.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SLURM = "Slurm"
 
 @dataclass(frozen=True)
 class Launch:
-    """What an MPI launcher told this process. None where it did not say."""
+    """The facts that an MPI launcher told this process; a field is None if it did not say it."""
 
     launcher: str
     """The kind of launcher, for messages."""
@@ -78,7 +78,7 @@ _PMIX = _Source("PMIx", "PMIX_RANK", "", "", "")
 
 
 def detect(environ: Mapping[str, str], typed: bool = False) -> Launch | None:
-    """What the launcher said in `environ`; None where there was no MPI launcher.
+    """Read what the launcher said in `environ`; None if there was no MPI launcher.
 
     Args:
         environ: the variables of this process.
@@ -109,9 +109,9 @@ def detect(environ: Mapping[str, str], typed: bool = False) -> Launch | None:
 
 
 def is_typed(environ: Mapping[str, str]) -> bool:
-    """Whether this process was typed into a shell that is a task of Slurm: `srun --pty bash`.
+    """True if this process was typed into a shell that is a task of Slurm: `srun --pty bash`.
 
-    It has the shell's variables, which tell of a rank, but it is none: of several tasks only the
+    It has the shell's variables, which name a rank, but it is no rank: of several tasks only the
     first has a terminal, and the shells of the others have ended. A shell with a terminal gives
     each command a process group of its own and the terminal to that; what Slurm starts, and
     what a script that is the task starts, leave the terminal to the task.
@@ -130,10 +130,10 @@ def is_typed(environ: Mapping[str, str]) -> bool:
 
 
 def _sources(environ: Mapping[str, str], typed: bool) -> list[_Source]:
-    """Whose variables are about this process.
+    """The launchers whose variables describe this process.
 
-    Slurm's are inherited by what a task starts, such as a batch job that is submitted from an
-    interactive one: they count in the step alone that they are of.
+    Processes that a task of Slurm starts inherit its variables, such as a batch job that is
+    submitted from an interactive one. The variables count only in the step that they describe.
     """
     sources = list(_SOURCES)
     if step := _step_of_pmi(environ):
@@ -158,7 +158,7 @@ def _step_of_pmi(environ: Mapping[str, str]) -> str:
 
 
 def _in_step(environ: Mapping[str, str]) -> bool:
-    """Whether srun started this process, or what started it.
+    """True if srun started this process, or the process that started it.
 
     Slurm sets SLURM_PROCID in batch scripts too, which it runs once; the step's number of tasks is
     set by srun alone. A script that was submitted in a step has inherited that number; but it

@@ -1,6 +1,6 @@
-"""Launchers that start several processes without MPI, which cg does not join, such as torchrun.
+"""Detect launchers that start several processes without MPI, such as torchrun.
 
-Each of their processes would be alone, and run the whole program by itself.
+cg does not join their processes: each would be alone, and run the whole program by itself.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from .ancestors import inheritors, runs_python
 
 @dataclass(frozen=True)
 class Foreign:
-    """What a launcher without MPI told this process: its number among several."""
+    """The number of this process among several that a launcher without MPI has started."""
 
     launcher: str
     """The launcher, for messages."""
     rank: int
     size: int
     local_size: int | None
-    """How many of the processes are on this machine, where it said so."""
+    """How many of the processes are on this machine; None if the launcher does not say."""
     variables: Mapping[str, str]
-    """What tells the processes apart from each other and from their launcher."""
+    """Variables that differ between the processes, or that their launcher does not have."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ _TELLING = ("TORCHELASTIC_RUN_ID", "LOCAL_RANK")
 
 
 def detect(environ: Mapping[str, str]) -> Foreign | None:
-    """What a launcher without MPI said in `environ`; None if there is none, or for one process.
+    """Read what a launcher without MPI said in `environ`; None if none did, or for one process.
 
-    Whatever is not a number of a process among several is not taken for a launcher's.
+    Values that are not the number of one process among several are not taken for a launcher's.
     """
     for source in _SOURCES:
         if source.sign and not any(name.startswith(source.sign) for name in environ):
@@ -80,16 +80,16 @@ def detect(environ: Mapping[str, str]) -> Foreign | None:
 
 
 def is_handed_on(foreign: Foreign) -> bool:
-    """Whether the launcher has started not this process, but a Python program that started it.
+    """True if the launcher has started a Python program that started this process.
 
-    Shells and other wrappers in between are taken for a part of what the launcher starts.
+    Shells and other wrappers in between count as part of what the launcher starts.
     """
     between, _ = inheritors(foreign.variables)
     return any(map(runs_python, between))
 
 
 def described(foreign: Foreign) -> str:
-    """What the launcher did, in words."""
+    """Say in words what the launcher did."""
     number, size = list(foreign.variables)[:2]
     return (
         f"{foreign.launcher} started this process as number {foreign.rank} of {foreign.size} "
@@ -98,7 +98,7 @@ def described(foreign: Foreign) -> str:
 
 
 def command(foreign: Foreign, program: Sequence[str]) -> str:
-    """The command line that starts the same ranks by MPI.
+    """Write the command line that starts the same ranks by MPI.
 
     Args:
         foreign: what the launcher did.

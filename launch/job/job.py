@@ -1,4 +1,4 @@
-"""Runs a command with all that it starts, and leaves no process of it behind."""
+"""Run a command, and leave no process behind that it has started."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 class Job:
     """One command, its descendants, and the signals on their way to it.
 
-    For a process that does nothing else: all descendants of this process end with the job.
+    Only for a process that does nothing else: all its descendants end with the job.
     """
 
     def __init__(self) -> None:
@@ -41,9 +41,9 @@ class Job:
     def run(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
         """Run `command` to its end, forwarding signals; then end what it has left behind.
 
-        The command runs in a session of its own, so that the terminal's Ctrl-C is ours alone. A
-        process outside the terminal's session cannot read from it, so where standard input is
-        a terminal, the job gets none.
+        The command runs in a session of its own, so that the terminal's Ctrl-C reaches this process
+        alone. A process outside the terminal's session cannot read from the terminal, so if
+        standard input is a terminal, the job has no standard input.
 
         Returns:
             The command's exit code as shells have it: 128 + n if signal n ended it.
@@ -139,7 +139,7 @@ def _adopt_orphans() -> None:
 
 
 def _dying_with_us() -> Callable[[], None] | None:
-    """What a new process calls to end when the launcher is killed by force (Linux)."""
+    """Make the call by which a new process ends if the launcher is killed by force (Linux)."""
     if sys.platform != "linux":
         return None
     prctl = ctypes.CDLL(None).prctl

@@ -1,4 +1,4 @@
-"""Which MPI launcher there is, and the command line with which it starts our ranks."""
+"""Find the MPI launcher, and write the command line with which it starts the ranks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _HOST_OPTIONS = {
 
 @dataclass(frozen=True)
 class Launcher:
-    """A launcher that exists."""
+    """An MPI launcher that is installed."""
 
     path: Path
     flavour: Flavour
@@ -120,8 +120,8 @@ def on_hosts(launcher: Launcher, hosts: str | None, file: str | None) -> list[st
     names = _HOST_OPTIONS.get(launcher.flavour)
     if names is None:
         raise LaunchError(
-            f"what is {launcher.path}'s option for hosts? Give it by --mpi-arg, instead of --hosts "
-            "and --hostfile"
+            f"{launcher.path}'s option for hosts is not known: give it by "
+            "--mpi-arg, instead of --hosts and --hostfile"
         )
     return [names[0], hosts] if hosts is not None else [names[1], str(file)]
 
@@ -143,8 +143,8 @@ def command(
         ranks: how many ranks to start.
         program: what each rank runs.
         exported: names of variables to carry to other machines; Hydra carries all.
-        oversubscribe: whether there may be more ranks than cores.
-        leave_unbound: whether the launcher is to leave ranks unbound; Hydra does so anyhow.
+        oversubscribe: True if there may be more ranks than cores.
+        leave_unbound: True if the launcher is to leave ranks unbound; Hydra always does.
         extra: further options for the launcher.
     """
     options = ["-n", str(ranks)]

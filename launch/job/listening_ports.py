@@ -1,6 +1,6 @@
-"""Closes the ports that launchers and MPI libraries open and a job on one machine does not need.
+"""Close ports of launchers and MPI libraries that a job on one machine does not need.
 
-They listen on all networks, and know no password.
+These ports listen on all networks, without a password.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class _Instruction(ctypes.Structure):
 
 
 def is_on_one_machine(launch: Launch) -> bool:
-    """Whether a launcher has started all ranks on this machine, and has said so."""
+    """True if the launcher's variables say that all ranks are on this machine."""
     return launch.size is not None and launch.size == launch.local_size
 
 
 def without_network(environ: Mapping[str, str]) -> dict[str, str]:
     """Variables for ranks of one machine, by which MPI does not listen for others.
 
-    Those of MPICH, whose UCX would listen on each network, and of Open MPI. Whoever has chosen
-    transports is left that choice.
+    They are those of MPICH, whose UCX would listen on each network, and of Open MPI. Transports
+    that the user has chosen stay.
     """
     chosen = {}
     if not environ.keys() & {"UCX_TLS", "UCX_NET_DEVICES"}:
@@ -52,10 +52,10 @@ def without_network(environ: Mapping[str, str]) -> dict[str, str]:
 def close_control_port(manager: int) -> None:
     """Let the port take no more connections at which Hydra waits for its process managers.
 
-    Hydra's `mpiexec` takes connections from everywhere, and no option changes that; one that says
-    half a word stops it. On one machine the only process manager has connected when a rank
-    starts. Ranks inherit the socket, so they can set a filter to it that drops what comes;
-    connections that it has taken stay as they are.
+    Hydra's `mpiexec` takes connections from everywhere, and no option changes that. A connection
+    that sends half a word stops it. On one machine the only process manager has connected when a
+    rank starts. Ranks inherit the socket, so they can set a filter to it that drops every packet.
+    Connections that it has taken stay as they are.
 
     Args:
         manager: the process above this rank, on whose command line the port is.

@@ -1,4 +1,4 @@
-"""The process manager of this machine, by which a launcher has started this rank."""
+"""Find the process manager that has started this rank, and end the rank when it ends."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from .detect import Launch
 
 
 def find(launch: Launch) -> int | None:
-    """The process of `hydra_pmi_proxy`, `prterun`, `slurmstepd` or the like above this rank.
+    """Find the process of `hydra_pmi_proxy`, `prterun`, `slurmstepd` or the like above this rank.
 
-    None where it is not to be seen, or has ended, so that another process stands in its place; and
-    in what a rank's Python program has started, which inherits the rank's variables.
+    Returns:
+        None if that process cannot be seen, or has ended, so that another one is the parent; and
+        in a process that a rank's Python program has started, which inherits its variables.
     """
     between, manager = inheritors({launch.variable: environment()[launch.variable]})
     return None if manager <= 1 or any(map(runs_python, between)) else manager
@@ -27,8 +28,8 @@ def find(launch: Launch) -> int | None:
 def follow(manager: int) -> None:
     """End this rank, and what it has started, when its process manager ends.
 
-    Nobody reads what the rank writes then, nor would end it. The kernel's own means,
-    PR_SET_PDEATHSIG, would follow a thread of the parent, which may be a wrapper.
+    Then no process reads the rank's output or would end the rank. The kernel's own means,
+    PR_SET_PDEATHSIG, follows a thread of the parent, which may be a wrapper.
     """
     try:
         descriptor = os.pidfd_open(manager)
@@ -45,7 +46,7 @@ def _follow(manager: int, has_group: bool) -> None:
     wait = select.poll()
     wait.register(manager, select.POLLIN)
     wait.poll()
-    with contextlib.suppress(OSError, ValueError):  # it may be what has read our output
+    with contextlib.suppress(OSError, ValueError):  # our output may have gone to it
         failure.say("the launcher's process manager on this machine has ended, and so does this")
     if has_group:
         os.killpg(0, signal.SIGKILL)

@@ -1,7 +1,7 @@
-"""Which ranks of a job have not left it as they should; for its launcher.
+"""Record the ranks that are in a job, so that its launcher sees which of them have not left it.
 
 A rank that ends with code 0 in the middle of a job, as `os._exit(0)` does, looks to an MPI launcher
-like one that is through: it ends the others without a word, and the job counts as a success. So
+like one that has finished: it ends the others without a word, and the job counts as a success. So
 `cg.launch` gives ranks a folder. Each has a file there while it is in the job.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
-class Attendance:
+class RankRegistry:
     """The ranks in a job, as files in a folder; other machines do not have it, and say nothing."""
 
     folder: Path

@@ -1,6 +1,6 @@
-"""Removes the shared memory that MPICH leaves behind when ranks die before MPI has started.
+"""Remove the shared memory that MPICH leaves behind when ranks die before MPI has started.
 
-Once it has started, ranks take its name away themselves (`world.py`).
+Once MPI has started, ranks unlink it themselves (`world.py`).
 """
 
 from __future__ import annotations

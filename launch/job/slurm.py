@@ -1,4 +1,4 @@
-"""What `cg.launch` heeds in a job of Slurm, whose srun starts the daemons of MPI's launchers."""
+"""Adapt `cg.launch` to a job of Slurm, whose srun starts the daemons of MPI's launchers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 
 def is_elsewhere(environ: Mapping[str, str]) -> bool:
-    """Whether ranks may run on other machines than this process.
+    """True if ranks may run on other machines than this process.
 
     A job of several machines has ranks on all of them, and the shell of `salloc` may be on a
     machine that is not in the job.
@@ -17,7 +17,7 @@ def is_elsewhere(environ: Mapping[str, str]) -> bool:
 
 
 def for_daemons(environ: Mapping[str, str]) -> dict[str, str]:
-    """`environ` as the launcher gets it.
+    """Make the environment of the launcher from that of this process.
 
     In the shell of a step (`srun --pty bash`), srun would wait for the cores that the shell's own
     step has, for ever, and bind the daemons, with all ranks, to the core of the shell's task.

@@ -1,4 +1,4 @@
-"""Finds out what the calls and the messages of a compiled step cost, by running them."""
+"""Measure what the calls and the messages of a compiled step cost, by running them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...ir.ops import Call, Collective, Op, Send, Value, Wait
 from ...ir.pipeline.costs import Costs, Link
 from ...ir.types import FutureType, TensorType
 from .link_benchmark import try_edge
-from .message_latency import Awaited, awaited
+from .message_latency import MessageLatency, message_latencies
 from .recording import Recording
 
 
@@ -39,7 +39,7 @@ def measured_costs(world: World, module: Module, recordings: Sequence[Recording]
     overhead, post = _overheads(module, recordings)
     channels = _links(world, module, overhead + post)
     if not world.is_virtual and world.device is None:
-        seen = list(awaited(module, recordings, world.nodes))
+        seen = list(message_latencies(module, recordings, world.nodes))
         channels = _as_seen(channels, seen, overhead + post)
     tf, tb, tw = (_of_stages(module, calls, action) for action in Action)
     return Costs(
@@ -138,7 +138,7 @@ def _followers(module: Module) -> dict[Op, tuple[Op, int]]:
 
 
 def _links(world: World, module: Module, overhead: float) -> dict[int, Link]:
-    """What the messages of each channel cost; every edge is tried once, in both directions.
+    """Measure the messages of each channel; every edge is tried once, in both directions.
 
     The time from a call to the one that it sends to has the sender's overheads in it.
     """
@@ -159,7 +159,9 @@ def _links(world: World, module: Module, overhead: float) -> dict[int, Link]:
     return found
 
 
-def _as_seen(links: Mapping[int, Link], seen: Sequence[Awaited], before: float) -> dict[int, Link]:
+def _as_seen(
+    links: Mapping[int, Link], seen: Sequence[MessageLatency], before: float
+) -> dict[int, Link]:
     """The links, with the latency that makes them right on average for messages of the step.
 
     Args:

@@ -1,4 +1,4 @@
-"""How far the clocks of ranks are apart, found out by what must have happened before what."""
+"""Bound the offsets between the clocks of ranks, by the order of events that ranks share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from time import perf_counter_ns
 from ...backends.base import World
 
 ROUNDS = 24
-"""Each round can only narrow the bounds; the best of so many is within a few message times."""
+"""Rounds of a comparison: each narrows the bounds; so many reach a few message times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def compare_clocks(world: World, rounds: int = ROUNDS) -> list[Reading]:
 def readings(
     meetings: Sequence[tuple[list[int], list[int]]], nodes: Sequence[int]
 ) -> list[Reading]:
-    """What meetings tell of clocks.
+    """Derive the offsets of clocks from meetings of the ranks.
 
     Args:
         meetings: for each rank when it came to each meeting and when it left, by its own clock.
@@ -94,9 +94,9 @@ def _of_machines(bounds: Sequence[_Bounds], nodes: Sequence[int]) -> list[_Bound
 
 
 def common_time(time: int, first: Reading, last: Reading) -> float:
-    """What rank 0's clock showed when another showed `time`, between two readings of that.
+    """Convert a time of a rank's clock to rank 0's, between two readings of that clock.
 
-    Clocks that drift are taken to do so evenly.
+    Clocks are taken to drift evenly.
     """
     span = last.at - first.at
     share = (time - first.at) / span if span > 0 else 0.0

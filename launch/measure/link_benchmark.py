@@ -1,4 +1,4 @@
-"""Finds out what messages between two ranks cost, by sending some back and forth."""
+"""Measure what messages between two ranks cost, by sending some back and forth."""
 
 from __future__ import annotations
 

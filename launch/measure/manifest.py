@@ -1,4 +1,4 @@
-"""What a profile says beside its trace: what was run, with what, on what, by which clocks."""
+"""Write the manifest of a profile: command, versions, machine, steps and clocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds out what messages take in a step itself, from recordings of the calls around them."""
+"""Derive how long messages take in a step, from recordings of the calls around them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from .recording import Recording
 
 
 @dataclass(frozen=True, slots=True)
-class Awaited:
-    """A message that a rank has waited for.
+class MessageLatency:
+    """The time that a message took for which a rank has waited.
 
     Attributes:
         op: its send.
@@ -25,7 +25,7 @@ class Awaited:
 
 
 @dataclass(frozen=True, slots=True)
-class _Meeting:
+class _WaitingCall:
     """A call, the one before it on its rank, and what it may wait for in between.
 
     Attributes:
@@ -37,9 +37,9 @@ class _Meeting:
     sends: tuple[tuple[Call, Send], ...]
 
 
-def awaited(
+def message_latencies(
     module: Module, recordings: Sequence[Recording], nodes: Sequence[int]
-) -> Iterator[Awaited]:
+) -> Iterator[MessageLatency]:
     """The messages that recordings show a rank to have waited for.
 
     That is so where the call that uses a message is preceded on its rank by one that ended before
@@ -50,17 +50,17 @@ def awaited(
         recordings: of its executions, the calls of all ranks.
         nodes: the machine of each rank.
     """
-    meetings = list(_meetings(module, nodes))
+    waiting = list(_waiting_calls(module, nodes))
     for recording in recordings:
         times = {id(span.op): span for span in recording.spans}
-        for meeting in meetings:
-            source, op = max(meeting.sends, key=lambda pair: times[id(pair[0])].end)
+        for each in waiting:
+            source, op = max(each.sends, key=lambda pair: times[id(pair[0])].end)
             sent = times[id(source)].end
-            if times[id(meeting.before)].end < sent:
-                yield Awaited(op, times[id(meeting.call)].start - sent)
+            if times[id(each.before)].end < sent:
+                yield MessageLatency(op, times[id(each.call)].start - sent)
 
 
-def _meetings(module: Module, nodes: Sequence[int]) -> Iterator[_Meeting]:
+def _waiting_calls(module: Module, nodes: Sequence[int]) -> Iterator[_WaitingCall]:
     sends = {key: pair for program in module.programs for key, pair in _sends(program)}
     for program in module.programs:
         rank = program.rank or 0
@@ -79,7 +79,7 @@ def _meetings(module: Module, nodes: Sequence[int]) -> Iterator[_Meeting]:
                 known = tuple(pair for pair in needed if pair is not None)
                 # What waits for anything else, too, may have waited for that.
                 if before is not None and known and len(known) == len(needed):
-                    yield _Meeting(op, before, known)
+                    yield _WaitingCall(op, before, known)
                 before, needed = op, []
 
 

@@ -16,10 +16,10 @@ from ...backends.base import World
 from ...backends.timing.tracing import Budget, InstructionLog, Range, Recordable, device_ranges
 from ...ir.module import Module
 from ...passes.simulate.program_times import ProgramTimes
-from ..pictures.measured import ProgramRecord, Records, picture_of_records
 from ..pictures.model import Picture, one_above_the_other
 from ..pictures.perfetto import write_trace
-from ..pictures.programs import picture_of_programs
+from ..pictures.program_timeline import picture_of_programs
+from ..pictures.recorded_timeline import ProgramRecord, Records, picture_of_records
 from ..pictures.write import write_picture
 from ..world.world import world
 from .clocks import Reading, compare_clocks
@@ -31,7 +31,7 @@ LIMIT = 2_000_000
 
 @dataclass(eq=False)
 class Watched:
-    """What this process runs of one compiled step.
+    """The programs that this process runs of one compiled step.
 
     Attributes:
         number: of the step among all that were compiled, the same on all ranks.
@@ -60,7 +60,7 @@ def watch(world: World, module: Module, bound: Mapping[int, Sequence[Recordable]
     """Let profiles record a step that has been compiled; on all ranks, in the same order.
 
     Returns:
-        What keeps it recordable; to be held as long as the step can run.
+        The entry of the step; the step can be recorded as long as the caller holds it.
     """
     found = _watches.setdefault(world, _Watch())
     watched = Watched(found.count, module, bound)
@@ -72,7 +72,7 @@ def watch(world: World, module: Module, bound: Mapping[int, Sequence[Recordable]
 
 
 class Profile:
-    """What `cg.profile` gives: a recording while its `with` block lasts, files and pictures after.
+    """A recording of what ranks do in a `with` block, and the files and pictures of it.
 
     Attributes:
         trace: the trace, for https://ui.perfetto.dev or chrome://tracing.
@@ -218,7 +218,7 @@ class Profile:
             self._write(programs, processes, last, seconds)
 
     def _keep_own(self) -> None:
-        """After an exception ranks may not meet: each writes what it has, by itself."""
+        """Write what this rank has, by itself: after an exception ranks may not meet."""
         rank = self._world.rank
         if rank:
             self.trace = self.trace.with_name(f"{self.trace.stem}.rank{rank}.json")

@@ -1,4 +1,4 @@
-"""Runs a scheduled module with a clock at every call, on all ranks."""
+"""Run a scheduled module with a clock at every call, on all ranks."""
 
 from __future__ import annotations
 
@@ -26,38 +26,38 @@ Stamps: TypeAlias = dict[int, tuple[float, float]]
 
 
 Marks: TypeAlias = dict[int, tuple[Any, Any]]
-"""The same, as a clock has noted it."""
+"""The start and end of calls, as marks of a clock, by place in the program."""
 
 
 class Clock(Protocol):
-    """What calls are timed by."""
+    """The clock by which calls are timed."""
 
     def start(self) -> float:
         """Begin an execution; the time, in seconds of `perf_counter`."""
 
     def now(self) -> Any:
-        """A mark of where the rank is."""
+        """A mark of the time, which `read` turns into seconds."""
 
     def read(self, marks: Marks) -> Stamps:
-        """When the rank was there, in seconds of `perf_counter`; waits until it has been."""
+        """The times of marks, in seconds of `perf_counter`; waits until they have passed."""
 
 
 class HostClock:
-    """The host's; see `Clock`."""
+    """The host's clock."""
 
     now = staticmethod(perf_counter)
 
     def start(self) -> float:
-        """See `Clock`."""
+        """The time now: the host's clock needs no beginning."""
         return perf_counter()
 
     def read(self, marks: Marks) -> Stamps:
-        """See `Clock`."""
+        """The marks themselves, which are times."""
         return dict(marks)
 
 
 class DeviceClock:
-    """That of a device's compute stream; see `Clock`."""
+    """The clock of a device's compute stream, by its events."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -66,20 +66,20 @@ class DeviceClock:
         self._first = device.timer()
 
     def start(self) -> float:
-        """See `Clock`."""
+        """Wait for the device, and record the event that times count from."""
         self._device.synchronize()
         self._first.record(self._compute)
         self._zero = perf_counter()
         return self._zero
 
     def now(self) -> Event:
-        """See `Clock`."""
+        """Record an event on the compute stream."""
         event = self._device.timer()
         event.record(self._compute)
         return event
 
     def read(self, marks: Marks) -> Stamps:
-        """See `Clock`."""
+        """Wait for the device; the times of the events."""
         self._device.synchronize()
         return {index: (self._at(start), self._at(end)) for index, (start, end) in marks.items()}
 
@@ -89,10 +89,10 @@ class DeviceClock:
 
 @dataclass(frozen=True)
 class Recording(ProgramTimes):
-    """What the programs of a step came to when they ran; `spans` are those of calls.
+    """The times of a step's programs when they ran; `spans` are those of calls.
 
-    What a rank waited for is not known, so `exposed` is NaN. Each machine's clock begins when its
-    first rank left a barrier just before.
+    It is not known which messages a rank waited for, so `exposed` is NaN. Each machine's clock
+    begins when its first rank left a barrier just before.
     """
 
 
@@ -136,7 +136,7 @@ def record(
 
     watched, watchers = instrument(module, bodies, ranks, clocked)
     for op in (op for program in watched.programs for op in program.ops):
-        op.graph = None  # what is replayed is not called
+        op.graph = None  # a call inside of a replayed graph would not run
     runtime = make_runtime(
         world,
         watched,
@@ -174,7 +174,7 @@ def _clocked(body: Body, index: int, marks: Marks, clock: Clock) -> Body:
         marks[index] = (start, now())
         return outputs
 
-    # How a failure finds the user's line, and a device what the body works on.
+    # Failures find the user's line by these attributes, and devices the body's tensors.
     run.__dict__.update(getattr(body, "__dict__", {}))
     return run
 

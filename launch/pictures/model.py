@@ -1,4 +1,4 @@
-"""What a timeline shows, whatever it was made from and however it is drawn."""
+"""The data model of a timeline, for all sources of times and all forms of drawing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...ir.attributes import Action
 
 
 class Kind(enum.Enum):
-    """What a slice of time was spent on; the value is what the legend says."""
+    """The kind of work that a slice of time was spent on; the value stands in the legend."""
 
     FORWARD = "forward (F)"
     BACKWARD = "backward (B)"
@@ -27,7 +27,7 @@ KIND_OF = {
     Action.BACKWARD: Kind.BACKWARD,
     Action.WEIGHT: Kind.WEIGHT,
 }
-"""What the tasks of a schedule are drawn as."""
+"""The kind as which a task of a schedule is drawn."""
 
 NUDGE = 1e-6
 """Milliseconds that put the end of an arrow inside the slice that ends there."""
@@ -39,9 +39,9 @@ class Slice:
 
     Attributes:
         start, end: in milliseconds from the start of the picture.
-        kind: what colour it gets.
-        name: what it is, for tooltips and traces: `2F0 stage2.forward`.
-        label: what stands in the box if there is room.
+        kind: of work; gives the colour.
+        name: for tooltips and traces: `2F0 stage2.forward`.
+        label: the text in the box, if there is room.
         op: the op in the IR's text form, as far as there is one.
         source: the user's line, `train.py:12, in step`; empty if it is not known.
         nbytes: of tensors that a message carries or a call makes; None if that means nothing.
@@ -65,7 +65,7 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """What goes on one after the other: slices that do not overlap, by start.
+    """Slices that do not overlap, by start.
 
     Attributes:
         stream: of the rank.
@@ -98,7 +98,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        """What a reader calls it."""
+        """The label of the row."""
         return f"rank {self.rank}" + (f" {self.source}" if self.source else "")
 
 
@@ -125,7 +125,7 @@ class Picture:
 
     Attributes:
         title: of what.
-        note: what one has to know to read it, such as the costs that were assumed.
+        note: a remark for the reader, such as the costs that were assumed.
         rows: from top to bottom.
         arrows: messages.
     """
@@ -137,7 +137,7 @@ class Picture:
 
     @property
     def end(self) -> float:
-        """When the last slice ends, in milliseconds."""
+        """The end of the last slice, in milliseconds."""
         return max((each.end for each in self.slices()), default=0.0)
 
     def slices(self) -> Iterator[Slice]:
@@ -154,7 +154,7 @@ class Picture:
 
     @property
     def has_chunks(self) -> bool:
-        """Whether a rank has several stages, which differ in shade."""
+        """True if a rank has several stages, which differ in shade."""
         return any(each.chunk for each in self.slices())
 
 

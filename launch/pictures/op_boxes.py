@@ -1,4 +1,4 @@
-"""How an op of a scheduled program looks in a timeline."""
+"""Make the boxes of a scheduled program's ops in a timeline."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .model import KIND_OF, Kind, Slice
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """All that a slice of an op shows but its times."""
+    """The contents of an op's slice, without its times."""
 
     stream: str
     kind: Kind
@@ -56,14 +56,14 @@ class Looks:
         self._makers: dict[Value, Op] = {value: op for op in program.ops for value in op.results}
 
     def of(self, op: Op) -> Look:
-        """How `op` looks."""
+        """The look of `op`."""
         found = self._made.get(id(op))
         if found is None:
             found = self._made[id(op)] = self._make(op)
         return found
 
     def instruction(self, index: int, role: Role, awaited: int | None) -> Look:
-        """How an instruction looks that was made for the op at `index`.
+        """The look of an instruction that was made for the op at `index`.
 
         Args:
             index: of the op in the program.
@@ -87,7 +87,7 @@ class Looks:
         return look
 
     def of_message(self, index: int, role: Role, awaited: int | None) -> Send | Recv | None:
-        """The message that an instruction sends, or the end of whose way it waits for."""
+        """The message that an instruction sends, or whose arrival it waits for."""
         op = self._ops[index if awaited is None else awaited]
         if role is Role.ISSUE and isinstance(op, Send):
             return op

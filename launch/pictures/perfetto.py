@@ -1,4 +1,4 @@
-"""Writes timelines as Chrome trace JSON, which Perfetto and chrome://tracing read.
+"""Write timelines as Chrome trace JSON, which Perfetto and chrome://tracing read.
 
 The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 A rank is a process, a stream a thread; times are in microseconds.

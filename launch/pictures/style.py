@@ -1,4 +1,4 @@
-"""What all pictures share: colours, the ticks of an axis, numbers as people read them."""
+"""The style of all pictures: colours, the ticks of an axis, numbers with their units."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def fill_of(kind: Kind, chunk: int = 0) -> str:
 
 
 SHADES = "darker: every other stage of a rank"
-"""What the legend says where ranks have several."""
+"""The legend's text for ranks with several stages."""
 
 INK, FAINT, LINE, PAPER, BAND = "#1f2733", "#667085", "#dfe3e9", "#ffffff", "#f6f7f9"
 """Text, lesser text, lines, background, and the background of every other rank."""

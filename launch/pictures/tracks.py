@@ -1,4 +1,4 @@
-"""Where the rows and tracks of a timeline stand, from top to bottom."""
+"""Place the rows and tracks of a timeline, from top to bottom."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BETWEEN_TRACKS, BETWEEN_SOURCES, BETWEEN_RANKS = 2, 4, 14
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """A track and where it stands."""
+    """A track and its place."""
 
     row: int
     index: int
@@ -24,7 +24,7 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """A row and where it stands, without the space around it."""
+    """A row and its place, without the space around it."""
 
     row: Row
     top: int
@@ -51,5 +51,5 @@ def stack(picture: Picture) -> list[Band]:
 
 
 def total(bands: list[Band]) -> int:
-    """How high they all are."""
+    """The height of all rows together."""
     return (bands[-1].top + bands[-1].height if bands else 0) + BETWEEN_RANKS // 2

@@ -1,13 +1,13 @@
-"""Writes a timeline to a file, in the form that its name asks for."""
+"""Write a timeline to a file, in the form that the file's name asks for."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from .html import timeline_html
 from .model import Picture
 from .perfetto import write_trace
-from .svg import timeline_svg
+from .timeline_html import timeline_html
+from .timeline_svg import timeline_svg
 
 
 def write_picture(picture: Picture, path: Path, form: str | None = None) -> None:

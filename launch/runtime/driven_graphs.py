@@ -27,7 +27,6 @@ from ...backends.timing.statistics import Statistics
 from ...backends.virtual.virtual_executions import virtual_executions
 from ..world import failure
 from ..world.devices import fabrics_of
-from ..world.leaving import say_departure
 from .runtime import is_in_step, transport_of
 from .seating import OnDevice, Seating, Variant, Wiring
 
@@ -248,6 +247,8 @@ def _cpu_executions(world: MpiWorld) -> Executions:
 
     spans = len(transport.node.leaders) > 1
     stages = None if spans else SharedStages(transport.node)
-    executions = Executions((world.rank,), records, serving, stages, on_departure=say_departure)
+    executions = Executions(
+        (world.rank,), records, serving, stages, on_departure=failure.say_departure
+    )
     world.answer_by(executions.doing)
     return executions

@@ -17,7 +17,7 @@ from ...ir.module import Module
 from ..api.numbering import Numbering
 from ..world.communicators import Connected, connect_channels
 from ..world.comparison import CallFacts
-from ..world.leaving import say_departure
+from ..world.failure import say_departure
 
 Inputs = Callable[[], Sequence[Any]]
 """Gives the values of the step's parameters, checked; raises if the arguments do not fit."""

@@ -1,4 +1,4 @@
-"""What each rank of HCCL's self-test runs; see `cg.backends.hccl.selftest`.
+"""The program of each rank of HCCL's self-test, `cg.backends.hccl.selftest`.
 
 Steps over actors on NPUs are compared with plain PyTorch on the CPU. The executions are enough for
 what can be captured to be captured and replayed.
@@ -105,7 +105,7 @@ def _messages(parts: Sequence[Any]) -> str:
 
 
 def parts_product(size: int) -> int:
-    """What a value is multiplied by on its way around."""
+    """The factor by which each rank multiplies a value on its way around."""
     product = 1
     for rank in range(size):
         product *= rank + 1

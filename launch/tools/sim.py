@@ -15,7 +15,7 @@ from ...passes import schedules
 from ...passes.schedules import Order, Pipeline
 from ...passes.simulate.rank_grid import grid
 from ...passes.simulate.schedule_simulator import Simulation, simulate
-from ..pictures.schedules import picture_of_schedule
+from ..pictures.schedule_timeline import picture_of_schedule
 from ..pictures.write import write_picture
 
 _DESCRIPTION = """\
@@ -36,7 +36,7 @@ _LAYOUTS = {"interleaved": "loop", "looped-bfs": "loop", "zb-v": "vee", "dualpip
 
 @dataclass(frozen=True, slots=True)
 class _Problem:
-    """What there is to simulate."""
+    """A pipeline and its schedule, to be simulated."""
 
     pipeline: Pipeline
     order: Order

@@ -1,4 +1,4 @@
-"""What ranks must agree on before they trace a step, and before they compile it."""
+"""Check that ranks agree on a step before they trace it, and before they compile it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _SHOWN: Final = 8
 
 
 @dataclass(frozen=True)
-class Asked:
+class TraceRequest:
     """A step that is about to be traced.
 
     Attributes:
@@ -56,7 +56,7 @@ class Asked:
     optimistic: bool
 
     def check(self, world: World, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Return if all ranks are about to trace this step, for such arguments; collective.
+        """Return if all ranks are about to trace this step for such arguments; collective.
 
         Raises:
             PlanMismatch: they are not; on all ranks, which can go on.
@@ -105,9 +105,9 @@ def check_compilation(
 ) -> None:
     """Return if all ranks are about to compile the same; collective.
 
-    That is the text of the traces, and what no text says: the numbers that torch functions are
-    given, the tensors that the step makes from nothing, what it returns besides values and where,
-    and the options of `compile`.
+    Ranks compare the text of the traces, the numbers that torch functions are given, the tensors
+    that the step makes from nothing, what it returns besides values and where, and the options
+    of `compile`.
 
     Args:
         world: all ranks.
@@ -133,7 +133,7 @@ def check_compilation(
 
 
 def call_text(spec: InputSpec, loc: Location | None) -> str:
-    """A step, and the arguments that it is called with, in words."""
+    """Describe a step and the arguments that it is called with, in words."""
     where = "" if loc is None else f" ({loc.file}:{loc.line})"
     texts = map(_argument, spec.tree.leaves)
     arguments = ", ".join(f"{name}: {text}" for name, text in zip(spec.names, texts, strict=True))
@@ -142,7 +142,7 @@ def call_text(spec: InputSpec, loc: Location | None) -> str:
 
 
 def text_of(value: Any) -> str:
-    """A static value, as far as it must be equal on all ranks; each may have its own device."""
+    """Describe a static value, as far as it must be equal on all ranks; devices may differ."""
     kind = type(value).__qualname__
     if isinstance(value, torch.device) or (isinstance(value, str) and _DEVICE.fullmatch(value)):
         return "a device"
@@ -163,7 +163,7 @@ def text_of(value: Any) -> str:
 
 
 def _parameters(fn: Callable[..., Any]) -> str:
-    """The parameters of a step and what they are where they are not given."""
+    """The parameters of a step, with their defaults."""
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
@@ -194,7 +194,7 @@ def _argument(leaf: Leaf) -> str:
 
 
 def _beside(trace: Trace, number: int) -> dict[str, Part]:
-    """What the text of a trace does not say, though all ranks run it."""
+    """The facts that all ranks must share and that the text of a trace does not say."""
     found = {}
     for given in trace.given:
         words = f"{given.function}, called at {given.loc}, is given"
@@ -207,7 +207,7 @@ def _beside(trace: Trace, number: int) -> dict[str, Part]:
 
 
 def _results(trace: Trace) -> str:
-    """Where in the results of a step its values are, and what else it returns."""
+    """Describe where in the results of a step its values are, and what else it returns."""
     tree = trace.outputs.tree
     leaves = zip(name_parts(tree.spec), tree.leaves, strict=True)
     return ", ".join(f"{name or 'result'}: {_argument(leaf)}" for name, leaf in leaves) or "nothing"
@@ -224,5 +224,5 @@ def _ranks(place: Place | None) -> str:
 
 
 def _file(loc: Location) -> str:
-    """Without the folder, which may be another one on another machine."""
+    """The file's name without its folder, which may differ between machines."""
     return re.split(r"[/\\]", loc.file)[-1]

@@ -1,4 +1,4 @@
-"""What must happen in a process before torch is imported: failure hooks, cores, threads."""
+"""Prepare a process before torch is imported: failure hooks, cores, threads."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from ..config import Config, config, environment, export, unknown_variables
 from ..job import listening_ports as ports
 from ..job import process_manager as manager
 from ..job.detect import Launch
-from . import affinity, failure, threads
-from .topology import allowed_cpus, core_count, cpu_quota, read_cores
+from . import cores, failure
 
 
 def prepare() -> Config:
     """Make this process ready to be a rank; called when the package is imported.
 
-    Does nothing but read the environment where no MPI launcher has started the process. Needs
-    neither torch nor MPI, and talks to no other rank.
+    If no MPI launcher has started the process, it only reads the environment. It needs neither
+    torch nor MPI, and talks to no other rank.
 
     Raises:
         ConfigError: an environment variable's value is not what it takes.
@@ -40,20 +39,18 @@ def prepare() -> Config:
 
 
 def _keep_to_share(settings: Config, launch: Launch) -> None:
-    """Bind this process to its cores and cap its threads, as far as that is wanted and known."""
+    """Bind this process to its cores and cap its threads, if settings and launcher allow it."""
     if launch.local_rank is None or launch.local_size is None:
         return
-    quota = cpu_quota()
-    allowed = allowed_cpus()
-    cores = read_cores(allowed)
-    above = affinity.parent_cpus()
-    machine = cores if above is None else read_cores(above)
-    if (
-        settings.affinity
-        and allowed == above
-        and affinity.wanted(core_count(cores, quota), launch.local_size)
-    ):
-        affinity.bind(affinity.share(cores, launch.local_rank, launch.local_size))
+    quota = cores.cpu_quota()
+    allowed = cores.allowed_cpus()
+    usable = cores.read_cores(allowed)
+    above = cores.parent_cpus()
+    machine = usable if above is None else cores.read_cores(above)
+    count = cores.core_count(usable, quota)
+    is_free = allowed == above
+    if settings.affinity and is_free and cores.should_bind(count, launch.local_size):
+        cores.bind(cores.share(usable, launch.local_rank, launch.local_size))
     if settings.thread_cap:
-        fair = core_count(machine, quota) // launch.local_size
-        threads.cap(max(1, min(fair, core_count(cores, quota))), settings.preset_threads)
+        fair = cores.core_count(machine, quota) // launch.local_size
+        cores.cap_threads(max(1, min(fair, count)), settings.preset_threads)

@@ -1,4 +1,4 @@
-"""Which communicators carry a step's messages: one for each transport that its channels name."""
+"""Make the communicators of a step: one for each transport that its channels name."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ register("hccl", _connect_by_hccl)
 def check_transports(program: Program) -> None:
     """Return if every transport that a traced step names is known in this process.
 
-    In a virtual world, too, which needs none of them: a name that is wrong there is so everywhere.
+    A virtual world needs none of them, but checks, too: a wrong name is wrong everywhere.
 
     Raises:
         IRError: one is not.
@@ -56,7 +56,7 @@ def check_transports(program: Program) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """What carries the messages of some channels.
+    """The communicators of some channels.
 
     Attributes:
         communicators: each once.
@@ -79,10 +79,11 @@ def connect_channels(
     Args:
         transport: of hosts.
         step: whose channels they are, for messages.
-        host: what serves the channels of hosts; made, even if there are none, if it is None.
+        host: the communicator of the channels of hosts. If None, one is made, even if there are
+            no such channels.
 
     Raises:
-        UnknownCommunicator: a channel names a transport that nobody has registered.
+        UnknownCommunicator: a channel names a transport that is not registered.
         BindError: a transport cannot carry what it is to carry.
     """
     by_name: dict[str, list[Channel]] = {HOST: []}
@@ -108,11 +109,11 @@ def connect_channels(
 
 
 def logs_of(communicators: Iterable[Communicator]) -> list[str]:
-    """Where transports between devices say more of what goes wrong, in words, each once."""
+    """The names of the logs of transports between devices, each once, for messages."""
     found = (getattr(each, "logs", None) for each in communicators)
     return list(dict.fromkeys(logs for logs in found if logs is not None))
 
 
 def faults_of(communicators: Iterable[Communicator]) -> list[str]:
-    """What transports between devices report, in words."""
+    """The failures that transports between devices report, in words."""
     return [fault for each in communicators for fault in getattr(each, "faults", tuple)()]

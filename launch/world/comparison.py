@@ -1,4 +1,4 @@
-"""Compares what the ranks give to a step: an argument of all ranks must be the same on all."""
+"""Compare the arguments that ranks give to a step, which must be equal on all of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...tracer.step.trace import InputError, InputSpec
 from .waiting import user_line
 
 SELDOM: Final = 512
-"""The most executions from one comparison to the next, where `check_inputs` does not say."""
+"""The most executions from one comparison to the next, if `check_inputs` is not given."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,8 @@ class CallFacts:
         spec: its arguments.
         loc: its first line.
         words: the step and its arguments, in words.
-        every: compare so manieth execution, from the first; 0: none; None: see `Comparison`.
+        every: compare each so manieth execution, from the first; 0: none; None: those that
+            `Comparison` names.
     """
 
     spec: InputSpec
@@ -37,7 +38,7 @@ class CallFacts:
     def comparison(
         self, world: World, control: Control, progress: Sequence[Callable[[], None]]
     ) -> Comparison | None:
-        """Compares the arguments of the ranks; None if there is nothing to compare."""
+        """Make the comparison of the ranks' arguments; None if there is nothing to compare."""
         if self.every == 0 or self.spec.place.is_single or not self.spec.tree.values:
             return None
         return Comparison(world, control, self.spec, self.loc, self.every, progress)
@@ -47,15 +48,15 @@ class Comparison:
     """Compares the arguments of some of a step's executions, before anything of them runs.
 
     The first three are compared, then each whose number is a power of two, then every 512th. Ranks
-    count alike, so all come to the same.
+    count alike, so all compare the same ones.
 
     Args:
         world: all ranks.
         control: of executions.
         spec: the arguments.
         loc: the step's first line.
-        every: compare so manieth execution, from the first; None: as above.
-        progress: what to call while waiting.
+        every: compare each so manieth execution, from the first; None: as above.
+        progress: functions to call while waiting.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Comparison:
         self._gives = world.rank in spec.place.ranks
 
     def plan_next(self) -> int:
-        """In how many executions to compare again after this one."""
+        """Count on; after how many executions to compare again."""
         step = self._every or (1 if self._number < 2 else min(self._number, SELDOM))
         self._number += step
         return step
@@ -98,7 +99,7 @@ class Comparison:
             raise self._difference(self._world.allgather((digests, user_line())))
 
     def _difference(self, everywhere: Sequence[tuple[list[int], str]]) -> InputError:
-        """What differs, from each rank's digests of its arguments and its line of the call."""
+        """Make the error from each rank's digests of its arguments and its line of the call."""
         spec = self._spec
         names = [spec.names[index] for index in spec.tree.values]
         ranks = spec.place.ranks
@@ -125,7 +126,7 @@ class Comparison:
 
 
 def interval(check_inputs: object) -> int | None:
-    """What `check_inputs` of `compile` says: compare so manieth execution; 0: none; None: some.
+    """Read `check_inputs` of `compile`: compare each so manieth execution; 0: none; None: some.
 
     Raises:
         TypeError: it is no bool, int or None.

@@ -1,4 +1,4 @@
-"""Gives each rank of a machine its accelerator."""
+"""Give each rank of a machine its accelerator."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Accelerators(Protocol):
     """The part of `torch.accelerator` that is used here."""
 
     def is_available(self) -> bool:
-        """Whether the machine has an accelerator that torch can use."""
+        """True if the machine has an accelerator that torch can use."""
 
     def device_count(self) -> int:
-        """How many this process can see."""
+        """The number of accelerators that this process can see."""
 
     def set_device_index(self, device: int, /) -> None:
         """Make one of them this process's current device."""
@@ -31,9 +31,9 @@ class Accelerators(Protocol):
 def bind(accelerators: Accelerators, local_rank: int) -> int | None:
     """Select the device of `local_rank`, for what the program itself does with torch.
 
-    A launcher that shows each rank one device alone has chosen already: index 0 is then right
-    for all. Where ranks outnumber devices, their programs share them in turn. Actors never do:
-    whether they live on a device, and on which, `for_rank` says.
+    If a launcher shows each rank one device alone, index 0 is right for all. If ranks outnumber
+    devices, their programs share the devices in turn. Actors never share one: `for_rank` says on
+    which device they live, if on any.
 
     Returns:
         The device's index; None where there is no accelerator.
@@ -54,7 +54,7 @@ class DeviceError(RuntimeError):
 
 @dataclass(frozen=True)
 class Sight:
-    """What a rank wants, and what it sees.
+    """The device that a rank asks for, and those that it can see.
 
     Attributes:
         wanted: the value of CG_DEVICE.
@@ -73,7 +73,7 @@ def look(
     present: Callable[[], str | None] = find.present,
     name: Callable[[str, int], str] = find.name,
 ) -> Sight:
-    """What this process sees; a rank that stays on the host does not look."""
+    """Find the accelerators of this process; a rank that stays on the host finds none."""
     kind = None if wanted == HOST else present()
     if kind is None:
         return Sight(wanted)
@@ -90,7 +90,7 @@ def for_rank(
 
     `auto` gives each rank of a machine the accelerator of its local rank or, where the launcher
     shows each rank accelerators of its own, the first that it sees. If two ranks would share one,
-    all of the machine stay on the host: they could not send to each other by it.
+    all ranks of the machine stay on the host, since ranks that share one cannot send by it.
 
     Args:
         local_rank: whose device.
@@ -121,7 +121,7 @@ def for_rank(
 
 
 def declined(machines: Iterable[Sequence[Sight]]) -> str | None:
-    """Why `auto` leaves ranks on the host although they see accelerators; None if it does not.
+    """Say why `auto` leaves ranks on the host although they see accelerators; None if it does not.
 
     Args:
         machines: for each the sights of its ranks, by local rank.
@@ -137,7 +137,7 @@ def declined(machines: Iterable[Sequence[Sight]]) -> str | None:
 def _own(local_rank: int, sights: Sequence[Sight]) -> int | None:
     """The index of a device that no other rank takes; None, for all ranks, if there is no such.
 
-    All ranks of a machine see the same sights and come to the same conclusion.
+    All ranks of a machine see the same sights and come to the same choice.
     """
     seeing = {rank: each.devices for rank, each in enumerate(sights) if each.devices}
     for indices in ({rank: rank for rank in seeing}, dict.fromkeys(seeing, 0)):
@@ -148,7 +148,7 @@ def _own(local_rank: int, sights: Sequence[Sight]) -> int | None:
 
 
 def _shared(sights: Sequence[Sight]) -> str:
-    """That ranks of a machine would share devices, and what to do."""
+    """Say that ranks of a machine would share devices, and what to do."""
     seeing = [each for each in sights if each.devices]
     names = sorted({name for each in seeing for name in each.devices})
     return (
@@ -164,7 +164,7 @@ _fabrics: WeakKeyDictionary[World, Fabrics | None] = WeakKeyDictionary()
 
 
 def fabrics_of(world: World) -> Fabrics | None:
-    """What joins the devices of the ranks, as passes know it; None where no rank has a device.
+    """The fabrics between the devices of the ranks, for passes; None if no rank has a device.
 
     The first call is collective.
     """
@@ -196,5 +196,5 @@ def _joined(names: Iterable[str]) -> str:
 
 
 def torch_device(world: World) -> torch.device | None:
-    """Where the tensors of this process's rank are; None for the host."""
+    """The device of the tensors of this process's rank; None for the host."""
     return None if world.device is None else world.device.torch_device

@@ -1,6 +1,6 @@
-"""Ends the whole job when one of its ranks fails, under plain `python` too.
+"""End the whole job when one of its ranks fails, under plain `python` too.
 
-MPI libraries wait in their finalisation for ranks that will never come, so an exception that
+MPI libraries wait in their finalisation for ranks that will never come. So an exception that
 ends one Python process leaves the others hanging. The hooks here end the job instead: for an
 uncaught exception, in any thread, with that rank's traceback; for `sys.exit` with its code.
 """
@@ -46,10 +46,10 @@ class Guard:
     """Ends all ranks with an exit code. Replaced once MPI runs and can do it."""
     process: int = field(default_factory=os.getpid)
     failed: bool = False
-    """Whether this rank is ending the job."""
+    """True while this rank is ending the job."""
 
     def fail(self, code: int) -> None:
-        """End the job with `code`. Returns only where the launcher takes its time, or cannot."""
+        """End the job with `code`. Returns only if the launcher is slow, or cannot end the job."""
         self.failed = True
         sys.stdout.flush()
         sys.stderr.flush()
@@ -64,7 +64,7 @@ class Guard:
 
     @property
     def active(self) -> bool:
-        """Whether this process is the rank itself, and not already on its way out."""
+        """True if this process is the rank itself, and is not ending the job already."""
         return os.getpid() == self.process and not self.failed
 
 
@@ -83,20 +83,33 @@ _guard: Guard | None = None
 
 
 def say(text: str) -> None:
-    """As `Guard.say`, in a process that is a rank; elsewhere nothing."""
+    """Write to standard error as `Guard.say` does, if this process is a rank."""
     if _guard is not None and _guard.active:
         _guard.say(text)
 
 
 def give_up(text: str) -> None:
-    """Say why this rank ends the job, and end it; elsewhere nothing."""
+    """Say why this rank ends the job, and end it, if this process is a rank."""
     if _guard is not None and _guard.active:
         _guard.say(text)
         _guard.fail(1)
 
 
+def say_departure(error: BaseException) -> None:
+    """Name the method that has ended this rank's program by `SystemExit`, and its line.
+
+    The interpreter says nothing of a `SystemExit`. The hooks above report any other exception.
+    """
+    if isinstance(error, SystemExit):
+        say(
+            f"SystemExit({', '.join(map(repr, error.args))}){whereabouts(error)}. It ends "
+            "the program of this rank, unless that catches it. To tell the caller that its call "
+            "has failed, raise an Exception"
+        )
+
+
 def whereabouts(error: BaseException) -> str:
-    """The user's line that has raised an exception, and what is noted on it; both if known."""
+    """The user's line that has raised an exception, and its notes, as far as they are known."""
     line = traceback_location(error.__traceback__)
     at = [] if line is None else [f" at {line}"]
     return "".join([*at, *(f"; {note}" for note in getattr(error, "__notes__", ()))])
@@ -148,7 +161,7 @@ class JobExit(SystemExit):
 
     @property
     def code(self) -> Any:  # type: ignore[override]
-        """What `sys.exit` was called with."""
+        """The argument of `sys.exit`."""
         value = self.args[0] if len(self.args) == 1 else self.args or None
         if _called_by_interpreter() and self.guard.active:
             self._leave(value)
@@ -165,7 +178,7 @@ class JobExit(SystemExit):
 
 
 def _called_by_interpreter() -> bool:
-    """Whether nothing called our caller, a property, but the interpreter itself."""
+    """True if the interpreter itself called our caller, a property."""
     try:
         sys._getframe(2)
     except ValueError:
@@ -186,7 +199,7 @@ def _exit_function(guard: Guard, previous: Callable[..., NoReturn]) -> Callable[
 
 
 def _end_before_mpi(launch: Launch) -> Callable[[int], None]:
-    """How to end the job while this process has not initialised MPI.
+    """Make the function that ends the job while this process has not initialised MPI.
 
     Open MPI's launcher ends the job when a process exits with a code other than 0. Hydra and Slurm
     do not, and the other ranks would wait for this one in their initialisation for ever; but
@@ -201,8 +214,8 @@ def _end_before_mpi(launch: Launch) -> Callable[[int], None]:
         greeting = b"cmd=init pmi_version=1 pmi_subversion=1\n"
         with socket.socket(fileno=os.dup(launch.pmi_socket)) as link:
             link.settimeout(KILL_SECONDS)
-            # To the second nothing comes: the launcher kills this process. If nothing comes to
-            # the greeting either, whoever needs none takes the request all the same.
+            # The second line has no answer, since the launcher kills this process. A launcher
+            # that does not answer the greeting needs none, and takes the request.
             for line in (greeting, f"cmd=abort exitcode={code}\n".encode()):
                 with contextlib.suppress(OSError):
                     link.sendall(line)

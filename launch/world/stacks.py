@@ -1,10 +1,11 @@
-"""Where the Python of each process of a machine is: any of them may ask, and all can answer.
+"""Ask the other processes of a machine at which line their Python is.
 
-A thread of each process sleeps on a pipe and costs nothing. Who asks writes a byte to the pipe,
-which it finds in /proc, and the thread writes what its process does to a file in memory. While a C
-function keeps the interpreter's lock, the thread cannot run. Then who asks sends the thread a
-signal. Python's faulthandler, which needs no lock, writes the stacks of all threads to a second
-file. The signal goes to that thread alone, so it interrupts no system call of the program.
+A thread of each process sleeps on a pipe and costs nothing. The process that asks writes a byte to
+the pipe, which it finds in /proc, and the thread writes what its process does to a file in memory.
+While a C function keeps the interpreter's lock, the thread cannot run. Then the process that asks
+sends the thread a signal. Python's faulthandler, which needs no lock, writes the stacks of all
+threads to a second file. The signal goes to that thread alone, so it interrupts no system call of
+the program.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Address:
         main: the identity of its main thread, as faulthandler prints it.
         pipe, answer, dump: its descriptors, each with its inode. In a PID namespace of its own a
             process finds another one under that number, and the inode tells.
-        has_handler: whether `SIGNAL` makes it write a dump.
+        has_handler: True if `SIGNAL` makes it write a dump.
     """
 
     pid: int
@@ -89,7 +90,7 @@ class Stacks:
 
     @property
     def address(self) -> Address:
-        """How others ask this process."""
+        """The address at which others ask this process."""
         main = threading.main_thread().ident
         assert main is not None
         assert self._thread.native_id is not None
@@ -105,8 +106,10 @@ class Stacks:
         self._others = dict(others)
 
     def answer_by(self, teller: Callable[[], Doing | None]) -> None:
-        """Let `teller` say what this process does; it is called by another thread, and the last
-        that was given and knows is believed."""
+        """Let `teller` say what this process does; another thread calls it.
+
+        The last teller that was given is asked first; None means that it does not know.
+        """
         self._tellers.insert(0, teller)
 
     def look(self, ranks: Sequence[int], seconds: float) -> dict[int, Sight]:
@@ -162,9 +165,9 @@ def _frames(frame: FrameType | None) -> Iterator[Frame]:
 
 
 def _python(frames: Sequence[Frame]) -> list[str]:
-    """Where a stack is, innermost frame first: the user's line, and what it is in if it calls.
+    """Describe a stack, innermost frame first: the user's line, and the function that it calls.
 
-    Nothing where cg itself waits: what for is said elsewhere.
+    Nothing if cg itself waits, since the flight record says what for.
     """
     users = next((at for at, (file, *_) in enumerate(frames) if is_user_file(file)), None)
     if users is None or (is_our_file(frames[0][0]) and _BACKENDS in frames[0][0]):
@@ -192,7 +195,7 @@ def _method(frames: Sequence[Frame]) -> str:
 
 
 def _open(pid: int, descriptor: tuple[int, int], flags: int) -> int | None:
-    """Another process's descriptor; None where it is gone, or not that process's."""
+    """Open another process's descriptor; None if it is closed, or not that process's."""
     number, inode = descriptor
     try:
         found = os.open(f"/proc/{pid}/fd/{number}", flags | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -255,7 +258,7 @@ def _dumps(silent: Mapping[int, Address], seconds: float) -> dict[int, Sight]:
 
 
 def _signal(to: Address) -> bool:
-    """Send the signal to the thread that answers; whether that thread is still there."""
+    """Send the signal to the thread that answers; False if that thread has ended."""
     try:
         return bool(ctypes.CDLL(None).tgkill(to.pid, to.thread, int(SIGNAL)) == 0)
     except AttributeError:  # a C library without it

@@ -20,13 +20,13 @@ from ..config import Config, config, environment, exported, ranks_asked
 from ..job import listening_ports as ports
 from ..job.detect import HYDRA, OPEN_MPI, SLURM, Launch
 from ..job.foreign import command, described, is_handed_on
-from ..job.rank_registry import Attendance
+from ..job.rank_registry import RankRegistry
 from . import devices, failure
-from .mpi import MpiWorld
+from .mpi_world import MpiWorld
 from .waiting import WorldError, ending_after
 
 FOREIGN = {OPEN_MPI: ("MPICH", "Intel"), HYDRA: ("Open MPI",)}
-"""How the versions of libraries begin that cannot talk to a kind of launcher."""
+"""For each kind of launcher, the first words of the MPI libraries that cannot talk to it."""
 
 OTHER_MPI = (
     "The launcher belongs to another MPI. Use the mpirun of the MPI that is installed for this "
@@ -106,11 +106,11 @@ def _start(settings: Config) -> World:
         raise
     guard.end_job = mpi.COMM_WORLD.Abort
     started = MpiWorld(mpi, settings.timeout)
-    attendance = None
+    registry = None
     if settings.attendance is not None:
-        attendance = Attendance(settings.attendance)
-        attendance.join(started.rank)
-    atexit.register(_leave, started, guard, attendance)
+        registry = RankRegistry(settings.attendance)
+        registry.join(started.rank)
+    atexit.register(_leave, started, guard, registry)
     _unlink_segments(started)
     _take_device(started, settings, guard)
     return started
@@ -140,13 +140,13 @@ def _take_device(started: MpiWorld, settings: Config, guard: failure.Guard) -> N
 def _load(launch: Launch) -> Any:
     """Import `mpi4py.MPI` without initialising MPI.
 
-    This is not at the top of the file since importing loads the MPI library, which a process that
-    no launcher started needs not have.
+    The import is not at the top of the file, since it loads the MPI library, and a process that
+    no launcher started need not have one.
     """
     try:
         mpi4py = importlib.import_module("mpi4py")
         mpi4py.rc.initialize = False
-        mpi4py.rc.finalize = False  # ranks first meet; see `_leave`
+        mpi4py.rc.finalize = False  # `_leave` does it, after ranks have met
         return importlib.import_module("mpi4py.MPI")
     except (ImportError, RuntimeError) as error:
         raise WorldError(
@@ -160,7 +160,7 @@ def _load(launch: Launch) -> Any:
 def _initialise_on_every_rank(mpi: Any, timeout: float | None) -> None:
     """Initialise MPI, unless the program has.
 
-    That blocks until every rank does it.
+    It blocks until every rank does so.
     """
     if mpi.Is_initialized():
         return
@@ -243,10 +243,10 @@ def check_ranks(launch: Launch, size: int | None, virtual_ranks: int | None) -> 
 
 
 def check_late_ranks(size: int, asked: int | None) -> None:
-    """Refuse a CG_RANKS that has come after the world has begun, and asks for another one.
+    """Refuse a CG_RANKS that was set after the world had begun, and asks for another size.
 
     Raises:
-        WorldError: it does.
+        WorldError: it was.
     """
     if asked is not None and asked != size:
         raise WorldError(
@@ -280,8 +280,8 @@ def check_alone(settings: Config) -> None:
     """Refuse a world of its own to one of several processes that do not know each other.
 
     A launcher without MPI, such as torchrun, has started them; each would run the whole program.
-    CG_RANKS says that this is meant. What such a process starts in its turn inherits its
-    variables, and is alone rightly, as far as can be seen; it is told so.
+    CG_RANKS says that this is meant. A program that such a process starts inherits its variables;
+    it is taken to be alone on purpose, with a warning.
 
     Raises:
         WorldError: the launcher has started this process among others.
@@ -329,10 +329,9 @@ def _library(mpi: Any) -> str:
 
 
 def _unlink_segments(started: MpiWorld) -> None:
-    """Take away the names of MPICH's shared memory, which ranks that are killed would leave.
+    """Unlink MPICH's shared memory, which ranks that are killed would leave behind.
 
-    Every rank has attached to it by now, and needs the name no longer. MPICH does not mind that
-    the name is gone when it finalises.
+    Every rank has attached to it by now, and needs the name no longer. MPICH finalises without it.
     """
     if started.local_rank == 0:
         for path in _mapped_files():
@@ -348,10 +347,10 @@ def _mapped_files() -> set[str]:
     return {fields[5] for line in lines if len(fields := line.split(maxsplit=5)) == 6}
 
 
-def _leave(started: MpiWorld, guard: failure.Guard, attendance: Attendance | None) -> None:
+def _leave(started: MpiWorld, guard: failure.Guard, registry: RankRegistry | None) -> None:
     """At the interpreter's exit: meet the other ranks and finalise MPI, or end the job.
 
-    An exception has gone past our hook where the program has put another hook in its place.
+    If the program has replaced our hook, `sys.last_value` shows an uncaught exception.
     """
     if not guard.active:
         return
@@ -366,5 +365,5 @@ def _leave(started: MpiWorld, guard: failure.Guard, attendance: Attendance | Non
         guard.say(str(error))
         guard.fail(1)
     else:
-        if attendance:
-            attendance.leave(started.rank)
+        if registry:
+            registry.leave(started.rank)

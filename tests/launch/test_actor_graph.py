@@ -14,8 +14,8 @@ import cg
 from cg.backends.virtual.world import VirtualWorld
 from cg.ir.module import Module
 from cg.launch.api.compiled import Compiled
-from cg.launch.pictures.graph import ActorGraph, actor_graph
-from cg.launch.pictures.graph_svg import graph_svg
+from cg.launch.pictures.actor_graph import ActorGraph, actor_graph
+from cg.launch.pictures.actor_graph_svg import graph_svg
 from cg.launch.pictures.model import Kind
 from cg.launch.world.world import use_world
 

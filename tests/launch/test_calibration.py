@@ -16,7 +16,7 @@ from cg.ir.parser import parse_module
 from cg.ir.pipeline.costs import Costs, Link
 from cg.ir.verify.verifier import verify
 from cg.launch.measure.calibration import measured_costs
-from cg.launch.measure.message_latency import awaited
+from cg.launch.measure.message_latency import message_latencies
 from cg.launch.measure.recording import Recording
 from cg.passes.simulate.program_times import RankTimes
 
@@ -98,12 +98,15 @@ def costs_of(module: Module, recordings: Sequence[Recording], world: World | Non
         return measured_costs(world or World(), module, recordings)  # type: ignore[arg-type]
 
 
-def test_what_is_awaited(module: Module) -> None:
+def test_what_is_message_latencies(module: Module) -> None:
     waits = recorded(module, [(0, 4), (4.25, 9)], [(0, 2), (4.75, 6)])
     busy = recorded(module, [(0, 4), (4.25, 9)], [(0, 4.5), (4.75, 6)])
-    assert [one.time for one in awaited(module, [waits, busy, waits], (0, 0))] == [0.75, 0.75]
+    assert [one.time for one in message_latencies(module, [waits, busy, waits], (0, 0))] == [
+        0.75,
+        0.75,
+    ]
     # Clocks of two machines say nothing about each other.
-    assert list(awaited(module, [waits], (0, 1))) == []
+    assert list(message_latencies(module, [waits], (0, 1))) == []
 
 
 def test_a_message_takes_what_it_takes_in_the_step(module: Module) -> None:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from cg.launch.pictures.html import timeline_html
 from cg.launch.pictures.model import Kind, Picture, Row, Slice, Track
+from cg.launch.pictures.timeline_html import timeline_html
 from cg.launch.pictures.tracks import stack
 
 if TYPE_CHECKING:

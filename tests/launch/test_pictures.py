@@ -14,13 +14,13 @@ import pytest
 from cg.ir.module import Module
 from cg.ir.parser import parse_module
 from cg.ir.pipeline.costs import Costs, Link
-from cg.launch.pictures.html import timeline_html
 from cg.launch.pictures.model import Kind, Picture, Row, Slice, Track, one_above_the_other
 from cg.launch.pictures.perfetto import trace_events
-from cg.launch.pictures.programs import picture_in_units, picture_of_programs
-from cg.launch.pictures.schedules import picture_of_schedule
+from cg.launch.pictures.program_timeline import picture_in_units, picture_of_programs
+from cg.launch.pictures.schedule_timeline import picture_of_schedule
 from cg.launch.pictures.style import bytes_text, fill_of, ticks, time_text
-from cg.launch.pictures.svg import timeline_svg
+from cg.launch.pictures.timeline_html import timeline_html
+from cg.launch.pictures.timeline_svg import timeline_svg
 from cg.launch.pictures.tracks import stack
 from cg.launch.pictures.write import write_picture
 from cg.passes import schedules

@@ -9,8 +9,8 @@ import pytest
 
 from cg.launch.config import THREAD_VARIABLES, Config
 from cg.launch.job.detect import Launch
-from cg.launch.world import affinity, bootstrap, devices, threads
-from cg.launch.world.topology import Core
+from cg.launch.world import bootstrap, cores, devices
+from cg.launch.world.cores import Core
 
 
 class Effects:
@@ -26,16 +26,16 @@ class Effects:
 def effects(monkeypatch: pytest.MonkeyPatch) -> Effects:
     """A machine of 8 CPUs in 4 cores, on which nothing really happens."""
     seen = Effects()
-    cores = tuple(Core(0, 0, (i, i + 4)) for i in range(4))
-    monkeypatch.setattr(threads, "export", seen.exported.update)
-    monkeypatch.setattr(affinity, "bind", seen.bound.extend)
-    monkeypatch.setattr(affinity, "parent_cpus", lambda: frozenset(range(8)))
-    monkeypatch.setattr(bootstrap, "allowed_cpus", lambda: frozenset(range(8)))
-    monkeypatch.setattr(bootstrap, "cpu_quota", lambda: None)
+    machine = tuple(Core(0, 0, (i, i + 4)) for i in range(4))
+    monkeypatch.setattr(cores, "export", seen.exported.update)
+    monkeypatch.setattr(cores, "bind", seen.bound.extend)
+    monkeypatch.setattr(cores, "parent_cpus", lambda: frozenset(range(8)))
+    monkeypatch.setattr(cores, "allowed_cpus", lambda: frozenset(range(8)))
+    monkeypatch.setattr(cores, "cpu_quota", lambda: None)
     monkeypatch.setattr(
-        bootstrap,
+        cores,
         "read_cores",
-        lambda cpus: tuple(core for core in cores if set(core.cpus) <= set(cpus)),
+        lambda cpus: tuple(core for core in machine if set(core.cpus) <= set(cpus)),
     )
     torch = types.SimpleNamespace(set_num_threads=lambda n: setattr(seen, "torch_threads", n))
     monkeypatch.setitem(sys.modules, "torch", torch)
@@ -61,7 +61,7 @@ def test_more_ranks_than_cores_get_a_thread_each_and_no_core(effects: Effects) -
 
 
 def test_a_quota_leaves_fewer_threads(effects: Effects, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bootstrap, "cpu_quota", lambda: 2.0)
+    monkeypatch.setattr(cores, "cpu_quota", lambda: 2.0)
     keep(Config())
     assert effects.bound == []
     assert effects.torch_threads == 1
@@ -89,7 +89,7 @@ def test_a_users_own_setting_stands(effects: Effects) -> None:
 def test_what_the_launcher_bound_is_left_alone(
     effects: Effects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bootstrap, "allowed_cpus", lambda: frozenset({1, 5}))
+    monkeypatch.setattr(cores, "allowed_cpus", lambda: frozenset({1, 5}))
     keep(Config())
     assert effects.bound == []
     assert effects.torch_threads == 1
@@ -98,7 +98,7 @@ def test_what_the_launcher_bound_is_left_alone(
 def test_where_the_parents_cpus_are_unknown_nothing_is_bound(
     effects: Effects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(affinity, "parent_cpus", lambda: None)
+    monkeypatch.setattr(cores, "parent_cpus", lambda: None)
     keep(Config())
     assert effects.bound == []
     assert effects.torch_threads == 2

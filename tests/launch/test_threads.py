@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import cg
 from cg.backends.virtual.world import VirtualWorld
-from cg.launch.api.turns import Turn, turn_of
+from cg.launch.api.step_lock import StepLock, lock_of
 from cg.launch.world.world import use_world, world
 
 torch.set_num_threads(1)
@@ -122,11 +122,11 @@ def test_a_thread_that_runs_a_step_while_another_traces(layers: list[Any]) -> No
 
 
 def test_other_processes_have_threads_in_another_order() -> None:
-    turn = Turn(alone=False)
-    with turn.taken("first"), turn.taken("first again"):
+    lock = StepLock(alone=False)
+    with lock.held("first"), lock.held("first again"):
 
         def work(_: int) -> None:
-            with turn.taken("second"):
+            with lock.held("second"):
                 pass
 
         with pytest.raises(RuntimeError, match="step 'second' is used while another thread of"):
@@ -139,13 +139,13 @@ def test_a_wait_for_another_thread_has_a_deadline(
 ) -> None:
     monkeypatch.setenv("CG_TIMEOUT", "0.1")
     step = make_step(layers)
-    turn = turn_of(world())
+    lock = lock_of(world())
 
     def work(_: int) -> None:
         step.lower(torch.ones(4, 4))
 
     with (
-        turn.taken("slow"),
+        lock.held("slow"),
         pytest.raises(cg.StepTimeout, match=r"step 'step' has waited 0\.1 s for another thread"),
     ):
         in_threads(work, 1)
@@ -159,18 +159,25 @@ def test_an_execution_is_not_started_while_a_thread_traces(layers: list[Any]) ->
     x = torch.ones(4, 4)
     with graph.lower(x).compile() as compiled:
         with (
-            turn_of(world()).taken("other", tracing=True),
+            lock_of(world()).held("other", tracing=True),
             pytest.raises(RuntimeError, match="while a step is being traced"),
         ):
             compiled.execute(x)
         compiled.execute(x).result()
 
 
+TRACER = Path(cg.__file__).parent / "tracer"
 PUTS_AWAY = tuple(
-    str(Path(cg.__file__).parent / "tracer" / f"{name}.py")
-    for name in ("fingerprint", "contents", "surroundings", "watch", "lifting")
+    str(TRACER / file)
+    for file in (
+        "methods/fingerprint.py",
+        "methods/contents.py",
+        "methods/side_effects.py",
+        "methods/watch.py",
+        "actors/actor_state.py",
+    )
 )
-"""What puts stand-ins in place, and takes them away. In torch's own code, Ctrl-C may be its end."""
+"""The files that put stand-ins in place and take them away. Ctrl-C in torch may end the program."""
 
 
 class Interruption:
@@ -205,6 +212,7 @@ def test_weights_are_restored_wherever_a_trace_is_interrupted(layers: list[Any])
     def run() -> None:
         make_step(layers).lower(x)
 
+    assert all(Path(file).exists() for file in PUTS_AWAY)
     run()
     count = calls_of(run)
     assert count > 100

@@ -21,7 +21,8 @@ from cg.ir.module import Module, Phase
 from cg.ir.parser import parse_module
 from cg.ir.printer import format_module
 from cg.ir.verify.verifier import verify
-from cg.launch.api.api import Compiled, Lowered
+from cg.launch.api.compiled import Compiled
+from cg.launch.api.lowered import Lowered
 from cg.launch.world.world import use_world
 from cg.passes.base import Pass
 from cg.passes.check.check_deadlock import CheckDeadlock
@@ -100,7 +101,7 @@ def _tracing_with(pool: Pool | None) -> Iterator[None]:
     if pool is None:
         yield
         return
-    with mock.patch("cg.launch.api.api.Functions", return_value=pool.traces):
+    with mock.patch("cg.launch.api.step_function.Functions", return_value=pool.traces):
         yield
 
 

@@ -23,7 +23,7 @@ import cg
 from cg.backends.virtual.world import VirtualExecutable, VirtualWorld
 from cg.ir.attributes import Action, Effect
 from cg.ir.ops import Call
-from cg.launch.api.api import Compiled
+from cg.launch.api.compiled import Compiled
 from cg.launch.api.fusing import Fusing
 from cg.launch.world.world import use_world
 from cg.passes.schedules import Pipeline
@@ -59,7 +59,7 @@ def pool() -> Pool:
 
 @contextmanager
 def tracing_with(pool: Pool) -> Iterator[None]:
-    with mock.patch("cg.launch.api.api.Functions", return_value=pool.traces):
+    with mock.patch("cg.launch.api.step_function.Functions", return_value=pool.traces):
         yield
 
 

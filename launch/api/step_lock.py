@@ -1,4 +1,4 @@
-"""Turns: one thread of a process at a time traces, compiles or runs the steps of a world.
+"""A lock that lets one thread of a process at a time trace, compile or run the steps of a world.
 
 A trace puts stand-ins in place of what actors hold until it has ended, and a bound program has one
 set of registers.
@@ -16,12 +16,12 @@ from ...backends.errors import StepTimeout
 from ..config import config
 
 
-class Turn:
-    """Whose turn it is among the threads of this process.
+class StepLock:
+    """The lock of a world's steps, among the threads of this process.
 
     Attributes:
         acquire, release: as those of an `RLock`.
-        is_tracing: whether a thread traces a step.
+        is_tracing: True while a thread traces a step.
     """
 
     def __init__(self, alone: bool) -> None:
@@ -32,7 +32,7 @@ class Turn:
         self.is_tracing = False
 
     def wait(self, step: str) -> None:
-        """Acquire, where another thread has the turn.
+        """Acquire the lock, which another thread holds.
 
         Raises:
             RuntimeError: there are other processes, whose threads may come in another order.
@@ -52,8 +52,8 @@ class Turn:
             )
 
     @contextmanager
-    def taken(self, step: str, tracing: bool = False) -> Iterator[None]:
-        """Have the turn inside of the `with` block; otherwise as `wait`."""
+    def held(self, step: str, tracing: bool = False) -> Iterator[None]:
+        """Hold the lock inside of the `with` block; raises as `wait` does."""
         if not self.acquire(blocking=False):
             self.wait(step)
         before, self.is_tracing = self.is_tracing, self.is_tracing or tracing
@@ -64,11 +64,11 @@ class Turn:
             self.release()
 
 
-_turns: WeakKeyDictionary[World, Turn] = WeakKeyDictionary()
+_locks: WeakKeyDictionary[World, StepLock] = WeakKeyDictionary()
 _making = Lock()
 
 
-def turn_of(world: World) -> Turn:
-    """The turn of the steps of a world."""
+def lock_of(world: World) -> StepLock:
+    """The lock of the steps of a world."""
     with _making:
-        return _turns.setdefault(world, Turn(alone=world.is_virtual))
+        return _locks.setdefault(world, StepLock(alone=world.is_virtual))

@@ -42,7 +42,7 @@ class _Wait:
     sequence: int
     call: str
     told: bool = False
-    """Whether the other ranks know that this one waits."""
+    """True if this rank has told the others that it waits."""
 
 
 class MpiWorld:
@@ -109,7 +109,7 @@ class MpiWorld:
         return self._nodes
 
     def plays(self, rank: int) -> bool:
-        """Whether `rank` is this process."""
+        """True if `rank` is this process."""
         return rank == self._rank
 
     def barrier(self) -> None:
@@ -165,7 +165,7 @@ class MpiWorld:
     def left_ranks(self) -> tuple[int, ...]:
         """The ranks whose program has ended, as far as is known; cheap.
 
-        For transports that wait for a rank by other means than MPI, to ask now and then.
+        Transports that wait for a rank by other means than MPI ask this now and then.
         """
         if self._notices is None:
             return ()
@@ -173,7 +173,7 @@ class MpiWorld:
         return tuple(sorted(r for r, notice in self._notices.latest.items() if notice.left))
 
     def end_job(self, message: str) -> None:
-        """End all ranks, because of something that this one cannot go on from."""
+        """End all ranks, since this one cannot go on; `message` says why."""
         sys.stdout.flush()
         sys.stderr.write(f"[rank {self._rank}] {message}\n")
         sys.stderr.flush()
@@ -181,20 +181,20 @@ class MpiWorld:
         self._mpi.COMM_WORLD.Abort(1)
 
     def answer_by(self, teller: Callable[[], Doing | None]) -> None:
-        """See `MpiWorld` in `backends/cpu/node.py`."""
+        """Let `teller` say what this process does, when other ranks ask."""
         if self._stacks is not None:
             self._stacks.answer_by(teller)
 
     def look(self, ranks: Sequence[int], seconds: float) -> Mapping[int, Sight]:
-        """See `MpiWorld` in `backends/cpu/node.py`."""
+        """Ask other ranks of this machine what they do, and wait so long for answers."""
         return {} if self._stacks is None else self._stacks.look(ranks, seconds)
 
     def observe(self, observer: Observer) -> None:
-        """See `MpiWorld` in `backends/cpu/node.py`."""
+        """Let `observer` know of this rank's collective calls, and look around while it waits."""
         self._observer = observer
 
     def at_end(self, is_done: Callable[[], bool]) -> None:
-        """See `MpiWorld` in `backends/cpu/node.py`."""
+        """Wait in `close` until `is_done` returns true."""
         self._endings.append(is_done)
 
     def close(self) -> None:
@@ -229,7 +229,7 @@ class MpiWorld:
         return not self._endings
 
     def _meet_stacks(self) -> Stacks | None:
-        """Lets ranks of this machine ask each other where they are; None where that cannot be."""
+        """Let ranks of this machine ask each other where they are; None if the system cannot."""
         try:
             stacks = Stacks(self._rank)
         except (OSError, RuntimeError):  # no files in memory, or no more threads
@@ -262,10 +262,10 @@ class MpiWorld:
             raise WorldError(self._broken) from error
 
     def _glance(self, wait: _Wait, waited: float) -> None:
-        """Learn whether this call can still complete.
+        """Raise if this call cannot complete any more.
 
-        A rank that left after it had made the call is no hindrance: the root of a broadcast may
-        be long gone when the last rank hears it.
+        A rank may leave after it has made the call: the root of a broadcast may have ended long
+        before the last rank receives it.
         """
         if self._observer is not None:
             self._observer.look()
@@ -316,7 +316,7 @@ class MpiWorld:
         return [rank for rank in range(self._size) if rank not in heard | {self._rank}]
 
     def _sights(self, ranks: Sequence[int]) -> str:
-        """What other ranks of this machine do, a line or two for each."""
+        """Describe what other ranks of this machine do, in a line or two for each."""
         if self._timeout is None:
             return ""
         sights = self.look(ranks, min(ASKING, self._timeout))

@@ -1,12 +1,24 @@
-"""The machine's cores: which CPUs belong together, as Linux describes it under `/sys`."""
+"""Give each rank its share of the machine's cores, and hold its thread pools to that share.
+
+Linux describes the cores under `/sys`. A rank that is bound to its share does not chase others, and
+the thread pools of all ranks together do not have more threads than the machine has cores.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+import sys
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
+from typing import Any
+
+from ..config import THREAD_VARIABLES, export
+
+FEW_CORES = 2
+"""On so few cores, the kernel places ranks better than a fixed division."""
 
 
 @dataclass(frozen=True, order=True)
@@ -86,6 +98,84 @@ def core_count(cores: Iterable[Core], quota: float | None) -> int:
     """How many cores' worth of work can run at once, at least 1."""
     count = sum(1 for _ in cores)
     return max(1, count if quota is None else min(count, int(quota)))
+
+
+def share(cores: Sequence[Core], local_rank: int, local_size: int) -> tuple[Core, ...]:
+    """The cores of one rank, of an even division among the ranks of a machine.
+
+    Shares are contiguous, so that a rank stays within a NUMA node where the numbers allow it.
+    Cores of different kinds are divided kind by kind: ranks wait for each other, so a rank with
+    slow cores alone would slow all down.
+
+    Args:
+        cores: in the order of `read_cores`; at least `local_size` of them.
+        local_rank: from 0 to `local_size` - 1.
+        local_size: ranks on this machine.
+    """
+    by_kind = [
+        list(group)
+        for _, group in groupby(sorted(cores, key=lambda c: (c.kind, c)), key=lambda c: c.kind)
+    ]
+    if all(len(group) >= local_size for group in by_kind):
+        parts = [_part(group, local_rank, local_size) for group in by_kind]
+    else:
+        parts = [_part(cores, local_rank, local_size)]
+    return tuple(core for part in parts for core in part)
+
+
+def should_bind(core_count: int, local_size: int) -> bool:
+    """True if dividing the cores helps: each rank gets one, and there are more than two."""
+    return local_size > 1 and core_count >= local_size and core_count > FEW_CORES
+
+
+def parent_cpus() -> frozenset[int] | None:
+    """The CPUs of this process's parent; None where they cannot be read.
+
+    If they differ from ours, the launcher has bound us: it binds each rank, and leaves its own
+    daemon, our parent, free. What a control group or `taskset` allows, both have inherited.
+    """
+    try:
+        return frozenset(os.sched_getaffinity(os.getppid()))
+    except (OSError, AttributeError):
+        return None
+
+
+def bind(cores: Sequence[Core]) -> None:
+    """Let this thread, and those that it will start, run on `cores` alone."""
+    os.sched_setaffinity(0, {cpu for core in cores for cpu in core.cpus})
+
+
+def thread_settings(threads: int, preset: Collection[str]) -> dict[str, str]:
+    """The variables to set so that thread pools which are yet to be loaded get `threads` threads.
+
+    Args:
+        threads: threads for each pool, at least 1.
+        preset: variables that are set already. If OMP_NUM_THREADS is among them, the user has
+            chosen, and nothing is set.
+    """
+    if "OMP_NUM_THREADS" in preset:
+        return {}
+    return {name: str(threads) for name in THREAD_VARIABLES if name not in preset}
+
+
+def cap_threads(threads: int, preset: Collection[str]) -> None:
+    """Hold the thread pools of this process to `threads`, whether or not torch is loaded.
+
+    Args:
+        threads: threads for each pool, at least 1.
+        preset: variables that the user has set; see `thread_settings`.
+    """
+    chosen = thread_settings(threads, preset)
+    if not chosen:
+        return
+    export(chosen)
+    torch: Any = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(threads)
+
+
+def _part(cores: Sequence[Core], index: int, parts: int) -> Sequence[Core]:
+    return cores[index * len(cores) // parts : (index + 1) * len(cores) // parts]
 
 
 def _node_of(directory: Path) -> dict[int, int]:

@@ -1,4 +1,4 @@
-"""Draws a timeline as SVG that needs nothing else, to look at, to print, to put on a page."""
+"""Draw a timeline as SVG that needs no other file, to print it or to show it on a page."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .tracks import Band, Lane, stack, total
 _TOP, _BOTTOM, _RIGHT = 76, 40, 24
 _NARROWEST, _WIDEST = 900.0, 12000.0
 _BOX = 17.0
-"""How wide the narrower boxes are to be: a number of two digits fits."""
+"""The width of the narrower boxes: a number of two digits fits."""
 _INVISIBLE = 0.12
 """Pixels; a box that is narrower is left out."""
 _ARROWS = 600
@@ -45,7 +45,7 @@ def timeline_svg(picture: Picture, width: float | None = None) -> str:
 
 
 def tooltip(each: Slice) -> str:
-    """What is known of a slice, a line each."""
+    """The tooltip of a slice: its name, times, size, source and op, a line each."""
     lines = [each.name, f"{time_text(each.end - each.start)}, from {time_text(each.start)}"]
     if each.execution is not None:
         lines.append(f"execution {each.execution}")
@@ -199,7 +199,7 @@ class _Drawing:
 
 
 def _natural_width(picture: Picture) -> float:
-    """Such that three of four boxes with a label are wide enough for it."""
+    """The width at which three of four boxes with a label have room for it."""
     times = sorted(
         each.end - each.start
         for each in picture.slices()

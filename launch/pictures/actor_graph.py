@@ -1,4 +1,4 @@
-"""The actor graph of a scheduled module: which calls there are, and what flows between them."""
+"""The actor graph of a scheduled module: its calls, and the values that flow between them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .model import Kind
 from .op_boxes import Looks
 
 Key: TypeAlias = tuple[str, ...]
-"""What a node is; the same for all microbatches."""
+"""The key of a node; the same for all microbatches."""
 
 Transport: TypeAlias = Callable[[Channel], str]
-"""How the messages of a channel travel, in words."""
+"""Gives the transport of a channel, in words."""
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class Node:
 
 @dataclass(slots=True)
 class Edge:
-    """What flows from one node to another, over all microbatches.
+    """The values that flow from one node to another, over all microbatches.
 
     Attributes:
         types: of the values; a value for each microbatch counts once.
@@ -82,7 +82,7 @@ def actor_graph(module: Module, transport: Transport) -> ActorGraph:
 
     Args:
         module: scheduled.
-        transport: what to say of each channel.
+        transport: describes the transport of a channel.
     """
     maker = _Maker(module, transport)
     return maker.make()
@@ -136,7 +136,7 @@ class _Maker:
                 self._add(rank, op, name, number)
 
     def _name(self, op: Op) -> str | None:
-        """What tells a node from others of its rank and microbatch."""
+        """The name that tells a node from others of its rank and microbatch."""
         if isinstance(op, Call):
             return op.fn.name
         if isinstance(op, Collective) and not isinstance(op, Broadcast):
@@ -218,7 +218,7 @@ class _Maker:
         seen.add((first, str(type_)))
 
     def _hand_on_state(self, program: Program) -> None:
-        """Where a call takes no other call's value, say what it runs after on its actor."""
+        """Add an edge of state to each call that takes no value of another call."""
         latest: dict[str | None, Key] = {}
         fed = {target for source, target in self._graph.edges if source[1] != "input"}
         for op in program.ops:
@@ -243,11 +243,11 @@ _PARTS = {
     ".vjp.input": "inputs' grad of ",
     ".vjp.weight": "weights' grad of ",
 }
-"""What the parts of a derivative are called."""
+"""The names of the parts of a derivative, for readers."""
 
 
 def _title(function: str, actor: str | None) -> str:
-    """What a reader calls a function."""
+    """The name of a function, for readers."""
     name = function.removeprefix("torch." if actor is None else f"{actor}.")
     for suffix, before in _PARTS.items():
         if name.endswith(suffix):

@@ -1,4 +1,4 @@
-"""What ranks have recorded of their instructions, as a picture."""
+"""Make a picture of the instructions that ranks have recorded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...ir.ops import Send
 from ..measure.clocks import Reading, common_time
 from .model import NUDGE, Arrow, Picture, Row, Slice, Spot, Track
 from .op_boxes import Look, Looks
-from .programs import stream_order
+from .program_timeline import stream_order
 
 Which: TypeAlias = tuple[int, int]
 """An execution: index of its record, and its number."""
@@ -22,7 +22,7 @@ Which: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class ProgramRecord:
-    """What one bound program of one rank has recorded.
+    """The recording of one bound program of one rank.
 
     Attributes:
         step: number of the compiled step, the same on all ranks.
@@ -41,7 +41,7 @@ class ProgramRecord:
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """What all ranks have recorded, and what it takes to understand it.
+    """The recordings of all ranks, with their modules and clocks.
 
     Attributes:
         programs: of all ranks.
@@ -152,7 +152,7 @@ class _Maker:
         return [looks.instruction(o.op, o.role, o.awaited) for o in record.origins]
 
     def _messages(self, record: ProgramRecord) -> list[tuple[bool, int, int] | None]:
-        """For each instruction: whether it sends, the channel, the number."""
+        """For each instruction: True if it sends, the channel, the number."""
         module = self._records.modules[record.step]
         looks = Looks(module, module.program_of(record.rank))
         ops = [looks.of_message(o.op, o.role, o.awaited) for o in record.origins]

@@ -10,8 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cg.launch.world import affinity
-from cg.launch.world.topology import Core, core_count, cpu_quota, parse_list, read_cores
+from cg.launch.world.cores import (
+    Core,
+    bind,
+    core_count,
+    cpu_quota,
+    parent_cpus,
+    parse_list,
+    read_cores,
+    share,
+    should_bind,
+)
 
 CPU = "sys/devices/system/cpu"
 
@@ -56,7 +65,7 @@ def test_two_sockets_stay_together(tmp_path: Path) -> None:
     siblings(tmp_path, ["1", "3", "5", "7"], package=1)
     cores = read_cores(range(8), tmp_path)
     assert cpus(cores) == [(0,), (2,), (4,), (6,), (1,), (3,), (5,), (7,)]
-    assert cpus(affinity.share(cores, 1, 2)) == [(1,), (3,), (5,), (7,)]
+    assert cpus(share(cores, 1, 2)) == [(1,), (3,), (5,), (7,)]
 
 
 def test_numa_nodes_count_before_packages(tmp_path: Path) -> None:
@@ -76,9 +85,9 @@ def test_fast_and_slow_cores_are_shared_out_evenly(tmp_path: Path) -> None:
     devices = "sys/devices"
     write(tmp_path, {f"{devices}/cpu_core/cpus": "0-3", f"{devices}/cpu_atom/cpus": "4-7"})
     cores = read_cores(range(8), tmp_path)
-    assert cpus(affinity.share(cores, 0, 2)) == [(0, 1), (4,), (5,)]
-    assert cpus(affinity.share(cores, 1, 2)) == [(2, 3), (6,), (7,)]
-    assert cpus(affinity.share(cores, 0, 3)) == [(0, 1), (2, 3)]
+    assert cpus(share(cores, 0, 2)) == [(0, 1), (4,), (5,)]
+    assert cpus(share(cores, 1, 2)) == [(2, 3), (6,), (7,)]
+    assert cpus(share(cores, 0, 3)) == [(0, 1), (2, 3)]
 
 
 def test_arm_tells_kinds_by_capacity(tmp_path: Path) -> None:
@@ -101,7 +110,7 @@ def test_this_machines_cpus_are_in_its_cores_once() -> None:
 def test_shares_divide_the_cores(ranks: int, data: st.DataObject) -> None:
     kinds = data.draw(st.lists(st.integers(0, 1), min_size=ranks, max_size=40))
     cores = sorted(Core(i // 7, kind, (2 * i, 2 * i + 1)) for i, kind in enumerate(kinds))
-    shares = [affinity.share(cores, rank, ranks) for rank in range(ranks)]
+    shares = [share(cores, rank, ranks) for rank in range(ranks)]
     assert sorted(core for part in shares for core in part) == cores
     assert all(shares)
     sizes = [len(part) for part in shares]
@@ -115,7 +124,7 @@ def test_shares_divide_the_cores(ranks: int, data: st.DataObject) -> None:
 def test_binding_needs_a_core_for_each_rank_and_some_choice(
     cores: int, ranks: int, wanted: bool
 ) -> None:
-    assert affinity.wanted(cores, ranks) is wanted
+    assert should_bind(cores, ranks) is wanted
 
 
 def test_the_least_quota_of_all_groups_counts(tmp_path: Path) -> None:
@@ -158,14 +167,14 @@ def test_a_quota_makes_cores_fewer() -> None:
 
 
 def test_a_parent_has_our_cpus_unless_someone_bound_us() -> None:
-    assert affinity.parent_cpus() == frozenset(os.sched_getaffinity(os.getppid()))
+    assert parent_cpus() == frozenset(os.sched_getaffinity(os.getppid()))
 
 
 def test_binding_leaves_the_cores_that_were_given() -> None:
     before = os.sched_getaffinity(0)
     core = read_cores(before)[-1]
     try:
-        affinity.bind([core])
+        bind([core])
         assert os.sched_getaffinity(0) == set(core.cpus)
     finally:
         os.sched_setaffinity(0, before)

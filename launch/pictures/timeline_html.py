@@ -1,4 +1,4 @@
-"""Draws a timeline as one HTML page that needs nothing else: to zoom, to pan, to ask what a box is.
+"""Draw a timeline as one HTML page without other files, with zoom and tooltips.
 
 The page is `page.html`; the timeline goes into it as JSON.
 """
@@ -41,7 +41,7 @@ def _template() -> Template:
 
 
 def _data(picture: Picture) -> dict[str, Any]:
-    """What the page's script reads; text that occurs often is there once."""
+    """The data that the page's script reads; text that occurs often is there once."""
     bands = stack(picture)
     strings = _Strings()
     return {

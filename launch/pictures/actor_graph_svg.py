@@ -1,11 +1,11 @@
-"""Draws an actor graph as SVG: a band for each rank, calls from left to right."""
+"""Draw an actor graph as SVG: a band for each rank, calls from left to right."""
 
 from __future__ import annotations
 
 from collections import Counter
 from html import escape
 
-from .graph import ActorGraph, Edge, Key, Node
+from .actor_graph import ActorGraph, Edge, Key, Node
 from .style import BAND, COLOURS, FAINT, FONT, INK, LINE, PAPER
 
 _WIDTH, _HEIGHT = 152, 38

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from ...ir.module import Module
 from ...passes.simulate.program_times import ProgramTimes
-from .graph import Transport, actor_graph
-from .graph_svg import graph_svg
-from .html import timeline_html
+from .actor_graph import Transport, actor_graph
+from .actor_graph_svg import graph_svg
 from .model import Picture, one_above_the_other
-from .programs import picture_in_units, picture_of_programs
-from .svg import timeline_svg
+from .program_timeline import picture_in_units, picture_of_programs
+from .timeline_html import timeline_html
+from .timeline_svg import timeline_svg
 
 _SIZE = re.compile(r'<svg [^>]*?width="([\d.]+)" height="([\d.]+)"')
 
@@ -20,7 +20,7 @@ _SIZE = re.compile(r'<svg [^>]*?width="([\d.]+)" height="([\d.]+)"')
 def timeline_of(
     module: Module, predicted: ProgramTimes | None, measured: ProgramTimes | None
 ) -> Picture:
-    """What is known of when programs run; without anything, each task takes a unit of time."""
+    """Make the timeline of times that are known; without any, each task takes a unit of time."""
     if predicted is None and measured is None:
         return picture_in_units(module)
     if predicted is None or measured is None:
@@ -39,7 +39,7 @@ def write_compiled(module: Module, timeline: Picture, transport: Transport, path
     Args:
         module: what is drawn.
         timeline: of its programs.
-        transport: what to say of each channel.
+        transport: describes the transport of a channel.
         path: ends in `.svg` or `.html`; its folder is made if it does not exist.
 
     Raises:

@@ -1,0 +1,249 @@
+"""The programs of a compiled step, and what can be read from them without running them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...backends.base import World
+from ...backends.failures.fallbacks import Fallbacks
+from ...ir.location import Location
+from ...ir.module import Channel, Module
+from ...ir.ops import Call, Collective, Recv, Send
+from ...ir.pipeline.costs import Costs
+from ...ir.printer import format_program
+from ...ir.types import FutureType, TensorType, Type
+from ...passes.lower.plan_buffers import MemoryPlan, memory_plan
+from ...passes.manager import PassReport
+from ...passes.simulate.program_simulator import ProgramSimulation, simulate_programs
+from ...passes.simulate.program_times import ProgramTimes
+from ...tracer.step.trace import Trace
+from ..pictures.compiled_picture import timeline_of, write_compiled
+from .fusing import Fused
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A step, compiled for one signature.
+
+    Attributes:
+        trace: of the step.
+        module: scheduled.
+        reports: what each pass did.
+        fused: what its functions run.
+        fallbacks: its graphs that are not replayed, as far as has been seen.
+        loc: the step's first line.
+    """
+
+    trace: Trace
+    module: Module
+    reports: list[PassReport]
+    fused: Fused
+    fallbacks: Fallbacks
+    loc: Location | None
+
+    @property
+    def parameters(self) -> list[str]:
+        """The names of the step's parameters, in order."""
+        return [value.name for value in self.trace.module.program.params]
+
+    def pick(self, driver: int) -> list[int] | None:
+        """For each parameter of the driver's program its index among the step's; None if equal."""
+        names = self.parameters
+        mine = [value.name for value in self.module.program_of(driver).params]
+        return None if mine == names else [names.index(name) for name in mine]
+
+    def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """The values of the step's parameters, if the actors are as they were traced."""
+        self.trace.check_guards()
+        return self.trace.inputs.flatten(args, kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Counts of one rank's program; bytes are those of tensors, objects count as none.
+
+    Attributes:
+        ops: all of them.
+        calls: of functions.
+        flops: floating-point operations of traced functions, as `Function.flops` counts them.
+        messages_sent, bytes_sent: point to point.
+        messages_received, bytes_received: point to point.
+        collectives: that the rank takes part in.
+    """
+
+    ops: int
+    calls: int
+    flops: int
+    messages_sent: int
+    bytes_sent: int
+    messages_received: int
+    bytes_received: int
+    collectives: int
+
+
+class Programs:
+    """Every rank's schedule of a step, for each signature that it was compiled for.
+
+    Attributes:
+        variants: one for each signature that it was compiled for.
+    """
+
+    def __init__(self, variants: Sequence[Variant], world: World, driver: int | None) -> None:
+        self.variants = tuple(variants)
+        self._world = world
+        self._driver = driver
+
+    @property
+    def module(self) -> Module:
+        """The scheduled module (of the first signature), the same on all ranks."""
+        return self.variants[0].module
+
+    @property
+    def reports(self) -> list[PassReport]:
+        """The report of each pass (for the first signature)."""
+        return self.variants[0].reports
+
+    @property
+    def fused(self) -> dict[str, str]:
+        """For each function that runs in this process, the reason why `fuse` has not compiled it.
+
+        The reason is empty if it has. The result is empty if `fuse` was not given.
+        """
+        return dict(self.variants[0].fused.reasons)
+
+    def uncaptured(self, variant: int = 0) -> dict[int, str]:
+        """For each graph of this rank's program that its device does not replay, the reason.
+
+        Keys are the numbers of graphs, which are the `graph` of their ops. A graph is captured in
+        its third execution, so a failure to capture it is known after that. There is a warning,
+        too, and a line in the dump's `graphs.txt`. The result is empty if all graphs can be
+        captured, and on a rank without a device. The ops that are part of no graph are listed in
+        `graphs.txt` alone.
+
+        Args:
+            variant: which of the signatures.
+        """
+        return dict(self.variants[variant].fallbacks.reasons)
+
+    def as_text(self, rank: int | None = None, *, locations: bool = False, variant: int = 0) -> str:
+        """The program of a rank, this process's by default.
+
+        Raises:
+            ValueError: there is no such rank.
+        """
+        chosen = self._world.rank if rank is None else rank
+        program = self.variants[variant].module.program_of(chosen)
+        return format_program(program, locations=locations)
+
+    def memory_analysis(self) -> list[MemoryPlan]:
+        """The bytes that each program holds at its peak, by the buffer plan, without weights.
+
+        A graph has `max_inflight` times as much.
+        """
+        return [memory_plan(self.module, rank) for rank in range(self.module.world)]
+
+    def cost_analysis(self) -> list[Cost]:
+        """The calls, operations, messages and bytes of each rank's program, by rank."""
+        return [cost_of(self.module, rank) for rank in range(self.module.world)]
+
+    def simulate(
+        self, costs: Costs | Path | str | None = None, *, variant: int = 0
+    ) -> ProgramSimulation:
+        """Run every rank's program on paper; `print` shows the result as a table.
+
+        It has the makespan, the bubble, the communication that nothing hides, and for each rank
+        its times and its peak of bytes by the buffer plan. All ranks find the same, and none has
+        to take part.
+
+        Args:
+            costs: in milliseconds and bytes: given, measured by `cg.measure`, or the name of a
+                file that `Costs.save` has written. Without them each task of the schedule takes
+                a millisecond, and nothing else takes any time.
+            variant: which of the signatures.
+
+        Raises:
+            OSError: the file cannot be read.
+            TypeError: `costs` are something else.
+            ValueError: it does not hold costs, or they are for fewer stages.
+        """
+        if isinstance(costs, Path | str):
+            costs = Costs.load(costs)
+        if costs is not None and not isinstance(costs, Costs):
+            raise TypeError(
+                f"costs are {type(costs).__name__}; simulate() takes cg.Costs (what cg.measure() "
+                "gives), the name of a file that Costs.save() has written, or None"
+            )
+        module = self.variants[variant].module
+        return simulate_programs(module, Costs() if costs is None else costs)
+
+    def visualize(
+        self,
+        path: Path | str,
+        *,
+        predicted: ProgramTimes | None = None,
+        measured: ProgramTimes | None = None,
+        variant: int = 0,
+    ) -> None:
+        """Draw the actor graph, and when the programs of all ranks run.
+
+        The driver of a graph writes the file, and rank 0 that of any other step; on other ranks
+        this does nothing, so all may call it.
+
+        The graph has a band for each rank, a box for each call (those of all microbatches are
+        one), and says of what crosses ranks the type and the transport. The timeline shows what is
+        given; without anything each task and each other call of an actor takes a millisecond on
+        paper.
+
+        Args:
+            path: ends in `.svg`, or in `.html` for a page with a timeline to zoom into.
+            predicted: what `simulate` has returned.
+            measured: one of the recordings that `record` has returned.
+            variant: which of the signatures.
+
+        Raises:
+            ValueError: the path ends in something else.
+        """
+        if not self._world.plays(self._driver or 0):
+            return
+        module = self.variants[variant].module
+        timeline = timeline_of(module, predicted, measured)
+        write_compiled(module, timeline, self._transport_of, Path(path))
+
+    def _transport_of(self, channel: Channel) -> str:
+        """How a channel's messages travel, in words."""
+        if channel.via is not None:
+            return channel.via
+        if self._world.is_virtual:
+            return "in one process"
+        machines = {self._world.nodes[rank] for rank in channel.ranks}
+        return "shared memory" if len(machines) == 1 else "mpi"
+
+    @property
+    def _name(self) -> str:
+        return self.module.name
+
+
+def cost_of(module: Module, rank: int) -> Cost:
+    """Count what one rank of a scheduled module does."""
+    ops = module.program_of(rank).ops
+    calls = [op for op in ops if isinstance(op, Call)]
+    sends = [op for op in ops if isinstance(op, Send)]
+    receives = [op for op in ops if isinstance(op, Recv)]
+    return Cost(
+        ops=len(ops),
+        calls=len(calls),
+        flops=sum(module.functions[op.fn.name].flops.total for op in calls),
+        messages_sent=len(sends),
+        bytes_sent=sum(_nbytes(op.operands[0].type) for op in sends),
+        messages_received=len(receives),
+        bytes_received=sum(_nbytes(op.result.type) for op in receives),
+        collectives=sum(isinstance(op, Collective) for op in ops),
+    )
+
+
+def _nbytes(type_: Type) -> int:
+    value = type_.value if isinstance(type_, FutureType) else type_
+    return value.nbytes if isinstance(value, TensorType) else 0

@@ -1,0 +1,306 @@
+"""A lowered step: its traces, which `compile` makes every rank's schedule from."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...backends.base import World
+from ...backends.driven.device_only import is_sealed
+from ...backends.failures.fallbacks import Fallbacks
+from ...backends.program.fuse import check_name
+from ...ir.clone import clone
+from ...ir.module import Module, Phase
+from ...ir.printer import format_module
+from ...passes.lower.capture import describe
+from ...passes.manager import PassManager
+from ...passes.pipelines import default_pipeline
+from ...passes.registry import parse_switches
+from ...passes.schedules import Schedule
+from ...tracer.step.step import definition
+from ...tracer.step.trace import Trace
+from ..config import config
+from ..world.agreement import check_compilation
+from ..world.communicators import check_transports
+from ..world.comparison import interval
+from ..world.devices import fabrics_of
+from ..world.world import check_late_settings
+from .compiled import Compiled
+from .compiled_programs import Variant
+from .dumps import Dump, make_dump
+from .fusing import Fused, Fusing
+from .numbering import Numbering
+from .optimistic import Optimistic
+from .option_checks import check_keywords, check_options
+from .select_schedule import run_passes
+from .step_lock import lock_of
+
+
+@dataclass(frozen=True)
+class Definition:
+    """A step as it is defined.
+
+    Attributes:
+        name: of the step.
+        fn: its Python function.
+        driver: the rank that may start executions, if there is one.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    driver: int | None
+
+
+class Lowered:
+    """One trace of a step, or several for as many signatures.
+
+    Attributes:
+        traces: the traced modules, and what it takes to run them.
+    """
+
+    def __init__(
+        self,
+        step: Definition,
+        traces: Sequence[Trace],
+        world: World,
+        again: Callable[[], Trace] | None = None,
+    ) -> None:
+        self.traces = tuple(traces)
+        self._step = step
+        self._world = world
+        self._trace_optimistically = again
+        self._fusing = [Fusing(trace.bodies) for trace in traces]
+
+    @property
+    def trace(self) -> Trace:
+        """The first of the traces."""
+        return self.traces[0]
+
+    def as_text(self, phase: str = "traced", *, locations: bool = False, variant: int = 0) -> str:
+        """The IR at a phase, compiled with the defaults as far as that phase.
+
+        Args:
+            phase: `traced`, `placed`, `async` or `scheduled`.
+            locations: True to print where in the source each op came from.
+            variant: which of the signatures.
+
+        Raises:
+            ValueError: there is no such phase.
+        """
+        phases = [each.value for each in Phase]
+        if phase not in phases:
+            raise ValueError(f"as_text({phase!r}): the phases are {', '.join(phases)}")
+        module = self._module_at(Phase(phase), self.traces[variant])
+        return format_module(module, locations=locations)
+
+    def compile(
+        self,
+        *,
+        schedule: Schedule | None = None,
+        passes: str = "",
+        dump: Path | str | None = None,
+        seed: int | None = None,
+        timeout: float | None = None,
+        max_inflight: int = 8,
+        fuse: str | None = None,
+        check_inputs: bool | int | None = None,
+    ) -> Compiled:
+        """Make every rank's schedule, prove it, and bind it; collective.
+
+        Args:
+            schedule: how each rank orders its stages and microbatches; 1F1B if None.
+            passes: optimisations to switch off and on by name, `-overlap`; applied after
+                those of CG_PASSES.
+            dump: a directory to write the IR after every pass to; that of CG_DUMP if None.
+            seed: of the random numbers that the step draws; CG_SEED if None.
+            timeout: seconds that a call on all ranks may take; CG_TIMEOUT if None. Also those that
+                `execute` waits while `max_inflight` executions are in flight; if None, CG_TIMEOUT
+                where that is set, and else no limit. An execution itself has no other limit than
+                that of `result(timeout)`, but for executions that do not move, `close` waits no
+                longer than this.
+            max_inflight: of a step with `inputs=cg.on(rank)`: how many of its executions may be in
+                flight; each has registers and channels of its own on all ranks.
+            fuse: `inductor` has TorchInductor compile the graphs of traced methods and of their
+                backwards to fused kernels, on all ranks. Values are then equal up to rounding.
+                `compiled.fused` says what is compiled.
+            check_inputs: of a step whose `inputs` are several ranks: when to compare what they
+                give, by a digest of each argument, before the execution runs. None: in the first
+                three executions, in each whose number is a power of two, and in every 512th; True:
+                in each; an int: in every so manieth; False: in none.
+
+            All but `dump` and `timeout` must be equal on all ranks.
+
+        Raises:
+            FuseError: the compiler, or what it needs, is not there.
+            IRError: the step cannot be compiled; the message shows the IR and the source line.
+            PlanMismatch: the ranks have compiled different plans.
+            TraceError: a parameter of a step with `inputs=cg.on(rank)` has the name of a keyword of
+                `execute`.
+            TypeError: `max_inflight`, `seed` or `check_inputs` is no integer, `timeout` no number,
+                or `passes` no string.
+            ValueError: `max_inflight` or `check_inputs` is less than 1, `timeout` is not above 0,
+                or there is no such `fuse`.
+        """
+        if not isinstance(max_inflight, int) or isinstance(max_inflight, bool):
+            raise TypeError(
+                f"max_inflight={max_inflight!r}: it is the number of executions of "
+                f"{self._step.name} that may be in flight, an int of at least 1"
+            )
+        with lock_of(self._world).held(self._step.name):
+            return self._compile(
+                Numbering(),
+                schedule=schedule,
+                passes=passes,
+                dump=dump,
+                seed=seed,
+                timeout=timeout,
+                max_inflight=max_inflight,
+                fuse=fuse,
+                check_inputs=check_inputs,
+            )
+
+    def compile_optimistic(
+        self,
+        *,
+        schedule: Schedule | None = None,
+        passes: str = "",
+        seed: int | None = None,
+        timeout: float | None = None,
+        check_inputs: bool | int | None = None,
+    ) -> Optimistic:
+        """As `compile`, for a step that clips gradients and goes on; collective.
+
+        The result is called as that of `compile` and gives the same bits. Calls of
+        `cg.clip_grad_norm` hold nothing up in it: see `Optimistic`. It pays where a step goes on
+        after them, with the microbatches of the next update, and gradients are seldom clipped. It
+        traces the step once more, and keeps a copy of all that the actors hold.
+
+        Args:
+            schedule, passes, seed, timeout, check_inputs: as in `compile`.
+
+        Raises:
+            TraceError, IRError, PlanMismatch: as in `lower` and `compile`.
+            ValueError: the step was lowered for several signatures.
+        """
+        if self._trace_optimistically is None:
+            raise ValueError("compile_optimistic() is for a step that lower() has traced")
+        with lock_of(self._world).held(self._step.name):
+            bold = Lowered(self._step, [self._trace_optimistically()], self._world)
+            numbering = Numbering()
+            plain, bold_program = (
+                lowered._compile(
+                    numbering,
+                    schedule=schedule,
+                    passes=passes,
+                    seed=seed,
+                    timeout=timeout,
+                    check_inputs=check_inputs,
+                )
+                for lowered in (self, bold)
+            )
+            return Optimistic(plain, bold_program, self._world, numbering)
+
+    def _compile(
+        self,
+        numbering: Numbering,
+        *,
+        schedule: Schedule | None = None,
+        passes: str = "",
+        dump: Path | str | None = None,
+        seed: int | None = None,
+        timeout: float | None = None,
+        max_inflight: int | None = None,
+        fuse: str | None = None,
+        check_inputs: bool | int | None = None,
+    ) -> Compiled:
+        check_options(passes, seed, timeout)
+        every = interval(check_inputs)
+        if fuse is not None:
+            check_name(fuse)
+        for trace in self.traces:
+            check_transports(trace.module.program)
+        settings = config()
+        check_late_settings(settings)
+        switched = ",".join(filter(None, (settings.passes, passes)))
+        switches = parse_switches(switched)
+        is_driven = max_inflight is not None and self._step.driver is not None
+        if is_driven:
+            for trace in self.traces:
+                check_keywords(self._step.fn, trace.inputs, Compiled.execute)
+        chosen_seed = int(settings.seed if seed is None else seed)
+        options = {
+            "schedule": schedule,
+            "passes": switched,
+            "seed": chosen_seed,
+            "max_inflight": max_inflight,
+            "fuse": fuse,
+            "check_inputs": every,
+        }
+        check_compilation(self._world, self._step.name, self.traces, options)
+        pipeline_of = functools.partial(
+            default_pipeline,
+            switches=switches,
+            fabrics=fabrics_of(self._world),
+            is_driven=is_driven,
+            fuse=fuse,
+        )
+        folder = None if dump is None else Path(dump)
+        variants = []
+        for trace, fusing in zip(self.traces, self._fusing, strict=True):
+            dumped = make_dump(settings, folder, self._step.name, self._world)
+            sink = dumped if dumped is not None and dumped.is_wanted else None
+            module, reports = run_passes(schedule, trace.module, pipeline_of, sink)
+            if sink is not None:
+                sink.finish(module, reports)
+                self._dump_graphs(module, sink, is_driven)
+            fallbacks = _fallbacks(module, self._world, dumped)
+            fused = self._fuse(fusing, module, fuse, sink)
+            loc = definition(self._step.fn)
+            variants.append(Variant(trace, module, reports, fused, fallbacks, loc))
+        return Compiled(
+            variants,
+            self._world,
+            seed=chosen_seed,
+            timeout=settings.timeout if timeout is None else timeout,
+            patience=settings.given_timeout if timeout is None else timeout,
+            driver=None if max_inflight is None else self._step.driver,
+            max_inflight=max_inflight or 0,
+            numbering=numbering,
+            every=every,
+        )
+
+    def _fuse(self, fusing: Fusing, module: Module, fuse: str | None, sink: Dump | None) -> Fused:
+        if fuse is None:
+            return fusing.plain(module, self._world)
+        fused = fusing.apply(module, self._world)
+        if sink is not None:
+            sink.add("fused.txt", fused.describe())
+        return fused
+
+    def _dump_graphs(self, module: Module, sink: Dump, is_driven: bool) -> None:
+        """Write which device graphs the programs have, if any rank has a device."""
+        fabrics = fabrics_of(self._world)
+        if fabrics is not None:
+            whole = not is_driven or is_sealed(module)
+            sink.add("graphs.txt", describe(module, fabrics, whole))
+
+    def _module_at(self, phase: Phase, trace: Trace) -> Module:
+        module = clone(trace.module)
+        if module.phase is phase:
+            return module
+        pipeline = default_pipeline()
+        reached = [index for index, p in enumerate(pipeline) if p.ensures is phase]
+        PassManager(pipeline[: reached[0] + 1]).run(module)
+        return module
+
+
+def _fallbacks(module: Module, world: World, dumped: Dump | None) -> Fallbacks:
+    """Make the list of this rank's graphs that are not replayed; with a dump it is written, too."""
+    if dumped is None:
+        return Fallbacks(module, world.rank)
+    if not dumped.is_wanted:
+        dumped.remove("graphs.txt")
+    return Fallbacks(module, world.rank, functools.partial(dumped.append, "graphs.txt"))

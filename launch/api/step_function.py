@@ -1,0 +1,189 @@
+"""A step: a function over actors, compiled for each signature that it is called with."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ...ir.types import Place
+from ...tracer.functions.functions import Functions
+from ...tracer.step.step import trace_step
+from ...tracer.step.trace import InputError, Trace, signature_of
+from ..config import config
+from ..runtime.driven_graphs import check_outside
+from ..world.agreement import TraceRequest
+from ..world.devices import torch_device
+from ..world.world import world
+from .compiled import Compiled
+from .lowered import Definition, Lowered
+from .numbering import Numbering, check_state
+from .step_lock import lock_of
+
+
+class Step:
+    """A function over actors, compiled for each signature that it is called with.
+
+    Calling it is collective: every rank calls it, with arguments of the same types.
+    `step.__wrapped__` is the plain Python function. A decorated method is a step for each object,
+    which counts as a constant.
+    """
+
+    def __init__(
+        self, fn: Callable[..., Any], inputs: Place | None = None, outputs: Place | None = None
+    ) -> None:
+        functools.update_wrapper(self, fn)
+        self.__wrapped__ = fn
+        self.__name__: str = getattr(fn, "__name__", type(fn).__name__)
+        self._inputs = inputs
+        self._outputs = outputs
+        self._compiled: dict[tuple[Any, ...], Compiled] = {}
+        self._numbering = Numbering()
+
+    def __get__(self, instance: object, owner: type | None = None) -> Step:
+        """The step of one object, if a method is decorated; made on the first access."""
+        if instance is None:
+            return self
+        steps: dict[str, Any] = vars(instance)
+        bound = steps.get(self.__name__)
+        if not isinstance(bound, Step):
+            method = self.__wrapped__.__get__(instance, owner)
+            bound = steps[self.__name__] = Step(method, self._inputs, self._outputs)
+        return bound
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Run the step; the first call with a signature traces and compiles it.
+
+        Returns:
+            What the function returns; None on ranks that get no outputs.
+
+        Raises:
+            TraceError: the function, or a method that it calls, cannot be traced.
+            IRError: the trace cannot be compiled.
+            InputError: the step cannot take the arguments, or ranks are found to give others.
+            PlanMismatch: ranks call different steps, or this one with arguments of other types.
+            RemoteError: a method raised, on any rank; every rank raises it.
+        """
+        try:
+            key = signature_of(args, kwargs)
+        except InputError:
+            self.lower(*args, **kwargs)  # which tells the other ranks
+            raise
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            compiled = self._compile_for(key, args, kwargs)
+        return compiled(*args, **kwargs)
+
+    def _compile_for(
+        self, key: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Compiled:
+        """Compile the step for a signature, unless another thread has meanwhile."""
+        with lock_of(world()).held(self.__name__):
+            compiled = self._compiled.get(key)
+            if compiled is None:
+                compiled = self.lower(*args, **kwargs)._compile(self._numbering)
+                self._compiled[key] = compiled
+        return compiled
+
+    def state_dict(self) -> dict[str, int]:
+        """The state that random numbers of the step's calls depend on, as `Compiled.state_dict`.
+
+        It counts the calls with all signatures, also those before `clear_cache`, and nothing of
+        what `lower(...).compile()` has returned, which has a state of its own.
+        """
+        return {"seed": config().seed, "calls": self._numbering.next}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state, before or after the first call; see `Compiled.load_state_dict`."""
+        check_state(world(), self.__name__, state, config().seed, ("calls",))
+        self._numbering.next = state["calls"]
+
+    def clear_cache(self) -> None:
+        """Forget what calls have compiled, so that the next call traces again; on all ranks.
+
+        Needed when an actor has changed in a way that the trace relied on, such as by `eval()`.
+        What `lower(...).compile()` has returned is not affected.
+        """
+        for compiled in self._compiled.values():
+            compiled.close()
+        self._compiled.clear()
+
+    def lower(self, /, *args: Any, **kwargs: Any) -> Lowered:
+        """Trace the step for arguments like these; collective.
+
+        Args:
+            args, kwargs: tensors (only dtype, shape and `requires_grad` count), `cg.object` for
+                Python objects, and Python constants.
+
+        Raises:
+            InputError: the step does not take these arguments.
+            TraceError: the function, or a method that it calls, cannot be traced.
+        """
+        again = functools.partial(self._trace, args, kwargs, optimistic=True)
+        return Lowered(self._definition, [self._trace(args, kwargs)], world(), again)
+
+    def lower_many(self, signatures: Sequence[Any]) -> Lowered:
+        """Trace the step for each of several sets of arguments; collective.
+
+        Compiled, they are one graph: each call takes the variant that fits its arguments.
+
+        Args:
+            signatures: for each variant a tuple of positional arguments, a dictionary of keyword
+                arguments, or the one argument; otherwise as in `lower`.
+
+        Raises:
+            InputError: the step does not take one of the sets.
+            TraceError: the function, or a method that it calls, cannot be traced.
+            TypeError: `signatures` is no list, tuple or other sequence.
+            ValueError: there is no signature.
+        """
+        if not isinstance(signatures, Sequence) or isinstance(signatures, (str, bytes)):
+            raise TypeError(
+                f"lower_many() of {self.__name__} takes a list with an entry for each set of "
+                f"arguments, and was given a value of type {type(signatures).__name__}; for a "
+                "single set use lower()"
+            )
+        if not signatures:
+            raise ValueError(f"lower_many() of {self.__name__} takes at least one set of arguments")
+        traces = [self._trace_entry(index, given) for index, given in enumerate(signatures)]
+        return Lowered(self._definition, traces, world())
+
+    def _trace_entry(self, index: int, given: Any) -> Trace:
+        """The trace for one of the sets of arguments that `lower_many` takes."""
+        args, kwargs = given if isinstance(given, tuple) else (given,), {}
+        if isinstance(given, dict):
+            args, kwargs = (), given
+        try:
+            return self._trace(args, kwargs)
+        except InputError as error:
+            raise InputError(f"entry {index} of lower_many(): {error}") from None
+
+    def _trace(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], optimistic: bool = False
+    ) -> Trace:
+        here = world()
+        check_outside(here, self.__name__)
+        request = TraceRequest(
+            self.__name__, self.__wrapped__, self._inputs, self._outputs, optimistic
+        )
+        with lock_of(here).held(self.__name__, tracing=True):
+            request.check(here, args, kwargs)
+            return trace_step(
+                self.__wrapped__,
+                args,
+                kwargs,
+                peers=here,
+                inputs=self._inputs,
+                outputs=self._outputs,
+                name=self.__name__,
+                tracer=Functions(torch_device(here)),
+                optimistic=optimistic,
+                # In the virtual world, actors may be wherever the user has put them.
+                host_only=here.device is None and not here.is_virtual,
+            )
+
+    @property
+    def _definition(self) -> Definition:
+        inputs = self._inputs
+        driver = inputs.rank if inputs is not None and inputs.is_single else None
+        return Definition(self.__name__, self.__wrapped__, driver)
