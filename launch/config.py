@@ -34,7 +34,7 @@ class Config:
     ranks: int | None = None
     """Ranks of the virtual world; None: not said."""
     dump: Path | None = None
-    """Where compilation writes what it did; None: nowhere."""
+    """The folder to which compilation writes its passes; None: none."""
     dump_passes: re.Pattern[str] | None = None
     """A pattern in the names of the passes that write; None: all that changed something."""
     dump_ranks: frozenset[int] | None = frozenset({0})

@@ -1,4 +1,4 @@
-"""What the documentation says is so: generated parts, snippets and their output, links."""
+"""The documentation is true: generated parts, snippets and their output, links, files."""
 
 from __future__ import annotations
 

@@ -66,8 +66,8 @@ def measure(
     compute stream, otherwise of the host.
 
     Args:
-        compiled: what is measured, on its ranks as they are now. Where its schedule does not split
-            backwards, `tb` is all of them.
+        compiled: the step, on its ranks as they are now. If its schedule does not split backwards,
+            `tb` is the time of a whole backward.
         args, kwargs: as the step takes them.
         executions: how often the step runs, besides once to warm up; 5 times if None. It does all
             that it does when it is called, so an update of weights is one. If the step itself has
@@ -99,9 +99,9 @@ def trace(
     """Decorator: make a Python function over actors a step that is compiled.
 
     Args:
-        fn: the function. What it does is defined by running it eagerly, all actors in one process.
+        fn: the function. Its meaning is that of running it eagerly, all actors in one process.
         inputs: the ranks whose arguments count; all, which then must be equal, if None.
-        outputs: the ranks that get what it returns; all if None.
+        outputs: the ranks that get its result; all if None.
 
     Raises:
         TypeError: `inputs` or `outputs` is not what `cg.on` gives, or `fn` is no function.

@@ -95,7 +95,7 @@ class Compiled(Programs):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state, so that the next execution draws what it would have drawn.
+        """Go on from a state: the next execution draws the random numbers that follow it.
 
         Collective; of a step with `inputs=cg.on(rank)`, before the other ranks `serve`.
 

@@ -193,8 +193,8 @@ class Programs:
         this does nothing, so all may call it.
 
         The graph has a band for each rank, a box for each call (those of all microbatches are
-        one), and says of what crosses ranks the type and the transport. The timeline shows what is
-        given; without anything each task and each other call of an actor takes a millisecond on
+        one). Edges between ranks show type and transport. The timeline shows the times that are
+        given; without any, each task and each other call of an actor takes a millisecond on
         paper.
 
         Args:

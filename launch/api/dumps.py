@@ -40,19 +40,15 @@ class Dump:
     def write(self, step: int, label: str, text: str) -> None:
         """Write `prefix.005.after-split-transfers.cg`; see `DumpSink`."""
         if self.passes is None or self.passes.search(label.removeprefix("after-")):
-            self._write(f"{step:03d}.{label}.cg", text)
+            self.add(f"{step:03d}.{label}.cg", text)
 
     def finish(self, module: Module, reports: Sequence[PassReport]) -> None:
         """Write the schedule as a grid and as timelines, and what each pass did and cost."""
-        self._write("grid.txt", format_grid(module))
+        self.add("grid.txt", format_grid(module))
         timeline = picture_in_units(module)
-        self._write("timeline.svg", timeline_svg(timeline))
-        self._write("timeline.html", timeline_html(timeline))
-        self._write("passes.txt", format_reports(list(reports)))
-
-    def add(self, name: str, text: str) -> None:
-        """Write another text of the same compilation."""
-        self._write(name, text)
+        self.add("timeline.svg", timeline_svg(timeline))
+        self.add("timeline.html", timeline_html(timeline))
+        self.add("passes.txt", format_reports(list(reports)))
 
     def remove(self, name: str) -> None:
         """Remove the file of this name that an earlier program may have written."""
@@ -64,7 +60,8 @@ class Dump:
         with (self.directory / f"{self.prefix}.{name}").open("a", encoding="utf-8") as file:
             file.write(text)
 
-    def _write(self, name: str, text: str) -> None:
+    def add(self, name: str, text: str) -> None:
+        """Write another text of the same compilation."""
         self.directory.mkdir(parents=True, exist_ok=True)
         (self.directory / f"{self.prefix}.{name}").write_text(text, encoding="utf-8")
 

@@ -58,7 +58,7 @@ class Lowered:
     """One trace of a step, or several for as many signatures.
 
     Attributes:
-        traces: the traced modules, and what it takes to run them.
+        traces: the traced modules, with bodies, constants and guards.
     """
 
     def __init__(
@@ -129,12 +129,12 @@ class Lowered:
             check_inputs: of a step whose `inputs` are several ranks: when to compare what they
                 give, by a digest of each argument, before the execution runs. None: in the first
                 three executions, in each whose number is a power of two, and in every 512th; True:
-                in each; an int: in every so manieth; False: in none.
+                in each; an int n: in every n-th; False: in none.
 
             All but `dump` and `timeout` must be equal on all ranks.
 
         Raises:
-            FuseError: the compiler, or what it needs, is not there.
+            FuseError: the compiler, or a part that it needs, is missing.
             IRError: the step cannot be compiled; the message shows the IR and the source line.
             PlanMismatch: the ranks have compiled different plans.
             TraceError: a parameter of a step with `inputs=cg.on(rank)` has the name of a keyword of

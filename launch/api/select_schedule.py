@@ -101,7 +101,7 @@ def select_schedule(
     def makespan(candidate: Schedule) -> float:
         compiled = clone(module)
         PassManager(pipeline_of(candidate)).run(compiled)
-        # Times are sums of the same numbers in other orders: what is equal may differ a little.
+        # Times are sums of the same numbers in other orders: equal ones may differ a little.
         return round(simulate_programs(compiled, costs).makespan, 9)
 
     return min(found, key=makespan)

@@ -39,7 +39,7 @@ class Job:
         self._deadline: float | None = None
 
     def run(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
-        """Run `command` to its end, forwarding signals; then end what it has left behind.
+        """Run `command` to its end, forwarding signals; then end the processes that it has left.
 
         The command runs in a session of its own, so that the terminal's Ctrl-C reaches this process
         alone. A process outside the terminal's session cannot read from the terminal, so if

@@ -81,7 +81,7 @@ def find(explicit: str | None, beside: Sequence[Path], search_path: str) -> Laun
 
 
 def identify(path: Path) -> Launcher:
-    """Ask the launcher at `path` what it is.
+    """Identify the launcher at `path` by its `--version`.
 
     Raises:
         LaunchError: it does not run.
@@ -103,7 +103,7 @@ def identify(path: Path) -> Launcher:
 
 
 def on_hosts(launcher: Launcher, hosts: str | None, file: str | None) -> list[str]:
-    """The launcher's options for the machines to start ranks on; none where nobody says which.
+    """The launcher's options for the machines to start ranks on; none if the user names none.
 
     Args:
         launcher: which one.

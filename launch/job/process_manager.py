@@ -33,7 +33,7 @@ def follow(manager: int) -> None:
     """
     try:
         descriptor = os.pidfd_open(manager)
-        # Launchers give a rank a process group, by which they would end what it has started.
+        # Launchers give a rank a process group, to end the processes that it has started.
         has_group = os.getpgid(manager) != os.getpgrp()
     except OSError:  # an old kernel, or a sandbox
         return

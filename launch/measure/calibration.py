@@ -21,8 +21,8 @@ from .recording import Recording
 def measured_costs(world: World, module: Module, recordings: Sequence[Recording]) -> Costs:
     """The costs of a scheduled module, from recordings of it; collective.
 
-    What is measured several times costs its mean: the times of a rank add up, and so do means, but
-    not medians. Recordings that took unusually long or short are left out before. Each function
+    A cost that is measured several times is the mean: the times of a rank add up, and so do means,
+    but not medians. Recordings that took unusually long or short are left out before. Each function
     costs the mean over its calls, a stage's F, B and W that over the microbatches of what their
     calls cost. Overheads are means over what lies between two calls with nothing to wait for. Each
     channel costs what messages between its ranks take: as when they go back and forth and nothing

@@ -18,7 +18,7 @@ class Reading:
 
     Attributes:
         at: when, by the clock itself.
-        offset: what it shows more than the clock of rank 0.
+        offset: its time less that of rank 0's clock.
         uncertainty: the offset is wrong by no more than this.
     """
 
@@ -83,7 +83,7 @@ def _bounds(first: tuple[list[int], list[int]], other: tuple[list[int], list[int
 
 
 def _of_machines(bounds: Sequence[_Bounds], nodes: Sequence[int]) -> list[_Bounds]:
-    """Narrowed by what is known of other ranks of the same machine, if that fits together."""
+    """Bounds, narrowed by those of other ranks of the same machine if these fit together."""
     found: dict[int, _Bounds] = {nodes[0]: _Bounds(0, 0)}
     for bound, node in zip(bounds, nodes, strict=True):
         found[node] = found[node].both(bound) if node in found else bound

@@ -100,7 +100,7 @@ def manifest(
         "options": {name: value for name, value in environment().items() if name.startswith("CG_")},
         "versions": {
             "python": platform.python_version(),
-            "torch": torch.__version__,  # its metadata may leave out what it was built for
+            "torch": torch.__version__,  # the metadata may leave out the kind of device
             **{name: _version(name) for name in PACKAGES},
             "cuda": torch.version.cuda,
             "mpi": _mpi(),

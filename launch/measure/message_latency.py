@@ -26,7 +26,7 @@ class MessageLatency:
 
 @dataclass(frozen=True, slots=True)
 class _WaitingCall:
-    """A call, the one before it on its rank, and what it may wait for in between.
+    """A call, the one before it on its rank, and the messages it may wait for in between.
 
     Attributes:
         sends: for each message the call after which it is sent, and its send.
@@ -77,7 +77,7 @@ def _waiting_calls(module: Module, nodes: Sequence[int]) -> Iterator[_WaitingCal
                 needed.append(promised[op.operands[0]])
             elif isinstance(op, Call):
                 known = tuple(pair for pair in needed if pair is not None)
-                # What waits for anything else, too, may have waited for that.
+                # A call that also waits for another message may have waited for that one.
                 if before is not None and known and len(known) == len(needed):
                     yield _WaitingCall(op, before, known)
                 before, needed = op, []

@@ -27,8 +27,8 @@ class Node:
 
     Attributes:
         rank: where it is; a collective is with the first rank of its group.
-        title, detail: what it is called, and of which actor.
-        kind: its colour; None for what is not a call.
+        title, detail: its name, and that of its actor.
+        kind: of work, for the colour; None if it is no call.
         source: the user's line, if it is known.
         count: in how many microbatches it occurs.
         layer: how many nodes have to come before it, one after the other.

@@ -37,7 +37,7 @@ def write_compiled(module: Module, timeline: Picture, transport: Transport, path
     """Draw the actor graph and the timeline of a scheduled module.
 
     Args:
-        module: what is drawn.
+        module: to be drawn.
         timeline: of its programs.
         transport: describes the transport of a channel.
         path: ends in `.svg` or `.html`; its folder is made if it does not exist.

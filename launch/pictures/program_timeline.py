@@ -18,7 +18,7 @@ from .op_boxes import Looks
 def picture_of_programs(
     times: ProgramTimes, module: Module, title: str = "", note: str = ""
 ) -> Picture:
-    """Programs: for each rank what it computes and, on paper, what travels on its other streams.
+    """Programs: for each rank its computation and, on paper, the messages on its other streams.
 
     Args:
         times: of the programs of `module`, simulated or recorded.

@@ -28,7 +28,7 @@ _BOX = 17.0
 _INVISIBLE = 0.12
 """Pixels; a box that is narrower is left out."""
 _ARROWS = 600
-"""Where there are more messages than this, arrows would hide what they connect."""
+"""The most messages with arrows: more arrows would hide the boxes that they connect."""
 
 
 def timeline_svg(picture: Picture, width: float | None = None) -> str:

@@ -36,7 +36,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32
 
 
 class Part(nn.Module):
-    """A layer, and a method that hands on what it is given."""
+    """A layer, and a method that returns its argument."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()

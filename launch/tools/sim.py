@@ -140,7 +140,7 @@ def _of_stages(costs: Costs, pipeline: Pipeline) -> Costs:
     for name in ("tf", "tb", "tw", "tcomm"):
         value = getattr(costs, name)
         needed = pipeline.stages - (name == "tcomm")
-        # Behind the last stage nothing is sent, but what is measured has an entry for it.
+        # The last stage sends nothing, but measured costs have an entry for it.
         if isinstance(value, tuple) and len(value) not in (needed, pipeline.stages):
             raise ValueError(
                 f"costs: {name} is given for {len(value)} stages, but the pipeline has "

@@ -84,7 +84,7 @@ def connect_channels(
 
     Raises:
         UnknownCommunicator: a channel names a transport that is not registered.
-        BindError: a transport cannot carry what it is to carry.
+        BindError: a transport cannot carry a message that its channel has.
     """
     by_name: dict[str, list[Channel]] = {HOST: []}
     for channel in channels:

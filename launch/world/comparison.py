@@ -26,8 +26,8 @@ class CallFacts:
         spec: its arguments.
         loc: its first line.
         words: the step and its arguments, in words.
-        every: compare each so manieth execution, from the first; 0: none; None: those that
-            `Comparison` names.
+        every: compare every n-th execution, from the first; 0: none; None: those that `Comparison`
+            names.
     """
 
     spec: InputSpec
@@ -55,7 +55,7 @@ class Comparison:
         control: of executions.
         spec: the arguments.
         loc: the step's first line.
-        every: compare each so manieth execution, from the first; None: as above.
+        every: compare every n-th execution, from the first; None: as above.
         progress: functions to call while waiting.
     """
 
@@ -126,7 +126,7 @@ class Comparison:
 
 
 def interval(check_inputs: object) -> int | None:
-    """Read `check_inputs` of `compile`: compare each so manieth execution; 0: none; None: some.
+    """Read `check_inputs` of `compile`: compare every n-th execution; 0: none; None: some.
 
     Raises:
         TypeError: it is no bool, int or None.
@@ -136,12 +136,12 @@ def interval(check_inputs: object) -> int | None:
         return None if check_inputs is None else int(check_inputs)
     if not isinstance(check_inputs, int):
         raise TypeError(
-            f"check_inputs={check_inputs!r}: True or False, an int to compare the arguments of "
-            "every so manieth execution, or None for the first few and some of the later ones"
+            f"check_inputs={check_inputs!r}: True or False, an int n to compare the arguments of "
+            "every n-th execution, or None for the first few and some of the later ones"
         )
     if check_inputs < 1:
         raise ValueError(
-            f"check_inputs={check_inputs}: compare every so manieth execution, at least 1; False "
-            "compares none"
+            f"check_inputs={check_inputs}: compare the arguments of every n-th execution, with n "
+            "at least 1; False compares none"
         )
     return check_inputs

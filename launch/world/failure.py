@@ -153,8 +153,8 @@ class JobExit(SystemExit):
     """The `SystemExit` of `sys.exit` in the main thread of a rank.
 
     The interpreter reads `code` when it is about to end the process, and no Python code is
-    running then. That is how we tell an exit that takes place from one that somebody catches:
-    the interpreter has no hook for it.
+    running then. So an exit that takes place can be told from one that is caught, for which the
+    interpreter has no hook.
     """
 
     guard: Guard

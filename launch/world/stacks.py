@@ -116,7 +116,7 @@ class Stacks:
         """Ask other ranks of this machine what they do.
 
         Args:
-            ranks: which; those that cannot be asked are left out of what is returned.
+            ranks: to ask; the result leaves out those that cannot be asked.
             seconds: how long to wait for answers. A dump of one that gives none takes up to
                 `DUMP_SECONDS` more.
         """

@@ -1,4 +1,4 @@
-"""What ranks must have traced alike, and what each may have of its own."""
+"""The traces that ranks must have alike, and the parts that may differ."""
 
 from __future__ import annotations
 

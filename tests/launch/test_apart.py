@@ -80,7 +80,7 @@ class Log:
 
 
 class Settings:
-    """What a user has written for all actors."""
+    """A user's statement for all actors."""
 
     def __init__(self) -> None:
         self.width = 4

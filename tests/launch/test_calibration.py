@@ -70,7 +70,7 @@ def recorded(module: Module, *times: Times) -> Recording:
 
 @dataclass
 class World:
-    """What a calibration asks a world."""
+    """The part of a world that a calibration uses."""
 
     nodes: tuple[int, ...] = (0, 0)
     is_virtual: bool = False

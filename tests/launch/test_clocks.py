@@ -13,7 +13,7 @@ Meetings = list[tuple[list[int], list[int]]]
 
 
 def meetings(offsets: list[int], times: list[list[tuple[int, int]]]) -> Meetings:
-    """What clocks with these offsets show.
+    """The times that clocks with these offsets show.
 
     Args:
         offsets: for each rank.

@@ -1,4 +1,4 @@
-"""Which device a rank gets."""
+"""The device that a rank gets."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Some:
 
 
 def see(wanted: str, names: str) -> Sight:
-    """What a rank sees that is shown devices of these names, one letter each."""
+    """The sight of a rank that is shown devices of these names, one letter each."""
     return look(
         wanted,
         Some(len(names)),

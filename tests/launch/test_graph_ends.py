@@ -1,4 +1,4 @@
-"""What is said of graphs that are open when the interpreter exits."""
+"""Messages about graphs that are open when the interpreter exits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes back and forth to find out what a message costs."""
+"""The messages that go back and forth to measure an edge."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cg.launch.measure.link_benchmark import _one_way
 
 @dataclass
 class World:
-    """What a trial asks a world."""
+    """The part of a world that a trial uses."""
 
     size: int = 2
     device: object = None
@@ -28,7 +28,7 @@ class _Seen(Exception):
 
 
 def tried(*channels: Channel, largest: int = 64) -> Module:
-    """What two ranks with these channels would run, with messages of so many bytes."""
+    """The module that two ranks with these channels would run, with messages of so many bytes."""
     patched = mock.patch("cg.launch.measure.link_benchmark.record", side_effect=_Seen)
     with patched as record, pytest.raises(_Seen):
         _one_way(World(), (0, 1), largest, channels)  # type: ignore[arg-type]

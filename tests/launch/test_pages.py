@@ -78,7 +78,7 @@ def view(page: Page) -> tuple[float, float]:
 
 
 def wait_for_view(page: Page, right: object) -> tuple[float, float]:
-    """What the page shows, once that is right."""
+    """The text that the page shows, once it is right."""
     assert callable(right)
     for _ in range(100):
         shown = view(page)
@@ -89,7 +89,7 @@ def wait_for_view(page: Page, right: object) -> tuple[float, float]:
 
 
 def at(page: Page, row: int, track: int, time: float) -> tuple[float, float]:
-    """Where a time of a track is in the window."""
+    """The point in the window of a time of a track."""
     low, high = view(page)
     given = {
         k: float(canvas(page).get_attribute(f"data-{k}") or "") for k in ("left", "width", "axis")

@@ -78,7 +78,7 @@ def stored(state: dict[str, int]) -> dict[str, int]:
 @pytest.mark.parametrize("at", [1, 3, 5])
 @pytest.mark.parametrize("kind", ["called", "compiled", "cleared"])
 def test_losses_are_bit_equal(kind: str, at: int) -> None:
-    """Whether the step is called as it is, or compiled for both signatures."""
+    """The two ways to run: the step is called as it is, or compiled for both signatures."""
 
     def callee(run: Run) -> Any:
         return run.step.lower_many([LARGE, SMALL]).compile() if kind == "compiled" else run.step

@@ -14,7 +14,7 @@ from cg.launch.world.cores import Core
 
 
 class Effects:
-    """What a process would have done to itself."""
+    """The effects that a process would have had on itself."""
 
     def __init__(self) -> None:
         self.exported: dict[str, str] = {}

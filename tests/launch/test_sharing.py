@@ -129,7 +129,7 @@ def train_with(stages: list[Any], first: Calls, last: Calls) -> Callable[..., An
 
 
 def assert_as_plain(build: Callable[[], Callable[..., Any]], schedule: str) -> None:
-    """What `build` makes gives the same, compiled and as plain Python, four times in a row."""
+    """The step of `build` gives the same, compiled and as plain Python, four times in a row."""
     torch.manual_seed(0)
     compiled = cg.trace(build()).lower(*batch()).compile(schedule=by_name(schedule))
     plain = build()

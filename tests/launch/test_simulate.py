@@ -180,7 +180,7 @@ def test_split_backwards_are_measured_by_halves(stages: list[Any]) -> None:
 
 
 def test_a_search_with_costs_settles_on_the_fastest_programs() -> None:
-    """Where transfers take long they wait for each other, which the order alone does not show."""
+    """Long transfers wait for each other, which the order alone does not show."""
     costs = cg.Costs(10.0, (0.0, 10.0, 10.0, 10.0), (20.0, 10.0, 10.0, 10.0), 6.0)
     schedule = cg.schedules.auto(4, costs)
     m, x = 8, torch.ones(8, WIDTH)

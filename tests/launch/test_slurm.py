@@ -1,4 +1,4 @@
-"""What is told from Slurm's variables, as Slurm sets and hands them on; no Slurm is needed."""
+"""Ranks read from Slurm's variables, as Slurm sets and hands them on; no Slurm is needed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ BATCH = {
     "SLURM_GTIDS": "0",
     "SLURM_NTASKS": "8",
 }
-"""What a batch script has of its own; it inherits the rest from where it was submitted."""
+"""The variables of a batch script itself; it inherits the rest from where it was submitted."""
 PMI2 = {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_FD": "11", "PMI_JOBID": "18.0"}
 PMIX = {"PMIX_RANK": "3", "PMIX_NAMESPACE": "slurm.pmix.18.0"}
 OF_HYDRA = {

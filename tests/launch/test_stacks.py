@@ -1,4 +1,4 @@
-"""What processes say when another one asks where they are."""
+"""The answers of processes that another one asks where they are."""
 
 from __future__ import annotations
 

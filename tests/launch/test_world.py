@@ -1,4 +1,4 @@
-"""Which world a process is part of, and what is refused; MPI's own is in `test_jobs.py`."""
+"""The world of a process, and refusals to start one; MPI's own is in `test_jobs.py`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_worker_of_a_rank_is_no_rank() -> None:
 
 
 def _orig_argv(program: str) -> list[str]:
-    """What a process that the program starts says of how it was started."""
+    """The report of a process that the program starts on how it was started."""
     with TemporaryDirectory() as folder:
         script = Path(folder) / "program.py"
         script.write_text(program)
