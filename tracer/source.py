@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import sysconfig
@@ -30,6 +31,7 @@ _NOT_THE_USERS = (
 )
 
 
+@functools.cache
 def is_user_file(file: str) -> bool:
     """Whether a file is neither part of cg, torch nor the standard library.
 
@@ -39,6 +41,17 @@ def is_user_file(file: str) -> bool:
     if "site-packages" in file and not file.startswith(_NOT_THE_USERS):
         return True
     return not file.startswith(_NOT_THE_USERS)
+
+
+@functools.cache
+def is_installed(file: str) -> bool:
+    """Whether a source file is of an installed package."""
+    return "site-packages" in file or "dist-packages" in file
+
+
+def is_own_file(file: str) -> bool:
+    """Whether a source file is the user's own, and of no installed package."""
+    return is_user_file(file) and not is_installed(file)
 
 
 def is_our_file(file: str) -> bool:

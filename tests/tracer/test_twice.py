@@ -15,7 +15,7 @@ from torch import nn
 
 import cg
 from cg.tracer.errors import TraceError
-from cg.tracer.methods.fingerprint import Snapshot
+from cg.tracer.heap.snapshot import Snapshot
 from cg.tracer.methods.side_effects import Surroundings
 from cg.tracer.methods.twice import HiddenState
 

@@ -18,7 +18,7 @@ import torch
 from ...ir.module import FunctionKind
 from ..errors import TraceError
 from ..functions.interface import Body
-from ..methods.fingerprint import MISSING, Snapshot
+from ..heap.snapshot import MISSING, Snapshot
 from ..step.session import Session
 from .holdings import Held
 from .sharing import Sharing, plays_all

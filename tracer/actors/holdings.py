@@ -15,8 +15,8 @@ from weakref import WeakValueDictionary
 import torch
 
 from ...ir.location import Location
+from ..heap.kinds import is_foreign
 from ..methods.dispatch_modes import storage_key
-from ..methods.side_effects import is_foreign
 from .actor_state import ActorState, reach
 
 

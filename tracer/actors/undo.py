@@ -7,8 +7,8 @@ from typing import Any, TypeAlias
 
 import torch
 
+from ..heap.snapshot import Snapshot
 from ..methods.dispatch_modes import storage_key
-from ..methods.fingerprint import Snapshot
 from .actor_state import collect_everything
 
 _Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]

@@ -10,7 +10,8 @@ import torch
 import torch.utils._pytree as pytree
 
 from ...ir.location import Location
-from ..actors.actor_state import SCALARS, ActorState, is_walked
+from ..actors.actor_state import ActorState
+from ..heap.kinds import is_plain, is_walked
 from ..step.specs import ObjectSpec, Static, TensorSpec, Tree
 
 
@@ -57,9 +58,7 @@ def given_objects(signature: Tree) -> tuple[tuple[Any, str], ...]:
     return tuple(
         (leaf.value, argument_name(signature, i))
         for i, leaf in enumerate(signature.leaves)
-        if isinstance(leaf, Static)
-        and not isinstance(leaf.value, SCALARS)
-        and is_walked(leaf.value)
+        if isinstance(leaf, Static) and not is_plain(leaf.value) and is_walked(leaf.value)
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
@@ -15,7 +14,7 @@ from torch._subclasses.fake_tensor import (
 
 from ...ir.location import Location
 from ..errors import TraceError
-from ..source import is_user_file
+from ..source import is_installed, is_user_file
 
 OPAQUE_REMEDY = (
     "mark the method with @cg.opaque to call it as it is, or make what it depends on a static "
@@ -73,19 +72,6 @@ _KNOWN: tuple[tuple[str, str, str], ...] = (
 )
 """What torch says, what it means ("": as it says), and what to do."""
 
-_is_user_file = functools.lru_cache(maxsize=None)(is_user_file)
-
-
-@functools.cache
-def is_installed(file: str) -> bool:
-    """Whether a source file is of an installed package."""
-    return "site-packages" in file or "dist-packages" in file
-
-
-def is_own_file(file: str) -> bool:
-    """Whether a source file is the user's own, and of no installed package."""
-    return _is_user_file(file) and not is_installed(file)
-
 
 def best_location(places: Iterable[tuple[CodeType, int]]) -> tuple[Location | None, str]:
     """The line to blame, and a note about the library line beneath it.
@@ -99,7 +85,7 @@ def best_location(places: Iterable[tuple[CodeType, int]]) -> tuple[Location | No
     library: Location | None = None
     for code, line in places:
         file = code.co_filename
-        if not _is_user_file(file):
+        if not is_user_file(file):
             continue
         where = Location(file, line, code.co_name)
         if not is_installed(file):

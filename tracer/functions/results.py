@@ -8,8 +8,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...ir.location import Location
-from ..actors.actor_state import SCALARS
 from ..errors import TraceError
+from ..heap.kinds import SCALARS
 from ..step.specs import Leaf, Static, TensorSpec, ir_dtype
 
 

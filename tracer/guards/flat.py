@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from itertools import repeat
 from typing import Any
 
-from ..methods.fingerprint import MISSING
+from ..heap.snapshot import MISSING
 
 
 class Flat:

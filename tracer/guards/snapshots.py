@@ -16,8 +16,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from ..actors.actor_state import SCALARS
-from ..methods.fingerprint import MISSING
+from ..heap.kinds import is_plain, join
+from ..heap.snapshot import MISSING
 from ..step.specs import static_key
 from .flat import Flat
 
@@ -186,7 +186,7 @@ class Items:
         if self.pinned is not None and now is not self.pinned:
             return Difference(path, f"one {self.kind.__name__} of tensors", _Words("another one"))
         for index, (item, value) in enumerate(zip(self.items, now, strict=True)):
-            found = _differ(item, value, _join(path, index), met)
+            found = _differ(item, value, join(path, index), met)
             if found is not None:
                 return found
         return None
@@ -225,7 +225,7 @@ class Entries:
             return Difference(path, f"one {self.kind.__name__} of tensors", _Words("another one"))
         inner = path.removesuffix("_modules").removesuffix(".")
         for key, picture in zip(self.keys, self.values, strict=True):
-            found = _differ(picture, dict.__getitem__(now, key), _join(inner, key), met)
+            found = _differ(picture, dict.__getitem__(now, key), join(inner, key), met)
             if found is not None:
                 return found
         return None
@@ -285,9 +285,9 @@ class Attributes:
             if picture is None or value is MISSING:
                 if (picture is None) != (value is MISSING):
                     before = "not there" if picture is None else picture.show()
-                    return Difference(_join(path, name), before, value)
+                    return Difference(join(path, name), before, value)
                 continue
-            found = _differ(picture, value, _join(path, name), met)
+            found = _differ(picture, value, join(path, name), met)
             if found is not None:
                 return found
         return None
@@ -296,9 +296,9 @@ class Attributes:
         """An attribute that was not there; one that is as that of the class makes no difference."""
         for key in [key for key in absent if key in space]:
             inherited = inspect.getattr_static(self.kind, key, MISSING)
-            if not _is_plain(inherited) or static_key(inherited) != static_key(space[key]):
+            if not is_plain(inherited) or static_key(inherited) != static_key(space[key]):
                 before = "not there" if inherited is MISSING else repr(inherited)
-                return Difference(_join(path, key), before, space[key])
+                return Difference(join(path, key), before, space[key])
             absent.remove(key)
             present = next(present for name, present, _ in self.groups if not name)
             present[key] = Plain(static_key(inherited), repr(inherited))
@@ -355,15 +355,11 @@ def _differ_in(
 ) -> Difference | None:
     for key, picture in present.items():
         if key not in space:
-            return Difference(_join(path, key), picture.show(), MISSING)
-        found = _differ(picture, space[key], _join(path, key), met)
+            return Difference(join(path, key), picture.show(), MISSING)
+        found = _differ(picture, space[key], join(path, key), met)
         if found is not None:
             return found
     return None
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, SCALARS) and not isinstance(value, type)
 
 
 def _differ(picture: Picture, now: Any, path: str, met: Comparison) -> Difference | None:
@@ -415,7 +411,3 @@ def _equal(before: Any, after: Any) -> bool:
         return bool(before == after)
     except (RuntimeError, ValueError, TypeError):
         return False
-
-
-def _join(path: str, name: object) -> str:
-    return f"{path}.{name}" if path else str(name)

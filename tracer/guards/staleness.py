@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch.nn.modules import module as modules
 
-from ..actors.actor_state import SCALARS, ActorState, StateTensor
+from ..actors.actor_state import ActorState, StateTensor
 from ..functions.interface import Guard
-from ..methods.fingerprint import MISSING
-from ..methods.side_effects import is_foreign
+from ..heap.kinds import is_foreign, is_plain
+from ..heap.snapshot import MISSING
 from ..methods.watch import EVERYTHING
 from ..step.specs import static_key
 from .flat import Flat
@@ -230,7 +230,7 @@ class _Camera:
             return TensorPicture(self.number(value))
         if id(value) in self._reads:
             return self._object(value)
-        if isinstance(value, SCALARS) and not isinstance(value, type):
+        if is_plain(value):
             return Plain(static_key(value), repr(value))
         if isinstance(value, weakref.ref):
             return Reference()
@@ -321,7 +321,7 @@ def _is_data(value: Any) -> bool:
         return all(map(_is_data, value))
     if isinstance(value, dict):
         return all(map(_is_data, value.values()))
-    return isinstance(value, SCALARS) and not isinstance(value, type)
+    return is_plain(value)
 
 
 def _repr(value: Any) -> str:

@@ -25,12 +25,11 @@ from ..errors import TraceError, refusals_raised
 from ..functions.call import Call
 from ..functions.error_translation import translate
 from ..functions.results import describe
+from ..heap.snapshot import Snapshot
 from ..step.binding import explain_misfit
 from ..step.specs import ObjectSpec, Static, TensorSpec, Tree
-from .changes import Rebind, sort_changes
-from .contents import Contents
+from .changes import Initialization, Rebind, sort_changes
 from .dispatch_modes import FunctionGuard, OpRecorder, storage_key
-from .fingerprint import Initialization, Snapshot
 from .journal import Journal
 from .kinds import real_kinds
 from .padding import padded_rows_zeroed
@@ -181,7 +180,7 @@ class _Run:
         """Runs a call with fakes for the state; afterwards all is as before, whatever happens."""
         state = self.call.state
         original = Snapshot(state.containers)
-        contents = Contents(state.others)
+        contents = Snapshot(state.others)
         surroundings = Surroundings(self.call.function, state)
         with ExitStack() as stack:
             # Interrupted half way, each of them is done once more: the weights must come back.
@@ -195,7 +194,7 @@ class _Run:
             put_state(state, self.state)
             with self._as_it_runs():
                 yield
-            self._refuse_contents(contents.changed())
+            self._refuse_contents(contents)
             self.initial += surroundings.check(self.call.what, self.call.blame)
 
     @contextmanager
@@ -214,11 +213,11 @@ class _Run:
         ):
             yield
 
-    def _refuse_contents(self, changed: list[str]) -> None:
-        for path in changed:
+    def _refuse_contents(self, contents: Snapshot) -> None:
+        for change in contents.changes():
             raise TraceError(
-                f"{self.call.what} cannot be traced: it changes what is in the attribute '{path}'; "
-                "a traced method runs once, so the change would be lost",
+                f"{self.call.what} cannot be traced: it changes what is in the attribute "
+                f"'{change.path}'; a traced method runs once, so the change would be lost",
                 loc=self.call.blame,
                 remedy="mark the method with @cg.opaque; numbers that change can be in a buffer "
                 "(self.register_buffer), random numbers come from torch functions",

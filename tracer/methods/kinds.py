@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..functions.error_translation import is_own_file
+from ..source import is_own_file
 
 
 class _Type:

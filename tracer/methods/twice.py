@@ -40,17 +40,17 @@ def settled(call: Call, wanted: Wanted | None = None) -> tuple[Call, Joint]:
     if not joint.initial:
         return call, joint
     try:
-        for change in joint.initial:
-            change.apply()
+        for each in joint.initial:
+            each.change.put(each.change.after)
         call = replace(call, state=collect(call.state.objects[0][0], call.given))
         second = _without_changes(call, wanted, joint)
     except BaseException:
-        for change in joint.initial:
-            change.take_back()
+        for each in joint.initial:
+            each.change.put(each.change.before)
         raise
-    for change in joint.initial:
-        if change.owner is not None:
-            second.reads[change.owner].add(str(change.key))
+    for each in joint.initial:
+        if each.owner is not None:
+            second.reads[each.owner].add(str(each.change.key))
     return call, second
 
 

@@ -19,8 +19,8 @@ from ...ir.location import Location
 from ..actors.actor_state import ActorState
 from ..errors import TraceError
 from ..functions.error_translation import current_location
-from .contents import is_used_up
-from .fingerprint import MISSING
+from ..heap.kinds import is_used_up
+from ..heap.snapshot import MISSING
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
