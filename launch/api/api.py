@@ -26,10 +26,11 @@ from ...passes.manager import PassManager
 from ...passes.pipelines import default_pipeline
 from ...passes.registry import parse_switches
 from ...passes.schedules import Schedule
-from ...tracer.actors.actors import ActorFactory
+from ...tracer.actors.factory import ActorFactory
 from ...tracer.functions.functions import Functions
+from ...tracer.step.inputs import InputError, signature_of
 from ...tracer.step.step import definition, trace_step
-from ...tracer.step.trace import InputError, Trace, signature_of
+from ...tracer.step.trace import Trace
 from ..config import config
 from ..runtime.driven_graphs import check_outside
 from ..world.agreement import Asked, check_compilation

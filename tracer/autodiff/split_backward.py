@@ -20,8 +20,7 @@ import torch
 from torch import fx
 
 from ..methods.joint import Joint
-from .backward import Part, backward_piece
-from .cut import Cut
+from .backward import Cut, Part, backward_piece
 from .subgraphs import Piece, has_effect, is_view, memory_of, reshapes_in_place
 
 _MASKED: frozenset[object] = frozenset({torch.ops.aten.convolution_backward.default})

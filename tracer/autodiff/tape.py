@@ -7,7 +7,7 @@ from heapq import heappop, heappush
 
 from ...ir.ops import Backward, Call, Op, Value
 from ...ir.types import ObjectType, TensorType
-from ..functions.callee import Callee
+from ..functions.call import Callee
 
 
 @dataclass(eq=False, slots=True)

@@ -13,10 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ...ir.location import Location
 from ..errors import TraceError
 from ..intrinsics.opaque import OpaqueMark
-from ..step.specs import Leaf, ObjectSpec, TensorSpec, Tree, filler
-from ..step.trace import describe as outline
+from ..step.inputs import show_type
+from ..step.specs import Leaf, ObjectSpec, TensorSpec, Tree, filler, result_spec
 from .interface import Body
-from .results import describe
 
 
 def opaque_results(
@@ -62,7 +61,7 @@ def _faked(
     leaves, spec = pytree.tree_flatten(result)
     return Tree(
         tuple(
-            describe(leaf, what, loc) if isinstance(leaf, torch.Tensor) else ObjectSpec()
+            result_spec(leaf, what, loc) if isinstance(leaf, torch.Tensor) else ObjectSpec()
             for leaf in leaves
         ),
         spec,
@@ -218,13 +217,13 @@ class _Outline(str):
 
 def _outline(value: Any) -> _Outline:
     if isinstance(value, torch.Tensor):
-        return _Outline(outline(value.dtype, value.shape))
+        return _Outline(show_type(value.dtype, value.shape))
     return _Outline("None" if value is None else type(value).__name__)
 
 
 def _promise(leaf: Leaf) -> _Outline:
     if isinstance(leaf, TensorSpec):
-        return _Outline(outline(leaf.dtype, leaf.shape))
+        return _Outline(show_type(leaf.dtype, leaf.shape))
     return _Outline("object")
 
 

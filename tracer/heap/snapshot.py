@@ -204,15 +204,6 @@ def _equal_words(now: Any, copy: Any) -> bool:
     return repr(now) == repr(copy)
 
 
-def _alike(now: dict[str, Any], copy: dict[str, Any]) -> bool:
-    return now.keys() == copy.keys() and all(_same_slot(now[key], copy[key]) for key in copy)
-
-
-def _same_slot(now: Any, before: Any) -> bool:
-    plain = isinstance(before, (bool, int, float, complex, str, bytes))
-    return before is now or (plain and type(before) is type(now) and bool(before == now))
-
-
 def _itself(value: Any) -> Any:
     return value
 
@@ -309,7 +300,7 @@ def _put_torch_bits(value: torch.Generator, copy: bytes) -> None:
     value.set_state(torch.frombuffer(bytearray(copy), dtype=torch.uint8))
 
 
-_SLOTS = Kind(slots_of, _put_slots, _alike)
+_SLOTS = Kind(slots_of, _put_slots, same)
 _ELEMENTS = Kind(lambda value: value[:], _put_items, _equal)  # of a bytearray or an array
 _KINDS: tuple[tuple[type, Kind], ...] = (
     (dict, Kind(_itself, _put_dict, _identical, has_parts=True)),

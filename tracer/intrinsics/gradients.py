@@ -13,7 +13,7 @@ from ...ir.module import Function, Vjp
 from ...ir.ops import Backward, Call, Value
 from ..autodiff.tape import Entry, Reached
 from ..errors import TraceError
-from ..functions.callee import Callee, VjpKey
+from ..functions.call import Callee, VjpKey
 from ..functions.calls import agree, enter, tracing
 from ..functions.interface import TracedVjp, Write
 from ..source import caller_location

@@ -19,20 +19,19 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import disable_autocast_cache, get_proxy_mode, make_fx
 
-from ..actors.actor_state import ActorState, StateTensor, put_state
+from ..actors.actor_state import StateTensor, put_state
 from ..autodiff.subgraphs import simplify
 from ..errors import TraceError, refusals_raised
 from ..functions.call import Call
 from ..functions.error_translation import translate
-from ..functions.results import describe
 from ..heap.snapshot import Snapshot
 from ..step.binding import explain_misfit
-from ..step.specs import ObjectSpec, Static, TensorSpec, Tree
+from ..step.specs import ObjectSpec, Static, TensorSpec, Tree, result_spec
 from .changes import Initialization, Rebind, sort_changes
 from .dispatch_modes import FunctionGuard, OpRecorder, storage_key
+from .fake_types import real_kinds
 from .journal import Journal
-from .kinds import real_kinds
-from .padding import padded_rows_zeroed
+from .module_paths import padded_rows_zeroed, without_fused_recurrence
 from .randomness import generator_watched, random_state_watched
 from .side_effects import Surroundings
 from .watch import RunAsIs, Watch
@@ -209,7 +208,7 @@ class _Run:
             real_kinds(kinds, space),
             generator_watched(self.call.what, _call_user.__code__),
             padded_rows_zeroed(state),
-            _without_fused_recurrence(state),
+            without_fused_recurrence(state),
         ):
             yield
 
@@ -261,7 +260,9 @@ class _Run:
     def _finish_forward(self, result: Any, expected: Snapshot) -> list[torch.Tensor]:
         leaves, spec = pytree.tree_flatten(result)
         where = self.call.blame
-        self.results = Tree(tuple(describe(leaf, self.call.what, where) for leaf in leaves), spec)
+        self.results = Tree(
+            tuple(result_spec(leaf, self.call.what, where) for leaf in leaves), spec
+        )
         outputs = [leaves[i] for i in self.results.values]
         self.rebinds, self.initial = sort_changes(
             expected.changes(), self.call, self.state, outputs, self.inputs, self.watch
@@ -386,25 +387,6 @@ def _surely(undo: Callable[[], None]) -> None:
     except BaseException:
         undo()
         raise
-
-
-@contextmanager
-def _without_fused_recurrence(state: ActorState) -> Iterator[None]:
-    """Trace LSTM and GRU step by step, in actors that have such modules.
-
-    oneDNN's fused kernels save for the backward only where gradients are enabled when they run,
-    and cuDNN's arrange the memory of their weights, which a graph cannot.
-    """
-    recurrent = any(isinstance(obj, torch.nn.RNNBase) for obj, _ in state.objects)
-    backends: list[Any] = [torch.backends.mkldnn, torch.backends.cudnn] if recurrent else []
-    before = [backend.enabled for backend in backends]
-    for backend in backends:
-        backend.enabled = False
-    try:
-        yield
-    finally:
-        for backend, enabled in zip(backends, before, strict=True):
-            backend.enabled = enabled
 
 
 @contextmanager
