@@ -28,7 +28,7 @@ class SequenceNode(GuardNode):
     items: list[GuardNode] = field(default_factory=list)
 
     def differ(self, now: Any, path: str, met: Comparison) -> Difference | None:
-        if type(now) is not self.kind or len(now) != len(self.items):
+        if not _is_of(now, self.kind) or len(now) != len(self.items):
             return Difference(path, self.show(), now)
         if self.pinned is not None and now is not self.pinned:
             return Difference(path, f"one {self.kind.__name__} of tensors", Verbatim("another one"))
@@ -68,7 +68,7 @@ class DictNode(GuardNode):
     values: list[GuardNode] = field(default_factory=list)
 
     def differ(self, now: Any, path: str, met: Comparison) -> Difference | None:
-        if type(now) is not self.kind or list(now) != self.keys:
+        if not _is_of(now, self.kind) or list(now) != self.keys:
             return Difference(path, self.show(), now)
         if self.pinned is not None and now is not self.pinned:
             return Difference(path, f"one {self.kind.__name__} of tensors", Verbatim("another one"))
@@ -181,6 +181,10 @@ class ObjectNode(GuardNode):
             return repr(self.original)
         except Exception:  # of the user's own
             return f"an object of class {self.kind.__qualname__}"
+
+
+def _is_of(value: Any, kind: type) -> bool:
+    return type(value) is kind
 
 
 def group_of(obj: Any, name: str) -> Any:
