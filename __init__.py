@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from .tracer.intrinsics.microbatches import mean, microbatches
     from .tracer.intrinsics.opaque import opaque
     from .tracer.intrinsics.via import via
-    from .tracer.step.trace import InputError
+    from .tracer.step.inputs import InputError
     from .tracer.step.values import OBJECT as object  # noqa: N811 - users write cg.object
 
 # Where each public name lives: room.module, and the name there if it is another.
@@ -96,7 +96,7 @@ _HOMES = {
     # What can go wrong
     "TraceError": "tracer.errors",
     "IRError": "ir.diagnostics",
-    "InputError": "tracer.step.trace",
+    "InputError": "tracer.step.inputs",
     "RemoteError": "backends.errors",
     "CapacityError": "backends.errors",
     "ExecutionLost": "backends.errors",

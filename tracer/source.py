@@ -1,7 +1,8 @@
-"""Finding the user's line: the innermost frame that is neither cg's, torch's nor Python's own."""
+"""Find the user's line: the innermost frame that is neither cg's, torch's nor Python's own."""
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import sysconfig
@@ -30,8 +31,9 @@ _NOT_THE_USERS = (
 )
 
 
+@functools.cache
 def is_user_file(file: str) -> bool:
-    """Whether a file is neither part of cg, torch nor the standard library.
+    """True if a file is neither part of cg, torch nor the standard library.
 
     Installed packages other than those count as the user's: a line of transformers is a better
     answer than none.
@@ -41,8 +43,19 @@ def is_user_file(file: str) -> bool:
     return not file.startswith(_NOT_THE_USERS)
 
 
+@functools.cache
+def is_installed(file: str) -> bool:
+    """True if a source file is of an installed package."""
+    return "site-packages" in file or "dist-packages" in file
+
+
+def is_own_file(file: str) -> bool:
+    """True if a source file is the user's own, and of no installed package."""
+    return is_user_file(file) and not is_installed(file)
+
+
 def is_our_file(file: str) -> bool:
-    """Whether a file is part of cg."""
+    """True if a file is part of cg."""
     return file.startswith((*_OURS, _COMPILED))
 
 

@@ -37,7 +37,7 @@ from cg.backends.virtual.world import VirtualWorld
 from cg.ir.parser import parse_module
 from cg.ir.verify.verifier import verify
 from cg.launch.world.world import use_world, world
-from cg.tracer.actors.actors import ActorFactory
+from cg.tracer.actors.factory import ActorFactory
 
 _BLOCK = re.compile(
     r"^<!-- (?P<what>run|output|ir)(?P<options>[^\n]*?) -->\n+"

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, overload
 from ...backends.agreement.gather import gather
 from ...ir.pipeline.costs import Costs
 from ...ir.types import Place
-from ...tracer.actors.actors import ActorFactory
+from ...tracer.actors.factory import ActorFactory
 from ..world.devices import torch_device
 from ..world.world import world
 from .compiled import Compiled

@@ -8,8 +8,9 @@ from typing import Any
 
 from ...ir.types import Place
 from ...tracer.functions.functions import Functions
+from ...tracer.step.inputs import InputError, signature_of
 from ...tracer.step.step import trace_step
-from ...tracer.step.trace import InputError, Trace, signature_of
+from ...tracer.step.trace import Trace
 from ..config import config
 from ..runtime.driven_graphs import check_outside
 from ..world.agreement import TraceRequest

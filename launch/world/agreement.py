@@ -21,9 +21,10 @@ from ...ir.location import Location
 from ...ir.ops import Constant
 from ...ir.printer import format_module
 from ...ir.types import Place, format_ranks
+from ...tracer.step.inputs import InputError, InputSpec, name_parts, show_type
 from ...tracer.step.specs import Leaf, ObjectSpec, Static, TensorSpec
 from ...tracer.step.step import definition, describe_inputs
-from ...tracer.step.trace import InputError, InputSpec, Trace, describe, name_parts
+from ...tracer.step.trace import Trace
 from ..runtime.runtime import tell
 
 _TYPES: Final = (
@@ -186,7 +187,7 @@ def _arguments(spec: InputSpec, loc: Location | None) -> dict[str, Part]:
 def _argument(leaf: Leaf) -> str:
     match leaf:
         case TensorSpec(dtype, shape, requires_grad):
-            return describe(dtype, shape) + (" with a gradient" if requires_grad else "")
+            return show_type(dtype, shape) + (" with a gradient" if requires_grad else "")
         case ObjectSpec():
             return "a Python object"
         case Static(value):
@@ -216,7 +217,7 @@ def _results(trace: Trace) -> str:
 def _content(tensor: torch.Tensor) -> str:
     if tensor.numel() <= _SHOWN:
         return f"{tensor.dtype} {tensor.tolist()}"
-    return f"{describe(tensor.dtype, tensor.shape)} of digest {digest(tensor):08x}"
+    return f"{show_type(tensor.dtype, tensor.shape)} of digest {digest(tensor):08x}"
 
 
 def _ranks(place: Place | None) -> str:

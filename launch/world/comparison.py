@@ -11,7 +11,7 @@ from ...backends.agreement.gather import named
 from ...backends.base import World
 from ...backends.cpu.control.control import Control
 from ...ir.location import Location
-from ...tracer.step.trace import InputError, InputSpec
+from ...tracer.step.inputs import InputError, InputSpec
 from .waiting import user_line
 
 SELDOM: Final = 512

@@ -14,7 +14,7 @@ from torch import nn
 import cg
 from cg.ir.diagnostics import IRError
 from cg.tracer.errors import TraceError
-from cg.tracer.step.trace import InputError
+from cg.tracer.step.inputs import InputError
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
 

@@ -22,7 +22,7 @@ from cg.ir.module import Function, FunctionKind, Vjp
 from cg.ir.ops import Call
 from cg.ir.printer import format_op
 from cg.ir.types import ObjectType, Place
-from cg.tracer.actors.actors import ActorFactory
+from cg.tracer.actors.factory import ActorFactory
 from cg.tracer.errors import TraceError
 from cg.tracer.functions.interface import MethodTarget, TracedFunction, TracedVjp
 from cg.tracer.step.specs import ObjectSpec, Static, TensorSpec, Tree

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from cg.tracer.actors.actors import ActorError, ActorFactory, ActorHandle
+from cg.tracer.actors.actors import ActorError, ActorHandle
+from cg.tracer.actors.factory import ActorFactory
 from cg.tracer.errors import TraceError
 
 from .step_tools import Bench, Solo, refusal

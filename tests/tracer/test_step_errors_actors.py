@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from cg.tracer.actors.actors import ActorFactory
+from cg.tracer.actors.factory import ActorFactory
 from cg.tracer.errors import TraceError
 from cg.tracer.intrinsics.gradients import backward
 from cg.tracer.intrinsics.microbatches import mean, microbatches

@@ -15,8 +15,9 @@ from cg.backends.virtual.world import VirtualWorld
 from cg.ir.types import Place
 from cg.launch.world.world import use_world
 from cg.tracer.errors import TraceError
+from cg.tracer.step.inputs import InputError, InputSpec, signature_of
 from cg.tracer.step.specs import TensorSpec
-from cg.tracer.step.trace import InputError, InputSpec, Trace, signature_of
+from cg.tracer.step.trace import Trace
 from cg.tracer.step.values import OBJECT
 
 from .step_tools import Bench

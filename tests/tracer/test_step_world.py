@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cg.ir.printer import format_module
-from cg.tracer.actors.actors import ActorFactory
+from cg.tracer.actors.factory import ActorFactory
 from cg.tracer.errors import TraceError
 from cg.tracer.intrinsics.gradients import backward
 from cg.tracer.intrinsics.microbatches import mean, microbatches

@@ -1,4 +1,4 @@
-"""Finding the state of an actor: every tensor that its attributes reach, and what holds each.
+"""Find the state of an actor: every tensor that its attributes reach, and what holds each.
 
 An actor is a `torch.nn.Module` or any other object. Its state is found by walking attributes,
 modules, lists, dicts, tuples and plain objects. What holds a tensor is remembered as a `Slot`, so
@@ -7,12 +7,7 @@ that tracing can put a fake in its place and a body can look the live tensor up 
 
 from __future__ import annotations
 
-import argparse
 import collections
-import enum
-import functools
-import sys
-import types
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -21,50 +16,20 @@ from typing import Any
 import torch
 
 from ..errors import TraceError
-from ..methods.contents import has_slots, kind_of, slots_of
-
-SCALARS: tuple[type, ...] = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    enum.Enum,
-    range,
-    slice,
-    type,
-    type(Ellipsis),
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-    torch.Size,
+from ..heap.kinds import (
+    SCALARS,
+    TRAINERS,
+    has_slots,
+    is_of_model,
+    is_stateful,
+    is_walked,
+    items_of,
+    join,
+    slots_of,
 )
-"""Types whose values say everything about them."""
-
-TRAINERS: tuple[type, ...] = (
-    torch.optim.Optimizer,
-    torch.optim.lr_scheduler.LRScheduler,
-    torch.optim.lr_scheduler.ReduceLROnPlateau,
-    torch.amp.GradScaler,
-)
-"""Objects that work on gradients; a method that touches one is called as it is."""
-
-_HOLDERS: tuple[type, ...] = (
-    types.SimpleNamespace,
-    argparse.Namespace,
-    collections.UserDict,
-    collections.UserList,
-)
-"""Classes of Python's own whose objects are nothing but what they hold."""
 
 _MANY = 10_000
-_OWN_ROOMS = tuple(
-    f"{__name__.rpartition('.tracer.')[0]}.{room}."
-    for room in ("ir", "tracer", "backends", "launch")
-)
+"""Items of a larger container are not looked into."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -84,7 +49,7 @@ class Slot:
     path: str
 
     def get(self) -> Any:
-        """What is there now.
+        """Return what is there now.
 
         Raises:
             LookupError: nothing is.
@@ -121,7 +86,7 @@ class StateTensor:
 
     @property
     def is_trained(self) -> bool:
-        """Whether a backward accumulates into its `.grad`."""
+        """True if a backward accumulates into its `.grad`."""
         return self.tensor.requires_grad and self.tensor.is_leaf
 
 
@@ -210,12 +175,12 @@ class _Walk:
             self.state.trainers.append(value)
         elif is_walked(value):
             self.visit_object(value, path)
-        elif has_slots(value) and _is_foreseen(value):
+        elif has_slots(value) and is_of_model(value):
             self.visit_object(value, path)
             self.state.others.append((value, path))
             for name, item in slots_of(value).items():
-                self.visit(item, _join(path, name), None)
-        elif kind_of(value) is not None:
+                self.visit(item, join(path, name), None)
+        elif is_stateful(value):
             self._seen.add(id(value))
             self.state.others.append((value, path))
 
@@ -245,7 +210,7 @@ class _Walk:
     ) -> None:
         for index, item in enumerate(value):
             inner = None if slot is None else (slot[0], slot[1], (*slot[2], index))
-            self.visit(item, _join(path, index), inner)
+            self.visit(item, join(path, index), inner)
 
     def _visit_container(self, container: Any, path: str) -> None:
         self._seen.add(id(container))
@@ -253,14 +218,11 @@ class _Walk:
             self.state.containers.append((container, path))
         if len(container) > _MANY:
             return
-        items = container.items() if isinstance(container, dict) else enumerate(container)
         addressable = isinstance(container, (dict, list))
-        for key, item in list(items):
+        for key, item in items_of(container):
             if isinstance(item, SCALARS):
                 continue
-            here = (
-                path if key in _MODULE_DICTS and isinstance(container, dict) else _join(path, key)
-            )
+            here = path if key in _MODULE_DICTS and isinstance(container, dict) else join(path, key)
             self.visit(item, here, (container, key, ()) if addressable else None)
 
 
@@ -286,28 +248,6 @@ class _Reach(_Walk):
 _MODULE_DICTS = frozenset({"_parameters", "_buffers", "_modules"})
 
 
-def _join(path: str, key: object) -> str:
-    return f"{path}.{key}" if path else str(key)
-
-
-def is_walked(value: Any) -> bool:
-    """Whether an object's attributes count as the actor's own."""
-    if isinstance(value, (torch.nn.Module, *_HOLDERS)):
-        return True
-    return isinstance(getattr(value, "__dict__", None), dict) and _is_foreseen(value)
-
-
-def _is_foreseen(value: Any) -> bool:
-    """Whether an object is of a class that the user, or a library of models, has written."""
-    module = type(value).__module__ + "."
-    root = module.partition(".")[0]
-    return (
-        root not in ("torch", "numpy")
-        and (root not in sys.stdlib_module_names or root == "__main__")
-        and not module.startswith(_OWN_ROOMS)
-    )
-
-
 def put_state(state: ActorState, values: Sequence[torch.Tensor]) -> None:
     """Put other tensors into all slots of an actor's state.
 
@@ -325,43 +265,3 @@ def put_state(state: ActorState, values: Sequence[torch.Tensor]) -> None:
             for index, item in enumerate(container):
                 if isinstance(item, weakref.ref) and id(item()) in instead:
                     container[index] = weakref.ref(instead[id(item())])
-
-
-def reaches_tensor(value: Any, known: set[int]) -> bool:
-    """Whether a tensor can be reached from a value, not looking into what is `known` (by id).
-
-    What it has looked into is known from then on.
-    """
-    if isinstance(value, torch.Tensor):
-        return True
-    if isinstance(value, SCALARS) or id(value) in known:
-        return False
-    known.add(id(value))
-    return any(reaches_tensor(part, known) for part in _parts(value))
-
-
-def _parts(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return [*value.keys(), *value.values()]
-    if isinstance(value, (list, tuple, set, frozenset, collections.deque)):
-        return list(value)
-    if isinstance(value, types.ModuleType):
-        return []
-    found: list[Any] = list(getattr(value, "__dict__", {}).values())
-    found += slots_of(value).values()
-    if isinstance(value, types.MethodType):
-        found += [value.__self__, value.__func__]
-    elif isinstance(value, types.FunctionType):
-        cells = value.__closure__ or ()
-        found += [cell.cell_contents for cell in cells if _is_full(cell)]
-        found += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-    elif isinstance(value, functools.partial):
-        found += [value.func, *value.args, *value.keywords.values()]
-    return found
-
-
-def _is_full(cell: types.CellType) -> bool:
-    try:
-        return bool([cell.cell_contents])
-    except ValueError:
-        return False

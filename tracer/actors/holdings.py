@@ -1,4 +1,4 @@
-"""What actors hold: their memory and the objects that can change, each with its path.
+"""List what actors hold: their memory and the objects that can change, each with its path.
 
 Actors are compared by it. Where this process plays all ranks, it holds all actors. Where it does
 not, the owner of an actor compares it with what later actors of other ranks are made of, while both
@@ -15,14 +15,14 @@ from weakref import WeakValueDictionary
 import torch
 
 from ...ir.location import Location
+from ..heap.kinds import is_foreign
 from ..methods.dispatch_modes import storage_key
-from ..methods.side_effects import is_foreign
 from .actor_state import ActorState, reach
 
 
 @dataclass
 class Holding:
-    """What an actor, or anything else, holds at one moment.
+    """Memory and objects that an actor, or anything else, holds at one moment.
 
     Attributes:
         memory: for each piece of memory, the tensors that it is of, by path.
@@ -39,7 +39,7 @@ class Holding:
 
     @staticmethod
     def of(state: ActorState) -> Holding:
-        """What a walk has found."""
+        """Sort what a walk has found."""
         holding = Holding()
         for held in state.tensors:
             holding.values.setdefault(held.path, held.tensor)
@@ -67,12 +67,12 @@ class Holding:
 
 
 def _is_whole(value: Any) -> bool:
-    """Whether what is in an object is its own business."""
+    """True if what is in an object is its own business."""
     return isinstance(value, torch.nn.Module) or is_foreign(type(value))
 
 
 def _memory_keys(tensor: torch.Tensor) -> Iterator[Hashable]:
-    """What identifies the memory of a tensor and of its gradient."""
+    """Identify the memory of a tensor and of its gradient."""
     key = storage_key(tensor)
     yield ("tensor", id(tensor)) if key is None else ("storage", key)
     if key is not None and (address := tensor.untyped_storage().data_ptr()):
@@ -126,6 +126,44 @@ class Held:
     path: str
 
 
+@dataclass
+class Use:
+    """Uses of an actor's memory by its functions; actors of other ranks may hold it, too.
+
+    Attributes:
+        reads, changes: the paths of the tensors that its traced functions have been seen to read,
+            and to change, with the function that did.
+        is_traced, is_opaque: whether methods of it were traced, and called as they are.
+        paths: where the actor holds a tensor, by storage; while a step is traced.
+    """
+
+    reads: set[str] = field(default_factory=set)
+    changes: dict[str, str] = field(default_factory=dict)
+    is_traced: bool = False
+    is_opaque: bool = False
+    paths: dict[int | None, str] = field(default_factory=dict)
+
+    def note(
+        self, reads: Collection[int | None], changes: Collection[int | None], function: str
+    ) -> None:
+        """Note the memory that a traced function uses."""
+        self.is_traced = True
+        self.reads.update(self.paths[key] for key in reads if key in self.paths)
+        for key in changes:
+            if key in self.paths:
+                self.changes.setdefault(self.paths[key], function)
+
+    def of(self, paths: Collection[str]) -> Use:
+        """The part that concerns some paths."""
+        changes = {path: function for path, function in self.changes.items() if path in paths}
+        return Use(self.reads & set(paths), changes, self.is_traced, self.is_opaque)
+
+    def includes(self, path: str) -> bool:
+        """True if the actor uses what is there; if only opaque methods use it, it uses all."""
+        only_opaque = self.is_opaque and not self.is_traced
+        return only_opaque or path in self.reads or path in self.changes
+
+
 @dataclass(eq=False)
 class Member:
     """An actor, as this process knows it.
@@ -140,9 +178,7 @@ class Member:
         kept: of what it was made of, by path there, where it holds that.
         met: later actors of other ranks that were made of what it holds, as (what it holds, their
             name, path in what they were made of).
-        reads, changes: the paths of the tensors that its traced functions have been seen to read,
-            and to change, with the function that did.
-        is_traced, is_opaque: whether methods of it were traced, and called as they are.
+        use: what the functions of earlier steps do to its memory.
     """
 
     name: str
@@ -154,19 +190,16 @@ class Member:
     keys: frozenset[Hashable] = frozenset()
     kept: dict[str, str] = field(default_factory=dict)
     met: list[tuple[Held, str, str]] = field(default_factory=list)
-    reads: set[str] = field(default_factory=set)
-    changes: dict[str, str] = field(default_factory=dict)
-    is_traced: bool = False
-    is_opaque: bool = False
+    use: Use = field(default_factory=Use)
 
     def at(self, path: str) -> Held:
-        """What it holds there."""
+        """Return what it holds there."""
         return Held(self.name, self.rank, self.made, self.order, path)
 
 
 @dataclass(frozen=True)
 class Shared:
-    """What an actor shares with another actor of its rank.
+    """Memory that an actor shares with another actor of its rank.
 
     Attributes:
         other: the other actor.
@@ -175,50 +208,6 @@ class Shared:
 
     other: str
     memory: frozenset[int | None]
-
-
-@dataclass
-class Use:
-    """Notes what functions of an actor do to its memory, which actors of other ranks may hold too.
-
-    Attributes:
-        member: the actor.
-        paths: where it holds a tensor, by storage.
-        reads, changes, is_traced, is_opaque: as those of `Member`; of earlier steps, and this one.
-    """
-
-    member: Member
-    paths: dict[int | None, str]
-    reads: set[str] = field(init=False)
-    changes: dict[str, str] = field(init=False)
-    is_traced: bool = field(init=False)
-    is_opaque: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        member = self.member
-        self.reads, self.changes = set(member.reads), dict(member.changes)
-        self.is_traced, self.is_opaque = member.is_traced, member.is_opaque
-
-    def note(
-        self, reads: Collection[int | None], changes: Collection[int | None], function: str
-    ) -> None:
-        """Note the memory that a traced function uses."""
-        paths = self.paths
-        self.is_traced = True
-        self.reads.update(paths[key] for key in reads if key in paths)
-        for key in changes:
-            if key in paths:
-                self.changes.setdefault(paths[key], function)
-
-    def note_opaque(self) -> None:
-        """Note that a method is called as it is."""
-        self.is_opaque = True
-
-    def keep(self) -> None:
-        """Let later steps know of it."""
-        member = self.member
-        member.reads, member.changes = self.reads, self.changes
-        member.is_traced, member.is_opaque = self.is_traced, self.is_opaque
 
 
 class Actors:
@@ -261,7 +250,7 @@ class Actors:
                     other.met.append((other.at(own), member.name, path))
 
     def holding(self, member: Member) -> Holding:
-        """What an actor holds now; of other actors of its rank whose handles it has, too."""
+        """Return what an actor holds now, and what others of its rank hold whose handle it has."""
 
         def behind(value: Any) -> tuple[Any, ...]:
             other = self._member_of(value)
@@ -271,7 +260,7 @@ class Actors:
 
 
 def _matches(things: Holding, holding: Holding) -> Iterator[tuple[str, str]]:
-    """What is in both, by its paths in both."""
+    """Find what is in both, by its paths in both."""
     for key in (*things.memory, *things.objects):
         path, own = things.path_of(key), holding.path_of(key)
         if path is not None and own is not None:

@@ -1,4 +1,4 @@
-"""Taking back what a step has done to an actor: copies of all its state, optimizers included."""
+"""Take back what a step has done to an actor, by copies of all its state, optimizers included."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any, TypeAlias
 
 import torch
 
+from ..heap.snapshot import Snapshot
 from ..methods.dispatch_modes import storage_key
-from ..methods.fingerprint import Snapshot
 from .actor_state import collect_everything
 
 _Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]

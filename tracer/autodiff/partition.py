@@ -1,6 +1,6 @@
-"""Cutting a joint graph: the forward alone, or forward and backward with saved values between.
+"""Cut a joint graph: the forward alone, or forward and backward with saved values between.
 
-The forward is what existed before the backward began; `cut.py` says what is saved of it.
+The forward is what existed before the backward began; `backward.py` says what is saved of it.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from torch import fx
 
 from ..methods.joint import Joint
-from .backward import backward_piece, whole_backward
-from .cut import Cut
-from .split_backward import Halves, halve
+from .backward import Cut, backward_piece, whole_backward
+from .split_backward import SplitBackward, halve
 from .subgraphs import Builder, Piece, fake_of, live_nodes, memory_of, returned_values
 
 
@@ -31,7 +30,7 @@ class Split:
     forward: Piece
     backward: Piece
     saved: tuple[fx.Node, ...]
-    halves: Halves | None
+    halves: SplitBackward | None
 
 
 def split(joint: Joint, volatile: Collection[int] = (), recompute: bool = False) -> Split:

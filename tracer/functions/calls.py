@@ -24,7 +24,7 @@ from ..source import traceback_location
 from ..step.session import Session
 from ..step.specs import Leaf, ObjectSpec, TensorSpec, Tree
 from ..step.values import ObjectValue, Traced, TracedTensor, share, storage_of
-from .callee import Callee, requires_grad, value_leaves
+from .call import Callee, requires_grad, value_leaves
 from .interface import Body, Peers, Target, TracedFunction, Write
 
 L = TypeVar("L")
@@ -33,7 +33,7 @@ P = TypeVar("P")
 
 @dataclass(frozen=True)
 class Subject:
-    """What is to be traced, as all ranks see it.
+    """A function to be traced, as all ranks see it.
 
     Attributes:
         target: what to trace; None if another process plays the actor.
@@ -48,7 +48,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class _Public:
-    """What every rank learns of a traced function; `skeleton` is the pytree of its results."""
+    """Public part of a traced function; `skeleton` is the pytree of its results."""
 
     declaration: Function
     leaves: tuple[Leaf, ...]
@@ -97,6 +97,7 @@ def declare(
     if not grad:
         specs = tuple(_without_grad(spec) for spec in specs)
     declaration = session.module.functions[name]
+    is_opaque = declaration.kind is FunctionKind.OPAQUE
     needed = tuple(grad and requires_grad(spec) for spec in value_leaves(signature))
     return Callee(
         declaration=declaration,
@@ -108,9 +109,9 @@ def declare(
         specs=specs,
         needed=needed,
         differentiable=any(requires_grad(spec) for spec in specs),
-        cuts=any(needed) and declaration.kind is FunctionKind.OPAQUE,
-        passes_on=grad and subject.name not in _DETACHING,
-        hides=grad and declaration.kind is FunctionKind.OPAQUE and declaration.actor is not None,
+        blocks_grad=any(needed) and is_opaque,
+        propagates_grad=grad and subject.name not in _DETACHING,
+        may_accumulate=grad and is_opaque and declaration.actor is not None,
         symbol=Symbol(name),
         base=subject.name.rpartition(".")[2],
         is_single=len(specs) == 1 and results.spec.is_leaf(),
@@ -205,7 +206,7 @@ def agree(
 
 
 def _unpacked(content: bytes) -> Any:
-    """What `_packed` has packed, without torch's warnings about how its own tree specs load."""
+    """Unpack what `_packed` has packed, without torch's warnings about how its tree specs load."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         return pickle.loads(content)
@@ -264,11 +265,11 @@ def record(
     session.emit(op)
     if callee.differentiable:
         session.tape.record(Entry(op, callee, callee.needed, session.last))
-    if callee.cuts or (session.tape.is_cut and callee.passes_on):
-        session.tape.cut(op, starts=callee.cuts)
-    if callee.hides:
+    if callee.blocks_grad or (session.tape.is_cut and callee.propagates_grad):
+        session.tape.cut(op, starts=callee.blocks_grad)
+    if callee.may_accumulate:
         session.tape.leave_untold(op, callee)
-    elif session.tape.is_untold and callee.passes_on:
+    elif session.tape.is_untold and callee.propagates_grad:
         session.tape.leave_untold(op)
     return [
         session.hold(value, spec) for value, spec in zip(op.results, callee.specs, strict=False)

@@ -1,8 +1,7 @@
-"""Turning what goes wrong inside a traced call into an error that names the user's line."""
+"""Turn what goes wrong inside a traced call into an error that names the user's line."""
 
 from __future__ import annotations
 
-import functools
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
@@ -15,7 +14,7 @@ from torch._subclasses.fake_tensor import (
 
 from ...ir.location import Location
 from ..errors import TraceError
-from ..source import is_user_file
+from ..source import is_installed, is_user_file
 
 OPAQUE_REMEDY = (
     "mark the method with @cg.opaque to call it as it is, or make what it depends on a static "
@@ -36,7 +35,7 @@ _SHAPE_OPS = {
 }
 
 _NESTED = "using FX to symbolically trace a dynamo-optimized function"
-"""What torch says where `make_fx` comes upon a function of `torch.compile`."""
+"""Message of torch where `make_fx` comes upon a function of `torch.compile`."""
 
 _OR_OPAQUE = "or mark the method with @cg.opaque to call it as it is"
 _KNOWN: tuple[tuple[str, str, str], ...] = (
@@ -71,20 +70,7 @@ _KNOWN: tuple[tuple[str, str, str], ...] = (
         'a model of transformers, experts_implementation="batched_mm" in its configuration',
     ),
 )
-"""What torch says, what it means ("": as it says), and what to do."""
-
-_is_user_file = functools.lru_cache(maxsize=None)(is_user_file)
-
-
-@functools.cache
-def is_installed(file: str) -> bool:
-    """Whether a source file is of an installed package."""
-    return "site-packages" in file or "dist-packages" in file
-
-
-def is_own_file(file: str) -> bool:
-    """Whether a source file is the user's own, and of no installed package."""
-    return _is_user_file(file) and not is_installed(file)
+"""Messages of torch, what each means ("": as it says), and what to do."""
 
 
 def best_location(places: Iterable[tuple[CodeType, int]]) -> tuple[Location | None, str]:
@@ -99,7 +85,7 @@ def best_location(places: Iterable[tuple[CodeType, int]]) -> tuple[Location | No
     library: Location | None = None
     for code, line in places:
         file = code.co_filename
-        if not _is_user_file(file):
+        if not is_user_file(file):
             continue
         where = Location(file, line, code.co_name)
         if not is_installed(file):

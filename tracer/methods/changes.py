@@ -1,4 +1,4 @@
-"""Judging what a traced call did to attributes: a rebound buffer is kept, the rest is suspicious.
+"""Judge what a traced call did to attributes: a rebound buffer is kept, the rest is suspicious.
 
 `self.ema = 0.9 * self.ema + 0.1 * x` gives an attribute a new tensor. That becomes an output of the
 graph which the body writes back. Any other change would happen once, while tracing. It is refused,
@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from ...ir.location import Location
-from ..actors.actor_state import ActorState, Slot, StateTensor, reaches_tensor
+from ..actors.actor_state import ActorState, Slot, StateTensor
 from ..errors import TraceError
 from ..functions.call import Call
+from ..heap.reach import has_fake, reaches_tensor
+from ..heap.snapshot import Change, show
 from .dispatch_modes import storage_key
-from .fingerprint import MISSING, Change, Initialization
-from .side_effects import has_fake
 from .watch import Watch
 
 _ATTRIBUTE_REMEDY = (
@@ -49,6 +49,22 @@ class Rebind:
     slot: Slot
     value: torch.Tensor
     shared: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Initialization:
+    """A change that may be one of the first call only, such as of an attribute made when needed.
+
+    Attributes:
+        owner: the `id` of the object whose attribute it is; None inside of a container.
+        change: the change, which has been taken back.
+        refusal: makes what to raise if it is not of the first call only; a
+            `TraceError` that has been made counts as raised (`errors.py`).
+    """
+
+    owner: int | None
+    change: Change
+    refusal: Callable[[], TraceError]
 
 
 def sort_changes(
@@ -91,7 +107,7 @@ class _Judge:
         if tensor is None and not reaches_tensor(change.after, self._known()):
             return self._initialization(change)
         if tensor is None or not isinstance(change.after, torch.Tensor) or change.key is None:
-            raise self._refuse(change)
+            raise self._refusal(change)()
         if isinstance(tensor.tensor, torch.nn.Parameter):
             raise self._error(
                 change,
@@ -103,8 +119,8 @@ class _Judge:
         if (old.shape, old.dtype, old.device) != (new.shape, new.dtype, new.device):
             raise self._error(
                 change,
-                f"it replaces the tensor '{change.path}' ({_words(old)}) by one of another kind "
-                f"({_words(new)})",
+                f"it replaces the tensor '{change.path}' ({show(old)}) by one of another kind "
+                f"({show(new)})",
                 "shapes are static in a step: keep a buffer of full size and write into it, or "
                 "mark the method with @cg.opaque",
             )
@@ -116,9 +132,9 @@ class _Judge:
                 + self._normed(change),
             )
         for other in tensor.slots:
-            if other.holder is change.container and other.key == change.key:
+            if other.holder is change.holder and other.key == change.key:
                 return Rebind(tensor, other, new, shared=False)
-        raise self._refuse(change)
+        raise self._refusal(change)()
 
     def _known(self) -> set[int]:
         """The actor's own objects, which hold fakes while it is traced."""
@@ -126,19 +142,12 @@ class _Judge:
         return {id(value) for value, _ in (*state.objects, *state.containers)}
 
     def _initialization(self, change: Change) -> Initialization:
-        whole = change.key is None
-        return Initialization(
-            None if whole else _owners(self.call.state).get(id(change.container)),
-            change.container,
-            change.key,
-            list(change.before) if whole else change.before,
-            list(change.after) if whole else change.after,
-            self._refusal(change),
-        )
+        owner = _owners(self.call.state).get(id(change.holder))
+        return Initialization(None if change.key is None else owner, change, self._refusal(change))
 
     def _normed(self, change: Change) -> str:
-        """What to do about `torch.nn.utils.weight_norm`, if it is behind a change."""
-        owner = _owners(self.call.state).get(id(change.container))
+        """Return what to do about `torch.nn.utils.weight_norm`, if it is behind a change."""
+        owner = _owners(self.call.state).get(id(change.holder))
         obj = next((obj for obj, _ in self.call.state.objects if id(obj) == owner), None)
         if not isinstance(obj, torch.nn.Module):
             return ""
@@ -171,21 +180,18 @@ class _Judge:
                     remedy=f"assign a copy, made by .clone(), to '{path}'",
                 )
 
-    def _refuse(self, change: Change) -> TraceError:
-        return self._refusal(change)()
-
     def _refusal(self, change: Change) -> Callable[[], TraceError]:
         remedy = _ATTRIBUTE_REMEDY
         if has_fake(change.after):
             remedy = f"return the value, for the step to hand on; {remedy}{_WARM_UP}"
             reason = (
                 f"it stores a traced value in the attribute '{change.path}', which holds "
-                f"{_words(change.before)} now"
+                f"{show(change.before)} now"
             )
         else:
             reason = (
-                f"it changes the attribute '{change.path}' (from {_words(change.before)} to "
-                f"{_words(change.after)}); a traced method runs once, so the change would be lost"
+                f"it changes the attribute '{change.path}' ({change.words()}); a "
+                "traced method runs once, so the change would be lost"
             )
         return self._prepared(change, reason, remedy)
 
@@ -196,7 +202,7 @@ class _Judge:
         return partial(
             TraceError,
             f"{self.call.what} cannot be traced: {reason}",
-            loc=self._line(change.container, change.key),
+            loc=self._line(change.holder, change.key),
             remedy=remedy,
         )
 
@@ -217,14 +223,3 @@ def _owners(state: ActorState) -> dict[int, int]:
             for name in ("_parameters", "_buffers", "_modules"):
                 found[id(attributes[name])] = id(obj)
     return found
-
-
-def _words(value: Any) -> str:
-    if value is MISSING:
-        return "nothing"
-    if isinstance(value, torch.Tensor):
-        return f"a tensor {value.dtype} {list(value.shape)}"
-    if isinstance(value, (list, dict, set)):
-        return f"a {type(value).__name__} of {len(value)}"
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."

@@ -8,27 +8,34 @@ value, which the tensor written to stands for from then on.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from ...ir.location import Location
 from ..errors import TraceError
-from ..functions.callee import Callee
+from ..functions.call import Callee
 from ..functions.calls import Subject, declare, note_sharing, record
 from ..functions.interface import TorchTarget
 from ..intrinsics.constants import is_random, make_constants
 from ..source import caller_location
 from .arguments import Arguments, take_apart
-from .session import Session, placed
+from .session import Session, current, placed
 from .specs import TensorSpec
-from .training import REMEDY
 from .unsupported_ops import Function, check, describe, shown
 from .values import ObjectValue, TracedTensor
+
+_TRAINING_REMEDY = (
+    "call it in an actor's method, which the step calls after cg.backward(loss): def update(self): "
+    "self.opt.step(); self.opt.zero_grad(). Gradients of several actors are clipped together by "
+    "cg.clip_grad_norm(actors, max_norm)"
+)
 
 
 class Recorder(TorchFunctionMode):
@@ -74,7 +81,7 @@ def _intercept(
             f"{shown(kind, name)} of a module in a step: zero_grad(), clip_grad_norm_() and all "
             "other work on gradients would happen once, while the step is traced, and never again",
             loc=loc,
-            remedy=REMEDY,
+            remedy=_TRAINING_REMEDY,
         )
     if kind == "get" and name not in _RECORDED_PROPERTIES:
         return func(*args, **kwargs)
@@ -89,7 +96,7 @@ def _intercept(
 
 
 def _has_values(tree: Any) -> bool:
-    """Whether a nest of containers holds a value of a step."""
+    """True if a nest of containers holds a value of a step."""
     if isinstance(tree, TracedTensor | ObjectValue):
         return True
     if isinstance(tree, dict):
@@ -255,3 +262,26 @@ def _check_writable(target: TracedTensor, call: _Call) -> None:
             loc=call.loc,
             remedy=remedy,
         )
+
+
+@contextmanager
+def training_refused() -> Iterator[None]:
+    """Inside the `with` block, refuse an optimizer's step that the step which is traced makes."""
+    handle = register_optimizer_step_pre_hook(_refuse_optimizer)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _refuse_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    # Other threads' optimizers come by here as well, and those of methods that are being traced.
+    session = current()
+    if session is None or session.paused is not None:
+        return
+    raise TraceError(
+        f"{type(optimizer).__name__}.step() in a step, whose Python runs only while it is traced: "
+        "parameters would never change",
+        loc=caller_location(),
+        remedy=_TRAINING_REMEDY,
+    )

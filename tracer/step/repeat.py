@@ -1,4 +1,4 @@
-"""Whether a step's Python does in every execution what it does while it is traced: it runs twice.
+"""Run a step's Python twice, to see that it does the same in every execution.
 
 A compiled step does not run its Python again. So what that changes outside of the step would happen
 once and never again, and what it takes from a counter, a clock or a generator would stay as it was.
@@ -8,12 +8,14 @@ time leaves as it is, such as a cache that the first has filled, is no harm.
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
@@ -22,12 +24,14 @@ from ...ir.compare import program_difference
 from ...ir.location import Location
 from ...ir.module import Program
 from ...ir.ops import Constant
+from ..actors.actors import ActorHandle
 from ..errors import TraceError, different
-from ..source import traceback_location
-from .reach import Difference, Remembered, is_users_file
+from ..heap.reach import reach_all
+from ..heap.snapshot import Change, Snapshot
+from ..source import is_own_file, traceback_location
 from .session import Session
 from .specs import Static, Tree
-from .values import Kept, ObjectValue, TracedTensor
+from .values import ObjectValue, StaleValue, TracedTensor
 
 _REMEDY = (
     "return from the step what is to be kept, pass as an argument what differs from call to call, "
@@ -38,6 +42,15 @@ _DRAW_REMEDY = (
     "drawn as an argument"
 )
 _TRAINER_REMEDY = "call it in an actor's method, which runs in every execution"
+
+
+_RANDOM: Any = random
+_GENERATORS = (
+    (_RANDOM._inst, "Python's random module"),
+    (np.random.mtrand._rand, "NumPy's random generator"),
+    (torch.default_generator, "torch's random generator"),
+)
+"""The generators that everybody shares, with their names in messages."""
 
 
 @dataclass(frozen=True)
@@ -73,18 +86,18 @@ def record_twice(
         TraceError: it has an effect outside of itself, or is another one the second time; what it
             has changed is put back.
     """
-    before = Remembered(fn)
+    before = _Before(fn)
     check = _Check(record, session, fn, name, loc, before)
     try:
         first = record(session)
         check.draws()
         check.leaks()
         check.trainers()
-        middle = Remembered(fn)
+        middle = _Before(fn)
         failure, second = check.again()
-        check.effects(middle.differences())
+        check.effects(middle.changes())
         if failure is not None and failure.__cause__ is not None:
-            check.effects(before.differences())
+            check.effects(before.changes())
         if failure is not None:
             raise failure
         assert second is not None, "what did not fail has been recorded"
@@ -95,6 +108,44 @@ def record_twice(
     return first
 
 
+class _Before:
+    """State that a step refers to, and the shared generators, at one moment."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        reach = reach_all(fn, _instance_of)
+        self._trainers = reach.trainers
+        self._snapshot = reach.snapshot()
+        self._generators = Snapshot(_GENERATORS)
+
+    def draws(self) -> list[Change]:
+        """The shared random generators that have been drawn from, or seeded."""
+        return self._generators.changes()
+
+    def changes(self) -> list[Change]:
+        """Return what else has changed since."""
+        changes = self._snapshot.changes()
+        return [c for c in changes if not (isinstance(c.key, str) and c.key.startswith("__"))]
+
+    def is_of_trainer(self, path: str) -> bool:
+        """True if an optimizer, a scheduler or the like holds what is at a path."""
+        return any(f"{path}.".startswith(f"{trainer}.") for trainer in self._trainers)
+
+    def filled_caches(self) -> list[Any]:
+        """The caches that have come to hold something new."""
+        return self._snapshot.filled_caches()
+
+    def restore(self) -> None:
+        """Put everything back, and empty caches that have been filled."""
+        self._snapshot.restore()
+        self._generators.restore()
+
+
+def _instance_of(value: Any) -> tuple[Any, ...] | None:
+    if not isinstance(value, ActorHandle):
+        return None
+    return (value.local,) if value.is_local else ()
+
+
 @dataclass(frozen=True)
 class _Check:
     record: Record
@@ -102,7 +153,7 @@ class _Check:
     fn: Callable[..., Any]
     name: str
     loc: Location | None
-    before: Remembered
+    before: _Before
 
     def draws(self) -> None:
         """Refuse a step that draws from a generator which others share, or seeds it."""
@@ -117,7 +168,7 @@ class _Check:
 
     def leaks(self) -> None:
         """Refuse a step that leaves a traced value outside."""
-        for change in self.before.differences():
+        for change in self.before.changes():
             if _holds_value(change.after):
                 loc, _ = self._find([change])
                 raise TraceError(
@@ -132,14 +183,14 @@ class _Check:
 
         Such as to a rate of learning that is an argument: a trace that is there already sets none.
         """
-        changes = self.before.differences()
+        changes = self.before.changes()
         self.effects([change for change in changes if self.before.is_of_trainer(change.path)])
 
     def again(self) -> tuple[TraceError | None, Recorded | None]:
         """The second trace, or what it raised."""
         try:
             return None, self.record(self.session.again())
-        except Kept as error:
+        except StaleValue as error:
             caches = self.before.filled_caches()
             if not caches:
                 return error, None
@@ -168,7 +219,7 @@ class _Check:
         made.__cause__ = error
         return made
 
-    def effects(self, changes: Sequence[Difference]) -> None:
+    def effects(self, changes: Sequence[Change]) -> None:
         """Refuse a step for what it changes outside of itself, also the second time."""
         if not changes:
             return
@@ -201,7 +252,7 @@ class _Check:
                 how = f"it returns {_shown(before)}, then {_shown(after)}"
                 raise different(self.name, how, loc)
 
-    def _find(self, changes: Sequence[Difference]) -> tuple[Location | None, Difference | None]:
+    def _find(self, changes: Sequence[Change]) -> tuple[Location | None, Change | None]:
         """The line that makes one of the changes, found by yet another trace; None if none does."""
         self.before.restore()
         file = None if self.loc is None else self.loc.file
@@ -222,10 +273,10 @@ class _LineFinder:
     """Follows the lines of the user's code until one has made a change."""
 
     def __init__(
-        self, watched: Sequence[tuple[Difference, Callable[[], bool]]], file: str | None
+        self, watched: Sequence[tuple[Change, Callable[[], bool]]], file: str | None
     ) -> None:
         self.line: Location | None = None
-        self.change: Difference | None = None
+        self.change: Change | None = None
         self._watched = watched
         self._file = file
         self._last: Location | None = None
@@ -233,7 +284,7 @@ class _LineFinder:
     def enter(self, frame: FrameType, event: str, argument: object) -> Any:
         """As `sys.settrace` takes it."""
         file = frame.f_code.co_filename
-        is_followed = is_users_file(file) or file == self._file
+        is_followed = is_own_file(file) or file == self._file
         return self._step if self.change is None and is_followed else None
 
     def _step(self, frame: FrameType, event: str, argument: object) -> Any:

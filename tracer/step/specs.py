@@ -1,4 +1,4 @@
-"""What a value looks like to the tracer: specs of leaves, and pytrees of them.
+"""Specs of values: types of tensors, objects and static leaves, and pytrees of them.
 
 A spec says everything that tracing may depend on. Two calls of one method with equal signatures
 share one trace.
@@ -12,9 +12,13 @@ from operator import itemgetter
 from typing import Any, TypeAlias
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import SUPPORTED_NODES, TreeSpec
 
+from ...ir.location import Location
 from ...ir.types import DType, ObjectType, Place, TensorType, ValueType
+from ..errors import TraceError
+from ..heap.kinds import SCALARS
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +52,7 @@ class Static:
 
 
 def static_key(value: Any) -> tuple[Any, ...]:
-    """What equal static values have in common; hashable.
+    """Key that equal static values have in common; hashable.
 
     Values compare with their types. A float compares by its digits: `-0.0` is not `0.0`, and
     `nan` is `nan`. A slice compares by its parts. A value that is not hashable compares by
@@ -98,7 +102,7 @@ _Make = Callable[[Iterator[Any]], Any]
 
 
 def filler(tree: Tree) -> Fill:
-    """What `tree.fill` does, for who does it often.
+    """Return a fast `tree.fill`, for repeated use.
 
     Containers are looked up once, here; `tree_unflatten` looks them up each time, in microseconds.
     """
@@ -113,7 +117,7 @@ def filler(tree: Tree) -> Fill:
 
 
 def _holds_only_values(tree: Tree) -> bool:
-    """Whether nothing but values is in the outermost container."""
+    """True if nothing but values is in the outermost container."""
     return all(child.is_leaf() for child in tree.spec.children()) and not any(
         isinstance(leaf, Static) for leaf in tree.leaves
     )
@@ -183,3 +187,37 @@ _TO_TORCH: dict[DType, torch.dtype] = {
     DType.BOOL: torch.bool,
 }
 _FROM_TORCH = {torch_: ir for ir, torch_ in _TO_TORCH.items()}
+
+
+def result_spec(leaf: Any, what: str, loc: Location | None) -> Leaf:
+    """The spec of one leaf of a result.
+
+    Raises:
+        TraceError: a graph cannot return it.
+    """
+    if not isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, SCALARS):
+            return Static(leaf)
+        raise TraceError(
+            f"{what} cannot be traced: it returns an object of type {type(leaf).__qualname__}",
+            loc=loc,
+            remedy="return tensors and plain Python values in tuples, lists or dicts; or mark the "
+            "method with @cg.opaque, and its result travels as an object",
+        )
+    if not isinstance(leaf, FakeTensor):
+        raise TraceError(
+            f"{what} cannot be traced: it returns a tensor that was made outside it",
+            loc=loc,
+            remedy="keep the tensor in an attribute of the actor, or pass it as an argument",
+        )
+    if leaf.layout is not torch.strided:
+        raise TraceError(
+            f"{what} cannot be traced: it returns a tensor of layout {leaf.layout}",
+            loc=loc,
+            remedy="return a dense tensor (x.to_dense())",
+        )
+    try:
+        ir_dtype(leaf.dtype)
+    except ValueError as error:
+        raise TraceError(f"{what} cannot be traced: {error}", loc=loc) from None
+    return TensorSpec(leaf.dtype, tuple(leaf.shape), leaf.requires_grad)

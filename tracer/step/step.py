@@ -18,16 +18,16 @@ from ...ir.types import Place
 from ...ir.verify.verifier import verify
 from ..actors.apart import refuse_apart
 from ..errors import TraceError, refusals_raised
-from ..functions.callee import Callee
+from ..functions.call import Callee
 from ..functions.interface import FunctionTracer, MethodTarget, Peers
 from ..guards.runtime_guards import recheck, watch_arguments
 from ..source import caller_location, traceback_location
-from .recorder import Recorder
+from .inputs import InputError, InputSpec, leaf_spec, name_leaves
+from .recorder import Recorder, training_refused
 from .repeat import Recorded, record_twice
 from .session import Session, current, entered
 from .specs import Leaf, Static, Tree, ir_type
-from .trace import Given, InputError, InputSpec, OutputSpec, Trace, leaf_spec, name_leaves
-from .training import training_refused
+from .trace import Given, OutputSpec, Trace
 from .values import NotAValue, ObjectValue, TracedTensor, storage_of
 
 
@@ -214,7 +214,7 @@ def definition(fn: Callable[..., Any]) -> Location | None:
 
 
 def _separate(result: Any) -> Any:
-    """What the step returns, with a copy of a value where it returns that as several tensors.
+    """Copy a value that the step returns as several tensors; return what the step returns.
 
     A collective gives tensors that are one value, but that plain Python could write to one by one.
     """

@@ -1,8 +1,9 @@
-"""The padded rows of `nn.TransformerEncoder` in inference: zeros, as its fast path leaves them.
+"""Let modules of torch take paths that a graph can record, with the results of their own paths.
 
-Given a mask of padding, and no gradients to compute, torch packs the rows that count, and fills the
-others with zeros. While a call is traced it takes the general path, in which padded rows hold
-numbers like any others. So the zeros are put in here.
+`nn.LSTM` and `nn.GRU` go step by step. `nn.TransformerEncoder` has a fast path for inference: given
+a mask of padding, torch packs the rows that count and fills the others with zeros. While a call is
+traced it takes the general path, in which padded rows hold numbers like any others. So the zeros
+are put in here.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ _SIGNATURE = inspect.signature(nn.TransformerEncoder.forward)
 
 
 def _is_fast(encoder: nn.TransformerEncoder, src: torch.Tensor) -> bool:
-    """Whether plain Python would pack the rows, but for the mask's values."""
+    """True if plain Python would pack the rows, but for the mask's values."""
     first: Any = encoder.layers[0]
     tensors = (src, *first.parameters())
     return (
@@ -75,3 +76,22 @@ def _rows(encoder: nn.TransformerEncoder, padding: torch.Tensor) -> torch.Tensor
         return padded
     left = torch.arange(padded.shape[1], device=padded.device) < (~padded).sum(1)[:, None]
     return padded & (left == ~padded).all()
+
+
+@contextmanager
+def without_fused_recurrence(state: ActorState) -> Iterator[None]:
+    """Trace LSTM and GRU step by step, in actors that have such modules.
+
+    oneDNN's fused kernels save for the backward only where gradients are enabled when they run,
+    and cuDNN's arrange the memory of their weights, which a graph cannot.
+    """
+    recurrent = any(isinstance(obj, torch.nn.RNNBase) for obj, _ in state.objects)
+    backends: list[Any] = [torch.backends.mkldnn, torch.backends.cudnn] if recurrent else []
+    before = [backend.enabled for backend in backends]
+    for backend in backends:
+        backend.enabled = False
+    try:
+        yield
+    finally:
+        for backend, enabled in zip(backends, before, strict=True):
+            backend.enabled = enabled
