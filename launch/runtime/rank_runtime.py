@@ -98,7 +98,7 @@ class RankRuntime:
                 compare.compare(values)
             if not self._takes_all:
                 values = [values[index] for index in self._pick]
-            outputs = executable.run(values, control.pause, None, execution, checked=True)
+            outputs = executable.run(values, control.pause, execution, checked=True)
             control.commit(self._progress)
         except BaseException as error:
             say_departure(error)  # before other ranks know of it, and may end the job

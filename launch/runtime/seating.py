@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from ...backends.base import Body, Communicator, World
@@ -15,14 +14,17 @@ from ...backends.devices.programs.driven import Announcements, DrivenBinder
 from ...backends.devices.programs.instance import AnnouncedInstance, SealedInstance
 from ...backends.devices.warm import warm
 from ...backends.devices.watchdog import Watchdog, advice, cold, put_by
+from ...backends.driven.arrange import Reports
 from ...backends.driven.device_only import is_sealed
 from ...backends.driven.graphs import Rebuild
-from ...backends.driven.instance import Guard, Instance, Reports
+from ...backends.driven.instance import Guard, Instance
 from ...backends.driven.participants import participants
 from ...backends.driven.rank_scheduler import Resident, Seat
+from ...backends.driven.ticket_locks import Tickets
 from ...backends.failures.fallbacks import Fallbacks
 from ...backends.failures.flight import FlightRecord, Position
 from ...backends.failures.unobserved_failures import witnesses
+from ...backends.program.binder import Binder
 from ...backends.program.linked import LinkedProgram
 from ...backends.timing.statistics import Statistics
 from ...backends.virtual.fabric import VirtualFabric
@@ -199,7 +201,7 @@ class OnDevice:
 
     def _putting(self) -> Position | None:
         """Where the host puts work on the device at the moment, if it does."""
-        busy = (each for each in self._resident.in_flight if each.pending is None)
+        busy = (each for each in self._resident.in_flight if each.engine.pending is None)
         return next(filter(None, map(put_by, busy)), None)
 
     def _faults(self) -> Sequence[str]:
@@ -260,8 +262,9 @@ class Seating:
             # The driver's guards are checked before it starts an execution at all.
             guards = () if rank == self._driver else variant.guards
             reports = self._reports(rank, silent, host)
-            shared = (resident.turnstiles, statistics, guards, reports)
-            instances.append(self._instance(linked, shared, host))
+            shared = (statistics, guards, reports)
+            tickets = Tickets(resident.turnstiles)
+            instances.append(self._instance(linked, tickets, shared, host))
         if self.on_device is not None:
             return self.on_device.seat(instances, connections)
 
@@ -270,26 +273,31 @@ class Seating:
         return Seat(tuple(instances), connections.close, reset)
 
     def _instance(
-        self, linked: LinkedProgram, shared: tuple[Any, ...], host: Communicator
+        self,
+        linked: LinkedProgram,
+        tickets: Tickets,
+        shared: tuple[Statistics, Sequence[Guard], Reports | None],
+        host: Communicator,
     ) -> Instance:
         on_device = self.on_device
         if on_device is None:
-            return Instance(linked, *shared)
+            return Instance(linked, Binder(linked, tickets).bind(), *shared)
         device, watch = on_device.device, on_device.watch
         if is_sealed(linked.module):
+            sealed = SealedBinder(linked, tickets, device=device)
             return SealedInstance(
                 linked,
+                sealed.bind(),
                 *shared,
-                binder=partial(SealedBinder, device=device),
-                device=device,
-                watch=watch,
+                sealed,
+                watch,
                 abandon=on_device.give_up,
                 in_flight=on_device.in_flight,
             )
         announcing = self._wiring.announcing.items()
         announcements = {id_: Announcements(host, channel) for id_, channel in announcing}
-        binder = partial(DrivenBinder, device=device, announcements=announcements)
-        return AnnouncedInstance(linked, *shared, binder=binder, device=device, watch=watch)
+        binder = DrivenBinder(linked, tickets, device=device, announcements=announcements)
+        return AnnouncedInstance(linked, binder.bind(), *shared, binder, watch)
 
     def _reports(self, rank: int, silent: tuple[int, ...], host: Communicator) -> Reports | None:
         reporting = self._wiring.reporting

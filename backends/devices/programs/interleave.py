@@ -16,7 +16,7 @@ from torch import Tensor
 from ....ir.module import FunctionKind
 from ....ir.ops import Call
 from ...failures.fallbacks import Fallbacks
-from ...program.binder import Code
+from ...program.code import Code
 from ...program.instruction_info import Role
 from ...program.instructions import Instruction
 from ...program.linked import LinkedProgram
@@ -75,10 +75,10 @@ def interleave(code: Code, linked: LinkedProgram, binder: DrivenBinder) -> Inter
         made.places.extend(indices)
 
     for number, first, last in runs_of(code, program):
-        within = [i for i in range(first, last) if code.steps[i].role is Role.COMPUTE]
+        within = [i for i in range(first, last) if code.infos[i].role is Role.COMPUTE]
         called = dict.fromkeys(
             op.fn.name
-            for op in (program.ops[code.ops[i]] for i in within)
+            for op in (program.ops[code.infos[i].op] for i in within)
             if isinstance(op, Call) and functions[op.fn.name].kind is FunctionKind.GRAPH
         )
         bodies = [linked.bodies[name] for name in called]

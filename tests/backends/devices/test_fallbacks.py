@@ -23,7 +23,7 @@ from cg.passes.lower.capture import Capture
 from cg.passes.manager import PassManager
 
 from ..conformance import check, pipeline
-from .fakes import PATIENCE, FakeDevice
+from .fakes import FakeDevice
 from .ranks import ThreadWorld, bound, on_ranks, pause
 
 X = torch.ones(4)
@@ -186,7 +186,7 @@ def test_a_message_that_cannot_be_captured() -> None:
         library._put = fail_at_second
         for i in range(WARM_UPS + 2):
             at = i % len(expected)
-            outputs = executable.run(case.inputs(at)[world.rank], pause, PATIENCE)
+            outputs = executable.run(case.inputs(at)[world.rank], pause)
             check(outputs, expected[at][world.rank], f"execution {i}, rank {world.rank}")
             world.barrier()
         (segment,) = executable.segments
