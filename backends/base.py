@@ -9,8 +9,12 @@ by name (`registry.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from types import TracebackType
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
+from torch import Tensor, fx
+
+from ..ir.location import Location
 from ..ir.module import Channel
 from ..ir.ops import Collective, Recv, Send
 from ..ir.types import ValueType
@@ -162,6 +166,35 @@ Body = Callable[..., Sequence[Any]]
 It runs under `torch.no_grad()`. A body that needs autograd enables it for itself, and returns
 values that are detached from the graph.
 """
+
+
+@runtime_checkable
+class GraphBody(Protocol):
+    """The body of a traced function, of which more is known than how to call it.
+
+    Attributes:
+        run: what a call does.
+        locate: the user's line that stands behind a traceback through the body, or None.
+        graph: what it runs.
+        state: gives the parameters and buffers that it works on.
+        trained: gives the parameters to whose `.grad` it adds.
+        rebinds: whether it puts new tensors in the place of buffers.
+    """
+
+    def __call__(self, *inputs: Any) -> Sequence[Any]: ...
+    @property
+    def run(self) -> Body: ...
+    @property
+    def locate(self) -> Callable[[TracebackType | None], Location | None]: ...
+    @property
+    def graph(self) -> fx.Graph: ...
+    @property
+    def state(self) -> Callable[[], Sequence[Tensor]]: ...
+    @property
+    def trained(self) -> Callable[[], Sequence[Tensor]]: ...
+    @property
+    def rebinds(self) -> bool: ...
+
 
 CommunicatorFactory = Callable[[World, Sequence[Channel]], Communicator]
 """Makes this process's communicator for the channels of a plan that it is to serve.

@@ -32,7 +32,7 @@ from ...ir.ops import (
     Wait,
 )
 from ...ir.types import FutureType, TensorType, UnitType, ValueType
-from ..base import Body, Communicator, Port
+from ..base import Body, Communicator, GraphBody, Port
 from ..driven.ticket_locks import Tickets
 from ..dtypes import TORCH_DTYPES, describe
 from ..errors import BindError
@@ -230,6 +230,7 @@ class Binder:
             body = builtins.implementation(function)
         else:
             body = self._bodies.get(function.name)
+            body = body.run if isinstance(body, GraphBody) else body
         if body is None:
             owner = f"; actor {function.actor} must live on this rank" if function.actor else ""
             self._fail(op, f"there is no body for @{function.name}{owner}")

@@ -17,6 +17,7 @@ from ...ir.module import Module
 from ...ir.ops import Call
 from ...passes.simulate.footprint import peak_bytes
 from ...passes.simulate.program_times import ProgramTimes, RankTimes
+from ...tracer.codegen.codegen import refitted_alike
 from ..api.numbering import Numbering
 from ..runtime.runtime import make_runtime
 from ..world.comparison import CallFacts
@@ -174,9 +175,7 @@ def _clocked(body: Body, index: int, marks: Marks, clock: Clock) -> Body:
         marks[index] = (start, now())
         return outputs
 
-    # How a failure finds the user's line, and a device what the body works on.
-    run.__dict__.update(getattr(body, "__dict__", {}))
-    return run
+    return refitted_alike(run, body, lambda other: _clocked(other, index, marks, clock))  # type: ignore[no-any-return]
 
 
 def _recording(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ....ir.module import FunctionKind
 from ....ir.ops import Call
+from ...base import Body, GraphBody
 from ...failures.fallbacks import Fallbacks
 from ...program.code import Code
 from ...program.instruction_info import Role
@@ -116,7 +117,7 @@ def interleave(code: Code, linked: LinkedProgram, binder: DrivenBinder) -> Inter
     return made
 
 
-def _operators(body: object) -> int:
+def _operators(body: Body) -> int:
     """How many operators a traced function calls."""
-    graph = getattr(body, "graph", None)
-    return 0 if graph is None else sum(node.op == "call_function" for node in graph.nodes)
+    nodes = body.graph.nodes if isinstance(body, GraphBody) else ()
+    return sum(node.op == "call_function" for node in nodes)

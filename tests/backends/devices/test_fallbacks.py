@@ -47,8 +47,13 @@ class Body:
         self.rebinds = rebinds
         self.parameters = [torch.nn.Parameter(X.clone())] if trains else []
         self.broken = False
+        self.locate = lambda traceback: None
+        self.graph = None
 
     def __call__(self, x: Any) -> Sequence[torch.Tensor]:
+        return self.run(x)
+
+    def run(self, x: Any) -> Sequence[torch.Tensor]:
         if self.broken:
             raise ValueError("the method itself")
         return ((x if isinstance(x, torch.Tensor) else X) * 2,)
