@@ -33,12 +33,8 @@ class Port(Protocol):
     `reset` makes them ready for `start` again.
 
     Where the op has a `slot`, what `take` returns may live in that slot until `release`. Where it
-    has none, the value is the receiver's own and outlives `release`. A port may say by an attribute
-    `holds = False` that its `release` does nothing, and so need not be called. The port of a `recv`
-    may have a method `foresee()`, which gives the poison that has come in place of its message,
-    without taking it, or None; an execution then fails before its program comes to it.
-    That of a `send` may have a method `own()`, called once when the program is bound: the operand
-    may change before `poll` has returned true, so `start` copies what it does not send at once.
+    has none, the value is the receiver's own and outlives `release`. A port may do more than that:
+    see `HoldingPort`, `PeekingPort` and `OwningPort`.
     """
 
     def start(self, value: Any) -> None:
@@ -68,6 +64,31 @@ class Port(Protocol):
 
     def release(self) -> None:
         """Let the port's buffer be overwritten by a later execution or message."""
+
+
+@runtime_checkable
+class HoldingPort(Protocol):
+    """A port that says whether its `release` does anything; else it need not be called."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether it holds a buffer until `release`."""
+
+
+@runtime_checkable
+class PeekingPort(Protocol):
+    """The port of a `recv` that sees an error before its program comes to it."""
+
+    def foresee(self) -> Poison | None:
+        """The poison that has come in place of the message, without taking it, if one has."""
+
+
+@runtime_checkable
+class OwningPort(Protocol):
+    """The port of a `send` whose operand may change before `poll` has returned true."""
+
+    def own(self) -> None:
+        """Let `start` copy what it does not send at once; called when the program is bound."""
 
 
 class Communicator(Protocol):

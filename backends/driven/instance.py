@@ -14,7 +14,7 @@ from typing import Any
 
 from ...ir.module import FunctionKind, Module, Program
 from ...ir.ops import Call, Collective, Constant, Copy, View
-from ..base import Port
+from ..base import PeekingPort, Port
 from ..errors import TransportError
 from ..failures.error_propagation import ErrorPropagation
 from ..failures.flight import Position
@@ -88,6 +88,11 @@ class Instance:
         no_grad = needs_no_grad(program, module)
         self.engine = Engine(linked, code, self._go_on_after, no_grad)
         self._guards = tuple(guards)
+        self._peeking: list[tuple[int, PeekingPort]] = []
+        for index, info in enumerate(code.infos):
+            port = info.port
+            if info.role is Role.ISSUE and isinstance(port, PeekingPort):
+                self._peeking.append((index, port))
         self._statistics = statistics
         self._propagation: ErrorPropagation | None = None
 
@@ -155,9 +160,9 @@ class Instance:
         """Look for failures among the messages that have come and are not due yet."""
         if self.poison is not None:
             return
-        for info in self._code.infos[: self.engine.index + 1]:
-            look = getattr(info.port, "foresee", None)
-            poison = look() if look is not None else None
+        begun = self.engine.index
+        for index, port in self._peeking:
+            poison = port.foresee() if index <= begun else None
             if poison is not None:
                 self._learn(poison)
                 return

@@ -32,7 +32,7 @@ from ...ir.ops import (
     Wait,
 )
 from ...ir.types import FutureType, TensorType, UnitType, ValueType
-from ..base import Body, Communicator, GraphBody, Port
+from ..base import Body, Communicator, GraphBody, HoldingPort, OwningPort, Port
 from ..driven.ticket_locks import Tickets
 from ..dtypes import TORCH_DTYPES, describe
 from ..errors import BindError
@@ -280,9 +280,8 @@ class Binder:
         type_ = op.operands[0].type
         assert not isinstance(type_, FutureType)
         port = communicator.send_port(op, channel, type_)
-        own = getattr(port, "own", None)
-        if own is not None and self._may_change(op.operands[0]):
-            own()
+        if isinstance(port, OwningPort) and self._may_change(op.operands[0]):
+            port.own()
         self._issue(op, port)
 
     def _may_change(self, value: Value) -> bool:
@@ -329,7 +328,8 @@ class Binder:
 
     def _release(self, future: Value) -> None:
         port = self._ports.pop(future)
-        if not isinstance(_promised(future), UnitType) and getattr(port, "holds", True):
+        holds = not isinstance(port, HoldingPort) or port.holds
+        if holds and not isinstance(_promised(future), UnitType):
             self._emit(instructions.release(port), KEEP)
 
     def _bind_return(self, op: Return) -> None:

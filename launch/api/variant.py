@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...backends.failures.fallbacks import Fallbacks
+from ...backends.program.linked import LinkedModule
 from ...ir.location import Location
 from ...ir.module import Module
 from ...passes.manager import PassReport
@@ -32,6 +33,11 @@ class Variant:
     fused: Fused
     fallbacks: Fallbacks
     loc: Location | None
+
+    def linked(self, seed: int) -> LinkedModule:
+        """The module, and what the ranks that this process plays run it with."""
+        constants = self.trace.constants
+        return LinkedModule(self.module, self.fused.bodies, constants, seed, self.fallbacks)
 
     @property
     def parameters(self) -> list[str]:

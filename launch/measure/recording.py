@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any, Protocol, TypeAlias
 
 from ...backends.base import Body, World
 from ...backends.devices.base import Device, Event
+from ...backends.program.linked import LinkedModule
 from ...backends.timing.instrument import instrument
 from ...ir.attributes import Stream
 from ...ir.communication import Span
@@ -99,15 +100,12 @@ class Recording(ProgramTimes):
 
 def record(
     world: World,
-    module: Module,
+    linked: LinkedModule,
     parameters: Sequence[str],
-    bodies: Mapping[str, Body],
-    constants: Mapping[str, Any],
     inputs: Callable[[], Sequence[Any]],
     executions: int,
     call: CallFacts | None = None,
     *,
-    seed: int = 0,
     timeout: float | None = None,
 ) -> list[Recording]:
     """Run a module some times, and say when each call of each rank ran; collective.
@@ -117,7 +115,7 @@ def record(
 
     Args:
         world: all ranks.
-        module, parameters, bodies, constants, seed, timeout: as `make_runtime` takes them.
+        linked, parameters, timeout: as `make_runtime` takes them.
         inputs: gives the values of the step's parameters.
         executions: how often.
         call: as `make_runtime` takes it; None if this is no step.
@@ -128,6 +126,7 @@ def record(
     Raises:
         RemoteError: a method raised, on any rank.
     """
+    module = linked.module
     ranks = [rank for rank in range(module.world) if world.plays(rank)]
     clock: Clock = HostClock() if world.device is None else DeviceClock(world.device)
     marks: dict[int, Marks] = {rank: {} for rank in ranks}
@@ -135,16 +134,13 @@ def record(
     def clocked(rank: int, index: int, op: Call, body: Body) -> Body:
         return _clocked(body, index, marks[rank], clock)
 
-    watched, watchers = instrument(module, bodies, ranks, clocked)
+    watched, watchers = instrument(module, linked.bodies, ranks, clocked)
     for op in (op for program in watched.programs for op in program.ops):
         op.graph = None  # what is replayed is not called
     runtime = make_runtime(
         world,
-        watched,
+        replace(linked, module=watched, bodies=watchers, fallbacks=None),
         parameters,
-        watchers,
-        constants,
-        seed=seed,
         timeout=timeout,
         numbering=Numbering(),
         call=call,

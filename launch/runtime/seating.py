@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from ...backends.base import Body, Communicator, World
+from ...backends.base import Communicator, World
 from ...backends.devices.base import Device
 from ...backends.devices.pending_work import named
 from ...backends.devices.programs.device_only import SealedBinder
@@ -21,11 +20,11 @@ from ...backends.driven.instance import Guard, Instance
 from ...backends.driven.participants import participants
 from ...backends.driven.rank_scheduler import Resident, Seat
 from ...backends.driven.ticket_locks import Tickets
-from ...backends.failures.fallbacks import Fallbacks
 from ...backends.failures.flight import FlightRecord, Position
 from ...backends.failures.unobserved_failures import witnesses
 from ...backends.program.binder import Binder
-from ...backends.program.linked import LinkedProgram
+from ...backends.program.linked import LinkedModule, LinkedProgram
+from ...backends.streams.communicator import StreamCommunicator
 from ...backends.timing.statistics import Statistics
 from ...backends.virtual.fabric import VirtualFabric
 from ...ir.module import Channel, Module
@@ -38,23 +37,18 @@ from .runtime import transport_of
 
 
 @dataclass(frozen=True)
-class Variant:
+class GraphVariant:
     """What a graph does for one signature.
 
     Attributes:
-        module: scheduled.
-        bodies, constants: what the ranks that this process plays run with.
+        linked: the scheduled module, and what the ranks that this process plays run it with.
         guards: what the traces of this process's actors rely on.
         rebuild: makes what the step returns; None where the driver gets nothing.
-        fallbacks: hears of what a device does not replay.
     """
 
-    module: Module
-    bodies: Mapping[str, Body]
-    constants: Mapping[str, Any]
+    linked: LinkedModule
     guards: Sequence[Guard]
     rebuild: Rebuild | None
-    fallbacks: Fallbacks
 
 
 @dataclass(frozen=True)
@@ -69,7 +63,7 @@ class Connections:
 
     host: Communicator
     serving: Sequence[Mapping[int, Communicator]]
-    streams: Sequence[Communicator] = ()
+    streams: Sequence[StreamCommunicator] = ()
 
     def close(self) -> None:
         """Give back what serves them; idempotent."""
@@ -138,7 +132,7 @@ class Wiring:
             connect_channels(world, transport, list(module.channels.values()), module.name, host)
             for module in modules
         ]
-        streams = [c for one in connected for c in one.communicators if c is not host]
+        streams = [c for one in connected for c in one.streams]
         return {world.rank: Connections(host, [one.serving for one in connected], streams)}
 
 
@@ -158,7 +152,7 @@ class OnDevice:
         self.device = device
         self._world = world
         self._resident = resident
-        self._streams: list[Communicator] = []
+        self._streams: list[StreamCommunicator] = []
         self._cold: dict[str, str] = {}
         self._sealed: list[SealedInstance] = []
         self._watchdog = Watchdog(device, timeout, self._faults, self.give_up, self._putting)
@@ -170,9 +164,7 @@ class OnDevice:
         sealed = [each for each in instances if isinstance(each, SealedInstance)]
         self._sealed += sealed
         for communicator in connections.streams if sealed else ():
-            hold = getattr(communicator, "hold", None)
-            if hold is not None:
-                hold(self)
+            communicator.hold(self)
 
         def close() -> None:
             self._watchdog.close()
@@ -183,11 +175,11 @@ class OnDevice:
 
         return Seat(tuple(instances), close)
 
-    def warm(self, variants: Sequence[Variant]) -> None:
+    def warm(self, variants: Sequence[GraphVariant]) -> None:
         """Run what the programs call, once for all seats; see `warm`."""
         for variant in variants:
-            linked = LinkedProgram(variant.module, self._world.rank, variant.bodies)
-            self._cold.update(warm(linked, self.device))
+            program = variant.linked.program(self._world.rank)
+            self._cold.update(warm(program, self.device))
         self.device.synchronize()  # constants are there for all streams
 
     def in_flight(self) -> Sequence[Instance]:
@@ -227,20 +219,18 @@ class Seating:
         variants: of the graph.
         wiring: of the graph.
         driver: the rank that starts executions.
-        seed: of all random numbers.
 
     Attributes:
         on_device: of this rank, if it has a device.
     """
 
     def __init__(
-        self, world: World, variants: Sequence[Variant], wiring: Wiring, driver: int, seed: int
+        self, world: World, variants: Sequence[GraphVariant], wiring: Wiring, driver: int
     ) -> None:
         self.on_device: OnDevice | None = None
         self._variants = variants
         self._wiring = wiring
         self._driver = driver
-        self._seed = seed
 
     def seat(self, resident: Resident, connections: Connections, statistics: Statistics) -> Seat:
         """A seat on one rank."""
@@ -250,15 +240,7 @@ class Seating:
             self._variants, wiring.silent, connections.serving, strict=True
         ):
             told = {channel.id: host for channel in wiring.announcing.values()}
-            linked = LinkedProgram(
-                variant.module,
-                rank,
-                variant.bodies,
-                variant.constants,
-                {**serving, **told},
-                self._seed,
-                variant.fallbacks,
-            )
+            linked = variant.linked.program(rank, {**serving, **told})
             # The driver's guards are checked before it starts an execution at all.
             guards = () if rank == self._driver else variant.guards
             reports = self._reports(rank, silent, host)
