@@ -37,8 +37,8 @@ Guard = Callable[[], str | None]
 class Instance:
     """A rank's program, bound to registers and channels of its own.
 
-    One execution of it is in progress at a time: `start`, then `advance` until it is true, then
-    `outputs` and `poison`.
+    One execution of it is in progress at a time: `start`, then the engine's `advance` until it is
+    true, then `outputs` and `poison`.
 
     Args:
         linked: the program, and what it runs with.
@@ -85,15 +85,14 @@ class Instance:
         leave_out_clears(code)
         send_inputs_first(code, program)
         self._add_reports(reports or Reports())
-        no_grad = needs_no_grad(program, module)
-        self.engine = Engine(linked, code, self._go_on_after, no_grad)
+        self._statistics = statistics
+        self.engine = self._make_engine(needs_no_grad(program, module))
         self._guards = tuple(guards)
         self._peeking: list[tuple[int, PeekingPort]] = []
         for index, info in enumerate(code.infos):
             port = info.port
             if info.role is Role.ISSUE and isinstance(port, PeekingPort):
                 self._peeking.append((index, port))
-        self._statistics = statistics
         self._propagation: ErrorPropagation | None = None
 
     @property
@@ -128,17 +127,6 @@ class Instance:
                 self._distrust(RuntimeError(f"{change}; compile the step again"))
                 break
 
-    def advance(self, limit: int | None = None) -> bool:
-        """Go on until the program ends or has to wait, or `limit` instructions have run.
-
-        Returns:
-            Whether the execution has ended.
-        """
-        if not self.engine.advance(limit):
-            return False
-        self._end()
-        return True
-
     def abandon(self) -> None:
         """Give up the execution in progress, if any; idempotent. Messages are not its business."""
         if self.engine.running:
@@ -171,8 +159,17 @@ class Instance:
         """Where it is."""
         return self.engine.position()
 
-    def _end(self) -> None:
-        outputs = self.engine.end(self._statistics)
+    def _make_engine(self, runs_without_grad: bool) -> Engine:
+        return Engine(
+            self._linked,
+            self._code,
+            self._statistics,
+            self._go_on_after,
+            self._end,
+            runs_without_grad,
+        )
+
+    def _end(self, outputs: tuple[Any, ...]) -> None:
         if self._propagation is not None:
             self._propagation = None
             self._statistics.failures += 1

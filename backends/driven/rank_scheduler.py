@@ -64,7 +64,7 @@ class Resident:
             return
         self._busy_in = get_ident()
         try:
-            if instance.advance():
+            if instance.engine.advance():
                 self.in_flight.pop()
         finally:
             self._busy_in = 0
@@ -147,7 +147,7 @@ class Resident:
                 break
             engine = instance.engine
             before = engine.pending
-            if instance.advance() or engine.pending is not before:
+            if engine.advance() or engine.pending is not before:
                 moved = True
         return moved
 
@@ -156,6 +156,6 @@ class Resident:
         for instance in source.sample(self.in_flight, len(self.in_flight)):
             engine = instance.engine
             before = engine.pending
-            ended = instance.advance(source.randint(1, 4))
+            ended = engine.advance(source.randint(1, 4))
             moved = moved or ended or engine.pending is None or engine.pending is not before
         return moved

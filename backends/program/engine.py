@@ -25,6 +25,9 @@ from .linked import LinkedProgram
 OnError = Callable[[BaseException], None]
 """Takes what an instruction has raised: raises, or replaces the instructions that are left."""
 
+OnEnd = Callable[[tuple[Any, ...]], None]
+"""Takes what the program returns, when all its instructions have run."""
+
 Locate = Callable[[int], int]
 """Which instruction of the bound program one of those is that run in their place."""
 
@@ -32,12 +35,14 @@ Locate = Callable[[int], int]
 class Engine:
     """Runs a bound program, one execution after the other.
 
-    An owner calls `start`, `advance` until it is true, and `end`; or `abandon` at any time.
+    An owner calls `start`, and `advance` until it is true; or `abandon` at any time.
 
     Args:
         linked: the program.
         code: the same, bound.
+        tally: counts the executions that end.
         on_error: what an error does.
+        on_end: what the end of an execution does.
         runs_without_grad: whether autograd has to be off while instructions run.
 
     Attributes:
@@ -50,7 +55,13 @@ class Engine:
     """
 
     def __init__(
-        self, linked: LinkedProgram, code: Code, on_error: OnError, runs_without_grad: bool = True
+        self,
+        linked: LinkedProgram,
+        code: Code,
+        tally: Tally,
+        on_error: OnError,
+        on_end: OnEnd,
+        runs_without_grad: bool = True,
     ) -> None:
         self.code = code
         self.pending: Instruction | None = None
@@ -58,7 +69,9 @@ class Engine:
         self.is_pausing = False
         self.runs_without_grad = runs_without_grad
         self._rank = linked.rank
+        self._tally = tally
         self._on_error = on_error
+        self._on_end = on_end
         self._progress = (*linked.progress, *code.progress)
         self._registers = code.registers
         self._template = code.template
@@ -68,7 +81,7 @@ class Engine:
         self._locate: Locate | None = None
         self.located: Locate | None = None
         self._rest: Iterator[Instruction] = iter(())
-        self._count = 0
+        self._list: Sequence[Instruction] = ()
         self._started = self._since = self._blocked = 0.0
 
     def start(self, inputs: Sequence[Any], execution: int) -> None:
@@ -80,14 +93,13 @@ class Engine:
         """
         self.code.execution = execution
         self.running = True
-        for index, value in enumerate(inputs):
-            self._registers[index] = value
+        if inputs:
+            self._registers[: len(inputs)] = inputs
         self._blocked = 0.0
         self._started = self._since = perf_counter()
-        instructions = self._instructions
-        self._count = len(instructions)
         self.located = self._locate
-        self._rest = iter(instructions)
+        self._list = self._instructions
+        self._rest = iter(self._instructions)
 
     def advance(self, limit: int | None = None, pause: Pause | None = None) -> bool:
         """Go on until the program ends or has to wait, or `limit` instructions have run.
@@ -97,16 +109,16 @@ class Engine:
             pause: what to do between two fruitless polls; None to return where it has to wait.
 
         Returns:
-            Whether the program has come to its end.
+            Whether the execution has ended.
         """
         rest = self._rest
-        has_failed = False
         try:
             pending = self.pending
             if pending is not None:
                 # A second look costs less than to come back here.
                 if not (pending() or pending()):
-                    self.move_on()
+                    for move_on in self._progress:
+                        move_on()
                     return False
                 self.resume()
             # What it waits at only passes values on; the rest may compute.
@@ -126,19 +138,17 @@ class Engine:
                     set_grad_enabled(True)
         except BaseException as error:
             self._on_error(error)
-            has_failed = True
-        if has_failed:
-            return self.advance(limit, pause)
-        return limit is None or not length_hint(rest)
-
-    def end(self, tally: Tally) -> tuple[Any, ...]:
-        """Count the execution, whose instructions have all run; what the program returns."""
-        registers = self._registers
-        outputs = self._get_outputs(registers)
-        registers[:] = self._template
-        self.running = False
-        count(tally, perf_counter() - self._started, self._blocked)
-        return outputs
+        else:
+            if limit is not None and length_hint(rest):
+                return False
+            registers = self._registers
+            outputs = self._get_outputs(registers)
+            registers[:] = self._template
+            self.running = False
+            count(self._tally, perf_counter() - self._started, self._blocked)
+            self._on_end(outputs)
+            return True
+        return Engine.advance(self, limit, pause)  # with what is left after the error
 
     def abandon(self) -> None:
         """Give up the execution in progress, if any; idempotent. Messages are not its business."""
@@ -156,7 +166,7 @@ class Engine:
         """
         self.resume()
         self.located = None
-        self._count = len(self.code.instructions)
+        self._list = self.code.instructions
         self._rest = iter(instructions)
 
     def use(self, instructions: Sequence[Instruction], locate: Locate | None = None) -> None:
@@ -195,7 +205,7 @@ class Engine:
     @property
     def begun(self) -> int:
         """How many of the instructions that run have been begun in this execution."""
-        return self._count - length_hint(self._rest) if self.running else 0
+        return len(self._list) - length_hint(self._rest) if self.running else 0
 
     @property
     def index(self) -> int:

@@ -46,7 +46,7 @@ class Executable:
         self._bodies = linked.bodies
         self._check_inputs = InputCheck(linked.program)
         self._code = Binder(linked).bind() if code is None else code
-        self._engine = Engine(linked, self._code, self._raise)
+        self._engine = Engine(linked, self._code, self.statistics, self._raise, self._end)
         self._has_failed = False
 
     @property
@@ -81,9 +81,7 @@ class Executable:
             RemoteError: an op or a method raised; `reset` before the next execution.
         """
         self.start(inputs, execution, checked)
-        engine = self._engine
-        engine.advance(None, pause)
-        self.outputs = engine.end(self.statistics)
+        self._engine.advance(None, pause)
         return self.outputs
 
     def start(
@@ -118,13 +116,9 @@ class Executable:
             RemoteError: an op or a method raised; `reset` before the next execution.
             RuntimeError: no execution is in progress.
         """
-        engine = self._engine
-        if not engine.running or self._has_failed:
+        if not self._engine.running or self._has_failed:
             raise RuntimeError("no execution is in progress: start() one")
-        if not engine.advance(limit):
-            return False
-        self.outputs = engine.end(self.statistics)
-        return True
+        return self._engine.advance(limit)
 
     def reset(self) -> None:
         """Give up the execution in progress, if any, and be ready for the next.
@@ -155,6 +149,9 @@ class Executable:
     def record(self, log: InstructionLog | None) -> None:
         """Record every instruction from the next execution on; None: no longer."""
         self._engine.record(log)
+
+    def _end(self, outputs: tuple[Any, ...]) -> None:
+        self.outputs = outputs
 
     def _raise(self, error: BaseException) -> None:
         """What an error does: it ends the execution."""

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from ...base import Port
+from ...base import Pause, Port
 from ...driven.arrange import Reports, await_reports, last_op
 from ...driven.instance import Guard, Instance
 from ...errors import TransportError
 from ...failures.error_propagation import ErrorPropagation
 from ...failures.poison import Poison
 from ...program.code import Code
+from ...program.engine import Engine, OnEnd, OnError
 from ...program.instruction_info import KEEP, Role
 from ...program.instructions import Instruction
 from ...program.linked import LinkedProgram
 from ...timing.statistics import Statistics
+from ...timing.tallies import Tally
 from ...timing.tracing import InstructionLog
 from ..base import Device, Queue
 from ..output_buffers import Loan
@@ -58,6 +60,48 @@ class Delivery:
                     loan.hand_to_caller(self._device)
 
 
+class SessionEngine(Engine):
+    """An engine that runs inside a session of the device; see `Engine`.
+
+    The device is only asked for if there is something to put on it.
+
+    Args:
+        device: of this rank.
+        polls: for instructions that wait, what says without the device whether they can go on.
+
+    Attributes:
+        is_put: whether all of the execution is on the device, so that the rest needs no session.
+    """
+
+    def __init__(
+        self,
+        linked: LinkedProgram,
+        code: Code,
+        tally: Tally,
+        on_error: OnError,
+        on_end: OnEnd,
+        runs_without_grad: bool,
+        *,
+        device: Device,
+        polls: Mapping[Instruction | None, Callable[[], bool]],
+    ) -> None:
+        super().__init__(linked, code, tally, on_error, on_end, runs_without_grad)
+        self.is_put = False
+        self._device = device
+        self._polls = polls
+
+    def advance(self, limit: int | None = None, pause: Pause | None = None) -> bool:
+        """See `Engine`."""
+        if self.is_put:
+            return super().advance(limit, pause)
+        poll = self._polls.get(self.pending)
+        if poll is not None and not (poll() or poll()):
+            self.move_on()
+            return False
+        with self._device.session():
+            return super().advance(limit, pause)
+
+
 class DeviceInstance(Instance):
     """See `Instance`; the program runs on the rank's device.
 
@@ -82,44 +126,48 @@ class DeviceInstance(Instance):
         binder: DeviceBinder,
         watch: Callable[[Work, int], None],
     ) -> None:
+        self._device = binder.device
         super().__init__(linked, code, statistics, guards, reports)
         work = Work(self.program, self.module, binder.messages, binder.segments, self.position)
-        self._device = binder.device
         self._watch = partial(watch, work)
-        self._polls: dict[Instruction | None, Callable[[], bool]] = {}
-        for instruction, info in zip(code.instructions, code.infos, strict=True):
-            if info.role is Role.AWAIT and info.port is not None:
-                self._polls[instruction] = info.port.poll
-            elif info.role is Role.KEEP:
-                self._polls[instruction] = instruction
 
-    def advance(self, limit: int | None = None) -> bool:
-        """See `Instance`; the device is only asked for if there is something to put on it."""
-        poll = self._polls.get(self.engine.pending)
-        if poll is not None and not (poll() or poll()):
-            self.engine.move_on()
-            return False
-        with self._device.session():
-            return super().advance(limit)
+    def _make_engine(self, runs_without_grad: bool) -> SessionEngine:
+        polls: dict[Instruction | None, Callable[[], bool]] = {}
+        for instruction, info in zip(self._code.instructions, self._code.infos, strict=True):
+            if info.role is Role.AWAIT and info.port is not None:
+                polls[instruction] = info.port.poll
+            elif info.role is Role.KEEP:
+                polls[instruction] = instruction
+        self._session = SessionEngine(
+            self._linked,
+            self._code,
+            self._statistics,
+            self._go_on_after,
+            self._end,
+            runs_without_grad,
+            device=self._device,
+            polls=polls,
+        )
+        return self._session
 
     @property
     def segments(self) -> Sequence[Segment]:
         """The parts of the program that are captured."""
         return ()
 
-    def _deliver(self) -> None:
+    def _deliver(self, outputs: tuple[Any, ...]) -> None:
         """Inside a session, with all work on streams: let the caller's stream have the result."""
         if self.on_end is not None:
-            tensors = [value for value in self.engine.outputs() if isinstance(value, Tensor)]
+            tensors = [value for value in outputs if isinstance(value, Tensor)]
             self._device.keep(tensors)
             loans = [loan for segment in self.segments for _, loan in segment.lent]
             for loan in loans:
                 loan.hand_to_caller(self._device)
             self.delivery = Delivery(self._device, self._device.caller(), tensors, loans)
 
-    def _end(self) -> None:
-        self._deliver()
-        super()._end()
+    def _end(self, outputs: tuple[Any, ...]) -> None:
+        self._deliver(outputs)
+        super()._end(outputs)
         self._watch(self.execution)
 
 
@@ -199,21 +247,17 @@ class SealedInstance(DeviceInstance):
         self._abandon = abandon
         self._in_flight = in_flight
         self._change: Poison | None = None
-        self._has_begun = self._is_put = False
+        self._has_begun = False
         self._binder = binder
         super().__init__(linked, code, statistics, guards, reports, binder, watch)
         self.engine.runs_without_grad = True  # messages and copies are part of no history
 
     def start(self, inputs: Sequence[Any], execution: int) -> None:
         """See `Instance`."""
-        self._has_begun = self._is_put = False
+        self._has_begun = self._session.is_put = False
         self._change = None
         self._binder.is_distrusted = False
         super().start(inputs, execution)
-
-    def advance(self, limit: int | None = None) -> bool:
-        """See `Instance`; to wait for reports takes no device."""
-        return Instance.advance(self, limit) if self._is_put else super().advance(limit)
 
     def drop_graphs(self) -> None:
         """Forget what was captured; idempotent."""
@@ -252,12 +296,12 @@ class SealedInstance(DeviceInstance):
 
     def _hand_over(self) -> bool:
         """All is on the streams: the result is there for whoever takes the execution's end."""
-        self._deliver()
-        self._is_put = True
+        self._deliver(self.engine.outputs())
+        self._session.is_put = True
         return True
 
-    def _end(self) -> None:
-        Instance._end(self)
+    def _end(self, outputs: tuple[Any, ...]) -> None:
+        Instance._end(self, outputs)
         self._watch(self.execution)
 
     def _distrust(self, error: Exception) -> None:
@@ -276,7 +320,7 @@ class SealedInstance(DeviceInstance):
 
     def _go_on_after(self, error: BaseException) -> None:
         computes = self._code.infos[self.engine.index].role is Role.COMPUTE
-        is_under_way = self._has_begun and not self._is_put
+        is_under_way = self._has_begun and not self._session.is_put
         if is_under_way and (computes or not isinstance(error, TransportError)):
             what = f"{type(error).__name__}: {error}"
             self._abandon(
