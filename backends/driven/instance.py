@@ -26,7 +26,7 @@ from ..program.instruction_info import KEEP, Role
 from ..program.linked import LinkedProgram
 from ..program.type_checks import InputCheck
 from ..timing.tallies import Tally
-from ..timing.tracing import InstructionLog
+from ..timing.tracing import Log
 from .arrange import Reports, await_reports, last_op, leave_out_clears, send_inputs_first
 from .ticket_locks import Tickets
 
@@ -137,7 +137,7 @@ class Instance:
         self.outputs = ()
         self.delivery = None
 
-    def record(self, log: InstructionLog | None) -> None:
+    def record(self, log: Log | None) -> None:
         """Record every instruction from the next execution on; None: no longer.
 
         What runs after a failure, and because of it, is not recorded.

@@ -16,7 +16,7 @@ from typing import Any
 from ..base import Pause
 from ..failures.flight import Position
 from ..timing.tallies import Tally, count
-from ..timing.tracing import InstructionLog
+from ..timing.tracing import Log
 from .code import Code
 from .grad_mode import is_grad_enabled, set_grad_enabled
 from .instructions import Instruction, getter
@@ -179,7 +179,7 @@ class Engine:
         self._instructions = instructions
         self._locate = locate
 
-    def record(self, log: InstructionLog | None) -> None:
+    def record(self, log: Log | None) -> None:
         """Record every instruction from the next execution on; None: no longer."""
         self.use(self.code.instructions if log is None else log.wrap(self.code))
 

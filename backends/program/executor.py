@@ -11,7 +11,7 @@ from ..failures.descriptions import failure_at, note_departure
 from ..failures.flight import Position
 from ..failures.interruptions import leaves
 from ..timing.statistics import Statistics
-from ..timing.tracing import InstructionLog
+from ..timing.tracing import Log
 from .binder import Binder
 from .code import Code
 from .engine import Engine
@@ -146,7 +146,7 @@ class Executable:
         """Where it is; cheap, and safe to call from a pause or another thread."""
         return self._engine.position()
 
-    def record(self, log: InstructionLog | None) -> None:
+    def record(self, log: Log | None) -> None:
         """Record every instruction from the next execution on; None: no longer."""
         self._engine.record(log)
 

@@ -47,18 +47,25 @@ class Budget:
     left: int
 
 
+class Log(Protocol):
+    """What records the instructions of a bound program."""
+
+    def wrap(self, code: Code) -> list[Instruction]:
+        """Instructions that do what those of `code` do, and record themselves."""
+
+
 class Recordable(Protocol):
     """A bound program that can be recorded: an `Executable` or an `Instance`."""
 
     program: Program
     module: Module
 
-    def record(self, log: InstructionLog | None) -> None:
+    def record(self, log: Log | None) -> None:
         """Record every instruction from the next execution on; None: no longer."""
 
 
 class InstructionLog:
-    """What one bound program has done, instruction by instruction.
+    """What one bound program has done, instruction by instruction; see `Log`.
 
     Args:
         program: which.

@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any, Protocol, TypeAlias
 
-from ...backends.base import Body, World
+from ...backends.base import World
 from ...backends.devices.base import Device, Event
+from ...backends.program.code import Code
+from ...backends.program.instructions import Instruction
 from ...backends.program.linked import LinkedModule
-from ...backends.timing.instrument import instrument
 from ...ir.attributes import Stream
+from ...ir.clone import clone
 from ...ir.communication import Span
 from ...ir.module import Module
-from ...ir.ops import Call
 from ...passes.simulate.footprint import peak_bytes
 from ...passes.simulate.program_times import ProgramTimes, RankTimes
-from ...tracer.codegen.codegen import refitted_alike
 from ..api.numbering import Numbering
 from ..runtime.runtime import make_runtime
 from ..world.comparison import CallFacts
@@ -89,6 +89,39 @@ class DeviceClock:
         return self._zero + self._device.elapsed(self._first, event) / 1e3
 
 
+class CallLog:
+    """When the calls of a program ran in its last execution; see `Log`.
+
+    Args:
+        clock: what they are timed by.
+
+    Attributes:
+        marks: by place in the program.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.marks: Marks = {}
+        self._now = clock.now
+
+    def wrap(self, code: Code) -> list[Instruction]:
+        """See `Log`."""
+        return [
+            instruction if info.function is None else self._timed(instruction, info.op)
+            for instruction, info in zip(code.instructions, code.infos, strict=True)
+        ]
+
+    def _timed(self, instruction: Instruction, op: int) -> Instruction:
+        marks, now = self.marks, self._now
+
+        def run() -> bool:
+            start = now()
+            done = instruction()
+            marks[op] = (start, now())
+            return done
+
+        return run
+
+
 @dataclass(frozen=True)
 class Recording(ProgramTimes):
     """What the programs of a step came to when they ran; `spans` are those of calls.
@@ -129,29 +162,28 @@ def record(
     module = linked.module
     ranks = [rank for rank in range(module.world) if world.plays(rank)]
     clock: Clock = HostClock() if world.device is None else DeviceClock(world.device)
-    marks: dict[int, Marks] = {rank: {} for rank in ranks}
-
-    def clocked(rank: int, index: int, op: Call, body: Body) -> Body:
-        return _clocked(body, index, marks[rank], clock)
-
-    watched, watchers = instrument(module, linked.bodies, ranks, clocked)
-    for op in (op for program in watched.programs for op in program.ops):
+    plain = clone(module)
+    for op in (op for program in plain.programs for op in program.ops):
         op.graph = None  # what is replayed is not called
     runtime = make_runtime(
         world,
-        replace(linked, module=watched, bodies=watchers, fallbacks=None),
+        replace(linked, module=plain, fallbacks=None),
         parameters,
         timeout=timeout,
         numbering=Numbering(),
         call=call,
     )
+    logs = {rank: CallLog(clock) for rank in ranks}
+    for rank, programs in runtime.bound.items():
+        for program in programs:
+            program.record(logs[rank])
     found: list[tuple[float, dict[int, Stamps]]] = []
     try:
         for _ in range(executions):
             world.barrier()
             zero = clock.start()
             runtime.run(inputs)
-            found.append((zero, {rank: clock.read(marks[rank]) for rank in ranks}))
+            found.append((zero, {rank: clock.read(logs[rank].marks) for rank in ranks}))
     finally:
         runtime.close()
     everywhere = world.allgather(found)
@@ -160,18 +192,6 @@ def record(
         _recording(module, world.nodes, [of_rank[number] for of_rank in everywhere], peaks)
         for number in range(executions)
     ]
-
-
-def _clocked(body: Body, index: int, marks: Marks, clock: Clock) -> Body:
-    now = clock.now
-
-    def run(*inputs: Any) -> Sequence[Any]:
-        start = now()
-        outputs = body(*inputs)
-        marks[index] = (start, now())
-        return outputs
-
-    return refitted_alike(run, body, lambda other: _clocked(other, index, marks, clock))  # type: ignore[no-any-return]
 
 
 def _recording(

@@ -22,7 +22,7 @@ from ...program.instructions import Instruction
 from ...program.linked import LinkedProgram
 from ...timing.statistics import Statistics
 from ...timing.tallies import Tally
-from ...timing.tracing import InstructionLog
+from ...timing.tracing import Log
 from ..base import Device, Queue
 from ..output_buffers import Loan
 from ..pending_work import Work
@@ -193,7 +193,7 @@ class AnnouncedInstance(DeviceInstance):
         self._graphs = interleave(code, linked, binder)
         self.record(None)
 
-    def record(self, log: InstructionLog | None) -> None:
+    def record(self, log: Log | None) -> None:
         """See `Instance`; what is recorded runs as it is, and not by graphs."""
         if log is None:
             self.engine.use(self._graphs.instructions, self._graphs.place)
