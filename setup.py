@@ -22,6 +22,7 @@ PACKAGES = ("ir", "tracer", "passes", "backends", "launch")
 COMPILED = (
     "backends/program/type_checks.py",
     "backends/driven/executions.py",
+    "backends/program/engine.py",
     "backends/program/executor.py",
     "backends/driven/graphs.py",
     "backends/driven/command_queue.py",

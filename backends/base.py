@@ -9,8 +9,12 @@ by name (`registry.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from types import TracebackType
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
+from torch import Tensor, fx
+
+from ..ir.location import Location
 from ..ir.module import Channel
 from ..ir.ops import Collective, Recv, Send
 from ..ir.types import ValueType
@@ -29,12 +33,8 @@ class Port(Protocol):
     `reset` makes them ready for `start` again.
 
     Where the op has a `slot`, what `take` returns may live in that slot until `release`. Where it
-    has none, the value is the receiver's own and outlives `release`. A port may say by an attribute
-    `holds = False` that its `release` does nothing, and so need not be called. The port of a `recv`
-    may have a method `foresee()`, which gives the poison that has come in place of its message,
-    without taking it, or None; an execution then fails before its program comes to it.
-    That of a `send` may have a method `own()`, called once when the program is bound: the operand
-    may change before `poll` has returned true, so `start` copies what it does not send at once.
+    has none, the value is the receiver's own and outlives `release`. A port may do more than that:
+    see `HoldingPort`, `PeekingPort` and `OwningPort`.
     """
 
     def start(self, value: Any) -> None:
@@ -64,6 +64,31 @@ class Port(Protocol):
 
     def release(self) -> None:
         """Let the port's buffer be overwritten by a later execution or message."""
+
+
+@runtime_checkable
+class HoldingPort(Protocol):
+    """A port that says whether its `release` does anything; else it need not be called."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether it holds a buffer until `release`."""
+
+
+@runtime_checkable
+class PeekingPort(Protocol):
+    """The port of a `recv` that sees an error before its program comes to it."""
+
+    def foresee(self) -> Poison | None:
+        """The poison that has come in place of the message, without taking it, if one has."""
+
+
+@runtime_checkable
+class OwningPort(Protocol):
+    """The port of a `send` whose operand may change before `poll` has returned true."""
+
+    def own(self) -> None:
+        """Let `start` copy what it does not send at once; called when the program is bound."""
 
 
 class Communicator(Protocol):
@@ -162,6 +187,35 @@ Body = Callable[..., Sequence[Any]]
 It runs under `torch.no_grad()`. A body that needs autograd enables it for itself, and returns
 values that are detached from the graph.
 """
+
+
+@runtime_checkable
+class GraphBody(Protocol):
+    """The body of a traced function, of which more is known than how to call it.
+
+    Attributes:
+        run: what a call does.
+        locate: the user's line that stands behind a traceback through the body, or None.
+        graph: what it runs.
+        state: gives the parameters and buffers that it works on.
+        trained: gives the parameters to whose `.grad` it adds.
+        rebinds: whether it puts new tensors in the place of buffers.
+    """
+
+    def __call__(self, *inputs: Any) -> Sequence[Any]: ...
+    @property
+    def run(self) -> Body: ...
+    @property
+    def locate(self) -> Callable[[TracebackType | None], Location | None]: ...
+    @property
+    def graph(self) -> fx.Graph: ...
+    @property
+    def state(self) -> Callable[[], Sequence[Tensor]]: ...
+    @property
+    def trained(self) -> Callable[[], Sequence[Tensor]]: ...
+    @property
+    def rebinds(self) -> bool: ...
+
 
 CommunicatorFactory = Callable[[World, Sequence[Channel]], Communicator]
 """Makes this process's communicator for the channels of a plan that it is to serve.

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...ir.module import Function, FunctionKind, Program
 from ...ir.ops import Call, Op, Value, View, Wait
 from ...ir.types import DType, FutureType, TensorType, Type
-from ..base import Body
+from ..base import Body, GraphBody
 from ..dtypes import TORCH_DTYPES
 from ..program import builtins
 from ..program.linked import LinkedProgram
@@ -87,7 +87,7 @@ class _Rehearsal:
             outputs = body(*map(self._value, call.operands))
         elif function.kind is FunctionKind.GRAPH and name in self._linked.bodies:
             body = self._linked.bodies[name]
-            if getattr(body, "rebinds", False):
+            if isinstance(body, GraphBody) and body.rebinds:
                 return  # what it puts in the place of buffers would stay
             outputs = _run_and_put_back(body, function, [*map(self._value, call.operands)])
         else:
@@ -119,8 +119,9 @@ def _is_future(value: Value) -> bool:
 
 
 def _run_and_put_back(body: Any, function: Function, inputs: Sequence[Any]) -> Sequence[Any]:
-    state: Sequence[Tensor] = body.state() if hasattr(body, "state") else ()
-    trained: Sequence[Tensor] = body.trained() if hasattr(body, "trained") else ()
+    is_traced = isinstance(body, GraphBody)
+    state: Sequence[Tensor] = body.state() if is_traced else ()
+    trained: Sequence[Tensor] = body.trained() if is_traced else ()
     saved = [tensor.clone() for tensor in state] if function.effect.changes_state else None
     gradients = [parameter.grad for parameter in trained]
     for parameter in trained:

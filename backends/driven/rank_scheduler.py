@@ -64,7 +64,7 @@ class Resident:
             return
         self._busy_in = get_ident()
         try:
-            if instance.advance():
+            if instance.engine.advance():
                 self.in_flight.pop()
         finally:
             self._busy_in = 0
@@ -112,13 +112,13 @@ class Resident:
             self._busy_in = 0
             in_flight = self.in_flight
             if len(in_flight) == 1:
-                if not in_flight[0].running:
+                if not in_flight[0].engine.running:
                     in_flight.pop()
             else:
                 for instance in in_flight:
-                    if not instance.running:
+                    if not instance.engine.running:
                         # Also where Ctrl-C comes in the middle of another one.
-                        self.in_flight = [each for each in in_flight if each.running]
+                        self.in_flight = [each for each in in_flight if each.engine.running]
                         break
 
     def check_idle(self) -> None:
@@ -145,15 +145,17 @@ class Resident:
         for age, instance in enumerate(self.in_flight):
             if age >= _OLDEST and moved:
                 break
-            before = instance.pending
-            if instance.advance() or instance.pending is not before:
+            engine = instance.engine
+            before = engine.pending
+            if engine.advance() or engine.pending is not before:
                 moved = True
         return moved
 
     def _shuffled(self, source: random.Random) -> bool:
         moved = False
         for instance in source.sample(self.in_flight, len(self.in_flight)):
-            before = instance.pending
-            ended = instance.advance_by(source.randint(1, 4))
-            moved = moved or ended or instance.pending is None or instance.pending is not before
+            engine = instance.engine
+            before = engine.pending
+            ended = engine.advance(source.randint(1, 4))
+            moved = moved or ended or engine.pending is None or engine.pending is not before
         return moved

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable, Mapping
-from types import TracebackType
+from collections.abc import Mapping
 
 from ...ir.location import Location
 from ...ir.module import Module, Program
 from ...ir.ops import Call, Op
 from ...ir.printer import format_op
-from ..base import Body
+from ..base import Body, GraphBody
 from ..errors import Failure, message_text, traceback_text, type_name
 from .flight import method_of
-
-Locate = Callable[[TracebackType | None], Location | None]
 
 
 def failure_at(
@@ -24,10 +21,7 @@ def failure_at(
     error: BaseException,
     bodies: Mapping[str, Body] | None = None,
 ) -> Failure:
-    """What every rank is told of `error`, which `op` of a rank's program has raised.
-
-    A body may have an attribute `locate`, which says what line of the user's a traceback leads to.
-    """
+    """What every rank is told of `error`, which `op` of a rank's program has raised."""
     actor, method = _method(op, module)
     source = linecache.getline(op.loc.file, op.loc.line).strip() if op.loc else ""
     return Failure(
@@ -56,10 +50,8 @@ def note_departure(error: BaseException, failure: Failure) -> None:
 
 
 def _raised(op: Op, error: BaseException, bodies: Mapping[str, Body]) -> Location | None:
-    locate: Locate | None = None
-    if isinstance(op, Call):
-        locate = getattr(bodies.get(op.fn.name), "locate", None)
-    return None if locate is None else locate(error.__traceback__)
+    body = bodies.get(op.fn.name) if isinstance(op, Call) else None
+    return body.locate(error.__traceback__) if isinstance(body, GraphBody) else None
 
 
 def _method(op: Op, module: Module) -> tuple[str | None, str | None]:

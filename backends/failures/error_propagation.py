@@ -1,4 +1,4 @@
-"""Goes on with an execution in which something has failed: what depends on it is not run.
+"""Propagate errors in an execution that goes on: what depends on a failure is not run.
 
 The results of what fails are poisoned. A call with a poisoned operand is not run, and its results
 are poisoned; so is a later call on an actor whose state the failed one should have prepared. A
@@ -7,123 +7,97 @@ message of a poisoned value carries the error. Everything else happens as if not
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from ...ir.module import Module, Program
-from ..base import Body
 from ..errors import TransportError
-from ..program.binder import Code
-from ..program.instruction_info import Role, Step
+from ..program.code import Code
+from ..program.instruction_info import InstructionInfo, Role
 from ..program.instructions import Instruction
+from ..program.linked import LinkedProgram
 from .descriptions import failure_at, note_departure
 from .interruptions import is_interruption, leaves
 from .poison import Poison
 
 
-class Careful:
+class ErrorPropagation:
     """The rest of one execution of a bound program, after its first failure.
 
     Attributes:
-        at: index of the instruction to run next, or again.
         poison: what has failed first.
-        waits: the instruction that it waits at, if it waits.
         kept: the last interruption that it could take as the failure of a method.
     """
 
-    def __init__(
-        self, code: Code, program: Program, module: Module, bodies: Mapping[str, Body]
-    ) -> None:
-        self.at = 0
+    def __init__(self, linked: LinkedProgram, code: Code) -> None:
         self.poison: Poison | None = None
-        self.waits: Instruction | None = None
         self.kept: BaseException | None = None
+        self._linked = linked
         self._code = code
-        self._program = program
-        self._module = module
-        self._bodies = bodies
-        self._failed: list[tuple[Step, Poison]] = []
+        self._failed: list[tuple[InstructionInfo, Poison]] = []
         self._distrusted: Poison | None = None
 
     def distrust(self, error: Exception) -> None:
         """Run no method of any actor, because of `error`."""
-        calls = (i for i, step in enumerate(self._code.steps) if step.function is not None)
+        calls = (i for i, info in enumerate(self._code.infos) if info.function is not None)
         self._distrusted = self._note(next(calls, 0), error)
 
     def fail(self, index: int, error: BaseException) -> None:
-        """Instruction `index` has raised `error`; go on with the next one."""
-        step = self._code.steps[index]
+        """Instruction `index` has raised `error`; it is not run again."""
+        info = self._code.infos[index]
         poison = self._note(index, error)
-        if step.role is Role.COMPUTE:
-            self._spoil(step, poison)
+        if info.role is Role.COMPUTE:
+            self._spoil(info, poison)
             if leaves(error):
                 note_departure(error, poison.failure)
-        elif step.role is Role.ISSUE:
-            assert step.port is not None
-            step.port.fail(poison)
-        elif step.role is Role.AWAIT:
-            self._write(step, poison)
+        elif info.role is Role.ISSUE:
+            assert info.port is not None
+            info.port.fail(poison)
+        elif info.role is Role.AWAIT:
+            self._write(info, poison)
         else:
             raise error
-        self.at = index + 1
 
-    def advance(self, limit: int | None = None) -> bool:
-        """Go on until the program ends or has to wait, or `limit` instructions have run.
+    def guarded(self, first: int) -> list[Instruction]:
+        """The instructions from index `first` on, each run only if what it takes is no error."""
+        return [self._guarded(index) for index in range(first, len(self._code.instructions))]
 
-        Returns:
-            Whether the program has ended.
-        """
-        count = len(self._code.steps)
-        last = count if limit is None else min(count, self.at + limit)
-        self.waits = None
-        while self.at < last:
-            instruction = self._code.instructions[self.at]
-            if not self._run(self.at, instruction):
-                self.waits = instruction
-                return False
-            self.at += 1
-        return self.at == count
+    def _guarded(self, index: int) -> Instruction:
+        instruction, info = self._code.instructions[index], self._code.infos[index]
+        if info.role is Role.KEEP:
+            return instruction
 
-    def _run(self, index: int, instruction: Instruction) -> bool:
-        step = self._code.steps[index]
-        if step.role is Role.KEEP:
-            return instruction()
-        poison = self._operand(step) or self._state(step)
-        if poison is not None and step.role is Role.COMPUTE:
-            self._spoil(step, poison)
+        def run() -> bool:
+            poison = self._operand(info) or self._state(info)
+            if poison is not None and info.role is Role.COMPUTE:
+                self._spoil(info, poison)
+                return True
+            if poison is not None and info.role is Role.ISSUE:
+                assert info.port is not None
+                info.port.fail(poison)
+                return True
+            try:
+                return instruction()
+            except (Poison, TransportError) as error:
+                self.fail(index, error)
+            except BaseException as error:
+                if info.role is not Role.COMPUTE and is_interruption(error):
+                    raise  # nobody can say how far a message has come
+                self.fail(index, error)  # and so it is not run again
+                if leaves(error):
+                    self.kept = error
+                    raise
             return True
-        if poison is not None and step.role is Role.ISSUE:
-            assert step.port is not None
-            step.port.fail(poison)
-            return True
-        try:
-            return instruction()
-        except (Poison, TransportError) as error:
-            return self._has_failed(index, error)
-        except BaseException as error:
-            if step.role is not Role.COMPUTE and is_interruption(error):
-                raise  # nobody can say how far a message has come
-            if not leaves(error):
-                return self._has_failed(index, error)
-            self.fail(index, error)  # and so it is not run again
-            self.kept = error
-            raise
 
-    def _has_failed(self, index: int, error: BaseException) -> bool:
-        self.fail(index, error)
-        self.at = index
-        return True
+        return run
 
-    def _operand(self, step: Step) -> Poison | None:
-        """The poison among the step's operands, if there is one."""
-        for source in step.sources:
+    def _operand(self, info: InstructionInfo) -> Poison | None:
+        """The poison among the instruction's operands, if there is one."""
+        for source in info.sources:
             value = self._code.registers[source]
             if isinstance(value, Poison):
                 return value
         return None
 
-    def _state(self, step: Step) -> Poison | None:
+    def _state(self, info: InstructionInfo) -> Poison | None:
         """Why the state that a call finds is not what it should be, if that is so."""
-        function = step.function
+        function = info.function
         if function is None:
             return None
         if self._distrusted is not None and function.actor is not None:
@@ -135,21 +109,22 @@ class Careful:
                 return poison
         return None
 
-    def _spoil(self, step: Step, poison: Poison) -> None:
-        self._write(step, poison)
-        if step.function is not None:
-            self._failed.append((step, poison))
+    def _spoil(self, info: InstructionInfo, poison: Poison) -> None:
+        self._write(info, poison)
+        if info.function is not None:
+            self._failed.append((info, poison))
 
-    def _write(self, step: Step, poison: Poison) -> None:
-        for target in step.targets:
+    def _write(self, info: InstructionInfo, poison: Poison) -> None:
+        for target in info.targets:
             self._code.registers[target] = poison
 
     def _note(self, index: int, error: BaseException) -> Poison:
         if isinstance(error, Poison):
             poison = error
         else:
-            op = self._program.ops[self._code.ops[index]]
-            failure = failure_at(op, self._program, self._module, error, self._bodies)
+            linked = self._linked
+            op = linked.program.ops[self._code.infos[index].op]
+            failure = failure_at(op, linked.program, linked.module, error, linked.bodies)
             poison = Poison(failure, error)
         if self.poison is None:
             self.poison = poison

@@ -7,7 +7,7 @@ need no instruction at all.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -32,13 +32,14 @@ from ...ir.ops import (
     Wait,
 )
 from ...ir.types import FutureType, TensorType, UnitType, ValueType
-from ..base import Body, Communicator, Port
+from ..base import Body, Communicator, GraphBody, HoldingPort, OwningPort, Port
 from ..driven.ticket_locks import Tickets
 from ..dtypes import TORCH_DTYPES, describe
 from ..errors import BindError
 from . import builtins, instructions
-from .instruction_info import KEEP, Role, Step
-from .instructions import Instruction, Registers
+from .code import Code
+from .instruction_info import CLEAR, KEEP, InstructionInfo, Role
+from .instructions import Instruction
 from .linked import LinkedProgram
 from .random import seeded
 from .registers import Layout, lay_out
@@ -46,40 +47,11 @@ from .type_checks import checked, expected_tensors, misfit
 from .value_copies import duplicate_object
 
 
-@dataclass(slots=True)
-class Code:
-    """A program, bound.
-
-    Attributes:
-        instructions: what to call, in order.
-        ops: for each instruction the index of its op in the program.
-        awaited: for each instruction the communication op whose completion it waits for, as an
-            index into the program; None for one that never blocks.
-        registers: the list that the instructions work on.
-        template: what the registers hold before the inputs are written.
-        steps: for each instruction what it reads, writes and starts.
-        clears: indices of the instructions that only empty a register.
-        outputs: registers that the program returns.
-        progress: moves on what the program has begun, while it waits.
-    """
-
-    instructions: list[Instruction] = field(default_factory=list)
-    ops: list[int] = field(default_factory=list)
-    awaited: list[int | None] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
-    clears: list[int] = field(default_factory=list)
-    registers: Registers = field(default_factory=list)
-    template: Registers = field(default_factory=list)
-    outputs: tuple[int, ...] = ()
-    progress: list[Callable[[], object]] = field(default_factory=list)
-
-
 class Binder:
     """Binds one program; `bind` does it all.
 
     Args:
         linked: the program, and what it runs with.
-        execution: gives the number of the execution in progress.
         tickets: of a program several executions of which may be in flight; None for one that runs
             alone on its actors.
         target: where tensors live; on the host if None.
@@ -88,7 +60,6 @@ class Binder:
     def __init__(
         self,
         linked: LinkedProgram,
-        execution: Callable[[], int],
         tickets: Tickets | None = None,
         target: torch.device | None = None,
     ) -> None:
@@ -100,8 +71,8 @@ class Binder:
         self._constants = linked.constants
         self._communicators = linked.communicators
         self._seed = linked.seed
-        self._execution = execution
-        self._code = Code()
+        self._code = code = Code(tickets=tickets)
+        self._execution = lambda: code.execution
         self._ports: dict[Value, Port] = {}
         self._indices: dict[Value, int] = {}
         self._copies: dict[int, int] = {}
@@ -150,11 +121,11 @@ class Binder:
     def _fail(self, op: Op, message: str, help_: str = "") -> NoReturn:
         raise BindError(Diagnostic(message, op, self._program, help=help_).render())
 
-    def _emit(self, instruction: Instruction, step: Step, awaited: int | None = None) -> None:
+    def _emit(
+        self, instruction: Instruction, info: InstructionInfo, awaited: int | None = None
+    ) -> None:
         self._code.instructions.append(instruction)
-        self._code.ops.append(self._at)
-        self._code.awaited.append(awaited)
-        self._code.steps.append(step)
+        self._code.infos.append(replace(info, op=self._at, awaited=awaited))
 
     def _register(self, value: Value) -> int:
         return self._layout.registers[value]
@@ -231,8 +202,8 @@ class Binder:
         make = instructions.filled(type_, op.fill, self._target)
         if op.result in self._layout.escaping:
             # A user may change it, or keep it: each execution gets its own.
-            step = Step(Role.COMPUTE, (), (register,))
-            self._emit(instructions.store(self._code.registers, register, make), step)
+            info = InstructionInfo(Role.COMPUTE, (), (register,))
+            self._emit(instructions.store(self._code.registers, register, make), info)
         else:
             self._code.template[register] = make()
 
@@ -240,14 +211,14 @@ class Binder:
         source, target = self._register(op.operands[0]), self._register(op.result)
         self._emit(
             instructions.view(self._code.registers, source, target, op.dim, op.start, op.length),
-            Step(Role.COMPUTE, (source,), (target,)),
+            InstructionInfo(Role.COMPUTE, (source,), (target,)),
         )
 
     def _bind_copy(self, op: Copy) -> None:
         source, target = self._register(op.operands[0]), self._register(op.result)
         self._emit(
             instructions.apply(self._code.registers, source, target, _duplicate(op.result)),
-            Step(Role.COMPUTE, (source,), (target,)),
+            InstructionInfo(Role.COMPUTE, (source,), (target,)),
         )
 
     # -- calls ------------------------------------------------------------------------------
@@ -259,6 +230,7 @@ class Binder:
             body = builtins.implementation(function)
         else:
             body = self._bodies.get(function.name)
+            body = body.run if isinstance(body, GraphBody) else body
         if body is None:
             owner = f"; actor {function.actor} must live on this rank" if function.actor else ""
             self._fail(op, f"there is no body for @{function.name}{owner}")
@@ -281,8 +253,8 @@ class Binder:
                 run = instructions.both(run, copy)
                 self._copies[self._register(value)] = target
                 targets.append(target)
-        step = Step(Role.COMPUTE, tuple(inputs), tuple(targets), function=function)
-        self._emit(run, step)
+        info = InstructionInfo(Role.COMPUTE, tuple(inputs), tuple(targets), function=function)
+        self._emit(run, info)
 
     def _adapted(self, body: Body, function: Function) -> Body:
         """A body as it is called; what an opaque one returns is checked."""
@@ -308,9 +280,8 @@ class Binder:
         type_ = op.operands[0].type
         assert not isinstance(type_, FutureType)
         port = communicator.send_port(op, channel, type_)
-        own = getattr(port, "own", None)
-        if own is not None and self._may_change(op.operands[0]):
-            own()
+        if isinstance(port, OwningPort) and self._may_change(op.operands[0]):
+            port.own()
         self._issue(op, port)
 
     def _may_change(self, value: Value) -> bool:
@@ -333,8 +304,8 @@ class Binder:
         self._indices[op.result] = self._at
         source = self._register(op.operands[0]) if op.operands else None
         sources = () if source is None else (source,)
-        step = Step(Role.ISSUE, sources, port=port)
-        self._emit(instructions.issue(port, self._code.registers, source), step)
+        info = InstructionInfo(Role.ISSUE, sources, port=port)
+        self._emit(instructions.issue(port, self._code.registers, source), info)
 
     def _bind_wait(self, op: Wait) -> None:
         future = op.operands[0]
@@ -342,23 +313,23 @@ class Binder:
             return  # The value is in its register already: streams are one on a host.
         port, awaited = self._ports[future], self._indices[future]
         if isinstance(_promised(future), UnitType):
-            self._emit(port.poll, Step(Role.AWAIT, port=port), awaited)
+            self._emit(port.poll, InstructionInfo(Role.AWAIT, port=port), awaited)
         else:
             target = self._register(op.result)
-            step = Step(Role.AWAIT, (), (target,), port)
-            self._emit(instructions.wait(port, self._code.registers, target), step, awaited)
+            info = InstructionInfo(Role.AWAIT, (), (target,), port)
+            self._emit(instructions.wait(port, self._code.registers, target), info, awaited)
 
     def _bind_free(self, op: Free) -> None:
         register = self._layout.clears.get(self._at)
         if register is not None:
-            self._code.clears.append(len(self._code.instructions))
-            self._emit(instructions.clear(self._code.registers, register), KEEP)
+            self._emit(instructions.clear(self._code.registers, register), CLEAR)
         for future in self._layout.releases.get(self._at, ()):
             self._release(future)
 
     def _release(self, future: Value) -> None:
         port = self._ports.pop(future)
-        if not isinstance(_promised(future), UnitType) and getattr(port, "holds", True):
+        holds = not isinstance(port, HoldingPort) or port.holds
+        if holds and not isinstance(_promised(future), UnitType):
             self._emit(instructions.release(port), KEEP)
 
     def _bind_return(self, op: Return) -> None:
@@ -376,7 +347,7 @@ class Binder:
         if source in self._copies:
             return self._copies[source]  # made at once, before anybody could change the value
         target, copy = self._copied(value)
-        self._emit(copy, Step(Role.COMPUTE, (source,), (target,)))
+        self._emit(copy, InstructionInfo(Role.COMPUTE, (source,), (target,)))
         return target
 
     def _copied(self, value: Value) -> tuple[int, Instruction]:
@@ -390,7 +361,7 @@ class Binder:
         """Await what nobody waited for, and release what nobody freed."""
         for future, port in self._ports.items():
             if future not in self._layout.first_waits:
-                self._emit(port.poll, Step(Role.AWAIT, port=port), self._indices[future])
+                self._emit(port.poll, InstructionInfo(Role.AWAIT, port=port), self._indices[future])
         for future in tuple(self._ports):
             self._release(future)
 

@@ -1,7 +1,7 @@
-"""What each instruction of a bound program reads, writes and starts, for those who must know.
+"""Describe each instruction of a bound program: its op, its role, and what it reads and writes.
 
 The plain list of instructions says nothing about itself, which makes it fast. An execution in which
-something has failed goes on by these descriptions instead (`careful.py`).
+something has failed goes on by these descriptions (`failures/error_propagation.py`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Role(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One instruction.
+class InstructionInfo:
+    """What is known of one instruction.
 
     Attributes:
         role: what it does.
@@ -38,6 +38,10 @@ class Step:
         port: what ISSUE starts, and AWAIT polls.
         function: what COMPUTE calls, if it is a call.
         reporter: the rank whose report AWAIT waits for, if it is no op of the program.
+        op: index of its op in the program.
+        awaited: the communication op whose completion it waits for, as an index into the program;
+            None for one that never blocks.
+        is_clear: whether it only empties a register.
     """
 
     role: Role
@@ -46,6 +50,10 @@ class Step:
     port: Port | None = None
     function: Function | None = None
     reporter: int | None = None
+    op: int = 0
+    awaited: int | None = None
+    is_clear: bool = False
 
 
-KEEP = Step(Role.KEEP)
+KEEP = InstructionInfo(Role.KEEP)
+CLEAR = InstructionInfo(Role.KEEP, is_clear=True)

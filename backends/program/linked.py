@@ -1,4 +1,4 @@
-"""A rank's program with all that its names stand for."""
+"""A scheduled module, and a rank's program, with all that their names stand for."""
 
 from __future__ import annotations
 
@@ -9,6 +9,39 @@ from typing import Any
 from ...ir.module import Module, Program
 from ..base import Body, Communicator
 from ..failures.fallbacks import Fallbacks
+
+
+@dataclass(frozen=True, slots=True)
+class LinkedModule:
+    """A scheduled module, and what the ranks that this process plays run it with.
+
+    Attributes:
+        module: scheduled; declares functions and channels.
+        bodies: for every function that their programs call, by name; builtins need none.
+        constants: the values that `constant` ops refer to, by name.
+        seed: of all random numbers; the same on all ranks.
+        fallbacks: hears of graphs that are not replayed; made by whoever needs it if None.
+    """
+
+    module: Module
+    bodies: Mapping[str, Body]
+    constants: Mapping[str, Any]
+    seed: int = 0
+    fallbacks: Fallbacks | None = None
+
+    def program(
+        self, rank: int, communicators: Mapping[int, Communicator] | None = None
+    ) -> LinkedProgram:
+        """The program of a rank, with what serves its channels, by channel id."""
+        return LinkedProgram(
+            self.module,
+            rank,
+            self.bodies,
+            self.constants,
+            communicators or {},
+            self.seed,
+            self.fallbacks,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from statistics import median
 
 from .tallies import Tally
@@ -78,20 +77,3 @@ class Statistics(Tally):
             f"Statistics(executions={self.executions}, failures={self.failures}, "
             f"total={self.total:g}, blocked={self.blocked:g})"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class ProfileEntry:
-    """What one instruction has cost since profiling was switched on.
-
-    Attributes:
-        op: index of its op in the program.
-        text: the op in the IR's text form.
-        runs: how often it was tried; a wait is tried again until it is done.
-        seconds: time spent in it.
-    """
-
-    op: int
-    text: str
-    runs: int
-    seconds: float

@@ -17,12 +17,9 @@ from typing import Protocol
 import torch
 
 from ...ir.module import Module, Program
-from ..program.binder import Code
+from ..program.code import Code
 from ..program.instruction_info import Role
 from ..program.instructions import Instruction
-
-Now = Callable[[], int]
-"""The number of the execution in progress."""
 
 Range = Callable[[str], AbstractContextManager[object]]
 """Marks what runs inside it for a profiler of the device."""
@@ -50,18 +47,25 @@ class Budget:
     left: int
 
 
+class Log(Protocol):
+    """What records the instructions of a bound program."""
+
+    def wrap(self, code: Code) -> list[Instruction]:
+        """Instructions that do what those of `code` do, and record themselves."""
+
+
 class Recordable(Protocol):
     """A bound program that can be recorded: an `Executable` or an `Instance`."""
 
     program: Program
     module: Module
 
-    def record(self, log: InstructionLog | None) -> None:
+    def record(self, log: Log | None) -> None:
         """Record every instruction from the next execution on; None: no longer."""
 
 
 class InstructionLog:
-    """What one bound program has done, instruction by instruction.
+    """What one bound program has done, instruction by instruction; see `Log`.
 
     Args:
         program: which.
@@ -84,24 +88,21 @@ class InstructionLog:
         self._budget = budget
         self._ranges = ranges
 
-    def wrap(self, code: Code, execution: Now) -> list[Instruction]:
+    def wrap(self, code: Code) -> list[Instruction]:
         """Instructions that do what those of `code` do, and record themselves."""
-        self.origins = tuple(
-            Origin(op, step.role, awaited)
-            for op, step, awaited in zip(code.ops, code.steps, code.awaited, strict=True)
-        )
+        self.origins = tuple(Origin(info.op, info.role, info.awaited) for info in code.infos)
         return [
-            self._timed(index, self._marked(index, instruction), execution)
+            self._timed(index, self._marked(index, instruction), code)
             for index, instruction in enumerate(code.instructions)
         ]
 
-    def _timed(self, index: int, instruction: Instruction, execution: Now) -> Instruction:
+    def _timed(self, index: int, instruction: Instruction, code: Code) -> Instruction:
         keep, clock = self._keep, perf_counter_ns
         number, began = -1, 0
 
         def run() -> bool:
             nonlocal number, began
-            now = execution()
+            now = code.execution
             if now != number:  # the first try in this execution
                 number, began = now, clock()
             try:

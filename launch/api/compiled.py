@@ -346,14 +346,11 @@ class Compiled(Programs):
         chosen = self.variants[self._select(args, kwargs)[0] if len(self.variants) > 1 else 0]
         return chosen.module, record(
             self._world,
-            chosen.module,
+            chosen.linked(self._seed),
             chosen.parameters,
-            chosen.fused.bodies,
-            chosen.trace.constants,
             lambda: chosen.inputs(args, kwargs),
             executions,
             self._facts(chosen),
-            seed=self._seed,
             timeout=self._timeout,
         )
 
@@ -364,15 +361,11 @@ class Compiled(Programs):
             variant = self.variants[index]
             runtime = self._runtimes[index] = make_runtime(
                 self._world,
-                variant.module,
+                variant.linked(self._seed),
                 variant.parameters,
-                variant.fused.bodies,
-                variant.trace.constants,
-                seed=self._seed,
                 timeout=self._timeout,
                 numbering=self._numbering,
                 call=self._facts(variant),
-                fallbacks=variant.fallbacks,
             )
             self._watched.append(watch(self._world, variant.module, runtime.bound))
         return runtime
@@ -384,18 +377,15 @@ class Compiled(Programs):
 
     def _make_graph(self, driver: int, max_inflight: int, patience: float | None) -> graphs.Made:
         variants = [
-            seating.Variant(
-                variant.module,
-                variant.fused.bodies,
-                variant.trace.constants,
+            seating.GraphVariant(
+                variant.linked(self._seed),
                 variant.trace.guards,
                 variant.trace.outputs.rebuild if driver in variant.trace.outputs.place else None,
-                variant.fallbacks,
             )
             for variant in self.variants
         ]
         made = graphs.make_graph(
-            self._world, self._name, driver, variants, max_inflight, self._seed, self._timeout
+            self._world, self._name, driver, variants, max_inflight, self._timeout
         )
         for index, variant in enumerate(self.variants):
             bound = {

@@ -9,6 +9,7 @@ from typing import Any
 
 from ...backends.base import World
 from ...backends.failures.fallbacks import Fallbacks
+from ...backends.program.linked import LinkedModule
 from ...ir.location import Location
 from ...ir.module import Channel, Module
 from ...ir.ops import Call, Collective, Recv, Send
@@ -43,6 +44,11 @@ class Variant:
     fused: Fused
     fallbacks: Fallbacks
     loc: Location | None
+
+    def linked(self, seed: int) -> LinkedModule:
+        """The module with the bodies, constants and seed that this process's ranks run it with."""
+        constants = self.trace.constants
+        return LinkedModule(self.module, self.fused.bodies, constants, seed, self.fallbacks)
 
     @property
     def parameters(self) -> list[str]:

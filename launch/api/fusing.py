@@ -11,6 +11,7 @@ from ...backends.program.fuse import FuseError, fuser
 from ...ir.module import Module
 from ...ir.ops import Call
 from ...passes.frontend.fuse import refusal
+from ...tracer.codegen.codegen import GraphBody
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,9 @@ class Fusing:
         known = self._known.get((name, None))
         if known is None:
             body = self._bodies[name]
-            refit = getattr(body, "refit", None)
-            known = self._known[name, None] = body if refit is None else refit(None)
+            known = self._known[name, None] = (
+                body.refit(None) if isinstance(body, GraphBody) else body
+            )
         return cast(Body, known)
 
     def _compiled(self, name: str, by: str) -> Body | str:
@@ -113,11 +115,10 @@ def _called(module: Module, world: World) -> dict[str, None]:
 
 
 def _compiled(body: Body | None, by: str) -> Body | str:
-    refit = getattr(body, "refit", None)
-    if refit is None:
+    if not isinstance(body, GraphBody):
         return "it has no graph"
     try:
-        return refit(fuser(by))  # type: ignore[no-any-return]
+        return body.refit(fuser(by))
     except FuseError:
         raise
     except Exception as error:  # whatever a compiler of a third party raises

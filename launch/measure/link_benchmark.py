@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...backends.base import Body, World
+from ...backends.program.linked import LinkedModule
 from ...ir.attributes import Symbol
 from ...ir.module import Channel, Function, Module, Phase, Program
 from ...ir.ops import Call, Op, Return, Value
@@ -77,7 +78,7 @@ def _one_way(
     program = module.program_of(edge[0])
     asks = [op for op in program.ops if isinstance(op, Call)]
     ways: list[float] = []
-    for recording in record(world, module, [], bodies, {}, list, 2)[1:]:
+    for recording in record(world, LinkedModule(module, bodies, {}), [], list, 2)[1:]:
         spans = {span.op: span for span in recording.spans}
         answers = [span for span in recording.spans if span.rank == edge[1]]
         for (one, following), answer in zip(pairwise(asks), answers, strict=True):

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any, Protocol, TypeAlias
 
-from ...backends.base import Body, World
+from ...backends.base import World
 from ...backends.devices.base import Device, Event
-from ...backends.timing.instrument import instrument
+from ...backends.program.code import Code
+from ...backends.program.instructions import Instruction
+from ...backends.program.linked import LinkedModule
 from ...ir.attributes import Stream
+from ...ir.clone import clone
 from ...ir.communication import Span
 from ...ir.module import Module
-from ...ir.ops import Call
 from ...passes.simulate.footprint import peak_bytes
 from ...passes.simulate.program_times import ProgramTimes, RankTimes
 from ..api.numbering import Numbering
@@ -87,6 +89,39 @@ class DeviceClock:
         return self._zero + self._device.elapsed(self._first, event) / 1e3
 
 
+class CallLog:
+    """When the calls of a program ran in its last execution; see `Log`.
+
+    Args:
+        clock: what they are timed by.
+
+    Attributes:
+        marks: by place in the program.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.marks: Marks = {}
+        self._now = clock.now
+
+    def wrap(self, code: Code) -> list[Instruction]:
+        """See `Log`."""
+        return [
+            instruction if info.function is None else self._timed(instruction, info.op)
+            for instruction, info in zip(code.instructions, code.infos, strict=True)
+        ]
+
+    def _timed(self, instruction: Instruction, op: int) -> Instruction:
+        marks, now = self.marks, self._now
+
+        def run() -> bool:
+            start = now()
+            done = instruction()
+            marks[op] = (start, now())
+            return done
+
+        return run
+
+
 @dataclass(frozen=True)
 class Recording(ProgramTimes):
     """The times of a step's programs when they ran; `spans` are those of calls.
@@ -98,15 +133,12 @@ class Recording(ProgramTimes):
 
 def record(
     world: World,
-    module: Module,
+    linked: LinkedModule,
     parameters: Sequence[str],
-    bodies: Mapping[str, Body],
-    constants: Mapping[str, Any],
     inputs: Callable[[], Sequence[Any]],
     executions: int,
     call: CallFacts | None = None,
     *,
-    seed: int = 0,
     timeout: float | None = None,
 ) -> list[Recording]:
     """Run a module some times, and say when each call of each rank ran; collective.
@@ -116,7 +148,7 @@ def record(
 
     Args:
         world: all ranks.
-        module, parameters, bodies, constants, seed, timeout: as `make_runtime` takes them.
+        linked, parameters, timeout: as `make_runtime` takes them.
         inputs: gives the values of the step's parameters.
         executions: how often.
         call: as `make_runtime` takes it; None if this is no step.
@@ -127,34 +159,31 @@ def record(
     Raises:
         RemoteError: a method raised, on any rank.
     """
+    module = linked.module
     ranks = [rank for rank in range(module.world) if world.plays(rank)]
     clock: Clock = HostClock() if world.device is None else DeviceClock(world.device)
-    marks: dict[int, Marks] = {rank: {} for rank in ranks}
-
-    def clocked(rank: int, index: int, op: Call, body: Body) -> Body:
-        return _clocked(body, index, marks[rank], clock)
-
-    watched, watchers = instrument(module, bodies, ranks, clocked)
-    for op in (op for program in watched.programs for op in program.ops):
-        op.graph = None  # a call inside of a replayed graph would not run
+    plain = clone(module)
+    for op in (op for program in plain.programs for op in program.ops):
+        op.graph = None  # what is replayed is not called
     runtime = make_runtime(
         world,
-        watched,
+        replace(linked, module=plain, fallbacks=None),
         parameters,
-        watchers,
-        constants,
-        seed=seed,
         timeout=timeout,
         numbering=Numbering(),
         call=call,
     )
+    logs = {rank: CallLog(clock) for rank in ranks}
+    for rank, programs in runtime.bound.items():
+        for program in programs:
+            program.record(logs[rank])
     found: list[tuple[float, dict[int, Stamps]]] = []
     try:
         for _ in range(executions):
             world.barrier()
             zero = clock.start()
             runtime.run(inputs)
-            found.append((zero, {rank: clock.read(marks[rank]) for rank in ranks}))
+            found.append((zero, {rank: clock.read(logs[rank].marks) for rank in ranks}))
     finally:
         runtime.close()
     everywhere = world.allgather(found)
@@ -163,20 +192,6 @@ def record(
         _recording(module, world.nodes, [of_rank[number] for of_rank in everywhere], peaks)
         for number in range(executions)
     ]
-
-
-def _clocked(body: Body, index: int, marks: Marks, clock: Clock) -> Body:
-    now = clock.now
-
-    def run(*inputs: Any) -> Sequence[Any]:
-        start = now()
-        outputs = body(*inputs)
-        marks[index] = (start, now())
-        return outputs
-
-    # Failures find the user's line by these attributes, and devices the body's tensors.
-    run.__dict__.update(getattr(body, "__dict__", {}))
-    return run
 
 
 def _recording(

@@ -11,31 +11,43 @@ from time import monotonic, sleep
 from typing import Any
 
 from ...backends.base import World
+from ...backends.cpu.transport import CpuTransport
 from ...backends.devices.programs.executable import DeviceExecutable
 from ...backends.devices.watchdog import Watchdog, advice, cold, put_by
 from ...backends.errors import TransportError
 from ...backends.failures.flight import FlightRecord
 from ...backends.program.executor import Executable
-from ...backends.program.linked import LinkedProgram
+from ...backends.program.linked import LinkedModule, LinkedProgram
 from ...ir.attributes import Effect, Stream
 from ...ir.module import Module, Program
 from ...ir.ops import Call, Collective, Recv, Value, Wait
 from ...passes.placement.fabrics import Fabrics, is_by_stream
+from ..api.numbering import Numbering
 from ..world.communicators import faults_of, logs_of
+from ..world.comparison import CallFacts
 from .rank_runtime import Inputs, RankRuntime
 
 
-class MixedRuntime(RankRuntime):
+class DeviceRuntime(RankRuntime):
     """See `RankRuntime`; on a rank with a device the program runs there.
 
     What `run` returns has been put on the device, and is there for whatever the caller puts on its
     current stream.
     """
 
-    def __init__(self, world: World, *arguments: Any) -> None:
+    def __init__(
+        self,
+        world: World,
+        transport: CpuTransport,
+        linked: LinkedModule,
+        parameters: Sequence[str],
+        timeout: float | None,
+        numbering: Numbering,
+        call: CallFacts | None,
+    ) -> None:
         self._world = world
         self._watchdog: Watchdog | None = None
-        super().__init__(world, *arguments)
+        super().__init__(world, transport, linked, parameters, timeout, numbering, call)
         self._doubtful = built_on_streams(self._executable.program, self._executable.module)
         self._lost: list[str] = []
         module = self._executable.module
@@ -52,10 +64,8 @@ class MixedRuntime(RankRuntime):
                 self._give_up,
                 lambda: put_by(self._executable),
             )
-            for communicator in self._communicators:
-                hold = getattr(communicator, "hold", None)
-                if hold is not None:
-                    hold(self)
+            for communicator in self._streams:
+                communicator.hold(self)
 
     def run(self, inputs: Inputs) -> tuple[Any, ...]:
         """See `RankRuntime`."""
@@ -91,7 +101,7 @@ class MixedRuntime(RankRuntime):
         self._world.end_job(
             f"{trouble}\nHere is where the host of every rank is in {executable.work.name}; a host "
             "outside of executions has put its last one on its device, and does not wait for that:"
-            f"\n{where}{cold(executable.cold)}{advice(logs_of(self._communicators))}"
+            f"\n{where}{cold(executable.cold)}{advice(logs_of(self._streams))}"
         )
 
     @property
@@ -100,7 +110,7 @@ class MixedRuntime(RankRuntime):
         return self._executable
 
     def _faults(self) -> Sequence[str]:
-        return faults_of(self._communicators)
+        return faults_of(self._streams)
 
     def _fail(self, error: BaseException) -> BaseException:
         """Tell all ranks of a failure, and break off what is under way between devices.
@@ -115,10 +125,8 @@ class MixedRuntime(RankRuntime):
         try:
             self._end_what_is_ahead()
         finally:  # also if Ctrl-C comes meanwhile: the other ranks break off as well
-            for communicator in self._communicators:
-                break_off = getattr(communicator, "break_off", None)
-                if break_off is not None:
-                    break_off()
+            for communicator in self._streams:
+                communicator.break_off()
         return agreed
 
     def _end_what_is_ahead(self) -> None:

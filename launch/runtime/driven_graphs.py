@@ -28,7 +28,7 @@ from ...backends.virtual.virtual_executions import virtual_executions
 from ..world import failure
 from ..world.devices import fabrics_of
 from .runtime import is_in_step, transport_of
-from .seating import OnDevice, Seating, Variant, Wiring
+from .seating import GraphVariant, OnDevice, Seating, Wiring
 
 Launch = Callable[[int, Sequence[Any], bool], Future]
 """Starts an execution; see `Launcher`."""
@@ -176,9 +176,8 @@ def make_graph(
     world: World,
     name: str,
     driver: int,
-    variants: Sequence[Variant],
+    variants: Sequence[GraphVariant],
     capacity: int,
-    seed: int,
     timeout: float | None,
 ) -> Made:
     """Bind a graph on all ranks, and open it; collective.
@@ -189,7 +188,6 @@ def make_graph(
         driver: the rank that starts executions.
         variants: one for each signature, in the same order on all ranks.
         capacity: how many executions may be in flight.
-        seed: of all random numbers.
         timeout: seconds that an execution may take on a device once it has been put there; None
             for no limit.
 
@@ -204,7 +202,7 @@ def make_graph(
         raise ValueError(f"max_inflight={capacity}: it is at least 1, and at most {SEATS}")
     if len(variants) > VARIANTS:
         raise ValueError(f"{len(variants)} variants: a graph has at most {VARIANTS}")
-    modules = [variant.module for variant in variants]
+    modules = [variant.linked.module for variant in variants]
     channels = share_channels(modules)
     if not world.is_virtual:
         for module in modules:
@@ -212,7 +210,7 @@ def make_graph(
     executions = executions_of(world)
     executions.claim(driver)
     wiring = Wiring.of(world, modules, channels, driver)
-    seating = Seating(world, variants, wiring, driver, seed)
+    seating = Seating(world, variants, wiring, driver)
     on_device = None
     if world.device is not None and not world.is_virtual:
         on_device = OnDevice(world, world.device, executions.residents[world.rank], timeout)

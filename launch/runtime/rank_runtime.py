@@ -10,12 +10,12 @@ from ...backends.base import World
 from ...backends.cpu.transport import CpuTransport
 from ...backends.failures.flight import FlightRecord
 from ...backends.program.executor import Executable
-from ...backends.program.linked import LinkedProgram
+from ...backends.program.linked import LinkedModule, LinkedProgram
 from ...backends.timing.statistics import Statistics
 from ...backends.timing.tracing import Recordable
 from ...ir.module import Module
 from ..api.numbering import Numbering
-from ..world.communicators import Connected, connect_channels
+from ..world.communicators import connect_channels
 from ..world.comparison import CallFacts
 from ..world.failure import say_departure
 
@@ -32,9 +32,8 @@ class RankRuntime:
     Args:
         world: all ranks, one for each process.
         transport: of hosts.
-        module: the scheduled step.
+        linked: the scheduled step, and what it runs with.
         parameters: names of the step's parameters, in the order of its inputs.
-        linked: makes what the rank's program runs with, of what serves its channels.
         timeout: seconds that an execution may take; None for no limit.
         numbering: numbers the executions.
         call: the step, its arguments, and whether ranks compare them; None if it is no step.
@@ -49,13 +48,13 @@ class RankRuntime:
         self,
         world: World,
         transport: CpuTransport,
-        module: Module,
+        linked: LinkedModule,
         parameters: Sequence[str],
-        link: Callable[[Connected], LinkedProgram],
         timeout: float | None,
         numbering: Numbering,
         call: CallFacts | None,
     ) -> None:
+        module = linked.module
         self._numbering = numbering
         self._execution = -1
         self._plan = int(check_plan(module, world)[:16], 16)
@@ -65,8 +64,9 @@ class RankRuntime:
         channels = list(module.channels.values())
         connected = connect_channels(world, transport, channels, module.name)
         self._communicators = connected.communicators
+        self._streams = connected.streams
         try:
-            self._executable = self._bind(link(connected))
+            self._executable = self._bind(linked.program(world.rank, connected.serving))
         except BaseException:
             RankRuntime.close(self)  # nobody else will
             raise
@@ -98,7 +98,7 @@ class RankRuntime:
                 compare.compare(values)
             if not self._takes_all:
                 values = [values[index] for index in self._pick]
-            outputs = executable.run(values, control.pause, None, execution, checked=True)
+            outputs = executable.run(values, control.pause, execution, checked=True)
             control.commit(self._progress)
         except BaseException as error:
             say_departure(error)  # before other ranks know of it, and may end the job

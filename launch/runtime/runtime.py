@@ -7,20 +7,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-from ...backends.base import Body, World
+from ...backends.base import World
 from ...backends.cpu.node import MpiWorld
 from ...backends.cpu.transport import CpuTransport
-from ...backends.failures.fallbacks import Fallbacks
-from ...backends.program.linked import LinkedProgram
+from ...backends.program.linked import LinkedModule
 from ...backends.timing.statistics import Statistics
 from ...backends.timing.tracing import Recordable
 from ...backends.virtual.world import VirtualExecutable
 from ...ir.module import Module
 from ..api.numbering import Numbering
-from ..world.communicators import Connected
 from ..world.comparison import CallFacts
 from ..world.devices import fabrics_of
-from .device_runtime import MixedRuntime, needs_several
+from .device_runtime import DeviceRuntime, needs_several
 from .rank_runtime import Inputs, RankRuntime, pick
 
 
@@ -55,15 +53,12 @@ class VirtualRuntime:
     """All ranks of a step, played by this process."""
 
     def __init__(
-        self,
-        module: Module,
-        parameters: Sequence[str],
-        bodies: Mapping[str, Body],
-        constants: Mapping[str, Any],
-        seed: int,
-        numbering: Numbering,
+        self, linked: LinkedModule, parameters: Sequence[str], numbering: Numbering
     ) -> None:
-        self._executable = VirtualExecutable(module, bodies, constants, seed=seed)
+        module = linked.module
+        self._executable = VirtualExecutable(
+            module, linked.bodies, linked.constants, seed=linked.seed
+        )
         self._picks = [pick(module, rank, parameters) for rank in range(module.world)]
         self._reader = _lowest_reader(module)
         self._numbering = numbering
@@ -93,40 +88,28 @@ class VirtualRuntime:
 
 def make_runtime(
     world: World,
-    module: Module,
+    linked: LinkedModule,
     parameters: Sequence[str],
-    bodies: Mapping[str, Body],
-    constants: Mapping[str, Any],
     *,
-    seed: int,
     timeout: float | None,
     numbering: Numbering,
     call: CallFacts | None,
-    fallbacks: Fallbacks | None = None,
 ) -> Runtime:
     """Bind a scheduled module in `world`; collective.
 
     Args:
         world: all ranks.
-        module: the scheduled step.
+        linked: the scheduled step, and what the ranks that this process plays run it with.
         parameters: names of the step's parameters, in the order of its inputs.
-        bodies, constants: what the ranks that this process plays run with.
-        seed: of all random numbers.
         timeout: seconds that an execution may take; None for no limit.
         numbering: numbers the executions.
         call: the step, its arguments, and whether ranks compare them; None if it is no step.
-        fallbacks: hears of what a device does not replay.
     """
     if world.is_virtual:
-        return VirtualRuntime(module, parameters, bodies, constants, seed, numbering)
-
-    def link(connected: Connected) -> LinkedProgram:
-        serving = connected.serving
-        return LinkedProgram(module, world.rank, bodies, constants, serving, seed, fallbacks)
-
-    kind = MixedRuntime if needs_several(module, fabrics_of(world)) else RankRuntime
+        return VirtualRuntime(linked, parameters, numbering)
+    kind = DeviceRuntime if needs_several(linked.module, fabrics_of(world)) else RankRuntime
     transport = transport_of(world)  # type: ignore[arg-type] # only MPI's is not virtual
-    return kind(world, transport, module, parameters, link, timeout, numbering, call)
+    return kind(world, transport, linked, parameters, timeout, numbering, call)
 
 
 _transports: WeakKeyDictionary[World, CpuTransport] = WeakKeyDictionary()

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
 
-from ...backends.base import Body, Communicator, World
+from ...backends.base import Communicator, World
 from ...backends.devices.base import Device
 from ...backends.devices.pending_work import named
 from ...backends.devices.programs.device_only import SealedBinder
@@ -15,15 +13,18 @@ from ...backends.devices.programs.driven import Announcements, DrivenBinder
 from ...backends.devices.programs.instance import AnnouncedInstance, SealedInstance
 from ...backends.devices.warm import warm
 from ...backends.devices.watchdog import Watchdog, advice, cold, put_by
+from ...backends.driven.arrange import Reports
 from ...backends.driven.device_only import is_sealed
 from ...backends.driven.graphs import Rebuild
-from ...backends.driven.instance import Guard, Instance, Reports
+from ...backends.driven.instance import Guard, Instance
 from ...backends.driven.participants import participants
 from ...backends.driven.rank_scheduler import Resident, Seat
-from ...backends.failures.fallbacks import Fallbacks
+from ...backends.driven.ticket_locks import Tickets
 from ...backends.failures.flight import FlightRecord, Position
 from ...backends.failures.unobserved_failures import witnesses
-from ...backends.program.linked import LinkedProgram
+from ...backends.program.binder import Binder
+from ...backends.program.linked import LinkedModule, LinkedProgram
+from ...backends.streams.communicator import StreamCommunicator
 from ...backends.timing.statistics import Statistics
 from ...backends.virtual.fabric import VirtualFabric
 from ...ir.module import Channel, Module
@@ -36,23 +37,18 @@ from .runtime import transport_of
 
 
 @dataclass(frozen=True)
-class Variant:
+class GraphVariant:
     """What a graph does for one signature.
 
     Attributes:
-        module: scheduled.
-        bodies, constants: what the ranks that this process plays run with.
+        linked: the scheduled module, and what the ranks that this process plays run it with.
         guards: what the traces of this process's actors rely on.
         rebuild: makes what the step returns; None where the driver gets nothing.
-        fallbacks: hears of what a device does not replay.
     """
 
-    module: Module
-    bodies: Mapping[str, Body]
-    constants: Mapping[str, Any]
+    linked: LinkedModule
     guards: Sequence[Guard]
     rebuild: Rebuild | None
-    fallbacks: Fallbacks
 
 
 @dataclass(frozen=True)
@@ -67,7 +63,7 @@ class Connections:
 
     host: Communicator
     serving: Sequence[Mapping[int, Communicator]]
-    streams: Sequence[Communicator] = ()
+    streams: Sequence[StreamCommunicator] = ()
 
     def close(self) -> None:
         """Give back what serves them; idempotent."""
@@ -136,7 +132,7 @@ class Wiring:
             connect_channels(world, transport, list(module.channels.values()), module.name, host)
             for module in modules
         ]
-        streams = [c for one in connected for c in one.communicators if c is not host]
+        streams = [c for one in connected for c in one.streams]
         return {world.rank: Connections(host, [one.serving for one in connected], streams)}
 
 
@@ -156,7 +152,7 @@ class OnDevice:
         self.device = device
         self._world = world
         self._resident = resident
-        self._streams: list[Communicator] = []
+        self._streams: list[StreamCommunicator] = []
         self._cold: dict[str, str] = {}
         self._sealed: list[SealedInstance] = []
         self._watchdog = Watchdog(device, timeout, self._faults, self.give_up, self._putting)
@@ -168,9 +164,7 @@ class OnDevice:
         sealed = [each for each in instances if isinstance(each, SealedInstance)]
         self._sealed += sealed
         for communicator in connections.streams if sealed else ():
-            hold = getattr(communicator, "hold", None)
-            if hold is not None:
-                hold(self)
+            communicator.hold(self)
 
         def close() -> None:
             self._watchdog.close()
@@ -181,11 +175,11 @@ class OnDevice:
 
         return Seat(tuple(instances), close)
 
-    def warm(self, variants: Sequence[Variant]) -> None:
+    def warm(self, variants: Sequence[GraphVariant]) -> None:
         """Run what the programs call, once for all seats; see `warm`."""
         for variant in variants:
-            linked = LinkedProgram(variant.module, self._world.rank, variant.bodies)
-            self._cold.update(warm(linked, self.device))
+            program = variant.linked.program(self._world.rank)
+            self._cold.update(warm(program, self.device))
         self.device.synchronize()  # constants are there for all streams
 
     def in_flight(self) -> Sequence[Instance]:
@@ -199,7 +193,7 @@ class OnDevice:
 
     def _putting(self) -> Position | None:
         """Where the host puts work on the device at the moment, if it does."""
-        busy = (each for each in self._resident.in_flight if each.pending is None)
+        busy = (each for each in self._resident.in_flight if each.engine.pending is None)
         return next(filter(None, map(put_by, busy)), None)
 
     def _faults(self) -> Sequence[str]:
@@ -225,20 +219,18 @@ class Seating:
         variants: of the graph.
         wiring: of the graph.
         driver: the rank that starts executions.
-        seed: of all random numbers.
 
     Attributes:
         on_device: of this rank, if it has a device.
     """
 
     def __init__(
-        self, world: World, variants: Sequence[Variant], wiring: Wiring, driver: int, seed: int
+        self, world: World, variants: Sequence[GraphVariant], wiring: Wiring, driver: int
     ) -> None:
         self.on_device: OnDevice | None = None
         self._variants = variants
         self._wiring = wiring
         self._driver = driver
-        self._seed = seed
 
     def seat(self, resident: Resident, connections: Connections, statistics: Statistics) -> Seat:
         """A seat on one rank."""
@@ -248,20 +240,13 @@ class Seating:
             self._variants, wiring.silent, connections.serving, strict=True
         ):
             told = {channel.id: host for channel in wiring.announcing.values()}
-            linked = LinkedProgram(
-                variant.module,
-                rank,
-                variant.bodies,
-                variant.constants,
-                {**serving, **told},
-                self._seed,
-                variant.fallbacks,
-            )
+            linked = variant.linked.program(rank, {**serving, **told})
             # The driver's guards are checked before it starts an execution at all.
             guards = () if rank == self._driver else variant.guards
             reports = self._reports(rank, silent, host)
-            shared = (resident.turnstiles, statistics, guards, reports)
-            instances.append(self._instance(linked, shared, host))
+            shared = (statistics, guards, reports)
+            tickets = Tickets(resident.turnstiles)
+            instances.append(self._instance(linked, tickets, shared, host))
         if self.on_device is not None:
             return self.on_device.seat(instances, connections)
 
@@ -270,26 +255,31 @@ class Seating:
         return Seat(tuple(instances), connections.close, reset)
 
     def _instance(
-        self, linked: LinkedProgram, shared: tuple[Any, ...], host: Communicator
+        self,
+        linked: LinkedProgram,
+        tickets: Tickets,
+        shared: tuple[Statistics, Sequence[Guard], Reports | None],
+        host: Communicator,
     ) -> Instance:
         on_device = self.on_device
         if on_device is None:
-            return Instance(linked, *shared)
+            return Instance(linked, Binder(linked, tickets).bind(), *shared)
         device, watch = on_device.device, on_device.watch
         if is_sealed(linked.module):
+            sealed = SealedBinder(linked, tickets, device=device)
             return SealedInstance(
                 linked,
+                sealed.bind(),
                 *shared,
-                binder=partial(SealedBinder, device=device),
-                device=device,
-                watch=watch,
+                sealed,
+                watch,
                 abandon=on_device.give_up,
                 in_flight=on_device.in_flight,
             )
         announcing = self._wiring.announcing.items()
         announcements = {id_: Announcements(host, channel) for id_, channel in announcing}
-        binder = partial(DrivenBinder, device=device, announcements=announcements)
-        return AnnouncedInstance(linked, *shared, binder=binder, device=device, watch=watch)
+        binder = DrivenBinder(linked, tickets, device=device, announcements=announcements)
+        return AnnouncedInstance(linked, binder.bind(), *shared, binder, watch)
 
     def _reports(self, rank: int, silent: tuple[int, ...], host: Communicator) -> Reports | None:
         reporting = self._wiring.reporting

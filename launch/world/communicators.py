@@ -12,6 +12,7 @@ from ...backends.hccl.communicator import connect as connect_by_hccl
 from ...backends.nccl.communicator import NcclCommunicator
 from ...backends.nccl.communicator import connect as connect_by_nccl
 from ...backends.registry import ENTRY_POINTS, create, register, transports
+from ...backends.streams.communicator import StreamCommunicator
 from ...ir.diagnostics import error
 from ...ir.module import Channel, Program
 from ...ir.ops import Collective, Transfer
@@ -66,6 +67,11 @@ class Connected:
     communicators: tuple[Communicator, ...]
     serving: Mapping[int, Communicator]
 
+    @property
+    def streams(self) -> tuple[StreamCommunicator, ...]:
+        """Those of the communicators that put messages on streams of devices."""
+        return tuple(each for each in self.communicators if isinstance(each, StreamCommunicator))
+
 
 def connect_channels(
     world: World,
@@ -96,9 +102,8 @@ def connect_channels(
         served = by_name[name]
         if name != HOST:
             communicator = create(name, world, served)
-            of_step = getattr(communicator, "of_step", None)
-            if of_step is not None:
-                of_step(step)
+            if isinstance(communicator, StreamCommunicator):
+                communicator.of_step(step)
         elif host is None:
             communicator = transport.communicator(world, served)
         else:
@@ -108,12 +113,11 @@ def connect_channels(
     return Connected(tuple(made), serving)
 
 
-def logs_of(communicators: Iterable[Communicator]) -> list[str]:
+def logs_of(communicators: Iterable[StreamCommunicator]) -> list[str]:
     """The names of the logs of transports between devices, each once, for messages."""
-    found = (getattr(each, "logs", None) for each in communicators)
-    return list(dict.fromkeys(logs for logs in found if logs is not None))
+    return list(dict.fromkeys(each.logs for each in communicators))
 
 
-def faults_of(communicators: Iterable[Communicator]) -> list[str]:
+def faults_of(communicators: Iterable[StreamCommunicator]) -> list[str]:
     """The failures that transports between devices report, in words."""
-    return [fault for each in communicators for fault in getattr(each, "faults", tuple)()]
+    return [fault for each in communicators for fault in each.faults()]

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from time import monotonic
 from typing import Any
 
 import torch
 
+from cg.backends.base import Pause
 from cg.backends.dtypes import TORCH_DTYPES
 from cg.backends.virtual.world import VirtualExecutable
 from cg.ir.module import Module
@@ -28,6 +30,18 @@ from cg.passes.lower.plan_buffers import PlanBuffers
 from cg.passes.manager import PassManager
 
 EXECUTIONS = 3
+
+
+def patient(pause: Pause, seconds: float) -> Pause:
+    """A pause that raises `TimeoutError` so many seconds from now."""
+    deadline = monotonic() + seconds
+
+    def wait(polls: int) -> None:
+        pause(polls)
+        if monotonic() > deadline:
+            raise TimeoutError(f"an execution has not ended after {seconds:g} s")
+
+    return wait
 
 
 @dataclass(frozen=True)

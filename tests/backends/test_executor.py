@@ -11,8 +11,10 @@ import torch
 
 from cg.backends.base import Body
 from cg.backends.errors import BindError, InputError, RemoteError, ResultError, StepTimeout
+from cg.backends.failures.flight import FlightRecord
 from cg.backends.program.executor import Executable, poll_only
 from cg.backends.program.linked import LinkedProgram
+from cg.backends.timing.tracing import Budget, InstructionLog
 from cg.backends.virtual.fabric import VirtualFabric
 from cg.ir.location import Location
 
@@ -183,10 +185,10 @@ def test_wait_for_a_value_of_another_stream_costs_nothing() -> None:
 
 
 def count(bound: Executable) -> int:
-    bound.profile(True)
-    entries = bound.profile_entries()
-    bound.profile(False)
-    return len(entries)
+    log = InstructionLog(bound.program, Budget(0))
+    bound.record(log)
+    bound.record(None)
+    return len(log.origins)
 
 
 def test_free_drops_a_value_once_nothing_shares_it() -> None:
@@ -393,15 +395,19 @@ def test_channel_without_communicator_is_an_error() -> None:
         Executable(LinkedProgram(parsed, 0, CHAIN_BODIES))
 
 
-def test_run_polls_until_the_timeout_and_says_where_it_waits() -> None:
+def test_run_polls_until_the_pause_ends_it_and_says_where_it_waits() -> None:
     bound = executable(CHAIN, CHAIN_BODIES, rank=1)
     polls: list[int] = []
+
+    def pause(count: int) -> None:
+        polls.append(count)
+        if count == 5:
+            raise StepTimeout(FlightRecord(bound.module, [bound.position()]).describe())
+
     with pytest.raises(StepTimeout) as caught:
-        bound.run([], polls.append, timeout=0.01)
-    assert polls == list(range(1, len(polls) + 1))
-    assert "the step has not ended after 0.01 s: rank 1 waits at `%v = wait(%r)" in str(
-        caught.value
-    )
+        bound.run([], pause)
+    assert polls == [1, 2, 3, 4, 5]
+    assert "rank 1 waits at `%v = wait(%r)" in str(caught.value)
     assert "it needs rank 0's send of message 0 of channel 0" in str(caught.value)
 
 
@@ -452,19 +458,19 @@ def test_step_with_a_limit_runs_no_more_instructions_than_that() -> None:
     assert bound.outputs == ("x",)
 
 
-def test_profile_counts_and_can_be_switched_off() -> None:
+def test_recording_counts_and_can_be_switched_off() -> None:
     bound = executable(OPAQUE, {"a.f": lambda x: (x,)})
-    assert bound.profile_entries() == []
-    bound.profile(True)
+    log = InstructionLog(bound.program, Budget(10))
+    bound.record(log)
     bound.run([torch.ones(2)], poll_only)
     bound.run([torch.ones(2)], poll_only)
-    (entry,) = bound.profile_entries()
-    assert (entry.op, entry.runs) == (0, 2)
-    assert entry.seconds > 0
-    assert entry.text.startswith("%y = call(%x)")
-    bound.profile(False)
+    bound.record(None)
     bound.run([torch.ones(2)], poll_only)
-    assert bound.profile_entries() == []
+    assert [origin.op for origin in log.origins] == [0]
+    (first, second) = (log.events[:4], log.events[4:])
+    assert (first[0], first[1], second[0], second[1]) == (0, 0, 0, 1)
+    assert first[2] < first[3] <= second[2] < second[3]
+    assert log.left_out == 0
 
 
 def test_statistics_count_executions_and_blocked_time() -> None:

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from cg.backends.base import Body
-from cg.backends.timing.instrument import instrument
 from cg.backends.virtual.world import VirtualExecutable
 from cg.ir.module import FunctionKind, Module
 from cg.ir.ops import Call
 from cg.ir.printer import format_module
 from cg.ir.verify.verifier import verify
 
+from .instrument import instrument
 from .programs import module
 
 TEXT = """

@@ -33,7 +33,7 @@ def tried(*channels: Channel, largest: int = 64) -> Module:
     with patched as record, pytest.raises(_Seen):
         _one_way(World(), (0, 1), largest, channels)  # type: ignore[arg-type]
     (call,) = record.call_args_list
-    module = call.args[1]
+    module = call.args[1].module
     assert isinstance(module, Module)
     return module
 

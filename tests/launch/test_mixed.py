@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cg.backends.devices.programs.executable import DeviceExecutable
-from cg.launch.runtime.device_runtime import MixedRuntime
+from cg.launch.runtime.device_runtime import DeviceRuntime
 
 
 class Ended(Exception):
@@ -26,9 +26,9 @@ def end_job(message: str) -> None:
     raise Ended(message)
 
 
-def runtime(ahead: Any, **attributes: Any) -> MixedRuntime:
+def runtime(ahead: Any, **attributes: Any) -> DeviceRuntime:
     """One that has bound a program without calls, whose device has `ahead` behind all it has."""
-    made = object.__new__(MixedRuntime)
+    made = object.__new__(DeviceRuntime)
     executable = object.__new__(DeviceExecutable)
     executable.cold = {}
     executable.work = SimpleNamespace(name="step 'it' (plan 01)")  # type: ignore[assignment]
@@ -37,7 +37,7 @@ def runtime(ahead: Any, **attributes: Any) -> MixedRuntime:
         "_executable": executable,
         "_watchdog": object(),
         "_timeout": 0.01,
-        "_communicators": [SimpleNamespace(logs="the library's own log"), object()],
+        "_streams": [SimpleNamespace(logs="the library's own log")],
         "_world": SimpleNamespace(end_job=end_job),
         "_control": SimpleNamespace(flight_record=lambda: "  rank 0 is somewhere"),
         **attributes,

@@ -29,7 +29,7 @@ from cg.ir.module import Module
 from cg.launch.world import world as worlds
 from cg.passes.lower.capture import Capture
 from cg.passes.manager import PassManager
-from tests.backends.conformance import EXECUTIONS, Case, cases, check
+from tests.backends.conformance import EXECUTIONS, Case, cases, check, patient
 from tests.backends.devices.fakes import FABRIC, FakeDevice, FakeLibrary
 
 
@@ -127,7 +127,7 @@ class Runner:
     def _execute(
         self, executable: Executable, case: Case, expected: Any, execution: int, rank: int
     ) -> None:
-        outputs = executable.run(case.inputs(execution)[rank], self.transport.pause, 30.0)
+        outputs = executable.run(case.inputs(execution)[rank], patient(self.transport.pause, 30.0))
         for value in outputs:
             if isinstance(value, torch.Tensor) and self.device is not None:
                 assert value.device == self.device.torch_device, f"{value.device}"

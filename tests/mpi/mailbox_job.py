@@ -15,7 +15,7 @@ from cg.backends.cpu.transport import CpuTransport
 from cg.backends.program.executor import Executable
 from cg.backends.program.linked import LinkedProgram
 from cg.launch.world import world as worlds
-from tests.backends.conformance import EXECUTIONS, Case, cases, check
+from tests.backends.conformance import EXECUTIONS, Case, cases, check, patient
 
 
 @cg.actor
@@ -60,7 +60,7 @@ def conform(case: Case, world: Any, transport: CpuTransport) -> None:
         executable = Executable(linked)
         for execution in range(EXECUTIONS):
             given = case.inputs(execution)[world.rank]
-            outputs = executable.run(given, transport.pause, 20.0)
+            outputs = executable.run(given, patient(transport.pause, 20.0))
             check(outputs, expected[execution][world.rank], f"{case.name}, rank {world.rank}")
     world.barrier()
     communicator.close()

@@ -16,13 +16,13 @@ from torch import Tensor
 
 import cg
 from cg.backends.base import Body
-from cg.backends.timing.instrument import instrument
 from cg.backends.virtual.world import VirtualExecutable, VirtualWorld
 from cg.ir.module import Module
 from cg.ir.ops import Call
 from cg.launch.world.world import use_world
 from cg.passes.schedules import Pipeline
 from cg.passes.simulate.schedule_simulator import simulate
+from tests.backends.instrument import instrument
 
 from .pipelines import Pipe, gradients, inputs, make_step
 from .test_pipelines import Pool, tracing_with

@@ -15,8 +15,9 @@ import operator
 import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from types import CodeType, TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx
@@ -35,10 +36,12 @@ Compiler = Callable[[fx.GraphModule, Sequence[torch.Tensor]], Compute]
 """Makes that of a graph, and of tensors like those that it will be given, which are fakes."""
 
 
-class GraphBody(Protocol):
-    """The body of a traced function.
+@dataclass(frozen=True, slots=True, eq=False)
+class GraphBody:
+    """The body of a traced function. It can be called; who calls it often calls `run`.
 
     Attributes:
+        run: takes the function's inputs, and returns all its outputs.
         locate: the user's line that stands behind a traceback through the body, or None.
         graph: the graph that it runs.
         state: gives the parameters and buffers that it works on.
@@ -48,6 +51,7 @@ class GraphBody(Protocol):
             product itself (`products`); with its graph compiled as a whole if it gets a compiler.
     """
 
+    run: Callable[..., Sequence[Any]]
     locate: Callable[[TracebackType | None], Location | None]
     graph: fx.Graph
     state: Callable[[], list[torch.Tensor]]
@@ -55,7 +59,9 @@ class GraphBody(Protocol):
     rebinds: bool
     refit: Callable[[Compiler | None], GraphBody]
 
-    def __call__(self, *inputs: Any) -> Sequence[Any]: ...
+    def __call__(self, *inputs: Any) -> Sequence[Any]:
+        """Run it."""
+        return self.run(*inputs)
 
 
 _serial = itertools.count()
@@ -91,24 +97,28 @@ def _make(writer: _Writer, name: str) -> GraphBody:
     code = compile(source, file, "exec")
     exec(code, writer.globals)
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    body = writer.globals[writer.name]
-    weakref.finalize(body, linecache.cache.pop, file, None)
+    run = writer.globals[writer.name]
+    weakref.finalize(run, linecache.cache.pop, file, None)
     locations = {i: loc for i, (_, loc) in enumerate(lines, start=1) if loc is not None}
-    body.locate = _Locator(body.__code__, locations)
-    body.graph = piece.graph
-    body.state = _Held([tensor.slots[0] for tensor in piece.state])
-    body.trained = _Held([gradient.tensor.slots[0] for gradient in piece.gradients])
-    body.rebinds = bool(piece.rebinds)
-    body.refit = functools.partial(_refit, piece, name)
-    return body  # type: ignore[no-any-return]
+    return GraphBody(
+        run,
+        locate=_Locator(run.__code__, locations),
+        graph=piece.graph,
+        state=_Held([tensor.slots[0] for tensor in piece.state]),
+        trained=_Held([gradient.tensor.slots[0] for gradient in piece.gradients]),
+        rebinds=bool(piece.rebinds),
+        refit=functools.partial(_refit, piece, name),
+    )
 
 
 def refitted_alike(run: Any, body: Any, wrap: Callable[[Any], Any]) -> Any:
-    """`run`, which `wrap` has made of `body`: refitted, it is made of the refitted body."""
-    refit = getattr(body, "refit", None)
-    if refit is not None:
-        run.refit = lambda compiler: wrap(refit(compiler))
-    return run
+    """`run`, which `wrap` has made of `body`; what is known of `body` holds for it, too.
+
+    Refitted, it is made of the refitted body.
+    """
+    if not isinstance(body, GraphBody):
+        return run
+    return replace(body, run=run, refit=lambda compiler: wrap(body.refit(compiler)))
 
 
 class _Locator:

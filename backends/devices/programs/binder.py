@@ -8,7 +8,7 @@ its own stream wait; the host goes on. What goes by the host's memory makes the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import itemgetter
 
 from torch import Tensor
@@ -18,7 +18,7 @@ from ....ir.ops import Call, Collective, Copy, Op, Recv, Send, Value, Wait, batc
 from ....ir.types import FutureType, UnitType
 from ...base import Port
 from ...driven.ticket_locks import Tickets
-from ...program.instruction_info import KEEP, Role, Step
+from ...program.instruction_info import KEEP, InstructionInfo, Role
 from ...program.instructions import Instruction
 from ...program.linked import LinkedProgram
 from ..base import Device, Queue
@@ -46,12 +46,11 @@ class DeviceBinder(HostedBinder):
     def __init__(
         self,
         linked: LinkedProgram,
-        execution: Callable[[], int],
         tickets: Tickets | None = None,
         *,
         device: Device,
     ) -> None:
-        super().__init__(linked, execution, tickets, device=device)
+        super().__init__(linked, tickets, device=device)
         self.flow = Flow(device)
         self.segments: tuple[Segment, ...] = ()
         self._made: dict[Value, Mark] = {}
@@ -98,7 +97,7 @@ class DeviceBinder(HostedBinder):
             super()._issue(op, port)
             return
         sources = tuple(map(self._register, op.operands))
-        self._emit(self._on_stream(op, port), Step(Role.ISSUE, sources, port=port))
+        self._emit(self._on_stream(op, port), InstructionInfo(Role.ISSUE, sources, port=port))
 
     def _on_stream(self, op: Op, port: StreamPort) -> Instruction:
         """What puts a communication op on its stream."""
@@ -153,8 +152,8 @@ class DeviceBinder(HostedBinder):
         """An op of the host takes its operand from its own stream, as one on a device."""
         return (self.copies.compute, self.flow.use(stream_of(op)))
 
-    def _arriving(self, future: Value, target: int) -> Step:
-        return Step(Role.AWAIT, (), (target,))
+    def _arriving(self, future: Value, target: int) -> InstructionInfo:
+        return InstructionInfo(Role.AWAIT, (), (target,))
 
     def awaited_outside(self, graph: int) -> list[Mark]:
         """The marks of messages that ops of a graph wait for and that were not issued in it."""

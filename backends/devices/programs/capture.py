@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...base import Body
+from ...base import Body, GraphBody
 from ...failures.fallbacks import Fallbacks, Refusal
 from ...program.instructions import Instruction, Registers
 from ..base import Device, Graph
@@ -164,8 +164,9 @@ class Segment:
         self._instructions = tuple(instructions)
         self._registers = registers
         self._interface = interface
-        self._state_of = [body.state for body in bodies if hasattr(body, "state")]
-        self._trained_in = [body.trained for body in bodies if hasattr(body, "trained")]
+        traced = [body for body in bodies if isinstance(body, GraphBody)]
+        self._state_of = [body.state for body in traced]
+        self._trained_in = [body.trained for body in traced]
         self._ports = tuple(ports)
         self._flow = flow
         self._device: Device = flow.device
@@ -177,7 +178,7 @@ class Segment:
         self._warm = 0
         self._failed: Graph | None = None
         self._fallbacks = fallbacks
-        if any(getattr(body, "rebinds", False) for body in bodies):
+        if any(body.rebinds for body in traced):
             self._stay(_REBINDS)
 
     def __call__(self) -> bool:

@@ -7,7 +7,6 @@ program waits for, earlier executions, it waits for first.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -20,7 +19,7 @@ from ....ir.types import TensorType
 from ...base import Body, Port
 from ...driven.ticket_locks import STREAMS, Tickets
 from ...dtypes import TORCH_DTYPES
-from ...program.binder import Code
+from ...program.code import Code
 from ...program.instruction_info import KEEP
 from ...program.instructions import Instruction
 from ...program.linked import LinkedProgram
@@ -28,7 +27,6 @@ from ..base import Device
 from ..ports import is_stream_port
 from .binder import DeviceBinder
 from .capture import WARM_UPS, Segment
-from .host_staged import put_first
 from .segments import cut
 
 Gates = dict[int, list[Instruction]]
@@ -46,12 +44,11 @@ class SealedBinder(DeviceBinder):
     def __init__(
         self,
         linked: LinkedProgram,
-        execution: Callable[[], int],
         tickets: Tickets | None = None,
         *,
         device: Device,
     ) -> None:
-        super().__init__(linked, execution, tickets, device=device)
+        super().__init__(linked, tickets, device=device)
         self._linked = linked
         self.gates = 0
         self.is_distrusted = False
@@ -74,7 +71,7 @@ class SealedBinder(DeviceBinder):
         code.instructions[:] = [
             self._guarded(each) if isinstance(each, Segment) else each for each in code.instructions
         ]
-        put_first(code, [*self._gates, self._make_room, *self._first(code)])
+        code.put_first([*self._gates, self._make_room, *self._first(code)])
         self._at = max(len(self._program.ops) - 1, 0)
         for instruction in (self._join, *self._passages):
             self._emit(instruction, KEEP)

@@ -15,7 +15,7 @@ streams between them is in one order on both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ....ir.attributes import Stream
@@ -38,8 +38,8 @@ from ....ir.types import UnitType
 from ...base import Communicator, Port
 from ...driven.ticket_locks import STREAMS, Tickets
 from ...program import instructions as host
-from ...program.binder import Code
-from ...program.instruction_info import KEEP, Role, Step
+from ...program.code import Code
+from ...program.instruction_info import KEEP, InstructionInfo, Role
 from ...program.instructions import Instruction
 from ...program.linked import LinkedProgram
 from ..base import Device
@@ -85,13 +85,12 @@ class DrivenBinder(DeviceBinder):
     def __init__(
         self,
         linked: LinkedProgram,
-        execution: Callable[[], int],
         tickets: Tickets | None = None,
         *,
         device: Device,
         announcements: Mapping[int, Announcements],
     ) -> None:
-        super().__init__(linked, execution, tickets, device=device)
+        super().__init__(linked, tickets, device=device)
         self._announcements = announcements
         self._expected: dict[Value, tuple[Recv, StreamPort, Port]] = {}
         self._tokens: dict[Value, int] = {}
@@ -149,7 +148,7 @@ class DrivenBinder(DeviceBinder):
         if isinstance(op, Recv):
             self._indices[op.result] = self._at
             self._expected[op.result] = op, port, telling
-            self._emit(tell, Step(Role.ISSUE, port=telling))
+            self._emit(tell, InstructionInfo(Role.ISSUE, port=telling))
             return
         if batch_of(op) is not None:
             self._fail(
@@ -161,21 +160,23 @@ class DrivenBinder(DeviceBinder):
             self._receive(None)
         token = self._tokens[op.result] = self._token()
         if isinstance(op, Send):
-            self._emit(self._on_stream(op, port), Step(Role.COMPUTE, sources, (token,)))
-            self._emit(tell, Step(Role.ISSUE, (token,), port=telling))
+            self._emit(self._on_stream(op, port), InstructionInfo(Role.COMPUTE, sources, (token,)))
+            self._emit(tell, InstructionInfo(Role.ISSUE, (token,), port=telling))
             self._told.append(telling)
             return
-        self._emit(tell, Step(Role.ISSUE, sources, port=telling))
-        self._emit(_told(telling), Step(Role.AWAIT, (), (token,), telling), self._at)
-        self._emit(self._on_stream(op, port), Step(Role.COMPUTE, (*sources, token), (token,)))
+        self._emit(tell, InstructionInfo(Role.ISSUE, sources, port=telling))
+        self._emit(_told(telling), InstructionInfo(Role.AWAIT, (), (token,), telling), self._at)
+        self._emit(
+            self._on_stream(op, port), InstructionInfo(Role.COMPUTE, (*sources, token), (token,))
+        )
 
     def _bind_wait(self, op: Wait) -> None:
         if op.operands[0] in self._expected:
             self._receive(op.operands[0])
         super()._bind_wait(op)
 
-    def _arriving(self, future: Value, target: int) -> Step:
-        return Step(Role.COMPUTE, (self._tokens[future],), (target,))
+    def _arriving(self, future: Value, target: int) -> InstructionInfo:
+        return InstructionInfo(Role.COMPUTE, (self._tokens[future],), (target,))
 
     def _receive(self, last: Value | None) -> None:
         """Await the announcements of receives up to `last`, or of all, and put them on streams."""
@@ -184,9 +185,9 @@ class DrivenBinder(DeviceBinder):
             op, port, telling = self._expected.pop(future)
             posted = self._indices[future]
             token = self._tokens[future] = self._token()
-            self._emit(_told(telling), Step(Role.AWAIT, (), (token,), telling), posted)
+            self._emit(_told(telling), InstructionInfo(Role.AWAIT, (), (token,), telling), posted)
             sources = (token, *map(self._register, op.operands))
-            self._emit(self._on_stream(op, port), Step(Role.COMPUTE, sources, (token,)))
+            self._emit(self._on_stream(op, port), InstructionInfo(Role.COMPUTE, sources, (token,)))
             if future is last:
                 return
 

@@ -35,21 +35,16 @@ class DeviceExecutable(Executable):
     """
 
     def __init__(self, linked: LinkedProgram, device: Device) -> None:
-        binders: list[DeviceBinder] = []
-
-        def make(*arguments: Any) -> DeviceBinder:
-            binders.append(DeviceBinder(*arguments, device=device))
-            return binders[0]
-
-        super().__init__(linked, make)
-        (binder,) = binders
+        binder = DeviceBinder(linked, device=device)
+        code = binder.bind()
+        self.segments: tuple[Segment, ...] = ()
+        if any(op.graph is not None for op in linked.program.ops):
+            self.segments = cut(code, linked, binder)
+        super().__init__(linked, code)
         self._device = device
         self._flow = binder.flow
         self._copies = binder.copies
-        self.segments: tuple[Segment, ...] = ()
         self._ran = 0
-        if any(op.graph is not None for op in linked.program.ops):
-            self.segments = cut(self._code, linked, binder)
         self.work = Work(self.program, self.module, binder.messages, self.segments, self.position)
         self.cold = warm(linked, device)
         device.synchronize()  # constants are there for all streams
@@ -58,7 +53,6 @@ class DeviceExecutable(Executable):
         self,
         inputs: Sequence[Any],
         pause: Pause,
-        timeout: float | None = None,
         execution: int | None = None,
         checked: bool = False,
     ) -> tuple[Any, ...]:
@@ -73,7 +67,7 @@ class DeviceExecutable(Executable):
             there = [landed(value, device) for value in inputs]
             if not self.segments:
                 flow.fork()
-            outputs = super().run(there, pause, timeout, execution, checked)
+            outputs = super().run(there, pause, execution, checked)
             flow.join()
             device.keep([value for value in outputs if isinstance(value, Tensor)])
             for segment in self.segments:

@@ -7,7 +7,7 @@ flight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,7 +21,8 @@ from ....ir.types import FutureType, TensorType
 from ...base import Body, Port
 from ...driven.ticket_locks import Tickets
 from ...program import instructions
-from ...program.binder import Binder, Code
+from ...program.binder import Binder
+from ...program.code import Code
 from ...program.instruction_info import KEEP
 from ...program.linked import LinkedProgram
 from ...program.random import seeded_on
@@ -43,14 +44,13 @@ class HostedBinder(Binder):
     def __init__(
         self,
         linked: LinkedProgram,
-        execution: Callable[[], int],
         tickets: Tickets | None = None,
         *,
         device: Device,
     ) -> None:
         there = {name: landed(value, device) for name, value in linked.constants.items()}
         linked = replace(linked, constants=there)
-        super().__init__(linked, execution, tickets, target=device.torch_device)
+        super().__init__(linked, tickets, target=device.torch_device)
         self.device = device
         self.copies = Copies(device)
         self._code.progress.append(self.copies.move_on)
@@ -58,7 +58,7 @@ class HostedBinder(Binder):
     def bind(self) -> Code:
         """See `Binder`; first of all the inputs come to the device."""
         code = super().bind()
-        put_first(code, self._first(code) if self._lands_inputs else [])
+        code.put_first(self._first(code) if self._lands_inputs else [])
         return code
 
     _lands_inputs = True
@@ -113,15 +113,6 @@ class HostedBinder(Binder):
     def _producers(self, op: Op) -> Sequence[Queue]:
         """The streams that an op's operand may have been made on."""
         return (self.copies.compute,)
-
-
-def put_first(code: Code, front: Sequence[instructions.Instruction]) -> None:
-    """Let a bound program begin with some instructions."""
-    code.instructions[:0] = front
-    code.steps[:0] = [KEEP] * len(front)
-    code.ops[:0] = [0] * len(front)
-    code.awaited[:0] = [None] * len(front)
-    code.clears[:] = [index + len(front) for index in code.clears]
 
 
 def landed(value: Any, device: Device) -> Any:

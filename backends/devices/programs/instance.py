@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from ...base import Port
-from ...driven.instance import Guard, Instance, Reports
-from ...driven.ticket_locks import Turnstiles
+from ...base import Pause, Port
+from ...driven.arrange import Reports, await_reports, last_op
+from ...driven.instance import Guard, Instance
 from ...errors import TransportError
-from ...failures.error_propagation import Careful
+from ...failures.error_propagation import ErrorPropagation
 from ...failures.poison import Poison
+from ...program.code import Code
+from ...program.engine import Engine, OnEnd, OnError
 from ...program.instruction_info import KEEP, Role
 from ...program.instructions import Instruction
 from ...program.linked import LinkedProgram
 from ...timing.statistics import Statistics
-from ...timing.tracing import InstructionLog
+from ...timing.tallies import Tally
+from ...timing.tracing import Log
 from ..base import Device, Queue
 from ..output_buffers import Loan
 from ..pending_work import Work
@@ -56,6 +60,48 @@ class Delivery:
                     loan.hand_to_caller(self._device)
 
 
+class SessionEngine(Engine):
+    """An engine that runs inside a session of the device; see `Engine`.
+
+    The device is only asked for if there is something to put on it.
+
+    Args:
+        device: of this rank.
+        polls: for instructions that wait, what says without the device whether they can go on.
+
+    Attributes:
+        is_put: whether all of the execution is on the device, so that the rest needs no session.
+    """
+
+    def __init__(
+        self,
+        linked: LinkedProgram,
+        code: Code,
+        tally: Tally,
+        on_error: OnError,
+        on_end: OnEnd,
+        runs_without_grad: bool,
+        *,
+        device: Device,
+        polls: Mapping[Instruction | None, Callable[[], bool]],
+    ) -> None:
+        super().__init__(linked, code, tally, on_error, on_end, runs_without_grad)
+        self.is_put = False
+        self._device = device
+        self._polls = polls
+
+    def advance(self, limit: int | None = None, pause: Pause | None = None) -> bool:
+        """See `Engine`."""
+        if self.is_put:
+            return super().advance(limit, pause)
+        poll = self._polls.get(self.pending)
+        if poll is not None and not (poll() or poll()):
+            self.move_on()
+            return False
+        with self._device.session():
+            return super().advance(limit, pause)
+
+
 class DeviceInstance(Instance):
     """See `Instance`; the program runs on the rank's device.
 
@@ -63,7 +109,8 @@ class DeviceInstance(Instance):
     whatever its receiver puts on a stream behind `delivery`.
 
     Args:
-        linked, turnstiles, statistics, guards, reports, binder: as `Instance` takes them.
+        linked, code, statistics, guards, reports: as `Instance` takes them.
+        binder: has made `code`, and knows its messages.
         device: of this rank.
         watch: called with each execution that has been put on the device: what it is of, and its
             number.
@@ -72,51 +119,45 @@ class DeviceInstance(Instance):
     def __init__(
         self,
         linked: LinkedProgram,
-        turnstiles: Turnstiles,
+        code: Code,
         statistics: Statistics,
         guards: Sequence[Guard],
         reports: Reports | None,
-        binder: Callable[..., DeviceBinder],
-        device: Device,
+        binder: DeviceBinder,
         watch: Callable[[Work, int], None],
     ) -> None:
-        binders: list[DeviceBinder] = []
-
-        def make(*given: Any) -> DeviceBinder:
-            binders.append(binder(*given))
-            return binders[0]
-
-        super().__init__(linked, turnstiles, statistics, guards, reports, make)
-        bound = binders[0]
-        work = Work(self.program, self.module, bound.messages, bound.segments, self.position)
-        self._device = device
+        self._device = binder.device
+        super().__init__(linked, code, statistics, guards, reports)
+        work = Work(self.program, self.module, binder.messages, binder.segments, self.position)
         self._watch = partial(watch, work)
-        self._polls: dict[Instruction | None, Callable[[], bool]] = {}
-        for instruction, step in zip(self._code.instructions, self._code.steps, strict=True):
-            if step.role is Role.AWAIT and step.port is not None:
-                self._polls[instruction] = step.port.poll
-            elif step.role is Role.KEEP:
-                self._polls[instruction] = instruction
 
-    def advance(self) -> bool:
-        """See `Instance`; the device is only asked for if there is something to put on it."""
-        poll = self._polls.get(self.pending)
-        if poll is not None and not (poll() or poll()):
-            for move_on in self._progress:
-                move_on()
-            return False
-        with self._device.session():
-            return super().advance()
+    def _make_engine(self, runs_without_grad: bool) -> SessionEngine:
+        polls: dict[Instruction | None, Callable[[], bool]] = {}
+        for instruction, info in zip(self._code.instructions, self._code.infos, strict=True):
+            if info.role is Role.AWAIT and info.port is not None:
+                polls[instruction] = info.port.poll
+            elif info.role is Role.KEEP:
+                polls[instruction] = instruction
+        self._session = SessionEngine(
+            self._linked,
+            self._code,
+            self._statistics,
+            self._go_on_after,
+            self._end,
+            runs_without_grad,
+            device=self._device,
+            polls=polls,
+        )
+        return self._session
 
     @property
     def segments(self) -> Sequence[Segment]:
         """The parts of the program that are captured."""
         return ()
 
-    def _deliver(self) -> None:
+    def _deliver(self, outputs: tuple[Any, ...]) -> None:
         """Inside a session, with all work on streams: let the caller's stream have the result."""
         if self.on_end is not None:
-            outputs = self._get_outputs(self._registers)
             tensors = [value for value in outputs if isinstance(value, Tensor)]
             self._device.keep(tensors)
             loans = [loan for segment in self.segments for _, loan in segment.lent]
@@ -124,9 +165,9 @@ class DeviceInstance(Instance):
                 loan.hand_to_caller(self._device)
             self.delivery = Delivery(self._device, self._device.caller(), tensors, loans)
 
-    def _end(self) -> None:
-        self._deliver()
-        super()._end()
+    def _end(self, outputs: tuple[Any, ...]) -> None:
+        self._deliver(outputs)
+        super()._end(outputs)
         self._watch(self.execution)
 
 
@@ -134,56 +175,42 @@ class AnnouncedInstance(DeviceInstance):
     """One whose hosts announce each message; an error may take a message's place.
 
     Args:
-        linked, turnstiles, statistics, guards, reports, device, watch: as `DeviceInstance` takes
-            them.
-        binder: binds the program.
+        linked, code, statistics, guards, reports, watch: as `DeviceInstance` takes them.
+        binder: has made `code`.
     """
 
     def __init__(
         self,
         linked: LinkedProgram,
-        turnstiles: Turnstiles,
+        code: Code,
         statistics: Statistics,
-        guards: Sequence[Guard] = (),
-        reports: Reports | None = None,
-        *,
-        binder: Callable[..., DrivenBinder],
-        device: Device,
+        guards: Sequence[Guard],
+        reports: Reports | None,
+        binder: DrivenBinder,
         watch: Callable[[Work, int], None],
     ) -> None:
-        binders: list[DrivenBinder] = []
+        super().__init__(linked, code, statistics, guards, reports, binder, watch)
+        self._graphs = interleave(code, linked, binder)
+        self.record(None)
 
-        def make(*given: Any) -> DrivenBinder:
-            binders.append(binder(*given))
-            return binders[0]
-
-        super().__init__(linked, turnstiles, statistics, guards, reports, make, device, watch)
-        self._graphs = interleave(self._code, linked, binders[0])
-        self._instructions = self._graphs.instructions
-
-    def record(self, log: InstructionLog | None) -> None:
+    def record(self, log: Log | None) -> None:
         """See `Instance`; what is recorded runs as it is, and not by graphs."""
-        super().record(log)
         if log is None:
-            self._instructions = self._graphs.instructions
+            self.engine.use(self._graphs.instructions, self._graphs.place)
+        else:
+            super().record(log)
 
     @property
     def segments(self) -> Sequence[Segment]:
         """See `DeviceInstance`."""
         return self._graphs.segments
 
-    def _index(self) -> int:
-        index = super()._index()
-        if self._careful is not None or self._instructions is not self._graphs.instructions:
-            return index
-        return self._graphs.place(index)
-
-    def _go_on_after(self, error: BaseException, limit: int | None) -> bool:
-        if self._careful is None and self._instructions is self._graphs.instructions:
+    def _go_on_after(self, error: BaseException) -> None:
+        if self.engine.located is not None:
             # What comes behind a graph, but stands ahead of what has failed in it.
-            for instruction in self._graphs.put_off(super()._index()):
+            for instruction in self._graphs.put_off(self.engine.begun - 1):
                 instruction()
-        return super()._go_on_after(error, limit)
+        super()._go_on_after(error)
 
 
 class SealedInstance(DeviceInstance):
@@ -198,9 +225,8 @@ class SealedInstance(DeviceInstance):
     the device.
 
     Args:
-        linked, turnstiles, statistics, guards, reports, device, watch: as `DeviceInstance` takes
-            them.
-        binder: binds the program.
+        linked, code, statistics, guards, reports, watch: as `DeviceInstance` takes them.
+        binder: has made `code`.
         abandon: ends the job, and says why.
         in_flight: gives the executions of the rank, in the order of their start.
     """
@@ -208,62 +234,52 @@ class SealedInstance(DeviceInstance):
     def __init__(
         self,
         linked: LinkedProgram,
-        turnstiles: Turnstiles,
+        code: Code,
         statistics: Statistics,
-        guards: Sequence[Guard] = (),
-        reports: Reports | None = None,
-        *,
-        binder: Callable[..., SealedBinder],
-        device: Device,
+        guards: Sequence[Guard],
+        reports: Reports | None,
+        binder: SealedBinder,
         watch: Callable[[Work, int], None],
+        *,
         abandon: Callable[[str], None],
         in_flight: Callable[[], Sequence[Instance]],
     ) -> None:
-        binders: list[SealedBinder] = []
-
-        def make(*given: Any) -> SealedBinder:
-            binders.append(binder(*given))
-            return binders[0]
-
         self._abandon = abandon
         self._in_flight = in_flight
         self._change: Poison | None = None
-        self._has_begun = self._is_put = False
-        self._binders = binders
-        super().__init__(linked, turnstiles, statistics, guards, reports, make, device, watch)
-        self._needs_no_grad = True  # messages and copies are part of no history
+        self._has_begun = False
+        self._binder = binder
+        super().__init__(linked, code, statistics, guards, reports, binder, watch)
+        self.engine.runs_without_grad = True  # messages and copies are part of no history
 
     def start(self, inputs: Sequence[Any], execution: int) -> None:
         """See `Instance`."""
-        self._has_begun = self._is_put = False
+        self._has_begun = self._session.is_put = False
         self._change = None
-        self._binders[0].is_distrusted = False
+        self._binder.is_distrusted = False
         super().start(inputs, execution)
-
-    def advance(self) -> bool:
-        """See `Instance`; to wait for reports takes no device."""
-        return Instance.advance(self) if self._is_put else super().advance()
 
     def drop_graphs(self) -> None:
         """Forget what was captured; idempotent."""
-        self._binders[0].forget()
+        self._binder.forget()
 
     @property
     def segments(self) -> Sequence[Segment]:
         """See `DeviceInstance`."""
-        return self._binders[0].segments
+        return self._binder.segments
 
     def _add_reports(self, reports: Reports) -> None:
         """The report goes ahead of the work, which cannot fail."""
-        gates = self._binders[0].gates
-        if reports.send is not None:
-            self._insert(gates, partial(self._report, reports.send), KEEP)
-        self._insert(gates, self._begin, KEEP)
-        self._insert(0, self._is_due, KEEP)
-        self._insert(None, self._hand_over, KEEP)
-        if reports.send is not None:
-            self._insert(None, reports.send.poll, KEEP)
-        super()._add_reports(Reports(receive=reports.receive))
+        code, gates, send = self._code, self._binder.gates, reports.send
+        last = replace(KEEP, op=last_op(self.program))
+        if send is not None:
+            code.insert(gates, partial(self._report, send), KEEP)
+        code.insert(gates, self._begin, KEEP)
+        code.insert(0, self._is_due, KEEP)
+        code.insert(None, self._hand_over, last)
+        if send is not None:
+            code.insert(None, send.poll, last)
+        await_reports(code, self.program, reports)
 
     def _is_due(self) -> bool:
         """Whether no earlier execution is in progress whose messages are announced."""
@@ -280,19 +296,19 @@ class SealedInstance(DeviceInstance):
 
     def _hand_over(self) -> bool:
         """All is on the streams: the result is there for whoever takes the execution's end."""
-        self._deliver()
-        self._is_put = True
+        self._deliver(self.engine.outputs())
+        self._session.is_put = True
         return True
 
-    def _end(self) -> None:
-        Instance._end(self)
+    def _end(self, outputs: tuple[Any, ...]) -> None:
+        Instance._end(self, outputs)
         self._watch(self.execution)
 
     def _distrust(self, error: Exception) -> None:
-        careful = Careful(self._code, self.program, self.module, self._bodies)
-        careful.distrust(error)
-        self._change = careful.poison
-        self._binders[0].is_distrusted = True
+        propagation = ErrorPropagation(self._linked, self._code)
+        propagation.distrust(error)
+        self._change = propagation.poison
+        self._binder.is_distrusted = True
         self._statistics.failures += 1
 
     def _report(self, port: Port) -> bool:
@@ -302,9 +318,9 @@ class SealedInstance(DeviceInstance):
             port.fail(self._change)
         return True
 
-    def _go_on_after(self, error: BaseException, limit: int | None) -> bool:
-        computes = self._code.steps[self._index()].role is Role.COMPUTE
-        is_under_way = self._has_begun and not self._is_put
+    def _go_on_after(self, error: BaseException) -> None:
+        computes = self._code.infos[self.engine.index].role is Role.COMPUTE
+        is_under_way = self._has_begun and not self._session.is_put
         if is_under_way and (computes or not isinstance(error, TransportError)):
             what = f"{type(error).__name__}: {error}"
             self._abandon(
@@ -312,4 +328,4 @@ class SealedInstance(DeviceInstance):
                 f"'{self.module.name}' on its device ({what}), and the other ranks wait for it; "
                 "compiled with passes='-capture', a step's errors travel instead"
             )
-        return super()._go_on_after(error, limit)
+        super()._go_on_after(error)

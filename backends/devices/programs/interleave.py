@@ -15,8 +15,9 @@ from torch import Tensor
 
 from ....ir.module import FunctionKind
 from ....ir.ops import Call
+from ...base import Body, GraphBody
 from ...failures.fallbacks import Fallbacks
-from ...program.binder import Code
+from ...program.code import Code
 from ...program.instruction_info import Role
 from ...program.instructions import Instruction
 from ...program.linked import LinkedProgram
@@ -75,10 +76,10 @@ def interleave(code: Code, linked: LinkedProgram, binder: DrivenBinder) -> Inter
         made.places.extend(indices)
 
     for number, first, last in runs_of(code, program):
-        within = [i for i in range(first, last) if code.steps[i].role is Role.COMPUTE]
+        within = [i for i in range(first, last) if code.infos[i].role is Role.COMPUTE]
         called = dict.fromkeys(
             op.fn.name
-            for op in (program.ops[code.ops[i]] for i in within)
+            for op in (program.ops[code.infos[i].op] for i in within)
             if isinstance(op, Call) and functions[op.fn.name].kind is FunctionKind.GRAPH
         )
         bodies = [linked.bodies[name] for name in called]
@@ -116,7 +117,7 @@ def interleave(code: Code, linked: LinkedProgram, binder: DrivenBinder) -> Inter
     return made
 
 
-def _operators(body: object) -> int:
+def _operators(body: Body) -> int:
     """How many operators a traced function calls."""
-    graph = getattr(body, "graph", None)
-    return 0 if graph is None else sum(node.op == "call_function" for node in graph.nodes)
+    nodes = body.graph.nodes if isinstance(body, GraphBody) else ()
+    return sum(node.op == "call_function" for node in nodes)

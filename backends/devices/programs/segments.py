@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -9,8 +10,8 @@ from torch import Tensor
 from ....ir.module import FunctionKind, Program
 from ....ir.ops import Call
 from ...failures.fallbacks import Fallbacks
-from ...program.binder import Code
-from ...program.instruction_info import KEEP, Role, Step
+from ...program.code import Code
+from ...program.instruction_info import KEEP, InstructionInfo, Role
 from ...program.instructions import Instruction
 from ...program.linked import LinkedProgram
 from ..ports import is_stream_port
@@ -32,26 +33,16 @@ def cut(code: Code, linked: LinkedProgram, binder: DeviceBinder) -> tuple[Segmen
     segments: list[Segment] = []
     stable: dict[int, Tensor] = {}
     instructions: list[Instruction] = []
-    ops: list[int] = []
-    awaited: list[int | None] = []
-    steps: list[Step] = []
-
-    def emit(instruction: Instruction, op: int, waits: int | None, step: Step) -> None:
-        instructions.append(instruction)
-        ops.append(op)
-        awaited.append(waits)
-        steps.append(step)
-
+    infos: list[InstructionInfo] = []
     for number, first, last in runs:
         if number is None:
-            emit(_instruction(binder.flow.fork), code.ops[first], None, KEEP)
-            for i in range(first, last):
-                emit(code.instructions[i], code.ops[i], code.awaited[i], code.steps[i])
+            instructions += [_instruction(binder.flow.fork), *code.instructions[first:last]]
+            infos += [replace(KEEP, op=code.infos[first].op), *code.infos[first:last]]
             continue
         interface = interface_of(code, program, first, last, binder.escaping)
         called = dict.fromkeys(
             op.fn.name
-            for op in (program.ops[code.ops[i]] for i in range(first, last))
+            for op in (program.ops[info.op] for info in code.infos[first:last])
             if isinstance(op, Call) and functions[op.fn.name].kind is FunctionKind.GRAPH
         )
         segment = Segment(
@@ -61,9 +52,9 @@ def cut(code: Code, linked: LinkedProgram, binder: DeviceBinder) -> tuple[Segmen
             interface,
             [linked.bodies[name] for name in called],
             [
-                step.port
-                for step in code.steps[first:last]
-                if step.port is not None and is_stream_port(step.port)
+                info.port
+                for info in code.infos[first:last]
+                if info.port is not None and is_stream_port(info.port)
             ],
             binder.flow,
             stable,
@@ -72,19 +63,18 @@ def cut(code: Code, linked: LinkedProgram, binder: DeviceBinder) -> tuple[Segmen
             Mark(binder.flow) if several else None,
         )
         segments.append(segment)
-        step = Step(Role.COMPUTE, interface.reads, interface.gives)
-        emit(segment, code.ops[first], None, step)
-    code.instructions[:], code.ops[:] = instructions, ops
-    code.awaited[:], code.steps[:] = awaited, steps
-    code.clears.clear()
+        reads, gives, at = interface.reads, interface.gives, code.infos[first].op
+        instructions.append(segment)
+        infos.append(InstructionInfo(Role.COMPUTE, reads, gives, op=at))
+    code.instructions[:], code.infos[:] = instructions, infos
     return tuple(segments)
 
 
 def runs_of(code: Code, program: Program) -> list[tuple[int | None, int, int]]:
     """The instructions by graph: number, first, and one behind the last."""
     runs: list[tuple[int | None, int, int]] = []
-    for index, at in enumerate(code.ops):
-        number = program.ops[at].graph
+    for index, info in enumerate(code.infos):
+        number = program.ops[info.op].graph
         if runs and runs[-1][0] == number:
             runs[-1] = (number, runs[-1][1], index + 1)
         else:
@@ -102,12 +92,12 @@ def interface_of(
     """
     written: dict[int, None] = {}
     reads: dict[int, None] = {}
-    for step in code.steps[first:last]:
-        for register in step.sources:
+    for info in code.infos[first:last]:
+        for register in info.sources:
             if register not in written and code.template[register] is None:
                 reads[register] = None
-        written.update(dict.fromkeys(step.targets))
-    later = {register for step in code.steps[last:] for register in step.sources}
+        written.update(dict.fromkeys(info.targets))
+    later = {register for info in code.infos[last:] for register in info.sources}
     outputs = frozenset(code.outputs)
     inputs = tuple(register for register in reads if register < len(program.params))
     gives = tuple(register for register in written if register in later or register in outputs)

@@ -167,8 +167,13 @@ def bound(
 
 
 def pause(polls: int) -> None:
-    """Give way to other threads."""
-    threading.Event().wait(0.0005)
+    """Give way to other threads; not for ever."""
+    if polls > PATIENCE / _NAP:
+        raise TimeoutError(f"a rank has polled {polls} times in vain")
+    threading.Event().wait(_NAP)
+
+
+_NAP = 0.0005
 
 
 def play(
@@ -187,7 +192,7 @@ def play(
         executable = bound(world, module, bodies, **options)
         found = []
         for values in inputs:
-            outputs = executable.run(values[world.rank], pause, PATIENCE)
+            outputs = executable.run(values[world.rank], pause)
             found.append(tuple(v.clone() if isinstance(v, torch.Tensor) else v for v in outputs))
             world.barrier()
         return found

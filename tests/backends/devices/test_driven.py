@@ -31,7 +31,7 @@ def execute(world: ThreadWorld, module: Module, inputs: list[torch.Tensor]) -> F
     }
     linked = LinkedProgram(module, world.rank, {}, {}, dict.fromkeys(module.channels, streams))
     tickets = Tickets(Turnstiles())
-    binder = DrivenBinder(linked, lambda: 0, tickets, device=device, announcements=announcements)
+    binder = DrivenBinder(linked, tickets, device=device, announcements=announcements)
     code = binder.bind()
     code.registers[:] = code.template
     code.registers[: len(inputs)] = inputs

@@ -21,7 +21,7 @@ from cg.passes.manager import PassManager
 
 from ..conformance import Case, pipeline
 from .fakes import FakeDevice, FakeLibrary
-from .ranks import PATIENCE, ThreadWorld, bound, on_ranks, pause
+from .ranks import ThreadWorld, bound, on_ranks, pause
 
 
 def test_a_send_waits_for_its_operand_and_the_caller_for_all() -> None:
@@ -29,7 +29,7 @@ def test_a_send_waits_for_its_operand_and_the_caller_for_all() -> None:
 
     def play(world: ThreadWorld) -> list[str]:
         executable = bound(world, case.module(), delay=0.002)
-        executable.run(case.inputs(0)[world.rank], pause, PATIENCE)
+        executable.run(case.inputs(0)[world.rank], pause)
         logs = world.device.queues
         return [] if Stream.SEND not in logs else logs[Stream.SEND].log
 
@@ -45,7 +45,7 @@ def test_the_host_is_not_held_up() -> None:
     def play(world: ThreadWorld) -> int:
         executable = bound(world, case.module())
         before = world.device.synchronized
-        executable.run(case.inputs(0)[world.rank], pause, PATIENCE)
+        executable.run(case.inputs(0)[world.rank], pause)
         return int(world.device.synchronized - before)
 
     assert on_ranks(2, play) == [0, 0]
@@ -67,7 +67,7 @@ def test_memory_is_given_back_once_and_then_captured() -> None:
         executable = captured(world, case)
         found = []
         for execution in range(WARM_UPS + 3):
-            executable.run(case.inputs(execution)[world.rank], pause, PATIENCE)
+            executable.run(case.inputs(execution)[world.rank], pause)
             captures = sum(segment.captures for segment in executable.segments)
             found.append((world.device.given_back, captures))
             world.barrier()
@@ -87,7 +87,7 @@ def test_a_rehearsal_has_no_messages() -> None:
         counts = []
         for execution in range(WARM_UPS + 1):
             before = len(world.library.calls)
-            executable.run(case.inputs(execution)[world.rank], pause, PATIENCE)
+            executable.run(case.inputs(execution)[world.rank], pause)
             counts.append(len(world.library.calls) - before)
             world.barrier()
         return counts

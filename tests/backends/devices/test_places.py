@@ -13,7 +13,7 @@ from cg.ir.parser import parse_module
 
 from . import ranks
 from .fakes import FakeDevice, FakeQueue
-from .ranks import PATIENCE, ThreadWorld, bound, on_ranks, pause
+from .ranks import ThreadWorld, bound, on_ranks, pause
 
 BOTH_WAYS = """
 module @m phase=scheduled world=2 {
@@ -56,7 +56,7 @@ def test_a_tensor_inside_an_object_stays_on_the_host(monkeypatch: pytest.MonkeyP
     inputs: list[list[Any]] = [[torch.ones(4), {"inside": inside}], []]
 
     def play(world: ThreadWorld) -> tuple[Any, list[str]]:
-        found = bound(world, module, delay=0.003).run(inputs[world.rank], pause, PATIENCE)
+        found = bound(world, module, delay=0.003).run(inputs[world.rank], pause)
         log = world.device.stream(Stream.COPY).log
         return found, [entry for entry in log if entry.startswith("copy")]
 

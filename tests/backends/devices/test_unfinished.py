@@ -19,7 +19,7 @@ from cg.ir.attributes import Stream
 from cg.ir.parser import parse_module
 
 from ..conformance import pipeline
-from .fakes import PATIENCE, FakeDevice, FakeEvent
+from .fakes import FakeDevice, FakeEvent
 from .ranks import ThreadWorld, on_ranks, pause
 from .ranks import bound as bound_on
 from .test_order import captured
@@ -162,7 +162,7 @@ def test_a_program_that_was_captured_whole(monkeypatch: pytest.MonkeyPatch) -> N
         executable = captured(world, case)
         told = []
         for execution in range(WARM_UPS + 1):
-            executable.run(case.inputs(execution)[world.rank], pause, PATIENCE)
+            executable.run(case.inputs(execution)[world.rank], pause)
             told.append(executable.work.unfinished(execution))
             world.barrier()
         return told
@@ -194,7 +194,7 @@ def test_of_several_graphs_it_is_known_which_have_ended() -> None:
         bodies = {"a.first": lambda x: (x * 2,), "a.opaque": lambda x: (x + 1,)}
         executable = bound_on(world, parse_module(TWO_GRAPHS), bodies)
         for _ in range(WARM_UPS + 1):
-            executable.run([torch.ones(2)], pause, PATIENCE)
+            executable.run([torch.ones(2)], pause)
         execution = executable.execution
         first, second = executable.segments
         assert (first.replays, second.replays) == (1, 1)

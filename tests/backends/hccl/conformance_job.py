@@ -21,7 +21,7 @@ from cg.launch.config import config
 from cg.launch.world import world as worlds
 from cg.passes.lower.capture import Capture
 from cg.passes.manager import PassManager
-from tests.backends.conformance import EXECUTIONS, Case, cases, check
+from tests.backends.conformance import EXECUTIONS, Case, cases, check, patient
 
 TIMES = WARM_UPS + 2
 
@@ -60,7 +60,7 @@ def run(case: Case, world: Any, transport: CpuTransport, pool: HcclPool) -> int:
         if executable is not None:
             given = case.inputs(execution)[world.rank]
             try:
-                outputs = executable.run(given, transport.pause, 20.0)
+                outputs = executable.run(given, patient(transport.pause, 20.0))
                 check(outputs, expected[execution][world.rank], f"rank {world.rank}")
             except BaseException as error:
                 error.add_note(f"{case.name} by HCCL, rank {world.rank}")

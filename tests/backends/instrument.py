@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
-from ...ir.attributes import Symbol
-from ...ir.clone import clone
-from ...ir.module import Function, FunctionKind, Module
-from ...ir.ops import Call
-from ..base import Body
-from ..program import builtins
+from cg.backends.base import Body
+from cg.backends.program import builtins
+from cg.ir.attributes import Symbol
+from cg.ir.clone import clone
+from cg.ir.module import Function, FunctionKind, Module
+from cg.ir.ops import Call
 
 Wrap = Callable[[int, int, Call, Body], Body]
 """Makes the body of one call: of its rank, its place in that rank's program, itself, its body."""

@@ -1,0 +1,75 @@
+"""Arrange a bound program for executions in flight: inputs go out first, reports come last."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from ...ir.module import Program
+from ...ir.ops import Send
+from ..base import Port
+from ..program.code import Code
+from ..program.instruction_info import InstructionInfo, Role
+
+
+@dataclass(frozen=True, slots=True)
+class Reports:
+    """How a rank whose failures would reach nobody by values tells the driver that it has ended.
+
+    Attributes:
+        send: on such a rank, where to send the report.
+        receive: on the driver, where the report of each such rank comes in.
+    """
+
+    send: Port | None = None
+    receive: tuple[tuple[int, Port], ...] = ()
+
+
+def leave_out_clears(code: Code) -> None:
+    """Drop what empties registers at the very end: they all are emptied then."""
+    count = len(code.infos)
+    while count and code.infos[count - 1].is_clear:
+        count -= 1
+    code.reorder(range(count))
+
+
+def send_inputs_first(code: Code, program: Program) -> None:
+    """Send inputs before anything is asked for: whoever waits for one can then start.
+
+    Sends keep their order among each other, and so do all other instructions.
+    """
+    first = []
+    for index, info in enumerate(code.infos):
+        if info.role is Role.ISSUE and info.sources:
+            sends = isinstance(program.ops[info.op], Send)
+            if not sends or info.sources[0] >= len(program.params):
+                break  # what comes later must not overtake it
+            first.append(index)
+    code.reorder([*first, *(i for i in range(len(code.infos)) if i not in set(first))])
+
+
+def await_reports(code: Code, program: Program, reports: Reports) -> None:
+    """Post the receives of reports first of all, and await them last."""
+    last = last_op(program)
+    for rank, port in reports.receive:
+        code.insert(0, partial(_start, port), InstructionInfo(Role.ISSUE, port=port))
+        info = InstructionInfo(Role.AWAIT, port=port, reporter=rank, op=last)
+        code.insert(None, partial(_take, port), info)
+
+
+def last_op(program: Program) -> int:
+    """Index of the op that instructions behind all others count to."""
+    return max(len(program.ops) - 1, 0)
+
+
+def _start(port: Port) -> bool:
+    port.start(None)
+    return True
+
+
+def _take(port: Port) -> bool:
+    if not port.poll():
+        return False
+    port.take()
+    port.release()
+    return True
