@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ...backends.cpu.waiting.contention import Contention
+
 if TYPE_CHECKING:
     from mpi4py.MPI import Comm, Request
 
@@ -87,11 +89,15 @@ def wait_until(
     Returns:
         Whether it was over in time.
     """
+    contention = Contention()
     for turn in range(POLLS + YIELDS):
         if done():
             return True
         if turn >= POLLS:
+            began = time.perf_counter()
             os.sched_yield()
+            if contention.note(began, time.perf_counter()):
+                break
     start = time.monotonic()
     pause, next_glance = FIRST_PAUSE, GLANCE_EVERY
     while not done():

@@ -38,7 +38,7 @@ def main() -> None:
     def infer(x: torch.Tensor) -> torch.Tensor:
         return a.forward(b.forward(a.check(x)))
 
-    compiled = infer.lower(torch.ones(4)).compile(timeout=20)
+    compiled = infer.lower(torch.ones(4)).compile()
     for value in (1.0, 2.0, 3.0, 4.0, 13.0, 5.0, 6.0, 7.0, 8.0, 13.0, 9.0):
         x = torch.full((4,), value)
         try:
@@ -56,7 +56,7 @@ def main() -> None:
         cg.backward(loss)
         return loss
 
-    trained = train.lower(torch.ones(4)).compile(timeout=20)
+    trained = train.lower(torch.ones(4)).compile()
     trained(torch.ones(4))
     try:
         trained(torch.full((4,), 13.0))
@@ -71,7 +71,7 @@ def main() -> None:
         assert "compile the step again" in str(error), error
     else:
         raise AssertionError("nothing says that state is in doubt")
-    again = train.lower(torch.ones(4)).compile(timeout=20)
+    again = train.lower(torch.ones(4)).compile()
     assert again(torch.ones(4)).item() == 8.0
     print(f"rank {cg.rank()}: failures are as they should be")
 

@@ -78,7 +78,7 @@ def check_ending(
         assert "StepTimeout" not in ended.output
 
 
-def play(job: str, *words: str, fake: bool, ranks: int = 2, seconds: float = 100) -> str:
+def play(job: str, *words: str, fake: bool, ranks: int = 2, seconds: float = 250) -> str:
     start = ["-m", "tests.mpi.device_job"] if fake else ["-m"]
     variables = {} if fake else ON_GPUS
     ended = run(ranks, [*start, f"tests.mpi.{job}", *words], variables=variables, seconds=seconds)

@@ -20,7 +20,7 @@ from cg.tracer.step.trace import Trace
 from .step_tools import EagerTracer, writes
 
 RANKS = 3
-PATIENCE = 30.0
+PATIENCE = 120.0
 
 
 class Exchange:

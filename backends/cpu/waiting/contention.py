@@ -1,7 +1,8 @@
-"""Tells by its yields whether a process shares its core with somebody who works.
+"""Detect CPU contention from sched_yield latency.
 
-The kernel lets such a one go on to the end of his time slice, unless the one who wants the core has
-slept. To ranks that wait as well it gives way for microseconds only.
+A process that works keeps its core to the end of its time slice, unless the one that wants the core
+has slept. Ranks that wait give way within microseconds. So a yield that takes long has let somebody
+work, and whoever blocks instead gets the core sooner.
 """
 
 from __future__ import annotations
@@ -11,36 +12,40 @@ from typing import Final
 LONG: Final = 200e-6
 """Seconds after which a yield has not given way to a rank that waits."""
 
-LASTS: Final = 0.05
-"""Seconds for which a crowd is taken to be there after it was last seen."""
+NEAR: Final = 0.02
+"""Seconds between two long yields that show contention, whatever short ones are between them:
+ranks that wait on the same core give way to each other hundreds of times meanwhile. Long yields
+farther apart are a hypervisor's, which takes the core away for a while."""
 
-_WEIGHT: Final = 8
-_ENOUGH: Final = 16
-"""A long yield counts 8, and a short one takes 1 back. At 16 long ones are the rule. Those that
-come now and then are not, such as where a hypervisor takes the core away for a while."""
+SHORTEST: Final = 0.05
+LONGEST: Final = 0.8
+"""Seconds for which contention is taken to last. It lasts twice as long each time that the first
+yields afterwards are long again: to find that out costs one of them."""
 
 
-class Crowd:
-    """What the latest yields say."""
+class Contention:
+    """What the latest yields say of the core."""
 
-    __slots__ = ("_count", "_until")
+    __slots__ = ("_lasts", "_long_at", "_until")
 
     def __init__(self) -> None:
-        self._count = 0
-        self._until = 0.0
+        self._lasts = SHORTEST
+        self._long_at = -1.0
+        self._until = -1.0
 
-    def saw(self, began: float, ended: float) -> bool:
-        """Note a yield, by when it began and ended, in seconds; whether there is a crowd."""
+    def note(self, began: float, ended: float) -> bool:
+        """Note a yield, by when it began and ended, in seconds; whether there is contention."""
         if ended - began <= LONG:
-            if self._count:
-                self._count -= 1
             return False
-        self._count = min(self._count + _WEIGHT, _ENOUGH)
-        if self._count < _ENOUGH:
+        lasts_on = began - self._until <= NEAR
+        is_near = began - self._long_at <= NEAR
+        self._long_at = ended
+        if not (lasts_on or is_near):
             return False
-        self._until = ended + LASTS
+        self._lasts = min(2 * self._lasts, LONGEST) if lasts_on else SHORTEST
+        self._until = ended + self._lasts
         return True
 
-    def is_over(self, now: float) -> bool:
-        """Whether a crowd that was seen is there no longer."""
-        return now > self._until
+    def is_on(self, now: float) -> bool:
+        """Whether contention was seen, and is taken to last until now."""
+        return now <= self._until

@@ -14,7 +14,7 @@ from ...failures.flight import Sight
 from ..control.rank_status import State
 from ..memory.layout import ROW, STATE
 from ..node import Node
-from .contention import Crowd
+from .contention import Contention
 
 if TYPE_CHECKING:
     from ...driven.futures import Future
@@ -24,7 +24,7 @@ _TURNS: Final = 1000
 of the core between two of them half of one, if it finds nobody else to run."""
 
 _FEW_TURNS: Final = 1
-"""The same where something else that does not wait has the core."""
+"""The same under contention, where none of them yields."""
 
 _YIELD_EVERY: Final = 4
 """How many turns there are to a yield while the process has its core for itself. Where two ranks
@@ -74,7 +74,7 @@ class Serving:
         self._flag = node.waiting(node.rank)
         self._spans = len(node.leaders) > 1
         self._turns = _TURNS
-        self._crowd = Crowd()
+        self._contention = Contention()
         self._is_alone = False
         self._first_yield = self._looks = 0
         self._yielded_at, self._yielded = 0, 0.0
@@ -90,6 +90,10 @@ class Serving:
         if polls <= self._turns:
             if polls == 1:
                 self.rest()
+                if self._turns == _FEW_TURNS:
+                    if self._contention.is_on(perf_counter()):
+                        return
+                    self._turns = _TURNS
                 self._yielded_at = self._turns  # in this wait, not yet
             self._looks += 1
             is_early = polls < self._first_yield or polls % _YIELD_EVERY
@@ -107,7 +111,7 @@ class Serving:
             elif self._first_yield < _MOST_TURNS:  # the wait was too short to say how long
                 self._first_yield += 1
             self._yielded_at, self._yielded = polls, ended
-            if self._crowd.saw(began, ended):
+            if self._contention.note(began, ended):
                 self._turns = _FEW_TURNS
         else:
             self._sleep(polls, seconds)
@@ -121,8 +125,6 @@ class Serving:
                 raise lost
             self._suspected_at = polls
             return
-        if self._turns == _FEW_TURNS and self._crowd.is_over(perf_counter()):
-            self._turns = _TURNS
         if not node.words[self._flag]:
             node.words[self._flag] = 1
             node.fence()
@@ -163,7 +165,11 @@ class Serving:
         """See `Waiting`."""
         for _ in range(_TICKS):
             if not turn():
+                began = perf_counter()
+                if self._contention.is_on(began):
+                    break
                 sched_yield()  # a rank that is waited for may share the core
+                self._contention.note(began, perf_counter())
             if future.is_done:
                 return
             yield

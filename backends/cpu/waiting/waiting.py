@@ -2,7 +2,8 @@
 
 Polling answers fastest while the other side runs on another core. Yielding lets it run where both
 share one, which the kernel likes to do to partners that wake each other; it is counted, not
-timed, because a yield that finds nobody else to run costs next to nothing. Sleeping costs no CPU.
+timed, because a yield that finds nobody else to run costs next to nothing. Sleeping costs no CPU,
+and under contention it is the fastest.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from time import perf_counter
 
 from ..node import Node
+from .contention import Contention
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +60,16 @@ class Waiter:
         self._spans = len(node.leaders) > 1
         self._flag = node.waiting(node.rank)
         self._armed = False
+        self._contention = Contention()
 
     def __call__(self, polls: int, /) -> None:
         """See `Pause`."""
         if polls <= self._yield_after:
             if self._armed:
                 self._disarm()
-        elif polls <= self._sleep_after:
+        elif polls <= self._sleep_after and not self._contention.is_on(began := perf_counter()):
             os.sched_yield()
+            self._contention.note(began, perf_counter())
         elif self._armed:
             self._sleep(polls)
         else:
@@ -92,5 +97,5 @@ class Waiter:
         policy = self._policy
         if not self._spans:
             return policy.sleep
-        slept = (polls - self._sleep_after) // 2
+        slept = max(polls - self._sleep_after, 0) // 2
         return float(min(policy.nap * 2 ** min(slept, 30), policy.longest_nap))

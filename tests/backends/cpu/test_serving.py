@@ -12,6 +12,7 @@ import pytest
 from cg.backends.cpu.control.rank_status import State
 from cg.backends.cpu.memory.layout import ROW, STATE
 from cg.backends.cpu.waiting import serving
+from cg.backends.cpu.waiting.contention import SHORTEST
 from cg.backends.errors import PeerLost
 
 EMPTY, SHARED, SLICE = 0.5e-6, 5e-6, 4e-3
@@ -136,17 +137,44 @@ def test_who_has_to_share_it_again_soon_does(clock: Clock) -> None:
     assert clock.yields - before >= 96
 
 
-def test_who_shares_one_with_somebody_who_works_yields_once_and_sleeps(clock: Clock) -> None:
+def contended(clock: Clock) -> Any:
+    """A process whose latest yields have shown contention."""
     process = waits(0)
     clock.each = SLICE
     process.pause(1, None)
     process.pause(2, None)
+    return process
+
+
+def test_who_shares_one_with_somebody_who_works_sleeps_without_a_yield(clock: Clock) -> None:
+    process = contended(clock)
     for _ in range(3):  # waits, one after the other
         before = clock.yields
         process.pause(1, None)
         process.pause(2, None)
         assert process._node.words[0] == 1  # asks to be woken
-        assert clock.yields - before == 1
+        assert clock.yields == before
+
+
+def test_when_contention_may_be_over_the_next_wait_yields_again(clock: Clock) -> None:
+    process = contended(clock)
+    clock.now += SHORTEST
+    clock.each = EMPTY
+    before = clock.yields
+    for polls in range(1, 401):
+        process.pause(polls, None)
+    assert clock.yields > before + 1
+    assert process._node.words[0] == 0
+
+
+def test_a_wait_that_sleeps_goes_on_sleeping_when_contention_is_over(clock: Clock) -> None:
+    process = contended(clock)
+    process.pause(1, None)
+    clock.now += SHORTEST
+    before = clock.yields
+    for polls in range(2, 10):
+        process.pause(polls, None)
+    assert clock.yields == before
 
 
 def test_each_wait_says_that_nobody_needs_to_ring(clock: Clock) -> None:

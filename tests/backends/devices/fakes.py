@@ -29,7 +29,7 @@ from cg.ir.types import DType
 
 from ..recording import Pool, Recording
 
-PATIENCE = 20.0
+PATIENCE = 120.0
 """Seconds after which a wait of the compute stream is a deadlock."""
 
 FABRIC = Fabric("fake", frozenset(DType) - {DType.I16, DType.U16})

@@ -22,7 +22,7 @@ from .fakes import FakeDevice, FakeLibrary
 
 EDGE = Channel(0, (0, 1))
 SUCCESS, REMOTE_ERROR, IN_PROGRESS = 0, 6, 7
-PATIENCE = 20.0
+PATIENCE = 120.0
 
 
 class Alone:

@@ -22,7 +22,7 @@ from cg.ir.attributes import Stream
 from ...mpi.jobs import ROOT
 from .build import STANDIN
 
-PATIENCE = 30.0
+PATIENCE = 120.0
 _fork: Any = multiprocessing.get_context("fork")
 
 
