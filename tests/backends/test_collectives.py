@@ -218,4 +218,4 @@ def test_average_of_integers_is_cut_towards_zero() -> None:
 
 def test_parts_must_be_equal() -> None:
     with pytest.raises(ValueError, match="dimension 0 of length 3 cannot be cut into 2"):
-        collectives.reduce_scatter([torch.ones(3)] * 2, ReduceOp.SUM, 0)
+        collectives.split(torch.ones(3), 2, 0)
