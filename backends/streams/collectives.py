@@ -106,7 +106,7 @@ class Collectives(ABC):
         op = self.op
         if isinstance(op, Barrier):
             token, room = torch.zeros(2, self.members, dtype=torch.uint8, device=self.device)
-            return lambda: room, lambda *_: token, self._gather(1), nothing
+            return lambda: room, lambda *_: token, self._all_gathers(1), nothing
         if isinstance(op, Broadcast):
             return self._broadcast(op, self._tensor(self.result))
         operand = self._tensor(self.operand)
@@ -161,7 +161,7 @@ class Collectives(ABC):
     def _all_gather(self, op: AllGather, type_: TensorType) -> Parts:
         parts = TensorType(type_.dtype, (self.members, *type_.shape))
         room = maker(parts, self.device)
-        return room, dense, self._gather(type_.nbytes), self._concatenated(op.dim)
+        return room, dense, self._all_gathers(type_.nbytes), self._concatenated(op.dim)
 
     def _all_to_all(self, op: AllToAll, type_: TensorType) -> Parts:
         parts = TensorType(type_.dtype, (self.members, *self._part(type_, op.dim)))
@@ -177,7 +177,7 @@ class Collectives(ABC):
         room = maker(parts, self.device)
         return room, lambda value, _: parts_first(value), run, self._concatenated(op.dim)
 
-    def _gather(self, nbytes: int) -> Callable[[int, int], None]:
+    def _all_gathers(self, nbytes: int) -> Callable[[int, int], None]:
         def run(source: int, target: int) -> None:
             if nbytes:
                 self.library.all_gather(source, target, nbytes, self.line.comm, self.handle)

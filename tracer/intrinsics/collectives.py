@@ -14,8 +14,8 @@ import torch
 
 from ...ir.attributes import ReduceOp
 from ...ir.location import Location
-from ...ir.ops import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter
-from ...ir.types import Place, TensorType
+from ...ir.ops import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter, Value
+from ...ir.types import Place, TensorType, UnitType
 from ..actors.actors import ActorHandle
 from ..autodiff.tape import Entry
 from ..errors import TraceError
@@ -43,8 +43,7 @@ def all_reduce(values: Tensors, op: str = "sum") -> list[torch.Tensor]:
     if group is None:
         total = _combine(values, reduction)
         return [total.clone() for _ in values]
-    result = group.emit(AllReduce, [group.shape], op=reduction)
-    return group.copies(result[0])
+    return group.copies(*group.emit(AllReduce, group.shape, op=reduction))
 
 
 def all_gather(values: Tensors, dim: int = 0) -> list[torch.Tensor]:
@@ -60,7 +59,7 @@ def all_gather(values: Tensors, dim: int = 0) -> list[torch.Tensor]:
         whole = torch.cat(list(values), dim)
         return [whole.clone() for _ in values]
     shape = _resized(group.shape, dim, group.shape[dim] * len(values))
-    return group.copies(group.emit(AllGather, [shape], dim=dim)[0])
+    return group.copies(*group.emit(AllGather, shape, dim=dim))
 
 
 def reduce_scatter(values: Tensors, op: str = "sum", dim: int = 0) -> list[torch.Tensor]:
@@ -81,8 +80,7 @@ def reduce_scatter(values: Tensors, op: str = "sum", dim: int = 0) -> list[torch
     if group is None:
         return _parts(_combine(values, reduction), len(values), dim)
     shape = _resized(group.shape, dim, group.shape[dim] // len(values))
-    results = group.emit(ReduceScatter, [shape] * len(values), op=reduction, dim=dim)
-    return list(results)
+    return group.emit(ReduceScatter, shape, op=reduction, dim=dim)
 
 
 def all_to_all(values: Tensors, dim: int = 0) -> list[torch.Tensor]:
@@ -101,7 +99,7 @@ def all_to_all(values: Tensors, dim: int = 0) -> list[torch.Tensor]:
     if group is None:
         cut = [_parts(value, len(values), dim) for value in values]
         return [torch.cat([parts[i] for parts in cut], dim) for i in range(len(values))]
-    return list(group.emit(AllToAll, [group.shape] * len(values), dim=dim))
+    return group.emit(AllToAll, group.shape, dim=dim)
 
 
 def broadcast(value: torch.Tensor, actors: Sequence[ActorHandle]) -> list[torch.Tensor]:
@@ -129,8 +127,8 @@ def broadcast(value: torch.Tensor, actors: Sequence[ActorHandle]) -> list[torch.
         return [value.clone() for _ in actors]
     members = tuple(ranks) if at.rank in ranks else (at.rank, *ranks)
     group = _Group(session, what, Place(members), [root], loc)
-    result = group.emit(Broadcast, [group.shape], root=at.rank)
-    return [result[0], *(group.again(result[0]) for _ in actors[1:])]
+    (result,) = group.emit(Broadcast, group.shape, root=at.rank)
+    return [result, *(group.again(result) for _ in actors[1:])]
 
 
 class _Group:
@@ -158,33 +156,31 @@ class _Group:
         return spec.shape
 
     def emit(
-        self, cls: type[Collective], shapes: Sequence[tuple[int, ...]], **attributes: Any
+        self, cls: type[Collective], shape: tuple[int, ...], **attributes: Any
     ) -> list[torch.Tensor]:
-        """Record the op; one result at the whole group, or one for each of its ranks."""
+        """Record the op; the tensors, of one shape, that it gives to those who receive any."""
         session, spec = self._session, self._values[0].spec
         type_ = self._values[0].value.type
         assert isinstance(spec, TensorSpec)
         assert isinstance(type_, TensorType)
         needed = tuple(_requires_grad(traced) for traced in self._values)
-        specs = [TensorSpec(spec.dtype, shape, any(needed)) for shape in shapes]
-        places = [self._ranks] if len(shapes) == 1 else [Place.of(r) for r in self._ranks.ranks]
-        op = cls(
-            tuple(traced.value for traced in self._values),
-            tuple(
-                session.new_value(self._what, TensorType(type_.dtype, shape, place))
-                for shape, place in zip(shapes, places, strict=True)
-            ),
-            group=self._ranks,
-            loc=self._loc,
-            mb=session.mb,
-            **attributes,
-        )
+        operands = tuple(traced.value for traced in self._values)
+        op = cls(operands, group=self._ranks, loc=self._loc, mb=session.mb, **attributes)
+        given: list[Value] = []
+        results: list[Value] = []
+        for place in op.result_places:
+            gets = place.ranks[0] in op.exchange.receivers
+            result = TensorType(type_.dtype, shape, place) if gets else UnitType(place)
+            results.append(session.new_value(self._what, result))
+            given += results[-1:] if gets else ()
+        op.results = tuple(results)
         session.emit(op)
         if any(needed):
             session.tape.record(Entry(op, None, needed, session.last))
         session.tape.cut(op)
         session.tape.leave_untold(op)
-        held = [session.hold(v, s) for v, s in zip(op.results, specs, strict=True)]
+        made = TensorSpec(spec.dtype, shape, any(needed))
+        held = [session.hold(value, made) for value in given]
         return [value for value in held if isinstance(value, TracedTensor)]
 
     def copies(self, result: torch.Tensor) -> list[torch.Tensor]:
