@@ -24,7 +24,9 @@ from .collectives import (
     Broadcast,
     Collective,
     Exchange,
+    Gather,
     ReduceScatter,
+    Scatter,
 )
 from .local import Alloc, Backward, Call, Constant, Copy, Free, Return, View, Wait
 from .messages import Recv, Send, Transfer, batch_of
@@ -44,11 +46,13 @@ __all__ = [
     "Copy",
     "Exchange",
     "Free",
+    "Gather",
     "OP_CLASSES",
     "Op",
     "Recv",
     "ReduceScatter",
     "Return",
+    "Scatter",
     "Send",
     "Transfer",
     "Value",
@@ -74,6 +78,8 @@ OP_CLASSES: dict[str, type[Op]] = {
         ReduceScatter,
         AllToAll,
         Broadcast,
+        Gather,
+        Scatter,
         Barrier,
         Wait,
         Alloc,

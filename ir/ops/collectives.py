@@ -79,11 +79,11 @@ class Collective(Op):
     """What the collectives share: a group of ranks that all take part, in one order.
 
     In a program over all ranks the operands are the group's values, one for each rank of the
-    group in group order (for `broadcast`: the root's alone, for `barrier`: none); in a rank's
-    program there is that rank's operand only. A program over all ranks gets one result at the
-    whole group or, where the ranks get different parts (`reduce_scatter`, `all_to_all`), one for
-    each rank, in group order. From ASYNC on results are futures, and `chan` and `seq` are set;
-    they are as in `send`. `via` and `why` are as in `transfer`.
+    group in group order (for `broadcast` and `scatter`: the root's alone, for `barrier`: none); in
+    a rank's program there is that rank's operand only. A program over all ranks gets one result
+    at the whole group or, where the ranks get different ones (`reduce_scatter`, `all_to_all`,
+    `gather`, `scatter`), one for each rank, in group order. From ASYNC on results are futures, and
+    `chan` and `seq` are set; they are as in `send`. `via` and `why` are as in `transfer`.
     """
 
     # Declared by each class: whether a rank may be handed what it gave, and in words, for errors,
@@ -284,6 +284,55 @@ class Broadcast(Collective):
     def exchange(self) -> Exchange:
         group = self.group.ranks
         return Exchange(group, (self.root,), group)
+
+    def check(self, context: Context) -> None:
+        _check_root(self, self.root, "from")
+        Collective.check(self, context)
+
+
+@dataclass(eq=False, slots=True)
+class Gather(Collective):
+    """Concatenate the group's tensors along `dim` for rank `root`; the other ranks get a unit."""
+
+    opcode: ClassVar[str] = "gather"
+    takes: ClassVar[str] = _EACH
+    gives: ClassVar[str] = "for the root `dim` times the ranks, for each other rank a `unit`"
+    adjoint: ClassVar[Adjoint | None] = Adjoint.TRANSPOSE
+    root: int = field(default=0, kw_only=True)
+    dim: int = field(default=0, kw_only=True)
+
+    @property
+    def exchange(self) -> Exchange:
+        group = self.group.ranks
+        return Exchange(group, group, (self.root,), concat=self.dim)
+
+    def transposed(self, operands: tuple[Value, ...]) -> Collective:
+        return Scatter(operands, group=self.group, root=self.root, dim=self.dim)
+
+    def check(self, context: Context) -> None:
+        _check_root(self, self.root, "to")
+        Collective.check(self, context)
+
+
+@dataclass(eq=False, slots=True)
+class Scatter(Collective):
+    """Give each rank of the group its part of `dim` of the tensor of rank `root`."""
+
+    opcode: ClassVar[str] = "scatter"
+    takes: ClassVar[str] = "the root's tensor"
+    gives: ClassVar[str] = "for each rank its part of `dim`"
+    adjoint: ClassVar[Adjoint | None] = Adjoint.TRANSPOSE
+    operand_rule: ClassVar[str] = "one operand, on the root's rank alone"
+    root: int = field(default=0, kw_only=True)
+    dim: int = field(default=0, kw_only=True)
+
+    @property
+    def exchange(self) -> Exchange:
+        group = self.group.ranks
+        return Exchange(group, (self.root,), group, cut=self.dim)
+
+    def transposed(self, operands: tuple[Value, ...]) -> Collective:
+        return Gather(operands, group=self.group, root=self.root, dim=self.dim)
 
     def check(self, context: Context) -> None:
         _check_root(self, self.root, "from")
