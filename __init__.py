@@ -45,7 +45,9 @@ if TYPE_CHECKING:
         all_reduce,
         all_to_all,
         broadcast,
+        gather,
         reduce_scatter,
+        scatter,
     )
     from .tracer.intrinsics.gradients import backward
     from .tracer.intrinsics.microbatches import mean, microbatches
@@ -73,6 +75,8 @@ _HOMES = {
     "reduce_scatter": "tracer.intrinsics.collectives",
     "all_to_all": "tracer.intrinsics.collectives",
     "broadcast": "tracer.intrinsics.collectives",
+    "gather": "tracer.intrinsics.collectives",
+    "scatter": "tracer.intrinsics.collectives",
     "via": "tracer.intrinsics.via",
     # The world
     "rank": "launch.world.world",
@@ -127,6 +131,8 @@ __all__ = [
     "reduce_scatter",
     "all_to_all",
     "broadcast",
+    "gather",
+    "scatter",
     "via",
     "rank",
     "world_size",

@@ -10,24 +10,8 @@ from .compare import equal
 from .flops import NO_FLOPS, Flops
 from .location import Location
 from .ops import Op, Return, Value
+from .phases import Phase as Phase
 from .types import Place, ValueType
-
-
-class Phase(enum.Enum):
-    """How far a module has been compiled; `phases.py` says which ops each admits.
-
-    TRACED is what the user wrote. PLACED has gradients, and a `transfer` wherever a value
-    crosses places. ASYNC has futures instead of transfers. SCHEDULED has one linear program for
-    each rank; before it there is one program over all ranks.
-    """
-
-    TRACED = "traced"
-    PLACED = "placed"
-    ASYNC = "async"
-    SCHEDULED = "scheduled"
-
-    def __str__(self) -> str:
-        return self.value
 
 
 class FunctionKind(enum.Enum):

@@ -1,66 +1,25 @@
-"""Which ops are legal in which phase."""
+"""The phases of a module: how far it has been compiled."""
 
 from __future__ import annotations
 
-from .module import Phase
-from .ops import (
-    AllGather,
-    Alloc,
-    AllReduce,
-    AllToAll,
-    Backward,
-    Barrier,
-    Broadcast,
-    Call,
-    Constant,
-    Copy,
-    Free,
-    Op,
-    Recv,
-    ReduceScatter,
-    Return,
-    Send,
-    Transfer,
-    View,
-    Wait,
-)
+import enum
 
-_ALWAYS: frozenset[type[Op]] = frozenset(
-    {
-        Constant,
-        Call,
-        View,
-        Copy,
-        AllReduce,
-        AllGather,
-        ReduceScatter,
-        AllToAll,
-        Broadcast,
-        Barrier,
-        Return,
-    }
-)
-_ASYNC: frozenset[type[Op]] = _ALWAYS | {Send, Recv, Wait}
 
-LEGAL: dict[Phase, frozenset[type[Op]]] = {
-    Phase.TRACED: _ALWAYS | {Backward, Transfer},
-    Phase.PLACED: _ALWAYS | {Transfer},
-    Phase.ASYNC: _ASYNC,
-    Phase.SCHEDULED: _ASYNC | {Alloc, Free},
-}
-"""The op classes that each phase admits."""
+class Phase(enum.Enum):
+    """How far a module has been compiled; each op class says which phases admit it.
 
-REMEDIES: dict[type[Op], str] = {
-    Backward: "differentiate replaces it with the derivative's calls",
-    Transfer: "split-transfers turns it into send, recv and wait; before that, insert-transfers"
-    " makes it",
-    Send: "split-transfers makes it",
-    Recv: "split-transfers makes it",
-    Wait: "split-transfers makes it",
-    Alloc: "plan-buffers makes it, in scheduled programs",
-    Free: "plan-buffers makes it, in scheduled programs",
-}
-"""For the op classes that come and go, which pass brings or removes them."""
+    TRACED is what the user wrote. PLACED has gradients, and a `transfer` wherever a value
+    crosses places. ASYNC has futures instead of transfers. SCHEDULED has one linear program for
+    each rank; before it there is one program over all ranks.
+    """
+
+    TRACED = "traced"
+    PLACED = "placed"
+    ASYNC = "async"
+    SCHEDULED = "scheduled"
+
+    def __str__(self) -> str:
+        return self.value
 
 
 def has_futures(phase: Phase) -> bool:

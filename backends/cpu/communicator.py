@@ -268,10 +268,15 @@ class CpuCommunicator:
         into: dict[int, ReceiveLane] = {
             peer: self._receivers[channel.id, peer] for peer in channel.ranks if peer != rank
         }
-        out = self._fans.get(channel.id, ())
+        home = self._node.node_of(rank)
+        near = {peer for peer in channel.ranks if self._node.node_of(peer) == home}
+        served = [tuple(peer for peer in into if peer in near)]
+        served += [(peer,) for peer in into if peer not in near]
+        out = [(ranks, self._senders[channel.id, ranks[0]]) for ranks in served if ranks]
         return Group(
             rank,
             channel.ranks,
+            near,
             out,
             into,
             self._active,

@@ -50,7 +50,7 @@ def _reaching(
     work: list[Node] = [
         (rank, value)
         for rank, op in _ops(module)
-        if rank == driver and isinstance(op, (Recv, Collective))
+        if rank == driver and _receives(rank, op)
         for value in op.results
     ]
     reached: set[Node] = set()
@@ -63,7 +63,14 @@ def _reaching(
         if op is None:
             continue
         sources = [(node[0], op)]
-        if isinstance(op, (Recv, Collective)):
+        if isinstance(op, (Recv, Collective)) and _receives(node[0], op):
             sources += messages.get((op.chan, op.seq), [])  # type: ignore[arg-type] # both are set
         work += [(rank, value) for rank, other in sources for value in other.operands]
     return reached
+
+
+def _receives(rank: int, op: Op) -> bool:
+    """Whether an op gives its rank a value, or an error, that comes from another."""
+    if isinstance(op, Collective):
+        return rank in op.exchange.receivers
+    return isinstance(op, Recv)

@@ -14,15 +14,18 @@ from ...ir.ops import (
     AllToAll,
     Barrier,
     Broadcast,
+    Gather,
     Op,
     Recv,
     ReduceScatter,
+    Scatter,
     Send,
 )
 from ...ir.types import DType, TensorType
 from ..errors import BindError
 from ..streams.collectives import (
     Collectives,
+    Messages,
     Parts,
     Reduction,
     as_logic,
@@ -30,7 +33,8 @@ from ..streams.collectives import (
     same,
 )
 from ..streams.ports import maker
-from .abi import CODES, REDUCTIONS
+from .abi import BYTES, CODES, RECEIVE, REDUCTIONS, SEND, SendRecvItem
+from .library import HcclLibrary
 from .symbols import Symbols
 
 NEEDS: dict[type[Op], str] = {
@@ -41,6 +45,8 @@ NEEDS: dict[type[Op], str] = {
     AllGather: "HcclAllGather",
     Broadcast: "HcclBroadcast",
     AllToAll: "HcclBatchSendRecv",
+    Gather: "HcclBatchSendRecv",
+    Scatter: "HcclBatchSendRecv",
     Barrier: "HcclAllGather",
 }
 """The function that each op becomes."""
@@ -139,3 +145,11 @@ class HcclCollectives(Collectives):
                 self.library.exchange(messages, self.line.comm, self.handle)
 
         return maker(parts, self.device), before, run, concatenated
+
+    def deliver(self, sends: Messages, receives: Messages, nbytes: int) -> None:
+        """See `Collectives`; one batch, since HCCL's messages wait for those before them."""
+        items = [SendRecvItem(SEND, pointer, nbytes, BYTES, peer) for peer, pointer in sends]
+        items += [SendRecvItem(RECEIVE, pointer, nbytes, BYTES, peer) for peer, pointer in receives]
+        if items and nbytes:
+            assert isinstance(self.library, HcclLibrary), "the pool was made with one"
+            self.library.batch(items, self.line.comm, self.handle)

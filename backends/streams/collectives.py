@@ -7,7 +7,7 @@ order before or after, on the compute stream.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -22,13 +22,18 @@ from ...ir.ops import (
     Barrier,
     Broadcast,
     Collective,
+    Gather,
     ReduceScatter,
+    Scatter,
 )
 from ...ir.types import DType, TensorType, ValueType
 from ..dtypes import TORCH_DTYPES
 from ..errors import BindError
 from .pool import Line, Pool
 from .ports import maker
+
+Messages = Sequence[tuple[int, int]]
+"""The member at the other end of each message, and a pointer to its bytes."""
 
 Parts = tuple[
     Callable[[], Tensor],
@@ -106,14 +111,18 @@ class Collectives(ABC):
         op = self.op
         if isinstance(op, Barrier):
             token, room = torch.zeros(2, self.members, dtype=torch.uint8, device=self.device)
-            return lambda: room, lambda *_: token, self._gather(1), nothing
+            return lambda: room, lambda *_: token, self._all_gathers(1), nothing
         if isinstance(op, Broadcast):
             return self._broadcast(op, self._tensor(self.result))
+        if isinstance(op, Scatter):
+            return self._scatter(op, self._tensor(self.result))
         operand = self._tensor(self.operand)
         if isinstance(op, AllReduce):
             return self._all_reduce(op, operand)
         if isinstance(op, AllGather):
             return self._all_gather(op, operand)
+        if isinstance(op, Gather):
+            return self._gather(op, operand)
         if isinstance(op, ReduceScatter):
             return self._reduce_scatter(op, operand)
         if isinstance(op, AllToAll):
@@ -161,7 +170,7 @@ class Collectives(ABC):
     def _all_gather(self, op: AllGather, type_: TensorType) -> Parts:
         parts = TensorType(type_.dtype, (self.members, *type_.shape))
         room = maker(parts, self.device)
-        return room, dense, self._gather(type_.nbytes), self._concatenated(op.dim)
+        return room, dense, self._all_gathers(type_.nbytes), self._concatenated(op.dim)
 
     def _all_to_all(self, op: AllToAll, type_: TensorType) -> Parts:
         parts = TensorType(type_.dtype, (self.members, *self._part(type_, op.dim)))
@@ -177,7 +186,57 @@ class Collectives(ABC):
         room = maker(parts, self.device)
         return room, lambda value, _: parts_first(value), run, self._concatenated(op.dim)
 
-    def _gather(self, nbytes: int) -> Callable[[int, int], None]:
+    def _gather(self, op: Gather, type_: TensorType) -> Parts:
+        """The root receives from all others; its own tensor is copied, not sent."""
+        root, me, nbytes = op.group.ranks.index(op.root), self.line.member, type_.nbytes
+
+        def send(source: int, target: int) -> None:
+            self.deliver([(root, source)], [], nbytes)
+
+        def receive(source: int, target: int) -> None:
+            self.deliver([], self._others(me, target, nbytes), nbytes)
+
+        if me != root:
+            return maker(TensorType(DType.U8, (0,)), self.device), dense, send, nothing
+        parts = TensorType(type_.dtype, (self.members, *type_.shape))
+
+        def before(value: Tensor, result: Tensor) -> None:
+            result[me].copy_(value)
+
+        return maker(parts, self.device), before, receive, self._concatenated(op.dim)
+
+    def _scatter(self, op: Scatter, part: TensorType) -> Parts:
+        """The root sends to all others; its own part is copied, not sent."""
+        root, me, nbytes = op.group.ranks.index(op.root), self.line.member, part.nbytes
+        parts_first = self._parts_first(op.dim)
+
+        def before(value: Tensor, result: Tensor) -> Tensor:
+            parts = parts_first(value).view(self.members, *part.shape)
+            result.copy_(parts[me])
+            return parts
+
+        def send(source: int, target: int) -> None:
+            self.deliver(self._others(me, source, nbytes), [], nbytes)
+
+        def receive(source: int, target: int) -> None:
+            self.deliver([], [(root, target)], nbytes)
+
+        room = maker(part, self.device)
+        return (room, before, send, same) if me == root else (room, nothing, receive, same)
+
+    def deliver(self, sends: Messages, receives: Messages, nbytes: int) -> None:
+        """Send and receive messages of as many bytes; one after the other, which NCCL may do."""
+        comm, handle = self.line.comm, self.handle
+        for peer, pointer in sends if nbytes else ():
+            self.library.send(pointer, nbytes, peer, comm, handle)
+        for peer, pointer in receives if nbytes else ():
+            self.library.recv(pointer, nbytes, peer, comm, handle)
+
+    def _others(self, me: int, pointer: int, nbytes: int) -> Messages:
+        """The parts of all other members, of parts that stand one behind the other."""
+        return [(peer, pointer + peer * nbytes) for peer in range(self.members) if peer != me]
+
+    def _all_gathers(self, nbytes: int) -> Callable[[int, int], None]:
         def run(source: int, target: int) -> None:
             if nbytes:
                 self.library.all_gather(source, target, nbytes, self.line.comm, self.handle)

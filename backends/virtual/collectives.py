@@ -1,18 +1,19 @@
-"""What the collectives compute, as functions of the whole group's tensors.
+"""Compute the outcome of a collective from its declared exchange and the group's tensors.
 
-These are the definition that every communicator is held against. Tensors stand in group order,
-and reductions run in that order, so results do not depend on who arrived first. Each function
-returns fresh tensors, one for each rank of the group.
+This is the definition that every communicator is held against. Tensors stand in group order,
+and reductions run in that order, so results do not depend on who arrived first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...ir.attributes import ReduceOp
+from ...ir.ops import Exchange
 
 _COMBINE: dict[ReduceOp, Callable[[Tensor, Tensor], Tensor]] = {
     ReduceOp.SUM: torch.add,
@@ -39,25 +40,36 @@ def reduce(tensors: Sequence[Tensor], op: ReduceOp) -> Tensor:
     return torch.div(total, len(tensors), rounding_mode="trunc")
 
 
-def all_reduce(tensors: Sequence[Tensor], op: ReduceOp) -> list[Tensor]:
-    """Every rank gets the combination of all."""
-    return _for_each(tensors, reduce(tensors, op))
+def cut(exchange: Exchange, value: Any, member: int) -> Any:
+    """The piece of an operand that a member gets, as a view: all of it, or the member's part."""
+    if exchange.cut is None:
+        return value
+    return split(value, len(exchange.members), exchange.cut)[member]
 
 
-def all_gather(tensors: Sequence[Tensor], dim: int) -> list[Tensor]:
-    """Every rank gets all tensors, concatenated along `dim`."""
-    return _for_each(tensors, torch.cat(list(tensors), dim))
+def combine(exchange: Exchange, pieces: Sequence[Any]) -> Any:
+    """The value that a receiver makes of its pieces, one of each sender; a tensor is a new one."""
+    if exchange.reduce is not None:
+        return reduce(pieces, exchange.reduce)
+    if exchange.concat is not None:
+        return torch.cat(list(pieces), exchange.concat)
+    (piece,) = pieces
+    return piece.clone() if isinstance(piece, Tensor) else piece
 
 
-def reduce_scatter(tensors: Sequence[Tensor], op: ReduceOp, dim: int) -> list[Tensor]:
-    """Rank i gets the i-th equal part of the combination along `dim`."""
-    return [part.clone() for part in split(reduce(tensors, op), len(tensors), dim)]
-
-
-def all_to_all(tensors: Sequence[Tensor], dim: int) -> list[Tensor]:
-    """Rank j gets the j-th equal part of every rank's tensor, concatenated along `dim`."""
-    parts = [split(tensor, len(tensors), dim) for tensor in tensors]
-    return [torch.cat([mine[j] for mine in parts], dim) for j in range(len(tensors))]
+def outcomes(exchange: Exchange, operands: Sequence[Any]) -> list[Any]:
+    """What each member gets, in group order, from the senders' tensors; None for a unit."""
+    if not exchange.receivers:
+        return [None for _ in exchange.members]
+    if exchange.is_shared:
+        whole = combine(exchange, operands)
+        return [whole, *(whole.clone() for _ in exchange.members[1:])]
+    return [
+        combine(exchange, [cut(exchange, operand, member) for operand in operands])
+        if rank in exchange.receivers
+        else None
+        for member, rank in enumerate(exchange.members)
+    ]
 
 
 def split(tensor: Tensor, count: int, dim: int) -> list[Tensor]:
@@ -73,7 +85,3 @@ def split(tensor: Tensor, count: int, dim: int) -> list[Tensor]:
         )
     part = length // count
     return [tensor.narrow(dim, index * part, part) for index in range(count)]
-
-
-def _for_each(tensors: Sequence[Tensor], result: Tensor) -> list[Tensor]:
-    return [result, *(result.clone() for _ in tensors[1:])]

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
-
 from ...ir.module import Channel
-from ...ir.ops import AllGather, AllReduce, AllToAll, Barrier, Broadcast, Collective, ReduceScatter
+from ...ir.ops import Collective, Exchange
 from ...ir.printer import format_op
 from ...ir.types import ValueType
 from ..errors import TransportError
 from ..failures.poison import Poison
 from ..program.value_copies import duplicate
-from . import collectives
+from .collectives import outcomes
 from .traffic import End, Traffic
 
 
@@ -112,14 +110,15 @@ class Meetings:
                     f"{ports[0].rank} has come to `{format_op(first)}`, rank {port.rank} to "
                     f"`{format_op(port.op)}`"
                 )
-        compute = _COLLECTIVES.get(type(first))
-        if compute is None:
-            raise TransportError(f"`{format_op(first)}` is no collective known here")
+        exchange = first.exchange
+        values = {port.rank: port.value for port in ports}
+        operands = [values[rank] for rank in exchange.senders]
+        poison = next((value for value in operands if isinstance(value, Poison)), None)
+        if poison is not None:
+            self._pass_on(poison, ports, exchange)
+            return
         try:
-            for port in ports:
-                if isinstance(port.value, Poison):
-                    raise port.value
-            results = compute(first, ports)
+            results = _results(exchange, operands, ports)
         except Exception as error:  # raised by `take` on every rank, as it would be elsewhere
             for port in ports:
                 port.break_off(error)
@@ -127,41 +126,21 @@ class Meetings:
         for port, result in zip(ports, results, strict=True):
             port.finish(result)
 
-
-def _all_reduce(op: Any, ports: Sequence[CollectivePort]) -> Sequence[Any]:
-    return collectives.all_reduce(_tensors(ports), op.op)
-
-
-def _all_gather(op: Any, ports: Sequence[CollectivePort]) -> Sequence[Any]:
-    return collectives.all_gather(_tensors(ports), op.dim)
-
-
-def _reduce_scatter(op: Any, ports: Sequence[CollectivePort]) -> Sequence[Any]:
-    return collectives.reduce_scatter(_tensors(ports), op.op, op.dim)
+    def _pass_on(self, poison: Poison, ports: Sequence[CollectivePort], exchange: Exchange) -> None:
+        """Receivers get the error of a sender, other members their own alone."""
+        for port in ports:
+            if port.rank in exchange.receivers:
+                port.break_off(poison)
+            elif isinstance(port.value, Poison):
+                port.break_off(port.value)
+            else:
+                port.finish(None)
 
 
-def _all_to_all(op: Any, ports: Sequence[CollectivePort]) -> Sequence[Any]:
-    return collectives.all_to_all(_tensors(ports), op.dim)
-
-
-def _broadcast(op: Any, ports: Sequence[CollectivePort]) -> Sequence[Any]:
-    (root,) = (port for port in ports if port.rank == op.root)
-    return [duplicate(root.value, port.type) for port in ports]
-
-
-def _barrier(op: Any, ports: Sequence[CollectivePort]) -> Sequence[Any]:
-    return [None for _ in ports]
-
-
-_COLLECTIVES: dict[type[Collective], Callable[..., Sequence[Any]]] = {
-    AllReduce: _all_reduce,
-    AllGather: _all_gather,
-    ReduceScatter: _reduce_scatter,
-    AllToAll: _all_to_all,
-    Broadcast: _broadcast,
-    Barrier: _barrier,
-}
-
-
-def _tensors(ports: Sequence[CollectivePort]) -> list[Tensor]:
-    return [port.value for port in ports]
+def _results(
+    exchange: Exchange, operands: Sequence[Any], ports: Sequence[CollectivePort]
+) -> list[Any]:
+    if exchange.receivers and exchange.is_whole:  # of a tensor, an object or a unit
+        (value,) = operands
+        return [duplicate(value, port.type) for port in ports]
+    return outcomes(exchange, operands)

@@ -21,17 +21,7 @@ from cg.backends.base import Port, World
 from cg.backends.failures.poison import Poison
 from cg.backends.virtual import collectives
 from cg.ir.module import Channel
-from cg.ir.ops import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Barrier,
-    Broadcast,
-    Collective,
-    Recv,
-    ReduceScatter,
-    Send,
-)
+from cg.ir.ops import Collective, Recv, Send
 from cg.ir.types import ValueType
 
 
@@ -64,11 +54,13 @@ class Mailbox:
     def collective_port(
         self, op: Collective, channel: Channel, operand: ValueType | None, result: ValueType
     ) -> Port:
-        """The port of a collective: everybody sends everybody what they have, and computes."""
-        if isinstance(op, Broadcast):
-            to = channel.ranks if self.rank == op.root else ()
-            return MailPort(self, channel, to=to, reads=(op.root,))
-        return MailPort(self, channel, channel.ranks, channel.ranks, combine=op)
+        """The port of a collective: senders send all that they have, receivers compute."""
+        exchange = op.exchange
+        senders = exchange.senders or exchange.members
+        receivers = exchange.receivers or exchange.members
+        to = receivers if self.rank in senders else ()
+        reads = senders if self.rank in receivers else ()
+        return MailPort(self, channel, to, reads, combine=op)
 
     def post(self, channel: Channel, target: int, content: bytes) -> None:
         """Put a message down. Its name appears when it is whole."""
@@ -154,19 +146,13 @@ class MailPort:
         self._expected = [self._mailbox.next_file(self._channel, rank) for rank in self._reads]
 
     def _combined(self, values: list[Any]) -> Any:
-        """As cg defines collectives; each gives one result for each rank of the group."""
-        op = self._combine
-        mine = self._channel.ranks.index(self._mailbox.rank)
-        if isinstance(op, Barrier):
+        """What this rank makes of the senders' values, as the op's `exchange` says."""
+        exchange = self._combine.exchange
+        if self._mailbox.rank not in exchange.receivers:
             return None
-        if isinstance(op, AllReduce):
-            return collectives.all_reduce(values, op.op)[mine]
-        if isinstance(op, AllGather):
-            return collectives.all_gather(values, op.dim)[mine]
-        if isinstance(op, ReduceScatter):
-            return collectives.reduce_scatter(values, op.op, op.dim)[mine]
-        assert isinstance(op, AllToAll), "there are no others"
-        return collectives.all_to_all(values, op.dim)[mine]
+        mine = exchange.members.index(self._mailbox.rank)
+        pieces = [collectives.cut(exchange, value, mine) for value in values]
+        return collectives.combine(exchange, pieces)
 
 
 def _packed(value: Any) -> bytes:

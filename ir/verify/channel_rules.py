@@ -14,10 +14,10 @@ from typing import TypeAlias
 from ..diagnostics import Diagnostic
 from ..module import Channel, Module, Phase, Program
 from ..ops import Collective, Recv, Send, Value, attributes
+from ..ops.rules import Problem, bare, same_but_place
 from ..phases import has_futures
 from ..types import FutureType, Type
 from .batch_rules import unlike_batches
-from .op_rules import Problem, bare, same_but_place
 
 _CommOp: TypeAlias = Send | Recv | Collective
 _End: TypeAlias = tuple[Program, _CommOp]
@@ -209,7 +209,9 @@ _LOCAL = frozenset({"mb", "task", "stream", "graph"})
 
 def _meaning(op: _CommOp) -> tuple[object, ...]:
     found = {name: value for name, value in attributes(op).items() if name not in _LOCAL}
-    return op.opcode, found, [bare(value.type) for value in op.results]
+    uniform = not isinstance(op, Collective) or op.exchange.is_uniform
+    values = op.results if uniform else op.operands
+    return op.opcode, found, [bare(value.type) for value in values]
 
 
 def _promised(value: Value) -> Type:

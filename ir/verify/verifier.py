@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from ..diagnostics import Diagnostic, IRError
 from ..module import Function, Module, Phase, Program, Vjp
 from ..ops import Call, Collective, Free, Op, Recv, Return, Send, Value, Wait
-from ..phases import LEGAL, REMEDIES, has_futures, has_places
+from ..ops.rules import Context, Problem, check_ranks
+from ..phases import has_futures, has_places
 from ..types import FutureType, Place, UnitType, ValueType
 from .batch_rules import check_batches
 from .channel_rules import check_channel, check_channel_op, unmatched
-from .op_rules import RULES, Context, Problem
-from .place_rules import check_op_places, check_value_place
 
 
 def verify(module: Module) -> None:
@@ -168,7 +167,6 @@ class _ProgramChecker:
         self._module = module
         self._program = program
         self._context = Context(module, program)
-        self._legal = LEGAL[module.phase]
         self._placed = has_places(module.phase)
         self._defined: dict[str, Value] = {}
         self._makers: dict[Value, Op] = {}
@@ -203,14 +201,15 @@ class _ProgramChecker:
             for value in op.results:
                 self._define(value)
                 self._makers[value] = op
-        if type(op) not in self._legal:
-            phase = self._module.phase
-            raise Problem(f"{op.opcode} in phase {phase}", REMEDIES.get(type(op), ""))
+        phase = self._module.phase
+        if phase not in op.phases:
+            raise Problem(f"{op.opcode} in phase {phase}", op.remedy)
         if isinstance(op, Return) and index != len(self._program.ops) - 1:
             raise Problem("return is not the last op", "move it to the end")
-        RULES[type(op)](op, self._context)
+        op.check(self._context)
         if self._placed:
-            check_op_places(op, self._module)
+            op.check_places(self._context)
+            op.check_operand_places(self._context)
         elif op.stream is not None and not isinstance(op, Wait):
             self._check_streams(op)
         if isinstance(op, Send | Recv | Collective):
@@ -222,7 +221,7 @@ class _ProgramChecker:
         if value.name in self._defined:
             raise Problem(f"%{value.name} is defined twice", "give it another name", value)
         self._defined[value.name] = value
-        check_value_place(value, self._module)
+        _check_value_place(value, self._module)
 
     def _check_uses(self, op: Op) -> None:
         takes_futures = isinstance(op, Wait)
@@ -255,3 +254,22 @@ class _ProgramChecker:
                 f"wait for it: %x = wait(%{value.name}) {{stream = {op.stream.value}}}",
                 value,
             )
+
+
+def _check_value_place(value: Value, module: Module) -> None:
+    """A type has a place before SCHEDULED and none from then on; its ranks are of the world."""
+    place = value.type.place
+    if has_places(module.phase):
+        if place is None:
+            raise Problem(
+                f"the type of %{value.name} has no place",
+                f"say where it is, as in {value.type}@0",
+                value,
+            )
+        check_ranks(place, module, f"%{value.name}", value)
+    elif place is not None:
+        raise Problem(
+            f"the type of %{value.name} has a place, in a scheduled program",
+            "a scheduled program is of one rank; leave the place out",
+            value,
+        )

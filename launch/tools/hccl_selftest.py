@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from ...backends.devices.programs.executable import DeviceExecutable
 from ...backends.hccl.selftest import ROW
-from ...backends.virtual import collectives
+from ...backends.virtual.collectives import outcomes
 from ...ir.attributes import ReduceOp
+from ...ir.ops import AllGather, AllReduce, AllToAll, ReduceScatter
+from ...ir.types import Place
 from ...tracer.intrinsics.collectives import (
     all_gather,
     all_reduce,
@@ -133,18 +135,16 @@ def _collectives(parts: Sequence[Any]) -> str:
         x = torch.arange(1, 2 * size + 1).to(dtype).view(2 * size, 1).expand(2 * size, 3)
         x = x.contiguous() % 3
         values = [x * (rank + 1) for rank in range(size)]
-        wanted = (
-            collectives.all_reduce(values, ReduceOp.SUM),
-            collectives.all_reduce(
-                values, ReduceOp.AVG if dtype.is_floating_point else ReduceOp.MIN
-            ),
-            collectives.all_reduce(values, ReduceOp.PROD),
-            collectives.all_reduce(values, ReduceOp.MAX),
-            collectives.all_gather(values, 1),
-            collectives.reduce_scatter(values, ReduceOp.SUM, 0),
-            collectives.all_to_all(values, 0),
-            [values[0]] * size,
+        group = Place(tuple(range(size)))
+        mean = ReduceOp.AVG if dtype.is_floating_point else ReduceOp.MIN
+        ops = (
+            *(AllReduce(group=group, op=op) for op in (ReduceOp.SUM, mean)),
+            *(AllReduce(group=group, op=op) for op in (ReduceOp.PROD, ReduceOp.MAX)),
+            AllGather(group=group, dim=1),
+            ReduceScatter(group=group),
+            AllToAll(group=group),
         )
+        wanted = [*(outcomes(op.exchange, values) for op in ops), [values[0]] * size]
         compiled = step.lower(x).compile()
         for _ in range(EXECUTIONS):
             for found, right in zip(compiled(x), wanted, strict=True):

@@ -11,7 +11,6 @@ from ...ir.diagnostics import Diagnostic, IRError
 from ...ir.module import FunctionKind, Module, Phase, Program
 from ...ir.ops import (
     Alloc,
-    Broadcast,
     Call,
     Collective,
     Constant,
@@ -170,13 +169,13 @@ class _Checker:
                 uses.written[self._clocks.lines[index]] = index
 
     def _wait(self, op: Wait) -> None:
-        """What has come was written by the communication; but a root keeps what it broadcasts."""
+        """What has come was written by the communication, unless it is what the rank has given."""
         source = self._makers.get(op.operands[0])
         if source is None or not op.results:
             return
         maker = self._program.ops[source]
-        root = isinstance(maker, Broadcast) and maker.operands
-        if isinstance(maker, Recv | Collective) and not root:
+        kept = isinstance(maker, Collective) and maker.returns_operand and maker.operands
+        if isinstance(maker, Recv | Collective) and not kept:
             uses = self._of(op.result)
             if uses is not None:
                 uses.written[self._clocks.lines[source]] = source

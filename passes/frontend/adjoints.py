@@ -1,4 +1,4 @@
-"""How cotangents pass backwards through the ops that are not calls.
+"""Pull cotangents back through the ops that are not calls, as each op class declares.
 
 A value that several ranks hold is one value of the step, not one for each rank: its cotangent is
 the sum over all its uses on all ranks. So the cotangent of an operand of `all_reduce` is that of
@@ -7,67 +7,54 @@ the result, and the cotangent of an operand of `all_gather` is its part of that 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from ...ir.attributes import ReduceOp
 from ...ir.diagnostics import error
 from ...ir.module import Program
-from ...ir.ops import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Broadcast,
-    Collective,
-    Copy,
-    Op,
-    ReduceScatter,
-    Transfer,
-    Value,
-    View,
-)
-from ...ir.types import Place, TensorType, relocate
+from ...ir.ops import Adjoint, AllGather, Collective, Op, Transfer, Value, View
+from ...ir.types import Place, TensorType, UnitType, relocate
 from .cotangents import Cotangents
 
+Pairs = list[tuple[Value, Value]]
 
-def pull_back(op: Op, program: Program, cotangents: Cotangents) -> list[tuple[Value, Value]]:
+
+def pull_back(op: Op, program: Program, cotangents: Cotangents) -> Pairs:
     """The cotangents of an op's operands, as pairs (operand, cotangent), from its results'.
 
     Raises:
         IRError: the gradient of such an op is not known.
     """
-    rule = _RULES.get(type(op))
-    if rule is None:
+    if op.adjoint is None:
         raise error(
             f"the gradient of {op.opcode} is not known",
             op=op,
             program=program,
-            help=_REMEDIES.get(type(op), "take this value out of the loss"),
+            help=op.gradient_help,
         )
-    if isinstance(op, (AllReduce, ReduceScatter)) and op.op is not ReduceOp.SUM:
+    if isinstance(op, Collective) and op.exchange.reduce not in (None, ReduceOp.SUM):
+        assert op.exchange.reduce is not None
         raise error(
-            f"the gradient of {op.opcode} is known for 'sum' alone, not for '{op.op.value}'",
+            f"the gradient of {op.opcode} is known for 'sum' alone, not for "
+            f"'{op.exchange.reduce.value}'",
             op=op,
             program=program,
             help="reduce with 'sum', and do the rest in an actor's method",
         )
-    return rule(op, cotangents)
-
-
-def _same(op: Op, cotangents: Cotangents) -> list[tuple[Value, Value]]:
+    if op.adjoint is Adjoint.TRANSPOSE:
+        assert isinstance(op, Collective), "collectives alone have a transpose"
+        return _transpose(op, cotangents)
+    if op.adjoint is Adjoint.PART:
+        assert isinstance(op, AllGather), "nothing else puts parts together"
+        return _parts(op, cotangents)
     total = cotangents.total(op.result, op)
+    if op.adjoint is Adjoint.TRAVELS:
+        assert isinstance(op, Transfer), "nothing else travels"
+        made = cotangents.new(op.operands[0], total.type)
+        cotangents.ops.append(Transfer((total,), (made,), via=op.via, loc=op.loc, mb=op.mb))
+        total = made
     return [(operand, total) for operand in op.operands]
 
 
-def _likewise(op: Transfer, cotangents: Cotangents) -> list[tuple[Value, Value]]:
-    """The cotangent travels as the value did."""
-    total = cotangents.total(op.result, op)
-    made = cotangents.new(op.operands[0], total.type)
-    cotangents.ops.append(Transfer((total,), (made,), via=op.via, loc=op.loc, mb=op.mb))
-    return [(op.operands[0], made)]
-
-
-def _part(op: AllGather, cotangents: Cotangents) -> list[tuple[Value, Value]]:
+def _parts(op: AllGather, cotangents: Cotangents) -> Pairs:
     total = cotangents.total(op.result, op)
     held = total.type.place
     found, start = [], 0
@@ -86,41 +73,30 @@ def _part(op: AllGather, cotangents: Cotangents) -> list[tuple[Value, Value]]:
     return found
 
 
-def _gather(op: ReduceScatter, cotangents: Cotangents) -> list[tuple[Value, Value]]:
-    totals = _totals(op, cotangents)
-    whole = cotangents.new(op.operands[0], relocate(op.operands[0].type, op.group))
-    cotangents.ops.append(
-        AllGather(totals, (whole,), group=op.group, dim=op.dim, loc=op.loc, mb=op.mb)
-    )
-    return [(operand, whole) for operand in op.operands]
-
-
-def _exchange(op: AllToAll, cotangents: Cotangents) -> list[tuple[Value, Value]]:
-    totals = _totals(op, cotangents)
-    back = tuple(cotangents.new(operand, operand.type) for operand in op.operands)
-    cotangents.ops.append(AllToAll(totals, back, group=op.group, dim=op.dim, loc=op.loc, mb=op.mb))
-    return list(zip(op.operands, back, strict=True))
-
-
-def _totals(op: Collective, cotangents: Cotangents) -> tuple[Value, ...]:
-    """The cotangents of all results; a result that no loss uses has a zero one."""
-    return tuple(
-        cotangents.total(result, op)
-        if cotangents.has(result)
-        else cotangents.fill(result, 0.0, result.type.place, op)
-        for result in op.results
-    )
-
-
-_RULES: dict[type[Op], Callable[[Any, Cotangents], list[tuple[Value, Value]]]] = {
-    Copy: _same,
-    Transfer: _likewise,
-    Broadcast: _same,
-    AllReduce: _same,
-    AllGather: _part,
-    ReduceScatter: _gather,
-    AllToAll: _exchange,
-}
-_REMEDIES: dict[type[Op], str] = {
-    View: "split inputs of the step into microbatches, or slice the value with a torch operation",
-}
+def _transpose(op: Collective, cotangents: Cotangents) -> Pairs:
+    """Receivers send the cotangents of what they got; senders get those of what they gave."""
+    exchange = op.exchange
+    totals = []
+    for value, place in zip(op.results, op.result_places, strict=True):
+        if place.rank not in exchange.receivers:
+            continue
+        # A result that no loss uses has a zero cotangent.
+        known = cotangents.has(value)
+        total = cotangents.total(value, op) if known else cotangents.fill(value, 0.0, place, op)
+        totals.append(total)
+    given = dict(zip(exchange.senders, op.operands, strict=True))
+    back = op.transposed(tuple(totals))
+    results = []
+    for place in back.result_places:
+        operand = given.get(place.ranks[0])
+        results.append(
+            cotangents.new(op.operands[0], UnitType(place))
+            if operand is None
+            else cotangents.new(operand, relocate(operand.type, place))
+        )
+    back.results, back.loc, back.mb = tuple(results), op.loc, op.mb
+    cotangents.ops.append(back)
+    if back.exchange.is_shared:
+        return [(operand, back.result) for operand in op.operands]
+    of_rank = dict(zip(exchange.members, results, strict=True))
+    return [(operand, of_rank[rank]) for rank, operand in given.items()]

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from ...ir.attributes import Effect
 from ...ir.module import Module, Phase
-from ...ir.ops import Backward, Barrier, Call, Op, Return, Value
+from ...ir.ops import Backward, Call, Op, Return, Value
 from ..base import Pass
 from ..registry import register
 from .effect_order import effect_of
@@ -63,7 +63,7 @@ def _is_root(module: Module, op: Op) -> bool:
     if isinstance(op, Call):
         effect = effect_of(op, module.functions)
         return effect.changes_state or effect is Effect.ACCUMULATE
-    return isinstance(op, (Return, Backward, Barrier))
+    return op.synchronizes or isinstance(op, (Return, Backward))
 
 
 def _drop_declarations(module: Module) -> bool:

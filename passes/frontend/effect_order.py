@@ -8,17 +8,17 @@ from typing import TypeAlias
 
 from ...ir.attributes import Effect
 from ...ir.module import Function
-from ...ir.ops import Barrier, Call, Op, Value
+from ...ir.ops import Call, Op, Value
 
 State: TypeAlias = tuple[str, object]
 """What an effect touches: an actor, what two share, or the ranks' state outside of actors."""
 
 
 def effect_of(op: Op, functions: Mapping[str, Function]) -> Effect:
-    """What an op does to state: a call what its function does, a barrier WRITE, others PURE."""
+    """What an op does to state: a call as its function, WRITE if it synchronizes, else PURE."""
     if isinstance(op, Call):
         return functions[op.fn.name].effect
-    return Effect.WRITE if isinstance(op, Barrier) else Effect.PURE
+    return Effect.WRITE if op.synchronizes else Effect.PURE
 
 
 @dataclass(slots=True)
@@ -61,10 +61,9 @@ def dependencies(ops: Sequence[Op], functions: Mapping[str, Function]) -> list[t
 
 
 def _touches(op: Op, functions: Mapping[str, Function]) -> list[tuple[State, Effect]]:
-    if isinstance(op, Barrier):
-        return [(("rank", rank), Effect.WRITE) for rank in op.group.ranks]
     if not isinstance(op, Call):
-        return []
+        held = op.place.ranks if op.synchronizes and op.place is not None else ()
+        return [(("rank", rank), Effect.WRITE) for rank in held]
     function = functions[op.fn.name]
     if function.effect is Effect.PURE:
         return []

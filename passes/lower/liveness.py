@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from ...ir.module import Function, Program
 from ...ir.ops import (
-    Broadcast,
     Call,
     Collective,
     Constant,
@@ -126,8 +125,7 @@ class Storages:
             self._share(op.result, maker.operands[0])
         elif isinstance(maker, Recv) and isinstance(op.result.type, TensorType):
             self._storage[op.result].slots.append(maker)
-        elif isinstance(maker, Broadcast) and maker.operands:
-            # The root may be handed what it gave.
+        elif isinstance(maker, Collective) and maker.returns_operand and maker.operands:
             self._share(op.result, maker.operands[0])
 
     def _make(self, value: Value, index: int, owner: bool) -> None:

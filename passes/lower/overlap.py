@@ -11,8 +11,8 @@ from ...ir.attributes import Effect
 from ...ir.diagnostics import error
 from ...ir.flops import Flops
 from ...ir.module import Module, Phase, Program
-from ...ir.ops import Barrier, Call, Free, Op, Recv, Return, Send, Value, Wait
-from ...ir.types import DType, FutureType, TensorType
+from ...ir.ops import Call, Collective, Free, Op, Recv, Return, Send, Value, Wait
+from ...ir.types import DType, FutureType, TensorType, UnitType
 from ..base import Pass
 from ..placement.fabrics import is_by_stream
 from ..registry import register
@@ -193,7 +193,7 @@ def _is_small(op: Send | Recv, module: Module) -> bool:
 
 def _wait_late(ops: Sequence[Op], lookahead: int, stays: Set[Op]) -> list[Op]:
     """Move each wait for a future to where it is needed, but for those that stay."""
-    barriers = {op.results[0] for op in ops if isinstance(op, Barrier) and op.results}
+    barriers = {value for op in ops if op.synchronizes for value in op.results}
     used = {value for op in ops for value in op.operands}
     moved: list[Op] = []
     held: dict[Value, Wait] = {}  # by what the wait gives, or its future if that is not used
@@ -209,7 +209,7 @@ def _wait_late(ops: Sequence[Op], lookahead: int, stays: Set[Op]) -> list[Op]:
             else:
                 held[future] = op
             continue
-        if isinstance(op, Send):
+        if isinstance(op, Send | Collective) and op.chan is not None and _only_gives(op):
             earlier = in_flight.setdefault(op.chan, [])
             earlier.append(op.result)
             if len(earlier) > lookahead:
@@ -218,6 +218,12 @@ def _wait_late(ops: Sequence[Op], lookahead: int, stays: Set[Op]) -> list[Op]:
             moved += held.values()
         moved.append(op)
     return moved
+
+
+def _only_gives(op: Send | Collective) -> bool:
+    """Whether an op gives something away, and gets nothing but the word that this has gone."""
+    type_ = op.result.type
+    return bool(op.operands) and isinstance(type_, FutureType) and isinstance(type_.value, UnitType)
 
 
 def _release(held: dict[Value, Wait], future: Value) -> Iterator[Wait]:

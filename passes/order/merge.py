@@ -10,7 +10,6 @@ from ...ir.attributes import Action, Effect, Task
 from ...ir.diagnostics import Diagnostic, IRError, error
 from ...ir.module import Module, Program
 from ...ir.ops import (
-    Barrier,
     Call,
     Collective,
     Constant,
@@ -110,7 +109,7 @@ def _classify(work: Work, module: Module, index: int, op: Op, follows: Sequence[
         work.lazy.add(index)
         return False
     actor = module.functions[op.fn.name].actor if isinstance(op, Call) else None
-    if not follows and actor is None and not isinstance(op, Barrier):
+    if not follows and actor is None and not op.synchronizes:
         if isinstance(op, Send | Collective):
             work.early.append(index)
             return False

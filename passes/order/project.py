@@ -9,13 +9,9 @@ from ...ir.attributes import Task
 from ...ir.module import Module, Phase, Program
 from ...ir.ops import (
     OP_CLASSES,
-    AllToAll,
-    Barrier,
-    Broadcast,
     Collective,
     Op,
     Recv,
-    ReduceScatter,
     Return,
     Send,
     Value,
@@ -120,14 +116,9 @@ class _Projector:
         assert op.chan is not None, "an asynchronous collective has a channel"
         number = self._sequence.get(op.chan, 0)
         self._sequence[op.chan] = number + 1
-        for position, rank in enumerate(op.group.ranks):
-            operands, results = op.operands, op.results
-            if isinstance(op, Broadcast):
-                operands = operands if rank == op.root else ()
-            elif operands:
-                operands = operands[position : position + 1]
-            if isinstance(op, ReduceScatter | AllToAll):
-                results = results[position : position + 1]
+        receivers = op.exchange.receivers
+        for rank in op.group.ranks:
+            operands, results = op.at(rank)
             taken = tuple([self._take(value, rank, op.task) for value in operands])
             made = _copy(op, taken, self._define(rank, results))
             assert isinstance(made, Collective)
@@ -135,7 +126,7 @@ class _Projector:
             self.programs[rank].append(made)
             for future in results:
                 self._pending[rank][future] = made
-                if isinstance(op, Barrier):
+                if rank not in receivers:
                     self._wait(future, rank, op.task)
 
     def _wait(self, future: Value, rank: int, task: Task | None) -> None:

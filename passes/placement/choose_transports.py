@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from ...ir.diagnostics import error
 from ...ir.module import Module, Phase, Program
-from ...ir.ops import AllReduce, Collective, Op, ReduceScatter, Transfer
+from ...ir.ops import Collective, Op, Transfer
 from ...ir.types import ObjectType, Place, TensorType, format_ranks
 from ..base import Pass
 from ..registry import register
@@ -86,7 +86,7 @@ def _choose(op: Transfer | Collective, fabrics: Fabrics) -> tuple[str, str]:
     name = fabrics.joining(ends)
     if name is None:
         return HOST, "nothing joins these devices"
-    if isinstance(op, AllReduce | ReduceScatter):
+    if isinstance(op, Collective) and op.exchange.reduce is not None:
         type_ = op.operands[0].type
         assert isinstance(type_, TensorType), "only tensors are reduced"
         if not fabrics.can_reduce(type_.dtype):

@@ -9,7 +9,7 @@ from typing import ClassVar
 from ...ir.builder import Names
 from ...ir.diagnostics import error
 from ...ir.module import Module, Phase
-from ...ir.ops import Backward, Broadcast, Collective, Op, Return, Transfer, Value
+from ...ir.ops import Backward, Op, Return, Transfer, Value
 from ...ir.types import Place, relocate
 from ..base import Pass
 from ..registry import register
@@ -144,12 +144,7 @@ class _Couriers:
 
 def _needs(op: Op) -> Iterator[tuple[int, Place]]:
     """For each operand the ranks at which the op takes it."""
-    if isinstance(op, Transfer) or not op.operands:
-        return
-    if isinstance(op, Collective):
-        ranks = (op.root,) if isinstance(op, Broadcast) else op.group.ranks
-        yield from ((index, Place.of(rank)) for index, rank in enumerate(ranks))
-        return
-    place = op.place
-    if place is not None:
-        yield from ((index, place) for index in range(len(op.operands)))
+    if not isinstance(op, Transfer):
+        for index, place in enumerate(op.operand_places):
+            if place is not None:
+                yield index, place

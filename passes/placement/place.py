@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from ...ir.attributes import Effect
 from ...ir.module import Function, FunctionKind, Module, Phase
-from ...ir.ops import Broadcast, Call, Collective, Constant, Copy, Op, Value, View
+from ...ir.ops import Call, Constant, Copy, Op, Value, View
 from ...ir.types import Place, relocate
 from ..base import Pass
 from ..registry import register
@@ -80,14 +80,9 @@ def _move(op: Op, wanted: dict[Value, int]) -> bool:
 
 def _want_operands(op: Op, wanted: dict[Value, int]) -> None:
     """Note the ranks at which an op takes each of its operands; ranks are bits of an integer."""
-    if isinstance(op, Collective):
-        ranks = (op.root,) if isinstance(op, Broadcast) else op.group.ranks
-        for value, rank in zip(op.operands, ranks, strict=False):
-            wanted[value] = wanted.get(value, 0) | 1 << rank
-        return
-    place = op.place
-    if place is None:
-        return
-    mask = sum([1 << rank for rank in place.ranks])
-    for value in op.operands:
-        wanted[value] = wanted.get(value, 0) | mask
+    last, mask = None, 0
+    for value, place in zip(op.operands, op.operand_places, strict=True):
+        if place is not None and place is not last:
+            last, mask = place, sum([1 << rank for rank in place.ranks])
+        if place is not None:
+            wanted[value] = wanted.get(value, 0) | mask

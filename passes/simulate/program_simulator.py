@@ -10,7 +10,7 @@ from ...ir.attributes import Action, Task
 from ...ir.communication import Message, Progress, Span, Stall
 from ...ir.diagnostics import error
 from ...ir.module import Module
-from ...ir.ops import AllReduce, Barrier, Broadcast, Call, Collective, Op, Recv, Send, Value
+from ...ir.ops import Call, Collective, Op, Recv, Send, Value
 from ...ir.pipeline.costs import Costs
 from ...ir.types import FutureType, TensorType
 from .footprint import peak_bytes
@@ -139,7 +139,7 @@ def _transfer(module: Module, costs: Costs) -> Callable[[Message], float]:
         op = next(op for op in message.ends.values() if not isinstance(op, Recv))
         link = costs.channels.get(message.chan, costs.link)
         if link is not None:
-            return link.time(_volume(op))
+            return link.time(_volume(message))
         if op.task is None:
             return 0.0
         stage = op.task.stage
@@ -150,16 +150,15 @@ def _transfer(module: Module, costs: Costs) -> Callable[[Message], float]:
     return time
 
 
-def _volume(op: Op) -> int:
+def _volume(message: Message) -> int:
     """Bytes that a link carries for a message, or for each rank of a collective (as rings do)."""
-    largest = max((_nbytes(value) for value in (*op.operands, *op.results)), default=0)
-    if isinstance(op, Barrier):
-        return 0
-    if not isinstance(op, Collective) or isinstance(op, Broadcast):
+    ends = message.ends.values()
+    largest = max(_nbytes(value) for op in ends for value in (*op.operands, *op.results))
+    op = next(iter(ends))
+    if not isinstance(op, Collective) or op.exchange.is_whole:
         return largest
-    others = len(op.group.ranks) - 1
-    rounds = 2 if isinstance(op, AllReduce) else 1
-    return rounds * largest * others // len(op.group.ranks)
+    members = len(op.group.ranks)
+    return op.exchange.rounds * largest * (members - 1) // members
 
 
 def _nbytes(value: Value) -> int:

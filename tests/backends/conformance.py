@@ -305,6 +305,9 @@ def collectives(world: int) -> Iterator[Case]:
     )
     yield collective("all_gather-f16", "all_gather(%x) {dim = 1, @}", DType.F16, (3, 2), grow=1)
     yield from (broadcast(root, world) for root in range(world))
+    for dim, root in enumerate((world - 1, 0)):
+        yield gather(root, world, dim)
+        yield scatter(root, world, dim)
     yield barrier(world)
 
 
@@ -348,22 +351,46 @@ def _collective(
 
 def broadcast(root: int, world: int) -> Case:
     """One rank's value, on all."""
+    types = ["bf16[7]"] * world
+    return _rooted(f"broadcast-{root}", f"root = {root}", [root], "bf16[7]", types)
+
+
+def gather(root: int, world: int, dim: int) -> Case:
+    """All ranks' tensors, on one."""
+    whole = f"f32[{3 * world},2]" if dim == 0 else f"f32[3,{2 * world}]"
+    types = [whole if rank == root else "unit" for rank in range(world)]
+    name, attributes = f"gather-{dim}-{root}", f"dim = {dim}, root = {root}"
+    return _rooted(name, attributes, list(range(world)), "f32[3,2]", types)
+
+
+def scatter(root: int, world: int, dim: int) -> Case:
+    """For each rank its part of one rank's tensor."""
+    whole = f"i64[{3 * world},2]" if dim == 0 else f"i64[3,{2 * world}]"
+    name, attributes = f"scatter-{dim}-{root}", f"dim = {dim}, root = {root}"
+    return _rooted(name, attributes, [root], whole, ["i64[3,2]"] * world)
+
+
+def _rooted(
+    name: str, attributes: str, senders: list[int], operand: str, results: list[str]
+) -> Case:
+    """Two collectives with a root, one after the other."""
+    world, op = len(results), name.partition("-")[0]
     group = f"{{0..{world - 1}}}"
     lines = [
         f"module @m phase=scheduled world={world} {{",
         f"  channel 0 {{collective = true, ranks = {group}}}",
     ]
-    for rank in range(world):
-        operand = "%x" if rank == root else ""
-        lines += [
-            f"  program @{rank}({'%x: bf16[7]' if rank == root else ''}) {{",
-            f"    %f = broadcast({operand}) {{chan = 0, group = {group}, root = {root}, seq = 0}}"
-            " : future<bf16[7]>",
-            "    %y = wait(%f) : bf16[7]",
-            "    return(%y)",
-            "  }",
-        ]
-    return Case(f"broadcast-{root}", "\n".join([*lines, "}"]))
+    for rank, result in enumerate(results):
+        gives = rank in senders
+        lines.append(f"  program @{rank}({f'%x: {operand}' if gives else ''}) {{")
+        for seq in range(2):
+            lines += [
+                f"    %f{seq} = {op}({'%x' if gives else ''}) {{chan = 0, group = {group}, "
+                f"{attributes}, seq = {seq}}} : future<{result}>",
+                f"    %y{seq} = wait(%f{seq}) : {result}",
+            ]
+        lines += ["    return()" if result == "unit" else "    return(%y0, %y1)", "  }"]
+    return Case(name, "\n".join([*lines, "}"]))
 
 
 def barrier(world: int) -> Case:

@@ -125,6 +125,55 @@ def test_all_to_all(case: Any) -> None:
         np.testing.assert_array_equal(results[rank].numpy(), np.concatenate(parts, dim))
 
 
+def rooted(case: Any, op: str, gives: bool, operand: str, results: list[str]) -> str:
+    """A module with one collective of a group, whose last rank is the root."""
+    world, group, _, dim, _ = case
+    root, ranks = group[-1], "{" + ",".join(map(str, group)) + "}"
+    lines = [f"module @c phase=scheduled world={world} {{"]
+    lines.append(f"  channel 0 {{collective = true, ranks = {ranks}}}")
+    for rank in range(world):
+        sends = rank in group and (gives or rank == root)
+        lines.append(f"  program @{rank}({f'%x: {operand}' if sends else ''}) {{")
+        if rank in group:
+            attributes = f"chan = 0, dim = {dim}, group = {ranks}, root = {root}, seq = 0"
+            lines.append(
+                f"    %f = {op}({'%x' if sends else ''}) {{{attributes}}} : future<{results[rank]}>"
+            )
+            lines.append(f"    %y = wait(%f) : {results[rank]}")
+        is_given = rank in group and results[rank] != "unit"
+        lines += [f"    return({'%y' if is_given else ''})", "  }"]
+    return "\n".join([*lines, "}"])
+
+
+@settings(max_examples=25)
+@given(cases())
+def test_gather(case: Any) -> None:
+    world, group, shape, dim, seed = case
+    values = make(world, shape, seed)
+    full = tuple(n * len(group) if d == dim else n for d, n in enumerate(shape))
+    types = [tensor_type(full) if rank == group[-1] else "unit" for rank in range(world)]
+    text = rooted(case, "gather", True, tensor_type(shape), types)
+    inputs = [[values[rank]] if rank in group else [] for rank in range(world)]
+    outputs = VirtualExecutable(module(text), {}, {}, shuffle=seed).run(inputs)
+    expected = np.concatenate([values[rank].numpy() for rank in group], dim)
+    np.testing.assert_array_equal(outputs[group[-1]][0].numpy(), expected)
+    assert sum(map(len, outputs)) == 1
+
+
+@settings(max_examples=25)
+@given(cases())
+def test_scatter(case: Any) -> None:
+    world, group, shape, dim, seed = case
+    full = tuple(n * len(group) if d == dim else n for d, n in enumerate(shape))
+    (whole,) = make(1, full, seed)
+    text = rooted(case, "scatter", False, tensor_type(full), [tensor_type(shape)] * world)
+    inputs = [[whole] if rank == group[-1] else [] for rank in range(world)]
+    outputs = VirtualExecutable(module(text), {}, {}, shuffle=seed).run(inputs)
+    for rank, part in zip(group, np.split(whole.numpy(), len(group), dim), strict=True):
+        np.testing.assert_array_equal(outputs[rank][0].numpy(), part)
+        assert outputs[rank][0].data_ptr() != whole.data_ptr()
+
+
 BROADCAST = """
 module @b phase=scheduled world=3 {
   channel 0 {collective = true, ranks = {0..2}}
@@ -218,4 +267,4 @@ def test_average_of_integers_is_cut_towards_zero() -> None:
 
 def test_parts_must_be_equal() -> None:
     with pytest.raises(ValueError, match="dimension 0 of length 3 cannot be cut into 2"):
-        collectives.reduce_scatter([torch.ones(3)] * 2, ReduceOp.SUM, 0)
+        collectives.split(torch.ones(3), 2, 0)

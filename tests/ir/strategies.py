@@ -10,8 +10,7 @@ from cg.ir.attributes import Action, Effect, ReduceOp, Shares, Stream, Symbol, T
 from cg.ir.flops import Flops
 from cg.ir.location import Location
 from cg.ir.module import Channel, Function, FunctionKind, Module, Phase, Program, Vjp
-from cg.ir.ops import Op, Value, attribute_names
-from cg.ir.phases import LEGAL
+from cg.ir.ops import OP_CLASSES, Op, Value, attribute_names
 from cg.ir.types import DType, FutureType, ObjectType, Place, TensorType, UnitType
 
 small = st.integers(0, 9)
@@ -90,7 +89,7 @@ channels = st.builds(
 
 @st.composite
 def ops(draw: st.DrawFn, phase: Phase, defined: list[Value], fresh: list[str]) -> Op:
-    cls = draw(st.sampled_from(sorted(LEGAL[phase], key=lambda cls: cls.opcode)))
+    cls = draw(st.sampled_from([cls for cls in OP_CLASSES.values() if phase in cls.phases]))
     operands = draw(st.lists(st.sampled_from(defined), max_size=3)) if defined else []
     results = [Value(fresh.pop(), draw(types)) for _ in range(draw(st.integers(0, 2))) if fresh]
     attributes = {name: draw(ATTRIBUTES.get(name, small)) for name in attribute_names(cls)}

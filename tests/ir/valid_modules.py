@@ -34,6 +34,8 @@ TRACED = f"""module @m phase=traced world=2 {{{DECLARATIONS}
     %e0, %e1 = reduce_scatter(%h, %d) {{dim = 0, group = {{0..1}}, op = avg}} : f32[2]@0, f32[2]@1
     %a0, %a1 = all_to_all(%h, %d) {{dim = 0, group = {{0..1}}}} : f32[4]@0, f32[4]@1
     %b = broadcast(%h) {{group = {{0..1}}, root = 0}} : f32[4]@{{0..1}}
+    %y0, %y1 = gather(%h, %d) {{dim = 0, group = {{0..1}}, root = 1}} : unit@0, f32[8]@1
+    %z0, %z1 = scatter(%h) {{dim = 0, group = {{0..1}}, root = 0}} : f32[2]@0, f32[2]@1
     %n = barrier() {{group = {{0..1}}}} : unit@{{0..1}}
     backward(%l)
     %k = call() {{fn = @update}} : unit@0

@@ -22,8 +22,7 @@ from cg.backends.cpu.waiting.waiting import WaitPolicy
 from cg.backends.dtypes import TORCH_DTYPES
 from cg.backends.errors import Failure, RemoteError, StepTimeout, TransportError
 from cg.backends.failures.flight import Position
-from cg.backends.virtual import collectives as definition
-from cg.ir.attributes import ReduceOp
+from cg.backends.virtual.collectives import outcomes
 from cg.ir.module import Channel
 from cg.ir.ops import (
     AllGather,
@@ -32,8 +31,10 @@ from cg.ir.ops import (
     Barrier,
     Broadcast,
     Collective,
+    Gather,
     Recv,
     ReduceScatter,
+    Scatter,
     Send,
     Value,
 )
@@ -221,21 +222,27 @@ def collectives(me: Rank) -> Any:
         type_ = TensorType(DType.F32, (numel,))
         generator = torch.Generator().manual_seed(1)
         values = [torch.randn(numel, generator=generator) for _ in group]
-        cases: list[tuple[Collective, list[torch.Tensor]]] = [
-            (AllReduce(group=place), definition.all_reduce(values, ReduceOp.SUM)),
-            (AllGather(group=place), definition.all_gather(values, 0)),
-            (ReduceScatter(group=place), definition.reduce_scatter(values, ReduceOp.SUM, 0)),
-            (AllToAll(group=place), definition.all_to_all(values, 0)),
-            (Broadcast(group=place, root=group[0]), [values[0]] * count),
+        cases: list[Collective] = [
+            AllReduce(group=place),
+            AllGather(group=place),
+            ReduceScatter(group=place),
+            AllToAll(group=place),
+            Broadcast(group=place, root=group[0]),
+            *(Gather(group=place, root=root) for root in (0, group[0])),
+            *(Scatter(group=place, root=root) for root in (0, group[0])),
         ]
-        for op, expected in cases:
-            result = TensorType(DType.F32, tuple(expected[index].shape))
-            is_silent = isinstance(op, Broadcast) and me.rank != op.root
+        for op in cases:
+            senders = op.exchange.senders
+            given = [value for r, value in zip(group, values, strict=True) if r in senders]
+            expected = outcomes(op.exchange, given)
+            mine = expected[index]
+            result = UnitType() if mine is None else TensorType(DType.F32, tuple(mine.shape))
+            is_silent = me.rank not in senders
             operand = None if is_silent else type_
             port = communicator.collective_port(op, channel, operand, result)
             for _ in range(3):
                 got = me.get(port, None if is_silent else values[index])
-                assert torch.equal(got, expected[index]), op.opcode
+                assert got is None if mine is None else torch.equal(got, mine), op.opcode
     unit = communicator.collective_port(Barrier(group=place), channel, None, UnitType())
     me.get(unit)
     op = Broadcast(group=place, root=0)

@@ -23,7 +23,15 @@ VALUES = ("weight", "project", "indices", "look", "look_given")
 """Methods around a weight that travels, and around integers."""
 TORCH = ("add", "inplace", "cat", "where", "broadcasted", "index", "made", "literal")
 """Torch functions of the step itself."""
-GROUPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+GROUPS = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "gather",
+    "scatter",
+)
 """Collectives."""
 LOSSES = ("loss", "mean_square")
 """What makes a loss."""

@@ -317,6 +317,19 @@ def _broadcast(line: Line, actors: Sequence[Any], values: Values) -> None:
     values.hidden += [actor.half(value) for actor, value in zip(actors, given, strict=True)][:2]
 
 
+@_line
+def _gather(line: Line, actors: Sequence[Any], values: Values) -> None:
+    whole = cg.gather(_spread(line, actors, values), root=actors[line.actor], dim=1)
+    values.hidden.append(whole[:, -WIDTH:])
+
+
+@_line
+def _scatter(line: Line, actors: Sequence[Any], values: Values) -> None:
+    whole = torch.cat([values.at(line.first)] * len(actors), dim=1)
+    given = cg.scatter(actors[line.actor].half(whole), list(actors), dim=1)
+    values.hidden += [actor.half(value) for actor, value in zip(actors, given, strict=True)][-2:]
+
+
 def _spread(line: Line, actors: Sequence[Any], values: Values) -> list[Tensor]:
     """A value of each actor."""
     x = values.at(line.first)

@@ -15,7 +15,9 @@ from cg.tracer.intrinsics.collectives import (
     all_reduce,
     all_to_all,
     broadcast,
+    gather,
     reduce_scatter,
+    scatter,
 )
 from cg.tracer.intrinsics.gradients import backward
 
@@ -110,6 +112,49 @@ def test_broadcast(bench: Bench) -> None:
     ]
 
 
+def test_gather(bench: Bench) -> None:
+    a, b = parts(bench)
+
+    def step(x: Any) -> Any:
+        whole = gather([a.plain(x), b.plain(x)], root=b, dim=-1)
+        return b.reads(whole)
+
+    assert text(bench.trace(step, X))[2:4] == [
+        "%gather, %gather.1 = gather(%plain, %plain.1) "
+        "{dim = 1, group = {0,2}, root = 2} : unit@0, f32[4,8]@2",
+        "%reads = call(%gather.1) {fn = @part1.reads} : f32[4,8]@2",
+    ]
+
+
+def test_scatter(bench: Bench) -> None:
+    a, b = parts(bench)
+
+    def step(x: Any) -> Any:
+        right, left = scatter(a.plain(x), [b, a])
+        return a.reads(left), b.reads(right)
+
+    assert text(bench.trace(step, X))[1:4] == [
+        "%scatter, %scatter.1 = scatter(%plain) "
+        "{dim = 0, group = {2,0}, root = 0} : f32[2,4]@2, f32[2,4]@0",
+        "%reads = call(%scatter.1) {fn = @part0.reads} : f32[2,4]@0",
+        "%reads.1 = call(%scatter) {fn = @part1.reads} : f32[2,4]@2",
+    ]
+
+
+def test_roots_elsewhere_let_the_definition_be_recorded(bench: Bench) -> None:
+    a, b = parts(bench)
+    (c,) = parts(bench, (1,))
+
+    def step(x: Any) -> Any:
+        values = [a.plain(x), b.plain(x)]
+        parts = [*scatter(c.plain(x), [a, b]), *scatter(x, [a, b]), *scatter(values[0], [a, a])]
+        return gather(values, root=c), parts, scatter(values[0], [a])
+
+    trace = bench.trace(step, X)
+    assert not any(isinstance(op, Collective) for op in trace.module.program.ops)
+    assert "torch.cat" in calls(trace)
+
+
 def test_results_are_written_to_one_by_one(bench: Bench) -> None:
     a, b = parts(bench)
 
@@ -171,6 +216,17 @@ def test_errors(bench: Bench) -> None:
             "divides dimension 0, of size 3, among 2 ranks",
         ),
         (lambda x: all_reduce([3, x]), "cg.all_reduce of a int, which is not a tensor"),  # type: ignore[list-item]
+        (lambda x: gather([], root=a), "cg.gather of no values"),
+        (lambda x: gather([x], root=1), "cg.gather to something other than actors.*\n.*\n.*root=a"),  # type: ignore[arg-type]
+        (lambda x: gather([x, x], root=a, dim=2), "along dimension 2 of a tensor with 2"),
+        (lambda x: gather([x, 3], root=a), "cg.gather of a int, which is not a tensor"),  # type: ignore[list-item]
+        (
+            lambda x: scatter(x, []),
+            "cg.scatter to something other.*\n.*\n.*at least one",
+        ),
+        (lambda x: scatter(x, [a, 1]), "cg.scatter to something other than actors"),  # type: ignore[list-item]
+        (lambda x: scatter(x[:3], [a, b]), "divides dimension 0, of size 3, among 2 ranks"),
+        (lambda x: scatter(3, [a, b]), "cg.scatter of a int, which is not a tensor"),  # type: ignore[arg-type]
         (lambda x: broadcast(x, []), "cg.broadcast to something other than actors"),
         (lambda x: broadcast(3, [a]), "cg.broadcast of a int, which is not a tensor of the step"),  # type: ignore[arg-type]
     ]
@@ -187,6 +243,10 @@ def test_objects_are_not_combined(bench: Bench) -> None:
         assert "collectives are of tensors" in error.reason
         assert "@cg.opaque(fake=" in error.remedy
         assert line_of(error).startswith("error = refusal(bench, lambda x, c=collective")
+    error = refusal(bench, lambda x: gather([a.thing(x)], root=a), X)
+    assert error.reason.startswith("cg.gather of %thing, an object that is known")
+    error = refusal(bench, lambda x: scatter(a.thing(x), [a, b]), X)
+    assert error.reason.startswith("cg.scatter of %thing, an object that is known")
     error = refusal(bench, lambda x: broadcast(a.thing(x), [a, b]), X)
     assert error.reason.startswith("cg.broadcast of %thing, an object that is known")
 
@@ -211,4 +271,7 @@ def test_definitions() -> None:
         [[3.0, 4.0], [7.0, 0.0]],
     ]
     bench = Bench(2)
+    both = parts(bench, (0, 1))
+    assert torch.equal(gather([a, b], both[0], 1), torch.cat([a, b], 1))
+    assert [x.tolist() for x in scatter(a, both)] == [[[1.0, 2.0]], [[3.0, 4.0]]]
     assert [x.tolist() for x in broadcast(a, parts(bench, (0, 1)))] == [a.tolist()] * 2

@@ -20,7 +20,9 @@ from cg.tracer.intrinsics.collectives import (
     all_reduce,
     all_to_all,
     broadcast,
+    gather,
     reduce_scatter,
+    scatter,
 )
 from cg.tracer.intrinsics.gradients import backward
 from cg.tracer.intrinsics.microbatches import mean, microbatches
@@ -163,6 +165,11 @@ def collectives(stages: list[Any]) -> Callable[..., Any]:
         loss = sum(
             stage.loss(r + g[:1], y) for stage, r, g in zip(stages, reduced, gathered, strict=True)
         )
+        whole = gather([v[:3] for v in values], root=stages[1])
+        loss = loss + stages[1].loss(whole[1:9], y)
+        shared = scatter(stages[2].forward(x.repeat(3, 1)), stages)
+        for stage, part in zip(stages[:2], shared, strict=False):  # one part is of no loss
+            loss = loss + stage.loss(part, y)
         everyone = broadcast(values[1].detach(), stages)
         backward(loss)
         least = all_reduce([v.detach() for v in values], op="min")

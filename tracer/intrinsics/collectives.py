@@ -14,8 +14,18 @@ import torch
 
 from ...ir.attributes import ReduceOp
 from ...ir.location import Location
-from ...ir.ops import AllGather, AllReduce, AllToAll, Broadcast, Collective, ReduceScatter
-from ...ir.types import Place, TensorType
+from ...ir.ops import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Collective,
+    Gather,
+    ReduceScatter,
+    Scatter,
+    Value,
+)
+from ...ir.types import Place, TensorType, UnitType
 from ..actors.actors import ActorHandle
 from ..autodiff.tape import Entry
 from ..errors import TraceError
@@ -43,8 +53,7 @@ def all_reduce(values: Tensors, op: str = "sum") -> list[torch.Tensor]:
     if group is None:
         total = _combine(values, reduction)
         return [total.clone() for _ in values]
-    result = group.emit(AllReduce, [group.shape], op=reduction)
-    return group.copies(result[0])
+    return group.copies(*group.emit(AllReduce, group.shape, op=reduction))
 
 
 def all_gather(values: Tensors, dim: int = 0) -> list[torch.Tensor]:
@@ -60,7 +69,7 @@ def all_gather(values: Tensors, dim: int = 0) -> list[torch.Tensor]:
         whole = torch.cat(list(values), dim)
         return [whole.clone() for _ in values]
     shape = _resized(group.shape, dim, group.shape[dim] * len(values))
-    return group.copies(group.emit(AllGather, [shape], dim=dim)[0])
+    return group.copies(*group.emit(AllGather, shape, dim=dim))
 
 
 def reduce_scatter(values: Tensors, op: str = "sum", dim: int = 0) -> list[torch.Tensor]:
@@ -76,13 +85,12 @@ def reduce_scatter(values: Tensors, op: str = "sum", dim: int = 0) -> list[torch
     """
     _check_tensors("reduce_scatter", values)
     reduction = _reduction("reduce_scatter", op, values)
-    dim = _dimension("reduce_scatter", values, dim, divided=True)
+    dim = _dimension("reduce_scatter", values, dim, len(values))
     group = _group("reduce_scatter", values)
     if group is None:
         return _parts(_combine(values, reduction), len(values), dim)
     shape = _resized(group.shape, dim, group.shape[dim] // len(values))
-    results = group.emit(ReduceScatter, [shape] * len(values), op=reduction, dim=dim)
-    return list(results)
+    return group.emit(ReduceScatter, shape, op=reduction, dim=dim)
 
 
 def all_to_all(values: Tensors, dim: int = 0) -> list[torch.Tensor]:
@@ -96,12 +104,12 @@ def all_to_all(values: Tensors, dim: int = 0) -> list[torch.Tensor]:
         One tensor for the rank of each value, of the same shape.
     """
     _check_tensors("all_to_all", values)
-    dim = _dimension("all_to_all", values, dim, divided=True)
+    dim = _dimension("all_to_all", values, dim, len(values))
     group = _group("all_to_all", values)
     if group is None:
         cut = [_parts(value, len(values), dim) for value in values]
         return [torch.cat([parts[i] for parts in cut], dim) for i in range(len(values))]
-    return list(group.emit(AllToAll, [group.shape] * len(values), dim=dim))
+    return group.emit(AllToAll, group.shape, dim=dim)
 
 
 def broadcast(value: torch.Tensor, actors: Sequence[ActorHandle]) -> list[torch.Tensor]:
@@ -112,12 +120,7 @@ def broadcast(value: torch.Tensor, actors: Sequence[ActorHandle]) -> list[torch.
     """
     what, loc = "broadcast", caller_location(2)
     session = recording(f"cg.{what}")
-    if not actors or not all(isinstance(actor, ActorHandle) for actor in actors):
-        raise TraceError(
-            "cg.broadcast to something other than actors",
-            loc=loc,
-            remedy="give a list of at least one actor: cg.broadcast(value, [a, b])",
-        )
+    _check_actors(what, actors, f"{_AN_ACTOR}: cg.broadcast(value, [a, b])")
     if session is None:
         return [value.clone() for _ in actors]
     _check_tensors(what, [value])
@@ -129,12 +132,63 @@ def broadcast(value: torch.Tensor, actors: Sequence[ActorHandle]) -> list[torch.
         return [value.clone() for _ in actors]
     members = tuple(ranks) if at.rank in ranks else (at.rank, *ranks)
     group = _Group(session, what, Place(members), [root], loc)
-    result = group.emit(Broadcast, [group.shape], root=at.rank)
-    return [result[0], *(group.again(result[0]) for _ in actors[1:])]
+    (result,) = group.emit(Broadcast, group.shape, root=at.rank)
+    return [result, *(group.again(result) for _ in actors[1:])]
+
+
+def gather(values: Tensors, root: ActorHandle, dim: int = 0) -> torch.Tensor:
+    """Concatenate tensors of one dtype and shape along `dim`, on the rank of `root` alone.
+
+    Args:
+        values: tensors, one for each rank of the group.
+        root: an actor on the rank that gets them. Where none of the tensors is on its rank, they
+            are concatenated where the result is used.
+        dim: the dimension along which they are concatenated.
+
+    Returns:
+        The concatenation; other ranks that use it get it from the root.
+    """
+    _check_actors("gather", [root], "an actor: cg.gather(values, root=a)")
+    _check_tensors("gather", values)
+    dim = _dimension("gather", values, dim)
+    group = _group("gather", values)
+    if group is None or root.rank not in group.ranks:
+        return torch.cat(list(values), dim)
+    shape = _resized(group.shape, dim, group.shape[dim] * len(values))
+    (whole,) = group.emit(Gather, shape, root=root.rank, dim=dim)
+    return whole
+
+
+def scatter(value: torch.Tensor, actors: Sequence[ActorHandle], dim: int = 0) -> list[torch.Tensor]:
+    """Give the ranks of `actors` equal parts of a tensor along `dim`.
+
+    Args:
+        value: a tensor on the rank of one of the actors, the root; from elsewhere, each part
+            travels to where it is used.
+        actors: those that get the parts, in order.
+        dim: the dimension that is divided; its size is a multiple of the number of actors.
+
+    Returns:
+        The parts in order: the i-th is for the rank of the i-th actor.
+    """
+    _check_actors("scatter", actors, f"{_AN_ACTOR}: cg.scatter(value, [a, b])")
+    _check_tensors("scatter", [value])
+    dim = _dimension("scatter", [value], dim, len(actors))
+    session, loc = recording("cg.scatter"), caller_location(2)
+    if session is None:
+        return _parts(value, len(actors), dim)
+    root = _traced(session, value, "scatter", loc)
+    at, ranks = root.value.type.place, tuple(actor.rank for actor in actors)
+    distinct = 1 < len(actors) == len(set(ranks))
+    if at is None or not at.is_single or at.rank not in ranks or not distinct:
+        return _parts(value, len(actors), dim)
+    group = _Group(session, "scatter", Place(ranks), [root], loc)
+    shape = _resized(group.shape, dim, group.shape[dim] // len(actors))
+    return group.emit(Scatter, shape, root=at.rank, dim=dim)
 
 
 class _Group:
-    """The values of a collective, on as many ranks, and the trace to record it in."""
+    """The values of a collective on the ranks `ranks`, and the trace to record it in."""
 
     def __init__(
         self,
@@ -146,7 +200,7 @@ class _Group:
     ) -> None:
         self._session = session
         self._what = what
-        self._ranks = ranks
+        self.ranks = ranks
         self._values = values
         self._loc = loc
 
@@ -158,38 +212,36 @@ class _Group:
         return spec.shape
 
     def emit(
-        self, cls: type[Collective], shapes: Sequence[tuple[int, ...]], **attributes: Any
+        self, cls: type[Collective], shape: tuple[int, ...], **attributes: Any
     ) -> list[torch.Tensor]:
-        """Record the op; one result at the whole group, or one for each of its ranks."""
+        """Record the op; the tensors, of one shape, that it gives to those who receive any."""
         session, spec = self._session, self._values[0].spec
         type_ = self._values[0].value.type
         assert isinstance(spec, TensorSpec)
         assert isinstance(type_, TensorType)
         needed = tuple(_requires_grad(traced) for traced in self._values)
-        specs = [TensorSpec(spec.dtype, shape, any(needed)) for shape in shapes]
-        places = [self._ranks] if len(shapes) == 1 else [Place.of(r) for r in self._ranks.ranks]
-        op = cls(
-            tuple(traced.value for traced in self._values),
-            tuple(
-                session.new_value(self._what, TensorType(type_.dtype, shape, place))
-                for shape, place in zip(shapes, places, strict=True)
-            ),
-            group=self._ranks,
-            loc=self._loc,
-            mb=session.mb,
-            **attributes,
-        )
+        operands = tuple(traced.value for traced in self._values)
+        op = cls(operands, group=self.ranks, loc=self._loc, mb=session.mb, **attributes)
+        given: list[Value] = []
+        results: list[Value] = []
+        for place in op.result_places:
+            gets = place.ranks[0] in op.exchange.receivers
+            result = TensorType(type_.dtype, shape, place) if gets else UnitType(place)
+            results.append(session.new_value(self._what, result))
+            given += results[-1:] if gets else ()
+        op.results = tuple(results)
         session.emit(op)
         if any(needed):
             session.tape.record(Entry(op, None, needed, session.last))
         session.tape.cut(op)
         session.tape.leave_untold(op)
-        held = [session.hold(v, s) for v, s in zip(op.results, specs, strict=True)]
+        made = TensorSpec(spec.dtype, shape, any(needed))
+        held = [session.hold(value, made) for value in given]
         return [value for value in held if isinstance(value, TracedTensor)]
 
     def copies(self, result: torch.Tensor) -> list[torch.Tensor]:
         """The result once for each rank, as tensors that can be written to one by one."""
-        return [result, *(self.again(result) for _ in self._ranks.ranks[1:])]
+        return [result, *(self.again(result) for _ in self.ranks.ranks[1:])]
 
     def again(self, result: torch.Tensor) -> torch.Tensor:
         """Another tensor that stands for the same value."""
@@ -198,6 +250,16 @@ class _Group:
         held = self._session.hold(traced.value, traced.spec)
         assert isinstance(held, TracedTensor)
         return held
+
+
+def _check_actors(what: str, actors: Sequence[object], example: str) -> None:
+    """Raise unless there are actors, and nothing else."""
+    if not actors or not all(isinstance(actor, ActorHandle) for actor in actors):
+        raise TraceError(
+            f"cg.{what} to something other than actors",
+            loc=caller_location(3),
+            remedy=f"give {example}",
+        )
 
 
 def _check_tensors(what: str, values: Sequence[object]) -> None:
@@ -224,6 +286,7 @@ def _check_tensors(what: str, values: Sequence[object]) -> None:
             )
 
 
+_AN_ACTOR = "a list of at least one actor"
 _GIVE_TENSORS = "give it tensors that actors' methods returned"
 
 
@@ -286,7 +349,8 @@ def _reduction(what: str, op: str, values: Tensors) -> ReduceOp:
     return reduction
 
 
-def _dimension(what: str, values: Tensors, dim: int, divided: bool = False) -> int:
+def _dimension(what: str, values: Tensors, dim: int, parts: int = 1) -> int:
+    """The dimension, counted from the first; it can be divided into as many parts."""
     if not values:
         return 0  # `_group` says what is wrong
     shape = values[0].shape
@@ -297,11 +361,11 @@ def _dimension(what: str, values: Tensors, dim: int, divided: bool = False) -> i
             remedy="give a dimension that the tensors have",
         )
     dim %= len(shape)
-    if divided and shape[dim] % len(values):
+    if shape[dim] % parts:
         raise TraceError(
-            f"cg.{what} divides dimension {dim}, of size {shape[dim]}, among {len(values)} ranks",
+            f"cg.{what} divides dimension {dim}, of size {shape[dim]}, among {parts} ranks",
             loc=caller_location(3),
-            remedy=f"make its size a multiple of {len(values)}",
+            remedy=f"make its size a multiple of {parts}",
         )
     return dim
 

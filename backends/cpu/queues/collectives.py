@@ -1,37 +1,30 @@
-"""Collectives over the lanes of their group: each member sends to all others, and reads in place.
+"""Collectives over the lanes of their group, as their ops declare them.
 
-What they compute is defined in `backends/virtual/collectives.py`; reductions run in group order on
-every rank, so all ranks get the same bits. Each collective is a generator that yields while it has
-to wait. The collectives of a channel run one after the other, which keeps the order of messages the
+Each sender sends to all receivers, which read in place. Reductions run in group order on every
+rank, so all ranks get the same bits. Each collective is a generator that yields while it has to
+wait. The collectives of a channel run one after the other, which keeps the order of messages the
 same on all lanes.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ....ir.ops import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Barrier,
-    Broadcast,
-    Collective,
-    ReduceScatter,
-)
-from ....ir.types import TensorType, ValueType
+from ....ir.ops import Collective, Exchange
+from ....ir.ops.rules import resized
+from ....ir.types import TensorType, UnitType, ValueType
 from ...errors import BindError
 from ...failures.interruptions import is_interruption
 from ...failures.poison import Poison
-from ...virtual.collectives import reduce, split
-from ..memory.codecs import Codec, TensorCodec, UnitCodec, codec_of
+from ...virtual.collectives import combine, cut, reduce
+from ..memory.codecs import Codec, codec_of
 from ..memory.parallel_memcpy import Copier
-from .messages import Active, ReceiveLane, SendLane, incoming, outgoing
+from .messages import Active, Incoming, Outgoing, ReceiveLane, SendLane, incoming, outgoing
 
 Steps = Generator[None, None, Any]
 
@@ -40,37 +33,49 @@ SPLIT_BYTES = 256 * 1024
 exchange the parts: every byte is then added once, not once on each rank."""
 
 
-class Fan:
-    """One member's messages to all other members of the group."""
+@dataclass(frozen=True, slots=True)
+class Outlet:
+    """One lane of a member's, what goes by it, and whose part that is; None: whole operands."""
 
-    def __init__(self, lanes: Sequence[SendLane], codec: Codec) -> None:
-        self._pairs = [(lane, outgoing(codec)) for lane in lanes]
+    lane: SendLane
+    message: Outgoing
+    part: int | None = None
+
+
+class Fan:
+    """One member's messages to other members of the group."""
+
+    def __init__(self, exchange: Exchange, outlets: Sequence[Outlet]) -> None:
+        self._exchange = exchange
+        self._outlets = outlets
 
     def send(self, value: Any) -> None:
-        """Start sending `value`, or the error that it is, to every other member."""
-        for lane, message in self._pairs:
+        """Start sending `value`, or the error that it is."""
+        for outlet in self._outlets:
             if isinstance(value, Poison):
-                message.fail(value)
+                outlet.message.fail(value)
+            elif outlet.part is None:
+                outlet.message.load(value)
             else:
-                message.load(value)
-            lane.push(message)
+                outlet.message.load(cut(self._exchange, value, outlet.part))
+            outlet.lane.push(outlet.message)
 
     @property
     def done(self) -> bool:
         """Whether `value` may be changed; makes progress."""
         finished = True
-        for lane, message in self._pairs:
-            if not message.done:
-                lane.progress()
-            finished = finished and message.done
+        for outlet in self._outlets:
+            if not outlet.message.done:
+                outlet.lane.progress()
+            finished = finished and outlet.message.done
         return finished
 
 
 class Gathering:
     """One message from each of some other members, held in place until `release`."""
 
-    def __init__(self, lanes: Mapping[int, ReceiveLane], codec: Codec) -> None:
-        self._pairs = {rank: (lane, incoming(codec, hold=True)) for rank, lane in lanes.items()}
+    def __init__(self, pairs: Mapping[int, tuple[ReceiveLane, Incoming]]) -> None:
+        self._pairs = pairs
 
     def post(self) -> None:
         """Start receiving."""
@@ -105,7 +110,8 @@ class Group:
     Attributes:
         rank: this rank.
         ranks: the members, in group order.
-        out: lanes to the other members; one may serve several.
+        near: those on this rank's machine, itself among them: one lane of each serves all others.
+        out: lanes to the other members, each with the ranks that it serves.
         into: lanes from the other members, by rank.
         copier: copies large payloads.
     """
@@ -114,7 +120,8 @@ class Group:
         self,
         rank: int,
         ranks: tuple[int, ...],
-        out: Sequence[SendLane],
+        near: Set[int],
+        out: Sequence[tuple[tuple[int, ...], SendLane]],
         into: Mapping[int, ReceiveLane],
         active: Active,
         copier: Copier,
@@ -122,6 +129,7 @@ class Group:
         self.rank = rank
         self.copier = copier
         self.ranks = ranks
+        self.near = near
         self.out = out
         self.into = into
         self._active = active
@@ -217,32 +225,75 @@ class CollectivePort:
 
 
 class _Exchange:
-    """Every member sends one value of a type to all, and gets everybody's."""
+    """One exchange of messages, and what this rank makes of those it gets.
 
-    def __init__(self, group: Group, codec: Codec) -> None:
-        self._group = group
-        self._fan = Fan(group.out, codec)
-        self._gathering = Gathering(group.into, codec)
+    On one machine an operand is written once, whole, and all others there read it in place, those
+    that need it not at all, too. To another machine goes what its receiver needs.
 
-    def run(self, value: Any) -> Generator[None, None, list[Any]]:
-        """Values in group order, those of others in place until `release`.
+    Args:
+        sent: the type of operands.
+    """
+
+    def __init__(self, exchange: Exchange, group: Group, sent: ValueType) -> None:
+        self._exchange = exchange
+        self._rank = group.rank
+        self._near = group.near
+        self._member = group.ranks.index(group.rank)
+        self._receives = group.rank in exchange.receivers
+        self._part = _part_of(exchange, sent)
+        self._sent = sent
+        self._copier = group.copier
+        receivers = set(exchange.receivers)
+        outlets = []
+        for ranks, lane in group.out if group.rank in exchange.senders else ():
+            if not receivers.isdisjoint(ranks):
+                is_near = group.near.issuperset(ranks)
+                part = None if is_near or exchange.cut is None else group.ranks.index(ranks[0])
+                outlets.append(Outlet(lane, outgoing(self._codec(is_near)), part))
+        self._fan = Fan(exchange, outlets)
+        pairs = {}
+        for source in exchange.senders:
+            is_near = source in group.near
+            served = group.near - {source} if is_near else {group.rank}
+            if source != group.rank and not receivers.isdisjoint(served):
+                message = incoming(self._codec(is_near), hold=True)
+                pairs[source] = group.into[source], message
+        self._gathering = Gathering(pairs)
+
+    def _codec(self, whole: bool) -> Codec:
+        return codec_of(self._sent if whole else self._part, self._copier)
+
+    def run(self, value: Any) -> Steps:
+        """What this rank gets, None if it receives nothing."""
+        pieces = yield from self.pieces(value)
+        result = combine(self._exchange, pieces) if self._receives else None
+        self.release()
+        return result
+
+    def pieces(self, value: Any) -> Generator[None, None, list[Any]]:
+        """This rank's piece of each sender's operand, those of others in place until `release`.
 
         Raises:
-            Poison: some member has none; the same members learn of it in the same exchange.
+            Poison: some sender has none; the same receivers learn of it in the same exchange.
         """
         self._gathering.post()
         self._fan.send(value)
         while not (self._fan.done & self._gathering.done):
             yield
         try:
-            values = self._gathering.take()
+            values = self._gathering.take() if self._receives else {}
             if isinstance(value, Poison):
                 raise value
         except BaseException:  # also what is no Exception, from an object that is unpickled
             self.release()
             raise
-        values[self._group.rank] = value
-        return [values[rank] for rank in self._group.ranks]
+        values[self._rank] = value
+        return [
+            self._piece(rank, values[rank]) for rank in self._exchange.senders if rank in values
+        ]
+
+    def _piece(self, source: int, value: Any) -> Any:
+        return cut(self._exchange, value, self._member) if source in self._near else value
 
     def release(self) -> None:
         """Give back the others' values."""
@@ -250,109 +301,72 @@ class _Exchange:
 
 
 class _Barrier:
+    """A unit of every member, for every member."""
+
     def __init__(self, group: Group) -> None:
-        self._exchange = _Exchange(group, UnitCodec())
+        everyone = Exchange(group.ranks, group.ranks, group.ranks)
+        self._exchange = _Exchange(everyone, group, UnitType())
 
     def run(self, value: Any) -> Steps:
-        yield from self._exchange.run(value)
+        yield from self._exchange.pieces(value)
         self._exchange.release()
-
-
-class _Broadcast:
-    def __init__(self, group: Group, root: int, type_: ValueType) -> None:
-        codec = codec_of(type_, group.copier)
-        self._is_root = group.rank == root
-        self._fan = Fan(group.out if self._is_root else (), codec)
-        sources = {} if self._is_root else {root: group.into[root]}
-        self._gathering = Gathering(sources, codec)
-        self._root = root
-
-    def run(self, value: Any) -> Steps:
-        if self._is_root:
-            self._fan.send(value)
-            while not self._fan.done:
-                yield
-            if isinstance(value, Poison):
-                raise value
-            return value.clone() if isinstance(value, Tensor) else value
-        self._gathering.post()
-        while not self._gathering.done:
-            yield
-        try:
-            received = self._gathering.take()[self._root]
-            return received.clone() if isinstance(received, Tensor) else received
-        finally:
-            self._gathering.release()
-
-
-class _Combine:
-    """Collectives of one exchange: the result is a function of everybody's tensor."""
-
-    def __init__(self, op: Collective, group: Group, operand: TensorType) -> None:
-        self._op = op
-        self._index = group.ranks.index(group.rank)
-        self._exchange = _Exchange(group, TensorCodec(operand, group.copier))
-
-    def run(self, value: Any) -> Steps:
-        tensors = yield from self._exchange.run(value)
-        result = self._combine(tensors)
-        self._exchange.release()
-        return result
-
-    def _combine(self, tensors: list[Tensor]) -> Tensor:
-        op, count, index = self._op, len(tensors), self._index
-        if isinstance(op, AllReduce):
-            return reduce(tensors, op.op)
-        if isinstance(op, AllGather):
-            return torch.cat(tensors, op.dim)
-        assert isinstance(op, (ReduceScatter, AllToAll))
-        parts = [split(tensor, count, op.dim)[index] for tensor in tensors]
-        if isinstance(op, ReduceScatter):
-            return reduce(parts, op.op)
-        return torch.cat(parts, op.dim)
 
 
 class _SplitAllReduce:
     """All-reduce in two exchanges: reduce the own part of everybody's, then gather the parts."""
 
-    def __init__(self, op: AllReduce, group: Group, operand: TensorType) -> None:
-        self._op = op.op
+    def __init__(self, exchange: Exchange, group: Group, operand: TensorType) -> None:
+        assert exchange.reduce is not None, "an all-reduce reduces"
+        self._op = exchange.reduce
         self._shape = operand.shape
         count = len(group.ranks)
         self._part = -(-operand.numel // count)
         self._numel = operand.numel
         self._begin = group.ranks.index(group.rank) * self._part
-        self._whole = _Exchange(group, TensorCodec(operand, group.copier))
+        self._whole = _Exchange(exchange, group, operand)
         part = TensorType(operand.dtype, (self._part,))
-        self._parts = _Exchange(group, TensorCodec(part, group.copier))
+        self._parts = _Exchange(exchange, group, part)
 
     def run(self, value: Any) -> Steps:
-        tensors = yield from self._whole.run(value)
+        tensors = yield from self._whole.pieces(value)
         mine = slice(self._begin, self._begin + self._part)
         part = reduce([tensor.reshape(-1)[mine] for tensor in tensors], self._op)
         self._whole.release()
         missing = self._part - part.numel()
         if missing:
             part = torch.cat([part, part.new_zeros(missing)])
-        parts = yield from self._parts.run(part)
+        parts = yield from self._parts.pieces(part)
         result = torch.cat(parts)[: self._numel].view(self._shape)
         self._parts.release()
         return result
 
 
-_Algorithm = _Barrier | _Broadcast | _Combine | _SplitAllReduce
+def _part_of(exchange: Exchange, sent: ValueType) -> ValueType:
+    """The type of a receiver's piece of an operand."""
+    if exchange.cut is None or not isinstance(sent, TensorType):
+        return sent
+    return resized(sent, exchange.cut, sent.shape[exchange.cut] // len(exchange.members))
+
+
+def _whole_of(exchange: Exchange, piece: ValueType) -> ValueType:
+    """The type of an operand, by a receiver's piece of it."""
+    if exchange.cut is None or not isinstance(piece, TensorType):
+        return piece
+    return resized(piece, exchange.cut, piece.shape[exchange.cut] * len(exchange.members))
 
 
 def _algorithm(
     op: Collective, group: Group, operand: ValueType | None, result: ValueType
-) -> _Algorithm:
-    if isinstance(op, Barrier):
+) -> _Barrier | _Exchange | _SplitAllReduce:
+    exchange = op.exchange
+    if not exchange.senders:
         return _Barrier(group)
-    if isinstance(op, Broadcast):
-        return _Broadcast(group, op.root, result)
-    if not isinstance(operand, TensorType):
-        raise BindError(f"`{op.opcode}` combines tensors, and its operand is {operand}")
-    split_up = operand.nbytes > SPLIT_BYTES and len(group.ranks) > 2
-    if isinstance(op, AllReduce) and split_up:
-        return _SplitAllReduce(op, group, operand)
-    return _Combine(op, group, operand)
+    sent = operand if operand is not None else _whole_of(exchange, result)
+    if exchange.is_whole:
+        return _Exchange(exchange, group, sent)
+    if not isinstance(sent, TensorType):
+        raise BindError(f"`{op.opcode}` combines tensors, and its operand is {sent}")
+    split_up = sent.nbytes > SPLIT_BYTES and len(group.ranks) > 2
+    if exchange.reduce is not None and exchange.is_shared and split_up:
+        return _SplitAllReduce(exchange, group, sent)
+    return _Exchange(exchange, group, sent)

@@ -1,0 +1,110 @@
+"""The ops, one class each: its attributes are its fields, and its rules are declared beside them.
+
+An op has operands and results, which are values, and attributes, which are typed fields of its
+class. The class also declares which phases admit the op, the types and places of operands and
+results, how gradients flow through it and, if it is a collective, who exchanges what. The printer,
+the parser, the verifier, the passes and the backends read these declarations, so that a new op is
+a new class, listed in `OP_CLASSES`.
+
+Ops are plain data. Passes make new ops and new op lists; nothing keeps use lists behind the
+scenes. Values and ops compare by identity.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from .base import Adjoint, Op, Value
+from .collectives import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Barrier,
+    Broadcast,
+    Collective,
+    Exchange,
+    Gather,
+    ReduceScatter,
+    Scatter,
+)
+from .local import Alloc, Backward, Call, Constant, Copy, Free, Return, View, Wait
+from .messages import Recv, Send, Transfer, batch_of
+
+__all__ = [
+    "Adjoint",
+    "AllGather",
+    "AllReduce",
+    "AllToAll",
+    "Alloc",
+    "Backward",
+    "Barrier",
+    "Broadcast",
+    "Call",
+    "Collective",
+    "Constant",
+    "Copy",
+    "Exchange",
+    "Free",
+    "Gather",
+    "OP_CLASSES",
+    "Op",
+    "Recv",
+    "ReduceScatter",
+    "Return",
+    "Scatter",
+    "Send",
+    "Transfer",
+    "Value",
+    "View",
+    "Wait",
+    "attribute_names",
+    "attributes",
+    "batch_of",
+]
+
+OP_CLASSES: dict[str, type[Op]] = {
+    cls.opcode: cls
+    for cls in (
+        Constant,
+        Call,
+        View,
+        Copy,
+        Transfer,
+        Send,
+        Recv,
+        AllReduce,
+        AllGather,
+        ReduceScatter,
+        AllToAll,
+        Broadcast,
+        Gather,
+        Scatter,
+        Barrier,
+        Wait,
+        Alloc,
+        Free,
+        Backward,
+        Return,
+    )
+}
+
+
+_STRUCTURE = frozenset({"operands", "results", "loc"})
+
+
+def attribute_names(cls: type[Op]) -> tuple[str, ...]:
+    """Names of an op class's attributes in the order of the text form (sorted)."""
+    return _ATTRIBUTE_NAMES[cls]
+
+
+_ATTRIBUTE_NAMES: dict[type[Op], tuple[str, ...]] = {
+    cls: tuple(sorted(f.name for f in fields(cls) if f.name not in _STRUCTURE))
+    for cls in OP_CLASSES.values()
+}
+
+
+def attributes(op: Op) -> dict[str, Any]:
+    """The attributes of an op that are set, by name, sorted."""
+    found = ((name, getattr(op, name)) for name in _ATTRIBUTE_NAMES[type(op)])
+    return {name: value for name, value in found if value is not None}

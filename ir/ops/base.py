@@ -1,0 +1,144 @@
+"""Values, and the base class of ops with what an op class declares about itself."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from ..attributes import Stream, Task
+from ..location import Location
+from ..phases import Phase
+from ..types import Place, Type
+from .rules import Context, Problem
+
+
+class Value:
+    """One SSA value: a name, unique in its program, and a type."""
+
+    __slots__ = ("name", "type")
+
+    def __init__(self, name: str, type: Type) -> None:
+        self.name = name
+        self.type = type
+
+    def __repr__(self) -> str:
+        return f"%{self.name}: {self.type}"
+
+
+class Adjoint(enum.Enum):
+    """How an op's operands get their cotangents from those of its results.
+
+    SAME: the cotangent of the result is that of each operand. TRAVELS: the same, and it takes the
+    transport that the value took. PART: each operand gets the part of it that the operand has
+    contributed. TRANSPOSE: another collective brings them back.
+    """
+
+    SAME = enum.auto()
+    TRAVELS = enum.auto()
+    PART = enum.auto()
+    TRANSPOSE = enum.auto()
+
+
+@dataclass(eq=False, slots=True)
+class Op:
+    """What every op has.
+
+    Attributes:
+        operands: values it takes.
+        results: values it makes.
+        loc: the user's line that asked for it, if any.
+        mb: the microbatch it belongs to, if any.
+        task: the cell of the pipeline schedule it belongs to, once that is known.
+        stream: the stream it runs on, once that is assigned.
+        graph: the part of a rank's program that it belongs to and that a device may record and
+            replay as a whole, if it belongs to one.
+
+    An op class declares besides:
+        opcode: its name in the text form.
+        takes, gives: its operands and results in words, for the reference.
+        phases: the phases that admit it.
+        remedy: which pass makes it or replaces it, if it does not stay from phase to phase.
+        brings_operands: whether `insert-transfers` brings its operands to where it runs; before,
+            they are taken from wherever they are.
+        synchronizes: whether it keeps ranks from going on, so that it is never moved or dropped.
+        adjoint: how gradients flow through it; None if they do not.
+        gradient_help: what to do where they do not.
+    """
+
+    operands: tuple[Value, ...] = ()
+    results: tuple[Value, ...] = ()
+    loc: Location | None = field(default=None, kw_only=True)
+    mb: int | None = field(default=None, kw_only=True)
+    task: Task | None = field(default=None, kw_only=True)
+    stream: Stream | None = field(default=None, kw_only=True)
+    graph: int | None = field(default=None, kw_only=True)
+
+    opcode: ClassVar[str] = "op"
+    takes: ClassVar[str] = ""
+    gives: ClassVar[str] = ""
+    phases: ClassVar[frozenset[Phase]] = frozenset(Phase)
+    remedy: ClassVar[str] = ""
+    brings_operands: ClassVar[bool] = False
+    synchronizes: ClassVar[bool] = False
+    adjoint: ClassVar[Adjoint | None] = None
+    gradient_help: ClassVar[str] = "take this value out of the loss"
+
+    @property
+    def result(self) -> Value:
+        """The one result."""
+        (result,) = self.results
+        return result
+
+    @property
+    def place(self) -> Place | None:
+        """Where the op runs in a program over all ranks: the place of what it makes or takes.
+
+        An op that runs on more ranks than that (`transfer`, the collectives) overrides it.
+        """
+        for value in (*self.results, *self.operands):
+            if value.type.place is not None:
+                return value.type.place
+        return None
+
+    @property
+    def operand_places(self) -> tuple[Place | None, ...]:
+        """For each operand, where the op takes it: wherever it runs."""
+        return (self.place,) * len(self.operands)
+
+    def check(self, context: Context) -> None:
+        """Check operands, results and attributes, places aside.
+
+        Raises:
+            Problem: something is wrong; the first that is found.
+        """
+
+    def check_places(self, context: Context) -> None:
+        """Check that the results are where the op runs; see `check_operand_places` for operands.
+
+        Raises:
+            Problem: one is elsewhere.
+        """
+        place = self.place
+        for value in self.results[1:]:
+            if value.type.place != place:
+                raise Problem(
+                    f"%{value.name} is at {value.type.place}, the op runs at {place}", "", value
+                )
+
+    def check_operand_places(self, context: Context) -> None:
+        """Check that each operand is at every rank that takes it.
+
+        Raises:
+            Problem: one is not.
+        """
+        if self.brings_operands and context.phase is Phase.TRACED:
+            return
+        for value, place in zip(self.operands, self.operand_places, strict=True):
+            at = value.type.place
+            if place is not None and at is not place and at is not None and not at.covers(place):
+                raise Problem(
+                    f"%{value.name} is at {at}, but {self.opcode} runs at {place}",
+                    "insert-transfers brings values to where they are used",
+                    value,
+                )

@@ -1,0 +1,362 @@
+"""Collectives: ops in which all ranks of a group take part.
+
+Each class declares its `Exchange`: who gives a tensor, how these are cut and combined, and who gets
+the outcome. Types, places, projection, derivatives, the virtual world and the transports of hosts
+follow from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from ..attributes import ReduceOp
+from ..phases import Phase, has_futures
+from ..types import Place, Type, UnitType
+from .base import Adjoint, Op, Value
+from .rules import (
+    Context,
+    Problem,
+    bare,
+    check_ranks,
+    expect_future,
+    expect_operands,
+    expect_results,
+    expect_tensor,
+    expect_type,
+    resized,
+    same_but_place,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What a collective does, in terms of ranks.
+
+    Each receiver gets a piece of what each sender gives: all of it or, with `cut`, the part with
+    the receiver's number in the group. It combines the pieces in the order of the group. Members
+    that receive nothing get a unit.
+
+    Attributes:
+        members: the ranks of the group, in order.
+        senders: those that give an operand, in group order.
+        receivers: those that get a value, in group order.
+        cut: the dimension along which operands are cut into a part for each member, if they are.
+        reduce: how pieces are combined elementwise, if they are.
+        concat: the dimension along which pieces are concatenated, if they are.
+    """
+
+    members: tuple[int, ...]
+    senders: tuple[int, ...]
+    receivers: tuple[int, ...]
+    cut: int | None = None
+    reduce: ReduceOp | None = None
+    concat: int | None = None
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all members get results of one type."""
+        return self.receivers in ((), self.members)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether all members get the same value."""
+        return self.cut is None and self.is_uniform
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether receivers get what a sender gives, neither cut nor combined."""
+        return self.cut is None and self.reduce is None and self.concat is None
+
+    @property
+    def rounds(self) -> int:
+        """How often bytes travel: twice, where parts are reduced and then exchanged."""
+        return 2 if self.reduce is not None and self.is_shared else 1
+
+
+@dataclass(eq=False, slots=True)
+class Collective(Op):
+    """What the collectives share: a group of ranks that all take part, in one order.
+
+    In a program over all ranks the operands are the group's values, one for each rank of the
+    group in group order (for `broadcast` and `scatter`: the root's alone, for `barrier`: none); in
+    a rank's program there is that rank's operand only. A program over all ranks gets one result
+    at the whole group or, where the ranks get different ones (`reduce_scatter`, `all_to_all`,
+    `gather`, `scatter`), one for each rank, in group order. From ASYNC on results are futures, and
+    `chan` and `seq` are set; they are as in `send`. `via` and `why` are as in `transfer`.
+    """
+
+    # Declared by each class: whether a rank may be handed what it gave, and in words, for errors,
+    # which operands it takes.
+
+    brings_operands: ClassVar[bool] = True
+    returns_operand: ClassVar[bool] = False
+    operand_rule: ClassVar[str] = "one operand for each rank of the program"
+    group: Place = field(default=Place((0,)), kw_only=True)
+    chan: int | None = field(default=None, kw_only=True)
+    seq: int | None = field(default=None, kw_only=True)
+    via: str | None = field(default=None, kw_only=True)
+    why: str | None = field(default=None, kw_only=True)
+
+    @property
+    def place(self) -> Place | None:
+        return self.group
+
+    @property
+    def exchange(self) -> Exchange:
+        """Who gives what, and what becomes of it."""
+        raise NotImplementedError(f"{self.opcode} declares no exchange")
+
+    def transposed(self, operands: tuple[Value, ...]) -> Collective:
+        """The collective that brings the receivers' cotangents to the senders; without results."""
+        raise NotImplementedError(f"{self.opcode} has no transpose")
+
+    @property
+    def operand_places(self) -> tuple[Place | None, ...]:
+        return tuple([Place((rank,)) for rank in self.exchange.senders])
+
+    @property
+    def result_places(self) -> tuple[Place, ...]:
+        """For each result of a program over all ranks, where it is made."""
+        if self.exchange.is_shared:
+            return (self.group,)
+        return tuple([Place((rank,)) for rank in self.group.ranks])
+
+    def at(self, rank: int) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
+        """Operands and results of one rank, of those of a program over all ranks."""
+        exchange = self.exchange
+        operands = [v for r, v in zip(exchange.senders, self.operands, strict=True) if r == rank]
+        if exchange.is_shared:
+            return tuple(operands), self.results
+        return tuple(operands), (self.results[exchange.members.index(rank)],)
+
+    def check(self, context: Context) -> None:
+        exchange = self.exchange
+        one_rank = context.phase is Phase.SCHEDULED
+        members = len(exchange.members)
+        operands = len(exchange.senders)
+        if one_rank:
+            all_send = exchange.senders == exchange.members
+            operands = int(all_send or context.program.rank in exchange.senders)
+        expect_operands(self, operands, self.operand_rule)
+        single = one_rank or exchange.is_shared
+        expect_results(self, 1 if single else members, "one result (scattered: one for each rank)")
+        futures = has_futures(context.phase)
+        made = [expect_future(v, self) if futures else v.type for v in self.results]
+        piece = self._piece(exchange, made[0])
+        ranks = (context.program.rank,) if one_rank else exchange.members
+        for rank, value, type_ in zip(ranks, self.results, made, strict=False):
+            gets = rank in exchange.receivers or exchange.is_uniform
+            expected = piece if gets else UnitType()
+            if not same_but_place(type_, expected):
+                raise Problem(
+                    f"this {self.opcode} makes {bare(expected)}, not {bare(type_)}", "", value
+                )
+
+    def _piece(self, exchange: Exchange, made: Type) -> Type:
+        """The type of what receivers get; `made` where the operands do not say."""
+        if not exchange.senders:
+            return UnitType()
+        if not self.operands:
+            return made
+        first = self.operands[0]
+        dim = exchange.cut if exchange.cut is not None else exchange.concat
+        if dim is None and exchange.reduce is None:
+            return first.type
+        type_ = expect_tensor(first, self)
+        for value in self.operands[1:]:
+            expect_type(value, type_, f"the {self.opcode} has, from another rank,")
+        if dim is None:
+            return type_
+        members = len(exchange.members)
+        if not 0 <= dim < len(type_.shape):
+            raise Problem(f"{self.opcode} along dimension {dim} of {bare(type_)}", "", first)
+        size = type_.shape[dim]
+        if exchange.cut is not None:
+            if size % members:
+                raise Problem(
+                    f"{self.opcode} divides dimension {dim}, of {size}, among {members} ranks",
+                    f"make it a multiple of {members}",
+                    first,
+                )
+            size //= members
+        return resized(type_, dim, size * members if exchange.concat is not None else size)
+
+    def check_places(self, context: Context) -> None:
+        check_ranks(self.group, context.module, self.opcode)
+        for value, place in zip(self.results, self.result_places, strict=True):
+            if value.type.place != place:
+                raise Problem(
+                    f"%{value.name} is at {value.type.place}, this {self.opcode} makes it at "
+                    f"{place}",
+                    "",
+                    value,
+                )
+
+
+_EACH = "one tensor for each rank, all of one type"
+
+
+@dataclass(eq=False, slots=True)
+class AllReduce(Collective):
+    """Combine the group's tensors elementwise; every rank gets the result."""
+
+    opcode: ClassVar[str] = "all_reduce"
+    takes: ClassVar[str] = _EACH
+    gives: ClassVar[str] = "that type, at the group"
+    adjoint: ClassVar[Adjoint | None] = Adjoint.SAME
+    op: ReduceOp = field(default=ReduceOp.SUM, kw_only=True)
+
+    @property
+    def exchange(self) -> Exchange:
+        group = self.group.ranks
+        return Exchange(group, group, group, reduce=self.op)
+
+
+@dataclass(eq=False, slots=True)
+class AllGather(Collective):
+    """Concatenate the group's tensors along `dim`; every rank gets the result."""
+
+    opcode: ClassVar[str] = "all_gather"
+    takes: ClassVar[str] = _EACH
+    gives: ClassVar[str] = "`dim` times the ranks, at the group"
+    adjoint: ClassVar[Adjoint | None] = Adjoint.PART
+    dim: int = field(default=0, kw_only=True)
+
+    @property
+    def exchange(self) -> Exchange:
+        group = self.group.ranks
+        return Exchange(group, group, group, concat=self.dim)
+
+
+@dataclass(eq=False, slots=True)
+class ReduceScatter(Collective):
+    """Combine the group's tensors, then give each rank its part of `dim`."""
+
+    opcode: ClassVar[str] = "reduce_scatter"
+    takes: ClassVar[str] = _EACH
+    gives: ClassVar[str] = "for each rank its part of `dim`"
+    adjoint: ClassVar[Adjoint | None] = Adjoint.TRANSPOSE
+    op: ReduceOp = field(default=ReduceOp.SUM, kw_only=True)
+    dim: int = field(default=0, kw_only=True)
+
+    @property
+    def exchange(self) -> Exchange:
+        group = self.group.ranks
+        return Exchange(group, group, group, cut=self.dim, reduce=self.op)
+
+    def transposed(self, operands: tuple[Value, ...]) -> Collective:
+        return AllGather(operands, group=self.group, dim=self.dim)
+
+
+@dataclass(eq=False, slots=True)
+class AllToAll(Collective):
+    """Rank i gives its j-th part of `dim` to rank j and concatenates what it gets."""
+
+    opcode: ClassVar[str] = "all_to_all"
+    takes: ClassVar[str] = _EACH
+    gives: ClassVar[str] = "for each rank the same type"
+    adjoint: ClassVar[Adjoint | None] = Adjoint.TRANSPOSE
+    dim: int = field(default=0, kw_only=True)
+
+    @property
+    def exchange(self) -> Exchange:
+        group = self.group.ranks
+        return Exchange(group, group, group, cut=self.dim, concat=self.dim)
+
+    def transposed(self, operands: tuple[Value, ...]) -> Collective:
+        return AllToAll(operands, group=self.group, dim=self.dim)
+
+
+@dataclass(eq=False, slots=True)
+class Broadcast(Collective):
+    """Give the value of rank `root` to every rank of the group."""
+
+    opcode: ClassVar[str] = "broadcast"
+    takes: ClassVar[str] = "the root's value"
+    gives: ClassVar[str] = "the same type, at the group"
+    adjoint: ClassVar[Adjoint | None] = Adjoint.SAME
+    returns_operand: ClassVar[bool] = True
+    operand_rule: ClassVar[str] = "one operand, on the root's rank alone"
+    root: int = field(default=0, kw_only=True)
+
+    @property
+    def exchange(self) -> Exchange:
+        group = self.group.ranks
+        return Exchange(group, (self.root,), group)
+
+    def check(self, context: Context) -> None:
+        _check_root(self, self.root, "from")
+        Collective.check(self, context)
+
+
+@dataclass(eq=False, slots=True)
+class Gather(Collective):
+    """Concatenate the group's tensors along `dim` for rank `root`; the other ranks get a unit."""
+
+    opcode: ClassVar[str] = "gather"
+    takes: ClassVar[str] = _EACH
+    gives: ClassVar[str] = "for the root `dim` times the ranks, for each other rank a `unit`"
+    adjoint: ClassVar[Adjoint | None] = Adjoint.TRANSPOSE
+    root: int = field(default=0, kw_only=True)
+    dim: int = field(default=0, kw_only=True)
+
+    @property
+    def exchange(self) -> Exchange:
+        group = self.group.ranks
+        return Exchange(group, group, (self.root,), concat=self.dim)
+
+    def transposed(self, operands: tuple[Value, ...]) -> Collective:
+        return Scatter(operands, group=self.group, root=self.root, dim=self.dim)
+
+    def check(self, context: Context) -> None:
+        _check_root(self, self.root, "to")
+        Collective.check(self, context)
+
+
+@dataclass(eq=False, slots=True)
+class Scatter(Collective):
+    """Give each rank of the group its part of `dim` of the tensor of rank `root`."""
+
+    opcode: ClassVar[str] = "scatter"
+    takes: ClassVar[str] = "the root's tensor"
+    gives: ClassVar[str] = "for each rank its part of `dim`"
+    adjoint: ClassVar[Adjoint | None] = Adjoint.TRANSPOSE
+    operand_rule: ClassVar[str] = "one operand, on the root's rank alone"
+    root: int = field(default=0, kw_only=True)
+    dim: int = field(default=0, kw_only=True)
+
+    @property
+    def exchange(self) -> Exchange:
+        group = self.group.ranks
+        return Exchange(group, (self.root,), group, cut=self.dim)
+
+    def transposed(self, operands: tuple[Value, ...]) -> Collective:
+        return Gather(operands, group=self.group, root=self.root, dim=self.dim)
+
+    def check(self, context: Context) -> None:
+        _check_root(self, self.root, "from")
+        Collective.check(self, context)
+
+
+@dataclass(eq=False, slots=True)
+class Barrier(Collective):
+    """No rank of the group goes on before all have come here."""
+
+    opcode: ClassVar[str] = "barrier"
+    takes: ClassVar[str] = "none"
+    gives: ClassVar[str] = "`unit`, at the group"
+    synchronizes: ClassVar[bool] = True
+    operand_rule: ClassVar[str] = "no operand"
+
+    @property
+    def exchange(self) -> Exchange:
+        return Exchange(self.group.ranks, (), ())
+
+
+def _check_root(op: Collective, root: int, preposition: str) -> None:
+    """Raise unless the root is of the group."""
+    if root not in op.group:
+        raise Problem(
+            f"{op.opcode} {preposition} rank {root}, which is not of the group {op.group}"
+        )

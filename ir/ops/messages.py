@@ -1,0 +1,122 @@
+"""Ops that bring a value from rank to rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from ..phases import Phase
+from ..types import FutureType, Place, UnitType
+from .base import Adjoint, Op
+from .local import check_unchanged
+from .rules import (
+    Context,
+    Problem,
+    expect_future,
+    expect_operands,
+    expect_results,
+    expect_type,
+)
+
+_ASYNC = frozenset({Phase.ASYNC, Phase.SCHEDULED})
+
+
+@dataclass(eq=False, slots=True)
+class Transfer(Op):
+    """Bring a value to another place; `via` names the transport, and `why` says why that one.
+
+    Without `via` it is what the run time has for every value. Before PLACED a transfer goes from a
+    place to the same place: it says how its operand is to travel to those who use the result.
+    """
+
+    opcode: ClassVar[str] = "transfer"
+    takes: ClassVar[str] = "a value"
+    gives: ClassVar[str] = "the same type at another place"
+    phases: ClassVar[frozenset[Phase]] = frozenset({Phase.TRACED, Phase.PLACED})
+    remedy: ClassVar[str] = (
+        "split-transfers turns it into send, recv and wait; before that, insert-transfers makes it"
+    )
+    adjoint: ClassVar[Adjoint | None] = Adjoint.TRAVELS
+    via: str | None = field(default=None, kw_only=True)
+    why: str | None = field(default=None, kw_only=True)
+
+    @property
+    def place(self) -> Place | None:
+        ranks: dict[int, None] = {}
+        for value in (*self.operands, *self.results):
+            if value.type.place is not None:
+                ranks.update(dict.fromkeys(value.type.place.ranks))
+        return Place(tuple(ranks)) if ranks else None
+
+    def check(self, context: Context) -> None:
+        check_unchanged(self)
+        if context.phase is not Phase.TRACED:
+            return
+        if self.result.type.place != self.operands[0].type.place or self.via is None:
+            raise Problem(
+                "a transfer in phase traced only says how its operand travels to where the result "
+                "is used, so it stays where it is and names a transport",
+                f"write {{via = ...}}, and {self.operands[0].type}; insert-transfers makes the "
+                "others",
+            )
+
+    def check_places(self, context: Context) -> None:
+        """Nothing: it goes from any place to any place."""
+
+    def check_operand_places(self, context: Context) -> None:
+        """Nothing: it goes from any place to any place."""
+
+
+@dataclass(eq=False, slots=True)
+class Send(Op):
+    """Start sending the operand to `peer`; the future says that the operand is free again.
+
+    `seq` counts the messages of channel `chan` within one execution. `slot` is the buffer of the
+    channel that carries the message, once `plan-buffers` has chosen it. A send and a receive with
+    the same `batch` are one operation, at both of their ends: neither waits for the other.
+    """
+
+    opcode: ClassVar[str] = "send"
+    takes: ClassVar[str] = "a value"
+    gives: ClassVar[str] = "`future<unit>`"
+    phases: ClassVar[frozenset[Phase]] = _ASYNC
+    remedy: ClassVar[str] = "split-transfers makes it"
+    chan: int = field(default=0, kw_only=True)
+    peer: int = field(default=0, kw_only=True)
+    seq: int = field(default=0, kw_only=True)
+    slot: int | None = field(default=None, kw_only=True)
+    batch: int | None = field(default=None, kw_only=True)
+
+    def check(self, context: Context) -> None:
+        expect_operands(self, 1, "one operand")
+        expect_results(self, 1, "one result, future<unit>")
+        expect_type(self.result, FutureType(UnitType()), "send makes")
+
+
+@dataclass(eq=False, slots=True)
+class Recv(Op):
+    """Start receiving from `peer`; takes the buffer to receive into, or none. See `send`."""
+
+    opcode: ClassVar[str] = "recv"
+    takes: ClassVar[str] = "none, or a buffer of the type that is promised"
+    gives: ClassVar[str] = "`future<T>`"
+    phases: ClassVar[frozenset[Phase]] = _ASYNC
+    remedy: ClassVar[str] = "split-transfers makes it"
+    chan: int = field(default=0, kw_only=True)
+    peer: int = field(default=0, kw_only=True)
+    seq: int = field(default=0, kw_only=True)
+    slot: int | None = field(default=None, kw_only=True)
+    batch: int | None = field(default=None, kw_only=True)
+
+    def check(self, context: Context) -> None:
+        if len(self.operands) > 1:
+            raise Problem(f"recv takes one buffer or none, here it has {len(self.operands)}")
+        expect_results(self, 1, "one result, a future")
+        promised = expect_future(self.result, self)
+        if self.operands:
+            expect_type(self.operands[0], promised, "a receive into it promises")
+
+
+def batch_of(op: Op) -> int | None:
+    """The batch that an op is in, if it is a message that is in one."""
+    return op.batch if isinstance(op, Send | Recv) else None

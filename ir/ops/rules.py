@@ -1,0 +1,115 @@
+"""What the rules of op classes share: problems, where an op stands, and common checks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ..phases import Phase
+from ..types import FutureType, Place, TensorType, Type, relocate
+
+if TYPE_CHECKING:
+    from ..module import Module, Program
+    from .base import Op, Value
+
+
+class Problem(Exception):
+    """Something is wrong with an op; `value` is the operand or result that shows it."""
+
+    def __init__(self, message: str, help: str = "", value: Value | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.help = help
+        self.value = value
+
+
+@dataclass(frozen=True)
+class Context:
+    """Where the op that is checked stands."""
+
+    module: Module
+    program: Program
+    checked: set[tuple[str, str]] = field(default_factory=set)
+    """Pairs of function and vjp that are known to fit."""
+
+    @property
+    def phase(self) -> Phase:
+        return self.module.phase
+
+
+def same_but_place(a: Type, b: Type) -> bool:
+    """Whether two types are equal, places aside."""
+    if a is b:
+        return True
+    if type(a) is TensorType and type(b) is TensorType:
+        return a.dtype is b.dtype and a.shape == b.shape
+    if isinstance(a, FutureType) and isinstance(b, FutureType):
+        return same_but_place(a.value, b.value)
+    return type(a) is type(b) and not isinstance(a, TensorType | FutureType)
+
+
+def bare(type_: Type) -> str:
+    """The text of a type without its place."""
+    return str(relocate(type_, None))
+
+
+def resized(type_: TensorType, dim: int, size: int) -> TensorType:
+    """The type with another size of one dimension, and no place."""
+    return TensorType(type_.dtype, (*type_.shape[:dim], size, *type_.shape[dim + 1 :]))
+
+
+def expect_operands(op: Op, count: int, what: str) -> None:
+    """Raise unless an op has as many operands; `what` says so in words."""
+    if len(op.operands) != count:
+        raise Problem(f"{op.opcode} takes {what}, here it has {len(op.operands)}")
+
+
+def expect_results(op: Op, count: int, what: str) -> None:
+    """Raise unless an op has as many results; `what` says so in words."""
+    if len(op.results) != count:
+        raise Problem(f"{op.opcode} makes {what}, here it has {len(op.results)}")
+
+
+def expect_type(value: Value, expected: Type, why: str) -> None:
+    """Raise unless a value is of a type, places aside; `why` stands before the type."""
+    if not same_but_place(value.type, expected):
+        raise Problem(f"%{value.name} is {bare(value.type)}, but {why} {bare(expected)}", "", value)
+
+
+def expect_signature(values: Sequence[Value], types: Sequence[Type], what: str, noun: str) -> None:
+    """Raise unless the values of a call are of a function's types."""
+    if len(values) != len(types):
+        raise Problem(f"{what} {len(types)} {noun}s, this call has {len(values)}")
+    for index, (value, type_) in enumerate(zip(values, types, strict=True)):
+        expect_type(value, type_, f"{what} as {noun} {index}")
+
+
+def expect_tensor(value: Value, op: Op) -> TensorType:
+    """The type of a value, which must be a tensor's."""
+    type_ = value.type
+    if not isinstance(type_, TensorType):
+        raise Problem(f"{op.opcode} works on tensors, %{value.name} is {bare(type_)}", "", value)
+    return type_
+
+
+def expect_future(value: Value, op: Op) -> Type:
+    """The type that a value promises, which must be a future."""
+    if not isinstance(value.type, FutureType):
+        raise Problem(
+            f"{op.opcode} makes a future, %{value.name} is {bare(value.type)}",
+            f"write future<{bare(value.type)}>, and wait for it",
+            value,
+        )
+    return value.type.value
+
+
+def check_ranks(place: Place, module: Module, what: str, value: Value | None = None) -> None:
+    """Raise unless all ranks of a place are of the world."""
+    for rank in place.ranks:
+        if not 0 <= rank < module.world:
+            raise Problem(
+                f"{what} is at rank {rank}, the world has {module.world}",
+                f"ranks are 0..{module.world - 1}",
+                value,
+            )
