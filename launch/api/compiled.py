@@ -269,7 +269,7 @@ class Compiled:
         if self._closed:
             return
         made = self._made
-        if made is not None and made.graph.driver in made.executions.residents:
+        if made is not None and made.graph.driver in made.executions.schedulers:
             made.executions.close(made.graph)
         elif made is not None:
             self.serve()
@@ -285,7 +285,7 @@ class Compiled:
         trace: TracebackType | None,
     ) -> None:
         made = self._made
-        drives = made is None or made.graph.driver in made.executions.residents
+        drives = made is None or made.graph.driver in made.executions.schedulers
         if drives or kind is None:
             self.close()
 
@@ -540,7 +540,7 @@ class Compiled:
         made = self._made
         if made is None:
             return self._no_driver("execute()")
-        if made.graph.driver not in made.executions.residents:
+        if made.graph.driver not in made.executions.schedulers:
             return RuntimeError(
                 f"rank {made.graph.driver} drives '{self._name}', and this is rank "
                 f"{self._world.rank}: call serve() here"
