@@ -79,7 +79,7 @@ class HoldingPort(Protocol):
 class PeekingPort(Protocol):
     """The port of a `recv` that sees an error before its program comes to it."""
 
-    def foresee(self) -> Poison | None:
+    def peek_error(self) -> Poison | None:
         """The poison that has come in place of the message, without taking it, if one has."""
 
 

@@ -29,14 +29,14 @@ from .command_queue import Inbox, Order
 from .futures import Future
 from .graphs import Graph
 from .outcomes import Outcome
-from .rank_scheduler import Resident
+from .rank_scheduler import RankScheduler
 from .records import GRAPHS, SEATS, Kind, Record, Records
 from .restart import STAGES, Stage, Stages, cannot_start_over, give_up, reset
 
 _ASKING: Final = 0.5
 """Seconds at most that other ranks get to say where they are, when an execution is late."""
 
-_FORESEE_EVERY: Final = 64
+_PEEK_EVERY: Final = 64
 """After how many fruitless turns in a row the driver looks for failures ahead of its programs."""
 
 
@@ -71,11 +71,11 @@ class Executions:
         records: from the driver to the other ranks; made when the driver is known.
         waiting: how to wait.
         stages: how all ranks start over after an interruption; None if they cannot.
-        shuffle: as in `Resident`.
+        shuffle: as in `RankScheduler`.
         on_departure: told of each exception for the whole process that a method has raised.
 
     Attributes:
-        residents: the ranks that this process plays.
+        schedulers: the ranks that this process plays.
         graphs: the open ones, by number.
         driver: the rank that starts executions.
         has_due: whether futures are done whose callbacks have not been called.
@@ -92,7 +92,7 @@ class Executions:
         shuffle: random.Random | None = None,
         on_departure: Callable[[BaseException], None] | None = None,
     ) -> None:
-        self.residents = {rank: Resident(rank, shuffle) for rank in ranks}
+        self.schedulers = {rank: RankScheduler(rank, shuffle) for rank in ranks}
         self.graphs: dict[int, Graph] = {}
         self.driver: int | None = None
         self._make_records = records
@@ -101,7 +101,7 @@ class Executions:
         self._random = shuffle
         self._numbers = 0
         self._closings = 0
-        self._all = tuple(self.residents.values())
+        self._all = tuple(self.schedulers.values())
         self._inboxes: tuple[Inbox, ...] = ()
         self._all_inboxes: dict[int, tuple[Inbox, ...]] = {}
         self._due: deque[Future] = deque()
@@ -130,7 +130,7 @@ class Executions:
             records = self._records[driver] = self._make_records(driver)
             self._all_inboxes[driver] = tuple(
                 Inbox(rank, records.reader(rank), self._understand)
-                for rank in self.residents
+                for rank in self.schedulers
                 if rank != driver
             )
         self._inboxes = self._all_inboxes[driver]
@@ -189,7 +189,7 @@ class Executions:
                     polls = 0
                 else:
                     polls += 1
-                    if polls > _FORESEE_EVERY:
+                    if polls > _PEEK_EVERY:
                         self._hear()
                     pause(polls, None)
         self._waiting.rest()
@@ -197,8 +197,8 @@ class Executions:
     @property
     def is_idle(self) -> bool:
         """Whether no execution is in progress on the ranks of this process."""
-        for resident in self._all:  # noqa: SIM110 # a generator would cost half a microsecond
-            if resident.in_flight:
+        for scheduler in self._all:  # noqa: SIM110 # a generator would cost half a microsecond
+            if scheduler.in_flight:
                 return False
         return True
 
@@ -208,7 +208,7 @@ class Executions:
         """Starts executions of an open graph; for the driver."""
         to = sorted(graph.participants)
         publish = self._records[graph.driver].publisher(to, graph.wake)
-        return Launcher(self, graph, publish, self.residents[graph.driver])
+        return Launcher(self, graph, publish, self.schedulers[graph.driver])
 
     def turn(self) -> bool:
         """See `Progress`.
@@ -223,9 +223,9 @@ class Executions:
             for inbox in self._inboxes:
                 while inbox.take():
                     moved = True
-            residents = self._all if self._random is None else self._shuffled()
-            for resident in residents:
-                if resident.in_flight and resident.turn():
+            schedulers = self._all if self._random is None else self._shuffled()
+            for scheduler in schedulers:
+                if scheduler.in_flight and scheduler.turn():
                     moved = True
         except BaseException as error:
             self.in_doubt = True
@@ -250,8 +250,8 @@ class Executions:
                 polls = 0
             else:
                 polls += 1
-                if not polls % _FORESEE_EVERY:
-                    self._foresee()
+                if not polls % _PEEK_EVERY:
+                    self._peek_errors()
                 pause(polls, None)
         if polls > 1:
             self._waiting.rest()
@@ -263,14 +263,14 @@ class Executions:
 
     def watch(self, future: Future) -> Generator[Any, None, None]:
         """See `Progress`."""
-        return self._waiting.watch(self._turn_and_foresee, future)
+        return self._waiting.watch(self._turn_and_peek, future)
 
     # -- moving on --------------------------------------------------------------------------
 
     def doing(self) -> Doing | None:
         """What the ranks of this process do, if executions are in flight; for another thread."""
         lines = positions_in_flight(self._all)
-        threads = [resident.thread for resident in self._all if resident.thread]
+        threads = [scheduler.thread for scheduler in self._all if scheduler.thread]
         return Doing("\n".join(lines).strip(), *threads[:1]) if lines else None
 
     def _positions(self, waited: float | None) -> list[str]:
@@ -284,7 +284,7 @@ class Executions:
         if not allowed:
             return positions_in_flight(self._all)
         sights = dict(self._waiting.look(ranks, allowed))
-        for rank in set(ranks) - set(self.residents) - set(sights):
+        for rank in set(ranks) - set(self.schedulers) - set(sights):
             sights[rank] = Sight(f"rank {rank} cannot be asked, as those of other machines")
         return positions_in_flight(self._all, sights)
 
@@ -312,25 +312,25 @@ class Executions:
                 if left <= 0:
                     return False
             polls += 1
-            if not polls % _FORESEE_EVERY:
-                self._foresee()
+            if not polls % _PEEK_EVERY:
+                self._peek_errors()
             self._waiting.pause(polls, left)
         self._waiting.rest()
         return True
 
-    def _turn_and_foresee(self) -> bool:
+    def _turn_and_peek(self) -> bool:
         moved = self.turn()
         if not moved:
-            self._foresee()
+            self._peek_errors()
         return moved
 
-    def _foresee(self) -> None:
+    def _peek_errors(self) -> None:
         """Let futures fail whose executions have, before the driver's program comes to it."""
         self._hear()
-        resident = None if self.driver is None else self.residents.get(self.driver)
+        scheduler = None if self.driver is None else self.schedulers.get(self.driver)
         try:
-            for instance in tuple(resident.in_flight) if resident is not None else ():
-                instance.foresee()
+            for instance in tuple(scheduler.in_flight) if scheduler is not None else ():
+                instance.peek_errors()
         except BaseException as error:
             self.in_doubt = True
             self.judge(error)
@@ -367,7 +367,7 @@ class Executions:
         graph = self.graphs[record.graph]
         seat = graph.seats[rank][record.seat]
         instance, siblings = seat.instances[record.variant], seat.instances
-        started, resident = graph.started, self.residents[rank]
+        started, scheduler = graph.started, self.schedulers[rank]
 
         def begin() -> bool:
             for other in siblings:
@@ -376,7 +376,7 @@ class Executions:
             number = started[rank]
             # First: an interruption may be the failure of a method, and the execution goes on.
             started[rank] = number + 1
-            resident.begin(instance, (), number)
+            scheduler.begin(instance, (), number)
             return True
 
         return begin
@@ -399,7 +399,7 @@ class Executions:
         if len(graph.closed) == len(graph.seats):
             del self.graphs[graph.number]
 
-    def _shuffled(self) -> tuple[Resident, ...]:
+    def _shuffled(self) -> tuple[RankScheduler, ...]:
         assert self._random is not None
         return tuple(self._random.sample(self._all, self._random.randint(1, len(self._all))))
 
@@ -421,11 +421,11 @@ class Executions:
     def judge(self, error: BaseException) -> None:
         """Whether `error`, which has come out of moving executions on, leaves them in doubt."""
         self._doubt = f"{type(error).__name__}: {error}".removesuffix(": ")
-        if any(resident.has_kept(error) for resident in self._all):
+        if any(scheduler.has_kept(error) for scheduler in self._all):
             self.in_doubt = False  # a method has failed, and its execution goes on
             if self._on_departure is not None:
                 self._on_departure(error)
-        elif any(resident.is_busy for resident in self._all) and not is_interruption(error):
+        elif any(scheduler.is_busy for scheduler in self._all) and not is_interruption(error):
             self.in_doubt = False  # a method has asked for what it must not ask for
 
     def _reset(self, stages: Stages) -> None:
@@ -437,7 +437,7 @@ class Executions:
                     self._close_here(asked.graph, inbox.rank)
         for graph in self.graphs.values():
             reset(graph)
-        if self.driver in self.residents:
+        if self.driver in self.schedulers:
             self._records[self.driver].mend()
             stages.tell(max((graph.count for graph in self.graphs.values()), default=0))
 
@@ -469,8 +469,8 @@ class Executions:
         elif self.graphs:
             for graph in self.graphs.values():
                 give_up(graph, self._doubt)
-            for resident in self._all:
-                resident.give_up()
+            for scheduler in self._all:
+                scheduler.give_up()
         else:
             self.in_doubt = False
             return True
@@ -488,12 +488,12 @@ class Launcher:
         executions: Executions,
         graph: Graph,
         publish: Callable[[int], None],
-        resident: Resident,
+        scheduler: RankScheduler,
     ) -> None:
         self._executions = executions
         self._graph = graph
         self._publish = publish
-        self._resident = resident
+        self._scheduler = scheduler
         self._instances = [seat.instances for seat in graph.seats[graph.driver]]
         self._record = Record(Kind.EXECUTE, graph.number).pack()
         self._spare: list[Future] = []
@@ -514,7 +514,7 @@ class Launcher:
             TransportError: a rank has ended.
         """
         graph, executions = self._graph, self._executions
-        self._resident.check_idle()
+        self._scheduler.check_idle()
         if executions.in_doubt or not graph.free:
             executions.make_room(graph, block)
         try:
@@ -526,7 +526,7 @@ class Launcher:
             future = self._spare.pop() if self._spare else Future(executions, number)
             future.execution = number
             graph.futures[seat] = future
-            self._resident.begin(self._instances[seat][variant], inputs, number)
+            self._scheduler.begin(self._instances[seat][variant], inputs, number)
         except BaseException as error:
             executions.in_doubt = True
             executions.judge(error)

@@ -144,13 +144,13 @@ class Instance:
         """
         self.engine.record(log)
 
-    def foresee(self) -> None:
+    def peek_errors(self) -> None:
         """Look for failures among the messages that have come and are not due yet."""
         if self.poison is not None:
             return
         begun = self.engine.index
         for index, port in self._peeking:
-            poison = port.foresee() if index <= begun else None
+            poison = port.peek_error() if index <= begun else None
             if poison is not None:
                 self._learn(poison)
                 return

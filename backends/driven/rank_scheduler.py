@@ -9,7 +9,7 @@ from threading import get_ident
 from typing import Final
 
 from .instance import Instance
-from .ticket_locks import Turnstiles
+from .ticket_locks import TicketLocks
 
 _OLDEST: Final = 4
 """How many executions are looked at in every turn."""
@@ -36,8 +36,8 @@ class Seat:
         return any(instance.running for instance in self.instances)
 
 
-class Resident:
-    """A rank, as far as executions of graphs are concerned.
+class RankScheduler:
+    """Schedules the executions of graphs that are in flight on one rank.
 
     Args:
         rank: which.
@@ -45,13 +45,13 @@ class Resident:
             instructions, to show that results do not depend on it.
 
     Attributes:
-        turnstiles: of this rank's actors.
+        locks: of this rank's actors.
         in_flight: the executions that have started and not ended, in the order of their start.
     """
 
     def __init__(self, rank: int, shuffle: random.Random | None = None) -> None:
         self.rank = rank
-        self.turnstiles = Turnstiles()
+        self.locks = TicketLocks()
         self.in_flight: list[Instance] = []
         self._random = shuffle
         self._busy_in = 0
@@ -93,7 +93,7 @@ class Resident:
     def give_up(self) -> None:
         """Forget all executions; each instance has been told."""
         self.in_flight = []
-        self.turnstiles.reset()
+        self.locks.reset()
 
     def turn(self) -> bool:
         """Go on with executions until each has to wait; whether any has moved.

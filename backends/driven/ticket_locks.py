@@ -1,4 +1,4 @@
-"""Keeps the order of an actor's state: executions pass each actor of a rank one after the other.
+"""Ticket locks: executions pass each actor of a rank in the order of their start.
 
 An execution takes a ticket for each of its actors when it starts. Before its first call on an actor
 that may touch state it waits until every earlier ticket has gone through; after its last such call
@@ -12,10 +12,10 @@ from collections.abc import Callable
 from typing import Final
 
 STREAMS: Final = "the streams of the device"
-"""The turnstile of a rank's streams, beside those of its actors, whose names have no spaces."""
+"""The lock of a rank's streams, beside those of its actors, whose names have no spaces."""
 
 
-class Turnstile:
+class TicketLock:
     """The order in which executions use one actor.
 
     Attributes:
@@ -30,56 +30,56 @@ class Turnstile:
         self.passed = 0
 
 
-class Turnstiles:
-    """The turnstiles of one rank, by actor; shared by all graphs."""
+class TicketLocks:
+    """The locks of one rank, by actor; shared by all graphs."""
 
     def __init__(self) -> None:
-        self._by_actor: dict[str, Turnstile] = {}
+        self._by_actor: dict[str, TicketLock] = {}
 
-    def of(self, actor: str) -> Turnstile:
-        """The turnstile of an actor."""
+    def of(self, actor: str) -> TicketLock:
+        """The lock of an actor."""
         found = self._by_actor.get(actor)
         if found is None:
-            found = self._by_actor[actor] = Turnstile()
+            found = self._by_actor[actor] = TicketLock()
         return found
 
     def reset(self) -> None:
         """Forget all tickets; no execution is in progress."""
-        for stile in self._by_actor.values():
-            stile.issued = stile.passed = 0
+        for lock in self._by_actor.values():
+            lock.issued = lock.passed = 0
 
 
 class Tickets:
     """The tickets of one bound program, taken anew for each of its executions."""
 
-    def __init__(self, turnstiles: Turnstiles) -> None:
-        self._turnstiles = turnstiles
-        self._stiles: list[Turnstile] = []
+    def __init__(self, locks: TicketLocks) -> None:
+        self._locks = locks
+        self._used: list[TicketLock] = []
         self._numbers: list[int] = []
 
     @property
     def is_empty(self) -> bool:
         """Whether the program uses no actor."""
-        return not self._stiles
+        return not self._used
 
     def take(self) -> None:
         """Take a ticket for each actor."""
         numbers = self._numbers
-        for index, stile in enumerate(self._stiles):
-            numbers[index] = stile.issued
-            stile.issued += 1
+        for index, lock in enumerate(self._used):
+            numbers[index] = lock.issued
+            lock.issued += 1
 
-    def gate(self, actor: str) -> tuple[Callable[[], bool], Callable[[], bool]]:
-        """The instructions that wait for the actor's turnstile, and that let the next pass."""
-        stile, numbers, index = self._turnstiles.of(actor), self._numbers, len(self._stiles)
-        self._stiles.append(stile)
+    def acquire_and_release(self, actor: str) -> tuple[Callable[[], bool], Callable[[], bool]]:
+        """The instructions that wait for the actor's lock, and that let the next pass."""
+        lock, numbers, index = self._locks.of(actor), self._numbers, len(self._used)
+        self._used.append(lock)
         numbers.append(0)
 
-        def wait() -> bool:
-            return stile.passed == numbers[index]
+        def acquire() -> bool:
+            return lock.passed == numbers[index]
 
-        def go_on() -> bool:
-            stile.passed += 1
+        def release() -> bool:
+            lock.passed += 1
             return True
 
-        return wait, go_on
+        return acquire, release

@@ -8,7 +8,7 @@ from numbers import Real
 
 from ..driven.graphs import Graph
 from ..driven.instance import Instance
-from ..driven.rank_scheduler import Resident
+from ..driven.rank_scheduler import RankScheduler
 from .flight import FlightRecord, Sight, describe_sight
 
 
@@ -65,18 +65,18 @@ def late_restart(graph: Graph) -> str:
 
 
 def positions_in_flight(
-    residents: Sequence[Resident],
+    schedulers: Sequence[RankScheduler],
     sights: Mapping[int, Sight] = {},  # it is not changed
 ) -> list[str]:
-    """Where each execution in flight is, a line for each rank among `residents`, and the others.
+    """Where each execution in flight is, a line for each rank among `schedulers`, and the others.
 
     Args:
-        residents: of this process.
+        schedulers: of this process.
         sights: of ranks of other processes.
     """
     executions: dict[tuple[int, int], list[Instance]] = {}
-    for resident in residents:
-        for instance in resident.in_flight:
+    for scheduler in schedulers:
+        for instance in scheduler.in_flight:
             if instance.running:
                 key = (id(instance.module), instance.execution)
                 executions.setdefault(key, []).append(instance)

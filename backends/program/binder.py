@@ -161,7 +161,7 @@ class Binder:
                     for name in makers.get(register, ()):
                         calls[name].append(index)
         for name, indices in calls.items():
-            gate, passage = self._tickets.gate(name)
+            gate, passage = self._tickets.acquire_and_release(name)
             gates.setdefault(indices[0], []).append(gate)
             passages.setdefault(indices[-1], []).append(passage)
         return gates, passages

@@ -230,7 +230,7 @@ class Compiled(Programs):
         if self._closed:
             return
         made = self._made
-        if made is not None and made.graph.driver in made.executions.residents:
+        if made is not None and made.graph.driver in made.executions.schedulers:
             made.executions.close(made.graph)
         elif made is not None:
             self.serve()
@@ -246,7 +246,7 @@ class Compiled(Programs):
         trace: TracebackType | None,
     ) -> None:
         made = self._made
-        drives = made is None or made.graph.driver in made.executions.residents
+        drives = made is None or made.graph.driver in made.executions.schedulers
         if drives or kind is None:
             self.close()
 
@@ -413,7 +413,7 @@ class Compiled(Programs):
         made = self._made
         if made is None:
             return _no_driver(self._name, "execute()")
-        if made.graph.driver not in made.executions.residents:
+        if made.graph.driver not in made.executions.schedulers:
             return RuntimeError(
                 f"rank {made.graph.driver} drives '{self._name}', and this is rank "
                 f"{self._world.rank}: call serve() here"

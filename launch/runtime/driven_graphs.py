@@ -63,19 +63,19 @@ class Made:
     def started(self) -> int:
         """How many executions the driver has started, as far as this process knows."""
         graph = self.graph
-        others = [graph.started[rank] for rank in self.executions.residents]
-        return graph.count if graph.driver in self.executions.residents else max(others)
+        others = [graph.started[rank] for rank in self.executions.schedulers]
+        return graph.count if graph.driver in self.executions.schedulers else max(others)
 
     def go_on_from(self, execution: int) -> None:
         """Let the next execution have this number; on all ranks, and none is in flight."""
         self.graph.count = execution
-        for rank in self.executions.residents:
+        for rank in self.executions.schedulers:
             self.graph.started[rank] = execution
 
     @property
     def launch(self) -> Launch | None:
         """Starts executions; None if this process does not play the driver."""
-        if self.graph.driver not in self.executions.residents:
+        if self.graph.driver not in self.executions.schedulers:
             return None
         launcher, recover = self.executions.launcher(self.graph), self.recover
         if recover is None:
@@ -127,8 +127,8 @@ def check_outside(world: World, step: str) -> None:
         RuntimeError: one is.
     """
     executions = _worlds.get(world)
-    residents = () if executions is None else executions.residents.values()
-    if _is_in_step(world) or any(resident.is_busy for resident in residents):
+    schedulers = () if executions is None else executions.schedulers.values()
+    if _is_in_step(world) or any(scheduler.is_busy for scheduler in schedulers):
         raise RuntimeError(
             f"step '{step}' is used in a method of an actor, where the other ranks do not come to "
             "it: call it in the program of all ranks, or its plain function in the step that "
@@ -160,7 +160,7 @@ def _close_all(world: ref[World]) -> None:
         return
     try:
         for graph in tuple(executions.graphs.values()):
-            if graph.driver in executions.residents:
+            if graph.driver in executions.schedulers:
                 # One that is overdue has waited long enough, and somebody has caught that.
                 executions.close(graph, at_once=graph.overdue)
     except StepTimeout as error:
@@ -213,15 +213,15 @@ def make_graph(
     seating = Seating(world, variants, wiring, driver)
     on_device = None
     if world.device is not None and not world.is_virtual:
-        on_device = OnDevice(world, world.device, executions.residents[world.rank], timeout)
+        on_device = OnDevice(world, world.device, executions.schedulers[world.rank], timeout)
         seating.on_device = on_device
-    statistics = {rank: Statistics() for rank in executions.residents}
-    seats: dict[int, list[Seat]] = {rank: [] for rank in executions.residents}
+    statistics = {rank: Statistics() for rank in executions.schedulers}
+    seats: dict[int, list[Seat]] = {rank: [] for rank in executions.schedulers}
     for _ in range(capacity):
         connections = wiring.connect(world)
-        for rank, resident in executions.residents.items():
+        for rank, scheduler in executions.schedulers.items():
             try:
-                seats[rank].append(seating.seat(resident, connections[rank], statistics[rank]))
+                seats[rank].append(seating.seat(scheduler, connections[rank], statistics[rank]))
             except BaseException:
                 connections[rank].close()  # nobody else will
                 raise

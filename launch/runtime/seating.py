@@ -18,7 +18,7 @@ from ...backends.driven.device_only import is_sealed
 from ...backends.driven.graphs import Rebuild
 from ...backends.driven.instance import Guard, Instance
 from ...backends.driven.participants import participants
-from ...backends.driven.rank_scheduler import Resident, Seat
+from ...backends.driven.rank_scheduler import RankScheduler, Seat
 from ...backends.driven.ticket_locks import Tickets
 from ...backends.failures.flight import FlightRecord, Position
 from ...backends.failures.unobserved_failures import witnesses
@@ -142,16 +142,16 @@ class OnDevice:
     Args:
         world: all ranks.
         device: of this rank.
-        resident: the rank, as far as executions of graphs are concerned.
+        scheduler: the rank, as far as executions of graphs are concerned.
         timeout: seconds that an execution may take on the device; None for no limit.
     """
 
     def __init__(
-        self, world: World, device: Device, resident: Resident, timeout: float | None
+        self, world: World, device: Device, scheduler: RankScheduler, timeout: float | None
     ) -> None:
         self.device = device
         self._world = world
-        self._resident = resident
+        self._scheduler = scheduler
         self._streams: list[StreamCommunicator] = []
         self._cold: dict[str, str] = {}
         self._sealed: list[SealedInstance] = []
@@ -184,7 +184,7 @@ class OnDevice:
 
     def in_flight(self) -> Sequence[Instance]:
         """The executions of the rank, in the order of their start."""
-        return self._resident.in_flight
+        return self._scheduler.in_flight
 
     def drop_graphs(self) -> None:
         """Forget what was captured of messages; idempotent."""
@@ -193,7 +193,7 @@ class OnDevice:
 
     def _putting(self) -> Position | None:
         """Where the host puts work on the device at the moment, if it does."""
-        busy = (each for each in self._resident.in_flight if each.engine.pending is None)
+        busy = (each for each in self._scheduler.in_flight if each.engine.pending is None)
         return next(filter(None, map(put_by, busy)), None)
 
     def _faults(self) -> Sequence[str]:
@@ -201,11 +201,11 @@ class OnDevice:
 
     def give_up(self, trouble: str) -> None:
         """End the job: the device does not end what was put on it."""
-        rank = self._resident.rank
+        rank = self._scheduler.rank
         where = [
             f"  execution {instance.execution} of {named(instance.module)}:\n"
             f"  {FlightRecord(instance.module, [instance.position()], (rank,)).describe()}"
-            for instance in self._resident.in_flight
+            for instance in self._scheduler.in_flight
         ] or ["  in no execution: all that it was given is on its device"]
         said = "\n".join([trouble, f"Here is where the host of rank {rank} is:", *where])
         self._world.end_job(said + cold(self._cold) + advice(logs_of(self._streams)))
@@ -232,10 +232,12 @@ class Seating:
         self._wiring = wiring
         self._driver = driver
 
-    def seat(self, resident: Resident, connections: Connections, statistics: Statistics) -> Seat:
+    def seat(
+        self, scheduler: RankScheduler, connections: Connections, statistics: Statistics
+    ) -> Seat:
         """A seat on one rank."""
         instances = []
-        wiring, host, rank = self._wiring, connections.host, resident.rank
+        wiring, host, rank = self._wiring, connections.host, scheduler.rank
         for variant, silent, serving in zip(
             self._variants, wiring.silent, connections.serving, strict=True
         ):
@@ -245,7 +247,7 @@ class Seating:
             guards = () if rank == self._driver else variant.guards
             reports = self._reports(rank, silent, host)
             shared = (statistics, guards, reports)
-            tickets = Tickets(resident.turnstiles)
+            tickets = Tickets(scheduler.locks)
             instances.append(self._instance(linked, tickets, shared, host))
         if self.on_device is not None:
             return self.on_device.seat(instances, connections)

@@ -1,4 +1,4 @@
-"""The parts that executions are made of: records, turnstiles, and what is known of a graph."""
+"""The parts that executions are made of: records, locks, and what is known of a graph."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cg.backends.driven.participants import participants, woken_by_record
 from cg.backends.driven.records import BITS, GRAPHS, SEATS, VARIANTS, Kind, Record, VirtualRecords
-from cg.backends.driven.ticket_locks import Tickets, Turnstiles
+from cg.backends.driven.ticket_locks import TicketLocks, Tickets
 from cg.backends.errors import Failure
 from cg.backends.failures.poison import Poison
 from cg.backends.failures.unobserved_failures import witnesses
@@ -94,9 +94,9 @@ def test_every_reader_gets_what_concerns_it_in_order() -> None:
 
 
 def test_executions_pass_an_actor_in_the_order_of_their_tickets() -> None:
-    turnstiles = Turnstiles()
-    programs = [Tickets(turnstiles) for _ in range(3)]
-    gates = [tickets.gate("a") for tickets in programs]
+    locks = TicketLocks()
+    programs = [Tickets(locks) for _ in range(3)]
+    gates = [tickets.acquire_and_release("a") for tickets in programs]
     for tickets in programs:
         assert not tickets.is_empty
         tickets.take()

@@ -32,7 +32,7 @@ def test_who_leaves_open_graphs_says_so(
             raise RuntimeError("an execution was interrupted")
         opened.clear()
 
-    executions: Any = SimpleNamespace(graphs=opened, residents={0: None}, close=close)
+    executions: Any = SimpleNamespace(graphs=opened, schedulers={0: None}, close=close)
     transport = SimpleNamespace(close=lambda deserts: told.append(deserts))
     monkeypatch.setattr(graphs, "transport_of", lambda world: transport)
     monkeypatch.setitem(graphs._worlds, world, executions)

@@ -87,9 +87,9 @@ class BroadcastRecvPort:
         """See `Port`."""
         return self._port.poll() if self._at_once else self._slow.poll()
 
-    def foresee(self) -> Poison | None:
+    def peek_error(self) -> Poison | None:
         """See `Port`."""
-        return self._port.foresee() if self._at_once else None
+        return self._port.peek_error() if self._at_once else None
 
     def take(self) -> Any:
         """See `Port`."""

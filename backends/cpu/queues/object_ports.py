@@ -148,7 +148,7 @@ class ObjectRecvPort:
             self._kept = error
         return True
 
-    def foresee(self) -> Poison | None:
+    def peek_error(self) -> Poison | None:
         """See `Port`."""
         if self._kept is not None:
             return self._kept if isinstance(self._kept, Poison) else None

@@ -171,7 +171,7 @@ class RecvPort:
         message.into = None
         return message.take()
 
-    def foresee(self) -> Poison | None:
+    def peek_error(self) -> Poison | None:
         """See `Port`."""
         error = self._message.error if self.poll() else None
         return error if isinstance(error, Poison) else None
@@ -230,7 +230,7 @@ class SlotRecvPort:
             raise self._lane.read_poison(self._slot)
         return self._view
 
-    def foresee(self) -> Poison | None:
+    def peek_error(self) -> Poison | None:
         """See `Port`."""
         if self._words[self._consumed] >= self._number or not self.poll():
             return None

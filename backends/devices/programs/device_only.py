@@ -139,7 +139,7 @@ class SealedBinder(DeviceBinder):
         """None among the ops: they are all at the program's begin and end."""
         gates, passages = super()._make_gates()
         assert self._tickets is not None, "several executions may be in flight"
-        gate, passage = self._tickets.gate(STREAMS)
+        gate, passage = self._tickets.acquire_and_release(STREAMS)
         self._gates = [*chain.from_iterable(gates.values()), gate]
         self._passages = [*chain.from_iterable(passages.values()), passage]
         return {}, {}

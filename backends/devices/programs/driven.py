@@ -116,7 +116,7 @@ class DrivenBinder(DeviceBinder):
         gates, passages = super()._make_gates()
         uses = {op.chan for op in self._program.ops if isinstance(op, Send | Recv | Collective)}
         if self._tickets is not None and not uses.isdisjoint(self._announcements):
-            gate, passage = self._tickets.gate(STREAMS)
+            gate, passage = self._tickets.acquire_and_release(STREAMS)
             follows = [instructions.follow(self._landed, queue) for queue in self._takers]
             gates.setdefault(self._first_work, []).extend([gate, *follows])
             passages.setdefault(self._last_work, []).append(passage)

@@ -1,6 +1,6 @@
 """Parts of a driven program that are recorded as graphs: what it computes between messages.
 
-Hosts announce messages one by one, and executions wait for each other at turnstiles, so neither is
+Hosts announce messages one by one, and executions wait for each other at locks, so neither is
 part of a graph. Of what stands among the instructions of a graph, waits for earlier executions go
 ahead of it, and all other bookkeeping comes behind. After a failure an execution goes on without
 graphs, instruction by instruction.

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from cg.backends.devices.programs.driven import Announcements, DrivenBinder
-from cg.backends.driven.ticket_locks import Tickets, Turnstiles
+from cg.backends.driven.ticket_locks import TicketLocks, Tickets
 from cg.backends.nccl.communicator import NcclCommunicator
 from cg.backends.nccl.pool import NcclPool
 from cg.backends.program.linked import LinkedProgram
@@ -30,7 +30,7 @@ def execute(world: ThreadWorld, module: Module, inputs: list[torch.Tensor]) -> F
         for id_, channel in module.channels.items()
     }
     linked = LinkedProgram(module, world.rank, {}, {}, dict.fromkeys(module.channels, streams))
-    tickets = Tickets(Turnstiles())
+    tickets = Tickets(TicketLocks())
     binder = DrivenBinder(linked, tickets, device=device, announcements=announcements)
     code = binder.bind()
     code.registers[:] = code.template
