@@ -1,4 +1,4 @@
-"""What tracing raises, with the user's line and the remedy in the message."""
+"""Errors of tracing, with the user's line and the remedy in the message."""
 
 from __future__ import annotations
 
@@ -90,3 +90,17 @@ def refusals_raised() -> Iterator[None]:
     if noted:
         note_refusal(noted[0])
         raise noted[0]
+
+
+def shorten(text: str, limit: int = 60) -> str:
+    """A text, cut where it is longer than `limit` characters."""
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+class Verbatim(str):
+    """Text that stands for a value in a message."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)

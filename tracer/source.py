@@ -1,4 +1,4 @@
-"""Finding the user's line: the innermost frame that is neither cg's, torch's nor Python's own."""
+"""Find the user's line: the innermost frame that is neither cg's, torch's nor Python's own."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NOT_THE_USERS = (
 
 @functools.cache
 def is_user_file(file: str) -> bool:
-    """Whether a file is neither part of cg, torch nor the standard library.
+    """True if a file is neither part of cg, torch nor the standard library.
 
     Installed packages other than those count as the user's: a line of transformers is a better
     answer than none.
@@ -45,17 +45,17 @@ def is_user_file(file: str) -> bool:
 
 @functools.cache
 def is_installed(file: str) -> bool:
-    """Whether a source file is of an installed package."""
+    """True if a source file is of an installed package."""
     return "site-packages" in file or "dist-packages" in file
 
 
 def is_own_file(file: str) -> bool:
-    """Whether a source file is the user's own, and of no installed package."""
+    """True if a source file is the user's own, and of no installed package."""
     return is_user_file(file) and not is_installed(file)
 
 
 def is_our_file(file: str) -> bool:
-    """Whether a file is part of cg."""
+    """True if a file is part of cg."""
     return file.startswith((*_OURS, _COMPILED))
 
 

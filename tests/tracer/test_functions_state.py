@@ -235,6 +235,11 @@ class Refused(nn.Module):
         self.hist.append(y)
         return y
 
+    def appends_once(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.hist:
+            self.hist.append(x * 2)
+        return x
+
     def keeps(self, x: torch.Tensor) -> torch.Tensor:
         self.last = x * 2
         return x
@@ -285,6 +290,7 @@ class Refused(nn.Module):
     [
         ("counts", "changes the attribute 'step' (from 0 to 1)", "self.step += 1"),
         ("appends", "attribute 'hist'", "def appends"),
+        ("appends_once", "stores a traced value in the attribute 'hist'", "def appends_once"),
         ("keeps", "stores a traced value in the attribute 'last'", "self.last = x * 2"),
         ("new_attribute", "attribute 'fresh' (from nothing to 1)", "self.fresh = getattr"),
         ("deletes", "attribute 'step' (from 0 to nothing)", "del self.step"),

@@ -140,8 +140,15 @@ def test_effects_of_a_bound_step(bench: Bench) -> None:
             self.best[f"{len(self.best)}"] = 1.0
             return x
 
+        def grows_its_class(self, x: Any) -> Any:
+            names = [name for name in vars(Trainer) if name.startswith("best_")]
+            setattr(Trainer, f"best_{len(names)}", 1.0)
+            return x
+
     trainer = Trainer()
     assert "'self.steps'" in refusal(bench, trainer.counts, X).reason
+    assert "'Trainer.best_1'" in refusal(bench, trainer.grows_its_class, X).reason
+    assert not hasattr(Trainer, "best_0")
     assert "'self.best.1'" in refusal(bench, trainer.grows, X).reason
     assert "'self.steps'" in refusal(bench, functools.partial(trainer.counts), X).reason
     assert (trainer.steps, trainer.best) == (0, {})
@@ -220,7 +227,13 @@ def test_values_that_would_stay_behind(bench: Bench) -> None:
             TABLE[4] = torch.arange(4)
         return x + TABLE[4]
 
+    def fills_slots(x: Any) -> Any:
+        slotted.steps = x.sum()
+        return x
+
+    slotted = Slotted()
     for step, path, line in (
+        (fills_slots, "slotted", "slotted.steps = x.sum()"),
         (appends, "kept", "kept.append(x.sum())"),
         (sets, "box.loss", "box.loss = x.sum()"),
         (remembers, "TABLE.4", "TABLE[4] = torch.arange(4)"),

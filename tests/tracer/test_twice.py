@@ -16,7 +16,7 @@ from torch import nn
 import cg
 from cg.tracer.errors import TraceError
 from cg.tracer.heap.snapshot import Snapshot
-from cg.tracer.methods.side_effects import Surroundings
+from cg.tracer.methods.side_effects import SideEffects
 from cg.tracer.methods.twice import HiddenState
 
 from . import hidden
@@ -294,7 +294,7 @@ def test_weights_come_back_whatever_happens(kind: type[BaseException]) -> None:
 def test_weights_come_back_where_the_restoring_is_interrupted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    restore, undo, raised = Snapshot.restore, Surroundings.undo, []
+    restore, undo, raised = Snapshot.restore, SideEffects.undo, []
 
     def interrupted(self: Any) -> None:
         if not raised:
@@ -307,7 +307,7 @@ def test_weights_come_back_where_the_restoring_is_interrupted(
         raise RuntimeError("undo")
 
     monkeypatch.setattr(Snapshot, "restore", interrupted)
-    monkeypatch.setattr(Surroundings, "undo", fails)
+    monkeypatch.setattr(SideEffects, "undo", fails)
     actor = nn.Linear(3, 3)
     weight = actor.weight
     with pytest.raises((KeyboardInterrupt, TraceError)):

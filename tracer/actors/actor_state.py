@@ -1,4 +1,4 @@
-"""Finding the state of an actor: every tensor that its attributes reach, and what holds each.
+"""Find the state of an actor: every tensor that its attributes reach, and what holds each.
 
 An actor is a `torch.nn.Module` or any other object. Its state is found by walking attributes,
 modules, lists, dicts, tuples and plain objects. What holds a tensor is remembered as a `Slot`, so
@@ -49,7 +49,7 @@ class Slot:
     path: str
 
     def get(self) -> Any:
-        """What is there now.
+        """Return what is there now.
 
         Raises:
             LookupError: nothing is.
@@ -86,7 +86,7 @@ class StateTensor:
 
     @property
     def is_trained(self) -> bool:
-        """Whether a backward accumulates into its `.grad`."""
+        """True if a backward accumulates into its `.grad`."""
         return self.tensor.requires_grad and self.tensor.is_leaf
 
 

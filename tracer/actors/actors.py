@@ -33,7 +33,7 @@ ELSEWHERE = _Elsewhere()
 
 
 class ActorHandle(NotAValue):
-    """What every rank has of an actor.
+    """The name of an actor on every rank: what a step calls.
 
     In a step, a method call is recorded, whatever the rank. Outside of steps it runs in plain
     Python, and only where the actor lives.
@@ -73,7 +73,7 @@ class ActorHandle(NotAValue):
 
     @property
     def is_local(self) -> bool:
-        """Whether this process holds the instance."""
+        """True if this process holds the instance."""
         return self._instance is not ELSEWHERE
 
     @property

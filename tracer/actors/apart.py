@@ -1,4 +1,4 @@
-"""State that actors of different ranks hold, and that one of them changes: an error.
+"""Refuse state that actors of different ranks hold and that one of them changes.
 
 In one process they would hold one thing. In several, each has a copy of its own, and nothing keeps
 the copies equal. What is only read stays equal. Traced functions are known to change a tensor, or
@@ -35,7 +35,7 @@ _TIED = (
 
 @dataclass(frozen=True)
 class _Done:
-    """What functions of an actor, of this step and earlier ones, do to what others hold as well."""
+    """Uses of shared state by the functions of an actor, in this step and earlier ones."""
 
     reads: frozenset[str]
     changes: dict[str, str]
@@ -43,7 +43,7 @@ class _Done:
     is_opaque: bool
 
     def uses(self, path: str) -> bool:
-        """Whether it uses what is there. An actor that only opaque methods use uses everything."""
+        """True if it uses what is there. An actor that only opaque methods use uses everything."""
         only_opaque = self.is_opaque and not self.is_traced
         return only_opaque or path in self.reads or path in self.changes
 
@@ -200,7 +200,7 @@ def _snapshot(value: Any) -> Snapshot:
 
 
 def _has_changed(value: Any, snapshot: Snapshot) -> bool:
-    """Whether it has; of an object's attributes, new ones may be what it has cached."""
+    """True if it has changed; new attributes of an object may be what it has cached."""
     changes = snapshot.changes()
     if isinstance(value, dict | list | set) or not hasattr(value, "__dict__"):
         return bool(changes)

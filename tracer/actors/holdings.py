@@ -1,4 +1,4 @@
-"""What actors hold: their memory and the objects that can change, each with its path.
+"""List what actors hold: their memory and the objects that can change, each with its path.
 
 Actors are compared by it. Where this process plays all ranks, it holds all actors. Where it does
 not, the owner of an actor compares it with what later actors of other ranks are made of, while both
@@ -22,7 +22,7 @@ from .actor_state import ActorState, reach
 
 @dataclass
 class Holding:
-    """What an actor, or anything else, holds at one moment.
+    """Memory and objects that an actor, or anything else, holds at one moment.
 
     Attributes:
         memory: for each piece of memory, the tensors that it is of, by path.
@@ -39,7 +39,7 @@ class Holding:
 
     @staticmethod
     def of(state: ActorState) -> Holding:
-        """What a walk has found."""
+        """Sort what a walk has found."""
         holding = Holding()
         for held in state.tensors:
             holding.values.setdefault(held.path, held.tensor)
@@ -67,12 +67,12 @@ class Holding:
 
 
 def _is_whole(value: Any) -> bool:
-    """Whether what is in an object is its own business."""
+    """True if what is in an object is its own business."""
     return isinstance(value, torch.nn.Module) or is_foreign(type(value))
 
 
 def _memory_keys(tensor: torch.Tensor) -> Iterator[Hashable]:
-    """What identifies the memory of a tensor and of its gradient."""
+    """Identify the memory of a tensor and of its gradient."""
     key = storage_key(tensor)
     yield ("tensor", id(tensor)) if key is None else ("storage", key)
     if key is not None and (address := tensor.untyped_storage().data_ptr()):
@@ -160,13 +160,13 @@ class Member:
     is_opaque: bool = False
 
     def at(self, path: str) -> Held:
-        """What it holds there."""
+        """Return what it holds there."""
         return Held(self.name, self.rank, self.made, self.order, path)
 
 
 @dataclass(frozen=True)
 class Shared:
-    """What an actor shares with another actor of its rank.
+    """Memory that an actor shares with another actor of its rank.
 
     Attributes:
         other: the other actor.
@@ -261,7 +261,7 @@ class Actors:
                     other.met.append((other.at(own), member.name, path))
 
     def holding(self, member: Member) -> Holding:
-        """What an actor holds now; of other actors of its rank whose handles it has, too."""
+        """Return what an actor holds now, and what others of its rank hold whose handle it has."""
 
         def behind(value: Any) -> tuple[Any, ...]:
             other = self._member_of(value)
@@ -271,7 +271,7 @@ class Actors:
 
 
 def _matches(things: Holding, holding: Holding) -> Iterator[tuple[str, str]]:
-    """What is in both, by its paths in both."""
+    """Find what is in both, by its paths in both."""
     for key in (*things.memory, *things.objects):
         path, own = things.path_of(key), holding.path_of(key)
         if path is not None and own is not None:

@@ -1,4 +1,4 @@
-"""What actors have in common, and what becomes of it.
+"""Find what actors share, and say what their functions do to it.
 
 Two actors of one rank may share a parameter (an optimizer beside its stage), a module, a list.
 Their calls then keep an order, as those of one actor do. Of traced functions it is known which
@@ -19,7 +19,7 @@ from .holdings import Actors, Held, Holding, Member, Shared, Use
 
 @dataclass
 class Sharing:
-    """What the actors of a world share, as far as this process knows.
+    """Things that the actors of a world share, as far as this process knows.
 
     Attributes:
         together: for each local actor, what it shares with others of its rank.
@@ -39,12 +39,12 @@ class Sharing:
 
 
 def plays_all(peers: Peers) -> bool:
-    """Whether this process plays all ranks."""
+    """True if this process plays all ranks."""
     return all(peers.plays(rank) for rank in range(peers.size))
 
 
 def find_sharing(actors: Actors, peers: Peers) -> Sharing:
-    """What the actors of a world share. Collective, where there are other processes."""
+    """Find what the actors of a world share. Collective, where there are other processes."""
     members = actors.local(peers)
     found = Sharing(members={m.name: m for m in members})
     found.holdings = {m.name: actors.holding(m) for m in members}
@@ -67,7 +67,7 @@ def _use(member: Member, holding: Holding) -> Use:
 
 
 def _common(holdings: dict[str, Holding]) -> Iterator[tuple[Hashable, list[str]]]:
-    """What several actors hold, with their names."""
+    """Return what several actors hold, with their names."""
     holders: dict[Hashable, list[str]] = {}
     for name, holding in holdings.items():
         for key in (*holding.memory, *holding.objects):
@@ -94,7 +94,7 @@ def _together(
 
 
 def _find_apart(found: Sharing, common: Iterable[tuple[Hashable, list[str]]]) -> None:
-    """What actors of different ranks hold, all of which this process has."""
+    """Find what actors of different ranks hold, where this process has all actors."""
     seen = set()
     for key, names in common:
         paths = [(name, found.holdings[name].path_of(key)) for name in names]
@@ -134,7 +134,7 @@ def shares_of(
     reads: Collection[int | None],
     changes: Collection[int | None],
 ) -> Shares:
-    """What a traced function does to state that its actor shares.
+    """Say what a traced function does to state that its actor shares.
 
     Args:
         shared: what the actor shares.

@@ -1,4 +1,4 @@
-"""Taking back what a step has done to an actor: copies of all its state, optimizers included."""
+"""Take back what a step has done to an actor, by copies of all its state, optimizers included."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from .subgraphs import (
 
 
 class Cut:
-    """What the backward takes from the forward.
+    """Nodes of the backward, and what they take from the forward.
 
     Args:
         joint: a joint graph that was traced with a derivative.
@@ -78,7 +78,7 @@ class Cut:
         return [n for n in joint.input_grads if n is not None] + [n for _, n in joint.state_grads]
 
     def base(self, node: fx.Node) -> fx.Node | None:
-        """What to save instead of a node, if it can be had from that without computing."""
+        """Return what to save instead of a node, if the node is a view of that."""
         if not self._views or node.op != "call_function":
             return None
         written = written_in_place(node)
@@ -88,7 +88,7 @@ class Cut:
         return first if is_view(node) and isinstance(first, fx.Node) else None
 
     def origin(self, node: fx.Node) -> fx.Node:
-        """What a node is a view of, or the node itself."""
+        """Return what a node is a view of, or the node itself."""
         while (base := self.base(node)) is not None:
             node = base
         return node
@@ -114,7 +114,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Part:
-    """What a piece of a backward is to hold. Nodes are those of the joint graph.
+    """Contents of a piece of a backward. Nodes are those of the joint graph.
 
     Attributes:
         nodes: the operators, in order.
@@ -220,7 +220,7 @@ def _with_zeros(
 def _aliases(
     values: Iterable[fx.Node], inputs: Sequence[fx.Node], first: int
 ) -> tuple[tuple[int, int], ...]:
-    """Which values share memory with which inputs; values are numbered from `first`."""
+    """Pair values with inputs whose memory they share; values are numbered from `first`."""
     return tuple(
         (first + i, j)
         for i, value in enumerate(values)

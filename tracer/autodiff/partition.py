@@ -12,7 +12,7 @@ from torch import fx
 
 from ..methods.joint import Joint
 from .backward import Cut, backward_piece, whole_backward
-from .split_backward import Halves, halve
+from .split_backward import SplitBackward, halve
 from .subgraphs import Builder, Piece, fake_of, live_nodes, memory_of, returned_values
 
 
@@ -30,7 +30,7 @@ class Split:
     forward: Piece
     backward: Piece
     saved: tuple[fx.Node, ...]
-    halves: Halves | None
+    halves: SplitBackward | None
 
 
 def split(joint: Joint, volatile: Collection[int] = (), recompute: bool = False) -> Split:

@@ -1,4 +1,4 @@
-"""Gradients that are matrix products, added to `.grad` by the product itself.
+"""Add gradients that are matrix products to `.grad` by the product itself.
 
 A product that is added to what is there needs no memory of its own, reads and writes that of the
 gradient once, and is rounded once instead of twice: in half precision the sum is nearer to the
@@ -31,7 +31,7 @@ class Product:
 
     @property
     def is_transposed(self) -> bool:
-        """Whether the gradient is the transpose of the product."""
+        """True if the gradient is the transpose of the product."""
         return len(self.nodes) % 2 == 0
 
 
@@ -62,7 +62,7 @@ def _product(gradient: fx.Node, parameter: torch.Tensor) -> Product | None:
 
 
 def is_expanded_for_products(node: fx.Node) -> bool:
-    """Whether a node expands a tensor that several products take, as the gradient of a sum is."""
+    """True if a node expands a tensor that several products take, as the gradient of a sum is."""
     if node.target is not _ATEN.expand.default:
         return False
     users = [user for user in node.users if user.target is not _ATEN.t.default]

@@ -1,4 +1,4 @@
-"""Cutting a backward in two: what an earlier stage waits for, and what may be put off.
+"""Cut a backward in two: what an earlier stage waits for, and what may be put off.
 
 The first half holds whatever the cotangents of inputs need. The second holds the rest of what the
 gradients of parameters need, and takes what it has in common with the first from that; nothing is
@@ -28,7 +28,7 @@ _MASKED: frozenset[object] = frozenset({torch.ops.aten.convolution_backward.defa
 
 
 @dataclass(frozen=True)
-class Halves:
+class SplitBackward:
     """A backward in two pieces.
 
     Attributes:
@@ -45,7 +45,7 @@ class Halves:
     left: tuple[fx.Node, ...]
 
 
-def halve(joint: Joint, cut: Cut, whole: Part, backward: Piece) -> Halves | None:
+def halve(joint: Joint, cut: Cut, whole: Part, backward: Piece) -> SplitBackward | None:
     """Cut a backward in two; None if nothing of it can be put off.
 
     Args:
@@ -56,7 +56,7 @@ def halve(joint: Joint, cut: Cut, whole: Part, backward: Piece) -> Halves | None
     """
     if not joint.wanted_inputs:
         kept = tuple(range(backward.inputs))
-        return Halves(None, backward, kept, ()) if backward.gradients else None
+        return SplitBackward(None, backward, kept, ()) if backward.gradients else None
     sides = _sides(joint, cut)
     if sides is None:
         return None
@@ -85,11 +85,13 @@ def halve(joint: Joint, cut: Cut, whole: Part, backward: Piece) -> Halves | None
         gradients=late,
         masks={n: _mask(n, sides.second) for n in sides.both},
     )
-    return Halves(backward_piece(joint, cut, first), backward_piece(joint, cut, second), kept, left)
+    return SplitBackward(
+        backward_piece(joint, cut, first), backward_piece(joint, cut, second), kept, left
+    )
 
 
 def _mask(node: fx.Node, side: set[fx.Node]) -> list[bool]:
-    """Which results of a masked operator are used on a side."""
+    """Return the results of a masked operator that are used on a side."""
     mask = node.args[-1]
     assert isinstance(mask, Sequence), "the last argument is the mask"
     used = {user.args[1] for user in node.users if user in side}
@@ -127,7 +129,7 @@ def _sides(joint: Joint, cut: Cut) -> _Sides | None:
 
 
 def _ancestors(roots: Iterable[fx.Node], body: set[fx.Node], stop: set[fx.Node]) -> set[fx.Node]:
-    """What `roots` need of `body`, less `stop`, but with masked operators that are in `stop`."""
+    """Return what `roots` need of `body`, less `stop` but for masked operators."""
     found: set[fx.Node] = set()
     pending = [n for n in roots if n in body and n not in stop]
     while pending:
@@ -177,7 +179,7 @@ def _mere_views(node: fx.Node, body: set[fx.Node], first: set[fx.Node]) -> list[
 
 
 def _written_memory(body: Sequence[fx.Node]) -> set[int | None] | None:
-    """What the nodes write to in place; None if it is not all theirs, or they do other things."""
+    """Return what the nodes write to in place; None if it is not all theirs, or they do more."""
     written: set[int | None] = set()
     own: set[int | None] = set()
     for node in body:
@@ -193,7 +195,7 @@ def _written_memory(body: Sequence[fx.Node]) -> set[int | None] | None:
 
 
 def _writes(node: fx.Node) -> set[int | None]:
-    """What an operator writes to in place."""
+    """Return what an operator writes to in place."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
         return set()

@@ -87,7 +87,7 @@ class Piece:
 
 
 def results(graph: fx.Graph) -> Sequence[fx.Node]:
-    """What a piece's graph gives."""
+    """Return what a piece's graph gives."""
     (values,) = graph.output_node().args
     assert isinstance(values, (tuple, list))
     return values  # type: ignore[return-value]
@@ -125,7 +125,7 @@ def simplify(graph: fx.Graph) -> None:
 
 
 def _transposed_twice(node: fx.Node) -> object:
-    """What a transpose of a transpose is a transpose of, or None."""
+    """Return the tensor of which a node is the transpose of a transpose; None if of none."""
     inner = node.args[0] if node.target in _TRANSPOSES else None
     if isinstance(inner, fx.Node) and inner.target is node.target:
         return inner.args[0] if inner.args[1:] == node.args[1:] else None
@@ -133,7 +133,7 @@ def _transposed_twice(node: fx.Node) -> object:
 
 
 def reshapes_in_place(graph: fx.Graph) -> bool:
-    """Whether an operator changes the shape or strides of a tensor in place."""
+    """True if an operator changes the shape or strides of a tensor in place."""
     return any(_name(node.target) in _RESHAPING_IN_PLACE for node in graph.nodes)
 
 
@@ -160,7 +160,7 @@ def _drop_running_statistics(node: fx.Node) -> None:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a node gives another view of its first argument, and nothing else goes in.
+    """True if a node gives another view of its first argument, and nothing else goes in.
 
     A view that is one of several results (`split`) counts with its `getitem`.
     """
@@ -208,7 +208,7 @@ def live_nodes(graph: fx.Graph, roots: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def has_effect(node: fx.Node) -> bool:
-    """Whether a node does something besides computing its value."""
+    """True if a node does something besides computing its value."""
     if node.op != "call_function":
         return False
     target = node.target

@@ -1,4 +1,4 @@
-"""The calls of a step through which gradients flow, and which of them a loss reaches."""
+"""Tape: the calls of a step through which gradients flow, and those that a loss reaches."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Reached:
 
 @dataclass(eq=False, slots=True)
 class Tape:
-    """What has been recorded, in order; as autograd's graph, it holds what requires gradients."""
+    """Record, in order, the ops through which gradients flow, as autograd's graph does."""
 
     _entries: list[Entry] = field(default_factory=list)
     _makers: dict[Value, int] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class Tape:
 
     @property
     def is_cut(self) -> bool:
-        """Whether any value lacks a gradient that plain Python would give it."""
+        """True if any value lacks a gradient that plain Python would give it."""
         return bool(self._cuts)
 
     def cut(self, op: Op, starts: bool = False) -> None:
@@ -74,7 +74,7 @@ class Tape:
 
     @property
     def is_untold(self) -> bool:
-        """Whether any value may lack a gradient, which only the run of an opaque call can tell."""
+        """True if any value may lack a gradient, which only the run of an opaque call can tell."""
         return bool(self._untold)
 
     def leave_untold(self, op: Op, source: Callee | None = None) -> None:
@@ -116,7 +116,7 @@ class Tape:
         return None if index is None else self._entries[index]
 
     def reach(self, losses: list[Value]) -> tuple[list[Entry], list[Reached], list[Value]]:
-        """What a backward from the losses goes through.
+        """Find what a backward from the losses goes through.
 
         Returns:
             All entries and, of these, the calls with exact masks, both latest first; and the

@@ -1,4 +1,4 @@
-"""Noticing that state has changed between a forward and its backward, where only the run can tell.
+"""Notice state that changes between a forward and its backward, where only the run can tell.
 
 A backward looks parameters up where they live. A call of unknown effect in between, such as an
 optimizer's step, may have changed them; the gradient would then be one of nothing that was ever

@@ -1,4 +1,4 @@
-"""Making a piece of a graph fit to be compiled as a whole.
+"""Make a piece of a graph fit to be compiled as a whole.
 
 A gradient that is a matrix product is not computed by the compiled graph, which gives the factors
 instead; see `products`.
@@ -17,7 +17,7 @@ from ..autodiff.subgraphs import Piece, fake_of, results
 
 @dataclass(frozen=True)
 class Fusible:
-    """What a compiler gets of a piece.
+    """Input of a compiler for a piece.
 
     Attributes:
         module: the graph; its placeholders are the piece's.

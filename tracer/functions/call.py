@@ -146,5 +146,5 @@ def value_leaves(tree: Tree) -> tuple[TensorSpec | ObjectSpec, ...]:
 
 
 def requires_grad(spec: TensorSpec | ObjectSpec) -> bool:
-    """Whether gradients flow through a value."""
+    """True if gradients flow through a value."""
     return isinstance(spec, TensorSpec) and spec.requires_grad

@@ -33,7 +33,7 @@ P = TypeVar("P")
 
 @dataclass(frozen=True)
 class Subject:
-    """What is to be traced, as all ranks see it.
+    """A function to be traced, as all ranks see it.
 
     Attributes:
         target: what to trace; None if another process plays the actor.
@@ -48,7 +48,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class _Public:
-    """What every rank learns of a traced function; `skeleton` is the pytree of its results."""
+    """Public part of a traced function; `skeleton` is the pytree of its results."""
 
     declaration: Function
     leaves: tuple[Leaf, ...]
@@ -206,7 +206,7 @@ def agree(
 
 
 def _unpacked(content: bytes) -> Any:
-    """What `_packed` has packed, without torch's warnings about how its own tree specs load."""
+    """Unpack what `_packed` has packed, without torch's warnings about how its tree specs load."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         return pickle.loads(content)

@@ -1,4 +1,4 @@
-"""Which effect a traced function has on its actor, given what other functions of the step do.
+"""Find the effect of a traced function on its actor, given what other functions of the step do.
 
 An UPDATE may overtake backwards, so the state that it changes must be none that a backward reads.
 Functions are traced one after the other. Of two that share state, a backward that comes second is
@@ -19,7 +19,7 @@ from .interface import Write
 
 
 class Effects:
-    """The state, by memory, that the functions of a step have been seen to use so far.
+    """Memory that the functions of a step have been seen to use so far.
 
     Actors may share memory, so this is of all of them.
     """

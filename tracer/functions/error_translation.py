@@ -1,4 +1,4 @@
-"""Turning what goes wrong inside a traced call into an error that names the user's line."""
+"""Turn what goes wrong inside a traced call into an error that names the user's line."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SHAPE_OPS = {
 }
 
 _NESTED = "using FX to symbolically trace a dynamo-optimized function"
-"""What torch says where `make_fx` comes upon a function of `torch.compile`."""
+"""Message of torch where `make_fx` comes upon a function of `torch.compile`."""
 
 _OR_OPAQUE = "or mark the method with @cg.opaque to call it as it is"
 _KNOWN: tuple[tuple[str, str, str], ...] = (
@@ -70,7 +70,7 @@ _KNOWN: tuple[tuple[str, str, str], ...] = (
         'a model of transformers, experts_implementation="batched_mm" in its configuration',
     ),
 )
-"""What torch says, what it means ("": as it says), and what to do."""
+"""Messages of torch, what each means ("": as it says), and what to do."""
 
 
 def best_location(places: Iterable[tuple[CodeType, int]]) -> tuple[Location | None, str]:

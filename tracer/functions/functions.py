@@ -1,4 +1,4 @@
-"""The function half of the tracer: from what a step calls to declarations and bodies.
+"""Trace the functions that a step calls, to declarations and bodies.
 
 A method is traced to a graph with the actor's state lifted out; one that is marked opaque, that
 takes an object, or that works on gradients (an optimizer, `.grad`, `.backward()`), is called as it
@@ -23,21 +23,21 @@ from ..actors.actor_state import ActorState, StateTensor, collect
 from ..actors.holdings import Shared
 from ..actors.sharing import shares_of, shares_of_opaque
 from ..autodiff.partition import forward_piece, split
-from ..autodiff.split_backward import Halves
+from ..autodiff.split_backward import SplitBackward
 from ..autodiff.subgraphs import Piece, fake_of, sharing
-from ..autodiff.version_counters import CHANGE_AFTER, changed_between, with_versions
+from ..autodiff.version_counters import with_versions
 from ..codegen.codegen import make_body
 from ..errors import TraceError
-from ..guards.staleness import build_guard
+from ..guards.guard import build_guard
 from ..intrinsics.opaque import OpaqueMark, opaque_mark
-from ..methods.dispatch_modes import storage_key
 from ..methods.flops import count_flops
 from ..methods.joint import Joint, Wanted
 from ..methods.twice import refuse_hidden_state, settled
-from ..methods.watch import RunAsIs
+from ..methods.watch import UsesGradients
 from ..step.binding import check_arguments, innermost
 from ..step.specs import ObjectSpec, Tree, ir_dtype
 from .call import Call, given_objects
+from .derivatives import no_derivative, refuse_history, refuse_hooks, refuse_remat, refuse_written
 from .effects import Effects, memory_of, replaced_state, written_state
 from .interface import MethodTarget, Target, TracedFunction, TracedHalf, TracedVjp, Write
 from .opaque_calls import opaque_body, opaque_results, strictly
@@ -85,12 +85,12 @@ class Functions:
         call = self._call(target, function, signature, loc)
         try:
             call, joint = settled(call)
-        except RunAsIs:
+        except UsesGradients:
             return self._opaque(target, function, OpaqueMark(), signature, name, loc)
         if isinstance(target, MethodTarget):
             refuse_hidden_state(call, joint)
         piece = forward_piece(joint)
-        _refuse_history(call, piece)
+        refuse_history(call, piece)
         declaration = self._declare(target, call, joint, piece, name)
         guard = None
         if isinstance(target, MethodTarget):
@@ -137,16 +137,16 @@ class Functions:
         function = _function_of(target, loc)
         call = self._call(target, function, signature, loc)
         if opaque_mark(function) is not None:
-            raise _no_derivative(call)
-        _refuse_hooks(call)
+            raise no_derivative(call)
+        refuse_hooks(call)
         call, joint = settled(call, Wanted(grad_outputs, grad_inputs))
         remat = isinstance(target, MethodTarget) and target.remat
         if remat:
-            _refuse_remat(call, joint)
+            refuse_remat(call, joint)
         effects = self._effects_on(target)
         parts = split(joint, effects.volatile(joint) | effects.replaced(joint, between), remat)
-        _refuse_history(call, parts.forward)
-        _refuse_written(call, parts.backward, effects, between)
+        refuse_history(call, parts.forward)
+        refuse_written(call, parts.backward, effects, between)
         forward = self._declare(target, call, joint, parts.forward, f"{name}.forward", parts.saved)
         backward = Function(
             f"{name}.backward",
@@ -226,7 +226,7 @@ class Functions:
         )
 
     def _effects_on(self, target: Target) -> Effects:
-        """What is known of actors; of a function of values alone, nothing needs to be."""
+        """Return what is known of actors; of a function of values alone, nothing needs to be."""
         return self._effects if isinstance(target, MethodTarget) else Effects()
 
     def _opaque(
@@ -333,7 +333,7 @@ def _memory(state: Iterable[StateTensor]) -> set[int | None]:
 def _trace_halves(
     target: Target,
     vjp: Vjp,
-    halves: Halves,
+    halves: SplitBackward,
     backward: Function,
     joint: Joint,
     effects: Effects,
@@ -364,60 +364,3 @@ def _trace_halves(
         TracedHalf(_with_shares(f, target, piece), make_body(piece, f.name)) for f, piece in pieces
     )
     return replace(vjp, input=input_.name, weight=weight.name, kept=halves.kept), made
-
-
-def _refuse_remat(call: Call, joint: Joint) -> None:
-    if joint.recorder.draws:
-        does = "draws random numbers, which would not be the same again"
-    elif joint.written or joint.rebinds:
-        does = "changes the actor's state, which would happen twice"
-    else:
-        return
-    raise TraceError(
-        f"{call.what} cannot be computed again in the backward: it {does}",
-        loc=call.loc,
-        remedy="call it without cg.remat, or move that part into a method of its own",
-    )
-
-
-def _no_derivative(call: Call) -> TraceError:
-    return TraceError(
-        f"{call.what} is opaque, so it has no derivative, but a loss depends on its result",
-        loc=call.loc,
-        remedy="remove @cg.opaque, so that the method is traced; or detach its result",
-    )
-
-
-def _refuse_history(call: Call, piece: Piece) -> None:
-    for state in piece.state:
-        if state.tensor.requires_grad and not state.tensor.is_leaf:
-            raise TraceError(
-                f"{call.what} cannot be traced: it uses '{state.path}', which carries gradient "
-                "history from outside the step",
-                loc=call.blame,
-                remedy="keep x.detach() in the attribute, or an nn.Parameter",
-            )
-
-
-def _refuse_written(
-    call: Call, backward: Piece, effects: Effects, between: Sequence[Write]
-) -> None:
-    for write in between:
-        memory = effects.written_by(write)
-        paths = [f"'{s.path}'" for s in backward.state if storage_key(s.tensor) in memory]
-        if paths:
-            raise TraceError(
-                changed_between(call.what, paths, [write]), loc=call.loc, remedy=CHANGE_AFTER
-            )
-
-
-def _refuse_hooks(call: Call) -> None:
-    for state in call.state.tensors:
-        tensor = state.tensor
-        if state.is_trained and (tensor._backward_hooks or tensor._post_accumulate_grad_hooks):
-            raise TraceError(
-                f"{call.what} cannot be differentiated: '{state.path}' has a gradient hook, which "
-                "would see the gradient of each call instead of their sum",
-                loc=call.blame,
-                remedy="do the hook's work in the method that uses the optimizer",
-            )

@@ -1,4 +1,4 @@
-"""What the two halves of the tracer say to each other.
+"""Interface of the two halves of the tracer: steps, and the functions that they call.
 
 The step tracer (`step.py`) records calls; the function tracer (`functions.py`) turns what is
 called into declarations and bodies. A target says what is called.
@@ -26,7 +26,7 @@ Guard = Callable[[], str | None]
 
 
 class Peers(Protocol):
-    """What the tracer needs of the world: who plays which rank, and how all hear of something."""
+    """The world as the tracer needs it: who plays which rank, and how all hear of something."""
 
     @property
     def rank(self) -> int: ...

@@ -11,7 +11,7 @@ import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...ir.location import Location
-from ..errors import TraceError
+from ..errors import TraceError, Verbatim
 from ..intrinsics.opaque import OpaqueMark
 from ..step.inputs import show_type
 from ..step.specs import Leaf, ObjectSpec, TensorSpec, Tree, filler, result_spec
@@ -26,7 +26,7 @@ def opaque_results(
     loc: Location | None,
     device: torch.device,
 ) -> Tree:
-    """What an opaque call returns, as its mark says.
+    """Describe what an opaque call returns, as its mark says.
 
     Raises:
         TraceError: the mark's `fake` fails, or returns a tensor that is not fake.
@@ -169,7 +169,7 @@ def _caller(function: Callable[..., Any], signature: Tree) -> Callable[[tuple[An
 
 
 def _is_flat(signature: Tree) -> bool:
-    """Whether the values are the positional arguments, and there are no others."""
+    """True if the values are the positional arguments, and there are no others."""
     args, kwargs = pytree.tree_unflatten(range(len(signature.leaves)), signature.spec)
     flat = not kwargs and all(type(i) is int for i in args)
     return flat and len(signature.values) == len(signature.leaves)
@@ -206,25 +206,16 @@ def _is_promised(value: Any, leaf: Leaf) -> bool:
     )
 
 
-class _Outline(str):
-    """Stands for a value in a structure that is printed."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
-def _outline(value: Any) -> _Outline:
+def _outline(value: Any) -> Verbatim:
     if isinstance(value, torch.Tensor):
-        return _Outline(show_type(value.dtype, value.shape))
-    return _Outline("None" if value is None else type(value).__name__)
+        return Verbatim(show_type(value.dtype, value.shape))
+    return Verbatim("None" if value is None else type(value).__name__)
 
 
-def _promise(leaf: Leaf) -> _Outline:
+def _promise(leaf: Leaf) -> Verbatim:
     if isinstance(leaf, TensorSpec):
-        return _Outline(show_type(leaf.dtype, leaf.shape))
-    return _Outline("object")
+        return Verbatim(show_type(leaf.dtype, leaf.shape))
+    return Verbatim("object")
 
 
 def _plain(value: torch.Tensor, what: str) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What a trace relied on, as flat lists of identities that C code compares in every execution.
+"""Compare what a trace relied on, as flat lists of identities, in C in every execution.
 
 Equal values may be other objects. So where identities differ, somebody has to look closer; where
 they do not, nothing has changed.
@@ -15,11 +15,11 @@ from ..heap.snapshot import MISSING
 
 
 class Flat:
-    """What pictures have seen, as lists whose comparison spends its time in C.
+    """Values of all nodes, as lists whose comparison spends its time in C.
 
     Attributes:
-        tensors: holder and key of each tensor, by the number of its picture.
-        met: pairs of picture and value that are in the lists.
+        tensors: holder and key of each tensor, by the number of its node.
+        met: pairs of node and value that are in the lists.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class Flat:
             self._sizes.append(len(container))
 
     def many(self, read: Callable[[], Iterable[Any]]) -> None:
-        """What `read` gives are the very objects that it gives now, as many of them or more."""
+        """Note that `read` gives the very objects that it gives now, as many of them or more."""
         self._many.append((read, list(read())))
 
     def members(self, content: Any) -> None:
@@ -85,7 +85,7 @@ class Flat:
         self._digests.append((value, make, digest))
 
     def holds(self) -> bool:
-        """Whether everything is as it was, as far as identities say.
+        """True if everything is as it was, as far as identities say.
 
         Raises:
             LookupError, and whatever values raise that are of another type now.

@@ -1,4 +1,4 @@
-"""Checks of what opaque methods do in an execution, for which there is no trace to look at.
+"""Check in every execution what opaque methods do, for which there is no trace to look at.
 
 What a trace relies on is compared before each execution. A call of an opaque method may change it
 after that, so traced methods that follow one, of the same actor or of one that shares state with

@@ -81,19 +81,19 @@ _OWN_ROOMS = tuple(
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value says everything about itself, and is no class."""
+    """True if a value says everything about itself, and is no class."""
     return isinstance(value, SCALARS) and not isinstance(value, type)
 
 
 def is_walked(value: Any) -> bool:
-    """Whether an object's attributes count as those of what holds it."""
+    """True if an object's attributes count as those of what holds it."""
     if isinstance(value, (torch.nn.Module, *_HOLDERS)):
         return True
     return isinstance(getattr(value, "__dict__", None), dict) and is_of_model(value)
 
 
 def is_of_model(value: Any) -> bool:
-    """Whether an object is of a class that the user, or a library of models, has written."""
+    """True if an object is of a class that the user, or a library of models, has written."""
     module = type(value).__module__ + "."
     root = module.partition(".")[0]
     return (
@@ -104,7 +104,7 @@ def is_of_model(value: Any) -> bool:
 
 
 def is_foreign(cls: type) -> bool:
-    """Whether a class is of an installed package, or of Python itself."""
+    """True if a class is of an installed package, or of Python itself."""
     root = cls.__module__.partition(".")[0]
     file = getattr(sys.modules.get(cls.__module__), "__file__", None) or ""
     return root in ("torch", "numpy", _PACKAGE) or (
@@ -113,19 +113,19 @@ def is_foreign(cls: type) -> bool:
 
 
 def is_stateful(value: Any) -> bool:
-    """Whether a value is an array or a generator that is small enough to be copied."""
+    """True if a value is an array or a generator that is small enough to be copied."""
     if isinstance(value, np.ndarray):
         return value.nbytes <= _LARGE
     return isinstance(value, _STATEFUL)
 
 
 def is_used_up(value: Any) -> bool:
-    """Whether a value changes by being used: an iterator, a generator, a file."""
+    """True if a value changes by being used: an iterator, a generator, a file."""
     return isinstance(value, collections.abc.Iterator)
 
 
 def is_cache(value: Any) -> bool:
-    """Whether a function remembers results, as by `functools.lru_cache`."""
+    """True if a function remembers results, as by `functools.lru_cache`."""
     return (
         inspect.isroutine(getattr(value, "cache_clear", None))
         and inspect.isroutine(getattr(value, "cache_info", None))
@@ -134,7 +134,7 @@ def is_cache(value: Any) -> bool:
 
 
 def has_slots(value: Any) -> bool:
-    """Whether a value keeps its attributes in slots, and has no `__dict__`."""
+    """True if a value keeps its attributes in slots, and has no `__dict__`."""
     return not hasattr(value, "__dict__") and bool(_slot_names(type(value)))
 
 

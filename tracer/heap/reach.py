@@ -49,7 +49,7 @@ _LARGE = 100_000
 
 @dataclass(eq=False, slots=True)
 class Reach:
-    """What can change of what a function refers to.
+    """State that a function refers to, and that can change.
 
     Attributes:
         variables: variables of closures, names of modules and classes, with their paths.
@@ -66,7 +66,7 @@ class Reach:
     trainers: list[str] = field(default_factory=list)
 
     def snapshot(self) -> Snapshot:
-        """What all of it holds now."""
+        """Copy what all of it holds now."""
         return Snapshot((*self.variables, *self.containers, *self.others), self.caches)
 
 
@@ -288,7 +288,7 @@ def _defaults_of(function: Any) -> list[Any]:
 
 
 def has_fake(value: Any, depth: int = _NEAR) -> bool:
-    """Whether a value is a fake tensor, or a container with one."""
+    """True if a value is a fake tensor, or a container with one."""
     if isinstance(value, dict):
         value = value.values()
     elif not isinstance(value, (list, tuple, set, frozenset)):
@@ -297,7 +297,7 @@ def has_fake(value: Any, depth: int = _NEAR) -> bool:
 
 
 def reaches_tensor(value: Any, known: set[int]) -> bool:
-    """Whether a tensor can be reached from a value, not looking into what is `known` (by id).
+    """True if a tensor can be reached from a value, not looking into what is `known` (by id).
 
     What it has looked into is known from then on.
     """

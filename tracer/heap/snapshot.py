@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..errors import shorten
 from .kinds import CONTAINERS, SCALARS, has_slots, join, slots_of
 
 
@@ -73,13 +74,14 @@ class Change:
         return show(content)
 
     def watch(self) -> Callable[[], bool]:
-        """A function that says whether the place, or its container, has changed since this call."""
-        holder, key = self.holder, self.key
-        if isinstance(holder, (Names, type)):
-            before = _parts_of(holder).get(key, MISSING)
-            return lambda: not same(before, _parts_of(holder).get(key, MISSING))
-        now = Snapshot([(holder, "")])
-        return lambda: bool(now.changes())
+        """A function that says whether the place has changed since this call.
+
+        Of a part that was not there before, another may come: `table[len(table)] = x`.
+        """
+        now = Snapshot([(self.holder, "")])
+        if self.key is None or self.before is MISSING:
+            return lambda: bool(now.changes())
+        return lambda: any(change.key in (self.key, None) for change in now.changes())
 
 
 def show(value: Any) -> str:
@@ -88,12 +90,11 @@ def show(value: Any) -> str:
         return f"a tensor {value.dtype} {list(value.shape)}"
     if isinstance(value, (list, dict, set)):
         return f"a {type(value).__name__} of {len(value)}"
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."
+    return shorten(repr(value), 40)
 
 
 class Snapshot:
-    """What some values held at one moment.
+    """Copies of what some values held at one moment.
 
     Args:
         held: the values, each with the path that messages name.
@@ -106,7 +107,7 @@ class Snapshot:
         self._caches = [(cache, cache.cache_info().misses) for cache in caches]
 
     def changes(self) -> list[Change]:
-        """What has changed since."""
+        """Return what has changed since."""
         found: list[Change] = []
         for value, path, kind, copy in self._copies:
             now = kind.read(value)
@@ -163,7 +164,7 @@ class Kind:
     has_parts: bool = False
 
     def copy(self, value: Any) -> Any:
-        """What a value holds now, apart from it."""
+        """Return what a value holds now, apart from it."""
         content = self.read(value)
         if content is not value:
             return content
@@ -171,7 +172,7 @@ class Kind:
 
 
 def same(before: Any, after: Any) -> bool:
-    """Whether two values are one object, or alike: equal plain data in containers of one kind."""
+    """True if two values are one object, or alike: equal plain data in containers of one kind."""
     if before is after:
         return True
     if type(before) is not type(after):
@@ -262,7 +263,7 @@ def _put_part(holder: Any, key: Any, content: Any) -> None:
 
 
 def read_cell(cell: CellType) -> Any:
-    """What a variable of a closure is bound to; `MISSING` if to nothing."""
+    """Return what a variable of a closure is bound to; `MISSING` if to nothing."""
     try:
         return cell.cell_contents
     except ValueError:  # an empty cell

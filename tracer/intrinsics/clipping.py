@@ -1,4 +1,4 @@
-"""Clipping gradients by their norm over several actors.
+"""Clip gradients by their norm over several actors.
 
 The norm needs the gradients of all actors, and each actor's update needs the norm. So in a step the
 norm is where all ranks meet. A step that is traced to be optimistic assumes that nothing has to be
@@ -122,13 +122,13 @@ def _ids(tensors: Iterable[Tensor]) -> set[int]:
 
 
 def _changed(member: Member) -> set[int]:
-    """What traced functions of a local actor are known to change, or to add gradients to."""
+    """Return what traced functions of a local actor are known to change, or to add gradients to."""
     tensors = reach(member.held).tensors
     return _ids(state.tensor for state in tensors if state.path in member.changes)
 
 
 def _no_norms(actor: Any, norm_type: float, holders: Holders) -> Tensor:
-    """What `gradient_norms` returns, without elements."""
+    """Return what `gradient_norms` returns, without elements."""
     dtypes = [parameter.dtype for parameter in _trained(actor)] or [torch.float32]
     return torch.empty(len(dtypes), dtype=reduce(torch.promote_types, dtypes))
 

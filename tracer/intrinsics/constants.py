@@ -24,7 +24,7 @@ _FILLS: dict[str, float] = {"zeros": 0, "ones": 1}
 
 
 def is_random(name: str) -> bool:
-    """Whether a function makes tensors from nothing that differ from execution to execution."""
+    """True if a function makes tensors from nothing that differ from execution to execution."""
     return name in _RANDOM or name in _UNINITIALISED
 
 

@@ -135,7 +135,7 @@ def _spend(entry: Entry, op: Backward, loc: Location | None) -> None:
 
 @dataclass(frozen=True)
 class _Public:
-    """What every rank learns of a derivative."""
+    """Public part of a derivative: what every rank learns of it."""
 
     vjp: Vjp
     forward: Function
@@ -172,7 +172,7 @@ def _derive(session: Session, calls: list[Reached], loc: Location | None) -> Non
 
 
 def _key(session: Session, reached: Reached) -> tuple[VjpKey, tuple[Write, ...]]:
-    """What a derivative depends on, and the writes to its actor since the call."""
+    """Return what a derivative depends on, and the writes to its actor since the call."""
     actor = reached.callee.declaration.actor
     written = session.written.get(actor, []) if actor is not None else []
     first = bisect_right(written, reached.entry.at, key=lambda one: one[0])

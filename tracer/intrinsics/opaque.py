@@ -13,7 +13,7 @@ _MARK = "__cg_opaque__"
 
 @dataclass(frozen=True, slots=True)
 class OpaqueMark:
-    """What an opaque method returns, as far as its author has said.
+    """The mark of an opaque method, with what it returns as far as its author has said.
 
     Attributes:
         fake: takes the method's arguments (with `self`) as fake tensors and returns a pytree of

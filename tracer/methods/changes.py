@@ -1,4 +1,4 @@
-"""Judging what a traced call did to attributes: a rebound buffer is kept, the rest is suspicious.
+"""Judge what a traced call did to attributes: a rebound buffer is kept, the rest is suspicious.
 
 `self.ema = 0.9 * self.ema + 0.1 * x` gives an attribute a new tensor. That becomes an output of the
 graph which the body writes back. Any other change would happen once, while tracing. It is refused,
@@ -146,7 +146,7 @@ class _Judge:
         return Initialization(None if change.key is None else owner, change, self._refusal(change))
 
     def _normed(self, change: Change) -> str:
-        """What to do about `torch.nn.utils.weight_norm`, if it is behind a change."""
+        """Return what to do about `torch.nn.utils.weight_norm`, if it is behind a change."""
         owner = _owners(self.call.state).get(id(change.holder))
         obj = next((obj for obj, _ in self.call.state.objects if id(obj) == owner), None)
         if not isinstance(obj, torch.nn.Module):

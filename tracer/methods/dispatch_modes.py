@@ -1,4 +1,4 @@
-"""The modes that stand between a traced call and torch: they refuse what a graph cannot keep.
+"""Dispatch modes between a traced call and torch, which refuse what a graph cannot keep.
 
 `FunctionGuard` sees torch functions as the user writes them; `OpRecorder` sees every operator that
 reaches the graph. Together they turn each silent loss of tracing into an error with a line, and
@@ -28,8 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...ir.location import Location
 from ..errors import TraceError, note_refusal
 from ..functions.error_translation import OPAQUE_REMEDY, current_location
-from .journal import Journal
-from .watch import RunAsIs
+from .op_log import OpLog
+from .watch import UsesGradients
 
 BUFFER_REMEDY = (
     "register it as a buffer of the actor, keep it in an attribute, pass it as an argument, or "
@@ -46,7 +46,7 @@ def storage_key(tensor: torch.Tensor) -> int | None:
 
 
 def is_random(op: object, args: Any, kwargs: Any) -> bool:
-    """Whether a call of an operator draws from a random number generator.
+    """True if a call of an operator draws from a random number generator.
 
     Attention counts only if it drops something out. A backward does not draw: it is given what
     its forward has drawn.
@@ -88,7 +88,7 @@ _HIDDEN_WRITES: dict[str, tuple[str, ...]] = {
 
 
 def written_values(op: object, args: Any, kwargs: Any) -> Iterator[Any]:
-    """What a call of an operator writes to: tensors while tracing, nodes in a graph."""
+    """Return what a call of an operator writes to: tensors while tracing, nodes in a graph."""
     if not isinstance(op, torch._ops.OpOverload):
         return
     if op._schema.name in _HIDDEN_WRITES and not _is_training(op, args, kwargs):
@@ -103,7 +103,7 @@ def _is_training(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> bool:
 
 
 def writes_in_secret(op: object, args: Any, kwargs: Any) -> bool:
-    """Whether a call writes to an argument although its schema says that it does not."""
+    """True if a call writes to an argument although its schema says that it does not."""
     return (
         isinstance(op, torch._ops.OpOverload)
         and not op._schema.is_mutable
@@ -121,7 +121,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         state: storages of the actor's state.
         written: storages of the state that were written to.
         locations: the user's line of each node, by name.
-        journal: the operators of the forward, in order.
+        log: the operators of the forward, in order.
         draws: whether random numbers were drawn.
         secret: results of operators that write in secret; returning them keeps them alive.
         backward: whether the backward is being traced now.
@@ -134,14 +134,14 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         until: CodeType,
         inputs: dict[int | None, str],
         state: frozenset[int | None],
-        journal: Journal,
+        log: OpLog,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.what = what
         self.until = until
         self.inputs = inputs
         self.state = state
-        self.journal = journal
+        self.log = log
         self.written: set[int | None] = set()
         self.backward_writes: set[int | None] = set()
         self.locations: dict[str, Location] = {}
@@ -169,7 +169,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Lines take time, and those of a first run do for a second one, which makes no graph.
         location = None if nodes is None else self._location()
         if not self.backward:
-            self.journal.note(func, args, kwargs, location)
+            self.log.note(func, args, kwargs, location)
         before = 0 if nodes is None else len(nodes)
         try:
             result = func(*args, **kwargs)
@@ -244,7 +244,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 _LIFTS = frozenset({"aten::lift_fresh", "aten::lift_fresh_copy", "aten::lift"})
-"""What `torch.tensor([...])` does with the numbers it was given."""
+"""Operators that `torch.tensor([...])` applies to the numbers it was given."""
 
 
 def _nodes() -> Any:
@@ -284,7 +284,7 @@ class FunctionGuard(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func in _GRADIENT_WORK:
-            raise RunAsIs(f"it uses {_GRADIENT_WORK[func]}")
+            raise UsesGradients(f"it uses {_GRADIENT_WORK[func]}")
         if func == _T.data_ptr and sys._getframe(1).f_code.co_filename.startswith(_TORCH):
             return 0  # torch's own modules ask whether weights lie side by side
         if func in _REFUSED:

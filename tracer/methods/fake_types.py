@@ -1,4 +1,4 @@
-"""What `type(x)` says of a fake tensor, in the user's own files: the type of what it stands for.
+"""Let `type(x)` give, for a fake tensor in the user's files, the type of what it stands for.
 
 `type(x) is torch.Tensor` and `{nn.Parameter: ...}[type(p)]` must take the branch that they take
 when the step runs. A fake is of a class of its own, and nothing can change what `type` says of it.

@@ -1,4 +1,4 @@
-"""How many floating-point operations a graph does, as torch's flop counter counts them.
+"""Count the floating-point operations of a graph, as torch's flop counter does.
 
 Matrix products, convolutions and attention count, two operations for each multiply-add. All else
 is bound by memory, and counts for nothing.

@@ -1,4 +1,4 @@
-"""Running a call under make_fx: one graph of its forward and, on request, its backward.
+"""Run a call under make_fx: one graph of its forward and, on request, its backward.
 
 The state of the actor is replaced by fake tensors for the time of the trace, the call runs on
 fake inputs, and `torch.autograd.grad` inside the same trace records the backward. Whatever happens,
@@ -30,11 +30,11 @@ from ..step.specs import ObjectSpec, Static, TensorSpec, Tree, result_spec
 from .changes import Initialization, Rebind, sort_changes
 from .dispatch_modes import FunctionGuard, OpRecorder, storage_key
 from .fake_types import real_kinds
-from .journal import Journal
 from .module_paths import padded_rows_zeroed, without_fused_recurrence
+from .op_log import OpLog
 from .randomness import generator_watched, random_state_watched
-from .side_effects import Surroundings
-from .watch import RunAsIs, Watch
+from .side_effects import SideEffects
+from .watch import UsesGradients, Watch
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Joint:
-    """What a trace has found. Nodes are those of `owner.graph`, values are fakes.
+    """One graph of a call and its backward. Nodes are those of `owner.graph`, values are fakes.
 
     Attributes:
         owner: holds the graph and the constants that it refers to.
@@ -90,12 +90,12 @@ def trace_call(call: Call, wanted: Wanted | None = None) -> Joint:
 
     Raises:
         TraceError: it cannot be traced.
-        RunAsIs: it works on gradients and is to be called as it is.
+        UsesGradients: it works on gradients and is to be called as it is.
     """
     try:
         with random_state_watched(call.what, call.blame), refusals_raised():
             return _Run(call, wanted).trace()
-    except RunAsIs:
+    except UsesGradients:
         if wanted is None:
             raise
         raise _works_on_gradients(call) from None
@@ -103,12 +103,12 @@ def trace_call(call: Call, wanted: Wanted | None = None) -> Joint:
         raise _in_words(error, call) from error
 
 
-def run_call(call: Call) -> Journal:
+def run_call(call: Call) -> OpLog:
     """Run a call on fakes, as `trace_call` does, for the operators that it issues.
 
     Raises:
         TraceError: it cannot be traced.
-        RunAsIs: it works on gradients.
+        UsesGradients: it works on gradients.
     """
     try:
         with random_state_watched(call.what, call.blame):
@@ -149,8 +149,8 @@ class _Run:
         self.inputs = [self._fake_input(i, leaf, name) for i, (leaf, name) in enumerate(values)]
         named = {storage_key(t): name for t, (_, name) in zip(self.inputs, values, strict=True)}
         state = frozenset(map(storage_key, self.state))
-        journal = Journal([*self.state, *self.inputs])
-        self.recorder = OpRecorder(call.what, _call_user.__code__, named, state, journal)
+        log = OpLog([*self.state, *self.inputs])
+        self.recorder = OpRecorder(call.what, _call_user.__code__, named, state, log)
         self.watch = Watch(call.state, _call_user.__code__)
         self.results: Tree | None = None
         self.forward: frozenset[str] = frozenset()
@@ -166,13 +166,13 @@ class _Run:
             owner = make_fx(lambda s, i: self._traced(s, i))(self.state, self.inputs)
         return self._joint(owner)
 
-    def run(self) -> Journal:
+    def run(self) -> OpLog:
         """The call once more, without making a graph, in a third of the time."""
         with self._fakes_in_place(), disable_autocast_cache():
             self._traced(self.state, self.inputs)
         for change in self.initial:
             raise change.refusal()
-        return self.recorder.journal
+        return self.recorder.log
 
     @contextmanager
     def _fakes_in_place(self) -> Iterator[None]:
@@ -180,7 +180,7 @@ class _Run:
         state = self.call.state
         original = Snapshot(state.containers)
         contents = Snapshot(state.others)
-        surroundings = Surroundings(self.call.function, state)
+        surroundings = SideEffects(self.call.function, state)
         with ExitStack() as stack:
             # Interrupted half way, each of them is done once more: the weights must come back.
             for undo in (
@@ -246,7 +246,7 @@ class _Run:
     def _traced(
         self, state: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """What make_fx runs. Returns outputs, rebound state, gradients, and secret writers."""
+        """Run what make_fx traces; give outputs, rebound state, gradients and secret writers."""
         expected = Snapshot(self.call.state.containers)
         with _grad_mode(self.wanted is not None):
             with self.recorder, FunctionGuard(self.call.what, _call_user.__code__):
@@ -276,13 +276,13 @@ class _Run:
 
     def _note_results(self, outputs: Sequence[torch.Tensor]) -> None:
         assert self.results is not None
-        journal, tree = self.recorder.journal, self.results
-        journal.note_result("", (str(tree.spec), outputs))
+        log, tree = self.recorder.log, self.results
+        log.note_result("", (str(tree.spec), outputs))
         for leaf in tree.leaves:
             if isinstance(leaf, Static):
-                journal.note_result("", leaf.value)
+                log.note_result("", leaf.value)
         for rebind in self.rebinds:
-            journal.note_result(f"in '{rebind.slot.path}'", rebind.value)
+            log.note_result(f"in '{rebind.slot.path}'", rebind.value)
 
     def _check_state_metadata(self) -> None:
         for tensor, fake in zip(self.call.state.tensors, self.state, strict=True):

@@ -56,7 +56,7 @@ _SIGNATURE = inspect.signature(nn.TransformerEncoder.forward)
 
 
 def _is_fast(encoder: nn.TransformerEncoder, src: torch.Tensor) -> bool:
-    """Whether plain Python would pack the rows, but for the mask's values."""
+    """True if plain Python would pack the rows, but for the mask's values."""
     first: Any = encoder.layers[0]
     tensors = (src, *first.parameters())
     return (

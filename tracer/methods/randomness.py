@@ -1,4 +1,4 @@
-"""Refusing what a traced call does to random generators outside of its graph."""
+"""Refuse what a traced call does to random generators outside of its graph."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class _WatchedGenerator:
 
 
 def _called_by_torch() -> bool:
-    """Whether torch does it for itself, as `torch.utils.checkpoint` does."""
+    """True if torch does it for itself, as `torch.utils.checkpoint` does."""
     frame = sys._getframe(2)
     while frame.f_code.co_filename in _BETWEEN and frame.f_back is not None:
         frame = frame.f_back

@@ -28,8 +28,8 @@ _REMEDY = (
 )
 
 
-class Surroundings:
-    """What a function, and the classes of its actor, refer to at one moment.
+class SideEffects:
+    """State outside of an actor that a function, and the actor's classes, refer to at one moment.
 
     Of a function of an installed package, only traced values that it leaves behind are noticed:
     nobody but its authors could change what else it does.

@@ -1,4 +1,4 @@
-"""Running a traced call a second time: what is not the same then depends on hidden state.
+"""Run a traced call a second time: what is not the same then depends on hidden state.
 
 A generator, an iterator, a counter, the clock: whatever a method reads that changes by itself would
 be read once, while it is traced, and every execution would get what the trace has got. Nobody can
@@ -14,8 +14,8 @@ from ..actors.actor_state import collect
 from ..errors import TraceError
 from ..functions.call import Call
 from .joint import Joint, Wanted, run_call, trace_call
-from .journal import Journal
-from .watch import RunAsIs
+from .op_log import OpLog
+from .watch import UsesGradients
 
 _REMEDY = (
     "draw with torch functions, which a step seeds by itself; hand over what changes as an "
@@ -34,7 +34,7 @@ def settled(call: Call, wanted: Wanted | None = None) -> tuple[Call, Joint]:
 
     Raises:
         TraceError: it cannot be traced, or changes what a graph cannot change in every call.
-        RunAsIs: it works on gradients.
+        UsesGradients: it works on gradients.
     """
     joint = trace_call(call, wanted)
     if not joint.initial:
@@ -60,7 +60,7 @@ def _without_changes(call: Call, wanted: Wanted | None, first: Joint) -> Joint:
         second = trace_call(call, wanted)
     except TraceError as error:
         raise refusal() from error
-    found = first.recorder.journal.difference(second.recorder.journal)
+    found = first.recorder.log.difference(second.recorder.log)
     if second.initial or found is not None:
         raise refusal()
     return second
@@ -75,14 +75,14 @@ def refuse_hidden_state(call: Call, joint: Joint) -> None:
     Raises:
         TraceError: it does not.
     """
-    first = joint.recorder.journal
+    first = joint.recorder.log
     try:
         second = run_call(call)
         if first.difference(second) is None:
             return
         _compare(call, second, run_call(call))
         _compare(call, first, _trace_again(call))
-    except RunAsIs as why:
+    except UsesGradients as why:
         raise _refusal(call, f"{_NOT_TWICE} {why}", None) from None
     except HiddenState:
         raise
@@ -98,18 +98,18 @@ class HiddenState(TraceError):
     """A method depends on something that changes by itself."""
 
 
-def _compare(call: Call, first: Journal, second: Journal) -> None:
+def _compare(call: Call, first: OpLog, second: OpLog) -> None:
     found = first.difference(second)
     if found is not None:
         what, loc = found
         raise _refusal(call, f"run twice, it does not do the same: {what}", loc)
 
 
-def _trace_again(call: Call) -> Journal:
+def _trace_again(call: Call) -> OpLog:
     joint = trace_call(call)
     for change in joint.initial:
         raise change.refusal()
-    return joint.recorder.journal
+    return joint.recorder.log
 
 
 def _refusal(call: Call, how: str, loc: Location | None) -> HiddenState:

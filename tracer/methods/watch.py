@@ -1,4 +1,4 @@
-"""Watching an actor's attributes while a call is traced: what is read, what is written, where.
+"""Watch an actor's attributes while a call is traced: what is read, what is written, where.
 
 The class of every object notes each access for the time of the trace. So a guard covers exactly the
 attributes that the trace relied on, and an attribute that a traced method sets is reported with its
@@ -28,7 +28,7 @@ EVERYTHING = "__dict__"
 """Noted as read where code looks at all attributes at once (`vars(self)`)."""
 
 
-class RunAsIs(BaseException):
+class UsesGradients(BaseException):
     """Ends a trace: the call works on gradients, so it is to be called as it is.
 
     Not an `Exception`, so that no handler in the user's code takes it for a failure.
@@ -143,12 +143,12 @@ class Watch:
 
         def get_attribute(self: Any, name: str) -> Any:
             if id(self) in trainers and name != "__class__":
-                raise RunAsIs(f"it uses {cls.__name__}.{name}")
+                raise UsesGradients(f"it uses {cls.__name__}.{name}")
             return get(self, name)
 
         def set_attribute(self: Any, name: str, value: Any) -> None:
             if id(self) in trainers:
-                raise RunAsIs(f"it sets {cls.__name__}.{name}")
+                raise UsesGradients(f"it sets {cls.__name__}.{name}")
             put(self, name, value)
 
         return {"__getattribute__": get_attribute, "__setattr__": set_attribute}

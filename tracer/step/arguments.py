@@ -38,7 +38,7 @@ class Arguments:
 
     @property
     def values(self) -> list[TracedTensor | ObjectValue]:
-        """What the step's Python holds for the operands."""
+        """Return what the step's Python holds for the operands."""
         return [x for x in self.leaves if type(x) is TracedTensor or type(x) is ObjectValue]
 
     def signature(self) -> Tree:
@@ -147,7 +147,7 @@ def check_static(leaf: Any, what: str, loc: Location | None) -> None:
 
 
 def _parts(leaf: Any) -> list[Any]:
-    """What an object that is no pytree holds: its attributes, or what a function closes over."""
+    """Return the attributes of an object that is no pytree, or what a function closes over."""
     found = list(leaf) if isinstance(leaf, set | frozenset | ValuesView | ItemsView) else []
     if not isinstance(leaf, type | torch.nn.Module):
         found += vars(leaf).values() if hasattr(leaf, "__dict__") else ()

@@ -1,4 +1,4 @@
-"""Whether the arguments of a call fit its method: before anything runs, if that can be known."""
+"""Check that the arguments of a call fit its method, before anything runs where that is known."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def explain_misfit(error: Exception, call: Call) -> TraceError | None:
 
 
 def innermost(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What is below all decorators that say what they wrap, whatever they do with arguments."""
+    """Return what is below all decorators that say what they wrap."""
     while (below := _below(function)) is not function:
         function = below
     return function
@@ -111,7 +111,7 @@ def _refusal(
 
 
 def _taker(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What takes the arguments: below all that is known to pass them on as they are."""
+    """Return what takes the arguments: below all that is known to pass them on as they are."""
     while _passes_on(function):
         function = _below(function)
     return function
@@ -129,7 +129,7 @@ def _passes_on(function: Callable[..., Any]) -> bool:
 
 
 def _below(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What a function wraps, bound as it is; the function itself if it does not say."""
+    """Return what a function wraps, bound as it is; the function itself if it does not say."""
     if not isinstance(function, MethodType):
         plain: Callable[..., Any] = inspect.getattr_static(function, "__wrapped__", function)
         return plain

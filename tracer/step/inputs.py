@@ -14,6 +14,7 @@ from torch._C._dynamo.guards import TensorGuards
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from ...ir.types import Place
+from ..errors import shorten
 from .specs import Leaf, ObjectSpec, Static, TensorSpec, Tree, static_key
 from .torch_modes import AUTOCAST, AUTOCAST_REMEDY, default_device, default_dtype, is_autocast_on
 from .values import NotAValue, ObjectMarker
@@ -167,7 +168,7 @@ class InputSpec:
         return tuple(positional), {name: named[name] for name in example[1]}
 
     def _takes_from(self, leaf: torch.Tensor) -> bool:
-        """Whether a tensor may be on the device that it is on, which is not the host."""
+        """True if a tensor may be on the device that it is on, which is not the host."""
         return not (self.host_only or leaf.is_meta)
 
     def _misfit(self, index: int, leaf: Any) -> InputError:
@@ -175,7 +176,7 @@ class InputSpec:
         if isinstance(spec, Static):
             return InputError(
                 f"argument {name} of {self.step}() is static: it was {spec.value!r} when the step "
-                f"was traced and is {_shortened(leaf)} now; lower the step again for it"
+                f"was traced and is {shorten(repr(leaf))} now; lower the step again for it"
             )
         assert isinstance(spec, TensorSpec)
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad > spec.requires_grad:
@@ -192,7 +193,7 @@ class InputSpec:
         got = (
             show_type(leaf.dtype, leaf.shape)
             if isinstance(leaf, torch.Tensor)
-            else _shortened(leaf)
+            else shorten(repr(leaf))
         )
         if got == expected:
             why = f"and this rank works in the host's memory; pass {name}.cpu()"
@@ -218,7 +219,7 @@ _ATOMS = frozenset({int, float, bool, str, bytes, type(None), torch.dtype, Objec
 
 
 def signature_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """What decides whether one trace serves two calls of a step; hashable.
+    """Key by which one trace serves two calls of a step; hashable.
 
     Two calls have equal signatures if their arguments have the same structure, their tensors the
     same dtype, shape and `requires_grad`, and their other leaves equal values, if gradients are on
@@ -258,31 +259,31 @@ def static_argument(leaf: Any) -> Any:
             if is_dataclass(leaf):
                 raise InputError(_unregistered(leaf, "not hashable")) from None
             raise InputError(
-                f"a step takes {_shortened(leaf)} as an argument, which is neither a tensor nor "
+                f"a step takes {shorten(repr(leaf))} as an argument, which is neither a tensor nor "
                 "hashable, so it cannot be static; pass tensors, make it hashable (a frozen "
                 "dataclass, a tuple), or lower the step with cg.object in its place"
             ) from None
         if _may_change_unnoticed(leaf):
             raise InputError(
-                f"a step takes {_shortened(leaf)} as an argument, which is equal to itself however "
-                "it changes, so it cannot be static; pass what it holds, make it a frozen "
+                f"a step takes {shorten(repr(leaf))} as an argument, which is equal to itself "
+                "however it changes, so it cannot be static; pass what it holds, make it a frozen "
                 "dataclass, or lower the step with cg.object in its place"
             )
     return leaf
 
 
 def _unregistered(leaf: Any, problem: str) -> str:
-    """What is wrong with a dataclass that is a leaf, and what to do."""
+    """Say what is wrong with a dataclass that is a leaf, and what to do."""
     name = type(leaf).__name__
     return (
-        f"a step takes {_shortened(leaf)} as an argument, a dataclass that is {problem}, so it "
+        f"a step takes {shorten(repr(leaf))} as an argument, a dataclass that is {problem}, so it "
         f"cannot be static; call torch.export.register_dataclass({name}) once, and its fields are "
         "arguments, or lower the step with cg.object in its place"
     )
 
 
 def _holds_markers(leaf: Any) -> bool:
-    """Whether fields of a dataclass, or of one in it, stand for values of the step."""
+    """True if fields of a dataclass, or of one in it, stand for values of the step."""
     if isinstance(leaf, ObjectMarker | TensorSpec):
         return True
     if not is_dataclass(leaf) or isinstance(leaf, type):
@@ -292,7 +293,7 @@ def _holds_markers(leaf: Any) -> bool:
 
 
 def _may_change_unnoticed(leaf: Any) -> bool:
-    """Whether a value compares by identity and has attributes that can be set."""
+    """True if a value compares by identity and has attributes that can be set."""
     kind: Any = type(leaf)
     if kind.__hash__ is not object.__hash__ or isinstance(leaf, NotAValue | ModuleType):
         return False
@@ -359,7 +360,7 @@ def _collect(name: str, kind: Any, argument: Any, names: dict[int, str]) -> None
 
 
 def _part(entry: Any) -> Any:
-    """What a key of a path says: an index, a dictionary's key, or a field's name."""
+    """Return what a key of a path says: an index, a dictionary's key, or a field's name."""
     for attribute in ("key", "idx", "name"):
         if hasattr(entry, attribute):
             return getattr(entry, attribute)
@@ -369,8 +370,3 @@ def _part(entry: Any) -> Any:
 def show_type(dtype: torch.dtype, shape: Sequence[int]) -> str:
     """A dtype and a shape in words of torch: `float32[2,8]`."""
     return f"{str(dtype).removeprefix('torch.')}[{','.join(map(str, shape))}]"
-
-
-def _shortened(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

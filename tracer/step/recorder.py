@@ -96,7 +96,7 @@ def _intercept(
 
 
 def _has_values(tree: Any) -> bool:
-    """Whether a nest of containers holds a value of a step."""
+    """True if a nest of containers holds a value of a step."""
     if isinstance(tree, TracedTensor | ObjectValue):
         return True
     if isinstance(tree, dict):

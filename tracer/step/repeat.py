@@ -1,4 +1,4 @@
-"""Whether a step's Python does in every execution what it does while it is traced: it runs twice.
+"""Run a step's Python twice, to see that it does the same in every execution.
 
 A compiled step does not run its Python again. So what that changes outside of the step would happen
 once and never again, and what it takes from a counter, a clock or a generator would stay as it was.
@@ -31,7 +31,7 @@ from ..heap.snapshot import Change, Snapshot
 from ..source import is_own_file, traceback_location
 from .session import Session
 from .specs import Static, Tree
-from .values import Kept, ObjectValue, TracedTensor
+from .values import ObjectValue, StaleValue, TracedTensor
 
 _REMEDY = (
     "return from the step what is to be kept, pass as an argument what differs from call to call, "
@@ -109,7 +109,7 @@ def record_twice(
 
 
 class _Before:
-    """What a step refers to, and the shared generators, at one moment."""
+    """State that a step refers to, and the shared generators, at one moment."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         reach = reach_all(fn, _instance_of)
@@ -122,12 +122,12 @@ class _Before:
         return self._generators.changes()
 
     def changes(self) -> list[Change]:
-        """What else has changed since."""
+        """Return what else has changed since."""
         changes = self._snapshot.changes()
         return [c for c in changes if not (isinstance(c.key, str) and c.key.startswith("__"))]
 
     def is_of_trainer(self, path: str) -> bool:
-        """Whether an optimizer, a scheduler or the like holds what is at a path."""
+        """True if an optimizer, a scheduler or the like holds what is at a path."""
         return any(f"{path}.".startswith(f"{trainer}.") for trainer in self._trainers)
 
     def filled_caches(self) -> list[Any]:
@@ -190,7 +190,7 @@ class _Check:
         """The second trace, or what it raised."""
         try:
             return None, self.record(self.session.again())
-        except Kept as error:
+        except StaleValue as error:
             caches = self.before.filled_caches()
             if not caches:
                 return error, None

@@ -1,4 +1,4 @@
-"""The one object that describes a trace in progress, and how code inside the step finds it."""
+"""Hold a trace in progress, where code inside the step finds it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from .specs import ObjectSpec, TensorSpec
 from .torch_modes import Ambient
 from .values import (
     IN_A_METHOD,
-    Kept,
     ObjectValue,
+    StaleValue,
     Storage,
     Traced,
     TracedTensor,
@@ -155,7 +155,7 @@ class Session:
         return Value(self.value_names.fresh(base), type_)
 
     def hold(self, value: Value, spec: TensorSpec | ObjectSpec) -> TracedTensor | ObjectValue:
-        """What the step's Python holds for a value of the program."""
+        """Make what the step's Python holds for a value of the program."""
         self._values += 1
         traced = Traced(self, value, spec, self._values)
         if type(spec) is TensorSpec:
@@ -163,7 +163,7 @@ class Session:
         return ObjectValue(traced)
 
     def remedy_for_parts(self, value: Value) -> str:
-        """What to do for a part of an object that the step has."""
+        """Say what to do for a part of an object that the step has."""
         program = self.module.program
         if value in program.params:
             return (
@@ -181,7 +181,7 @@ class Session:
         return IN_A_METHOD
 
     def remedy_for_tensors(self, value: Value) -> str:
-        """What to do where an object stands for a tensor: the first call that has made one."""
+        """Say what to do where an object stands for a tensor: the first call that has made one."""
         makers = {result: op for op in self.module.program.ops for result in op.results}
         maker = makers.get(value)
         given: Value | None = value
@@ -204,7 +204,7 @@ class Session:
         traced.value, traced.spec, traced.order = value, spec, self._values
 
     def use(self, value: TracedTensor | ObjectValue) -> Traced:
-        """What the tracer knows of a value that the step is about to use.
+        """Return what the tracer knows of a value that the step is about to use.
 
         Must be called where torch functions are not intercepted.
 
@@ -214,7 +214,7 @@ class Session:
         traced = value.traced
         if traced.trace is not self:
             if traced.trace is self.first:
-                raise Kept(
+                raise StaleValue(
                     f"the step uses %{traced.value.name}, a value of an earlier trace of it, "
                     "which something has kept",
                     loc=caller_location(),
@@ -253,7 +253,7 @@ def current() -> Session | None:
 
 
 def is_tracing() -> bool:
-    """Whether a step is being traced right now."""
+    """True if a step is being traced right now."""
     return _CURRENT.get() is not None
 
 

@@ -1,4 +1,4 @@
-"""What a value looks like to the tracer: specs of leaves, and pytrees of them.
+"""Specs of values: types of tensors, objects and static leaves, and pytrees of them.
 
 A spec says everything that tracing may depend on. Two calls of one method with equal signatures
 share one trace.
@@ -52,7 +52,7 @@ class Static:
 
 
 def static_key(value: Any) -> tuple[Any, ...]:
-    """What equal static values have in common; hashable.
+    """Key that equal static values have in common; hashable.
 
     Values compare with their types. A float compares by its digits: `-0.0` is not `0.0`, and
     `nan` is `nan`. A slice compares by its parts. A value that is not hashable compares by
@@ -102,7 +102,7 @@ _Make = Callable[[Iterator[Any]], Any]
 
 
 def filler(tree: Tree) -> Fill:
-    """What `tree.fill` does, for who does it often.
+    """Return a fast `tree.fill`, for repeated use.
 
     Containers are looked up once, here; `tree_unflatten` looks them up each time, in microseconds.
     """
@@ -117,7 +117,7 @@ def filler(tree: Tree) -> Fill:
 
 
 def _holds_only_values(tree: Tree) -> bool:
-    """Whether nothing but values is in the outermost container."""
+    """True if nothing but values is in the outermost container."""
     return all(child.is_leaf() for child in tree.spec.children()) and not any(
         isinstance(leaf, Static) for leaf in tree.leaves
     )

@@ -214,7 +214,7 @@ def definition(fn: Callable[..., Any]) -> Location | None:
 
 
 def _separate(result: Any) -> Any:
-    """What the step returns, with a copy of a value where it returns that as several tensors.
+    """Copy a value that the step returns as several tensors; return what the step returns.
 
     A collective gives tensors that are one value, but that plain Python could write to one by one.
     """

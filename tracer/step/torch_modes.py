@@ -1,4 +1,4 @@
-"""What torch's own modes must be while a step is traced and when it runs: one trace, one state.
+"""Check torch's own modes while a step is traced and when it runs: one trace, one state.
 
 A trace bakes in the default dtype and the default device, and autocast does not reach into a
 compiled step. The gradient mode is part of each call's signature. What acts on kernels when they

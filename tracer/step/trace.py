@@ -16,7 +16,7 @@ from .specs import Fill, Tree, filler
 
 @dataclass(frozen=True)
 class OutputSpec:
-    """What a traced step returns.
+    """The results of a traced step.
 
     Attributes:
         tree: its pytree; the value leaves are the program's outputs.
@@ -31,13 +31,13 @@ class OutputSpec:
         object.__setattr__(self, "_fill", filler(self.tree))
 
     def rebuild(self, values: Sequence[Any]) -> Any:
-        """What the step's Python would have returned, from the program's outputs."""
+        """Make what the step's Python would have returned from the program's outputs."""
         return self._fill(values)
 
 
 @dataclass(frozen=True)
 class Given:
-    """What a function of a step is given beside values, as far as it is plain.
+    """Plain arguments of a function of a step, beside values.
 
     Attributes:
         function: its name in the module.

@@ -161,7 +161,7 @@ _LIBRARIES = (
 
 
 def library_ban(name: str) -> Ban | None:
-    """What to say of a torch function that a library which is named here has called.
+    """Say why a torch function cannot be used that a library named here has called.
 
     Args:
         name: the name of the function.
@@ -235,7 +235,7 @@ def _is_device(argument: Any) -> bool:
 
 
 def _updates_statistics(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a normalisation is given running statistics, and is training."""
+    """True if a normalisation is given running statistics, and is training."""
     given = (*args[1:5], kwargs.get("running_mean"), kwargs.get("running_var"))
     training = kwargs.get("training", kwargs.get("use_input_stats"))
     if training is None:

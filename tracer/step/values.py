@@ -1,4 +1,4 @@
-"""What a step's Python holds in place of values that exist only when the step runs.
+"""Stand-ins of a step's Python for values that exist only when the step runs.
 
 A tensor of the step is a `TracedTensor`: a real `torch.Tensor` subclass without storage, so that
 `isinstance` and shapes behave. An object is an `ObjectValue`. Both carry a `Traced`, which links
@@ -51,7 +51,7 @@ IN_A_METHOD = "do it in an actor's method that takes the object"
 
 @dataclass(eq=False, slots=True)
 class Storage:
-    """What is known of the memory that several values of the step may share when it runs.
+    """Memory that several values of the step may share when it runs.
 
     Attributes:
         members: the values that share it, as far as Python still holds them.
@@ -66,13 +66,13 @@ class Storage:
     writes: int = 0
 
     def others(self, value: TracedTensor) -> bool:
-        """Whether Python still holds another value that shares this memory."""
+        """True if Python still holds another value that shares this memory."""
         held = (member() for member in self.members)
         return any(other is not None and other is not value for other in held)
 
 
 class Recording(Protocol):
-    """What values need of the session that made them."""
+    """The session that made a value, as values need it."""
 
     def remedy_for_parts(self, value: Value) -> str: ...
     def remedy_for_tensors(self, value: Value) -> str: ...
@@ -80,7 +80,7 @@ class Recording(Protocol):
 
 @dataclass(eq=False, slots=True)
 class Traced:
-    """What the tracer knows of a value that the step's Python holds.
+    """Record of a value that the step's Python holds.
 
     Attributes:
         trace: the session that made it.
@@ -134,7 +134,7 @@ _REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined
 
 
 def is_consistent(tensor: TracedTensor) -> bool:
-    """Whether the tensor still says of its gradient what the trace says.
+    """True if the tensor still says of its gradient what the trace says.
 
     It does not if it came out of a `torch.autograd.Function`, which works on tensors behind the
     tracer's back. Must be called where torch functions are not intercepted.
@@ -160,14 +160,14 @@ def share(one: TracedTensor, other: TracedTensor) -> Storage:
 
 
 def storage_of(tensor: TracedTensor) -> Storage:
-    """What is known of a value's memory; from now on it is kept."""
+    """Return what is known of a value's memory; from now on it is kept."""
     traced = tensor.traced
     if traced.storage is None:
         traced.storage = Storage([weakref.ref(tensor)])
     return traced.storage
 
 
-class Kept(TraceError):
+class StaleValue(TraceError):
     """A step, traced a second time, comes upon a value of the first time."""
 
 

@@ -1,4 +1,4 @@
-"""The operators that a traced call has issued, in order: to compare one run of it with another."""
+"""Log the operators that a traced call issues, to compare one run of it with another."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class _Scalar:
         return str(self.key[-1])
 
 
-class Journal:
+class OpLog:
     """The operators of one run, with their arguments and the user's lines.
 
     Args:
@@ -89,7 +89,7 @@ class Journal:
             self._held.append(value)
         return _Number(number)
 
-    def difference(self, other: Journal) -> tuple[str, Location | None] | None:
+    def difference(self, other: OpLog) -> tuple[str, Location | None] | None:
         """The first entry that another run does not have, in words, with its line."""
         pairs = zip(self._entries, other._entries, self._lines, strict=False)
         for mine, theirs, loc in pairs:
@@ -98,7 +98,7 @@ class Journal:
         common = min(len(self._entries), len(other._entries))
         if len(self._entries) == len(other._entries):
             return None
-        longer = max(self, other, key=lambda journal: len(journal._entries))
+        longer = max(self, other, key=lambda log: len(log._entries))
         when = "at first only" if longer is self else "the second time only"
         return f"{longer._entries[common][0]} {when}", longer._lines[common]
 

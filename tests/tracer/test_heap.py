@@ -1,0 +1,104 @@
+"""Snapshots of Python state: each kind of state, changed, named and put back."""
+
+from __future__ import annotations
+
+import array
+import collections
+import random
+from collections.abc import Callable
+from types import CellType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cg.tracer.heap.reach import reach_all
+from cg.tracer.heap.snapshot import MISSING, Names, Snapshot
+
+
+class Slotted:
+    __slots__ = ("a", "b")
+
+    def __init__(self) -> None:
+        self.a = 1
+
+
+class Counter:
+    total = 0
+
+
+def _cell() -> CellType:
+    value = 1
+    assert (lambda: value).__closure__ is not None
+    return (lambda: value).__closure__[0]
+
+
+def _set_cell(cell: CellType) -> None:
+    cell.cell_contents = 2
+
+
+CASES: list[tuple[str, Callable[[], Any], Callable[[Any], Any], list[str]]] = [
+    ("dict", lambda: {"a": 1}, lambda d: d.update(a=2, b=3), ["x.a", "x.b"]),
+    ("list", lambda: [1, 2], lambda v: v.__setitem__(1, 3), ["x.1"]),
+    ("longer list", lambda: [1], lambda v: v.append(3), ["x"]),
+    ("set", lambda: {1}, lambda v: v.add(2), ["x"]),
+    ("deque", lambda: collections.deque([1]), lambda v: v.append(2), ["x"]),
+    ("cell", _cell, _set_cell, ["x"]),
+    ("names", lambda: Names({"a": 1, "c": 1}, ("a", "b")), lambda n: n.space.update(b=2), ["x.b"]),
+    ("class", lambda: type("C", (), {"a": 1}), lambda c: setattr(c, "b", 2), ["x.b"]),
+    ("slots", Slotted, lambda s: setattr(s, "b", 2), ["x"]),
+    ("array", lambda: np.zeros(2), lambda v: v.fill(1), ["x"]),
+    ("generator", lambda: np.random.default_rng(0), lambda v: v.random(), ["x"]),
+    ("old generator", lambda: np.random.RandomState(0), lambda v: v.rand(), ["x"]),
+    ("random", lambda: random.Random(0), lambda v: v.random(), ["x"]),
+    ("torch", torch.Generator, lambda v: v.manual_seed(5), ["x"]),
+    ("bytes", lambda: bytearray(2), lambda v: v.extend(b"a"), ["x"]),
+    ("numbers", lambda: array.array("i", [1]), lambda v: v.append(2), ["x"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "paths"), [c[1:] for c in CASES], ids=[c[0] for c in CASES]
+)
+def test_a_change_is_named_and_put_back(
+    make: Callable[[], Any], change: Callable[[Any], Any], paths: list[str]
+) -> None:
+    value = make()
+    before = Snapshot([(value, "x")])
+    assert before.changes() == []
+    change(value)
+    found = before.changes()
+    assert [each.path for each in found] == paths
+    for each in found:
+        each.put(each.before)
+    assert before.changes() == []
+    for each in found:
+        each.put(each.after)
+    assert [each.path for each in before.changes()] == paths
+    watches = [each.watch() for each in found]
+    assert not any(watch() for watch in watches)
+    before.restore()
+    assert before.changes() == []
+    assert all(watch() for watch in watches)
+
+
+def test_what_was_not_there_is_missing() -> None:
+    value: dict[str, int] = {}
+    before = Snapshot([(value, "x")])
+    value["a"] = 1
+    (found,) = before.changes()
+    assert (found.key, found.before, found.after) == ("a", MISSING, 1)
+    assert found.words() == "from nothing to 1"
+
+
+def test_a_walk_names_what_a_function_refers_to() -> None:
+    kept: list[Any] = [Counter()]
+
+    def step() -> Any:
+        Counter.total += 1
+        return kept
+
+    reach = reach_all(step, lambda value: None)
+    assert {path for _, path in reach.variables} >= {"kept", "Counter", ""}
+    assert {path for _, path in reach.containers} >= {"kept", "kept.0"}

@@ -1,0 +1,190 @@
+"""Guard a trace: notice changes of the actor that the trace did not foresee.
+
+Tracing bakes in what Python code reads: flags, sizes, which submodule comes next, and that an
+attribute is not there. The guard compares exactly what was read, with the types of objects and
+with the containers in which bodies look tensors up. It runs before every execution, so it compares
+identities in C, and looks closer only where these differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.nn.modules import module as modules
+
+from ..actors.actor_state import ActorState, StateTensor
+from ..errors import shorten
+from ..functions.interface import Guard
+from ..heap.snapshot import MISSING
+from .builder import GuardBuilder
+from .flat import Flat
+from .nodes import Comparison, Difference
+
+_AGAIN = "trace the step again (lower and compile it anew) to use the actor as it is now"
+_GLOBAL_HOOKS = {
+    name: value
+    for name, value in vars(modules).items()
+    if name.startswith("_global_") and isinstance(value, dict)
+}
+
+
+def build_guard(
+    state: ActorState,
+    reads: dict[int, set[str]],
+    used: Iterable[StateTensor],
+    who: str,
+    method: str,
+    given: Sequence[tuple[Any, str]] = (),
+) -> Guard | None:
+    """A guard over the attributes `reads` (by object id) and the tensors `used`.
+
+    It is called with the actor as it was traced: attributes at their own values.
+
+    Args:
+        who: the actor's class, for the message.
+        method: the actor's method, by name.
+        given: objects among the arguments, with their names.
+
+    Returns:
+        None if the trace relied on nothing.
+    """
+    tensors = list(used)
+    if not tensors and not any(reads.values()):
+        return None
+    reads[id(state.objects[0][0])].add(method)
+    return _Guard(state, reads, tensors, who, given).check
+
+
+class _Guard:
+    """State of an actor on which a trace relied."""
+
+    def __init__(
+        self,
+        state: ActorState,
+        reads: dict[int, set[str]],
+        used: Sequence[StateTensor],
+        who: str,
+        given: Sequence[tuple[Any, str]],
+    ) -> None:
+        builder = GuardBuilder(state.objects[0][0], reads, used)
+        self._who = who
+        self._used = {builder.number(t.tensor): t for t in used}
+        roots = [*state.objects[:1], *given]
+        self._roots = [(obj, path, builder.node(obj)) for obj, path in roots]
+        if any(isinstance(obj, torch.nn.Module) for obj, _ in state.objects):
+            hooks = ((hooks, name) for name, hooks in _GLOBAL_HOOKS.items())
+            self._roots += [(value, name, builder.node(value)) for value, name in hooks]
+        self._roots += builder.classes()
+        self._flat = Flat()
+        self._plain: list[Any] = []
+        self._ties: list[list[tuple[Any, Any]]] = []
+        self._flatten()
+
+    def _flatten(self) -> None:
+        flat = Flat()
+        for value, _, node in self._roots:
+            node.flatten(value, flat)
+        self._flat = flat
+        self._plain = [_tensor_check(number, t, flat) for number, t in self._used.items()]
+        self._ties = [places for places in flat.tensors.values() if len(places) > 1]
+
+    def check(self) -> str | None:
+        """None, or what has changed."""
+        try:
+            if not self._holds():
+                return self._look_closer()
+            for holder, key, shape, dtype, flag, dense, _ in self._plain:
+                tensor = holder[key]
+                if (
+                    tensor.requires_grad is not flag
+                    or tensor.dtype is not dtype
+                    or tensor.shape != shape
+                    or tensor.is_contiguous() is not dense
+                    or (flag and (tensor._backward_hooks or tensor._post_accumulate_grad_hooks))
+                ):
+                    return self._explain_tensors() or self._look_closer()
+        except (LookupError, AttributeError, TypeError, ValueError, RuntimeError):
+            return self._look_closer()
+        return None
+
+    def _holds(self) -> bool:
+        if not self._flat.holds():
+            return False
+        for places in self._ties:
+            holder, key = places[0]
+            first = holder[key]
+            if any(holder[key] is not first for holder, key in places):
+                return False
+        return True
+
+    def _look_closer(self) -> str | None:
+        """Say what has changed; where identities have and nothing else, follow them."""
+        met = Comparison()
+        for value, path, node in self._roots:
+            try:
+                found = node.differ(value, path, met)
+            except (LookupError, AttributeError, TypeError, ValueError, RuntimeError):
+                return f"{self._who} has changed since it was traced; {_AGAIN}"
+            if found is not None:
+                return self._explain(found)
+        self._flatten()
+        return self._explain_tensors()
+
+    def _explain(self, found: Difference) -> str:
+        if found.after is MISSING:
+            return f"{self._who} has lost the attribute '{found.path}'; {_AGAIN}"
+        if found.before.startswith("one tensor with"):
+            other = found.before.partition("'")[2].removesuffix("'")
+            both = f"'{other}' and '{found.path}'"
+            return f"{self._who}: {both} were one tensor when it was traced; {_AGAIN}"
+        path = f"'{found.path}'" if found.path else "it"
+        return (
+            f"{self._who}: {path} was {shorten(found.before)} when it was traced and is "
+            f"{shorten(_repr(found.after))} now; {_AGAIN}"
+        )
+
+    def _explain_tensors(self) -> str | None:
+        for holder, key, shape, dtype, flag, dense, path in self._plain:
+            tensor = holder[key]
+            if tensor.requires_grad and (
+                tensor._backward_hooks or tensor._post_accumulate_grad_hooks
+            ):
+                return (
+                    f"{self._who}: '{path}' has a gradient hook now, which a traced step does not "
+                    f"call; {_AGAIN}"
+                )
+            now = (tensor.shape, tensor.dtype, tensor.requires_grad, tensor.is_contiguous())
+            if now != (shape, dtype, flag, dense):
+                return (
+                    f"{self._who}: shape, dtype, layout or requires_grad of '{path}' has changed "
+                    f"since it was traced (now {tensor.dtype}, {tuple(tensor.shape)}, "
+                    f"requires_grad={tensor.requires_grad}); {_AGAIN}"
+                )
+        return None
+
+
+def _tensor_check(number: int, tensor: StateTensor, flat: Flat) -> Any:
+    now = tensor.tensor
+    places = flat.tensors.get(number)
+    holder, key = places[0] if places else _innermost(tensor)
+    return (
+        *(holder, key, now.shape, now.dtype, now.requires_grad, now.is_contiguous()),
+        tensor.path,
+    )
+
+
+def _innermost(tensor: StateTensor) -> tuple[Any, Any]:
+    slot = tensor.slots[0]
+    holder, key = slot.holder, slot.key
+    for index in slot.within:
+        holder, key = holder[key], index
+    return holder, key
+
+
+def _repr(value: Any) -> str:
+    try:
+        return repr(value)
+    except Exception:  # of the user's own
+        return f"an object of class {type(value).__qualname__}"
