@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import ref
 
@@ -20,7 +20,7 @@ from ..errors import TraceError
 from ..functions.interface import Body
 from ..heap.snapshot import MISSING, Snapshot
 from ..step.session import Session
-from .holdings import Held
+from .holdings import Held, Use
 from .sharing import Sharing, plays_all
 
 _LOOKS = 3
@@ -31,21 +31,6 @@ _TIED = (
     "a method, the others take it as an argument (Tied weights, in docs/guide/steps.md). If each "
     "is to have its own, make it in the constructor, or pass copy.deepcopy(...)"
 )
-
-
-@dataclass(frozen=True)
-class _Done:
-    """Uses of shared state by the functions of an actor, in this step and earlier ones."""
-
-    reads: frozenset[str]
-    changes: dict[str, str]
-    is_traced: bool
-    is_opaque: bool
-
-    def uses(self, path: str) -> bool:
-        """True if it uses what is there. An actor that only opaque methods use uses everything."""
-        only_opaque = self.is_opaque and not self.is_traced
-        return only_opaque or path in self.reads or path in self.changes
 
 
 def refuse_apart(session: Session) -> None:
@@ -60,38 +45,29 @@ def refuse_apart(session: Session) -> None:
     if sharing is None:
         return
     if sharing.memory or sharing.objects:
-        done = _done(session, sharing)
+        uses = _uses_of(session, sharing)
         for holders in sharing.memory:
-            _refuse(holders, done)
+            _refuse(holders, uses)
         for actor in sharing.members:
-            _watch(session, sharing, actor, done)
-    for use in sharing.uses.values():
-        use.keep()
+            _watch(session, sharing, actor, uses)
+    for name, use in sharing.uses.items():
+        sharing.members[name].use = replace(use, paths={})
 
 
-def _done(session: Session, sharing: Sharing) -> dict[str, _Done]:
+def _uses_of(session: Session, sharing: Sharing) -> dict[str, Use]:
     paths: dict[str, set[str]] = {}
     for held in (each for holders in sharing.memory for each in holders):
         paths.setdefault(held.actor, set()).add(held.path)
-    mine = {
-        name: _Done(
-            frozenset(use.reads & paths[name]),
-            {path: by for path, by in use.changes.items() if path in paths[name]},
-            use.is_traced,
-            use.is_opaque,
-        )
-        for name, use in sharing.uses.items()
-        if name in paths
-    }
+    mine = {name: use.of(paths[name]) for name, use in sharing.uses.items() if name in paths}
     if plays_all(session.peers):
         return mine
     return {name: each for theirs in session.peers.allgather(mine) for name, each in theirs.items()}
 
 
-def _refuse(holders: Sequence[Held], done: dict[str, _Done]) -> None:
+def _refuse(holders: Sequence[Held], uses: dict[str, Use]) -> None:
     for one in holders:
-        function = done[one.actor].changes.get(one.path) if one.actor in done else None
-        other = _other_user(one, holders, done)
+        function = uses[one.actor].changes.get(one.path) if one.actor in uses else None
+        other = _other_user(one, holders, uses)
         if function is not None and other is not None:
             later = max(one, other, key=lambda held: held.order)
             raise TraceError(
@@ -103,9 +79,10 @@ def _refuse(holders: Sequence[Held], done: dict[str, _Done]) -> None:
             )
 
 
-def _other_user(one: Held, holders: Iterable[Held], done: dict[str, _Done]) -> Held | None:
+def _other_user(one: Held, holders: Iterable[Held], uses: dict[str, Use]) -> Held | None:
     for other in holders:
-        if other.rank != one.rank and other.actor in done and done[other.actor].uses(other.path):
+        use = uses.get(other.actor)
+        if other.rank != one.rank and use is not None and use.includes(other.path):
             return other
     return None
 
@@ -129,14 +106,14 @@ class _Watched:
     value: Any
 
 
-def _watch(session: Session, sharing: Sharing, actor: str, done: dict[str, _Done]) -> None:
+def _watch(session: Session, sharing: Sharing, actor: str, uses: dict[str, Use]) -> None:
     """Let the opaque functions of a local actor check that they change nothing that is shared."""
     values = sharing.holdings[actor].values
     tensors = [
         _Watched(one, other, ref(values[one.path]))
         for holders in sharing.memory
         for one in holders
-        if one.actor == actor and (other := _other_user(one, holders, done)) is not None
+        if one.actor == actor and (other := _other_user(one, holders, uses)) is not None
     ]
     objects = [
         _Watched(one, other, values[one.path])

@@ -126,6 +126,44 @@ class Held:
     path: str
 
 
+@dataclass
+class Use:
+    """Uses of an actor's memory by its functions; actors of other ranks may hold it, too.
+
+    Attributes:
+        reads, changes: the paths of the tensors that its traced functions have been seen to read,
+            and to change, with the function that did.
+        is_traced, is_opaque: whether methods of it were traced, and called as they are.
+        paths: where the actor holds a tensor, by storage; while a step is traced.
+    """
+
+    reads: set[str] = field(default_factory=set)
+    changes: dict[str, str] = field(default_factory=dict)
+    is_traced: bool = False
+    is_opaque: bool = False
+    paths: dict[int | None, str] = field(default_factory=dict)
+
+    def note(
+        self, reads: Collection[int | None], changes: Collection[int | None], function: str
+    ) -> None:
+        """Note the memory that a traced function uses."""
+        self.is_traced = True
+        self.reads.update(self.paths[key] for key in reads if key in self.paths)
+        for key in changes:
+            if key in self.paths:
+                self.changes.setdefault(self.paths[key], function)
+
+    def of(self, paths: Collection[str]) -> Use:
+        """The part that concerns some paths."""
+        changes = {path: function for path, function in self.changes.items() if path in paths}
+        return Use(self.reads & set(paths), changes, self.is_traced, self.is_opaque)
+
+    def includes(self, path: str) -> bool:
+        """True if the actor uses what is there; if only opaque methods use it, it uses all."""
+        only_opaque = self.is_opaque and not self.is_traced
+        return only_opaque or path in self.reads or path in self.changes
+
+
 @dataclass(eq=False)
 class Member:
     """An actor, as this process knows it.
@@ -140,9 +178,7 @@ class Member:
         kept: of what it was made of, by path there, where it holds that.
         met: later actors of other ranks that were made of what it holds, as (what it holds, their
             name, path in what they were made of).
-        reads, changes: the paths of the tensors that its traced functions have been seen to read,
-            and to change, with the function that did.
-        is_traced, is_opaque: whether methods of it were traced, and called as they are.
+        use: what the functions of earlier steps do to its memory.
     """
 
     name: str
@@ -154,10 +190,7 @@ class Member:
     keys: frozenset[Hashable] = frozenset()
     kept: dict[str, str] = field(default_factory=dict)
     met: list[tuple[Held, str, str]] = field(default_factory=list)
-    reads: set[str] = field(default_factory=set)
-    changes: dict[str, str] = field(default_factory=dict)
-    is_traced: bool = False
-    is_opaque: bool = False
+    use: Use = field(default_factory=Use)
 
     def at(self, path: str) -> Held:
         """Return what it holds there."""
@@ -175,50 +208,6 @@ class Shared:
 
     other: str
     memory: frozenset[int | None]
-
-
-@dataclass
-class Use:
-    """Notes what functions of an actor do to its memory, which actors of other ranks may hold too.
-
-    Attributes:
-        member: the actor.
-        paths: where it holds a tensor, by storage.
-        reads, changes, is_traced, is_opaque: as those of `Member`; of earlier steps, and this one.
-    """
-
-    member: Member
-    paths: dict[int | None, str]
-    reads: set[str] = field(init=False)
-    changes: dict[str, str] = field(init=False)
-    is_traced: bool = field(init=False)
-    is_opaque: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        member = self.member
-        self.reads, self.changes = set(member.reads), dict(member.changes)
-        self.is_traced, self.is_opaque = member.is_traced, member.is_opaque
-
-    def note(
-        self, reads: Collection[int | None], changes: Collection[int | None], function: str
-    ) -> None:
-        """Note the memory that a traced function uses."""
-        paths = self.paths
-        self.is_traced = True
-        self.reads.update(paths[key] for key in reads if key in paths)
-        for key in changes:
-            if key in paths:
-                self.changes.setdefault(paths[key], function)
-
-    def note_opaque(self) -> None:
-        """Note that a method is called as it is."""
-        self.is_opaque = True
-
-    def keep(self) -> None:
-        """Let later steps know of it."""
-        member = self.member
-        member.reads, member.changes = self.reads, self.changes
-        member.is_traced, member.is_opaque = self.is_traced, self.is_opaque
 
 
 class Actors:

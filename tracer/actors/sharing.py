@@ -9,7 +9,7 @@ that is called as it is may touch everything. What actors of different ranks sha
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ...ir.attributes import NO_SHARES, Effect, Shares
 from ..functions.interface import Peers
@@ -63,7 +63,8 @@ def _use(member: Member, holding: Holding) -> Use:
     for tensors in holding.memory.values():
         for tensor in tensors.values():
             paths.setdefault(storage_key(tensor), next(iter(tensors)))
-    return Use(member, paths)
+    use = member.use
+    return replace(use, reads=set(use.reads), changes=dict(use.changes), paths=paths)
 
 
 def _common(holdings: dict[str, Holding]) -> Iterator[tuple[Hashable, list[str]]]:

@@ -241,7 +241,7 @@ class Functions:
         """A call of a method as it is: it may do anything, so it counts as a write."""
         what, home = _words(target), definition_of(function)
         if isinstance(target, MethodTarget) and target.use is not None:
-            target.use.note_opaque()
+            target.use.is_opaque = True
         instance = target.instance if isinstance(target, MethodTarget) else None
         device = self.device or torch.device("cpu")
         results = opaque_results(mark, instance, signature, what, home or loc, device)

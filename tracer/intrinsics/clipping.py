@@ -124,7 +124,7 @@ def _ids(tensors: Iterable[Tensor]) -> set[int]:
 def _changed(member: Member) -> set[int]:
     """Return what traced functions of a local actor are known to change, or to add gradients to."""
     tensors = reach(member.held).tensors
-    return _ids(state.tensor for state in tensors if state.path in member.changes)
+    return _ids(state.tensor for state in tensors if state.path in member.use.changes)
 
 
 def _no_norms(actor: Any, norm_type: float, holders: Holders) -> Tensor:

@@ -107,7 +107,7 @@ class _Judge:
         if tensor is None and not reaches_tensor(change.after, self._known()):
             return self._initialization(change)
         if tensor is None or not isinstance(change.after, torch.Tensor) or change.key is None:
-            raise self._refuse(change)
+            raise self._refusal(change)()
         if isinstance(tensor.tensor, torch.nn.Parameter):
             raise self._error(
                 change,
@@ -134,7 +134,7 @@ class _Judge:
         for other in tensor.slots:
             if other.holder is change.holder and other.key == change.key:
                 return Rebind(tensor, other, new, shared=False)
-        raise self._refuse(change)
+        raise self._refusal(change)()
 
     def _known(self) -> set[int]:
         """The actor's own objects, which hold fakes while it is traced."""
@@ -179,9 +179,6 @@ class _Judge:
                     loc=self._line(rebind.slot.holder, rebind.slot.key),
                     remedy=f"assign a copy, made by .clone(), to '{path}'",
                 )
-
-    def _refuse(self, change: Change) -> TraceError:
-        return self._refusal(change)()
 
     def _refusal(self, change: Change) -> Callable[[], TraceError]:
         remedy = _ATTRIBUTE_REMEDY
