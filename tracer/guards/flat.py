@@ -104,10 +104,6 @@ class Flat:
             and all(make(value) == digest for value, make, digest in self._digests)
         )
 
-    def _same_entries(self) -> bool:
-        now = map(operator.getitem, self._holders, self._keys)
-        return all(map(operator.is_, now, self._values))
-
     def _same_slots(self) -> bool:
         now = map(getattr, self._slotted, self._slots, repeat(MISSING))
         return all(map(operator.is_, now, self._contents))
