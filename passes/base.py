@@ -30,14 +30,12 @@ class Pass(ABC):
         requires: the phases that it accepts.
         ensures: the phase that it leaves, None for the one that it found.
         optional: whether it is an optimisation, which may be switched off by name.
-        experimental: whether it is off until it is switched on by name.
     """
 
     name: ClassVar[str]
     requires: ClassVar[tuple[Phase, ...]]
     ensures: ClassVar[Phase | None] = None
     optional: ClassVar[bool] = False
-    experimental: ClassVar[bool] = False
 
     @abstractmethod
     def run(self, module: Module) -> bool:

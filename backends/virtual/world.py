@@ -185,23 +185,6 @@ class VirtualExecutable:
         )
 
 
-def run_virtual(
-    module: Module,
-    bodies: Mapping[str, Body],
-    constants: Mapping[str, Any],
-    inputs: Sequence[Sequence[Any]],
-    *,
-    seed: int = 0,
-    poison: bool = False,
-    shuffle: int | None = None,
-) -> list[tuple[Any, ...]]:
-    """Bind a scheduled module and execute it once; see `VirtualExecutable`."""
-    executable = VirtualExecutable(
-        module, bodies, constants, seed=seed, poison=poison, shuffle=shuffle
-    )
-    return executable.run(inputs)
-
-
 def _isolated(inputs: Sequence[Sequence[Any]]) -> list[list[Any]]:
     """The inputs, with a copy wherever another rank has been given the same tensor."""
     seen: set[int] = set()

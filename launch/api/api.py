@@ -383,8 +383,8 @@ class Lowered:
 
         Args:
             schedule: how each rank orders its stages and microbatches; 1F1B if None.
-            passes: optimisations to switch off and on by name, `-overlap,+ipc`; applied after
-                those of CG_PASSES.
+            passes: optimisations to switch off by name, `-overlap,-cse`, or on again by `+name`
+                after CG_PASSES has switched them off.
             dump: a directory to write the IR after every pass to; that of CG_DUMP if None.
             seed: of the random numbers that the step draws; CG_SEED if None.
             timeout: seconds that a call on all ranks may take; CG_TIMEOUT if None. Also those that
@@ -495,7 +495,7 @@ class Lowered:
             check_transports(trace.module.program)
         settings = config()
         check_late_settings(settings)
-        switches = parse_switches(",".join(filter(None, (settings.passes, passes))))
+        switches = parse_switches(settings.passes).then(parse_switches(passes))
         is_driven = max_inflight is not None and self._step._driver is not None
         if is_driven:
             for trace in self.traces:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cg.backends.base import Communicator, World
 from cg.backends.errors import DeadlockError, InputError, RemoteError
 from cg.backends.virtual.fabric import VirtualFabric
-from cg.backends.virtual.world import VirtualExecutable, VirtualWorld, run_virtual
+from cg.backends.virtual.world import VirtualExecutable, VirtualWorld
 
 from .programs import CHAIN, CHAIN_BODIES, exchange, module, run
 
@@ -23,11 +23,6 @@ def test_chain_of_three() -> None:
     outputs = run(CHAIN, [[torch.arange(4.0)], [], []], CHAIN_BODIES)
     assert outputs[:2] == [(), ()]
     assert torch.equal(outputs[2][0], torch.tensor([1.0, 3.0, 5.0, 7.0]))
-
-
-def test_run_virtual_binds_and_runs_once() -> None:
-    outputs = run_virtual(module(CHAIN), CHAIN_BODIES, {}, [[torch.zeros(4)], [], []])
-    assert torch.equal(outputs[2][0], torch.ones(4))
 
 
 @pytest.mark.parametrize(
