@@ -1,4 +1,4 @@
-"""What a pass is: a small frozen dataclass whose fields are its options.
+"""The base class of passes: small frozen dataclasses whose fields are their options.
 
 A pass is data until it runs: its name, the phases it accepts and the phase it leaves are class
 variables that the manager checks before anything runs. It reads no environment and keeps no state.
@@ -22,8 +22,8 @@ class OptionError(ValueError):
 class Pass(ABC):
     """IR to IR, in place.
 
-    A subclass is a frozen dataclass with a default for every field, is decorated with
-    `@register`, and shows in its docstring the IR before and after.
+    A subclass is a frozen dataclass with a default for every field, stands in the list of
+    `registry.py`, and shows in its docstring the IR before and after.
 
     Attributes:
         name: kebab-case, unique.

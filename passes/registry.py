@@ -1,7 +1,7 @@
 """Register passes by name, and read the text form of pipelines and switches.
 
 A pipeline's text is `dce,split-transfers{eager=false}`; options stand in braces, separated by
-commas. Importing the package `passes` registers every pass.
+commas.
 """
 
 from __future__ import annotations
@@ -12,6 +12,25 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from .base import OptionError, Pass, Pipeline
+from .check.check_deadlock import CheckDeadlock
+from .check.check_races import CheckRaces
+from .frontend.check_types import CheckTypes
+from .frontend.cse import CommonSubexpressionElimination
+from .frontend.dce import DeadCodeElimination
+from .frontend.differentiate import Differentiate
+from .frontend.fuse import Fuse
+from .frontend.fuse_accumulation import FuseAccumulation
+from .lower.assign_streams import AssignStreams
+from .lower.batch_messages import BatchMessages
+from .lower.capture import Capture
+from .lower.overlap import Overlap
+from .lower.plan_buffers import PlanBuffers
+from .order.assign_stages import AssignStages
+from .order.schedule import SchedulePrograms
+from .placement.choose_transports import ChooseTransports
+from .placement.insert_transfers import InsertTransfers
+from .placement.place import PlaceReplicated
+from .placement.split_transfers import SplitTransfers
 
 P = TypeVar("P", bound=type[Pass])
 
@@ -25,7 +44,7 @@ class UnknownPassError(ValueError):
 
 
 def register(cls: P) -> P:
-    """Class decorator: make a pass known by its name.
+    """Make a pass known by its name.
 
     Raises:
         ValueError: the name is taken, or is not kebab-case.
@@ -36,6 +55,30 @@ def register(cls: P) -> P:
         raise ValueError(f"two passes are called '{cls.name}'")
     _PASSES[cls.name] = cls
     return cls
+
+
+for _pass in (
+    CheckDeadlock,
+    CheckRaces,
+    CheckTypes,
+    CommonSubexpressionElimination,
+    DeadCodeElimination,
+    Differentiate,
+    Fuse,
+    FuseAccumulation,
+    AssignStreams,
+    BatchMessages,
+    Capture,
+    Overlap,
+    PlanBuffers,
+    AssignStages,
+    SchedulePrograms,
+    ChooseTransports,
+    InsertTransfers,
+    PlaceReplicated,
+    SplitTransfers,
+):
+    register(_pass)
 
 
 def names() -> tuple[str, ...]:

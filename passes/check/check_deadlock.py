@@ -12,10 +12,8 @@ from ...ir.diagnostics import Diagnostic, IRError, error
 from ...ir.module import Module, Phase
 from ...ir.ops import Op, Recv, Send
 from ..base import Pass
-from ..registry import register
 
 
-@register
 @dataclass(frozen=True)
 class CheckDeadlock(Pass):
     """Run the programs' communication on paper, and refuse what cannot come to its end.

@@ -26,11 +26,9 @@ from ...ir.ops import (
 from ...ir.types import TensorType
 from ..base import Pass
 from ..lower.liveness import Storage, Storages
-from ..registry import register
 from .happens_before import Clocks, Line, Order
 
 
-@register
 @dataclass(frozen=True)
 class CheckRaces(Pass):
     """Prove that nothing is used after it was freed, nor freed or written while it is used.

@@ -10,10 +10,8 @@ from ...ir.attributes import Effect
 from ...ir.module import Function, FunctionKind, Module, Phase, Program
 from ...ir.ops import Call, Constant, Op, Return, Value, View, attributes
 from ..base import Pass
-from ..registry import register
 
 
-@register
 @dataclass(frozen=True)
 class CommonSubexpressionElimination(Pass):
     """Use the first of several ops that compute the same value at the same place.

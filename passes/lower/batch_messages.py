@@ -12,11 +12,9 @@ from ...ir.module import Module, Phase, Program
 from ...ir.ops import Op, Recv, Send, batch_of
 from ..base import Pass
 from ..placement.fabrics import one_by_one
-from ..registry import register
 from .message_order import message_order
 
 
-@register
 @dataclass(frozen=True)
 class BatchMessages(Pass):
     """Order what travels by transports that do a rank's messages one after the other.

@@ -25,13 +25,11 @@ from ...ir.ops import (
 )
 from ..base import Pass
 from ..placement.fabrics import Fabrics
-from ..registry import register
 
 LEAST = 2
 """How many ops are worth a graph where messages are part of it."""
 
 
-@register
 @dataclass(frozen=True)
 class Capture(Pass):
     """Number the longest runs of ops that a device can do without the host.
