@@ -247,7 +247,7 @@ class _Exchange:
         outlets = []
         for ranks, lane in group.out if group.rank in exchange.senders else ():
             if not receivers.isdisjoint(ranks):
-                is_near = group.near.issuperset(ranks)
+                is_near = group.near >= set(ranks)
                 part = None if is_near or exchange.cut is None else group.ranks.index(ranks[0])
                 outlets.append(Outlet(lane, outgoing(self._codec(is_near)), part))
         self._fan = Fan(exchange, outlets)
