@@ -103,7 +103,7 @@ def summary(name: str) -> str:
 
 
 def documentation(name: str) -> str:
-    """What a pass does, with the IR before and after."""
+    """The documentation of a pass, with the IR before and after."""
     return inspect.cleandoc(lookup(name).__doc__ or "")
 
 

@@ -95,7 +95,7 @@ class _Proof:
 
 @dataclass(slots=True)
 class _Uses:
-    """What has used a storage so far.
+    """The uses of a storage so far.
 
     Attributes:
         latest: for each line its latest use.
@@ -167,7 +167,7 @@ class _Checker:
                 uses.written[self._clocks.lines[index]] = index
 
     def _wait(self, op: Wait) -> None:
-        """What has come was written by the communication, unless it is what the rank has given."""
+        """Note that a communication wrote what came, unless it is what the rank has given."""
         source = self._makers.get(op.operands[0])
         if source is None or not op.results:
             return

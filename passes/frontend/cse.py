@@ -63,7 +63,7 @@ class CommonSubexpressionElimination(Pass):
 
 
 def _key(module: Module, op: Op, versions: dict[str | None, int]) -> Hashable | None:
-    """What two ops must have in common to be the same; None if nothing is like this one.
+    """The key that equal ops share; None if nothing is like this one.
 
     `versions` counts the writes to each state so far, and is kept up here.
     """

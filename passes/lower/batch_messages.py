@@ -124,6 +124,6 @@ def _reorder(program: Program, line: Sequence[Op]) -> bool:
 
 
 def _unit(op: Op) -> object:
-    """What ops of one batch have in common, and no others."""
+    """The key that ops of one batch share, and no others."""
     batch = batch_of(op)
     return op if batch is None else batch

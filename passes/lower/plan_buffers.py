@@ -200,7 +200,7 @@ def _choose_slots(
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What a rank's program holds in memory, in bytes; objects and what actors hold do not count.
+    """The memory that a rank's program holds, in bytes, without objects and what actors hold.
 
     Attributes:
         inputs: the program's parameters.
