@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 class Effect(enum.Enum):
-    """What a function does to the state of its actor.
+    """The effect of a function on the state of its actor.
 
     PURE touches no state. READ reads it. ACCUMULATE adds to the actor's gradients, and reads
     nothing that an UPDATE changes: such calls commute with all but WRITE. UPDATE reads state and
@@ -39,7 +39,7 @@ class Effect(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """What a function does to the state that its actor shares with other actors of its rank.
+    """The effects of a function on state that its actor shares with others of its rank.
 
     Attributes:
         effects: pairs of another actor and the effect on what both hold, by name.
@@ -109,7 +109,7 @@ class ReduceOp(enum.Enum):
 
 
 class Action(enum.Enum):
-    """What a task of a pipeline schedule does.
+    """The action of a task of a pipeline schedule.
 
     F is the forward. B is the backward: the whole of it, or, where a schedule splits the
     backward, the gradient of the inputs only, the gradient of the weights then being W.

@@ -25,7 +25,7 @@ def add(module: Module, type_: TensorType) -> Function:
 
 
 def meaning(function: Function) -> str:
-    """Which builtin a function of kind BUILTIN is: one of `NAMES`.
+    """The builtin that a function of kind BUILTIN is: one of `NAMES`.
 
     Raises:
         ValueError: the name is not of a known builtin.

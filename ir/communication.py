@@ -1,4 +1,4 @@
-"""How scheduled programs make progress together: messages, waits, streams and slots.
+"""Model the progress of scheduled programs: messages, waits, streams and slots.
 
 The model, which is that of `check-deadlock` and of simulations:
 
@@ -73,7 +73,7 @@ class Message:
 
 
 class Kind(enum.Enum):
-    """What an event of a rank's program does."""
+    """The effect of an event of a rank's program."""
 
     POST = enum.auto()
     WAIT = enum.auto()

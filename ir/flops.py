@@ -1,4 +1,4 @@
-"""How many floating-point operations something does, by the element type that it does them in."""
+"""Counts of floating-point operations, by the element type in which they are done."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from .types import Place, ValueType
 
 
 class FunctionKind(enum.Enum):
-    """What stands behind a function's name.
+    """The kind of body that a function's name stands for.
 
     GRAPH is a traced torch.fx graph. OPAQUE is a Python method that is called as it is. BUILTIN
     is one of the few functions that every backend knows and passes may call (`builtins.py`).
@@ -168,7 +168,7 @@ class Program:
 
     @property
     def outputs(self) -> tuple[Value, ...]:
-        """What the closing `return` returns."""
+        """The operands of the closing `return`."""
         if not self.ops or not isinstance(self.ops[-1], Return):
             raise ValueError(f"program @{self.name} does not end in return")
         return self.ops[-1].operands

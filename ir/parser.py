@@ -43,7 +43,7 @@ def parse_module(text: str, file: str = "<text>") -> Module:
 
 @dataclass(frozen=True)
 class _Attributes:
-    """What may stand between the braces of one kind of op or declaration."""
+    """The attributes that one kind of op or declaration may have between its braces."""
 
     readers: dict[str, Reader]
     required: frozenset[str]

@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--mpi-arg", metavar="ARG", action="append", default=[], help="pass ARG to it (repeatable)")
     add("--timeout", metavar="S", help="seconds that a rank waits for another; 0: for ever")
     add("--dump", metavar="DIR", help="write what compilation does into DIR")
-    add("--passes", metavar="LIST", help="switch passes off and on: --passes=-overlap")
+    add("--passes", metavar="LIST", help="switch passes off: --passes=-overlap,-cse")
     add("--no-thread-cap", action="store_true", help="leave thread pools as they are")
     add("--no-affinity", action="store_true", help="do not bind ranks to cores")
     add("--no-bind-devices", action="store_true", help="do not select devices by local rank")

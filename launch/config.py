@@ -40,7 +40,7 @@ class Config:
     dump_ranks: frozenset[int] | None = frozenset({0})
     """The ranks that write; None: all."""
     passes: str = ""
-    """Passes to switch off and on, as in `-overlap`."""
+    """Passes to switch off, as in `-overlap,-cse`."""
     timeout: float | None = 300.0
     """Seconds after which waiting for another rank is an error; None: never."""
     seed: int = 0
@@ -283,7 +283,7 @@ VARIABLES = (
         "passes",
         "names of passes, each after a `+` or a `-`, with commas between them",
         "none",
-        "Optimisations to switch on and off, as in `-overlap`.",
+        "Optimisations to switch off, as in `-overlap,-cse`; `+name` keeps one on.",
         _switches,
     ),
     Variable(

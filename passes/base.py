@@ -1,4 +1,4 @@
-"""What a pass is: a small frozen dataclass whose fields are its options.
+"""The base class of passes: small frozen dataclasses whose fields are their options.
 
 A pass is data until it runs: its name, the phases it accepts and the phase it leaves are class
 variables that the manager checks before anything runs. It reads no environment and keeps no state.
@@ -22,22 +22,20 @@ class OptionError(ValueError):
 class Pass(ABC):
     """IR to IR, in place.
 
-    A subclass is a frozen dataclass with a default for every field, is decorated with
-    `@register`, and shows in its docstring the IR before and after.
+    A subclass is a frozen dataclass with a default for every field, stands in the list of
+    `registry.py`, and shows in its docstring the IR before and after.
 
     Attributes:
         name: kebab-case, unique.
         requires: the phases that it accepts.
         ensures: the phase that it leaves, None for the one that it found.
         optional: whether it is an optimisation, which may be switched off by name.
-        experimental: whether it is off until it is switched on by name.
     """
 
     name: ClassVar[str]
     requires: ClassVar[tuple[Phase, ...]]
     ensures: ClassVar[Phase | None] = None
     optional: ClassVar[bool] = False
-    experimental: ClassVar[bool] = False
 
     @abstractmethod
     def run(self, module: Module) -> bool:

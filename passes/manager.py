@@ -27,7 +27,7 @@ class DishonestPassError(AssertionError):
 
 @dataclass(frozen=True)
 class PassReport:
-    """What one pass did.
+    """The report of one pass.
 
     Attributes:
         name: the pass's name.

@@ -38,7 +38,7 @@ def default_pipeline(
 
     Args:
         schedule: in which order each rank runs its tasks; 1F1B if there is none.
-        switches: optional passes to leave out and experimental ones to take in.
+        switches: optional passes to leave out.
         fabrics: what joins the ranks' devices; None where no rank has any.
         is_driven: whether one rank starts executions, so that hosts announce messages, and errors
             may take their place.

@@ -1,7 +1,7 @@
-"""Which passes there are, by name, and the text form of pipelines and switches.
+"""Register passes by name, and read the text form of pipelines and switches.
 
 A pipeline's text is `dce,split-transfers{eager=false}`; options stand in braces, separated by
-commas. Importing the package `passes` registers every pass.
+commas.
 """
 
 from __future__ import annotations
@@ -12,6 +12,25 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from .base import OptionError, Pass, Pipeline
+from .check.check_deadlock import CheckDeadlock
+from .check.check_races import CheckRaces
+from .frontend.check_types import CheckTypes
+from .frontend.cse import CommonSubexpressionElimination
+from .frontend.dce import DeadCodeElimination
+from .frontend.differentiate import Differentiate
+from .frontend.fuse import Fuse
+from .frontend.fuse_accumulation import FuseAccumulation
+from .lower.assign_streams import AssignStreams
+from .lower.batch_messages import BatchMessages
+from .lower.capture import Capture
+from .lower.overlap import Overlap
+from .lower.plan_buffers import PlanBuffers
+from .order.assign_stages import AssignStages
+from .order.schedule import SchedulePrograms
+from .placement.choose_transports import ChooseTransports
+from .placement.insert_transfers import InsertTransfers
+from .placement.place import PlaceReplicated
+from .placement.split_transfers import SplitTransfers
 
 P = TypeVar("P", bound=type[Pass])
 
@@ -25,7 +44,7 @@ class UnknownPassError(ValueError):
 
 
 def register(cls: P) -> P:
-    """Class decorator: make a pass known by its name.
+    """Make a pass known by its name.
 
     Raises:
         ValueError: the name is taken, or is not kebab-case.
@@ -36,6 +55,30 @@ def register(cls: P) -> P:
         raise ValueError(f"two passes are called '{cls.name}'")
     _PASSES[cls.name] = cls
     return cls
+
+
+for _pass in (
+    CheckDeadlock,
+    CheckRaces,
+    CheckTypes,
+    CommonSubexpressionElimination,
+    DeadCodeElimination,
+    Differentiate,
+    Fuse,
+    FuseAccumulation,
+    AssignStreams,
+    BatchMessages,
+    Capture,
+    Overlap,
+    PlanBuffers,
+    AssignStages,
+    SchedulePrograms,
+    ChooseTransports,
+    InsertTransfers,
+    PlaceReplicated,
+    SplitTransfers,
+):
+    register(_pass)
 
 
 def names() -> tuple[str, ...]:
@@ -60,7 +103,7 @@ def summary(name: str) -> str:
 
 
 def documentation(name: str) -> str:
-    """What a pass does, with the IR before and after."""
+    """The documentation of a pass, with the IR before and after."""
     return inspect.cleandoc(lookup(name).__doc__ or "")
 
 
@@ -86,11 +129,6 @@ def parse_pipeline(text: str) -> Pipeline:
     return tuple(passes)
 
 
-def format_pipeline(pipeline: Pipeline) -> str:
-    """The text that `parse_pipeline` reads."""
-    return ",".join(map(str, pipeline))
-
-
 def _parse_options(name: str, text: str) -> dict[str, str]:
     options: dict[str, str] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
@@ -105,24 +143,22 @@ def _parse_options(name: str, text: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Switches:
-    """Passes that were switched on or off by name, as in `-overlap,+ipc`."""
+    """Passes that were switched off by name, as in `-overlap,-cse`, or on again."""
 
     on: frozenset[str] = frozenset()
     off: frozenset[str] = frozenset()
 
-    def keeps(self, pass_: Pass) -> bool:
-        """Whether a pass of a pipeline is to run."""
-        if pass_.experimental:
-            return pass_.name in self.on
-        return pass_.name not in self.off
+    def then(self, later: Switches) -> Switches:
+        """Both, one after the other: the later one decides on a pass that both name."""
+        return Switches((self.on - later.off) | later.on, (self.off - later.on) | later.off)
 
     def apply(self, pipeline: Pipeline) -> Pipeline:
         """The passes of a pipeline that are to run."""
-        return tuple(filter(self.keeps, pipeline))
+        return tuple(pass_ for pass_ in pipeline if pass_.name not in self.off)
 
 
 def parse_switches(text: str) -> Switches:
-    """Read switches: `+name` switches a pass on, `-name` off; `""` changes nothing.
+    """Read switches: `-name` switches a pass off, `+name` on again; `""` changes nothing.
 
     Raises:
         UnknownPassError: a name is not a pass's.
@@ -133,20 +169,15 @@ def parse_switches(text: str) -> Switches:
         sign, name = part[0], part[1:].strip()
         if sign not in "+-":
             raise OptionError(f"switch '{part}' has no sign; write +{part} or -{part}")
-        cls = lookup(name)
-        if sign == "-" and not _can_switch(cls):
-            can = ", ".join(n for n in names() if _can_switch(_PASSES[n]))
+        if sign == "-" and not lookup(name).optional:
+            can = ", ".join(n for n in names() if _PASSES[n].optional)
             raise OptionError(
                 f"pass '{name}' cannot be switched off: no program runs without it; "
                 f"those that can are {can or 'none'}"
             )
-        if chosen.setdefault(name, sign) != sign:
+        if chosen.setdefault(lookup(name).name, sign) != sign:
             raise OptionError(f"pass '{name}' is switched both on and off")
     return Switches(
         frozenset(name for name, sign in chosen.items() if sign == "+"),
         frozenset(name for name, sign in chosen.items() if sign == "-"),
     )
-
-
-def _can_switch(cls: type[Pass]) -> bool:
-    return cls.optional or cls.experimental

@@ -53,8 +53,6 @@ def reference() -> str:
 
 def _pass(cls: type[Pass]) -> str:
     kind = "may be switched off" if cls.optional else "always runs"
-    if cls.experimental:
-        kind = "off until it is switched on"
     options = "none"
     if fields(cls):
         options = f"`{cls.name}{cls.describe_options()}`"

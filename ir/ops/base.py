@@ -42,7 +42,7 @@ class Adjoint(enum.Enum):
 
 @dataclass(eq=False, slots=True)
 class Op:
-    """What every op has.
+    """An operation of a program; every op has these attributes.
 
     Attributes:
         operands: values it takes.

@@ -31,7 +31,7 @@ from .rules import (
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What a collective does, in terms of ranks.
+    """The meaning of a collective, in terms of ranks.
 
     Each receiver gets a piece of what each sender gives: all of it or, with `cut`, the part with
     the receiver's number in the group. It combines the pieces in the order of the group. Members
@@ -76,7 +76,7 @@ class Exchange:
 
 @dataclass(eq=False, slots=True)
 class Collective(Op):
-    """What the collectives share: a group of ranks that all take part, in one order.
+    """A group of ranks that all take part, in one order.
 
     In a program over all ranks the operands are the group's values, one for each rank of the
     group in group order (for `broadcast` and `scatter`: the root's alone, for `barrier`: none); in
@@ -104,7 +104,7 @@ class Collective(Op):
 
     @property
     def exchange(self) -> Exchange:
-        """Who gives what, and what becomes of it."""
+        """The senders, the receivers, and what becomes of the operands."""
         raise NotImplementedError(f"{self.opcode} declares no exchange")
 
     def transposed(self, operands: tuple[Value, ...]) -> Collective:

@@ -1,4 +1,4 @@
-"""What the rules of op classes share: problems, where an op stands, and common checks."""
+"""Problems, the context of a check, and the checks that op classes share."""
 
 from __future__ import annotations
 

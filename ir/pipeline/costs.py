@@ -1,4 +1,4 @@
-"""What the parts of a step cost on paper: the input of simulations and of searches."""
+"""The costs of the parts of a step, on paper: the input of simulations and of searches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PerStage: TypeAlias = float | tuple[float, ...]
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What a message costs: `latency` milliseconds, and its bytes at `bandwidth` GB/s."""
+    """The cost of a message: `latency` milliseconds, and its bytes at `bandwidth` GB/s."""
 
     latency: float = 0.0
     bandwidth: float = math.inf

@@ -23,7 +23,7 @@ class OrderDeadlock(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """What the tasks of one action and stage have in common, by lane (see `Row`).
+    """The facts that the tasks of one action and stage share, by lane (see `Row`).
 
     Attributes:
         durations: how long a task takes.

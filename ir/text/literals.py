@@ -104,7 +104,7 @@ def parse_symbol(text: str) -> Symbol:
 
 
 def parse_name(text: str) -> str:
-    """What stands behind the first character of a value or a symbol."""
+    """The rest of a value or a symbol, behind its first character."""
     name = text[1:]
     if name.startswith('"'):
         return unquote(name)

@@ -13,7 +13,7 @@ _HELP = "a batch is one send and one recv, to and from the same rank, on one str
 
 
 def check_batches(module: Module, program: Program) -> Iterator[Diagnostic]:
-    """What is wrong with the batches of one program.
+    """The problems with the batches of one program.
 
     A batch is what one call of a library does: a message in each direction between two ranks. Its
     ops stand together, so that nobody waits for one before the other is posted.

@@ -24,7 +24,7 @@ _End: TypeAlias = tuple[Program, _CommOp]
 
 
 def check_channel(channel: Channel, module: Module) -> str | None:
-    """What is wrong with the declaration of a channel, if anything."""
+    """The problem with the declaration of a channel, if there is one."""
     if not has_futures(module.phase):
         return f"channel {channel.id} in phase {module.phase}, which has none"
     if not channel.collective and len(channel.ranks) != 2:

@@ -90,7 +90,7 @@ def _vjp(name: str, vjp: Vjp, module: Module) -> str | None:
 
 
 def _halves(vjp: Vjp, backward: Function, module: Module) -> str | None:
-    """What is wrong with the halves of a backward."""
+    """The problems with the halves of a backward."""
     names = [name for name in (vjp.input, vjp.weight) if name is not None]
     for name in names:
         if name not in module.functions:

@@ -112,8 +112,8 @@ class Lowered:
 
         Args:
             schedule: how each rank orders its stages and microbatches; 1F1B if None.
-            passes: optimisations to switch off and on by name, `-overlap`; applied after
-                those of CG_PASSES.
+            passes: optimisations to switch off by name, `-overlap,-cse`, or on again by `+name`
+                after CG_PASSES has switched them off.
             dump: a directory to write the IR after every pass to; that of CG_DUMP if None.
             seed: of the random numbers that the step draws; CG_SEED if None.
             timeout: seconds that a call on all ranks may take; CG_TIMEOUT if None. Also those that

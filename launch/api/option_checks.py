@@ -59,7 +59,7 @@ def check_options(passes: object, seed: object, timeout: object) -> None:
         ValueError: the timeout is no time.
     """
     if not isinstance(passes, str):
-        raise TypeError(f"passes={passes!r}: a string that names some, as '-overlap'")
+        raise TypeError(f"passes={passes!r}: a string that names some, as '-overlap,-cse'")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, Integral)):
         raise TypeError(f"seed={seed!r}: an int, or None for that of CG_SEED")
     if timeout is not None:

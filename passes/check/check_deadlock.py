@@ -12,10 +12,8 @@ from ...ir.diagnostics import Diagnostic, IRError, error
 from ...ir.module import Module, Phase
 from ...ir.ops import Op, Recv, Send
 from ..base import Pass
-from ..registry import register
 
 
-@register
 @dataclass(frozen=True)
 class CheckDeadlock(Pass):
     """Run the programs' communication on paper, and refuse what cannot come to its end.
@@ -134,7 +132,7 @@ def _why(progress: Progress, message: Message) -> _Step:
 
 
 def _obstacle(progress: Progress, message: Message) -> _Step | None:
-    """What is in the way of a message; None if nothing is but, perhaps, others of its batch."""
+    """The obstacle of a message; None if there is none but, perhaps, others of its batch."""
     for rank, op in message.ends.items():
         if not progress.posted(message, rank):
             return _stays(

@@ -26,11 +26,9 @@ from ...ir.ops import (
 from ...ir.types import TensorType
 from ..base import Pass
 from ..lower.liveness import Storage, Storages
-from ..registry import register
 from .happens_before import Clocks, Line, Order
 
 
-@register
 @dataclass(frozen=True)
 class CheckRaces(Pass):
     """Prove that nothing is used after it was freed, nor freed or written while it is used.
@@ -97,7 +95,7 @@ class _Proof:
 
 @dataclass(slots=True)
 class _Uses:
-    """What has used a storage so far.
+    """The uses of a storage so far.
 
     Attributes:
         latest: for each line its latest use.
@@ -169,7 +167,7 @@ class _Checker:
                 uses.written[self._clocks.lines[index]] = index
 
     def _wait(self, op: Wait) -> None:
-        """What has come was written by the communication, unless it is what the rank has given."""
+        """Note that a communication wrote what came, unless it is what the rank has given."""
         source = self._makers.get(op.operands[0])
         if source is None or not op.results:
             return

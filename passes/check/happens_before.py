@@ -1,4 +1,4 @@
-"""What has surely happened before an op of a scheduled program, on its rank and on others.
+"""Compute what happens before an op of a scheduled program, on its rank and on others.
 
 A *line* does its ops one after the other: a stream, or for communication without a stream its
 channel, or, for all else without a stream, the compute stream. Lines of a rank run side by side. An
@@ -103,7 +103,7 @@ class Clocks:
         return batch is not None and batch == self._batches.get(other)
 
     def _joined(self, known: Known, line: Line, other: int) -> Known:
-        """What is known once the op `other` is done as well; the same object if nothing is new."""
+        """The knowledge once the op `other` is done as well; the same object if nothing is new."""
         theirs = self.lines[other]
         if theirs == line or known.get(theirs, -1) >= other:
             return known  # with an op, all that it knew is known
@@ -119,7 +119,7 @@ Node: TypeAlias = tuple[int, int]
 
 
 class Order:
-    """What follows what, over all ranks: exact, and slower than `Clocks`."""
+    """The order of ops over all ranks: exact, and slower than `Clocks`."""
 
     def __init__(self, module: Module, blocking: bool) -> None:
         self._blocking = blocking
@@ -183,7 +183,7 @@ class Order:
         return self._index[op]
 
     def _follows(self, node: Node) -> Iterator[Node]:
-        """What an op directly follows."""
+        """The ops that an op directly follows."""
         rank, index = node
         op = self._programs[rank].ops[index]
         if isinstance(op, _COMMUNICATION):

@@ -8,10 +8,8 @@ from typing import ClassVar
 from ...ir.module import Module, Phase
 from ...ir.verify.verifier import verify
 from ..base import Pass
-from ..registry import register
 
 
-@register
 @dataclass(frozen=True)
 class CheckTypes(Pass):
     """Refuse a module that breaks a rule of its phase; change nothing.

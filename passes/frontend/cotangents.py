@@ -14,7 +14,7 @@ from ..order.stages import backward_of
 
 
 class Cotangents:
-    """What has arrived for each value, and the ops that sum it.
+    """The cotangents that have arrived for each value, and the ops that sum them.
 
     Attributes:
         ops: the ops made so far, in order.

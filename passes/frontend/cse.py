@@ -10,10 +10,8 @@ from ...ir.attributes import Effect
 from ...ir.module import Function, FunctionKind, Module, Phase, Program
 from ...ir.ops import Call, Constant, Op, Return, Value, View, attributes
 from ..base import Pass
-from ..registry import register
 
 
-@register
 @dataclass(frozen=True)
 class CommonSubexpressionElimination(Pass):
     """Use the first of several ops that compute the same value at the same place.
@@ -65,7 +63,7 @@ class CommonSubexpressionElimination(Pass):
 
 
 def _key(module: Module, op: Op, versions: dict[str | None, int]) -> Hashable | None:
-    """What two ops must have in common to be the same; None if nothing is like this one.
+    """The key that equal ops share; None if nothing is like this one.
 
     `versions` counts the writes to each state so far, and is kept up here.
     """

@@ -9,11 +9,9 @@ from ...ir.attributes import Effect
 from ...ir.module import Module, Phase
 from ...ir.ops import Backward, Call, Op, Return, Value
 from ..base import Pass
-from ..registry import register
 from .effect_order import effect_of
 
 
-@register
 @dataclass(frozen=True)
 class DeadCodeElimination(Pass):
     """Remove ops whose results are not used and that have no effect.

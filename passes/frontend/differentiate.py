@@ -14,12 +14,10 @@ from ...ir.ops import Backward, Call, Op, Value
 from ...ir.types import UnitType, relocate
 from ..base import Pass
 from ..order.stages import backward_of, weight_of
-from ..registry import register
 from .adjoints import pull_back
 from .cotangents import Cotangents, seed
 
 
-@register
 @dataclass(frozen=True)
 class Differentiate(Pass):
     """Derive the backward of each `backward` op by reverse accumulation over calls.

@@ -1,4 +1,4 @@
-"""Which ops of a program must keep their order: by their values, and by what they do to state."""
+"""Find the ops that must keep their order, by their values and their effects on state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ State: TypeAlias = tuple[str, object]
 
 
 def effect_of(op: Op, functions: Mapping[str, Function]) -> Effect:
-    """What an op does to state: a call as its function, WRITE if it synchronizes, else PURE."""
+    """The effect of an op: that of a call's function, WRITE if it synchronizes, else PURE."""
     if isinstance(op, Call):
         return functions[op.fn.name].effect
     return Effect.WRITE if op.synchronizes else Effect.PURE
@@ -23,7 +23,7 @@ def effect_of(op: Op, functions: Mapping[str, Function]) -> Effect:
 
 @dataclass(slots=True)
 class _History:
-    """What has touched a state.
+    """The ops that have touched a state.
 
     Attributes:
         write: the last write.

@@ -7,10 +7,8 @@ from typing import ClassVar
 
 from ...ir.module import Function, FunctionKind, Module, Phase
 from ..base import Pass
-from ..registry import register
 
 
-@register
 @dataclass(frozen=True)
 class Fuse(Pass):
     """Mark the functions whose graphs a compiler makes into fused kernels.

@@ -8,10 +8,8 @@ from typing import ClassVar
 from ...ir.attributes import Effect
 from ...ir.module import FunctionKind, Module, Phase
 from ..base import Pass
-from ..registry import register
 
 
-@register
 @dataclass(frozen=True)
 class FuseAccumulation(Pass):
     """Mark the functions that accumulate gradients, so that matrix products add up by themselves.

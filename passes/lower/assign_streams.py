@@ -12,10 +12,8 @@ from ...ir.module import Module, Phase, Program
 from ...ir.ops import Collective, Free, Op, Recv, Return, Send, Value, Wait
 from ..base import Pass
 from ..placement.fabrics import one_by_one
-from ..registry import register
 
 
-@register
 @dataclass(frozen=True)
 class AssignStreams(Pass):
     """Put sends, receives, collectives and all other work on a stream each.

@@ -12,11 +12,9 @@ from ...ir.module import Module, Phase, Program
 from ...ir.ops import Op, Recv, Send, batch_of
 from ..base import Pass
 from ..placement.fabrics import one_by_one
-from ..registry import register
 from .message_order import message_order
 
 
-@register
 @dataclass(frozen=True)
 class BatchMessages(Pass):
     """Order what travels by transports that do a rank's messages one after the other.
@@ -126,6 +124,6 @@ def _reorder(program: Program, line: Sequence[Op]) -> bool:
 
 
 def _unit(op: Op) -> object:
-    """What ops of one batch have in common, and no others."""
+    """The key that ops of one batch share, and no others."""
     batch = batch_of(op)
     return op if batch is None else batch

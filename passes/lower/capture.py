@@ -25,13 +25,11 @@ from ...ir.ops import (
 )
 from ..base import Pass
 from ..placement.fabrics import Fabrics
-from ..registry import register
 
 LEAST = 2
 """How many ops are worth a graph where messages are part of it."""
 
 
-@register
 @dataclass(frozen=True)
 class Capture(Pass):
     """Number the longest runs of ops that a device can do without the host.
@@ -101,7 +99,7 @@ class Cut:
 
 
 def cuts(module: Module, program: Program, fabrics: Fabrics, messages: bool = True) -> list[Cut]:
-    """What keeps a rank's program from being one graph, in order."""
+    """The cuts that keep a rank's program from being one graph, in order."""
     hosts: set[Value] = set()
     found: dict[int, str] = {}
     for index, op in enumerate(program.ops):
@@ -205,7 +203,7 @@ def _too_little(program: Program, left: Collection[int]) -> set[int]:
 
 
 def _mates(program: Program, left: Set[int]) -> dict[int, str]:
-    """What is in a batch with something that is left to the host, and not left to it itself."""
+    """The ops that are in a batch with one that is left to the host, and are not left to it."""
     batches = {index: batch_of(op) for index, op in enumerate(program.ops)}
     torn = {batches[index] for index in left} - {None}
     return {

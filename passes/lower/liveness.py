@@ -1,4 +1,4 @@
-"""Which values of a rank's program share storage, and when a storage is last used."""
+"""Find the values of a rank's program that share storage, and the last use of each storage."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ...ir.types import FutureType, TensorType, UnitType
 
 @dataclass(eq=False, slots=True)
 class Storage:
-    """What a value and all that may alias it live in.
+    """The storage of a value and of all that may alias it.
 
     Attributes:
         owners: values that may have brought in storage which the program can give back, in the

@@ -15,13 +15,11 @@ from ...ir.ops import Call, Collective, Free, Op, Recv, Return, Send, Value, Wai
 from ...ir.types import DType, FutureType, TensorType, UnitType
 from ..base import Pass
 from ..placement.fabrics import is_by_stream
-from ..registry import register
 
 SMALL = 1 << 16
 """Bytes of a message that travels in less time than a second branch of a device's graph takes."""
 
 
-@register
 @dataclass(frozen=True)
 class Overlap(Pass):
     """Move receives up and waits down, within a bound on messages in flight.

@@ -14,14 +14,12 @@ from ...ir.ops import Call, Copy, Free, Op, Recv, Return, Send, Value, Wait
 from ...ir.types import FutureType, TensorType, relocate
 from ..base import Pass
 from ..placement.fabrics import is_by_stream
-from ..registry import register
 from .liveness import Storages
 
 LARGE = 256 * 1024
 """Bytes from which on memory that changes hands costs a host less than a copy out of a slot."""
 
 
-@register
 @dataclass(frozen=True)
 class PlanBuffers(Pass):
     """Free each storage after its last use, and give each received tensor a slot of its channel.
@@ -202,7 +200,7 @@ def _choose_slots(
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What a rank's program holds in memory, in bytes; objects and what actors hold do not count.
+    """The memory that a rank's program holds, in bytes, without objects and what actors hold.
 
     Attributes:
         inputs: the program's parameters.

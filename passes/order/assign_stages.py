@@ -7,11 +7,9 @@ from typing import ClassVar
 
 from ...ir.module import Module, Phase
 from ..base import Pass
-from ..registry import register
 from .stages import label
 
 
-@register
 @dataclass(frozen=True)
 class AssignStages(Pass):
     """Cut the step into stages, and label each forward call with stage and microbatch.

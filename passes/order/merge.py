@@ -160,7 +160,7 @@ def _chain(work: Work, schedule: Schedule) -> dict[int, int]:
 
 
 def _orders(work: Work, schedule: Schedule) -> list[Order]:
-    """What the schedule says about each round, in the numbering of the module's tasks."""
+    """The schedule's order of each round, in the numbering of the module's tasks."""
     rounds: dict[int, list[int]] = {}
     for stage, (round_, _) in sorted(work.stages.items()):
         rounds.setdefault(round_, []).append(stage)
@@ -189,7 +189,7 @@ def _orders(work: Work, schedule: Schedule) -> list[Order]:
 
 
 def _actions(task: Task, together: bool) -> tuple[Action, ...]:
-    """What a task stands for; `together`: where backwards are split, B is followed by its W."""
+    """The actions of a task; `together`: where backwards are split, B is followed by its W."""
     if together and task.action is Action.BACKWARD:
         return Action.BACKWARD, Action.WEIGHT
     return (task.action,)

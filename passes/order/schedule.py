@@ -9,12 +9,10 @@ from typing import ClassVar, Self
 from ...ir.module import Module, Phase
 from .. import schedules
 from ..base import OptionError, Pass
-from ..registry import register
 from .merge import global_order, sort_work
 from .project import project
 
 
-@register
 @dataclass(frozen=True)
 class SchedulePrograms(Pass):
     """Order all work once for all ranks, then give each rank its part of that order.

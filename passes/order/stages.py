@@ -1,4 +1,4 @@
-"""Which stage of the pipeline each op of a microbatch belongs to, and which rounds there are."""
+"""Find the stage of the pipeline that each op of a microbatch belongs to, and the rounds."""
 
 from __future__ import annotations
 

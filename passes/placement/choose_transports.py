@@ -10,11 +10,9 @@ from ...ir.module import Module, Phase, Program
 from ...ir.ops import Collective, Op, Transfer
 from ...ir.types import ObjectType, Place, TensorType, format_ranks
 from ..base import Pass
-from ..registry import register
 from .fabrics import HOST, Fabrics
 
 
-@register
 @dataclass(frozen=True)
 class ChooseTransports(Pass):
     """Let tensors between devices travel by what joins these, and all else by the hosts' transport.

@@ -1,4 +1,4 @@
-"""Which ranks have devices, and what joins these, as passes need to know it."""
+"""Fabrics: the ranks that have devices, and the transports that join these."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HOST = "cpu"
 
 
 HOST_NAMES = (None, HOST, "mpi")
-"""What it is called in `via`."""
+"""Its names in `via`."""
 
 
 def is_by_stream(channel: Channel) -> bool:

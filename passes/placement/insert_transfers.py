@@ -12,10 +12,8 @@ from ...ir.module import Module, Phase
 from ...ir.ops import Backward, Op, Return, Transfer, Value
 from ...ir.types import Place, relocate
 from ..base import Pass
-from ..registry import register
 
 
-@register
 @dataclass(frozen=True)
 class InsertTransfers(Pass):
     """Insert a `transfer` wherever a value is used on a rank that does not hold it.

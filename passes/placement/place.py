@@ -10,10 +10,8 @@ from ...ir.module import Function, FunctionKind, Module, Phase
 from ...ir.ops import Call, Constant, Copy, Op, Value, View
 from ...ir.types import Place, relocate
 from ..base import Pass
-from ..registry import register
 
 
-@register
 @dataclass(frozen=True)
 class PlaceReplicated(Pass):
     """Narrow replicated ops to the ranks that use them, and make constants where they are used.

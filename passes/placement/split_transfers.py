@@ -11,10 +11,8 @@ from ...ir.module import Channel, Module, Phase, Program
 from ...ir.ops import Broadcast, Collective, Op, Recv, Send, Transfer, Value, Wait
 from ...ir.types import FutureType, Place, Type, UnitType, relocate
 from ..base import Pass
-from ..registry import register
 
 
-@register
 @dataclass(frozen=True)
 class SplitTransfers(Pass):
     """Split each `transfer` into `send` and `recv` or a `broadcast`, and wait for their futures.

@@ -1,4 +1,4 @@
-"""What a pipeline schedule is: a pipeline in, an order of tasks for each rank out."""
+"""Pipeline schedules: a pipeline in, an order of tasks for each rank out."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ _SLACK = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What a free rank prefers where that is a matter of taste.
+    """The preference of a free rank where that is a matter of taste.
 
     Attributes:
         patience: W runs if no other task is known to come within this share of its time.
@@ -159,7 +159,7 @@ def _run(parts: list[_Part], ranks: dict[int, _Rank], mw: float, policy: Policy)
 
 
 def _choose(rank: _Rank, now: float, policy: Policy) -> tuple[str, _Part] | None:
-    """What a free rank runs now; None if it had better wait for what is to come."""
+    """The task that a free rank runs now; None if it had better wait for what is to come."""
     forward = backward = weight = None
     next_forward = next_backward = math.inf
     starved = False

@@ -1,4 +1,4 @@
-"""How stages lie on ranks, for schedules that want them in a certain way."""
+"""The ranks of stages, for schedules that want them in a certain way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many bytes of values a rank's program holds at most, read off its `free` ops."""
+"""The most bytes of values that a rank's program holds, read off its `free` ops."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def peak_bytes(module: Module, program: Program) -> int:
 
 
 class _Storages:
-    """Which values share storage; how large each storage is, when it is made and when freed.
+    """The storages of values: which share one, its size, when it is made and when freed.
 
     Attributes:
         sizes: bytes of each storage, by the value that brought it in.

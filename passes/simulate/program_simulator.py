@@ -21,7 +21,7 @@ __all__ = ["ProgramSimulation", "RankTimes", "simulate_programs"]
 
 @dataclass(frozen=True)
 class ProgramSimulation(ProgramTimes):
-    """What the programs of a step come to, on paper.
+    """The simulated run of the programs of a step.
 
     Attributes:
         messages: when each message travelled, by channel and number.

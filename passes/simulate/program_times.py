@@ -1,4 +1,4 @@
-"""What the ranks of a step do with their time: foreseen by a simulation, or recorded."""
+"""The times of the ranks of a step: foreseen by a simulation, or recorded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...ir.communication import Span
 
 @dataclass(frozen=True, slots=True)
 class RankTimes:
-    """What a rank does with its time, in milliseconds.
+    """The times of one rank, in milliseconds.
 
     Attributes:
         start, end: of its first and last work; both 0 if it has none.
@@ -36,7 +36,7 @@ class RankTimes:
 
 @dataclass(frozen=True)
 class ProgramTimes:
-    """What the programs of a step come to; `print` shows it as a table.
+    """The times of all programs of a step; `print` shows them as a table.
 
     Attributes:
         ranks: for each rank what it does with its time.
@@ -84,5 +84,5 @@ class ProgramTimes:
         return [rank for rank in self.ranks if rank.busy]
 
     def _share(self, times: list[float]) -> float:
-        """What part of the makespan times are on average."""
+        """The part of the makespan that times are on average."""
         return sum(times) / len(times) / self.makespan if times else 0.0

@@ -12,7 +12,7 @@ from ...ir.pipeline.timing import Timeline, play
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What an order of tasks comes to.
+    """The simulated run of an order of tasks.
 
     Attributes:
         ranks: those that host a stage, in the order in which a microbatch first comes to them.

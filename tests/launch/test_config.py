@@ -22,7 +22,7 @@ def test_every_variable_has_its_field() -> None:
             "CG_DUMP": "out/here",
             "CG_DUMP_PASSES": "^split",
             "CG_DUMP_RANKS": "0,2-4",
-            "CG_PASSES": "-overlap, +ipc",
+            "CG_PASSES": "-overlap, +cse",
             "CG_TIMEOUT": "2.5",
             "CG_SEED": "7",
             "CG_THREAD_CAP": "0",
@@ -37,7 +37,7 @@ def test_every_variable_has_its_field() -> None:
     assert config.dump_passes is not None
     assert config.dump_passes.search("split-transfers")
     assert config.dump_ranks == {0, 2, 3, 4}
-    assert config.passes == "-overlap,+ipc"
+    assert config.passes == "-overlap,+cse"
     assert config.timeout == 2.5
     assert (config.thread_cap, config.affinity, config.bind_devices) == (False, False, False)
     assert config.nccl_nonblocking

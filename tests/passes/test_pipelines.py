@@ -32,7 +32,7 @@ def test_every_pass_stands_in_it() -> None:
 
 
 def every(sign: str) -> str:
-    """All optional and experimental passes, switched."""
+    """All passes that can be, switched."""
     found = []
     for name in names():
         try:

@@ -14,7 +14,6 @@ from cg.passes.placement.insert_transfers import InsertTransfers
 from cg.passes.registry import (
     Switches,
     UnknownPassError,
-    format_pipeline,
     parse_pipeline,
     parse_switches,
     register,
@@ -40,21 +39,11 @@ class Probe(Pass):
         return False
 
 
-@dataclass(frozen=True)
-class Trial(Probe):
-    """Does nothing, and only on request."""
-
-    name: ClassVar[str] = "trial"
-    optional: ClassVar[bool] = False
-    experimental: ClassVar[bool] = True
-
-
 @pytest.fixture(autouse=True)
 def with_probes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A registry with two more passes."""
+    """A registry with one more pass."""
     monkeypatch.setattr(registry, "_PASSES", dict(registry._PASSES))
     register(Probe)
-    register(Trial)
 
 
 def test_a_pipeline_is_read_with_its_options() -> None:
@@ -81,7 +70,7 @@ def test_options_have_types(text: str, pass_: Pass) -> None:
 
 def test_what_is_written_is_read_back() -> None:
     pipeline = (Probe(count=3, eager=False, limit=4), Probe(), InsertTransfers(7))
-    text = format_pipeline(pipeline)
+    text = ",".join(map(str, pipeline))
     assert text == "probe{count=3,eager=false,limit=4},probe,insert-transfers{broadcast_from=7}"
     assert parse_pipeline(text) == pipeline
     assert parse_pipeline("") == ()
@@ -116,7 +105,7 @@ def test_an_unknown_pass_lists_those_there_are() -> None:
 def test_every_pass_says_what_it_does_with_ir() -> None:
     shows = dict.fromkeys(("check-types", "check-deadlock", "check-races"), "Refused")
     for name in registry.names():
-        if name in ("probe", "trial"):
+        if name == "probe":
             continue
         text = registry.documentation(name)
         assert registry.summary(name).endswith("."), name
@@ -135,14 +124,19 @@ def test_two_passes_of_one_name_and_bad_names_are_refused() -> None:
         register(Bad)
 
 
-def test_switches_leave_out_and_take_in() -> None:
-    pipeline = (Probe(), Trial(), InsertTransfers())
-    assert Switches().apply(pipeline) == (Probe(), InsertTransfers())
-    assert parse_switches("+trial").apply(pipeline) == pipeline
+def test_switches_leave_out() -> None:
+    pipeline = (Probe(), InsertTransfers())
+    assert Switches().apply(pipeline) == pipeline
     assert parse_switches("-probe").apply(pipeline) == (InsertTransfers(),)
-    assert parse_switches(" -probe , +trial").apply(pipeline) == (Trial(), InsertTransfers())
-    assert parse_switches("+probe,-trial").apply(pipeline) == (Probe(), InsertTransfers())
+    assert parse_switches(" -probe , +cse").apply(pipeline) == (InsertTransfers(),)
+    assert parse_switches("+probe,-cse").apply(pipeline) == pipeline
     assert parse_switches("") == Switches()
+
+
+def test_later_switches_decide() -> None:
+    both = parse_switches("-probe,-cse").then(parse_switches("+probe,-dce"))
+    assert (both.on, both.off) == ({"probe"}, {"cse", "dce"})
+    assert parse_switches("+probe").then(parse_switches("-probe")).off == {"probe"}
 
 
 @pytest.mark.parametrize(
