@@ -20,8 +20,10 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("cg")
-# For `pytest --hypothesis-profile=thorough`; tests/properties draws in proportion to it.
-settings.register_profile("thorough", settings.get_profile("cg"), max_examples=2000)
+# tests/properties draws in proportion to these: three times as much for `--slow`, and sixty times
+# for `--hypothesis-profile=thorough`.
+settings.register_profile("slow", settings.get_profile("cg"), max_examples=300)
+settings.register_profile("thorough", settings.get_profile("cg"), max_examples=6000)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -31,7 +33,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="rewrite the expected sections of tests/text/*.cg with what came out",
     )
     parser.addoption(
-        "--slow", action="store_true", help="run the tests that take minutes, too: whole grids"
+        "--slow",
+        action="store_true",
+        help="run the tests that take minutes, too: whole grids, three times the random examples",
     )
     parser.addoption(
         "--wheel",
@@ -42,6 +46,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Refuse to test another checkout's code, or the checkout where the wheel is meant."""
+    if config.getoption("--slow") and not config.getoption("--hypothesis-profile"):
+        settings.load_profile("slow")
     here = Path(cg.__file__).resolve().parent == ROOT
     if config.getoption("--wheel") and here:
         raise pytest.UsageError(f"--wheel, but cg is imported from the checkout {ROOT}")

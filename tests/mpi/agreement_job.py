@@ -59,6 +59,11 @@ def attempt(call: Callable[[], Any]) -> None:
         say(error=None)
 
 
+def meet() -> None:
+    """Wait for the other ranks: one that ends out of step ends the job, before they have spoken."""
+    MPI.COMM_WORLD.Barrier()
+
+
 mine = cg.rank()
 stages = [Stage.on(rank)(rank) for rank in range(cg.world_size())]
 first, last = stages[0], stages[-1]
@@ -167,6 +172,7 @@ def smaller() -> None:
     train(X, Y)
     attempt(lambda: train(X[: 4 - mine], Y[: 4 - mine]))
     attempt(lambda: train(X, Y))
+    meet()
 
 
 def cleared() -> None:
@@ -175,6 +181,7 @@ def cleared() -> None:
     if mine:
         train.clear_cache()
     attempt(lambda: train(X, Y))
+    meet()
 
 
 def branched() -> None:
@@ -214,6 +221,7 @@ def apart() -> None:
     """Rank 1 waits for the others somewhere else."""
     train(X, Y)
     attempt(cg.barrier if mine else lambda: train(X, Y))
+    meet()
 
 
 def resumed() -> None:
@@ -243,5 +251,3 @@ def resumed() -> None:
 if __name__ == "__main__":
     for scenario in sys.argv[1].split(","):
         globals()[scenario]()
-    # A rank that ends out of step ends the job, and what the other one has not said yet is lost.
-    MPI.COMM_WORLD.Barrier()

@@ -5,8 +5,9 @@ does, and with ranks that take turns at random and freed memory that is poisoned
 buffers and the order of effects on each actor equal those of the plain Python, run eagerly. After
 every pass the module is valid and its text reads back as an equal one.
 
-The examples are the same in every run, and are not shrunk. `pytest tests/properties
---hypothesis-profile=thorough` draws others, twenty times as many, and takes its time to shrink.
+The examples are the same in every run, and are not shrunk; `--slow` draws three times as many.
+`pytest tests/properties --hypothesis-profile=thorough` draws others, sixty times as many, and takes
+its time to shrink.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import Phase, event, given, settings
+from hypothesis import event, given
 
 import cg
 
 from .actors import KINDS
 from .oracle import BASIC, Pool, check
 from .recipes import ALL, GROUPS, PIPELINE, READS, VALUES, WRITES, Flavour, Recipe, draw_recipe
+from .sampling import examples
 
 ANYTHING = Flavour(ALL)
 PIPELINES = Flavour(PIPELINE, microbatches=(1, 2, 4), blocks=1)
@@ -37,19 +39,6 @@ COLLECTIVES = Flavour((*GROUPS, "linear", "add", "loss"), worlds=(2, 3, 4, 6), l
 def recipes(draw: Callable[[Any], Any], flavour: Flavour, schedules: tuple[str, ...]) -> Recipe:
     """Random recipes of a flavour."""
     return draw_recipe(lambda a, b: draw(st.integers(a, b)), flavour, schedules, KINDS)
-
-
-def examples(count: int) -> settings:
-    """Run so many examples, always the same; or, in another profile, in proportion to its own."""
-    profile = settings.default
-    assert profile is not None
-    times = profile.max_examples // 100
-    return settings(
-        profile,
-        max_examples=count * max(1, times),
-        derandomize=times <= 1,
-        phases=[phase for phase in Phase if phase is not Phase.shrink or times > 1],
-    )
 
 
 @pytest.fixture(scope="module")
@@ -66,31 +55,31 @@ def _one_thread() -> Any:
     torch.set_num_threads(before)
 
 
-@examples(210)
+@examples(70)
 @given(recipe=recipes(ANYTHING, BASIC))
 def test_any_step(recipe: Recipe, pool: Pool) -> None:
     event(check(recipe, pool))
 
 
-@examples(140)
+@examples(48)
 @given(recipe=recipes(PIPELINES, tuple(cg.schedules.names())))
 def test_pipelines_under_every_schedule(recipe: Recipe, pool: Pool) -> None:
     event(f"{recipe.schedule}: {check(recipe, pool)}")
 
 
-@examples(80)
+@examples(27)
 @given(recipe=recipes(EFFECTS, BASIC))
 def test_effects_keep_their_order(recipe: Recipe, pool: Pool) -> None:
     event(check(recipe, pool))
 
 
-@examples(60)
+@examples(20)
 @given(recipe=recipes(COLLECTIVES, BASIC))
 def test_collectives(recipe: Recipe, pool: Pool) -> None:
     event(check(recipe, pool))
 
 
-@examples(20)
+@examples(7)
 @given(recipe=recipes(ANYTHING, BASIC))
 def test_with_actors_of_their_own(recipe: Recipe) -> None:
     """Without anything shared between examples, as users make actors and trace steps."""

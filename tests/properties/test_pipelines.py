@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -30,6 +30,7 @@ from cg.passes.schedules import Pipeline
 from cg.tracer.actors.actors import ActorHandle
 
 from .pipelines import WIDTH, Pipe, Stage, assert_close, draw_pipe, gradients, inputs, make_step
+from .sampling import examples
 from .traces import SharedTraces
 
 pytestmark = pytest.mark.timeout(300)
@@ -90,10 +91,7 @@ def run(pipe: Pipe, pool: Pool) -> tuple[Compiled, Tensor, dict[str, Tensor | No
         return compiled, loss, found
 
 
-@settings(
-    max_examples=60,
-    derandomize=True,
-)
+@examples(20, shrinks=True)
 @given(seed=st.integers(0, 10**9))
 def test_gradients_are_those_of_the_plain_loop(seed: int, pool: Pool) -> None:
     run(draw_pipe(random.Random(seed).randint, 8, STAGES), pool)

@@ -1,0 +1,35 @@
+"""How many examples the long searches draw: a fixed few, all of them with --slow, or others."""
+
+from __future__ import annotations
+
+from hypothesis import Phase, settings
+
+DEFAULT = 100
+"""`max_examples` of the profile of default runs."""
+
+
+def scale() -> int:
+    """How many times as many examples as a default run draws are drawn in this run."""
+    profile = settings.default
+    assert profile is not None
+    return max(1, profile.max_examples // DEFAULT)
+
+
+def examples(count: int, *, shrinks: bool = False) -> settings:
+    """Run so many examples, or in proportion to the profile.
+
+    They are the same ones in every run, but for the profile `thorough`.
+
+    Args:
+        count: examples of a default run.
+        shrinks: whether a failing one is made smaller; always in `thorough`.
+    """
+    profile = settings.default
+    assert profile is not None
+    is_thorough = profile.max_examples > settings.get_profile("slow").max_examples
+    return settings(
+        profile,
+        max_examples=count * scale(),
+        derandomize=not is_thorough,
+        phases=[p for p in Phase if p is not Phase.shrink or shrinks or is_thorough],
+    )
