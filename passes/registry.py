@@ -14,15 +14,15 @@ from typing import TypeVar
 from .base import OptionError, Pass, Pipeline
 from .check.check_deadlock import CheckDeadlock
 from .check.check_races import CheckRaces
-from .frontend.check_types import CheckTypes
+from .check.check_types import CheckTypes
 from .frontend.cse import CommonSubexpressionElimination
 from .frontend.dce import DeadCodeElimination
 from .frontend.differentiate import Differentiate
-from .frontend.fuse import Fuse
-from .frontend.fuse_accumulation import FuseAccumulation
 from .lower.assign_streams import AssignStreams
 from .lower.batch_messages import BatchMessages
 from .lower.capture import Capture
+from .lower.fuse import Fuse
+from .lower.fuse_accumulation import FuseAccumulation
 from .lower.overlap import Overlap
 from .lower.plan_buffers import PlanBuffers
 from .order.assign_stages import AssignStages

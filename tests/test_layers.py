@@ -42,7 +42,6 @@ LONG = {
     "backends/cpu/queues/local.py",
     "backends/devices/programs/capture.py",
     "backends/driven/executions.py",
-    "tracer/step/trace.py",
 }
 """Modules that are still longer. A module leaves this list for good once it is short enough."""
 

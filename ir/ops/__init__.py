@@ -28,8 +28,8 @@ from .collectives import (
     ReduceScatter,
     Scatter,
 )
-from .local import Alloc, Backward, Call, Constant, Copy, Free, Return, View, Wait
-from .messages import Recv, Send, Transfer, batch_of
+from .rank_local import Alloc, Backward, Call, Constant, Copy, Free, Return, View, Wait
+from .transfers import Recv, Send, Transfer, batch_of
 
 __all__ = [
     "Adjoint",

@@ -10,7 +10,7 @@ from ...backends.base import Body, World
 from ...backends.program.fuse import FuseError, fuser
 from ...ir.module import Module
 from ...ir.ops import Call
-from ...passes.frontend.fuse import refusal
+from ...passes.lower.fuse import refusal
 from ...tracer.codegen.codegen import GraphBody
 
 

@@ -224,8 +224,7 @@ class Lowered:
             check_transports(trace.module.program)
         settings = config()
         check_late_settings(settings)
-        switched = ",".join(filter(None, (settings.passes, passes)))
-        switches = parse_switches(switched)
+        switches = parse_switches(settings.passes).then(parse_switches(passes))
         is_driven = max_inflight is not None and self._step.driver is not None
         if is_driven:
             for trace in self.traces:
@@ -233,7 +232,7 @@ class Lowered:
         chosen_seed = int(settings.seed if seed is None else seed)
         options = {
             "schedule": schedule,
-            "passes": switched,
+            "passes": ",".join(filter(None, (settings.passes, passes))),
             "seed": chosen_seed,
             "max_inflight": max_inflight,
             "fuse": fuse,

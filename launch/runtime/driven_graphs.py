@@ -21,8 +21,8 @@ from ...backends.driven.futures import Future
 from ...backends.driven.graphs import Graph
 from ...backends.driven.rank_scheduler import Seat
 from ...backends.driven.records import SEATS, VARIANTS
+from ...backends.driven.variants import share_channels
 from ...backends.errors import StepTimeout
-from ...backends.program.variants import share_channels
 from ...backends.timing.statistics import Statistics
 from ...backends.virtual.virtual_executions import virtual_executions
 from ..world import failure

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from cg.backends.driven.participants import participants, woken_by_record
 from cg.backends.driven.records import BITS, GRAPHS, SEATS, VARIANTS, Kind, Record, VirtualRecords
 from cg.backends.driven.ticket_locks import TicketLocks, Tickets
+from cg.backends.driven.variants import share_channels
 from cg.backends.errors import Failure
 from cg.backends.failures.poison import Poison
 from cg.backends.failures.unobserved_failures import witnesses
-from cg.backends.program.variants import share_channels
 from cg.backends.timing.statistics import Statistics
 from cg.backends.timing.tallies import count
 from cg.ir.flops import Flops

@@ -18,8 +18,8 @@ from ..actors.actor_state import ActorState, StateTensor
 from ..errors import shorten
 from ..functions.interface import Guard
 from ..heap.snapshot import MISSING
-from .builder import GuardBuilder
 from .flat import Flat
+from .guard_builder import GuardBuilder
 from .nodes import Comparison, Difference
 
 _AGAIN = "trace the step again (lower and compile it anew) to use the actor as it is now"

@@ -8,7 +8,7 @@ from typing import ClassVar
 from ..phases import Phase
 from ..types import FutureType, Place, UnitType
 from .base import Adjoint, Op
-from .local import check_unchanged
+from .rank_local import check_unchanged
 from .rules import (
     Context,
     Problem,
