@@ -28,7 +28,7 @@ from .attributes import Stream
 from .diagnostics import IRError
 from .module import Module, Program
 from .ops import Collective, Free, Op, Recv, Send, Value, Wait, batch_of
-from .types import FutureType
+from .storage import SharedStorage
 from .verify.channel_rules import unmatched
 
 CommOp: TypeAlias = Send | Recv | Collective
@@ -188,7 +188,9 @@ class Progress:
         self.programs = {program.rank or 0: program for program in module.programs}
         self.messages = match(module)
         self.freed: set[Message] = set()
-        self.events = {rank: self._read(program, cost) for rank, program in self.programs.items()}
+        self.events = {
+            rank: self._read(program, module, cost) for rank, program in self.programs.items()
+        }
         self.at = dict.fromkeys(self.programs, 0)
         self.clocks = dict.fromkeys(self.programs, 0.0)
         self.spans: list[Span] = []
@@ -236,28 +238,30 @@ class Progress:
                 early += held
         return frozenset(early)
 
-    def _read(self, program: Program, cost: Callable[[Op], float] | None) -> list[Event]:
+    def _read(
+        self, program: Program, module: Module, cost: Callable[[Op], float] | None
+    ) -> list[Event]:
         """The events of a program: what communicates, and what takes time."""
-        # What has been promised by a message, or received by it: waits pass it on.
-        origins: dict[Value, Message] = {}
+        promised: dict[Value, Message] = {}
+        storage = SharedStorage(program, module.functions)
+        received: dict[Value, list[Message]] = {}
         events: list[Event] = []
-        for op in program.ops:
+        for index, op in enumerate(program.ops):
             if isinstance(op, Wait):
-                message = origins.get(op.operands[0])
+                message = promised.get(op.operands[0])
                 if message is not None:
-                    if isinstance(op.operands[0].type, FutureType):
-                        events.append((Kind.WAIT, message, op))
-                    if op.results:
-                        origins[op.result] = message
+                    events.append((Kind.WAIT, message, op))
             elif isinstance(op, Send | Recv | Collective):
                 message = self.messages[op.chan or 0, op.seq or 0]
-                origins[op.results[0]] = message
+                promised[op.results[0]] = message
+                received.setdefault(storage.of(op.results[0]), []).append(message)
                 events.append((Kind.POST, message, op))
             elif isinstance(op, Free):
-                message = origins.get(op.operands[0])
-                if message is not None:
-                    self.freed.add(message)
-                    events.append((Kind.FREE, message, op))
+                group = storage.of(op.operands[0])
+                if storage.last_frees[group] == index:
+                    for message in received.get(group, ()):
+                        self.freed.add(message)
+                        events.append((Kind.FREE, message, op))
             elif cost is not None:
                 events.append((Kind.WORK, None, op))
         return events

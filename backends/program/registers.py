@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ...ir.module import FunctionKind, Module, Program
-from ...ir.ops import Call, Free, Op, Recv, Return, Value, View, Wait
+from ...ir.ops import Call, Free, Op, Return, Value, Wait
+from ...ir.storage import SharedStorage
 from ...ir.types import FutureType
 
 
@@ -85,7 +86,7 @@ class _Layouter:
         self.size = 0
         self.issuers: dict[Value, Op] = {}
         self.first_waits: dict[Value, Op] = {}
-        self._storage: dict[Value, Value] = {}
+        self._storage = SharedStorage(program, module.functions)
 
     def define(self, value: Value) -> None:
         self.registers[value] = self.size
@@ -99,45 +100,18 @@ class _Layouter:
             self.define(result)
             if isinstance(result.type, FutureType):
                 self.issuers[result] = op
-        if isinstance(op, View):
-            self._share(op.result, op.operands[0])
-        elif isinstance(op, Call):
-            for output, input_ in self.module.functions[op.fn.name].aliases:
-                self._share(op.results[output], op.operands[input_])
 
     def _visit_wait(self, op: Wait) -> None:
         source = op.operands[0]
         first = self.first_waits.get(source)
         if first is None and isinstance(source.type, FutureType):
             self.first_waits[source] = op
-            self._define_awaited(op, source)
+            if op.results:
+                self.define(op.result)
         elif op.results:
             if first is not None and first.results:
                 source = first.result
             self.registers[op.result] = self.registers[source]
-            self._share(op.result, source)
-
-    def _define_awaited(self, op: Wait, future: Value) -> None:
-        if not op.results:
-            return
-        self.define(op.result)
-        self._share(op.result, future)
-        issuer = self.issuers.get(future)
-        if isinstance(issuer, Recv) and issuer.operands:
-            self._share(op.result, issuer.operands[0])
-
-    def _root(self, value: Value) -> Value:
-        root = value
-        while (parent := self._storage.get(root)) is not None:
-            root = parent
-        while value is not root:
-            self._storage[value], value = root, self._storage[value]
-        return root
-
-    def _share(self, one: Value, other: Value) -> None:
-        one, other = self._root(one), self._root(other)
-        if one is not other:
-            self._storage[one] = other
 
     def last_touches(self, keys: Mapping[Value, K]) -> tuple[dict[K, int], dict[K, int]]:
         """Index of the last use, and of the last `free`, of what has each key."""
@@ -152,7 +126,7 @@ class _Layouter:
         return uses, frees
 
     def releases(self) -> dict[int, tuple[Value, ...]]:
-        roots = {value: self._root(value) for value in self.registers}
+        roots = {value: self._storage.of(value) for value in self.registers}
         uses, frees = self.last_touches(roots)
         found: dict[int, tuple[Value, ...]] = {}
         for future in self.first_waits:
@@ -172,8 +146,8 @@ class _Layouter:
 
     def sharing_with(self, values: Iterable[Value]) -> frozenset[Value]:
         """All that share storage with one of some values."""
-        roots = set(map(self._root, values))
-        return frozenset(value for value in self.registers if self._root(value) in roots)
+        roots = set(map(self._storage.of, values))
+        return frozenset(value for value in self.registers if self._storage.of(value) in roots)
 
     def is_opaque(self, op: Op) -> bool:
         """Whether an op calls a method that is not traced."""
