@@ -170,8 +170,8 @@ TRACER = Path(cg.__file__).parent / "tracer"
 PUTS_AWAY = tuple(
     str(TRACER / file)
     for file in (
-        "methods/fingerprint.py",
-        "methods/contents.py",
+        "heap/reach.py",
+        "heap/snapshot.py",
         "methods/side_effects.py",
         "methods/watch.py",
         "actors/actor_state.py",

@@ -99,7 +99,7 @@ def test_sizes_may_change(sizes: list[int]) -> None:
 
 def test_broadcast_objects_keep_their_place_among_other_collectives() -> None:
     """Small and large ones, with reductions in flight before and after them."""
-    group = Channel(0, (0, 1, 2), collective=True)
+    group, everyone = Channel(0, (0, 1, 2), collective=True), Place((0, 1, 2))
     tensor = TensorType(DType.F32, (4,))
     given = [b"a", "text", 5, {"b": 1}, bytes(100_000), np.arange(50_000), None, b""] * 3
 
@@ -108,8 +108,9 @@ def test_broadcast_objects_keep_their_place_among_other_collectives() -> None:
             operand = type_ if has_operand else None
             return communicator.collective_port(op, group, operand, type_)
 
-        add = [port(AllReduce(op=ReduceOp.SUM), tensor, True) for _ in range(2)]
-        casts = [port(Broadcast(root=0), OBJECT, world.rank == 0) for _ in range(2)]
+        add = [port(AllReduce(op=ReduceOp.SUM, group=everyone), tensor, True) for _ in range(2)]
+        cast = Broadcast(root=0, group=everyone)
+        casts = [port(cast, OBJECT, world.rank == 0) for _ in range(2)]
         seen = []
         for i, value in enumerate(given):
             other = given[-i]

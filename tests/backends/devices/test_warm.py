@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -41,17 +41,17 @@ class Attention(torch.nn.Module):
 class Noting:
     """A body that notes when it runs."""
 
-    def __init__(self, name: str, body: Callable[..., Any], ran: list[str]) -> None:
+    def __init__(self, name: str, body: Any, ran: list[str]) -> None:
         self._name = name
         self._body = body
         self._ran = ran
+        # Attributes of its own, by which it is a `GraphBody` on every version of Python.
+        self.run, self.locate, self.graph = self.__call__, body.locate, body.graph
+        self.state, self.trained, self.rebinds = body.state, body.trained, body.rebinds
 
     def __call__(self, *inputs: Any) -> Sequence[Any]:
         self._ran.append(self._name)
         return self._body(*inputs)  # type: ignore[no-any-return]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._body, name)
 
 
 def warmed() -> tuple[dict[str, str], list[str], Attention]:
