@@ -1,1 +1,4 @@
-"""launch."""
+"""What users call, the world of ranks, the environment, and the command lines.
+
+In: Python functions over actors, and a launcher's variables. Out: compiled steps that run.
+"""

@@ -35,7 +35,8 @@ class Exchange:
 
     Each receiver gets a piece of what each sender gives: all of it or, with `cut`, the part with
     the receiver's number in the group. It combines the pieces in the order of the group. Members
-    that receive nothing get a unit.
+    that receive nothing get a unit. Every member gives or receives, except in a barrier: the
+    verifier and the ports of hosts find the type of what travels by that.
 
     Attributes:
         members: the ranks of the group, in order.
@@ -52,6 +53,16 @@ class Exchange:
     cut: int | None = None
     reduce: ReduceOp | None = None
     concat: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check that no member is idle.
+
+        Raises:
+            ValueError: a member neither gives nor receives, and others do.
+        """
+        idle = set(self.members).difference(self.senders, self.receivers)
+        if idle and (self.senders or self.receivers):
+            raise ValueError(f"ranks {sorted(idle)} of {self.members} neither give nor receive")
 
     @property
     def is_uniform(self) -> bool:

@@ -209,7 +209,7 @@ class SlotRecvPort:
         self._view = codec.view(memory, at, 0, False)
 
     def start(self, value: Any) -> None:
-        """See `Port`."""
+        """Post: reserve the next message of the slot; it touches no payload."""
         self._number = self._lane.next_number(self._slot)
 
     def fail(self, poison: Poison) -> None:
