@@ -58,7 +58,7 @@ SAME_THING = {
     "fuse.py": "the pass, and the compiler that it asks for",
     "instance.py": "on the host and on devices",
     "instructions.py": "on the host and on devices",
-    "library.py": "the protocol, and HCCL behind it",
+    "library.py": "the protocol, and NCCL and HCCL behind it",
     "pool.py": "in each transport between devices",
     "ports.py": "in each transport",
     "registry.py": "of passes, and of transports",

@@ -25,7 +25,6 @@ from ...ir.types import DType, TensorType
 from ..errors import BindError
 from ..streams.collectives import (
     Collectives,
-    Messages,
     Parts,
     Reduction,
     as_logic,
@@ -33,8 +32,7 @@ from ..streams.collectives import (
     same,
 )
 from ..streams.ports import maker
-from .abi import BYTES, CODES, RECEIVE, REDUCTIONS, SEND, SendRecvItem
-from .library import HcclLibrary
+from .abi import CODES, REDUCTIONS
 from .symbols import Symbols
 
 NEEDS: dict[type[Op], str] = {
@@ -108,6 +106,7 @@ class HcclCollectives(Collectives):
 
     codes: ClassVar[Mapping[DType, int]] = CODES
     numbers: ClassVar[Mapping[ReduceOp, int]] = REDUCTIONS
+    sends_to_itself: ClassVar[bool] = False
 
     def reduction(self, op: ReduceOp, dtype: DType) -> Reduction:
         """The reduction of elements of a type."""
@@ -126,30 +125,3 @@ class HcclCollectives(Collectives):
                 self.library.broadcast(target, target, nbytes, root, self.line.comm, self.handle)
 
         return maker(type_, self.device), before, run, same
-
-    def _all_to_all(self, op: AllToAll, type_: TensorType) -> Parts:
-        """One batch with all other members; what stays here is copied, not sent."""
-        parts = TensorType(type_.dtype, (self.members, *self._part(type_, op.dim)))
-        nbytes, me = parts.nbytes // self.members, self.line.member
-        parts_first, concatenated = self._parts_first(op.dim), self._concatenated(op.dim)
-
-        def before(value: Tensor, result: Tensor) -> Tensor:
-            there = parts_first(value)
-            result[me].copy_(there.view(parts.shape)[me])
-            return there
-
-        def run(source: int, target: int) -> None:
-            if nbytes and self.members > 1:
-                others = ((i, i * nbytes) for i in range(self.members) if i != me)
-                messages = [(i, source + at, target + at, nbytes) for i, at in others]
-                self.library.exchange(messages, self.line.comm, self.handle)
-
-        return maker(parts, self.device), before, run, concatenated
-
-    def deliver(self, sends: Messages, receives: Messages, nbytes: int) -> None:
-        """See `Collectives`; one batch, since HCCL's messages wait for those before them."""
-        items = [SendRecvItem(SEND, pointer, nbytes, BYTES, peer) for peer, pointer in sends]
-        items += [SendRecvItem(RECEIVE, pointer, nbytes, BYTES, peer) for peer, pointer in receives]
-        if items and nbytes:
-            assert isinstance(self.library, HcclLibrary), "the pool was made with one"
-            self.library.batch(items, self.line.comm, self.handle)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from ..devices.base import Device, Queue
-from ..streams.library import CommunicationError
+from ..streams.library import CommunicationError, Message, batch_in_words
 from .abi import (
     BYTES,
     NOT_SUPPORTED,
@@ -133,27 +133,19 @@ class HcclLibrary:
         if code != SUCCESS:
             self._fail("HcclRecv", code, f"of {nbytes} bytes from member {peer}")
 
-    def exchange(
-        self, messages: Sequence[tuple[int, int, int, int]], comm: Any, stream: Any
-    ) -> None:
-        """Exchange by one HcclBatchSendRecv, whose messages do not wait for one another."""
-        items = []
-        for peer, source, target, nbytes in messages:
-            items.append(SendRecvItem(SEND, source, nbytes, BYTES, peer))
-            items.append(SendRecvItem(RECEIVE, target, nbytes, BYTES, peer))
-        self.batch(items, comm, stream)
-
-    def batch(self, items: Sequence[SendRecvItem], comm: Any, stream: Any) -> None:
-        """Messages as one operation, of which none waits for another.
+    def batch(self, messages: Sequence[Message], comm: Any, stream: Any) -> None:
+        """Send and receive messages by one HcclBatchSendRecv, in which none waits for another.
 
         HCCL takes one message in each direction between two ranks, and the same ones at both ends.
         """
+        items = [
+            SendRecvItem(RECEIVE if m.receives else SEND, m.pointer, m.nbytes, BYTES, m.peer)
+            for m in messages
+        ]
         given = (SendRecvItem * len(items))(*items)
         code = self._batch(given, len(items), comm, self._raw(stream))
         if code != SUCCESS:
-            peers = sorted({item.remote_rank for item in items})
-            whom = f"member{'s' if len(peers) > 1 else ''} {', '.join(map(str, peers))}"
-            self._fail("HcclBatchSendRecv", code, f"of {len(items)} messages with {whom}")
+            self._fail("HcclBatchSendRecv", code, f"of {batch_in_words(messages)}")
 
     def all_reduce(
         self, source: int, target: int, count: int, type_: int, op: int, comm: Any, stream: Any

@@ -11,7 +11,7 @@ from ...ir.attributes import Stream
 from ...ir.module import Channel
 from ..base import World
 from ..devices.base import Device, Queue
-from ..streams.library import CommunicationError
+from ..streams.library import CommunicationError, Message
 from ..streams.pool import FLOAT_BYTES, Group, Lease, Line, Pool
 from .library import HcclLibrary
 
@@ -151,7 +151,8 @@ class HcclPool(Pool):
             else:
                 library.recv(target, FLOAT_BYTES, peer, comm, stream)
         if library.symbols.has("HcclBatchSendRecv"):
-            library.exchange([(peer, source, target, FLOAT_BYTES)], comm, stream)
+            both = ((False, source), (True, target))
+            library.batch([Message(r, peer, at, FLOAT_BYTES) for r, at in both], comm, stream)
 
     def _connect(self, groups: Sequence[Group]) -> None:
         """Join one group after the other: a process listens for the members of one at a time."""

@@ -2,19 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from cupy.cuda import nccl
 
-from ..streams.library import CommunicationError
-from .codes import BYTES
-from .failures import failed
-
-_MISSING = "CuPy is built without NCCL"
+from .library import Nccl
 
 
-class CupyNccl:
+class Calls:
+    """CuPy's methods of communicators as functions, with arguments in NCCL's order."""
+
+    def __init__(self) -> None:
+        self.get_version = nccl.get_version
+        self.group_start = nccl.groupStart
+        self.group_end = nccl.groupEnd
+
+    def send(self, at: int, count: int, type_: int, peer: int, comm: Any, stream: int) -> None:
+        comm.send(at, count, type_, peer, stream)
+
+    def recv(self, at: int, count: int, type_: int, peer: int, comm: Any, stream: int) -> None:
+        comm.recv(at, count, type_, peer, stream)
+
+    def all_reduce(self, *arguments: Any) -> None:
+        *before, comm, stream = arguments
+        comm.allReduce(*before, stream)
+
+    def reduce_scatter(self, *arguments: Any) -> None:
+        *before, comm, stream = arguments
+        comm.reduceScatter(*before, stream)
+
+    def all_gather(self, *arguments: Any) -> None:
+        *before, comm, stream = arguments
+        comm.allGather(*before, stream)
+
+    def broadcast(self, *arguments: Any) -> None:
+        *before, comm, stream = arguments
+        comm.broadcast(*before, stream)
+
+    def comm_abort(self, comm: Any) -> None:
+        comm.abort()
+
+    def comm_destroy(self, comm: Any) -> None:
+        comm.destroy()
+
+
+class CupyNccl(Nccl):
     """NCCL by CuPy. Joining a communicator, and calling it, blocks the host.
 
     CuPy cannot set the width of one communicator; `NCCL_MAX_CTAS` sets that of all.
@@ -24,126 +56,28 @@ class CupyNccl:
 
     def __init__(self) -> None:
         if not nccl.available:
-            raise ImportError(_MISSING)
-        _checked("version", nccl.get_version)
-
-    def version(self) -> str:
-        """The version of the library itself."""
-        number = int(_checked("version", nccl.get_version))
-        return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+            raise ImportError("CuPy is built without NCCL")
+        super().__init__(Calls(), nccl.NcclError, nonblocking=False)
 
     def unique_id(self) -> bytes:
         """Make the key that the members of a new communicator share; one of them calls this."""
-        made = _checked("making of a key", nccl.get_unique_id)
-        return made if isinstance(made, bytes) else bytes(c % 256 for c in made)
+        return bytes(c % 256 for c in self._new_key())
 
     def connect(self, size: int, unique: bytes, rank: int, width: int | None = None) -> Any:
-        """Begin to join a new communicator; all its members do."""
+        """Join a new communicator; all its members do."""
+        key: Any = unique
+        if not isinstance(self._new_key(), bytes):  # before version 14 it is of signed characters
+            key = tuple(c - 256 if c > 127 else c for c in unique)
         what = f"joining of {size} ranks, as member {rank},"
-        return _checked(what, nccl.NcclCommunicator, size, self._as_made(unique), rank)
-
-    def _as_made(self, unique: bytes) -> Any:
-        """A key as CuPy has it: bytes, or signed characters before version 14."""
-        if isinstance(_checked("making of a key", nccl.get_unique_id), bytes):
-            return unique
-        return tuple(c - 256 if c > 127 else c for c in unique)
+        return self._checked(what, nccl.NcclCommunicator, size, key, rank)
 
     def is_ready(self, comm: Any) -> bool:
-        """True once a communicator has been joined."""
-        error = self.error(comm)
-        if error is not None:
-            raise CommunicationError(error)
+        """True: a communicator has been joined when `connect` returns."""
+        self._checked("look for errors", comm.check_async_error)
         return True
 
-    def send(self, pointer: int, nbytes: int, peer: int, comm: Any, stream: int) -> None:
-        """Send bytes to member `peer`."""
-        try:
-            comm.send(pointer, nbytes, BYTES, peer, stream)
-        except nccl.NcclError as error:
-            raise failed(f"send of {nbytes} bytes to member {peer}", error) from error
-
-    def recv(self, pointer: int, nbytes: int, peer: int, comm: Any, stream: int) -> None:
-        """Receive bytes from member `peer`."""
-        try:
-            comm.recv(pointer, nbytes, BYTES, peer, stream)
-        except nccl.NcclError as error:
-            raise failed(f"receive of {nbytes} bytes from member {peer}", error) from error
-
-    def all_reduce(
-        self, source: int, target: int, count: int, type_: int, op: int, comm: Any, stream: int
-    ) -> None:
-        """Reduce `count` elements; each member gets the result."""
-        try:
-            comm.allReduce(source, target, count, type_, op, stream)
-        except nccl.NcclError as error:
-            raise failed(f"all-reduce of {count} elements of type {type_}", error) from error
-
-    def reduce_scatter(
-        self, source: int, target: int, count: int, type_: int, op: int, comm: Any, stream: int
-    ) -> None:
-        """Reduce; each member gets its part, of `count` elements."""
-        try:
-            comm.reduceScatter(source, target, count, type_, op, stream)
-        except nccl.NcclError as error:
-            raise failed(f"reduce-scatter of {count} elements of type {type_}", error) from error
-
-    def all_gather(self, source: int, target: int, nbytes: int, comm: Any, stream: int) -> None:
-        """Give each member the `nbytes` bytes of all, in their order."""
-        try:
-            comm.allGather(source, target, nbytes, BYTES, stream)
-        except nccl.NcclError as error:
-            raise failed(f"all-gather of {nbytes} bytes", error) from error
-
-    def broadcast(
-        self, source: int, target: int, nbytes: int, root: int, comm: Any, stream: int
-    ) -> None:
-        """Give each member the bytes of member `root`."""
-        try:
-            comm.broadcast(source, target, nbytes, BYTES, root, stream)
-        except nccl.NcclError as error:
-            raise failed(f"broadcast of {nbytes} bytes from member {root}", error) from error
-
-    def exchange(
-        self, messages: Sequence[tuple[int, int, int, int]], comm: Any, stream: int
-    ) -> None:
-        """Send to and receive from several members at once."""
-        try:
-            nccl.groupStart()
-            try:
-                for peer, source, target, nbytes in messages:
-                    comm.send(source, nbytes, BYTES, peer, stream)
-                    comm.recv(target, nbytes, BYTES, peer, stream)
-            finally:
-                nccl.groupEnd()
-        except nccl.NcclError as error:
-            # The end of a group fails, too, if one of its calls has: that one says why.
-            within = error.__context__
-            first = within if isinstance(within, nccl.NcclError) else error
-            raise failed(f"exchange with {len(messages)} members", first) from error
-
-    def error(self, comm: Any) -> str | None:
-        """The failure of a communicator, in words; None if there is none."""
-        try:
-            comm.check_async_error()
-        except nccl.NcclError as error:
-            return str(error)
-        return None
-
-    def abort(self, comm: Any) -> None:
-        """Break off the operations under way, and give the communicator up."""
-        _checked("breaking off", comm.abort)
-
-    def destroy(self, comm: Any) -> None:
-        """Give up a communicator without operations under way."""
-        _checked("giving up of a communicator", comm.destroy)
-
-
-def _checked(what: str, call: Any, *arguments: Any) -> Any:
-    """A call that is not one of many in a step; those do without another one around them."""
-    try:
-        return call(*arguments)
-    except nccl.NcclError as error:
-        raise failed(what, error) from error
+    def _new_key(self) -> Any:
+        return self._checked("making of a key", nccl.get_unique_id)
 
 
 def make(nonblocking: bool) -> CupyNccl:

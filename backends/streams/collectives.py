@@ -7,7 +7,7 @@ order before or after, on the compute stream.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -29,11 +29,9 @@ from ...ir.ops import (
 from ...ir.types import DType, TensorType, ValueType
 from ..dtypes import TORCH_DTYPES
 from ..errors import BindError
+from .library import Message
 from .pool import Line, Pool
 from .ports import maker
-
-Messages = Sequence[tuple[int, int]]
-"""The member at the other end of each message, and a pointer to its bytes."""
 
 Parts = tuple[
     Callable[[], Tensor],
@@ -70,10 +68,13 @@ class Collectives(ABC):
 
     Attributes:
         codes, numbers: the library's own of element types and reductions.
+        sends_to_itself: whether a member's part of its own tensor may be a message of a batch;
+            else it is copied.
     """
 
     codes: ClassVar[Mapping[DType, int]]
     numbers: ClassVar[Mapping[ReduceOp, int]]
+    sends_to_itself: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -116,7 +117,7 @@ class Collectives(ABC):
             return self._broadcast(op, self._tensor(self.result))
         if isinstance(op, Scatter):
             return self._scatter(op, self._tensor(self.result))
-        operand = self._tensor(self.operand)
+        operand = self._tensor(self.operand)  # every member gives one to the other ops
         if isinstance(op, AllReduce):
             return self._all_reduce(op, operand)
         if isinstance(op, AllGather):
@@ -174,27 +175,34 @@ class Collectives(ABC):
 
     def _all_to_all(self, op: AllToAll, type_: TensorType) -> Parts:
         parts = TensorType(type_.dtype, (self.members, *self._part(type_, op.dim)))
-        nbytes = parts.nbytes // self.members
+        nbytes, me = parts.nbytes // self.members, self.line.member
+        parts_first = self._parts_first(op.dim)
+        peers = [i for i in range(self.members) if self.sends_to_itself or i != me]
+
+        def before(value: Tensor, result: Tensor) -> Tensor:
+            there = parts_first(value)
+            if not self.sends_to_itself:
+                result[me].copy_(there.view(parts.shape)[me])
+            return there
 
         def run(source: int, target: int) -> None:
-            if nbytes:
-                steps = ((i, i * nbytes) for i in range(self.members))
-                messages = [(i, source + at, target + at, nbytes) for i, at in steps]
-                self.library.exchange(messages, self.line.comm, self.handle)
+            self._batch(
+                Message(receives, peer, pointer + peer * nbytes, nbytes)
+                for peer in peers
+                for receives, pointer in ((False, source), (True, target))
+            )
 
-        parts_first = self._parts_first(op.dim)
-        room = maker(parts, self.device)
-        return room, lambda value, _: parts_first(value), run, self._concatenated(op.dim)
+        return maker(parts, self.device), before, run, self._concatenated(op.dim)
 
     def _gather(self, op: Gather, type_: TensorType) -> Parts:
         """The root receives from all others; its own tensor is copied, not sent."""
         root, me, nbytes = op.group.ranks.index(op.root), self.line.member, type_.nbytes
 
         def send(source: int, target: int) -> None:
-            self.deliver([(root, source)], [], nbytes)
+            self._batch([Message(False, root, source, nbytes)])
 
         def receive(source: int, target: int) -> None:
-            self.deliver([], self._others(me, target, nbytes), nbytes)
+            self._batch(self._of_others(True, target, nbytes))
 
         if me != root:
             return maker(TensorType(DType.U8, (0,)), self.device), dense, send, nothing
@@ -216,25 +224,24 @@ class Collectives(ABC):
             return parts
 
         def send(source: int, target: int) -> None:
-            self.deliver(self._others(me, source, nbytes), [], nbytes)
+            self._batch(self._of_others(False, source, nbytes))
 
         def receive(source: int, target: int) -> None:
-            self.deliver([], [(root, target)], nbytes)
+            self._batch([Message(True, root, target, nbytes)])
 
         room = maker(part, self.device)
         return (room, before, send, same) if me == root else (room, nothing, receive, same)
 
-    def deliver(self, sends: Messages, receives: Messages, nbytes: int) -> None:
-        """Send and receive messages of as many bytes; one after the other, which NCCL may do."""
-        comm, handle = self.line.comm, self.handle
-        for peer, pointer in sends if nbytes else ():
-            self.library.send(pointer, nbytes, peer, comm, handle)
-        for peer, pointer in receives if nbytes else ():
-            self.library.recv(pointer, nbytes, peer, comm, handle)
+    def _batch(self, messages: Iterable[Message]) -> None:
+        """Send and receive those messages that are not empty."""
+        found = [message for message in messages if message.nbytes]
+        if found:
+            self.library.batch(found, self.line.comm, self.handle)
 
-    def _others(self, me: int, pointer: int, nbytes: int) -> Messages:
-        """The parts of all other members, of parts that stand one behind the other."""
-        return [(peer, pointer + peer * nbytes) for peer in range(self.members) if peer != me]
+    def _of_others(self, receives: bool, pointer: int, nbytes: int) -> list[Message]:
+        """A message with each other member; their parts stand one behind the other."""
+        peers = (peer for peer in range(self.members) if peer != self.line.member)
+        return [Message(receives, peer, pointer + peer * nbytes, nbytes) for peer in peers]
 
     def _all_gathers(self, nbytes: int) -> Callable[[int, int], None]:
         def run(source: int, target: int) -> None:

@@ -7,13 +7,29 @@ complete on streams, and pair in order, only has to implement `Library`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ..errors import TransportError
 
 
 class CommunicationError(TransportError):
     """The library has reported an error, or is not ready in time."""
+
+
+class Message(NamedTuple):
+    """One message of a batch: bytes at a pointer, for member `peer` or from it."""
+
+    receives: bool
+    peer: int
+    pointer: int
+    nbytes: int
+
+
+def batch_in_words(messages: Sequence[Message]) -> str:
+    """The messages of a batch, for errors."""
+    peers = sorted({message.peer for message in messages})
+    whom = f"member{'s' if len(peers) > 1 else ''} {', '.join(map(str, peers))}"
+    return f"{len(messages)} messages with {whom}"
 
 
 class Messenger(Protocol):
@@ -75,15 +91,8 @@ class Library(Messenger, Protocol):
     ) -> None:
         """Give each member the bytes of member `root`."""
 
-    def exchange(
-        self, messages: Sequence[tuple[int, int, int, int]], comm: Any, stream: Any
-    ) -> None:
-        """Send to and receive from several members at once.
-
-        Args:
-            messages: for each member its number, the pointer to the bytes for it, the pointer to
-                the memory for the bytes from it, and the number of bytes of each.
-        """
+    def batch(self, messages: Sequence[Message], comm: Any, stream: Any) -> None:
+        """Send and receive messages as one operation, in which none waits for another."""
 
     def error(self, comm: Any) -> str | None:
         """The failure of a communicator, in words; None if there is none."""

@@ -1,144 +1,287 @@
-"""Collectives of the virtual world: a group meets, and each rank gets its result."""
+"""The places where the ends of messages and collectives meet, and the order in which they complete.
+
+A message completes only when its receive is posted, a collective when all of its group have come,
+and what a rank has put on one stream completes in order. A slot of a channel holds one message at a
+time. Values are copied, objects by way of pickle, so that nothing is shared that separate processes
+could not share.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 
 from ...ir.module import Channel
-from ...ir.ops import Collective, Exchange
+from ...ir.ops import Collective, Exchange, Recv, Send, batch_of
 from ...ir.printer import format_op
 from ...ir.types import ValueType
 from ..errors import TransportError
 from ..failures.poison import Poison
-from ..program.value_copies import duplicate
+from ..program.value_copies import duplicate, spoil
 from .collectives import outcomes
-from .traffic import End, Traffic
 
 
-class CollectivePort:
-    """One rank's part of a collective."""
+class VirtualPort:
+    """One end of a message or of a collective; implements `Port`.
+
+    Attributes:
+        op: what it is the port of.
+        rank: whose end it is.
+        type: of the value that it sends or receives.
+        place: where it meets the other ends.
+        line: what its stream has yet to complete, in order; None without a stream.
+        value: the operand, or the tensor to receive into; once `done`, the value that was made.
+        done: whether the op is complete.
+    """
 
     def __init__(
         self,
-        op: Collective,
+        op: Send | Recv | Collective,
         rank: int,
-        result: ValueType,
-        meetings: Meetings,
-        line: deque[End] | None,
+        type_: ValueType,
+        place: Place,
+        line: deque[VirtualPort] | None,
     ) -> None:
         self.op = op
-        self.place = meetings
-        self.line = line
         self.rank = rank
-        self.type = result
-        self.done = False
+        self.type = type_
+        self.place = place
+        self.line = line
         self.value: Any = None
-        self.error: Exception | None = None
+        self.done = False
+        self._error: Exception | None = None
+        self._owns = False
+
+    def own(self) -> None:
+        """Let `start` copy the operand."""
+        self._owns = True
 
     def start(self, value: Any) -> None:
-        """Come to the meeting with this rank's operand."""
-        self.value = value
+        """Come to the place with the operand, or with the tensor to receive into."""
+        # Where values that are no more are spoilt, programs are to show that they need no copy.
+        is_copied = self._owns and not self.place.poison and not isinstance(value, Poison)
+        self.value = duplicate(value, self.type) if is_copied else value
         self.done = False
         self.place.join(self)
 
     def fail(self, poison: Poison) -> None:
-        """Come to the meeting with an error, which every rank then gets."""
-        self.start(poison)
+        """Come with an error in place of the operand; a receive then has no tensor to fill."""
+        self.start(None if isinstance(self.op, Recv) else poison)
+
+    def finish(self, value: Any = None, error: Exception | None = None) -> None:
+        """Complete the op with the value that it makes, or with what has gone wrong."""
+        self.value = value
+        self._error = error
+        self.done = True
 
     def poll(self) -> bool:
-        """Whether all have come."""
+        """Whether all ends have come."""
         return self.done
 
-    def finish(self, result: Any) -> None:
-        """Take over the result."""
-        self.value = result
-        self.error = None
-        self.done = True
-
-    def break_off(self, error: Exception) -> None:
-        """Take over what has gone wrong instead."""
-        self.value = None
-        self.error = error
-        self.done = True
-
     def take(self) -> Any:
-        """This rank's result, in storage of its own."""
-        if self.error is not None:
-            raise self.error
+        """The value, in storage of this rank's own."""
+        if self._error is not None:
+            raise self._error
         return self.value
 
     def release(self) -> None:
-        """Drop the port's own reference to the result."""
+        """Drop the value, and let its slot take the next message."""
+        if isinstance(self.op, Recv) and self.op.slot is not None:
+            self.place.free(self.op.slot, self.value)
         self.value = None
 
 
-class Meetings:
-    """One collective channel: for each rank the collectives that it has come to, in order."""
+class Place(ABC):
+    """A channel: for each of its ranks the ports that have been started, in order.
 
-    def __init__(self, channel: Channel, traffic: Traffic) -> None:
+    Args:
+        poison: overwrite a message's slot when it is released, so that a use after free shows.
+    """
+
+    def __init__(self, channel: Channel, traffic: Traffic, poison: bool) -> None:
+        self.poison = poison
         self._channel = channel
         self._traffic = traffic
-        self._queues: dict[int, deque[CollectivePort]] = {r: deque() for r in channel.ranks}
+        self._queues: dict[int, deque[VirtualPort]] = {rank: deque() for rank in channel.ranks}
+        self._occupied: set[int] = set()
 
-    def join(self, port: CollectivePort) -> None:
+    def join(self, port: VirtualPort) -> None:
+        """Put a port on its stream, and complete what can be completed."""
         self._queues[port.rank].append(port)
-        self._traffic.start(port)
+        if port.line is not None:
+            port.line.append(port)
+        self._traffic.settle(self)
+
+    def free(self, slot: int, value: Any) -> None:
+        """Let a slot, in which `value` has been, take its next message."""
+        if self.poison:
+            spoil(value)
+        self._occupied.discard(slot)
+        self._traffic.settle(self)
 
     def match(self) -> None:
-        """Hold the meetings that all have come to."""
+        """Complete what all ranks have come to, as far as slots and streams allow."""
         while all(self._queues.values()):
             ports = [queue[0] for queue in self._queues.values()]
-            if not self._traffic.may_complete(ports):
+            self._check(ports)
+            slot = ports[-1].op.slot if isinstance(ports[-1].op, Recv) else None
+            if slot in self._occupied or not self._traffic.may_complete(ports):
                 return
             for queue in self._queues.values():
                 queue.popleft()
-            self._meet(ports)
+            if slot is not None:
+                self._occupied.add(slot)
+            self._complete(ports)
             self._traffic.completed(ports)
 
     def reset(self) -> None:
+        """Forget the ports that have been started."""
+        self._occupied.clear()
         for queue in self._queues.values():
             queue.clear()
 
-    def _meet(self, ports: Sequence[CollectivePort]) -> None:
-        first = ports[0].op
+    @abstractmethod
+    def _check(self, ports: Sequence[VirtualPort]) -> None:
+        """Raise TransportError if ports that stand first do not belong together."""
+
+    @abstractmethod
+    def _complete(self, ports: Sequence[VirtualPort]) -> None:
+        """Give each port the value that it makes."""
+
+
+class Edge(Place):
+    """The channel of messages from one rank to another."""
+
+    def _check(self, ports: Sequence[VirtualPort]) -> None:
+        send, recv = ports
+        assert isinstance(send.op, Send), "the communicator has checked the channel"
+        assert isinstance(recv.op, Recv), "the communicator has checked the channel"
+        if (send.op.seq, send.op.slot, send.type) != (recv.op.seq, recv.op.slot, recv.type):
+            raise TransportError(
+                f"messages of channel {self._channel.id} do not match: rank {send.rank} sends by "
+                f"`{format_op(send.op)}` a {send.type}, rank {recv.rank} receives by "
+                f"`{format_op(recv.op)}` a {recv.type}"
+            )
+
+    def _complete(self, ports: Sequence[VirtualPort]) -> None:
+        send, recv = ports
+        if isinstance(send.value, Poison):
+            recv.finish(error=send.value)
+        else:
+            try:
+                copied = duplicate(send.value, recv.type)
+            except Exception as error:  # raised by `take`, where the executor can say whose it is
+                recv.finish(error=error)
+            else:
+                recv.finish(copied if recv.value is None else recv.value.copy_(copied))
+        send.finish()
+
+
+class Meeting(Place):
+    """The channel of a group's collectives."""
+
+    def _check(self, ports: Sequence[VirtualPort]) -> None:
+        first = ports[0]
         for port in ports[1:]:
-            if (type(port.op), port.op.seq) != (type(first), first.seq):
+            if (type(port.op), port.op.seq) != (type(first.op), first.op.seq):
                 raise TransportError(
-                    f"collectives of channel {self._channel.id} do not match: rank "
-                    f"{ports[0].rank} has come to `{format_op(first)}`, rank {port.rank} to "
+                    f"collectives of channel {self._channel.id} do not match: rank {first.rank} "
+                    f"has come to `{format_op(first.op)}`, rank {port.rank} to "
                     f"`{format_op(port.op)}`"
                 )
-        exchange = first.exchange
+
+    def _complete(self, ports: Sequence[VirtualPort]) -> None:
+        op = ports[0].op
+        assert isinstance(op, Collective), "the communicator has checked its channel"
+        exchange = op.exchange
         values = {port.rank: port.value for port in ports}
         operands = [values[rank] for rank in exchange.senders]
         poison = next((value for value in operands if isinstance(value, Poison)), None)
         if poison is not None:
-            self._pass_on(poison, ports, exchange)
+            _pass_on(poison, ports, exchange)
             return
         try:
             results = _results(exchange, operands, ports)
         except Exception as error:  # raised by `take` on every rank, as it would be elsewhere
             for port in ports:
-                port.break_off(error)
+                port.finish(error=error)
             return
         for port, result in zip(ports, results, strict=True):
             port.finish(result)
 
-    def _pass_on(self, poison: Poison, ports: Sequence[CollectivePort], exchange: Exchange) -> None:
-        """Receivers get the error of a sender, other members their own alone."""
+
+class Traffic:
+    """The order in which the messages of one fabric complete.
+
+    A message completes when all its ends are first on their streams; those of a batch are first
+    together. It then lets those behind it on these streams try again.
+
+    Attributes:
+        held: channel and number of a message that must not complete yet, if any.
+    """
+
+    def __init__(self) -> None:
+        self.held: tuple[int | None, int | None] | None = None
+        self._lines: dict[object, deque[VirtualPort]] = {}
+        self._agenda: deque[Place] = deque()
+        self._is_busy = False
+
+    def line(self, key: object) -> deque[VirtualPort]:
+        """The line of a stream."""
+        return self._lines.setdefault(key, deque())
+
+    def settle(self, place: Place) -> None:
+        """Complete what can be completed at a place, and whatever that allows."""
+        self._agenda.append(place)
+        if self._is_busy:
+            return
+        self._is_busy = True
+        try:
+            while self._agenda:
+                self._agenda.popleft().match()
+        finally:
+            self._agenda.clear()
+            self._is_busy = False
+
+    def may_complete(self, ports: Sequence[VirtualPort]) -> bool:
+        """Whether nothing but the message itself is in the way."""
+        if (ports[0].op.chan, ports[0].op.seq) == self.held:
+            return False
+        return all(map(_is_first, ports))
+
+    def completed(self, ports: Sequence[VirtualPort]) -> None:
+        """Take a message off the streams of its ends."""
         for port in ports:
-            if port.rank in exchange.receivers:
-                port.break_off(poison)
-            elif isinstance(port.value, Poison):
-                port.break_off(port.value)
-            else:
-                port.finish(None)
+            if port.line is not None:
+                port.line.remove(port)
+                self._agenda += [other.place for other in takewhile(_is_first, port.line)]
+
+    def reset(self) -> None:
+        """Forget all that is on its way."""
+        for line in self._lines.values():
+            line.clear()
+
+
+def _is_first(port: VirtualPort) -> bool:
+    """Whether nothing is ahead of a port on its stream but what is in one batch with it."""
+    if port.line is None or port.line[0] is port:
+        return True
+    batch = batch_of(port.op)
+    return batch is not None and batch == batch_of(port.line[0].op)
+
+
+def _pass_on(poison: Poison, ports: Sequence[VirtualPort], exchange: Exchange) -> None:
+    """Give receivers the error of a sender, and other members their own alone."""
+    for port in ports:
+        own = port.value if isinstance(port.value, Poison) else None
+        port.finish(error=poison if port.rank in exchange.receivers else own)
 
 
 def _results(
-    exchange: Exchange, operands: Sequence[Any], ports: Sequence[CollectivePort]
+    exchange: Exchange, operands: Sequence[Any], ports: Sequence[VirtualPort]
 ) -> list[Any]:
     if exchange.receivers and exchange.is_whole:  # of a tensor, an object or a unit
         (value,) = operands

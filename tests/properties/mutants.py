@@ -218,7 +218,7 @@ class Bench:
         inputs = [[_tensor(v, i) for i, v in enumerate(p.params)] for p in armed.programs]
         messages = {(op.chan, op.seq) for op in _all(armed) if isinstance(op, Send | Collective)}
         try:
-            with mock.patch("cg.backends.virtual.fabric.duplicate", _refusing_duplicate):
+            with mock.patch("cg.backends.virtual.rendezvous.duplicate", _refusing_duplicate):
                 for hold in (None, *sorted(messages)):
                     given = [[value.clone() for value in values] for values in inputs]
                     for values in executable.run(given, hold=hold):

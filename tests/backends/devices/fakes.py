@@ -24,6 +24,7 @@ import numpy
 import torch
 
 from cg.backends.devices.base import Fabric
+from cg.backends.streams.library import Message
 from cg.ir.attributes import Stream
 from cg.ir.types import DType
 
@@ -425,17 +426,26 @@ class FakeLibrary:
 
         self._put(f"broadcast {nbytes}", stream, comm, work)
 
-    def exchange(
-        self, messages: Sequence[tuple[int, int, int, int]], comm: Any, stream: int
-    ) -> None:
+    def batch(self, messages: Sequence[Message], comm: Any, stream: int) -> None:
         def work() -> None:
-            whole = b"".join(ctypes.string_at(m[1], m[3]) for m in messages)
-            nbytes = messages[0][3]
-            for (_, _, target, _), content in zip(messages, comm.exchange(whole), strict=True):
-                at = comm.member * nbytes
-                ctypes.memmove(target, content[at : at + nbytes], nbytes)
+            sent = {m.peer: ctypes.string_at(m.pointer, m.nbytes) for m in messages if not m[0]}
+            own = sent.pop(comm.member, b"")
+            sends = [
+                threading.Thread(target=comm.peers[peer].send_bytes, args=(content,))
+                for peer, content in sent.items()
+            ]
+            for thread in sends:
+                thread.start()
+            for message in messages:
+                if message.receives:
+                    mine = message.peer == comm.member
+                    content = own if mine else comm.peers[message.peer].recv_bytes()
+                    assert len(content) == message.nbytes, "both ends must agree"
+                    ctypes.memmove(message.pointer, content, message.nbytes)
+            for thread in sends:
+                thread.join()
 
-        self._put("exchange", stream, comm, work)
+        self._put("batch", stream, comm, work)
 
     def error(self, comm: FakeComm) -> str | None:
         return self.fault

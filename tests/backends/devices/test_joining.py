@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 import threading
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from cg.backends.devices.base import Device
 from cg.backends.errors import TransportError
 from cg.backends.nccl import bindings
 from cg.backends.nccl.pool import NcclPool
-from cg.backends.streams.library import CommunicationError, Library
+from cg.backends.streams.library import CommunicationError, Library, Message
 from cg.ir.module import Channel
 
 from .fakes import FakeDevice, FakeLibrary
@@ -189,7 +188,7 @@ CALLS = {
     "reduce_scatter": lambda library: library.reduce_scatter(0, 0, 1, 7, 0, None, 0),
     "all_gather": lambda library: library.all_gather(0, 0, 4, None, 0),
     "broadcast": lambda library: library.broadcast(0, 0, 4, 0, None, 0),
-    "exchange": lambda library: library.exchange([(1, 0, 0, 4)], None, 0),
+    "batch": lambda library: library.batch([Message(True, 1, 0, 4)], None, 0),
 }
 
 
@@ -216,7 +215,7 @@ def test_an_error_of_a_call_that_has_returned_is_raised(low: Low, call: Any) -> 
 
 def test_a_call_has_a_deadline(low: Low, monkeypatch: pytest.MonkeyPatch) -> None:
     library = bindings.load("nccl4py", nonblocking=True)
-    monkeypatch.setattr(importlib.import_module(BINDING), "CALL_SECONDS", 0.05)
+    monkeypatch.setattr("cg.backends.nccl.library.CALL_SECONDS", 0.05)
     low.states = [IN_PROGRESS]
     with pytest.raises(CommunicationError, match=r"not put its work on the device within 0\.05 s"):
         library.send(0, 4, 1, None, 0)

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from cg.backends.streams.library import CommunicationError, Library
+from cg.backends.streams.library import CommunicationError, Library, Message
 from cg.backends.streams.pool import Group, Line
 from cg.backends.streams.ports import CollectivePort, RecvPort, SendPort
 from cg.ir.attributes import Stream
 from cg.ir.types import DType, TensorType
 
 COMM = object()
+MESSAGES = [Message(False, 1, 0, 8), Message(True, 1, 0, 8)]
 
 
 class NCCLError(Exception):
@@ -121,8 +122,8 @@ CALLS: dict[str, tuple[Callable[[Library, Any], object], str]] = {
     ),
     "all_gather": (lambda n, c: n.all_gather(0, 0, 16, c, 0), "all-gather of 16 bytes"),
     "broadcast": (lambda n, c: n.broadcast(0, 0, 16, 1, c, 0), "broadcast of 16 bytes from member"),
-    "group_start": (lambda n, c: n.exchange([(1, 0, 0, 8)], c, 0), "exchange with 1 members"),
-    "group_end": (lambda n, c: n.exchange([(1, 0, 0, 8)], c, 0), "exchange with 1 members"),
+    "group_start": (lambda n, c: n.batch(MESSAGES, c, 0), "batch of 2 messages with member 1"),
+    "group_end": (lambda n, c: n.batch(MESSAGES, c, 0), "batch of 2 messages with member 1"),
     "abort": (lambda n, c: n.abort(c), "breaking off"),
     "destroy": (lambda n, c: n.destroy(c), "giving up of a communicator"),
     "unique_id": (lambda n, c: n.unique_id(), "making of a key"),
@@ -150,10 +151,10 @@ def test_a_communicator_that_cannot_be_asked(bound: Bound) -> None:
         bound.library.is_ready(bound.comm)
 
 
-def test_an_exchange_ends_its_group_and_names_the_first_failure(bound: Bound) -> None:
+def test_a_batch_ends_its_group_and_names_the_first_failure(bound: Bound) -> None:
     bound.break_("send", "group_end")
     with pytest.raises(CommunicationError, match="unhandled system error in send"):
-        bound.library.exchange([(1, 0, 0, 8)], bound.comm, 0)
+        bound.library.batch(MESSAGES, bound.comm, 0)
     assert bound.stub.calls[-1] == bound.names.get("group_end", "group_end")
 
 

@@ -1,0 +1,176 @@
+"""NCCL's calls behind the protocol that the ports of streams use, whichever binding makes them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from time import monotonic, sleep
+from typing import Any
+
+from ..streams.library import CommunicationError, Message, batch_in_words
+from .codes import BYTES
+
+CALL_SECONDS = 60.0
+"""How long a call that does not block may take to put its work on the stream. The first ones
+between two members also connect them."""
+
+YIELDS = 100
+"""So often a call is asked for with no more than a yield between."""
+
+NAP = 50e-6
+"""Seconds between two polls after that."""
+
+
+class Nccl(ABC):
+    """NCCL by a binding, which a subclass completes.
+
+    Args:
+        calls: NCCL's functions, with arguments in the order of `nccl.h`.
+        error: what they raise.
+        nonblocking: whether they may return before they are done.
+    """
+
+    name: str
+
+    def __init__(self, calls: Any, error: type[Exception], nonblocking: bool) -> None:
+        self._calls = calls
+        self._error = error
+        self._nonblocking = nonblocking
+        self.version()  # loads the library, or says that there is none
+
+    def version(self) -> str:
+        """The version of the library itself."""
+        number = int(self._checked("version", self._calls.get_version))
+        return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+
+    @abstractmethod
+    def unique_id(self) -> bytes:
+        """Make the key that the members of a new communicator share; one of them calls this."""
+
+    @abstractmethod
+    def connect(self, size: int, unique: bytes, rank: int, width: int | None = None) -> Any:
+        """Begin to join a new communicator; all its members do."""
+
+    @abstractmethod
+    def is_ready(self, comm: Any) -> bool:
+        """True once a communicator has been joined, and its last call is done."""
+
+    def send(self, pointer: int, nbytes: int, peer: int, comm: Any, stream: int) -> None:
+        """Send bytes to member `peer`."""
+        try:
+            self._calls.send(pointer, nbytes, BYTES, peer, comm, stream)
+        except self._error as error:
+            raise failed(f"send of {nbytes} bytes to member {peer}", error) from error
+        if self._nonblocking:
+            self._finish(comm)
+
+    def recv(self, pointer: int, nbytes: int, peer: int, comm: Any, stream: int) -> None:
+        """Receive bytes from member `peer`."""
+        try:
+            self._calls.recv(pointer, nbytes, BYTES, peer, comm, stream)
+        except self._error as error:
+            raise failed(f"receive of {nbytes} bytes from member {peer}", error) from error
+        if self._nonblocking:
+            self._finish(comm)
+
+    def all_reduce(
+        self, source: int, target: int, count: int, type_: int, op: int, comm: Any, stream: int
+    ) -> None:
+        """Reduce `count` elements; each member gets the result."""
+        try:
+            self._calls.all_reduce(source, target, count, type_, op, comm, stream)
+        except self._error as error:
+            raise failed(f"all-reduce of {count} elements of type {type_}", error) from error
+        if self._nonblocking:
+            self._finish(comm)
+
+    def reduce_scatter(
+        self, source: int, target: int, count: int, type_: int, op: int, comm: Any, stream: int
+    ) -> None:
+        """Reduce; each member gets its part, of `count` elements."""
+        try:
+            self._calls.reduce_scatter(source, target, count, type_, op, comm, stream)
+        except self._error as error:
+            raise failed(f"reduce-scatter of {count} elements of type {type_}", error) from error
+        if self._nonblocking:
+            self._finish(comm)
+
+    def all_gather(self, source: int, target: int, nbytes: int, comm: Any, stream: int) -> None:
+        """Give each member the `nbytes` bytes of all, in their order."""
+        try:
+            self._calls.all_gather(source, target, nbytes, BYTES, comm, stream)
+        except self._error as error:
+            raise failed(f"all-gather of {nbytes} bytes", error) from error
+        if self._nonblocking:
+            self._finish(comm)
+
+    def broadcast(
+        self, source: int, target: int, nbytes: int, root: int, comm: Any, stream: int
+    ) -> None:
+        """Give each member the bytes of member `root`."""
+        try:
+            self._calls.broadcast(source, target, nbytes, BYTES, root, comm, stream)
+        except self._error as error:
+            raise failed(f"broadcast of {nbytes} bytes from member {root}", error) from error
+        if self._nonblocking:
+            self._finish(comm)
+
+    def batch(self, messages: Sequence[Message], comm: Any, stream: int) -> None:
+        """Send and receive messages as one operation, in which none waits for another."""
+        calls = self._calls
+        try:
+            calls.group_start()
+            try:
+                for receives, peer, pointer, nbytes in messages:
+                    call = calls.recv if receives else calls.send
+                    call(pointer, nbytes, BYTES, peer, comm, stream)
+            finally:
+                calls.group_end()
+        except self._error as error:
+            # The end of a group fails, too, if one of its calls has: that one says why.
+            within = error.__context__
+            first = within if isinstance(within, self._error) else error
+            raise failed(f"batch of {batch_in_words(messages)}", first) from error
+        if self._nonblocking:
+            self._finish(comm)
+
+    def error(self, comm: Any) -> str | None:
+        """The failure of a communicator, in words; None if there is none."""
+        try:
+            self.is_ready(comm)
+        except CommunicationError as error:
+            return str(error)
+        return None
+
+    def abort(self, comm: Any) -> None:
+        """Break off the operations under way, and give the communicator up."""
+        self._checked("breaking off", self._calls.comm_abort, comm)
+
+    def destroy(self, comm: Any) -> None:
+        """Give up a communicator without operations under way."""
+        self._checked("giving up of a communicator", self._calls.comm_destroy, comm)
+
+    def _finish(self, comm: Any) -> None:
+        """Wait until the last call has put its work on the stream."""
+        deadline, looks = monotonic() + CALL_SECONDS, 0
+        while not self.is_ready(comm):
+            if monotonic() > deadline:
+                raise CommunicationError(
+                    f"a call of {self.name} has not put its work on the device within "
+                    f"{CALL_SECONDS:g} s: another member of the communicator may not have made it. "
+                    "Look at the other ranks' output, and at that of NCCL with NCCL_DEBUG=INFO"
+                )
+            looks += 1
+            sleep(NAP if looks > YIELDS else 0)
+
+    def _checked(self, what: str, call: Any, *arguments: Any) -> Any:
+        """A call that is not one of many in a step; those do without another one around them."""
+        try:
+            return call(*arguments)
+        except self._error as error:
+            raise failed(what, error) from error
+
+
+def failed(what: str, error: Exception) -> CommunicationError:
+    """The run time's error for one of a binding; `what` is the call, in words."""
+    return CommunicationError(f"NCCL's {what} has failed: {error}; NCCL_DEBUG=INFO says more")
