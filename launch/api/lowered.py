@@ -20,7 +20,7 @@ from ...passes.manager import PassManager
 from ...passes.pipelines import default_pipeline
 from ...passes.registry import parse_switches
 from ...passes.schedules import Schedule
-from ...tracer.step.step import definition
+from ...tracer.step.binding import definition
 from ...tracer.step.trace import Trace
 from ..config import config
 from ..world.agreement import check_compilation

@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_unflatten
 
 from ...backends.failures.timeouts import seconds
 from ...tracer.errors import TraceError
+from ...tracer.step.binding import definition
 from ...tracer.step.inputs import InputSpec
-from ...tracer.step.step import definition
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 

@@ -21,9 +21,10 @@ from ...ir.location import Location
 from ...ir.ops import Constant
 from ...ir.printer import format_module
 from ...ir.types import Place, format_ranks
+from ...tracer.step.binding import definition
 from ...tracer.step.inputs import InputError, InputSpec, name_parts, show_type
 from ...tracer.step.specs import Leaf, ObjectSpec, Static, TensorSpec
-from ...tracer.step.step import definition, describe_inputs
+from ...tracer.step.step import describe_inputs
 from ...tracer.step.trace import Trace
 from ..runtime.runtime import tell
 

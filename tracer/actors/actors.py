@@ -7,14 +7,12 @@ from typing import Any, NoReturn
 
 import torch
 
-from ...ir.location import Location
 from ...ir.types import Place
 from ..errors import TraceError
-from ..functions.call import Callee
-from ..functions.calls import Subject, declare, note_effect, note_sharing, record
+from ..functions.calls import find_or_declare, record
 from ..functions.interface import MethodTarget, Peers
 from ..source import caller_location
-from ..step.arguments import Arguments, take_apart
+from ..step.arguments import take_apart
 from ..step.session import Session, recording
 from ..step.values import NotAValue
 from .holdings import Actors, Member
@@ -261,48 +259,25 @@ def _call(
     session.ambient.check(method.shown, loc)
     with torch._C.DisableTorchFunction():
         arguments = take_apart(session, args, kwargs, method.shown, loc)
-    grad = torch.is_grad_enabled()
-    key = (method, grad, arguments.key)
-    callee = session.callees.get(key)
-    if callee is None:
-        callee = session.callees[key] = _declare(session, method, arguments, grad, loc)
-    return _record(session, callee, arguments, handle.place, loc)
+    callee = find_or_declare(session, method, arguments, lambda: _subject(session, method), loc)
+    return record(session, callee, arguments, handle.place, loc)
 
 
-def _record(
-    session: Session, callee: Callee, arguments: Arguments, place: Place, loc: Location | None
-) -> Any:
-    results = record(session, callee, arguments.operands, place, loc)
-    if callee.declaration.effect.changes_state:
-        note_effect(session, callee)
-    if callee.shares:
-        note_sharing(session, callee, arguments.values, results)
-    if callee.is_single:
-        return results[0]
-    return callee.results.fill(results)
-
-
-def _declare(
-    session: Session,
-    method: ActorMethod,
-    arguments: Arguments,
-    grad: bool,
-    loc: Location | None,
-) -> Callee:
+def _subject(session: Session, method: ActorMethod) -> tuple[MethodTarget | None, int, str]:
+    """A method to be traced, as `find_or_declare` takes it."""
     handle = method.handle
-    target = None
     if session.sharing is None:
         with torch._C.DisableTorchFunction():
             session.sharing = find_sharing(handle._actors, session.peers)
-    if handle.is_local:
-        target = MethodTarget(
-            handle.name,
-            handle.local,
-            method.name,
-            method.remat,
-            method.function,
-            session.sharing.together.get(handle.name, ()),
-            session.sharing.uses.get(handle.name),
-        )
-    subject = Subject(target, handle.rank, method.shown)
-    return declare(session, subject, arguments.signature(), grad, loc)
+    if not handle.is_local:
+        return None, handle.rank, method.shown
+    target = MethodTarget(
+        handle.name,
+        handle.local,
+        method.name,
+        method.remat,
+        method.function,
+        session.sharing.together.get(handle.name, ()),
+        session.sharing.uses.get(handle.name),
+    )
+    return target, handle.rank, method.shown

@@ -7,7 +7,7 @@ from heapq import heappop, heappush
 
 from ...ir.ops import Backward, Call, Op, Value
 from ...ir.types import ObjectType, TensorType
-from ..functions.call import Callee
+from ..functions.interface import Callee
 
 
 @dataclass(eq=False, slots=True)
@@ -15,8 +15,8 @@ class Entry:
     """An op through which gradients flow.
 
     Attributes:
-        op: a call, or a collective.
-        callee: what a call calls; None for a collective.
+        op: a call, a collective or a transfer.
+        callee: what a call calls; None for other ops.
         needed: which of the operands require a gradient.
         at: its index in the program.
         spent: the backward that has gone through it.
@@ -46,74 +46,48 @@ class Tape:
 
     _entries: list[Entry] = field(default_factory=list)
     _makers: dict[Value, int] = field(default_factory=dict)
-    _cuts: dict[Value, Op] = field(default_factory=dict)
-    _untold: dict[Value, tuple[Op, Callee | None]] = field(default_factory=dict)
+    _lacking: dict[Value, tuple[Op, Callee | None]] = field(default_factory=dict)
 
-    @property
-    def is_cut(self) -> bool:
-        """True if any value lacks a gradient that plain Python would give it."""
-        return bool(self._cuts)
+    def record(self, op: Op, callee: Callee | None, needed: tuple[bool, ...], at: int) -> None:
+        """Take note of an op of the step, the last one so far.
 
-    def cut(self, op: Op, starts: bool = False) -> None:
-        """Take note that the results of an op lack a gradient.
+        Gradients flow through it if any operand needs one. Its results may lack a gradient that
+        plain Python would give them if it calls an opaque function, whose work on its actor's
+        parameters nobody has seen, or if an operand of it may.
 
-        They do if the op is a call that takes values with gradients and is opaque, so that it
-        `starts` the lack, or if an operand of the op does.
+        Args:
+            op: a call, a collective or a transfer.
+            callee, needed, at: as in `Entry`.
         """
-        cause = op if starts else None
-        for value in op.operands:
-            cause = cause or self._cuts.get(value)
-        if cause is not None:
-            for value in op.results:
-                if isinstance(value.type, ObjectType) or _is_floating(value):
-                    self._cuts[value] = cause
-
-    def cause_of_cut(self, value: Value) -> Op | None:
-        """The opaque call through which plain Python would send the gradient of a value."""
-        return self._cuts.get(value)
-
-    @property
-    def is_untold(self) -> bool:
-        """True if any value may lack a gradient, which only the run of an opaque call can tell."""
-        return bool(self._untold)
-
-    def leave_untold(self, op: Op, source: Callee | None = None) -> None:
-        """Take note that the results of an op may lack a gradient that plain Python would give.
-
-        They may if the op calls `source`, which is opaque, so that nobody has seen what it does
-        with its actor's parameters; or if an operand of the op may.
-        """
-        if source is None and not any(value in self._untold for value in op.operands):
-            return
+        if any(needed) if callee is None else callee.differentiable:
+            self._makers.update(dict.fromkeys(op.results, len(self._entries)))
+            self._entries.append(Entry(op, callee, needed, at))
+        source = callee if callee is not None and callee.may_accumulate else None
+        if source is None:
+            lacking = self._lacking
+            if not lacking or not (callee is None or callee.propagates_grad):
+                return
+            if not any(value in lacking for value in op.operands):
+                return
         for value in op.results:
             if isinstance(value.type, ObjectType) or _is_floating(value):
-                self._untold[value] = (op, source)
+                self._lacking[value] = (op, source)
 
     def opaque_sources(self, losses: list[Value]) -> list[tuple[Call, Callee]]:
         """The opaque calls whose results may, for all that is known, send losses gradients."""
         found: dict[int, tuple[Call, Callee]] = {}
         seen = set(losses)
-        stack = list(losses)
+        stack = list(reversed(losses))
         while stack:
-            op, source = self._untold.get(stack.pop(), (None, None))
+            op, source = self._lacking.get(stack.pop(), (None, None))
             if op is None:
                 continue
             if source is not None and isinstance(op, Call):
                 found[id(op)] = (op, source)
-            new = [value for value in op.operands if value not in seen]
+            new = [value for value in reversed(op.operands) if value not in seen]
             seen.update(new)
             stack += new
         return list(found.values())
-
-    def record(self, entry: Entry) -> None:
-        """Take note of an op, some of whose results require gradients."""
-        self._makers.update(dict.fromkeys(entry.op.results, len(self._entries)))
-        self._entries.append(entry)
-
-    def maker(self, value: Value) -> Entry | None:
-        """The entry that made a value; None if none did, as for an input of the step."""
-        index = self._makers.get(value)
-        return None if index is None else self._entries[index]
 
     def reach(self, losses: list[Value]) -> tuple[list[Entry], list[Reached], list[Value]]:
         """Find what a backward from the losses goes through.

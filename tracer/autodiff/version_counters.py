@@ -9,7 +9,6 @@ between are made so.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 from ...ir.module import Function
 from ...ir.types import DType, TensorType
 from ..actors.actor_state import StateTensor
-from ..codegen.codegen import refitted_alike
+from ..codegen.codegen import wrapped
 from ..functions.interface import Body, TracedHalf, TracedVjp, Write
 
 
@@ -44,7 +43,7 @@ def with_versions(
         return replace(function, inputs=inputs, aliases=aliases)
 
     def checked(body: Body, at: int) -> Body:
-        return _checking(body, state, at, what, between)
+        return wrapped(body, lambda run: _checking(run, state, at, what, between))
 
     vjp = traced.vjp
     kept = tuple(i for i in vjp.kept if i < at)
@@ -57,7 +56,7 @@ def with_versions(
         replace(vjp, kept=(*kept, at, *kept_after) if vjp.weight is not None else ()),
         forward,
         taking(traced.backward, at),
-        _noting(traced.forward_body, state),
+        wrapped(traced.forward_body, lambda run: _noting(run, state)),
         checked(traced.backward_body, at),
         tuple(
             TracedHalf(taking(half.declaration, place), checked(half.body, place))
@@ -70,11 +69,10 @@ def with_versions(
 def _noting(forward: Body, state: Sequence[StateTensor]) -> Body:
     """The body of a forward that returns the versions of `state` after everything else."""
 
-    @functools.wraps(forward)
     def body(*inputs: Any) -> Sequence[Any]:
         return (*forward(*inputs), _versions(state))
 
-    return refitted_alike(body, forward, lambda refitted: _noting(refitted, state))  # type: ignore[no-any-return]
+    return body
 
 
 def _checking(
@@ -86,16 +84,12 @@ def _checking(
         RuntimeError: a tensor of `state` is another one, or has been written to.
     """
 
-    @functools.wraps(backward)
     def body(*inputs: Any) -> Sequence[Any]:
         if not torch.equal(inputs[at], _versions(state)):
             raise RuntimeError(_explain(inputs[at], state, what, between))
         return backward(*inputs[:at], *inputs[at + 1 :])
 
-    def again(refitted: Body) -> Body:
-        return _checking(refitted, state, at, what, between)
-
-    return refitted_alike(body, backward, again)  # type: ignore[no-any-return]
+    return body
 
 
 def _versions(state: Sequence[StateTensor]) -> torch.Tensor:

@@ -26,6 +26,7 @@ from ...ir.location import Location
 from ..actors.actor_state import Slot
 from ..autodiff.products import add_product, find_products, is_expanded_for_products
 from ..autodiff.subgraphs import Piece, memory_of, results
+from ..functions.interface import Body
 from ..step.torch_modes import is_autocast_on
 from .fusible import Fusible, make_fusible
 
@@ -60,8 +61,12 @@ class GraphBody:
     refit: Callable[[Compiler | None], GraphBody]
 
     def __call__(self, *inputs: Any) -> Sequence[Any]:
-        """Run it."""
         return self.run(*inputs)
+
+    def wrapped(self, wrap: Callable[[Body], Body]) -> GraphBody:
+        """The body with code around it, which stays when it is refitted."""
+        refit = self.refit
+        return replace(self, run=wrap(self.run), refit=lambda by: refit(by).wrapped(wrap))
 
 
 _serial = itertools.count()
@@ -111,14 +116,11 @@ def _make(writer: _Writer, name: str) -> GraphBody:
     )
 
 
-def refitted_alike(run: Any, body: Any, wrap: Callable[[Any], Any]) -> Any:
-    """`run`, which `wrap` has made of `body`; what is known of `body` holds for it, too.
-
-    Refitted, it is made of the refitted body.
-    """
-    if not isinstance(body, GraphBody):
-        return run
-    return replace(body, run=run, refit=lambda compiler: wrap(body.refit(compiler)))
+def wrapped(body: Body, wrap: Callable[[Body], Body]) -> Body:
+    """The body with code around it: `wrap` takes what runs it, and returns what runs instead."""
+    if isinstance(body, GraphBody):
+        return body.wrapped(wrap)
+    return functools.wraps(body)(wrap(body))
 
 
 class _Locator:

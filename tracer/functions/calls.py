@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import pickle
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
+import torch
 from torch.utils._pytree import tree_structure, tree_unflatten
 
 from ...ir.attributes import Effect, Symbol
@@ -17,33 +17,28 @@ from ...ir.location import Location
 from ...ir.module import Function, FunctionKind
 from ...ir.ops import Call
 from ...ir.types import Place, UnitType
-from ..autodiff.tape import Entry
-from ..codegen.codegen import refitted_alike
+from ..codegen.codegen import wrapped
 from ..errors import TraceError
 from ..source import traceback_location
+from ..step.arguments import Arguments
 from ..step.session import Session
 from ..step.specs import Leaf, ObjectSpec, TensorSpec, Tree
-from ..step.values import ObjectValue, Traced, TracedTensor, share, storage_of
-from .call import Callee, requires_grad, value_leaves
-from .interface import Body, Peers, Target, TracedFunction, Write
+from ..step.values import ObjectValue, TracedTensor, share, storage_of
+from .interface import (
+    Body,
+    Callee,
+    Peers,
+    Target,
+    TracedFunction,
+    Write,
+    requires_grad,
+    value_leaves,
+)
 
 L = TypeVar("L")
 P = TypeVar("P")
 
-
-@dataclass(frozen=True)
-class Subject:
-    """A function to be traced, as all ranks see it.
-
-    Attributes:
-        target: what to trace; None if another process plays the actor.
-        owner: the rank that traces it; None if every rank does.
-        name: what its function is called, before it is made unique.
-    """
-
-    target: Target | None
-    owner: int | None
-    name: str
+Subject: TypeAlias = Callable[[], tuple[Target | None, int | None, str]]
 
 
 @dataclass(frozen=True)
@@ -68,17 +63,40 @@ class _Public:
         return Tree(self.leaves, tree_structure(self.skeleton))
 
 
-def declare(
-    session: Session, subject: Subject, signature: Tree, grad: bool, loc: Location | None
+def find_or_declare(
+    session: Session, called: Any, arguments: Arguments, subject: Subject, loc: Location | None
 ) -> Callee:
-    """Trace a function where that is possible, and enter it into the module on every rank.
+    """The function of a call; traced where that is possible, if there is none yet.
+
+    Args:
+        called: what is called; two calls of it with equal arguments have one function.
+        subject: gives its target, None if another process plays the actor; the rank that traces
+            it, None if every rank does; and its name, before it is made unique.
 
     Raises:
         TraceError: it cannot be traced; the same on every rank.
     """
-    session.refuse_new(subject.name, loc)
-    name = session.function_names.fresh(subject.name)
-    target = subject.target
+    grad = torch.is_grad_enabled()
+    key = (called, grad, arguments.key)
+    callee = session.callees.get(key)
+    if callee is None:
+        callee = _declare(session, *subject(), arguments.signature(), grad, loc)
+        session.callees[key] = callee
+    return callee
+
+
+def _declare(
+    session: Session,
+    target: Target | None,
+    owner: int | None,
+    base: str,
+    signature: Tree,
+    grad: bool,
+    loc: Location | None,
+) -> Callee:
+    """Trace a function where that is possible, and enter it into the module on every rank."""
+    session.refuse_new(base, loc)
+    name = session.function_names.fresh(base)
 
     def trace() -> tuple[TracedFunction, _Public]:
         assert target is not None, "only the owner of an actor traces its methods"
@@ -87,7 +105,7 @@ def declare(
         return traced, _Public.of(traced)
 
     types = ", ".join(map(str, signature.types()))
-    mine, public = agree(session.peers, subject.owner, trace, name, loc, types)
+    mine, public = agree(session.peers, owner, trace, name, loc, types)
     enter(session, public.declaration, None if mine is None else mine.body)
     if mine is not None and mine.guard is not None:
         session.guards.append(mine.guard)
@@ -105,15 +123,15 @@ def declare(
         state_outputs=public.state_outputs,
         signature=signature,
         target=target,
-        owner=subject.owner,
+        owner=owner,
         specs=specs,
         needed=needed,
         differentiable=any(requires_grad(spec) for spec in specs),
         blocks_grad=any(needed) and is_opaque,
-        propagates_grad=grad and subject.name not in _DETACHING,
+        propagates_grad=grad and base not in _DETACHING,
         may_accumulate=grad and is_opaque and declaration.actor is not None,
         symbol=Symbol(name),
-        base=subject.name.rpartition(".")[2],
+        base=base.rpartition(".")[2],
         is_single=len(specs) == 1 and results.spec.is_leaf(),
         shares=bool(public.views) or _shares(declaration, specs, public.state_outputs),
         views=public.views,
@@ -229,33 +247,28 @@ def enter(session: Session, declaration: Function, body: Body | None) -> None:
     if not declaration.outputs:
         # A call has at least one result, which says where it runs.
         declaration = replace(declaration, outputs=(UnitType(),))
-        body = None if body is None else _returning_unit(body)
+        body = None if body is None else wrapped(body, _returning_unit)
     session.module.functions[declaration.name] = declaration
     if body is not None:
         session.bodies[declaration.name] = body
 
 
 def _returning_unit(body: Body) -> Body:
-    @functools.wraps(body)
     def run(*inputs: Any) -> Sequence[Any]:
         body(*inputs)
         return (None,)
 
-    return refitted_alike(run, body, _returning_unit)  # type: ignore[no-any-return]
+    return run
 
 
 def record(
-    session: Session,
-    callee: Callee,
-    operands: Sequence[Traced],
-    place: Place,
-    loc: Location | None,
-) -> list[TracedTensor | ObjectValue]:
-    """Append a call; what Python holds for those of its results that are values."""
+    session: Session, callee: Callee, arguments: Arguments, place: Place, loc: Location | None
+) -> Any:
+    """Append a call; what Python holds for its result."""
     fresh, base = session.new_value, callee.base
     declaration = callee.declaration
     op = Call(
-        tuple([traced.value for traced in operands]),
+        tuple([traced.value for traced in arguments.operands]),
         tuple([fresh(base, type_) for type_ in callee.types_at(place)]),
         fn=callee.symbol,
         key=session.next_key() if declaration.random else None,
@@ -263,20 +276,17 @@ def record(
         mb=session.mb,
     )
     session.emit(op)
-    if callee.differentiable:
-        session.tape.record(Entry(op, callee, callee.needed, session.last))
-    if callee.blocks_grad or (session.tape.is_cut and callee.propagates_grad):
-        session.tape.cut(op, starts=callee.blocks_grad)
-    if callee.may_accumulate:
-        session.tape.leave_untold(op, callee)
-    elif session.tape.is_untold and callee.propagates_grad:
-        session.tape.leave_untold(op)
-    return [
-        session.hold(value, spec) for value, spec in zip(op.results, callee.specs, strict=False)
-    ]
+    session.tape.record(op, callee, callee.needed, session.last)
+    hold = session.hold
+    results = [hold(value, spec) for value, spec in zip(op.results, callee.specs, strict=False)]
+    if declaration.effect.changes_state:
+        _note_effect(session, callee)
+    if callee.shares:
+        _note_sharing(session, callee, arguments.values, results)
+    return results[0] if callee.is_single else callee.results.fill(results)
 
 
-def note_sharing(
+def _note_sharing(
     session: Session,
     callee: Callee,
     arguments: Sequence[TracedTensor | ObjectValue],
@@ -291,7 +301,9 @@ def note_sharing(
     actor = declaration.actor
     if actor is None:
         return
-    _join(results)
+    tensors = [value for value in results if isinstance(value, TracedTensor)]
+    for tensor in tensors[1:]:
+        share(tensors[0], tensor)  # they may be views of each other
     if declaration.kind is FunctionKind.OPAQUE:
         for value in (*arguments, *results):
             if isinstance(value, TracedTensor):
@@ -304,24 +316,15 @@ def note_sharing(
             storage.actor, storage.writes = actor, session.writes.get(actor, 0)
 
 
-def _join(results: Sequence[TracedTensor | ObjectValue]) -> None:
-    """Tensors that one method returns may be views of each other."""
-    tensors = [value for value in results if isinstance(value, TracedTensor)]
-    for tensor in tensors[1:]:
-        share(tensors[0], tensor)
-
-
-def note_effect(session: Session, callee: Callee) -> None:
+def _note_effect(session: Session, callee: Callee) -> None:
     """Note the change of an actor's state by the last call."""
-    declaration = callee.declaration
+    declaration, op = callee.declaration, session.module.program.ops[-1]
     if declaration.actor is None:
         return
-    writes, last = session.writes, session.last
     for actor, effect in ((declaration.actor, declaration.effect), *declaration.shares.effects):
         if effect.changes_state:
-            writes[actor] = writes.get(actor, 0) + 1
+            session.writes[actor] = session.writes.get(actor, 0) + 1
         if effect is Effect.WRITE:
             # Updates are left out: no backward reads what they change (`effects.py`).
-            op = session.module.program.ops[last]
             written = session.written.setdefault(actor, [])
-            written.append((last, Write(declaration.name, op.loc)))
+            written.append((session.last, Write(declaration.name, op.loc)))

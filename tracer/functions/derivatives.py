@@ -9,9 +9,8 @@ from ..autodiff.version_counters import CHANGE_AFTER, changed_between
 from ..errors import TraceError
 from ..methods.dispatch_modes import storage_key
 from ..methods.joint import Joint
-from .call import Call
 from .effects import Effects
-from .interface import Write
+from .interface import Call, Write
 
 
 def refuse_remat(call: Call, joint: Joint) -> None:

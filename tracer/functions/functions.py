@@ -2,16 +2,14 @@
 
 A method is traced to a graph with the actor's state lifted out; one that is marked opaque, that
 takes an object, or that works on gradients (an optimizer, `.grad`, `.backward()`), is called as it
-is. A derivative
-is traced as one joint graph of forward and backward, which is then split.
+is. A derivative is traced as one joint graph of forward and backward, which is then split.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -20,7 +18,6 @@ from ...ir.location import Location
 from ...ir.module import Function, FunctionKind, Vjp
 from ...ir.types import TensorType
 from ..actors.actor_state import ActorState, StateTensor, collect
-from ..actors.holdings import Shared
 from ..actors.sharing import shares_of, shares_of_opaque
 from ..autodiff.partition import forward_piece, split
 from ..autodiff.split_backward import SplitBackward
@@ -34,12 +31,20 @@ from ..methods.flops import count_flops
 from ..methods.joint import Joint, Wanted
 from ..methods.twice import refuse_hidden_state, settled
 from ..methods.watch import UsesGradients
-from ..step.binding import check_arguments, innermost
+from ..step.binding import check_arguments, definition, innermost
 from ..step.specs import ObjectSpec, Tree, ir_dtype
-from .call import Call, given_objects
 from .derivatives import no_derivative, refuse_history, refuse_hooks, refuse_remat, refuse_written
 from .effects import Effects, memory_of, replaced_state, written_state
-from .interface import MethodTarget, Target, TracedFunction, TracedHalf, TracedVjp, Write
+from .interface import (
+    Call,
+    MethodTarget,
+    Target,
+    TracedFunction,
+    TracedHalf,
+    TracedVjp,
+    Write,
+    given_objects,
+)
 from .opaque_calls import opaque_body, opaque_results, strictly
 
 
@@ -67,26 +72,24 @@ class Functions:
             TraceError: the arguments do not fit the method, or the function cannot be traced; state
                 of the actor is as before.
         """
-        function = _function_of(target, loc)
+        call = _call_of(target, signature, loc)
         if isinstance(target, MethodTarget):
-            home = definition_of(function)
-            check_arguments(function, signature, _words(target), home, loc)
-            if inspect.iscoroutinefunction(innermost(function)):
+            check_arguments(call)
+            if inspect.iscoroutinefunction(innermost(call.function)):
                 raise TraceError(
-                    f"{_words(target)} is an async method, and nobody would await what it returns",
+                    f"{call.what} is an async method, and nobody would await what it returns",
                     loc=loc,
                     remedy="make it a plain method, which may run what it awaits by asyncio.run",
                 )
-        mark = opaque_mark(function)
+        mark = opaque_mark(call.function)
         if mark is None and isinstance(target, MethodTarget) and _takes_objects(signature):
             mark = OpaqueMark()  # nothing can be traced of what is known only at run time
         if mark is not None:
-            return self._opaque(target, function, mark, signature, name, loc)
-        call = self._call(target, function, signature, loc)
+            return self._opaque(target, call, mark, name)
         try:
-            call, joint = settled(call)
+            call, joint = settled(self._with_state(target, call))
         except UsesGradients:
-            return self._opaque(target, function, OpaqueMark(), signature, name, loc)
+            return self._opaque(target, call, OpaqueMark(), name)
         if isinstance(target, MethodTarget):
             refuse_hidden_state(call, joint)
         piece = forward_piece(joint)
@@ -98,12 +101,11 @@ class Functions:
             guard = build_guard(
                 call.state, joint.reads, piece.state, who, target.method, call.given
             )
-        body = make_body(piece, name)
         return TracedFunction(
             declaration,
             joint.results,
             piece.state_outputs,
-            body,
+            make_body(piece, name),
             guard,
             views=sharing(joint.outputs, joint.inputs),
         )
@@ -134,17 +136,16 @@ class Functions:
                 in the backward and cannot be, or a traced call in between writes to state that
                 the backward needs.
         """
-        function = _function_of(target, loc)
-        call = self._call(target, function, signature, loc)
-        if opaque_mark(function) is not None:
+        call = self._with_state(target, _call_of(target, signature, loc))
+        if opaque_mark(call.function) is not None:
             raise no_derivative(call)
         refuse_hooks(call)
         call, joint = settled(call, Wanted(grad_outputs, grad_inputs))
-        remat = isinstance(target, MethodTarget) and target.remat
-        if remat:
+        if target.remat:
             refuse_remat(call, joint)
         effects = self._effects_on(target)
-        parts = split(joint, effects.volatile(joint) | effects.replaced(joint, between), remat)
+        volatile = effects.volatile(joint) | effects.replaced(joint, between)
+        parts = split(joint, volatile, target.remat)
         refuse_history(call, parts.forward)
         refuse_written(call, parts.backward, effects, between)
         forward = self._declare(target, call, joint, parts.forward, f"{name}.forward", parts.saved)
@@ -153,7 +154,7 @@ class Functions:
             inputs=tuple(map(_type, (*parts.saved, *joint.cotangents))),
             outputs=tuple(forward.inputs[i] for i in grad_inputs),
             effect=effects.of_backward(joint, parts.backward),
-            actor=_actor(target),
+            actor=target.actor,
             aliases=parts.backward.aliases,
             loc=forward.loc,
             flops=count_flops(parts.backward.graph),
@@ -176,31 +177,14 @@ class Functions:
             return with_versions(traced, parts.backward.state, len(parts.saved), call.what, unknown)
         return traced
 
-    def _call(
-        self,
-        target: Target,
-        function: Callable[..., Any],
-        signature: Tree,
-        loc: Location | None,
-    ) -> Call:
-        is_method = isinstance(target, MethodTarget)
-        given = given_objects(signature) if is_method else ()
-        state = ActorState()
-        if isinstance(target, MethodTarget):
-            state = collect(target.instance, given)
+    def _with_state(self, target: Target, call: Call) -> Call:
+        """The call, with the state of its actor as it is now."""
+        given = given_objects(call.signature) if isinstance(target, MethodTarget) else ()
+        state = collect(target.instance, given) if isinstance(target, MethodTarget) else call.state
         device = self.device
         if device is None:
-            device = state.tensors[0].tensor.device if state.tensors else torch.device("cpu")
-        return Call(
-            what=_words(target),
-            function=function,
-            state=state,
-            signature=signature,
-            device=device,
-            loc=loc,
-            home=definition_of(function) if is_method else None,
-            given=given,
-        )
+            device = state.tensors[0].tensor.device if state.tensors else call.device
+        return replace(call, state=state, given=given, device=device)
 
     def _declare(
         self,
@@ -218,7 +202,7 @@ class Functions:
             outputs=joint.results.types() + tuple(map(_type, saved)),
             effect=effect,
             shares=_shares_of_forward(target, joint, piece, effect, name),
-            actor=_actor(target),
+            actor=target.actor,
             random=joint.recorder.draws,
             aliases=piece.aliases,
             loc=call.blame,
@@ -229,35 +213,24 @@ class Functions:
         """Return what is known of actors; of a function of values alone, nothing needs to be."""
         return self._effects if isinstance(target, MethodTarget) else Effects()
 
-    def _opaque(
-        self,
-        target: Target,
-        function: Callable[..., Any],
-        mark: OpaqueMark,
-        signature: Tree,
-        name: str,
-        loc: Location | None,
-    ) -> TracedFunction:
+    def _opaque(self, target: Target, call: Call, mark: OpaqueMark, name: str) -> TracedFunction:
         """A call of a method as it is: it may do anything, so it counts as a write."""
-        what, home = _words(target), definition_of(function)
-        if isinstance(target, MethodTarget) and target.use is not None:
+        if target.use is not None:
             target.use.is_opaque = True
-        instance = target.instance if isinstance(target, MethodTarget) else None
-        device = self.device or torch.device("cpu")
-        results = opaque_results(mark, instance, signature, what, home or loc, device)
+        call = replace(call, device=self.device or call.device)
+        results = opaque_results(mark, target.instance, call)
         declaration = Function(
             name,
-            inputs=signature.types(),
+            inputs=call.signature.types(),
             outputs=results.types(),
             kind=FunctionKind.OPAQUE,
             effect=Effect.WRITE,
-            actor=_actor(target),
-            loc=home or loc,
-            shares=shares_of_opaque(_shared(target)),
+            actor=target.actor,
+            loc=call.blame,
+            shares=shares_of_opaque(target.shared),
         )
-        place = what if home is None else f"{what} ({home})"
-        body = opaque_body(function, mark, signature, results, place)
-        strict = opaque_body(strictly(function, what), mark, signature, results, place)
+        body = opaque_body(call, mark, results)
+        strict = opaque_body(strictly(call), mark, results)
         return TracedFunction(declaration, results, (), body, None, strict)
 
 
@@ -265,35 +238,19 @@ def _takes_objects(signature: Tree) -> bool:
     return any(isinstance(leaf, ObjectSpec) for leaf in signature.leaves)
 
 
-def definition_of(function: Callable[..., Any]) -> Location | None:
-    """Where a Python function is defined, decorators looked through."""
-    code = getattr(innermost(function), "__code__", None)
-    if code is None:
-        return None
-    return Location(code.co_filename, code.co_firstlineno, code.co_name)
-
-
-def _actor(target: Target) -> str | None:
-    return target.actor if isinstance(target, MethodTarget) else None
-
-
-def _words(target: Target) -> str:
-    if isinstance(target, MethodTarget):
-        return f"{type(target.instance).__qualname__}.{target.method}"
-    return target.name
-
-
-def _function_of(target: Target, loc: Location | None) -> Callable[..., Any]:
-    if not isinstance(target, MethodTarget):
-        return target.callable
+def _call_of(target: Target, signature: Tree, loc: Location | None) -> Call:
+    """A call of a target, of which the state is not known yet."""
     function = target.callable
-    if callable(function):
-        return function  # type: ignore[no-any-return]
-    raise TraceError(
-        f"{type(target.instance).__qualname__} has no method '{target.method}'",
-        loc=loc,
-        remedy="call a method that the actor's class defines",
-    )
+    if not callable(function):
+        who, _, method = target.name.rpartition(".")
+        raise TraceError(
+            f"{who} has no method '{method}'",
+            loc=loc,
+            remedy="call a method that the actor's class defines",
+        )
+    home = definition(function) if isinstance(target, MethodTarget) else None
+    host = torch.device("cpu")
+    return Call(target.name, function, ActorState(), signature, host, loc, home)
 
 
 def _type(node: torch.fx.Node) -> TensorType:
@@ -301,29 +258,24 @@ def _type(node: torch.fx.Node) -> TensorType:
     return TensorType(ir_dtype(fake.dtype), tuple(fake.shape))
 
 
-def _shared(target: Target) -> tuple[Shared, ...]:
-    return target.shared if isinstance(target, MethodTarget) else ()
-
-
 def _shares_of_forward(
     target: Target, joint: Joint, piece: Piece, effect: Effect, name: str
 ) -> Shares:
+    reads = _memory(piece.state)
     changed = memory_of((*written_state(joint), *replaced_state(joint)))
-    _note(target, _memory(piece.state), changed, name)
-    return shares_of(_shared(target), effect, _memory(piece.state), changed)
+    if target.use is not None:
+        target.use.note(reads, changed, name)
+    return shares_of(target.shared, effect, reads, changed)
 
 
 def _with_shares(backward: Function, target: Target, piece: Piece) -> Function:
     """A backward, or a half of one, that says what it does to state that its actor shares."""
+    reads = _memory(piece.state)
     graded = _memory(gradient.tensor for gradient in piece.gradients)
-    _note(target, _memory(piece.state), graded, backward.name)
-    touched = _memory(piece.state) | graded
-    return replace(backward, shares=shares_of(_shared(target), backward.effect, (), touched))
-
-
-def _note(target: Target, reads: set[int | None], changes: set[int | None], function: str) -> None:
-    if isinstance(target, MethodTarget) and target.use is not None:
-        target.use.note(reads, changes, function)
+    if target.use is not None:
+        target.use.note(reads, graded, backward.name)
+    shares = shares_of(target.shared, backward.effect, (), reads | graded)
+    return replace(backward, shares=shares)
 
 
 def _memory(state: Iterable[StateTensor]) -> set[int | None]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ import torch
 from ...ir.module import FunctionKind
 from ...ir.ops import Call
 from ...ir.types import TensorType
-from ..codegen.codegen import refitted_alike
+from ..codegen.codegen import wrapped
 from ..functions.interface import Body, Guard
 from ..step.session import Session
 
@@ -47,7 +47,7 @@ def recheck(session: Session) -> None:
         for name in names:
             if name in session.bodies and name not in checked:
                 checked.add(name)
-                session.bodies[name] = _checking(session.bodies[name], guard)
+                session.bodies[name] = wrapped(session.bodies[name], _checking(guard))
 
 
 def watch_arguments(session: Session) -> None:
@@ -114,17 +114,20 @@ def _described(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-def _checking(body: Body, guard: Guard) -> Body:
-    """The body, which raises a RuntimeError where the guard is broken when it is called."""
+def _checking(guard: Guard) -> Callable[[Body], Body]:
+    """Let a body raise a RuntimeError where the guard is broken when it is called."""
 
-    @functools.wraps(body)
-    def run(*inputs: Any) -> Sequence[Any]:
-        change = guard()
-        if change is not None:
-            raise RuntimeError(
-                f"{change.partition(';')[0]}: an opaque method has changed it in this execution. "
-                "Mark the method that reads it @cg.opaque as well, or keep what changes in a buffer"
-            )
-        return body(*inputs)
+    def wrap(body: Body) -> Body:
+        def run(*inputs: Any) -> Sequence[Any]:
+            change = guard()
+            if change is not None:
+                raise RuntimeError(
+                    f"{change.partition(';')[0]}: an opaque method has changed it in this "
+                    "execution. Mark the method that reads it @cg.opaque as well, or keep what "
+                    "changes in a buffer"
+                )
+            return body(*inputs)
 
-    return refitted_alike(run, body, lambda refitted: _checking(refitted, guard))  # type: ignore[no-any-return]
+        return run
+
+    return wrap

@@ -27,7 +27,6 @@ from ...ir.ops import (
 )
 from ...ir.types import Place, TensorType, UnitType
 from ..actors.actors import ActorHandle
-from ..autodiff.tape import Entry
 from ..errors import TraceError
 from ..source import caller_location
 from ..step.session import Session, recording
@@ -231,10 +230,7 @@ class _Group:
             given += results[-1:] if gets else ()
         op.results = tuple(results)
         session.emit(op)
-        if any(needed):
-            session.tape.record(Entry(op, None, needed, session.last))
-        session.tape.cut(op)
-        session.tape.leave_untold(op)
+        session.tape.record(op, None, needed, session.last)
         made = TensorSpec(spec.dtype, shape, any(needed))
         held = [session.hold(value, made) for value in given]
         return [value for value in held if isinstance(value, TracedTensor)]

@@ -10,12 +10,11 @@ import torch
 from ...ir.attributes import Symbol
 from ...ir.location import Location
 from ...ir.module import Function, Vjp
-from ...ir.ops import Backward, Call, Value
+from ...ir.ops import Backward, Value
 from ..autodiff.tape import Entry, Reached
 from ..errors import TraceError
-from ..functions.call import Callee, VjpKey
 from ..functions.calls import agree, enter, tracing
-from ..functions.interface import TracedVjp, Write
+from ..functions.interface import Callee, TracedVjp, VjpKey, Write
 from ..source import caller_location
 from ..step.session import Session, recording
 from ..step.specs import TensorSpec
@@ -95,11 +94,12 @@ def _loss(session: Session, loss: object, loc: Location | None) -> Value:
             remedy="compute it from actors whose parameters require gradients, outside of "
             "torch.no_grad and without .detach()",
         )
-    cause = session.tape.cause_of_cut(loss.traced.value)
-    if isinstance(cause, Call):
+    sources = session.tape.opaque_sources([loss.traced.value])
+    blocking = next((call for call, callee in sources if callee.blocks_grad), None)
+    if blocking is not None:
         raise TraceError(
-            f"cg.backward of %{name}, which depends on what the opaque method {cause.fn} made of "
-            f"values that require gradients ({cause.loc}); no gradient flows through it",
+            f"cg.backward of %{name}, which depends on what the opaque method {blocking.fn} made "
+            f"of values that require gradients ({blocking.loc}); no gradient flows through it",
             loc=loc,
             remedy="pass x.detach() to the opaque method if that is what you want, or write it so "
             "that it can be traced",

@@ -9,7 +9,6 @@ from torch.utils._pytree import tree_map
 
 from ...ir.location import Location
 from ...ir.ops import Transfer
-from ..autodiff.tape import Entry
 from ..errors import TraceError
 from ..source import caller_location
 from ..step.session import Session, recording
@@ -70,10 +69,7 @@ def _routed(session: Session, leaf: Any, transport: str, loc: Location | None) -
     )
     session.emit(op)
     needed = isinstance(spec, TensorSpec) and spec.requires_grad and torch.is_grad_enabled()
-    if needed:
-        session.tape.record(Entry(op, None, (True,), session.last))
-    session.tape.cut(op)
-    session.tape.leave_untold(op)
+    session.tape.record(op, None, (needed,), session.last)
     held = session.hold(op.result, spec)
     if isinstance(leaf, TracedTensor) and isinstance(held, TracedTensor):
         share(leaf, held)

@@ -18,7 +18,7 @@ import torch
 from ...ir.location import Location
 from ..actors.actor_state import ActorState, Slot, StateTensor
 from ..errors import TraceError
-from ..functions.call import Call
+from ..functions.interface import Call
 from ..heap.reach import has_fake, reaches_tensor
 from ..heap.snapshot import Change, show
 from .dispatch_modes import storage_key

@@ -22,8 +22,8 @@ from torch.fx.experimental.proxy_tensor import disable_autocast_cache, get_proxy
 from ..actors.actor_state import StateTensor, put_state
 from ..autodiff.subgraphs import simplify
 from ..errors import TraceError, refusals_raised
-from ..functions.call import Call
 from ..functions.error_translation import translate
+from ..functions.interface import Call
 from ..heap.snapshot import Snapshot
 from ..step.binding import explain_misfit
 from ..step.specs import ObjectSpec, Static, TensorSpec, Tree, result_spec

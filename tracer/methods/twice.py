@@ -12,7 +12,7 @@ from dataclasses import replace
 from ...ir.location import Location
 from ..actors.actor_state import collect
 from ..errors import TraceError
-from ..functions.call import Call
+from ..functions.interface import Call
 from .joint import Joint, Wanted, run_call, trace_call
 from .op_log import OpLog
 from .watch import UsesGradients

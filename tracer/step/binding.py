@@ -1,4 +1,4 @@
-"""Check that the arguments of a call fit its method, before anything runs where that is known."""
+"""Find where a function is defined, and check that the arguments of a call fit its parameters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import inspect
 import os
 from collections.abc import Callable
 from traceback import walk_tb
-from types import CodeType, FrameType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -16,8 +16,7 @@ from torch.nn.modules import module as modules
 
 from ...ir.location import Location
 from ..errors import TraceError
-from ..functions.call import Call
-from .specs import Tree
+from ..functions.interface import Call
 
 _PASS_ON = frozenset(
     {
@@ -31,38 +30,25 @@ _PASS_ON = frozenset(
 """Where decorators are that give what they wrap the very arguments which they are given."""
 
 
-def check_arguments(
-    function: Callable[..., Any],
-    signature: Tree,
-    what: str,
-    home: Location | None,
-    loc: Location | None,
-) -> None:
+def check_arguments(call: Call) -> None:
     """Return if the method can be called with so many arguments, by these names.
 
     A method whose signature cannot be asked for is called as it is asked to; so is what a decorator
     wraps that may change arguments.
 
-    Args:
-        function: the bound method.
-        signature: of the call, a pytree `(args, kwargs)`.
-        what: the method, in words.
-        home: where it is defined, if that is known.
-        loc: the user's line of the call.
-
     Raises:
         TraceError: it cannot.
     """
     try:
-        parameters = inspect.signature(_taker(function), follow_wrapped=False)
+        parameters = inspect.signature(_taker(call.function), follow_wrapped=False)
     except (TypeError, ValueError):
         return  # of a builtin, say
     # By the shape of the call alone: leaves may stand for what cannot be made before it runs.
-    args, kwargs = signature.spec.children()
+    args, kwargs = call.signature.spec.children()
     try:
         parameters.bind(*[None] * args.num_children, **dict.fromkeys(kwargs.context))
     except TypeError as error:
-        raise _refusal(parameters, str(error), what, home, loc) from None
+        raise _refusal(parameters, str(error), call) from None
 
 
 def explain_misfit(error: Exception, call: Call) -> TraceError | None:
@@ -77,11 +63,11 @@ def explain_misfit(error: Exception, call: Call) -> TraceError | None:
     code = getattr(wrapped, "__code__", None)
     if wrapped is call.function or code is None or not isinstance(error, TypeError):
         return None
-    if not str(error).startswith(entry) or code in map(_code, walk_tb(error.__traceback__)):
+    entered = any(frame.f_code is code for frame, _ in walk_tb(error.__traceback__))
+    if entered or not str(error).startswith(entry):
         return None
     parameters = inspect.signature(wrapped, follow_wrapped=False)
-    reason = str(error).removeprefix(entry)
-    return _refusal(parameters, reason, call.what, call.home, call.loc)
+    return _refusal(parameters, str(error).removeprefix(entry), call)
 
 
 def innermost(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -91,21 +77,19 @@ def innermost(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _code(step: tuple[FrameType, int]) -> CodeType:
-    return step[0].f_code
+def definition(function: Callable[..., Any]) -> Location | None:
+    """Where a function is defined, decorators looked through; None if not in Python."""
+    code = getattr(innermost(function), "__code__", None)
+    if code is None:
+        return None
+    return Location(code.co_filename, code.co_firstlineno, code.co_name)
 
 
-def _refusal(
-    parameters: inspect.Signature,
-    reason: str,
-    what: str,
-    home: Location | None,
-    loc: Location | None,
-) -> TraceError:
-    at = "" if home is None else f", at {home}"
+def _refusal(parameters: inspect.Signature, reason: str, call: Call) -> TraceError:
+    at = "" if call.home is None else f", at {call.home}"
     return TraceError(
-        f"the arguments do not fit {what}{parameters}: {reason}",
-        loc=loc,
+        f"the arguments do not fit {call.what}{parameters}: {reason}",
+        loc=call.loc,
         remedy=f"pass what it takes, or change what it takes where it is defined{at}",
     )
 

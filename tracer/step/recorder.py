@@ -20,9 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 from ...ir.location import Location
 from ..errors import TraceError
-from ..functions.call import Callee
-from ..functions.calls import Subject, declare, note_sharing, record
-from ..functions.interface import TorchTarget
+from ..functions.calls import find_or_declare, record
+from ..functions.interface import Callee, TorchTarget
 from ..intrinsics.constants import is_random, make_constants
 from ..source import caller_location
 from .arguments import Arguments, take_apart
@@ -130,10 +129,7 @@ def _compute(session: Session, call: _Call) -> Any:
     if not callee.specs:
         return callee.results.fill(())
     place = placed(arguments.operands, session.everywhere)
-    results = record(session, callee, arguments.operands, place, call.loc)
-    if callee.shares:
-        note_sharing(session, callee, arguments.values, results)
-    return results[0] if callee.is_single else callee.results.fill(results)
+    return record(session, callee, arguments, place, call.loc)
 
 
 def _take_apart(session: Session, call: _Call, kwargs: dict[str, Any]) -> Arguments:
@@ -150,16 +146,12 @@ def _take_apart(session: Session, call: _Call, kwargs: dict[str, Any]) -> Argume
 
 
 def _find(session: Session, call: _Call, func: Function, arguments: Arguments) -> Callee:
-    grad = torch.is_grad_enabled()
-    key = (func, grad, arguments.key)
-    callee = session.callees.get(key)
-    if callee is None:
+    def subject() -> tuple[TorchTarget, None, str]:
         dunder = call.name.startswith("__")
         name = f"torch.{call.name.strip('_') if dunder else call.name}"
-        subject = Subject(TorchTarget(func, name), None, name)
-        callee = declare(session, subject, arguments.signature(), grad, call.loc)
-        session.callees[key] = callee
-    return callee
+        return TorchTarget(func, name), None, name
+
+    return find_or_declare(session, func, arguments, subject, call.loc)
 
 
 @dataclass(frozen=True)
@@ -230,7 +222,7 @@ def _write(session: Session, call: _Call) -> Any:
             remedy="use the function that returns a new tensor, and its result",
         )
     place = placed(arguments.operands, session.everywhere)
-    written = record(session, callee, arguments.operands, place, call.loc)[0]
+    written = record(session, callee, arguments, place, call.loc)
     session.rebind(target, written.traced.value, after)
     if after.requires_grad != before.requires_grad:
         torch.Tensor.requires_grad_(target, after.requires_grad)

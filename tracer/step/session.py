@@ -17,8 +17,7 @@ from ...ir.types import ObjectType, Place, Type
 from ..actors.sharing import Sharing
 from ..autodiff.tape import Tape
 from ..errors import TraceError, different
-from ..functions.call import Callee
-from ..functions.interface import Body, FunctionTracer, Guard, Peers, Write
+from ..functions.interface import Body, Callee, FunctionTracer, Guard, Peers, Write
 from ..source import caller_location, is_user_file
 from .specs import ObjectSpec, TensorSpec
 from .torch_modes import Ambient

@@ -18,10 +18,10 @@ from ...ir.types import Place
 from ...ir.verify.verifier import verify
 from ..actors.apart import refuse_apart
 from ..errors import TraceError, refusals_raised
-from ..functions.call import Callee
-from ..functions.interface import FunctionTracer, MethodTarget, Peers
+from ..functions.interface import Callee, FunctionTracer, MethodTarget, Peers
 from ..guards.runtime_guards import recheck, watch_arguments
 from ..source import caller_location, traceback_location
+from .binding import definition
 from .inputs import InputError, InputSpec, leaf_spec, name_leaves
 from .recorder import Recorder, training_refused
 from .repeat import Recorded, record_twice
@@ -203,14 +203,6 @@ def _parameters(session: Session, spec: InputSpec) -> list[TracedTensor | Object
             storage_of(given).pinned = "it is an input of the step, which the caller holds"
         held.append(given)
     return held
-
-
-def definition(fn: Callable[..., Any]) -> Location | None:
-    """Where a function stands in the user's source; None if it is not written in Python."""
-    code = getattr(inspect.unwrap(fn), "__code__", None)
-    if code is None:
-        return None
-    return Location(code.co_filename, code.co_firstlineno, code.co_name)
 
 
 def _separate(result: Any) -> Any:
