@@ -14,7 +14,7 @@ import math
 import operator
 import re
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import CodeType, TracebackType
 from typing import Any
@@ -24,7 +24,7 @@ from torch import fx
 
 from ...ir.location import Location
 from ..actors.actor_state import Slot
-from ..autodiff.products import add_product, find_products, is_expanded_for_products
+from ..autodiff.products import Product, add_product, find_products, is_expanded_for_products
 from ..autodiff.subgraphs import Piece, memory_of, results
 from ..functions.interface import Body
 from ..step.torch_modes import is_autocast_on
@@ -81,17 +81,16 @@ def make_body(piece: Piece, name: str) -> GraphBody:
     It takes the piece's inputs and returns a tuple. It runs under `torch.no_grad` and without
     autocast, whatever the caller's mode.
     """
-    return _make(_Writer(piece, re.sub(r"\W", "_", name)), name)
+    return _make(_Writer(piece, name, {}), name)
 
 
 def _refit(piece: Piece, name: str, compiler: Compiler | None) -> GraphBody:
-    """The body of a piece, with products added by themselves; see `GraphBody`."""
-    identifier = re.sub(r"\W", "_", name)
+    products = find_products(piece)
     if compiler is None:
-        return _make(_AddingWriter(piece, identifier), name)
-    fusible = make_fusible(piece)
+        return _make(_Writer(piece, name, products), name)
+    fusible = make_fusible(piece, products)
     compute = compiler(fusible.module, fusible.examples)
-    return _make(_FusedWriter(piece, identifier, fusible, compute), name)
+    return _make(_Writer(piece, name, products, fusible, compute), name)
 
 
 def _make(writer: _Writer, name: str) -> GraphBody:
@@ -153,11 +152,24 @@ _Line = tuple[str, Location | None]
 
 
 class _Writer:
-    """Writes the source of one body; `globals` holds what the source refers to."""
+    """Writes the source of one body; `globals` holds what the source refers to.
 
-    def __init__(self, piece: Piece, name: str) -> None:
+    Args:
+        products: gradients that are products, by index, to be added by the product itself.
+        fusible, compute: where the graph is computed by a single call: what was compiled, and the
+            call; products are added behind it.
+    """
+
+    def __init__(
+        self,
+        piece: Piece,
+        name: str,
+        products: Mapping[int, Product],
+        fusible: Fusible | None = None,
+        compute: Compute | None = None,
+    ) -> None:
         self.piece = piece
-        self.name = f"cg_{name}"
+        self.name = "cg_" + re.sub(r"\W", "_", name)
         self.globals: dict[str, Any] = {
             "GRAD_ON": torch.is_grad_enabled,
             "NO_GRAD": torch.no_grad,
@@ -165,10 +177,14 @@ class _Writer:
             "AUTOCAST_ON_DEVICE": torch.is_autocast_enabled,
             "AUTOCAST": torch.autocast,
             "ACCUMULATE": accumulate,
+            "ADD_PRODUCT": add_product,
+            "COMPUTE": compute,
         }
+        self._products = products
+        self._fusible = fusible
         self._known: dict[int, str] = {}
         self._last_use = _last_uses(piece.graph)
-        self._early = self._early_gradients()
+        self._early = self._early_gradients() if fusible is None else {}
         nodes = [n for n in piece.graph.nodes if n.op == "placeholder"]
         self._state = nodes[: len(piece.state)]
         self._inputs = nodes[len(piece.state) :]
@@ -182,11 +198,34 @@ class _Writer:
         yield from ((text, None) for text in self._epilogue())
 
     def _statements(self) -> Iterator[_Line]:
+        products, locations = self._products, self.piece.locations
+        if self._fusible is not None:
+            names = ", ".join(n.name for n in (*self._state, *self._inputs))
+            yield f"    RESULTS = COMPUTE({names})", None
+            first = self.piece.returned + len(self.piece.rebinds)
+            for index in products:
+                factors = [f"RESULTS[{i}]" for i in self._fusible.results[first + index]]
+                yield self._add_product(index, factors), None
+            return
+        adds = {product.nodes[0]: index for index, product in products.items()}
+        passed = {node for product in products.values() for node in product.nodes}
         for node in self.piece.graph.nodes:
-            if node.op in ("call_function", "get_attr"):
-                yield from self._statement(node)
+            text = None
+            if node in adds:
+                factors = [factor.name for factor in products[adds[node]].factors]
+                text = self._add_product(adds[node], factors)
+            elif node.op in ("call_function", "get_attr") and node not in passed:
+                text = f"    {node.name} = {self._expression(node)}"
+            if text is not None:
+                drop = ", ".join(n.name for n in self._last_use.get(node, ()))
+                yield f"{text}; del {drop}" if drop else text, locations.get(node)
             for index, gradient in self._early.get(node, ()):
                 yield f"{self._accumulate([index], [gradient.name])}; del {gradient.name}", None
+
+    def _add_product(self, index: int, factors: Sequence[str]) -> str:
+        parameter = self._slot(self.piece.gradients[index].tensor.slots[0])
+        is_transposed = self._products[index].is_transposed
+        return f"    ADD_PRODUCT({parameter}, {', '.join(factors)}, {is_transposed})"
 
     def _early_gradients(self) -> dict[fx.Node, list[tuple[int, fx.Node]]]:
         """Large gradients, by the node behind which nothing uses their memory any more.
@@ -210,7 +249,11 @@ class _Writer:
             early.setdefault(last[memory_of(node)], []).append((index, node))
         shared = {memory_of(v) for v in values if v not in large}
         return {
-            at: [(index, node) for index, node in found if memory_of(node) not in shared]
+            at: [
+                (index, node)
+                for index, node in found
+                if memory_of(node) not in shared and index not in self._products
+            ]
             for at, found in early.items()
         }
 
@@ -241,14 +284,6 @@ class _Writer:
         within = "".join(f"[{i}]" for i in slot.within)
         return f"{self._global(slot.holder)}[{self._literal(slot.key)}]{within}"
 
-    def _statement(self, node: fx.Node) -> Iterator[_Line]:
-        text = f"    {node.name} = {self._expression(node)}{self._drop_behind(node)}"
-        yield text, self.piece.locations.get(node)
-
-    def _drop_behind(self, node: fx.Node) -> str:
-        drop = ", ".join(n.name for n in self._last_use.get(node, ()))
-        return f"; del {drop}" if drop else ""
-
     def _expression(self, node: fx.Node) -> str:
         if node.op == "get_attr":
             assert isinstance(node.target, str)
@@ -269,17 +304,16 @@ class _Writer:
         for slot, value in zip(piece.rebinds, rest, strict=False):
             yield f"    {self._slot(slot)} = {value}"
         gradients = rest[len(piece.rebinds) :]
-        late = [index for index in range(len(gradients)) if index not in self._added()]
+        early = {index for found in self._early.values() for index, _ in found}
+        late = [i for i in range(len(gradients)) if i not in early and i not in self._products]
         if late:
             yield self._accumulate(late, [gradients[index] for index in late])
         yield f"    return ({', '.join(returned)}{',' if returned else ''})"
 
-    def _added(self) -> set[int]:
-        """The gradients that have been added before the epilogue."""
-        return {index for found in self._early.values() for index, _ in found}
-
     def _values(self) -> list[str]:
         """The results of the graph, in the source."""
+        if self._fusible is not None:
+            return [f"RESULTS[{indices[0]}]" for indices in self._fusible.results]
         return [self._literal(v) for v in results(self.piece.graph)]
 
     def _literal(self, value: Any) -> str:
@@ -301,62 +335,6 @@ class _Writer:
             known = self._known[id(value)] = f"G{len(self._known)}"
             self.globals[known] = value
         return known
-
-
-class _AddingWriter(_Writer):
-    """Writes a body that adds gradients that are products by the product itself."""
-
-    def __init__(self, piece: Piece, name: str) -> None:
-        self._products = find_products(piece)
-        super().__init__(piece, name)
-        self.globals["ADD_PRODUCT"] = add_product
-        self._adds = {product.nodes[0]: index for index, product in self._products.items()}
-        self._passed = {node for product in self._products.values() for node in product.nodes}
-
-    def _early_gradients(self) -> dict[fx.Node, list[tuple[int, fx.Node]]]:
-        found = super()._early_gradients()
-        return {
-            at: [(index, node) for index, node in gradients if index not in self._products]
-            for at, gradients in found.items()
-        }
-
-    def _statement(self, node: fx.Node) -> Iterator[_Line]:
-        index = self._adds.get(node)
-        if index is not None:
-            one, other = (factor.name for factor in self._products[index].factors)
-            text = self._add_product(index, one, other) + self._drop_behind(node)
-            yield text, self.piece.locations.get(node)
-        elif node not in self._passed:
-            yield from super()._statement(node)
-
-    def _add_product(self, index: int, one: str, other: str) -> str:
-        parameter = self._slot(self.piece.gradients[index].tensor.slots[0])
-        is_transposed = self._products[index].is_transposed
-        return f"    ADD_PRODUCT({parameter}, {one}, {other}, {is_transposed})"
-
-    def _added(self) -> set[int]:
-        return super()._added() | self._products.keys()
-
-
-class _FusedWriter(_AddingWriter):
-    """Writes a body that computes its graph by a single call, and then adds the products."""
-
-    def __init__(self, piece: Piece, name: str, fusible: Fusible, compute: Compute) -> None:
-        super().__init__(piece, name)
-        self._early.clear()  # all come together
-        self.globals["COMPUTE"] = compute
-        self._fusible = fusible
-
-    def _statements(self) -> Iterator[_Line]:
-        names = ", ".join(n.name for n in (*self._state, *self._inputs))
-        yield f"    RESULTS = COMPUTE({names})", None
-        first = self.piece.returned + len(self.piece.rebinds)
-        for index in self._products:
-            one, other = self._fusible.results[first + index]
-            yield self._add_product(index, f"RESULTS[{one}]", f"RESULTS[{other}]"), None
-
-    def _values(self) -> list[str]:
-        return [f"RESULTS[{indices[0]}]" for indices in self._fusible.results]
 
 
 def _callable(target: Any) -> Any:

@@ -6,12 +6,13 @@ instead; see `products`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
-from ..autodiff.products import find_products
+from ..autodiff.products import Product
 from ..autodiff.subgraphs import Piece, fake_of, results
 
 
@@ -30,10 +31,9 @@ class Fusible:
     results: tuple[tuple[int, ...], ...]
 
 
-def make_fusible(piece: Piece) -> Fusible:
+def make_fusible(piece: Piece, products: Mapping[int, Product]) -> Fusible:
     """Copy the graph of a piece, with factors in the place of gradients that are products."""
     first = piece.returned + len(piece.rebinds)
-    products = find_products(piece)
     outputs: list[fx.Node] = []
     found: list[tuple[int, ...]] = []
     for index, value in enumerate(results(piece.graph)):

@@ -218,7 +218,8 @@ class Functions:
         if target.use is not None:
             target.use.is_opaque = True
         call = replace(call, device=self.device or call.device)
-        results = opaque_results(mark, target.instance, call)
+        instance = target.instance if isinstance(target, MethodTarget) else None
+        results = opaque_results(mark, instance, call)
         declaration = Function(
             name,
             inputs=call.signature.types(),

@@ -89,7 +89,6 @@ class TorchTarget:
     name: str
 
     actor: ClassVar[None] = None
-    instance: ClassVar[None] = None
     remat: ClassVar[bool] = False
     shared: ClassVar[tuple[Shared, ...]] = ()
     use: ClassVar[None] = None

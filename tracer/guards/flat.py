@@ -7,7 +7,7 @@ they do not, nothing has changed.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import repeat
 from typing import Any
 
@@ -38,9 +38,8 @@ class Flat:
         self._empty: list[Any] = []
         self._sized: list[Any] = []
         self._sizes: list[int] = []
-        self._many: list[tuple[Callable[[], Iterable[Any]], list[Any]]] = []
+        self._many: list[tuple[Iterable[Any], list[Any]]] = []
         self._digests: list[tuple[Any, Any, Any]] = []
-        self._sets: list[tuple[Any, Any]] = []
 
     def entry(self, holder: Any, key: Any, value: Any) -> None:
         """`holder[key]` is this very object."""
@@ -72,13 +71,9 @@ class Flat:
             self._sized.append(container)
             self._sizes.append(len(container))
 
-    def many(self, read: Callable[[], Iterable[Any]]) -> None:
-        """Note that `read` gives the very objects that it gives now, as many of them or more."""
-        self._many.append((read, list(read())))
-
-    def members(self, content: Any) -> None:
-        """The set is equal to what it is now."""
-        self._sets.append((content, set(content)))
+    def many(self, values: Iterable[Any]) -> None:
+        """Going over `values` gives the very objects that it gives now, as many or more."""
+        self._many.append((values, list(values)))
 
     def digest(self, value: Any, make: Any, digest: Any) -> None:
         """`make(value)` is equal to `digest`."""
@@ -99,8 +94,7 @@ class Flat:
             and all(map(operator.is_, map(type, self._objects), self._types))
             and all(map(operator.eq, map(len, self._sized), self._sizes))
             and (not self._slots or self._same_slots())
-            and all(all(map(operator.is_, read(), values)) for read, values in self._many)
-            and all(content == copy for content, copy in self._sets)
+            and all(all(map(operator.is_, now, values)) for now, values in self._many)
             and all(make(value) == digest for value, make, digest in self._digests)
         )
 

@@ -17,17 +17,8 @@ from ..heap.kinds import is_foreign, is_plain
 from ..heap.snapshot import MISSING
 from ..methods.watch import EVERYTHING
 from ..step.specs import static_key
-from .inner_nodes import DictNode, ObjectNode, SequenceNode, group_of
-from .nodes import (
-    ArrayNode,
-    GuardNode,
-    IdentityNode,
-    PlainNode,
-    SetNode,
-    TensorNode,
-    WeakNode,
-    elements,
-)
+from .inner_nodes import ContainerNode, ObjectNode, group_of, keys_of, values_of
+from .nodes import GuardNode, IdentityNode, TensorNode, ValueNode, WeakNode, elements, members
 
 _MODULE_GROUPS = ("", "_modules", "_parameters", "_buffers")
 _OF_MODULES = frozenset(vars(torch.nn.Module)) - {"forward", "__call__"}
@@ -58,32 +49,19 @@ class GuardBuilder:
         if id(value) in self._reads:
             return self._object(value)
         if is_plain(value):
-            return PlainNode(static_key(value), repr(value))
+            return ValueNode(static_key, static_key(value), repr(value))
         if isinstance(value, weakref.ref):
             return WeakNode()
         if isinstance(value, (np.ndarray, bytearray)):
-            return ArrayNode(elements(value), shorten(repr(value)))
-        if isinstance(value, (list, tuple, collections.deque)):
-            return self._items(value)
-        if isinstance(value, dict):
-            return self._entries(value)
+            return ValueNode(elements, elements(value), shorten(repr(value)))
         if isinstance(value, (set, frozenset)):
-            return SetNode(type(value), frozenset(value))
+            return ValueNode(members, members(value), repr(value))
+        if isinstance(value, (list, tuple, dict, collections.deque)):
+            pinned = value if id(value) in self._pinned else None
+            made = self._nodes[id(value)] = ContainerNode(type(value), keys_of(value), pinned)
+            made.items = [self.node(item) for item in values_of(value)]
+            return made
         return IdentityNode(value)
-
-    def _items(self, value: Any) -> GuardNode:
-        made = self._nodes[id(value)] = SequenceNode(type(value), self._pin(value))
-        made.items = [self.node(item) for item in value]
-        return made
-
-    def _entries(self, value: dict[Any, Any]) -> GuardNode:
-        made = self._nodes[id(value)] = DictNode(type(value), self._pin(value))
-        made.keys = list(value)
-        made.values = [self.node(dict.__getitem__(value, key)) for key in value]
-        return made
-
-    def _pin(self, container: Any) -> Any:
-        return container if id(container) in self._pinned else None
 
     def _object(self, obj: Any) -> GuardNode:
         made = self._nodes[id(obj)] = ObjectNode(type(obj), obj)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -11,29 +12,39 @@ from ..heap.kinds import is_plain, join
 from ..heap.snapshot import MISSING
 from ..step.specs import static_key
 from .flat import Flat
-from .nodes import Comparison, Difference, GuardNode, PlainNode, TensorNode, WeakNode
+from .nodes import Comparison, Difference, GuardNode, TensorNode, ValueNode, WeakNode
 
 _FEW = 16
 """Of a longer list, the items are compared in one go."""
 
 
 @dataclass(slots=True)
-class SequenceNode(GuardNode):
-    """A list, tuple or deque; `pinned` if a body looks tensors up in this very container."""
+class ContainerNode(GuardNode):
+    """A list, tuple, deque or dict, with its order.
+
+    Attributes:
+        kind: its class.
+        keys: its keys or indices.
+        pinned: the container itself, if a body looks tensors up in this very one.
+        items: the nodes of what it holds.
+    """
 
     has_children: ClassVar[bool] = True
 
     kind: type
+    keys: list[Any]
     pinned: Any = None
     items: list[GuardNode] = field(default_factory=list)
 
     def differ(self, now: Any, path: str, met: Comparison) -> Difference | None:
-        if not _is_of(now, self.kind) or len(now) != len(self.items):
+        if type(now) is not self.kind or keys_of(now) != self.keys:
             return Difference(path, self.show(), now)
         if self.pinned is not None and now is not self.pinned:
             return Difference(path, f"one {self.kind.__name__} of tensors", Verbatim("another one"))
-        for index, (item, value) in enumerate(zip(self.items, now, strict=True)):
-            found = _differ(item, value, join(path, index), met)
+        if isinstance(now, dict):
+            path = path.removesuffix("_modules").removesuffix(".")
+        for key, node, value in zip(self.keys, self.items, values_of(now), strict=True):
+            found = _differ(node, value, join(path, key), met)
             if found is not None:
                 return found
         return None
@@ -42,58 +53,35 @@ class SequenceNode(GuardNode):
         fixed = isinstance(now, tuple)
         if not fixed:
             flat.size(now)
-        if not fixed and len(now) > _FEW and not any(item.may_move for item in self.items):
-            flat.many(lambda: now)
+        if isinstance(now, dict) and now:
+            flat.many(now)
+        many = len(now) > (0 if isinstance(now, dict) else _FEW)
+        if many and not fixed and not any(node.may_move for node in self.items):
             fixed = True
-        for index, (item, value) in enumerate(zip(self.items, now, strict=True)):
-            _flatten_entry(item, now, index, value, flat, fixed)
+            flat.many(values_of(now))
+        for key, node, value in zip(self.keys, self.items, values_of(now), strict=True):
+            _flatten_entry(node, now, key, value, flat, fixed)
 
     def show(self) -> str:
-        inner = ", ".join(item.show() for item in self.items[:9])
-        inner += ", ..." if len(self.items) > 9 else ""
+        shown = [item.show() for item in self.items[:9]]
+        more = ["..."] if len(self.items) > 9 else []
+        if issubclass(self.kind, dict):
+            pairs = [f"{key!r}: {text}" for key, text in zip(self.keys, shown, strict=False)]
+            return "{" + ", ".join(pairs + more) + "}"
+        inner = ", ".join(shown + more)
         if self.kind in (list, tuple):
             return f"[{inner}]" if self.kind is list else f"({inner})"
         return f"{self.kind.__name__}([{inner}])"
 
 
-@dataclass(slots=True)
-class DictNode(GuardNode):
-    """A dict with its order; `pinned` as of `SequenceNode`."""
+def keys_of(container: Any) -> list[Any]:
+    """The keys or indices of a container, in order."""
+    return list(container) if isinstance(container, dict) else list(range(len(container)))
 
-    has_children: ClassVar[bool] = True
 
-    kind: type
-    pinned: Any = None
-    keys: list[Any] = field(default_factory=list)
-    values: list[GuardNode] = field(default_factory=list)
-
-    def differ(self, now: Any, path: str, met: Comparison) -> Difference | None:
-        if not _is_of(now, self.kind) or list(now) != self.keys:
-            return Difference(path, self.show(), now)
-        if self.pinned is not None and now is not self.pinned:
-            return Difference(path, f"one {self.kind.__name__} of tensors", Verbatim("another one"))
-        inner = path.removesuffix("_modules").removesuffix(".")
-        for key, node in zip(self.keys, self.values, strict=True):
-            found = _differ(node, dict.__getitem__(now, key), join(inner, key), met)
-            if found is not None:
-                return found
-        return None
-
-    def flatten(self, now: Any, flat: Flat) -> None:
-        flat.size(now)
-        if not now:
-            return
-        flat.many(lambda: now)
-        fixed = not any(node.may_move for node in self.values)
-        if fixed:
-            flat.many(lambda: dict.values(now))
-        for key, node in zip(self.keys, self.values, strict=True):
-            _flatten_entry(node, now, key, dict.__getitem__(now, key), flat, fixed)
-
-    def show(self) -> str:
-        pairs = zip(self.keys[:9], self.values[:9], strict=True)
-        inner = ", ".join(f"{key!r}: {node.show()}" for key, node in pairs)
-        return "{" + inner + (", ...}" if len(self.keys) > 9 else "}")
+def values_of(container: Any) -> Iterable[Any]:
+    """What a container holds, in order, past what its class may do on access."""
+    return dict.values(container) if isinstance(container, dict) else container
 
 
 @dataclass(slots=True)
@@ -152,7 +140,7 @@ class ObjectNode(GuardNode):
                 return Difference(join(path, key), before, space[key])
             absent.remove(key)
             present = next(present for name, present, _ in self.groups if not name)
-            present[key] = PlainNode(static_key(inherited), repr(inherited))
+            present[key] = ValueNode(static_key, static_key(inherited), repr(inherited))
         return None
 
     def flatten(self, now: Any, flat: Flat) -> None:
@@ -169,7 +157,7 @@ class ObjectNode(GuardNode):
         if self.whole is not None:
             attributes = group_of(now, "")
             flat.size(attributes)
-            flat.many(lambda: attributes)
+            flat.many(attributes)
         for name, slot in self.slots.items():
             value = getattr(now, name, MISSING)
             flat.slot(now, name, value)
@@ -181,10 +169,6 @@ class ObjectNode(GuardNode):
             return repr(self.original)
         except Exception:  # of the user's own
             return f"an object of class {self.kind.__qualname__}"
-
-
-def _is_of(value: Any, kind: type) -> bool:
-    return type(value) is kind
 
 
 def group_of(obj: Any, name: str) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -16,7 +17,6 @@ import numpy as np
 import torch
 
 from ..errors import Verbatim
-from ..step.specs import static_key
 from .flat import Flat
 
 
@@ -71,16 +71,27 @@ class GuardNode:
 
 
 @dataclass(frozen=True, slots=True)
-class PlainNode(GuardNode):
-    """A value that says everything about itself."""
+class ValueNode(GuardNode):
+    """A value that says everything about itself, by a key.
 
-    key: tuple[Any, ...]
+    Attributes:
+        key_of: makes the key: `static_key`, `elements` of an array, or `members` of a set.
+        key: what it made of the value that was read.
+        shown: that value in words.
+    """
+
+    key_of: Callable[[Any], Any]
+    key: Any
     shown: str
 
     def differ(self, now: Any, path: str, met: Comparison) -> Difference | None:
-        if type(now) is self.key[0] and static_key(now) == self.key:
-            return None
-        return Difference(path, self.shown, now)
+        return None if self.key_of(now) == self.key else Difference(path, self.shown, now)
+
+    def flatten(self, now: Any, flat: Flat) -> None:
+        if self.key_of is elements:
+            flat.digest(now, elements, self.key)
+        elif isinstance(now, set):
+            flat.digest(now, frozenset, self.key[1])
 
     def show(self) -> str:
         return self.shown
@@ -137,44 +148,6 @@ class WeakNode(GuardNode):
         return "a reference"
 
 
-@dataclass(frozen=True, slots=True)
-class ArrayNode(GuardNode):
-    """An array, by a digest of its elements."""
-
-    key: Any
-    shown: str
-
-    def differ(self, now: Any, path: str, met: Comparison) -> Difference | None:
-        if elements(now) == self.key:
-            return None
-        return Difference(path, self.shown, now)
-
-    def flatten(self, now: Any, flat: Flat) -> None:
-        flat.digest(now, elements, self.key)
-
-    def show(self) -> str:
-        return self.shown
-
-
-@dataclass(frozen=True, slots=True)
-class SetNode(GuardNode):
-    """A set."""
-
-    kind: type
-    values: frozenset[Any]
-
-    def differ(self, now: Any, path: str, met: Comparison) -> Difference | None:
-        same = type(now) is self.kind and now == self.values
-        return None if same else Difference(path, self.show(), now)
-
-    def flatten(self, now: Any, flat: Flat) -> None:
-        if self.kind is set:
-            flat.members(now)
-
-    def show(self) -> str:
-        return repr(set(self.values)) if self.kind is set else repr(self.values)
-
-
 def elements(value: Any) -> Any:
     """Key that arrays with the same elements have in common; None for what is no array."""
     if isinstance(value, np.ndarray):
@@ -188,6 +161,11 @@ def elements(value: Any) -> Any:
             hashlib.blake2b(content.reshape(-1).view(np.uint8).data).digest(),
         )
     return bytes(value) if isinstance(value, bytearray) else None
+
+
+def members(value: Any) -> Any:
+    """Key that sets with the same items have in common; None for what is no set."""
+    return (type(value), frozenset(value)) if isinstance(value, (set, frozenset)) else None
 
 
 def _equal(before: Any, after: Any) -> bool:

@@ -180,6 +180,15 @@ def escaped(what: str, loc: Location | None = None) -> TraceError:
     )
 
 
+def _refused(what: str) -> Callable[..., NoReturn]:
+    """A method of `ObjectValue` that refuses what it would do."""
+
+    def refuse(self: ObjectValue, *args: object) -> NoReturn:
+        self._unknown(what)
+
+    return refuse
+
+
 class ObjectValue:
     """A Python object that exists only when the step runs; it can be handed on, nothing else."""
 
@@ -219,52 +228,29 @@ class ObjectValue:
     def _no_parts(self, what: str) -> NoReturn:
         self._unknown(what, self.traced.trace.remedy_for_parts(self.traced.value))
 
+    def __iter__(self) -> NoReturn:
+        self._no_parts("iteration over")
+
+    def __getitem__(self, key: object) -> NoReturn:
+        self._no_parts("an element of")
+
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(name)  # protocols that ask what an object can do
         self._no_parts(f"attribute '{name}' of")
 
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        self._unknown("a copy of")
-
-    def __bool__(self) -> NoReturn:
-        self._unknown("a decision on")
-
-    def __len__(self) -> NoReturn:
-        self._unknown("the length of")
-
-    def __iter__(self) -> NoReturn:
-        self._no_parts("iteration over")
-
-    def __contains__(self, item: object) -> NoReturn:
-        self._unknown("a search in")
-
-    def __getitem__(self, key: object) -> NoReturn:
-        self._no_parts("an element of")
-
-    def __setitem__(self, key: object, value: object) -> NoReturn:
-        self._unknown("a write to")
-
-    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
-        self._unknown("a call of")
-
-    def __str__(self) -> NoReturn:
-        self._unknown("the text of")
-
-    def __format__(self, spec: str) -> NoReturn:
-        self._unknown("the text of")
-
-    def __eq__(self, other: object) -> NoReturn:
-        self._unknown("a comparison with")
-
-    def __ne__(self, other: object) -> NoReturn:
-        self._unknown("a comparison with")
-
+    __reduce_ex__: Any = _refused("a copy of")
+    __bool__: Any = _refused("a decision on")
+    __len__: Any = _refused("the length of")
+    __contains__: Any = _refused("a search in")
+    __setitem__: Any = _refused("a write to")
+    __call__: Any = _refused("a call of")
+    __str__: Any = _refused("the text of")
+    __format__: Any = _refused("the text of")
+    __eq__: Any = _refused("a comparison with")
+    __ne__: Any = _refused("a comparison with")
     __hash__ = object.__hash__
 
-    def _arithmetic(self, *args: object) -> NoReturn:
-        self._unknown("arithmetic with")
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _arithmetic
-    __truediv__ = __rtruediv__ = __mod__ = __pow__ = __matmul__ = __neg__ = _arithmetic
-    __lt__ = __le__ = __gt__ = __ge__ = __int__ = __float__ = __index__ = _arithmetic
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refused("arithmetic with")
+    __truediv__ = __rtruediv__ = __mod__ = __pow__ = __matmul__ = __neg__ = __add__
+    __lt__ = __le__ = __gt__ = __ge__ = __int__ = __float__ = __index__ = __add__
