@@ -170,7 +170,7 @@ def test_an_opaque_method_that_writes_to_what_others_use(shared: str) -> None:
         h = x if shared == "input" else one.forward(x)
         return two.bump(h), h
 
-    message = r"bump has written to a tensor that it was given, float32\[2, 4\]"
+    message = r"bump has written to a tensor that it was given, float32\[2,4\]"
     with pytest.raises(cg.RemoteError, match=message):
         step(torch.ones(2, 4))
 

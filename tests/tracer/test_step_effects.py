@@ -305,7 +305,7 @@ def test_generators_that_others_share(bench: Bench) -> None:
     before = (random.getstate(), mine.getstate(), numpys.bit_generator.state)
     for step, what, line in (
         (python, "Python's random module", "return x if random.random() < 2 else -x"),
-        (numpy, "NumPy's random generator", "return x * float(np.random.rand())"),
+        (numpy, "NumPy's global generator", "return x * float(np.random.rand())"),
         (seeds, "Python's random module", "random.seed(0)"),
     ):
         error = refusal(bench, step, X)

@@ -11,7 +11,7 @@ import collections
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -109,34 +109,26 @@ class ActorState:
     others: list[tuple[Any, str]] = field(default_factory=list)
 
 
-def collect(actor: Any, given: Sequence[tuple[Any, str]] = ()) -> ActorState:
+def collect(
+    actor: Any, given: Sequence[tuple[Any, str]] = (), trainers: bool = False
+) -> ActorState:
     """Walk an actor's attributes.
 
     Args:
         given: objects that its method is given, with names. Their tensors are no state.
+        trainers: whether what optimizers and the like hold is state as well.
 
     Raises:
         TraceError: a parameter is not initialised yet (a lazy module).
     """
     walk = _Walk()
     walk.visit_object(actor, "")
+    if trainers:
+        walk.visit_trainers()
     tensors = [StateTensor(t.tensor, list(t.slots)) for t in walk.state.tensors]
     for value, path in given:
         walk.visit(value, path, None)
     walk.state.tensors = tensors
-    return walk.state
-
-
-def collect_everything(actor: Any) -> ActorState:
-    """As `collect`, and what optimizers and the like hold as well.
-
-    Raises:
-        TraceError: a parameter is not initialised yet (a lazy module).
-    """
-    walk = _Walk()
-    walk.visit_object(actor, "")
-    for trainer in walk.state.trainers:  # which grows: a scheduler holds an optimizer
-        walk.visit_object(trainer, type(trainer).__name__)
     return walk.state
 
 
@@ -150,9 +142,12 @@ def reach(value: Any, behind: Callable[[Any], Iterable[Any]] = lambda value: ())
     """
     walk = _Reach(behind)
     walk.visit(value, "", None)
-    for trainer in walk.state.trainers:
-        walk.visit_object(trainer, type(trainer).__name__)
+    walk.visit_trainers()
     return walk.state
+
+
+_Place: TypeAlias = tuple[Any, Any, tuple[int, ...]] | None
+"""The first three fields of a `Slot`; None inside of a set."""
 
 
 class _Walk:
@@ -161,7 +156,7 @@ class _Walk:
         self._seen: set[int] = set()
         self._tensors: dict[int, StateTensor] = {}
 
-    def visit(self, value: Any, path: str, slot: tuple[Any, Any, tuple[int, ...]] | None) -> None:
+    def visit(self, value: Any, path: str, slot: _Place) -> None:
         if isinstance(value, torch.Tensor):
             self._visit_tensor(value, path, slot)
         elif isinstance(value, (*SCALARS, weakref.ref)) or id(value) in self._seen:
@@ -189,9 +184,11 @@ class _Walk:
         self.state.objects.append((value, path))
         self._visit_container(vars(value) if hasattr(value, "__dict__") else {}, path)
 
-    def _visit_tensor(
-        self, tensor: torch.Tensor, path: str, slot: tuple[Any, Any, tuple[int, ...]] | None
-    ) -> None:
+    def visit_trainers(self) -> None:
+        for trainer in self.state.trainers:  # which grows: a scheduler holds an optimizer
+            self.visit_object(trainer, type(trainer).__name__)
+
+    def _visit_tensor(self, tensor: torch.Tensor, path: str, slot: _Place) -> None:
         if slot is None:
             return  # in a set: not part of the state
         if torch.nn.parameter.is_lazy(tensor):
@@ -205,9 +202,7 @@ class _Walk:
             self.state.tensors.append(known)
         known.slots.append(Slot(*slot, path))
 
-    def _visit_tuple(
-        self, value: tuple[Any, ...], path: str, slot: tuple[Any, Any, tuple[int, ...]] | None
-    ) -> None:
+    def _visit_tuple(self, value: tuple[Any, ...], path: str, slot: _Place) -> None:
         for index, item in enumerate(value):
             inner = None if slot is None else (slot[0], slot[1], (*slot[2], index))
             self.visit(item, join(path, index), inner)
@@ -233,14 +228,12 @@ class _Reach(_Walk):
         super().__init__()
         self._behind = behind
 
-    def visit(self, value: Any, path: str, slot: tuple[Any, Any, tuple[int, ...]] | None) -> None:
+    def visit(self, value: Any, path: str, slot: _Place) -> None:
         for each in self._behind(value):
             super().visit(each, path, None)
         super().visit(value, path, slot)
 
-    def _visit_tensor(
-        self, tensor: torch.Tensor, path: str, slot: tuple[Any, Any, tuple[int, ...]] | None
-    ) -> None:
+    def _visit_tensor(self, tensor: torch.Tensor, path: str, slot: _Place) -> None:
         if not torch.nn.parameter.is_lazy(tensor):
             super()._visit_tensor(tensor, path, slot or ((tensor,), 0, ()))
 

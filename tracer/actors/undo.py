@@ -9,7 +9,7 @@ import torch
 
 from ..heap.snapshot import Snapshot
 from ..methods.dispatch_modes import storage_key
-from .actor_state import collect_everything
+from .actor_state import collect
 
 _Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """The memory of a tensor as bytes (or a tensor that has no plain memory), and a copy of it."""
@@ -39,7 +39,7 @@ class Undo:
         self._gradients, self._containers = [], []
         self._generator = torch.get_rng_state()
         for actor in self._actors:
-            state = collect_everything(actor)
+            state = collect(actor, trainers=True)
             self._containers.append(Snapshot(state.containers))
             for each in state.tensors:
                 gradient = each.tensor.grad if each.tensor.is_leaf else None

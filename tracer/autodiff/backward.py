@@ -25,6 +25,7 @@ from .subgraphs import (
     memory_of,
     reshapes_in_place,
     returned_values,
+    sharing,
     written_in_place,
 )
 
@@ -160,7 +161,7 @@ def backward_piece(joint: Joint, cut: Cut, part: Part) -> Piece:
     memory = {memory_of(n) for n, _ in joint.state}
     values, aliases, _ = returned_values(builder, results, part.inputs, memory)
     returned, aliases = _with_zeros(builder, joint, values, aliases) if part.returns else ([], ())
-    aliases += _aliases(part.left, part.inputs, len(returned))
+    aliases += sharing(part.left, part.inputs, len(returned))
     returned += [builder.of(n) for n in part.left]
     builder.graph.output((*returned, *(builder.of(n) for n in gradients)))
     cotangents = set(joint.cotangents)
@@ -215,18 +216,6 @@ def _with_zeros(
             position.append(len(returned))
             returned.append(next(supply))
     return returned, tuple((position[i], j) for i, j in aliases)
-
-
-def _aliases(
-    values: Iterable[fx.Node], inputs: Sequence[fx.Node], first: int
-) -> tuple[tuple[int, int], ...]:
-    """Pair values with inputs whose memory they share; values are numbered from `first`."""
-    return tuple(
-        (first + i, j)
-        for i, value in enumerate(values)
-        for j, node in enumerate(inputs)
-        if memory_of(value) is not None and memory_of(value) == memory_of(node)
-    )
 
 
 def _gradients(

@@ -13,7 +13,7 @@ from torch import fx
 from ..methods.joint import Joint
 from .backward import Cut, backward_piece, whole_backward
 from .split_backward import SplitBackward, halve
-from .subgraphs import Builder, Piece, fake_of, live_nodes, memory_of, returned_values
+from .subgraphs import Builder, Piece, fake_of, live_nodes, memory_of, returned_values, sharing
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def forward_piece(
         returned=len(joint.outputs) + len(saved),
         rebinds=tuple(r.slot for r, _ in joint.rebinds),
         gradients=(),
-        aliases=aliases + _saved_aliases(saved, joint),
+        aliases=aliases + sharing(saved, joint.inputs, len(joint.outputs)),
         state_outputs=references,
         locations=builder.locations,
     )
@@ -83,16 +83,6 @@ def _saved(builder: Builder, saved: Sequence[fx.Node], changing: set[int | None]
     return [
         builder.clone(n, dense=False) if memory_of(n) in changing else builder.of(n) for n in saved
     ]
-
-
-def _saved_aliases(saved: Sequence[fx.Node], joint: Joint) -> tuple[tuple[int, int], ...]:
-    first = len(joint.outputs)
-    return tuple(
-        (first + i, j)
-        for i, value in enumerate(saved)
-        for j, node in enumerate(joint.inputs)
-        if memory_of(value) is not None and memory_of(value) == memory_of(node)
-    )
 
 
 def _rebound(builder: Builder, joint: Joint) -> list[fx.Node]:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from ..methods.dispatch_modes import written_values
 from ..methods.joint import Joint
 from .backward import Cut, Part, backward_piece
 from .subgraphs import Piece, has_effect, is_view, memory_of, reshapes_in_place
@@ -195,17 +196,6 @@ def _written_memory(body: Sequence[fx.Node]) -> set[int | None] | None:
 
 
 def _writes(node: fx.Node) -> set[int | None]:
-    """Return what an operator writes to in place."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
-        return set()
-    arguments = zip(target._schema.arguments, node.args, strict=False)
-    values = [
-        value
-        for argument, value in arguments
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    values += [
-        node.kwargs[a.name] for a in target._schema.arguments if a.is_out and a.name in node.kwargs
-    ]
+    """The memory that an operator writes to in place."""
+    values = written_values(node.target, node.args, node.kwargs)
     return {memory_of(value) for value in values if isinstance(value, fx.Node)}

@@ -24,17 +24,8 @@ _SAME = (_ATEN.alias.default, _ATEN.detach.default)
 _TRANSPOSES = (_ATEN.t.default, _ATEN.transpose.int)
 _RESHAPING_IN_PLACE = frozenset(
     {
-        "as_strided_",
-        "detach_",
-        "resize_",
-        "resize_as_",
-        "set_",
-        "squeeze_",
-        "swapaxes_",
-        "swapdims_",
-        "t_",
-        "transpose_",
-        "unsqueeze_",
+        *("as_strided_", "detach_", "resize_", "resize_as_", "set_", "squeeze_", "swapaxes_"),
+        *("swapdims_", "t_", "transpose_", "unsqueeze_"),
     }
 )
 
@@ -238,11 +229,7 @@ class Builder:
 
     def copy(self, node: fx.Node) -> None:
         """Copy a node, whose arguments have been copied."""
-        new = self.graph.node_copy(node, lambda n: self._copies[n])
-        self._copies[node] = new
-        location = self._by_name.get(node.name)
-        if location is not None:
-            self.locations[new] = location
+        self._copies[node] = self._note(node, self.graph.node_copy(node, self._copies.__getitem__))
 
     def alias(self, node: fx.Node, by: fx.Node) -> None:
         """Let the copy of `by` stand for `node`."""
@@ -275,7 +262,10 @@ class Builder:
     def _add(
         self, at: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> fx.Node:
-        new = self.graph.call_function(target, args, kwargs)
+        return self._note(at, self.graph.call_function(target, args, kwargs))
+
+    def _note(self, at: fx.Node, new: fx.Node) -> fx.Node:
+        """The new node, which stems from the line of `at`."""
         location = self._by_name.get(at.name)
         if location is not None:
             self.locations[new] = location
@@ -286,13 +276,16 @@ def _identifier(name: str) -> str:
     return name if name.isidentifier() else f"v_{name}"
 
 
-def sharing(values: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> tuple[tuple[int, int], ...]:
-    """The pairs (value, input) that share memory in the joint graph."""
+def sharing(
+    values: Sequence[fx.Node], inputs: Sequence[fx.Node], first: int = 0
+) -> tuple[tuple[int, int], ...]:
+    """The pairs (value, input) that share memory in the joint graph; values count from `first`."""
     memory: dict[int | None, list[int]] = {}
     for i, node in enumerate(inputs):
         memory.setdefault(memory_of(node), []).append(i)
     memory.pop(None, None)
-    return tuple((i, j) for i, node in enumerate(values) for j in memory.get(memory_of(node), ()))
+    numbered = enumerate(values, first)
+    return tuple((i, j) for i, node in numbered for j in memory.get(memory_of(node), ()))
 
 
 def returned_values(
@@ -308,20 +301,18 @@ def returned_values(
         The new nodes; the pairs (value, input) that may share memory; the values that were
         references to the state.
     """
-    memory: dict[int | None, list[int]] = {}
-    for i, node in enumerate(inputs):
-        memory.setdefault(memory_of(node), []).append(i)
-    new, aliases, references = [], [], []
-    for i, node in enumerate(values):
-        key = memory_of(node)
-        if key in state:
-            references.append(i)
-        if key in state or node.op == "get_attr" or not _is_plain(fake_of(node)):
-            new.append(builder.clone(node, dense=True))
-            continue
-        new.append(builder.of(node))
-        aliases += [(i, j) for j in memory.get(key, ()) if key is not None]
-    return new, tuple(aliases), tuple(references)
+    references = tuple(i for i, node in enumerate(values) if memory_of(node) in state)
+    cloned = {
+        i
+        for i, node in enumerate(values)
+        if i in references or node.op == "get_attr" or not _is_plain(fake_of(node))
+    }
+    new = [
+        builder.clone(node, dense=True) if i in cloned else builder.of(node)
+        for i, node in enumerate(values)
+    ]
+    aliases = tuple((i, j) for i, j in sharing(values, inputs) if i not in cloned)
+    return new, aliases, references
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -22,6 +22,7 @@ from ...ir.ops import Call
 from ...ir.types import TensorType
 from ..codegen.codegen import wrapped
 from ..functions.interface import Body, Guard
+from ..step.inputs import show_type
 from ..step.session import Session
 
 
@@ -81,11 +82,12 @@ def _leaving(body: Body, indices: Sequence[int], name: str) -> Body:
         before = [look(inputs[index]) for index in indices]
         results = body(*inputs)
         for index, version in zip(indices, before, strict=True):
-            if not _same(version, look(inputs[index])):
+            given = inputs[index]
+            if not _same(version, look(given)):
                 raise RuntimeError(
                     f"the opaque method @{name} has written to a tensor that it was given, "
-                    f"{_described(inputs[index])}, and which others use as well: they may have a "
-                    "copy of it. Write to x.clone(), and return it"
+                    f"{show_type(given.dtype, given.shape)}, and which others use as well: they "
+                    "may have a copy of it. Write to x.clone(), and return it"
                 )
         return results
 
@@ -108,10 +110,6 @@ def _same(before: int | torch.Tensor, after: int | torch.Tensor) -> bool:
 
 def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _described(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 def _checking(guard: Guard) -> Callable[[Body], Body]:

@@ -184,6 +184,18 @@ def same(before: Any, after: Any) -> bool:
     return isinstance(before, SCALARS) and bool(before == after)
 
 
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """True if two tensors are of one dtype and shape, and hold the same bits."""
+    if one.dtype is not other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(_bits(one), _bits(other))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return plain.reshape(-1).contiguous().view(torch.uint8)
+
+
 def _identical(now: Any, copy: Any) -> bool:
     if len(now) != len(copy):
         return False
@@ -201,8 +213,10 @@ def _equal_arrays(now: np.ndarray[Any, Any], copy: np.ndarray[Any, Any]) -> bool
     return now.dtype == copy.dtype and now.tobytes() == copy.tobytes()
 
 
-def _equal_words(now: Any, copy: Any) -> bool:
-    return repr(now) == repr(copy)
+def _equal_states(now: Any, copy: Any) -> bool:
+    if isinstance(now, dict):
+        return all(_equal_states(part, copy.get(key)) for key, part in now.items())
+    return np.array_equal(now, copy) if isinstance(now, np.ndarray) else bool(now == copy)
 
 
 def _itself(value: Any) -> Any:
@@ -312,13 +326,13 @@ _KINDS: tuple[tuple[type, Kind], ...] = (
     (Names, Kind(_read_names, _put_names, _identical, has_parts=True)),
     (type, Kind(_read_class, _put_class, _identical, has_parts=True)),
     (np.ndarray, Kind(np.ndarray.copy, _put_array, _equal_arrays)),
-    (np.random.Generator, Kind(lambda value: value.bit_generator.state, _put_bits, _equal_words)),
+    (np.random.Generator, Kind(lambda value: value.bit_generator.state, _put_bits, _equal_states)),
     (
         np.random.RandomState,
         Kind(
             partial(np.random.RandomState.get_state, legacy=False),
             np.random.RandomState.set_state,
-            _equal_words,
+            _equal_states,
         ),
     ),
     (random.Random, Kind(random.Random.getstate, random.Random.setstate, _equal)),
@@ -331,3 +345,12 @@ def _kind_of(value: Any) -> Kind:
         if isinstance(value, cls):
             return kind
     return _SLOTS if has_slots(value) else _ELEMENTS
+
+
+_RANDOM: Any = random
+GENERATORS = (
+    (_RANDOM._inst, "Python's random module"),
+    (np.random.mtrand._rand, "NumPy's global generator"),
+    (torch.default_generator, "torch's global generator (torch.manual_seed or set_rng_state)"),
+)
+"""The generators that everybody shares, with their names in messages."""

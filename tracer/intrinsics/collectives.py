@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,7 +29,9 @@ from ...ir.ops import (
 from ...ir.types import Place, TensorType, UnitType
 from ..actors.actors import ActorHandle
 from ..errors import TraceError
+from ..functions.interface import requires_grad
 from ..source import caller_location
+from ..step.inputs import show_type
 from ..step.session import Session, recording
 from ..step.specs import TensorSpec
 from ..step.values import ObjectValue, Traced, TracedTensor
@@ -46,13 +49,13 @@ def all_reduce(values: Tensors, op: str = "sum") -> list[torch.Tensor]:
     Returns:
         The result as often as there are values: the i-th is for the rank of the i-th value.
     """
-    _check_tensors("all_reduce", values)
-    reduction = _reduction("all_reduce", op, values)
     group = _group("all_reduce", values)
-    if group is None:
-        total = _combine(values, reduction)
+    reduction = group.reduction(op)
+    if group.is_local:
+        total = group.combine(reduction)
         return [total.clone() for _ in values]
-    return group.copies(*group.emit(AllReduce, group.shape, op=reduction))
+    (total,) = group.emit(AllReduce, group.shape, op=reduction)
+    return group.copies(total, len(values))
 
 
 def all_gather(values: Tensors, dim: int = 0) -> list[torch.Tensor]:
@@ -61,14 +64,13 @@ def all_gather(values: Tensors, dim: int = 0) -> list[torch.Tensor]:
     Returns:
         The result as often as there are values: the i-th is for the rank of the i-th value.
     """
-    _check_tensors("all_gather", values)
-    dim = _dimension("all_gather", values, dim)
     group = _group("all_gather", values)
-    if group is None:
+    dim = group.dimension(dim)
+    if group.is_local:
         whole = torch.cat(list(values), dim)
         return [whole.clone() for _ in values]
-    shape = _resized(group.shape, dim, group.shape[dim] * len(values))
-    return group.copies(*group.emit(AllGather, shape, dim=dim))
+    (whole,) = group.emit(AllGather, group.resized(dim, len(values)), dim=dim)
+    return group.copies(whole, len(values))
 
 
 def reduce_scatter(values: Tensors, op: str = "sum", dim: int = 0) -> list[torch.Tensor]:
@@ -82,13 +84,12 @@ def reduce_scatter(values: Tensors, op: str = "sum", dim: int = 0) -> list[torch
     Returns:
         The parts in order: the i-th is for the rank of the i-th value.
     """
-    _check_tensors("reduce_scatter", values)
-    reduction = _reduction("reduce_scatter", op, values)
-    dim = _dimension("reduce_scatter", values, dim, len(values))
     group = _group("reduce_scatter", values)
-    if group is None:
-        return _parts(_combine(values, reduction), len(values), dim)
-    shape = _resized(group.shape, dim, group.shape[dim] // len(values))
+    reduction = group.reduction(op)
+    dim = group.dimension(dim, len(values))
+    if group.is_local:
+        return _parts(group.combine(reduction), len(values), dim)
+    shape = group.resized(dim, 1, len(values))
     return group.emit(ReduceScatter, shape, op=reduction, dim=dim)
 
 
@@ -102,10 +103,9 @@ def all_to_all(values: Tensors, dim: int = 0) -> list[torch.Tensor]:
     Returns:
         One tensor for the rank of each value, of the same shape.
     """
-    _check_tensors("all_to_all", values)
-    dim = _dimension("all_to_all", values, dim, len(values))
     group = _group("all_to_all", values)
-    if group is None:
+    dim = group.dimension(dim, len(values))
+    if group.is_local:
         cut = [_parts(value, len(values), dim) for value in values]
         return [torch.cat([parts[i] for parts in cut], dim) for i in range(len(values))]
     return group.emit(AllToAll, group.shape, dim=dim)
@@ -117,22 +117,14 @@ def broadcast(value: torch.Tensor, actors: Sequence[ActorHandle]) -> list[torch.
     Returns:
         The tensor as often as there are actors: the i-th is for the rank of the i-th actor.
     """
-    what, loc = "broadcast", caller_location(2)
-    session = recording(f"cg.{what}")
-    _check_actors(what, actors, f"{_AN_ACTOR}: cg.broadcast(value, [a, b])")
-    if session is None:
+    _check_actors("broadcast", actors, f"{_AN_ACTOR}: cg.broadcast(value, [a, b])")
+    group = _group("broadcast", [value])
+    root, ranks = group.root, tuple(dict.fromkeys(actor.rank for actor in actors))
+    if root is None or ranks == (root,):
         return [value.clone() for _ in actors]
-    _check_tensors(what, [value])
-    root = _traced(session, value, what, loc)
-    at = root.value.type.place
-    assert at is not None
-    ranks = dict.fromkeys(actor.rank for actor in actors)
-    if not at.is_single or set(ranks) <= set(at.ranks):
-        return [value.clone() for _ in actors]
-    members = tuple(ranks) if at.rank in ranks else (at.rank, *ranks)
-    group = _Group(session, what, Place(members), [root], loc)
-    (result,) = group.emit(Broadcast, group.shape, root=at.rank)
-    return [result, *(group.again(result) for _ in actors[1:])]
+    group.ranks = ranks if root in ranks else (root, *ranks)
+    (result,) = group.emit(Broadcast, group.shape, root=root)
+    return group.copies(result, len(actors))
 
 
 def gather(values: Tensors, root: ActorHandle, dim: int = 0) -> torch.Tensor:
@@ -148,12 +140,11 @@ def gather(values: Tensors, root: ActorHandle, dim: int = 0) -> torch.Tensor:
         The concatenation; other ranks that use it get it from the root.
     """
     _check_actors("gather", [root], "an actor: cg.gather(values, root=a)")
-    _check_tensors("gather", values)
-    dim = _dimension("gather", values, dim)
     group = _group("gather", values)
-    if group is None or root.rank not in group.ranks:
+    dim = group.dimension(dim)
+    if group.is_local or root.rank not in group.ranks:
         return torch.cat(list(values), dim)
-    shape = _resized(group.shape, dim, group.shape[dim] * len(values))
+    shape = group.resized(dim, len(values))
     (whole,) = group.emit(Gather, shape, root=root.rank, dim=dim)
     return whole
 
@@ -171,62 +162,114 @@ def scatter(value: torch.Tensor, actors: Sequence[ActorHandle], dim: int = 0) ->
         The parts in order: the i-th is for the rank of the i-th actor.
     """
     _check_actors("scatter", actors, f"{_AN_ACTOR}: cg.scatter(value, [a, b])")
-    _check_tensors("scatter", [value])
-    dim = _dimension("scatter", [value], dim, len(actors))
-    session, loc = recording("cg.scatter"), caller_location(2)
-    if session is None:
+    group = _group("scatter", [value])
+    dim = group.dimension(dim, len(actors))
+    group.ranks = tuple(actor.rank for actor in actors)
+    distinct = 1 < len(actors) == len(set(group.ranks))
+    if group.root not in group.ranks or not distinct:
         return _parts(value, len(actors), dim)
-    root = _traced(session, value, "scatter", loc)
-    at, ranks = root.value.type.place, tuple(actor.rank for actor in actors)
-    distinct = 1 < len(actors) == len(set(ranks))
-    if at is None or not at.is_single or at.rank not in ranks or not distinct:
-        return _parts(value, len(actors), dim)
-    group = _Group(session, "scatter", Place(ranks), [root], loc)
-    shape = _resized(group.shape, dim, group.shape[dim] // len(actors))
-    return group.emit(Scatter, shape, root=at.rank, dim=dim)
+    shape = group.resized(dim, 1, len(actors))
+    return group.emit(Scatter, shape, root=group.root, dim=dim)
 
 
+@dataclass
 class _Group:
-    """The values of a collective on the ranks `ranks`, and the trace to record it in."""
+    """The values of a collective, and the trace to record it in.
 
-    def __init__(
-        self,
-        session: Session,
-        what: str,
-        ranks: Place,
-        values: Sequence[Traced],
-        loc: Location | None,
-    ) -> None:
-        self._session = session
-        self._what = what
-        self.ranks = ranks
-        self._values = values
-        self._loc = loc
+    Attributes:
+        what: the collective's name.
+        values: its tensors, of one dtype and shape.
+        shape: of each of them.
+        session: the trace; None outside of a step.
+        traced: what that knows of the values.
+        ranks: those that take part; empty where the definition is to be recorded instead.
+        loc: the user's line.
+    """
+
+    what: str
+    values: Tensors
+    shape: tuple[int, ...]
+    session: Session | None
+    traced: list[Traced]
+    ranks: tuple[int, ...]
+    loc: Location | None
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of each value."""
-        spec = self._values[0].spec
-        assert isinstance(spec, TensorSpec)
-        return spec.shape
+    def is_local(self) -> bool:
+        """True where the definition of the collective will do."""
+        return not self.ranks
+
+    @property
+    def root(self) -> int | None:
+        """The rank of the first value; None if it is not on a single rank."""
+        place = self.traced[0].value.type.place if self.traced else None
+        return place.rank if place is not None and place.is_single else None
+
+    def resized(self, dim: int, times: int, parts: int = 1) -> tuple[int, ...]:
+        """The shape of a value, with another size of one dimension."""
+        shape = self.shape
+        return (*shape[:dim], shape[dim] * times // parts, *shape[dim + 1 :])
+
+    def reduction(self, op: str) -> ReduceOp:
+        """The reduction of that name."""
+        try:
+            reduction = ReduceOp(op)
+        except ValueError:
+            known = ", ".join(repr(reduction.value) for reduction in ReduceOp)
+            raise TraceError(
+                f"cg.{self.what} with op={op!r}", loc=self.loc, remedy=f"op is one of {known}"
+            ) from None
+        if reduction is ReduceOp.AVG and any(not v.is_floating_point() for v in self.values):
+            raise TraceError(
+                f"cg.{self.what} with op='avg' of tensors that are not floating",
+                loc=self.loc,
+                remedy="convert them, for example by .float(), or use op='sum'",
+            )
+        return reduction
+
+    def dimension(self, dim: int, parts: int = 1) -> int:
+        """The dimension, counted from the first; it can be divided into as many parts."""
+        shape = self.shape
+        if not -len(shape) <= dim < len(shape):
+            raise TraceError(
+                f"cg.{self.what} along dimension {dim} of a tensor with {len(shape)}",
+                loc=self.loc,
+                remedy="give a dimension that the tensors have",
+            )
+        dim %= len(shape)
+        if shape[dim] % parts:
+            raise TraceError(
+                f"cg.{self.what} divides dimension {dim}, of size {shape[dim]}, among {parts} "
+                "ranks",
+                loc=self.loc,
+                remedy=f"make its size a multiple of {parts}",
+            )
+        return dim
+
+    def combine(self, op: ReduceOp) -> torch.Tensor:
+        """All values, combined elementwise."""
+        total = functools.reduce(_COMBINE[op], self.values)
+        return total / len(self.values) if op is ReduceOp.AVG else total
 
     def emit(
         self, cls: type[Collective], shape: tuple[int, ...], **attributes: Any
     ) -> list[torch.Tensor]:
         """Record the op; the tensors, of one shape, that it gives to those who receive any."""
-        session, spec = self._session, self._values[0].spec
-        type_ = self._values[0].value.type
+        session, spec = self.session, self.traced[0].spec
+        type_ = self.traced[0].value.type
+        assert session is not None
         assert isinstance(spec, TensorSpec)
         assert isinstance(type_, TensorType)
-        needed = tuple(_requires_grad(traced) for traced in self._values)
-        operands = tuple(traced.value for traced in self._values)
-        op = cls(operands, group=self.ranks, loc=self._loc, mb=session.mb, **attributes)
+        grad = torch.is_grad_enabled()
+        needed = tuple(grad and requires_grad(traced.spec) for traced in self.traced)
+        operands = tuple(traced.value for traced in self.traced)
+        op = cls(operands, group=Place(self.ranks), loc=self.loc, mb=session.mb, **attributes)
         given: list[Value] = []
         results: list[Value] = []
         for place in op.result_places:
             gets = place.ranks[0] in op.exchange.receivers
             result = TensorType(type_.dtype, shape, place) if gets else UnitType(place)
-            results.append(session.new_value(self._what, result))
+            results.append(session.new_value(self.what, result))
             given += results[-1:] if gets else ()
         op.results = tuple(results)
         session.emit(op)
@@ -235,17 +278,14 @@ class _Group:
         held = [session.hold(value, made) for value in given]
         return [value for value in held if isinstance(value, TracedTensor)]
 
-    def copies(self, result: torch.Tensor) -> list[torch.Tensor]:
-        """The result once for each rank, as tensors that can be written to one by one."""
-        return [result, *(self.again(result) for _ in self.ranks.ranks[1:])]
-
-    def again(self, result: torch.Tensor) -> torch.Tensor:
-        """Another tensor that stands for the same value."""
+    def copies(self, result: torch.Tensor, count: int) -> list[torch.Tensor]:
+        """The result as several tensors, which can be written to one by one."""
+        assert self.session is not None
         assert isinstance(result, TracedTensor)
-        traced = result.traced
-        held = self._session.hold(traced.value, traced.spec)
-        assert isinstance(held, TracedTensor)
-        return held
+        copies: list[Any] = [result]
+        for _ in range(count - 1):
+            copies.append(self.session.hold(result.traced.value, result.traced.spec))
+        return copies
 
 
 def _check_actors(what: str, actors: Sequence[object], example: str) -> None:
@@ -286,30 +326,30 @@ _AN_ACTOR = "a list of at least one actor"
 _GIVE_TENSORS = "give it tensors that actors' methods returned"
 
 
-def _group(what: str, values: Tensors) -> _Group | None:
-    """The group of a collective that is to be recorded; None where its definition will do."""
-    session = recording(f"cg.{what}")
-    loc = caller_location(3)
+def _group(what: str, values: Tensors) -> _Group:
+    """The group of a collective, which is local where its definition will do."""
+    session, loc = recording(f"cg.{what}"), caller_location(3)
     if not values:
         raise TraceError(f"cg.{what} of no values", loc=loc, remedy="give it at least one tensor")
+    _check_tensors(what, values)
     first = values[0]
     for index, value in enumerate(values):
         if value.dtype is not first.dtype or value.shape != first.shape:
             raise TraceError(
-                f"cg.{what} of tensors that differ: value 0 is {_described(first)}, value "
-                f"{index} is {_described(value)}",
+                f"cg.{what} of tensors that differ: value 0 is "
+                f"{show_type(first.dtype, first.shape)}, value {index} is "
+                f"{show_type(value.dtype, value.shape)}",
                 loc=loc,
                 remedy="give it tensors of one dtype and shape",
             )
-    if session is None:
-        return None
-    traced = [_traced(session, value, what, loc) for value in values]
-    places = [value.value.type.place for value in traced]
-    ranks = {place.rank for place in places if place is not None and place.is_single}
-    if len(values) == 1 or len(ranks) < len(values):
-        return None
-    members = tuple(place.rank for place in places if place is not None)
-    return _Group(session, what, Place(members), traced, loc)
+    group = _Group(what, values, tuple(first.shape), session, [], (), loc)
+    if session is not None:
+        group.traced = [_traced(session, value, what, loc) for value in values]
+        places = [traced.value.type.place for traced in group.traced]
+        ranks = tuple(place.rank for place in places if place is not None and place.is_single)
+        if 1 < len(set(ranks)) == len(values):
+            group.ranks = ranks
+    return group
 
 
 def _traced(session: Session, value: object, what: str, loc: Location | None) -> Traced:
@@ -323,49 +363,6 @@ def _traced(session: Session, value: object, what: str, loc: Location | None) ->
         return session.use(value)
 
 
-def _requires_grad(traced: Traced) -> bool:
-    spec = traced.spec
-    return isinstance(spec, TensorSpec) and spec.requires_grad and torch.is_grad_enabled()
-
-
-def _reduction(what: str, op: str, values: Tensors) -> ReduceOp:
-    try:
-        reduction = ReduceOp(op)
-    except ValueError:
-        known = ", ".join(repr(reduction.value) for reduction in ReduceOp)
-        raise TraceError(
-            f"cg.{what} with op={op!r}", loc=caller_location(3), remedy=f"op is one of {known}"
-        ) from None
-    if reduction is ReduceOp.AVG and any(not value.is_floating_point() for value in values):
-        raise TraceError(
-            f"cg.{what} with op='avg' of tensors that are not floating",
-            loc=caller_location(3),
-            remedy="convert them, for example by .float(), or use op='sum'",
-        )
-    return reduction
-
-
-def _dimension(what: str, values: Tensors, dim: int, parts: int = 1) -> int:
-    """The dimension, counted from the first; it can be divided into as many parts."""
-    if not values:
-        return 0  # `_group` says what is wrong
-    shape = values[0].shape
-    if not -len(shape) <= dim < len(shape):
-        raise TraceError(
-            f"cg.{what} along dimension {dim} of a tensor with {len(shape)}",
-            loc=caller_location(3),
-            remedy="give a dimension that the tensors have",
-        )
-    dim %= len(shape)
-    if shape[dim] % parts:
-        raise TraceError(
-            f"cg.{what} divides dimension {dim}, of size {shape[dim]}, among {parts} ranks",
-            loc=caller_location(3),
-            remedy=f"make its size a multiple of {parts}",
-        )
-    return dim
-
-
 _COMBINE: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     ReduceOp.SUM: torch.add,
     ReduceOp.AVG: torch.add,
@@ -375,19 +372,5 @@ _COMBINE: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] =
 }
 
 
-def _combine(values: Tensors, op: ReduceOp) -> torch.Tensor:
-    total = functools.reduce(_COMBINE[op], values)
-    return total / len(values) if op is ReduceOp.AVG else total
-
-
 def _parts(value: torch.Tensor, count: int, dim: int) -> list[torch.Tensor]:
     return [part.clone() for part in torch.split(value, value.shape[dim] // count, dim)]
-
-
-def _resized(shape: tuple[int, ...], dim: int, size: int) -> tuple[int, ...]:
-    return (*shape[:dim], size, *shape[dim + 1 :])
-
-
-def _described(tensor: torch.Tensor) -> str:
-    name = str(tensor.dtype).removeprefix("torch.")
-    return f"{name}[{','.join(map(str, tensor.shape))}]"

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ...ir.location import Location
+from ..heap.snapshot import same_bits
 from ..step.specs import static_key
 
 
@@ -19,7 +20,7 @@ class _Constant:
     value: torch.Tensor
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Constant) and _same_bits(self.value, other.value)
+        return isinstance(other, _Constant) and same_bits(self.value, other.value)
 
     def __hash__(self) -> int:
         return hash(self.value.shape)
@@ -109,13 +110,3 @@ def _words(mine: tuple[str, Any], theirs: tuple[str, Any]) -> str:
         return mine[0]
     text = repr(mine[1][0] if mine[0].startswith("aten") else mine[1])
     return f"{mine[0]}{text}" if len(text) < 100 else f"{mine[0]} of other values"
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.dtype is not other.dtype or one.shape != other.shape:
-        return False
-    return torch.equal(_bits(one), _bits(other))
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().reshape(-1).contiguous().view(torch.uint8)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
-import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +15,7 @@ import torch
 from ...ir.location import Location
 from ..errors import TraceError
 from ..functions.error_translation import current_location
+from ..heap.snapshot import GENERATORS, Snapshot
 
 _REMEDY = (
     "draw with torch functions (torch.rand, dropout), which a step seeds by itself; or mark the "
@@ -80,26 +79,15 @@ def random_state_watched(what: str, loc: Location | None) -> Iterator[None]:
     Raises:
         TraceError: on exit, if one of them has moved.
     """
-    torch_before = torch.default_generator.get_state()
-    python_before = random.getstate()
-    numpy = sys.modules.get("numpy")
-    numpy_before = b"" if numpy is None else pickle.dumps(numpy.random.get_state(legacy=False))
+    before = Snapshot(GENERATORS)
     torch.default_generator.manual_seed(_MARK_SEED)
-    marked = torch.default_generator.get_state()
+    marked = Snapshot(GENERATORS)
     moved: list[str] = []
     try:
         yield
-        if not torch.equal(torch.default_generator.get_state(), marked):
-            moved.append("torch's global generator (torch.manual_seed or set_rng_state)")
-        if random.getstate() != python_before:
-            moved.append("Python's random module")
-        if numpy is not None and pickle.dumps(numpy.random.get_state(legacy=False)) != numpy_before:
-            moved.append("NumPy's global generator")
+        moved = [change.path for change in marked.changes()]
     finally:
-        torch.default_generator.set_state(torch_before)
-        random.setstate(python_before)
-        if numpy is not None:
-            numpy.random.set_state(pickle.loads(numpy_before))
+        before.restore()
     if moved:
         raise TraceError(
             f"{what} cannot be traced: it draws from or seeds {' and '.join(moved)}, which would "

@@ -14,6 +14,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 
 from ...ir.location import Location
 from ..errors import TraceError
+from .inputs import show_type
 from .session import Session
 from .specs import Leaf, Static, Tree, static_key
 from .unsupported_ops import library_ban
@@ -100,8 +101,8 @@ def check_static(leaf: Any, what: str, loc: Location | None) -> None:
         return
     if isinstance(leaf, torch.nn.Parameter):
         raise TraceError(
-            f"{what} takes a parameter of a module, {_described(leaf)}, which is not a value of "
-            "the step",
+            f"{what} takes a parameter of a module, {show_type(leaf.dtype, leaf.shape)}, which is "
+            "not a value of the step",
             loc=loc,
             remedy="use the parameter in a method of the actor that owns it",
         )
@@ -110,7 +111,8 @@ def check_static(leaf: Any, what: str, loc: Location | None) -> None:
         if ban is not None:
             raise TraceError(f"{what} {ban.why}", loc=loc, remedy=ban.remedy)
         raise TraceError(
-            f"{what} takes a real tensor, {_described(leaf)}, which is not a value of the step",
+            f"{what} takes a real tensor, {show_type(leaf.dtype, leaf.shape)}, which is not a "
+            "value of the step",
             loc=loc,
             remedy="pass it to the step as an argument, make it in the step by a torch function "
             "such as torch.tensor, or keep it in an actor",
@@ -155,8 +157,3 @@ def _parts(leaf: Any) -> list[Any]:
         with suppress(ValueError):  # an empty cell
             found.append(cell.cell_contents)
     return tree_leaves(found)
-
-
-def _described(tensor: torch.Tensor) -> str:
-    name = str(tensor.dtype).removeprefix("torch.")
-    return f"{name}[{','.join(map(str, tensor.shape))}]"

@@ -8,15 +8,12 @@ time leaves as it is, such as a cache that the first has filled, is no harm.
 
 from __future__ import annotations
 
-import random
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-import numpy as np
-import torch
 from torch.utils._pytree import tree_leaves
 
 from ...ir.attributes import Symbol
@@ -27,7 +24,7 @@ from ...ir.ops import Constant
 from ..actors.actors import ActorHandle
 from ..errors import TraceError, different
 from ..heap.reach import reach_all
-from ..heap.snapshot import Change, Snapshot
+from ..heap.snapshot import GENERATORS, Change, Snapshot, same_bits
 from ..source import is_own_file, traceback_location
 from .session import Session
 from .specs import Static, Tree
@@ -42,15 +39,6 @@ _DRAW_REMEDY = (
     "drawn as an argument"
 )
 _TRAINER_REMEDY = "call it in an actor's method, which runs in every execution"
-
-
-_RANDOM: Any = random
-_GENERATORS = (
-    (_RANDOM._inst, "Python's random module"),
-    (np.random.mtrand._rand, "NumPy's random generator"),
-    (torch.default_generator, "torch's random generator"),
-)
-"""The generators that everybody shares, with their names in messages."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +103,7 @@ class _Before:
         reach = reach_all(fn, _instance_of)
         self._trainers = reach.trainers
         self._snapshot = reach.snapshot()
-        self._generators = Snapshot(_GENERATORS)
+        self._generators = Snapshot(GENERATORS)
 
     def draws(self) -> list[Change]:
         """The shared random generators that have been drawn from, or seeded."""
@@ -243,7 +231,7 @@ class _Check:
             raise different(self.name, found, loc)
         constants = first.session.constants
         for ref, constant in second.session.constants.items():
-            if not _equal(constants[ref], constant):
+            if not same_bits(constants[ref], constant):
                 made = (op for op in other.ops if isinstance(op, Constant) and op.ref is not None)
                 where = next(op.loc for op in made if op.ref == Symbol(ref))
                 raise different(self.name, f"@{ref} has other elements", where or loc)
@@ -305,16 +293,6 @@ def _first_difference(one: Program, other: Program) -> Location | None:
         if program_difference(Program("", ops=[a]), Program("", ops=[b])):
             return b.loc or a.loc
     return None
-
-
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.dtype is not other.dtype or one.shape != other.shape:
-        return False
-    return torch.equal(_bytes(one), _bytes(other))
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
 
 
 def _holds_value(value: Any) -> bool:
