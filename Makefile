@@ -7,7 +7,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.stamp
 
-.PHONY: setup train test test-gpu sanitize-gpu lint bench bench-gpu bench-ray compiled docs clean
+.PHONY: setup train test test-gpu sanitize-gpu lint bench bench-save bench-compare bench-gpu bench-ray compiled docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -15,6 +15,8 @@ help:
 	@echo "make test    run all tests, $(JOBS) at a time (JOBS=n for another number)"
 	@echo "make lint    ruff and mypy --strict"
 	@echo "make bench   the benchmarks that need no GPU"
+	@echo "make bench-save  run the micro-benchmarks and save their statistics (NAME=…)"
+	@echo "make bench-compare  run them, and compare with what was saved last"
 	@echo "make bench-ray  compare with Ray Compiled Graphs, in an environment of its own"
 	@echo "make test-gpu  the tests that need GPUs, on 2 to 4 of this machine's, as many as there are"
 	@echo "make sanitize-gpu  training on 2 GPUs under compute-sanitizer's racecheck and memcheck"
@@ -67,6 +69,21 @@ lint: setup
 
 bench: setup
 	$(BIN)/python benchmarks/run.py $(ARGS)
+
+# Statistics go to a file for each run and kind of machine. A comparison is with the last one, or with
+# the one that BASE names by its number; LIMIT is the most by which a median may grow.
+NAME  ?= run
+BASE  ?=
+LIMIT ?= 10%
+STORE ?= benchmarks/results/micro
+MICRO := $(BIN)/python -m pytest benchmarks --benchmark-only --benchmark-storage=$(STORE) \
+  --benchmark-columns=min,median,iqr,rounds --benchmark-sort=name
+
+bench-save: setup
+	$(MICRO) --benchmark-save=$(NAME) $(ARGS)
+
+bench-compare: setup
+	$(MICRO) --benchmark-compare$(BASE:%==%) --benchmark-compare-fail=median:$(LIMIT) $(ARGS)
 
 compiled: setup
 	rm -rf dist

@@ -20,7 +20,9 @@ from pathlib import Path
 
 from synthetic import pipeline_module
 
+from cg.ir.module import Module
 from cg.passes import schedules
+from cg.passes.base import Pipeline
 from cg.passes.manager import PassManager, PassReport
 from cg.passes.pipelines import default_pipeline
 
@@ -42,12 +44,17 @@ class Row:
     passes: dict[str, float]
 
 
+def traced(schedule: str, ranks: int, microbatches: int) -> tuple[Module, Pipeline]:
+    """A training step as it is traced, and the passes that compile it."""
+    module = pipeline_module(ranks, microbatches, layout(schedule, ranks))
+    return module, default_pipeline(schedules.by_name(schedule))
+
+
 def measure(schedule: str, ranks: int, microbatches: int, repeats: int, verify: bool) -> Row:
     """The fastest of `repeats` compilations."""
     rows = []
     for _ in range(repeats):
-        module = pipeline_module(ranks, microbatches, layout(schedule, ranks))
-        pipeline = default_pipeline(schedules.by_name(schedule))
+        module, pipeline = traced(schedule, ranks, microbatches)
         reports = PassManager(pipeline, verify=verify).run(module)
         rows.append(summary(schedule, ranks, microbatches, reports))
     return min(rows, key=lambda row: row.seconds)
