@@ -244,6 +244,7 @@ class Progress:
         """The events of a program: what communicates, and what takes time."""
         promised: dict[Value, Message] = {}
         storage = SharedStorage(program, module.functions)
+        last_frees = storage.last_frees()
         received: dict[Value, list[Message]] = {}
         events: list[Event] = []
         for index, op in enumerate(program.ops):
@@ -258,7 +259,7 @@ class Progress:
                 events.append((Kind.POST, message, op))
             elif isinstance(op, Free):
                 group = storage.of(op.operands[0])
-                if storage.last_frees[group] == index:
+                if last_frees[group] == index:
                     for message in received.get(group, ()):
                         self.freed.add(message)
                         events.append((Kind.FREE, message, op))

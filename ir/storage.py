@@ -5,26 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from .module import Function, Program
-from .ops import Call, Free, Op, Recv, Value, View, Wait
+from .ops import Call, Free, Op, Value
 
 
 class SharedStorage:
     """The groups of a program's values that share storage, by union-find.
 
     A value shares storage with its views, with the values that wait for it, with the future that
-    promised it, with the buffer that it was received into, and with the results of calls that may
-    alias it. A group's storage goes at the last `free` of any of its values.
+    promised it, with the buffer that it was received into, with the result of a collective that
+    may hand it back, and with the results of calls that may alias it.
     """
 
     def __init__(self, program: Program, functions: Mapping[str, Function]) -> None:
+        self._program = program
         self._parents: dict[Value, Value] = {}
         for op in program.ops:
             self._visit(op, functions)
-        self.last_frees: dict[Value, int] = {}
-        """For each group that is freed: the index of its last `free`, by `of`."""
-        for index, op in enumerate(program.ops):
-            if isinstance(op, Free):
-                self.last_frees[self.of(op.operands[0])] = index
 
     def of(self, value: Value) -> Value:
         """The value that stands for the group of `value`."""
@@ -35,12 +31,17 @@ class SharedStorage:
             self._parents[value], value = root, self._parents[value]
         return root
 
+    def last_frees(self) -> dict[Value, int]:
+        """For each group that is freed: the index of its last `free`, at which storage goes."""
+        ops = self._program.ops
+        return {self.of(op.operands[0]): i for i, op in enumerate(ops) if isinstance(op, Free)}
+
     def _visit(self, op: Op, functions: Mapping[str, Function]) -> None:
         if isinstance(op, Call):
             function = functions.get(op.fn.name)  # the verifier says where one is missing
             for output, operand in function.aliases if function is not None else ():
                 self._share(op.results[output], op.operands[operand])
-        elif isinstance(op, View | Wait | Recv) and op.results and op.operands:
+        elif op.shares_operand and op.results and op.operands:
             self._share(op.results[0], op.operands[0])
 
     def _share(self, one: Value, other: Value) -> None:

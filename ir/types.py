@@ -189,6 +189,17 @@ ValueType: TypeAlias = TensorType | ObjectType | UnitType
 Type: TypeAlias = ValueType | FutureType
 
 
+def promised(type_: Type) -> ValueType:
+    """The type of what a future promises; of a value, its own."""
+    return type_.value if isinstance(type_, FutureType) else type_
+
+
+def tensor_bytes(type_: Type) -> int:
+    """Bytes of a tensor, or of a promised one; 0 for all else, as nobody knows how much it is."""
+    value = promised(type_)
+    return value.nbytes if isinstance(value, TensorType) else 0
+
+
 def _suffix(place: Place | None) -> str:
     return "" if place is None else str(place)
 

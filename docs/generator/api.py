@@ -14,7 +14,7 @@ from cg.backends.timing.statistics import Statistics
 from cg.launch.api.compiled_programs import Cost, Programs
 from cg.launch.api.repeated import Repeated
 from cg.launch.measure.profiling import Profile
-from cg.passes.lower.plan_buffers import MemoryPlan
+from cg.passes.simulate.memory_plan import MemoryPlan
 from cg.passes.simulate.program_times import ProgramTimes, RankTimes
 
 from .docstrings import to_markdown

@@ -61,6 +61,7 @@ class Op:
         remedy: which pass makes it or replaces it, if it does not stay from phase to phase.
         brings_operands: whether `insert-transfers` brings its operands to where it runs; before,
             they are taken from wherever they are.
+        shares_operand: whether its result may have the storage of its first operand.
         synchronizes: whether it keeps ranks from going on, so that it is never moved or dropped.
         adjoint: how gradients flow through it; None if they do not.
         gradient_help: what to do where they do not.
@@ -80,6 +81,7 @@ class Op:
     phases: ClassVar[frozenset[Phase]] = frozenset(Phase)
     remedy: ClassVar[str] = ""
     brings_operands: ClassVar[bool] = False
+    shares_operand: ClassVar[bool] = False
     synchronizes: ClassVar[bool] = False
     adjoint: ClassVar[Adjoint | None] = None
     gradient_help: ClassVar[str] = "take this value out of the loss"

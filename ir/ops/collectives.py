@@ -97,11 +97,8 @@ class Collective(Op):
     `chan` and `seq` are set; they are as in `send`. `via` and `why` are as in `transfer`.
     """
 
-    # Declared by each class: whether a rank may be handed what it gave, and in words, for errors,
-    # which operands it takes.
-
     brings_operands: ClassVar[bool] = True
-    returns_operand: ClassVar[bool] = False
+    # In words, for errors: the operands that it takes.
     operand_rule: ClassVar[str] = "one operand for each rank of the program"
     group: Place = field(default=Place((0,)), kw_only=True)
     chan: int | None = field(default=None, kw_only=True)
@@ -143,6 +140,12 @@ class Collective(Op):
 
     def check(self, context: Context) -> None:
         exchange = self.exchange
+        for preposition, ends in (("from", exchange.senders), ("to", exchange.receivers)):
+            for stranger in set(ends).difference(exchange.members):
+                raise Problem(
+                    f"{self.opcode} {preposition} rank {stranger}, which is not of the group "
+                    f"{self.group}"
+                )
         one_rank = context.phase is Phase.SCHEDULED
         members = len(exchange.members)
         operands = len(exchange.senders)
@@ -287,7 +290,7 @@ class Broadcast(Collective):
     takes: ClassVar[str] = "the root's value"
     gives: ClassVar[str] = "the same type, at the group"
     adjoint: ClassVar[Adjoint | None] = Adjoint.SAME
-    returns_operand: ClassVar[bool] = True
+    shares_operand: ClassVar[bool] = True
     operand_rule: ClassVar[str] = "one operand, on the root's rank alone"
     root: int = field(default=0, kw_only=True)
 
@@ -295,10 +298,6 @@ class Broadcast(Collective):
     def exchange(self) -> Exchange:
         group = self.group.ranks
         return Exchange(group, (self.root,), group)
-
-    def check(self, context: Context) -> None:
-        _check_root(self, self.root, "from")
-        Collective.check(self, context)
 
 
 @dataclass(eq=False, slots=True)
@@ -319,10 +318,6 @@ class Gather(Collective):
 
     def transposed(self, operands: tuple[Value, ...]) -> Collective:
         return Scatter(operands, group=self.group, root=self.root, dim=self.dim)
-
-    def check(self, context: Context) -> None:
-        _check_root(self, self.root, "to")
-        Collective.check(self, context)
 
 
 @dataclass(eq=False, slots=True)
@@ -345,10 +340,6 @@ class Scatter(Collective):
     def transposed(self, operands: tuple[Value, ...]) -> Collective:
         return Gather(operands, group=self.group, root=self.root, dim=self.dim)
 
-    def check(self, context: Context) -> None:
-        _check_root(self, self.root, "from")
-        Collective.check(self, context)
-
 
 @dataclass(eq=False, slots=True)
 class Barrier(Collective):
@@ -363,11 +354,3 @@ class Barrier(Collective):
     @property
     def exchange(self) -> Exchange:
         return Exchange(self.group.ranks, (), ())
-
-
-def _check_root(op: Collective, root: int, preposition: str) -> None:
-    """Raise unless the root is of the group."""
-    if root not in op.group:
-        raise Problem(
-            f"{op.opcode} {preposition} rank {root}, which is not of the group {op.group}"
-        )

@@ -115,6 +115,7 @@ class View(Op):
     opcode: ClassVar[str] = "view"
     takes: ClassVar[str] = "a tensor"
     gives: ClassVar[str] = "the tensor with `length` entries in `dim`"
+    shares_operand: ClassVar[bool] = True
     gradient_help: ClassVar[str] = (
         "split inputs of the step into microbatches, or slice the value with a torch operation"
     )
@@ -162,6 +163,7 @@ class Wait(Op):
     opcode: ClassVar[str] = "wait"
     takes: ClassVar[str] = "a future, or a value of another stream"
     gives: ClassVar[str] = "the value; none is needed for a unit"
+    shares_operand: ClassVar[bool] = True
     phases: ClassVar[frozenset[Phase]] = frozenset({Phase.ASYNC, Phase.SCHEDULED})
     remedy: ClassVar[str] = "split-transfers makes it"
 

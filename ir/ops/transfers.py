@@ -18,8 +18,6 @@ from .rules import (
     expect_type,
 )
 
-_ASYNC = frozenset({Phase.ASYNC, Phase.SCHEDULED})
-
 
 @dataclass(eq=False, slots=True)
 class Transfer(Op):
@@ -68,7 +66,20 @@ class Transfer(Op):
 
 
 @dataclass(eq=False, slots=True)
-class Send(Op):
+class PointToPoint(Op):
+    """One end of a message between two ranks."""
+
+    phases: ClassVar[frozenset[Phase]] = frozenset({Phase.ASYNC, Phase.SCHEDULED})
+    remedy: ClassVar[str] = "split-transfers makes it"
+    chan: int = field(default=0, kw_only=True)
+    peer: int = field(default=0, kw_only=True)
+    seq: int = field(default=0, kw_only=True)
+    slot: int | None = field(default=None, kw_only=True)
+    batch: int | None = field(default=None, kw_only=True)
+
+
+@dataclass(eq=False, slots=True)
+class Send(PointToPoint):
     """Start sending the operand to `peer`; the future says that the operand is free again.
 
     `seq` counts the messages of channel `chan` within one execution. `slot` is the buffer of the
@@ -79,13 +90,6 @@ class Send(Op):
     opcode: ClassVar[str] = "send"
     takes: ClassVar[str] = "a value"
     gives: ClassVar[str] = "`future<unit>`"
-    phases: ClassVar[frozenset[Phase]] = _ASYNC
-    remedy: ClassVar[str] = "split-transfers makes it"
-    chan: int = field(default=0, kw_only=True)
-    peer: int = field(default=0, kw_only=True)
-    seq: int = field(default=0, kw_only=True)
-    slot: int | None = field(default=None, kw_only=True)
-    batch: int | None = field(default=None, kw_only=True)
 
     def check(self, context: Context) -> None:
         expect_operands(self, 1, "one operand")
@@ -94,19 +98,13 @@ class Send(Op):
 
 
 @dataclass(eq=False, slots=True)
-class Recv(Op):
+class Recv(PointToPoint):
     """Start receiving from `peer`; takes the buffer to receive into, or none. See `send`."""
 
     opcode: ClassVar[str] = "recv"
     takes: ClassVar[str] = "none, or a buffer of the type that is promised"
     gives: ClassVar[str] = "`future<T>`"
-    phases: ClassVar[frozenset[Phase]] = _ASYNC
-    remedy: ClassVar[str] = "split-transfers makes it"
-    chan: int = field(default=0, kw_only=True)
-    peer: int = field(default=0, kw_only=True)
-    seq: int = field(default=0, kw_only=True)
-    slot: int | None = field(default=None, kw_only=True)
-    batch: int | None = field(default=None, kw_only=True)
+    shares_operand: ClassVar[bool] = True
 
     def check(self, context: Context) -> None:
         if len(self.operands) > 1:
@@ -119,4 +117,4 @@ class Recv(Op):
 
 def batch_of(op: Op) -> int | None:
     """The batch that an op is in, if it is a message that is in one."""
-    return op.batch if isinstance(op, Send | Recv) else None
+    return op.batch if isinstance(op, PointToPoint) else None

@@ -16,8 +16,8 @@ from ...ir.ops import Call, Collective, Recv, Send
 from ...ir.pipeline.costs import Costs
 from ...ir.printer import format_program
 from ...ir.types import FutureType, TensorType, Type
-from ...passes.lower.plan_buffers import MemoryPlan, memory_plan
 from ...passes.manager import PassReport
+from ...passes.simulate.memory_plan import MemoryPlan, memory_plan
 from ...passes.simulate.program_simulator import ProgramSimulation, simulate_programs
 from ...passes.simulate.program_times import ProgramTimes
 from ...tracer.step.trace import Trace

@@ -17,7 +17,7 @@ from ...ir.attributes import Stream
 from ...ir.clone import clone
 from ...ir.communication import Span
 from ...ir.module import Module
-from ...passes.simulate.footprint import peak_bytes
+from ...passes.simulate.memory_plan import memory_plan
 from ...passes.simulate.program_times import ProgramTimes, RankTimes
 from ..api.numbering import Numbering
 from ..runtime.runtime import make_runtime
@@ -187,7 +187,7 @@ def record(
     finally:
         runtime.close()
     everywhere = world.allgather(found)
-    peaks = [peak_bytes(module, program) for program in module.programs]
+    peaks = [memory_plan(module, rank).peak for rank in range(module.world)]
     return [
         _recording(module, world.nodes, [of_rank[number] for of_rank in everywhere], peaks)
         for number in range(executions)

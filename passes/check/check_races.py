@@ -172,7 +172,7 @@ class _Checker:
         if source is None or not op.results:
             return
         maker = self._program.ops[source]
-        kept = isinstance(maker, Collective) and maker.returns_operand and maker.operands
+        kept = isinstance(maker, Collective) and maker.shares_operand and maker.operands
         if isinstance(maker, Recv | Collective) and not kept:
             uses = self._of(op.result)
             if uses is not None:

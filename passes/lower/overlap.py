@@ -12,7 +12,7 @@ from ...ir.diagnostics import error
 from ...ir.flops import Flops
 from ...ir.module import Module, Phase, Program
 from ...ir.ops import Call, Collective, Free, Op, Recv, Return, Send, Value, Wait
-from ...ir.types import DType, FutureType, TensorType, UnitType
+from ...ir.types import DType, FutureType, TensorType, UnitType, promised, tensor_bytes
 from ..base import Pass
 from ..placement.fabrics import is_by_stream
 
@@ -184,9 +184,8 @@ def _not_worth_moving(
 def _is_small(op: Send | Recv, module: Module) -> bool:
     """Whether a message between devices is small."""
     type_ = op.operands[0].type if isinstance(op, Send) else op.result.type
-    value = type_.value if isinstance(type_, FutureType) else type_
-    is_by_device = is_by_stream(module.channels[op.chan])
-    return is_by_device and isinstance(value, TensorType) and value.nbytes <= SMALL
+    is_tensor = isinstance(promised(type_), TensorType)
+    return is_by_stream(module.channels[op.chan]) and is_tensor and tensor_bytes(type_) <= SMALL
 
 
 def _wait_late(ops: Sequence[Op], lookahead: int, stays: Set[Op]) -> list[Op]:
@@ -201,17 +200,15 @@ def _wait_late(ops: Sequence[Op], lookahead: int, stays: Set[Op]) -> list[Op]:
             if value in held:
                 moved.append(held.pop(value))
         if isinstance(op, Wait) and op not in stays and _may_wait_late(op, barriers):
-            future = op.operands[0]
-            if op.results and op.results[0] in used:
-                held[op.results[0]] = op
-            else:
-                held[future] = op
+            is_used = op.results and op.result in used
+            held[op.result if is_used else op.operands[0]] = op
             continue
         if isinstance(op, Send | Collective) and op.chan is not None and _only_gives(op):
             earlier = in_flight.setdefault(op.chan, [])
             earlier.append(op.result)
             if len(earlier) > lookahead:
-                moved += _release(held, earlier.pop(0))
+                wait = held.pop(earlier.pop(0), None)
+                moved += () if wait is None else (wait,)
         elif isinstance(op, Return):
             moved += held.values()
         moved.append(op)
@@ -222,12 +219,6 @@ def _only_gives(op: Send | Collective) -> bool:
     """Whether an op gives something away, and gets nothing but the word that this has gone."""
     type_ = op.result.type
     return bool(op.operands) and isinstance(type_, FutureType) and isinstance(type_.value, UnitType)
-
-
-def _release(held: dict[Value, Wait], future: Value) -> Iterator[Wait]:
-    wait = held.pop(future, None)
-    if wait is not None:
-        yield wait
 
 
 def _may_wait_late(op: Wait, barriers: set[Value]) -> bool:

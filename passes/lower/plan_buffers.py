@@ -10,8 +10,8 @@ from typing import ClassVar
 from ...ir.attributes import Stream
 from ...ir.builder import Names
 from ...ir.module import Function, FunctionKind, Module, Phase, Program
-from ...ir.ops import Call, Copy, Free, Op, Recv, Return, Send, Value, Wait
-from ...ir.types import FutureType, TensorType, relocate
+from ...ir.ops import Call, Copy, Free, Op, Recv, Return, Send, Value
+from ...ir.types import TensorType, promised, relocate, tensor_bytes
 from ..base import Pass
 from ..placement.fabrics import is_by_stream
 from .liveness import Storages
@@ -126,10 +126,7 @@ def _copy_escaping(
 
 def _may_be_private(recv: Recv, module: Module) -> bool:
     """Whether a message may as well come into memory that is the receiver's own."""
-    future = recv.result.type
-    assert isinstance(future, FutureType)
-    assert isinstance(future.value, TensorType), "objects have no slot"
-    return is_by_stream(module.channels[recv.chan]) or future.value.nbytes >= LARGE
+    return is_by_stream(module.channels[recv.chan]) or tensor_bytes(recv.result.type) >= LARGE
 
 
 def _stream_of_copy(op: Op, before: list[Op]) -> Stream | None:
@@ -182,85 +179,15 @@ def _choose_slots(
     free: dict[int, list[int]] = {}
     for op in program.ops:
         if isinstance(op, Recv) and op in slotted:
-            (future,) = op.results
-            assert isinstance(future.type, FutureType)
-            assert isinstance(future.type.value, TensorType), "objects have no slot"
+            assert isinstance(promised(op.result.type), TensorType), "objects have no slot"
             count, size = sizes.get(op.chan, (0, 0))
             if free.setdefault(op.chan, []):
                 op.slot = heappop(free[op.chan])
             else:
                 op.slot, count = count, count + 1
-            sizes[op.chan] = (count, max(size, future.type.value.nbytes))
+            sizes[op.chan] = (count, max(size, tensor_bytes(op.result.type)))
             slots[op.chan, op.seq] = op.slot
         else:
             for recv in ends.get(op, ()):
                 assert recv.slot is not None, "a receive comes before what it brings is freed"
                 heappush(free[recv.chan], recv.slot)
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    """The memory that a rank's program holds, in bytes, without objects and what actors hold.
-
-    Attributes:
-        inputs: the program's parameters.
-        slots: the slots of all channels to this rank.
-        values: the most that all other values hold at once.
-        outputs: what is returned; part of `values` where the program makes it.
-    """
-
-    inputs: int
-    slots: int
-    values: int
-    outputs: int
-
-    @property
-    def peak(self) -> int:
-        """The most that is held at once."""
-        return self.inputs + self.slots + self.values
-
-
-def memory_plan(module: Module, rank: int) -> MemoryPlan:
-    """Estimate the memory of one rank of a scheduled module, best after `plan-buffers`.
-
-    Storage counts from the op that makes it to its `free`, or to the end. A result that is declared
-    to alias an operand, as saved inputs are, brings in no storage of its own.
-    """
-    program = module.program_of(rank)
-    storages = Storages(program, module.functions)
-    slotted = {op.result for op in program.ops if isinstance(op, Recv) and op.slot is not None}
-    held: dict[Value, int] = {}
-    live = most = 0
-    for op in program.ops:
-        if isinstance(op, Free):
-            live -= held.pop(op.operands[0], 0)
-            continue
-        for value in _brings(op, module, storages, slotted):
-            held[value] = _nbytes(value)
-            live += held[value]
-        most = max(most, live)
-    slots = sum(
-        (channel.slots or 0) * (channel.slot_bytes or 0)
-        for channel in module.channels.values()
-        if not channel.collective and channel.ranks[1] == rank
-    )
-    inputs = sum(_nbytes(value) for value in program.params)
-    return MemoryPlan(inputs, slots, most, sum(_nbytes(value) for value in program.outputs))
-
-
-def _brings(op: Op, module: Module, storages: Storages, slotted: set[Value]) -> list[Value]:
-    """The results of an op that bring in storage: no views, nor what is waited for or in a slot."""
-    aliases = module.functions[op.fn.name].aliases if isinstance(op, Call) else ()
-    shared = {output for output, _ in aliases}
-    if isinstance(op, Wait) and op.operands[0] in slotted:
-        return []
-    found = []
-    for number, value in enumerate(op.results):
-        storage = storages.of(value)
-        if storage is not None and value in storage.owners and number not in shared:
-            found.append(value)
-    return found
-
-
-def _nbytes(value: Value) -> int:
-    return value.type.nbytes if isinstance(value.type, TensorType) else 0

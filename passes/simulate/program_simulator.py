@@ -10,10 +10,10 @@ from ...ir.attributes import Action, Task
 from ...ir.communication import Message, Progress, Span, Stall
 from ...ir.diagnostics import error
 from ...ir.module import Module
-from ...ir.ops import Call, Collective, Op, Recv, Send, Value
+from ...ir.ops import Call, Collective, Op, Recv, Send
 from ...ir.pipeline.costs import Costs
-from ...ir.types import FutureType, TensorType
-from .footprint import peak_bytes
+from ...ir.types import tensor_bytes
+from .memory_plan import memory_plan
 from .program_times import ProgramTimes, RankTimes
 
 __all__ = ["ProgramSimulation", "RankTimes", "simulate_programs"]
@@ -69,10 +69,7 @@ def simulate_programs(module: Module, costs: Costs) -> ProgramSimulation:
         for program in module.programs
     ]
     return ProgramSimulation(
-        tuple(
-            replace(times, peak_bytes=peak_bytes(module, program))
-            for times, program in zip(ranks, module.programs, strict=True)
-        ),
+        tuple(replace(times, peak_bytes=memory_plan(module, times.rank).peak) for times in ranks),
         tuple(span for times in ranks for span in spans[times.rank]),
         tuple(progress.messages[key] for key in sorted(progress.messages)),
     )
@@ -153,14 +150,9 @@ def _transfer(module: Module, costs: Costs) -> Callable[[Message], float]:
 def _volume(message: Message) -> int:
     """Bytes that a link carries for a message, or for each rank of a collective (as rings do)."""
     ends = message.ends.values()
-    largest = max(_nbytes(value) for op in ends for value in (*op.operands, *op.results))
+    largest = max(tensor_bytes(value.type) for op in ends for value in (*op.operands, *op.results))
     op = next(iter(ends))
     if not isinstance(op, Collective) or op.exchange.is_whole:
         return largest
     members = len(op.group.ranks)
     return op.exchange.rounds * largest * (members - 1) // members
-
-
-def _nbytes(value: Value) -> int:
-    type_ = value.type.value if isinstance(value.type, FutureType) else value.type
-    return type_.nbytes if isinstance(type_, TensorType) else 0

@@ -18,7 +18,7 @@ class RankTimes:
         blocked: for how long, between `start` and `end`, it does not.
         exposed: for how long of that the message that it waits for is travelling; for the rest,
             another rank has not sent it yet. NaN where that is not known.
-        peak_bytes: of the tensors that it holds, by the buffer plan; see `peak_bytes`.
+        peak_bytes: of the tensors that it holds, by the buffer plan: `MemoryPlan.peak`.
     """
 
     rank: int

@@ -18,7 +18,7 @@ from cg.passes.manager import PassManager
 from cg.passes.pipelines import default_pipeline
 from cg.passes.registry import Switches
 from cg.passes.schedules import Pipeline, Schedule
-from cg.passes.simulate.footprint import peak_bytes
+from cg.passes.simulate.memory_plan import memory_plan
 from cg.passes.simulate.program_simulator import ProgramSimulation, simulate_programs
 from cg.passes.simulate.schedule_simulator import simulate
 
@@ -259,7 +259,7 @@ def test_programs_that_wait_for_ever_are_refused() -> None:
 
 def bytes_of(functions: str, params: str, ops: str) -> int:
     made = module(local(functions, params, ops))
-    return peak_bytes(made, made.programs[0])
+    return memory_plan(made, 0).peak
 
 
 ONE = "function @f(f32[4]) -> (f32[4]) {effect = pure, kind = graph}"
@@ -290,10 +290,7 @@ def test_objects_count_as_nothing() -> None:
 def test_a_slot_counts_for_the_rank_that_receives_into_it() -> None:
     text = CHAIN.replace("{ranks = {0..1}}", "{ranks = {0..1}, slot_bytes = 64, slots = 3}")
     plain, slotted = module(CHAIN), module(text, check=False)
-    more = [
-        peak_bytes(slotted, one) - peak_bytes(plain, other)
-        for one, other in zip(slotted.programs, plain.programs, strict=True)
-    ]
+    more = [memory_plan(slotted, rank).peak - memory_plan(plain, rank).peak for rank in range(3)]
     assert more == [0, 3 * 64, 0]
 
 

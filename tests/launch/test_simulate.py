@@ -16,7 +16,6 @@ from cg.backends.virtual.world import VirtualWorld
 from cg.ir.ops import Call
 from cg.launch.world.world import use_world
 from cg.passes.schedules import Pipeline
-from cg.passes.simulate.footprint import peak_bytes
 from cg.passes.simulate.schedule_simulator import simulate
 
 M, WIDTH = 4, 4
@@ -93,7 +92,7 @@ def test_without_costs_each_task_takes_a_millisecond(compiled: cg.Compiled) -> N
 
 def test_peaks_are_those_of_the_buffer_plan(compiled: cg.Compiled) -> None:
     peaks = [rank.peak_bytes for rank in compiled.simulate().ranks]
-    assert peaks == [peak_bytes(compiled.module, one) for one in compiled.module.programs]
+    assert peaks == [plan.peak for plan in compiled.memory_analysis()]
     assert all(peaks)
 
 

@@ -8,11 +8,11 @@ import pytest
 
 from cg.ir.module import Module
 from cg.passes import schedules
-from cg.passes.lower.plan_buffers import memory_plan
 from cg.passes.manager import PassManager
 from cg.passes.order.grid import format_grid
 from cg.passes.pipelines import default_pipeline
 from cg.passes.registry import OptionError, parse_pipeline
+from cg.passes.simulate.memory_plan import memory_plan
 
 Read = Callable[[str], Module]
 Make = Callable[[int, int], Module]

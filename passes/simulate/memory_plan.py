@@ -1,0 +1,78 @@
+"""Estimate the memory that a rank's program holds, from what its ops make and free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...ir.module import Function, Module
+from ...ir.ops import Call, Constant, Free, Op, Recv, Value
+from ...ir.storage import SharedStorage
+from ...ir.types import tensor_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """The memory that a rank's program holds, in bytes, without objects and what actors hold.
+
+    Attributes:
+        inputs: the program's parameters.
+        slots: the slots of all channels to this rank.
+        values: the most that all other values hold at once.
+        outputs: what is returned; part of `values` where the program makes it.
+    """
+
+    inputs: int
+    slots: int
+    values: int
+    outputs: int
+
+    @property
+    def peak(self) -> int:
+        """The most that is held at once."""
+        return self.inputs + self.slots + self.values
+
+
+def memory_plan(module: Module, rank: int) -> MemoryPlan:
+    """Estimate the memory of one rank of a scheduled module, best after `plan-buffers`.
+
+    Storage counts from the op that makes it, or that starts to receive into it, to its last `free`,
+    or to the end. A result that is declared to alias an operand, as saved inputs are, brings in no
+    storage of its own. Constants of the step count as what actors hold.
+    """
+    program = module.program_of(rank)
+    storage = SharedStorage(program, module.functions)
+    last_frees = storage.last_frees()
+    held: dict[Value, int] = {}
+    live = most = 0
+    for index, op in enumerate(program.ops):
+        if isinstance(op, Free):
+            group = storage.of(op.operands[0])
+            if last_frees[group] == index:
+                live -= held.pop(group, 0)
+            continue
+        for value in _brings(op, module.functions):
+            size = tensor_bytes(value.type)
+            group = storage.of(value)
+            held[group] = held.get(group, 0) + size
+            live += size
+        most = max(most, live)
+    slots = sum(
+        (channel.slots or 0) * (channel.slot_bytes or 0)
+        for channel in module.channels.values()
+        if not channel.collective and channel.ranks[1] == rank
+    )
+    inputs, outputs = (
+        sum(tensor_bytes(value.type) for value in values)
+        for values in (program.params, program.outputs)
+    )
+    return MemoryPlan(inputs, slots, most, outputs)
+
+
+def _brings(op: Op, functions: dict[str, Function]) -> list[Value]:
+    """The results of an op that bring in storage: no views, nor what is waited for or in a slot."""
+    if isinstance(op, Call):
+        shared = {output for output, _ in functions[op.fn.name].aliases}
+        return [value for number, value in enumerate(op.results) if number not in shared]
+    is_slot = isinstance(op, Recv) and op.slot is not None
+    is_given = isinstance(op, Constant) and op.ref is not None
+    return [] if is_slot or is_given or (op.shares_operand and op.operands) else list(op.results)
