@@ -1,8 +1,7 @@
-"""The CPU communicator: makes the lanes of a plan's channels, and the ports on them."""
+"""The CPU communicator: makes the queues of a plan's channels, and the ports on them."""
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from time import monotonic
@@ -11,14 +10,15 @@ from ...ir.module import Channel
 from ...ir.ops import Broadcast, Collective, Recv, Send
 from ...ir.types import ObjectType, TensorType, ValueType
 from ..base import Port
-from ..errors import BindError, StepTimeout, TransportError
+from ..errors import BindError, StepTimeout
 from .memory.codecs import TensorCodec, codec_of
 from .memory.layout import LINE, SlotLayout, round_up
 from .node import Node
 from .queues.broadcast_ports import BroadcastRecvPort, BroadcastSendPort
 from .queues.collectives import CollectivePort, Group
-from .queues.local import LocalReceiver, LocalSender
-from .queues.messages import Active, ReceiveLane, SendLane, incoming, mover, outgoing
+from .queues.local_receiver import LocalReceiver
+from .queues.local_sender import LocalSender
+from .queues.messages import Active, Incoming, Outgoing, RecvQueue, mover
 from .queues.object_ports import ObjectRecvPort, ObjectSendPort
 from .queues.ports import RecvPort, SendPort, SlotRecvPort, SlotSendPort
 from .queues.remote import Counts, RemoteReceiver, RemoteSender
@@ -29,11 +29,11 @@ _RESET_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
-    """One member's way out on a channel.
+class Endpoint:
+    """A rank that sends on a channel, and who receives from it.
 
     Attributes:
-        channel: which.
+        channel: the channel.
         source: the sending rank.
         local: the receivers on the sender's machine, in group order; they share one segment.
         remote: the other receivers; each has MPI messages of its own.
@@ -66,7 +66,7 @@ class CpuCommunicator:
     Making one is collective; all ranks give the same channels in the same order.
 
     Attributes:
-        progress: see `Communicator`.
+        progress: moves on the queues that have something under way.
 
     Raises:
         TransportError: there is no shared memory for the channels' slots.
@@ -77,31 +77,30 @@ class CpuCommunicator:
         self._active: Active = {}
         self.progress = mover(self._active)
         self._senders: dict[tuple[int, int], LocalSender | RemoteSender] = {}
-        self._fans: dict[int, list[SendLane]] = {}
+        self._senders_of: dict[int, list[LocalSender | RemoteSender]] = {}
         self._receivers: dict[tuple[int, int], LocalReceiver | RemoteReceiver] = {}
         self._groups: dict[int, Group] = {}
-        self._keys: list[int] = []
-        wires = list(self._wires(channels))
-        self._make_local(wires)
-        self._make_remote(wires)
+        endpoints = list(self._endpoints(channels))
+        self._make_local(endpoints)
+        self._make_remote(endpoints)
         for channel in channels:
             if channel.collective and node.rank in channel.ranks:
                 self._groups[channel.id] = self._group(channel)
 
     def send_port(self, op: Send, channel: Channel, type_: ValueType) -> Port:
-        """See `Communicator`.
+        """The port of a `send` or `recv`.
 
         Raises:
             BindError: the message does not fit into its planned slot.
         """
         self._check_slot(op, channel, type_)
-        lane = self._fans[channel.id][0]
-        if isinstance(type_, ObjectType) and isinstance(lane, LocalSender):
-            return ObjectSendPort(lane)
+        queue = self._senders_of[channel.id][0]
+        if isinstance(type_, ObjectType) and isinstance(queue, LocalSender):
+            return ObjectSendPort(queue)
         codec = codec_of(type_, self._node.copier)
-        if op.slot is not None and isinstance(codec, TensorCodec) and isinstance(lane, LocalSender):
-            return SlotSendPort(lane, codec, op.slot)
-        return SendPort(lane, outgoing(codec, op.slot))
+        if op.slot is None or not isinstance(codec, TensorCodec) or isinstance(queue, RemoteSender):
+            return SendPort(queue, Outgoing(codec, op.slot))
+        return SlotSendPort(queue, codec, op.slot)
 
     def recv_port(self, op: Recv, channel: Channel, type_: ValueType) -> Port:
         """See `Communicator`.
@@ -110,15 +109,15 @@ class CpuCommunicator:
             BindError: the message does not fit into its planned slot.
         """
         self._check_slot(op, channel, type_)
-        lane = self._receivers[channel.id, op.peer]
-        if isinstance(type_, ObjectType) and isinstance(lane, LocalReceiver):
-            return ObjectRecvPort(lane)
+        queue = self._receivers[channel.id, op.peer]
+        if isinstance(type_, ObjectType) and isinstance(queue, LocalReceiver):
+            return ObjectRecvPort(queue)
         codec = codec_of(type_, self._node.copier)
         if op.slot is None or op.operands or not isinstance(codec, TensorCodec):
-            return RecvPort(lane, incoming(codec, op.slot))
-        if isinstance(lane, LocalReceiver):
-            return SlotRecvPort(lane, codec, op.slot)
-        return RecvPort(lane, incoming(codec, op.slot, hold=True))
+            return RecvPort(queue, Incoming(codec, op.slot))
+        if isinstance(queue, LocalReceiver):
+            return SlotRecvPort(queue, codec, op.slot)
+        return RecvPort(queue, Incoming(codec, op.slot, hold=True))
 
     def collective_port(
         self,
@@ -133,25 +132,27 @@ class CpuCommunicator:
             BindError: the operand is not of a type that the collective combines.
         """
         group = self._groups[channel.id]
-        port = CollectivePort(op, group, operand, result)
         if isinstance(op, Broadcast) and isinstance(result, ObjectType):
-            return self._broadcast_port(op, group, channel, port)
-        return port
+            port = self._broadcast_port(op, group, channel, result)
+            if port is not None:
+                return port
+        return CollectivePort(op, group, operand, result)
 
     def _broadcast_port(
-        self, op: Broadcast, group: Group, channel: Channel, port: CollectivePort
-    ) -> Port:
+        self, op: Broadcast, group: Group, channel: Channel, type_: ObjectType
+    ) -> Port | None:
         """A faster one where the root and all others are on one machine."""
         node = self._node
         if any(node.node_of(rank) != node.node_of(op.root) for rank in channel.ranks):
-            return port
-        if node.rank == op.root:
-            lanes = self._fans.get(channel.id, ())
-            if len(lanes) == 1 and isinstance(lanes[0], LocalSender):
-                return BroadcastSendPort(group, lanes[0], port)
-            return port
-        lane = self._receivers[channel.id, op.root]
-        return BroadcastRecvPort(group, lane, port) if isinstance(lane, LocalReceiver) else port
+            return None
+        if node.rank != op.root:
+            source = self._receivers[channel.id, op.root]
+            assert isinstance(source, LocalReceiver)
+            return BroadcastRecvPort(op, group, type_, source)
+        for queue in self._senders_of.get(channel.id, ()):
+            if isinstance(queue, LocalSender):
+                return BroadcastSendPort(op, group, type_, queue)
+        return None  # the root is alone
 
     def reset(self) -> None:
         """See `Communicator`.
@@ -161,9 +162,9 @@ class CpuCommunicator:
         """
         for group in self._groups.values():
             group.reset()
-        for lane in (*self._senders.values(), *self._receivers.values()):
-            if isinstance(lane, (LocalSender, LocalReceiver)):
-                lane.reset()
+        for queue in (*self._senders.values(), *self._receivers.values()):
+            if isinstance(queue, (LocalSender, LocalReceiver)):
+                queue.reset()
         if self._node.comm is not None:
             self._reset_remote()
 
@@ -171,20 +172,17 @@ class CpuCommunicator:
         """See `Communicator`."""
         for group in self._groups.values():
             group.reset()
-        for lane in (*self._senders.values(), *self._receivers.values()):
-            lane.close()
-        for key in self._keys:
-            self._node.segments.seal(key)
-        self._keys.clear()
+        for queue in (*self._senders.values(), *self._receivers.values()):
+            queue.close()
         self._senders.clear()
         self._receivers.clear()
-        self._fans.clear()
+        self._senders_of.clear()
         self._groups.clear()
 
-    # -- making lanes -----------------------------------------------------------------------
+    # -- making queues ----------------------------------------------------------------------
 
-    def _wires(self, channels: Sequence[Channel]) -> Iterator[Wire]:
-        """Every way out of every member of every channel, on all ranks in the same order."""
+    def _endpoints(self, channels: Sequence[Channel]) -> Iterator[Endpoint]:
+        """Every member that sends on every channel, on all ranks in the same order."""
         node = self._node
         for channel in channels:
             sources = channel.ranks if channel.collective else channel.ranks[:1]
@@ -193,79 +191,48 @@ class CpuCommunicator:
                 near = [r for r in others if node.node_of(r) == node.node_of(source)]
                 far = [r for r in others if node.node_of(r) != node.node_of(source)]
                 tag = node.reserve_tags(2 * len(far))
-                yield Wire(channel, source, tuple(near), tuple(far), tag)
+                yield Endpoint(channel, source, tuple(near), tuple(far), tag)
 
-    def _make_local(self, wires: Sequence[Wire]) -> None:
+    def _make_local(self, endpoints: Sequence[Endpoint]) -> None:
         node = self._node
-        own: dict[tuple[int, int], int] = {}
-        problem = None
-        try:
-            for wire in wires:
-                if wire.source == node.rank and wire.local:
-                    own[wire.channel.id, wire.source] = self._make_sender(wire)
-        except OSError as error:
-            problem = str(error)
-        opened = None
-        everyone = node.world.allgather((own, problem))
-        if not any(text for _, text in everyone):
-            try:
-                self._open_receivers(wires, [keys for keys, _ in everyone])
-            except OSError as error:
-                opened = str(error)
-        problems = [problem or text for text in node.world.allgather(opened or problem)]
-        for key in own.values():
-            node.segments.seal(key)
-        for rank, text in enumerate(problems):
-            if text:
-                raise TransportError(
-                    f"rank {rank} has no shared memory for a step's messages: {text}"
+        near = {(end.channel.id, end.source): end for end in endpoints if end.local}
+        own = {k: end.layout.nbytes for k, end in near.items() if end.source == node.rank}
+        others = {
+            key: (end.source, end.layout.nbytes)
+            for key, end in near.items()
+            if node.rank in end.local
+        }
+        for key, memory in node.share(own, others, "a step's messages").items():
+            end = near[key]
+            if end.source == node.rank:
+                sender = LocalSender(node, end.layout, memory, end.local, self._active)
+                self._add_sender(end, end.local[0], sender)
+            else:
+                reader = end.local.index(node.rank)
+                self._receivers[key] = LocalReceiver(
+                    node, end.layout, memory, end.source, reader, self._active
                 )
 
-    def _make_sender(self, wire: Wire) -> int:
-        segment = self._node.segments.create(wire.layout.nbytes)
-        memory = memoryview(segment.memory)
-        lane = LocalSender(self._node, wire.layout, memory, wire.local, self._active)
-        self._add_sender(wire, wire.local[0], lane)
-        return segment.key
-
-    def _open_receivers(
-        self, wires: Sequence[Wire], keys: Sequence[dict[tuple[int, int], int]]
-    ) -> None:
+    def _make_remote(self, endpoints: Sequence[Endpoint]) -> None:
         node = self._node
-        for wire in wires:
-            if node.rank in wire.local:
-                key = keys[wire.source][wire.channel.id, wire.source]
-                layout = wire.layout
-                memory: mmap.mmap = node.segments.open(node.pids[wire.source], key, layout.nbytes)
-                self._receivers[wire.channel.id, wire.source] = LocalReceiver(
-                    node,
-                    layout,
-                    memoryview(memory),
-                    wire.source,
-                    wire.local.index(node.rank),
-                    self._active,
-                )
-
-    def _make_remote(self, wires: Sequence[Wire]) -> None:
-        node = self._node
-        for wire in wires:
-            for index, peer in enumerate(wire.remote):
-                tag = wire.tag + 2 * index
-                if wire.source == node.rank:
-                    lane = RemoteSender(node.comm, peer, tag, self._active)
-                    self._add_sender(wire, peer, lane)
+        for end in endpoints:
+            for index, peer in enumerate(end.remote):
+                tag = end.tag + 2 * index
+                if end.source == node.rank:
+                    queue = RemoteSender(node.comm, peer, tag, self._active)
+                    self._add_sender(end, peer, queue)
                 elif peer == node.rank:
-                    self._receivers[wire.channel.id, wire.source] = RemoteReceiver(
-                        node.comm, wire.source, tag, self._active
+                    self._receivers[end.channel.id, end.source] = RemoteReceiver(
+                        node.comm, end.source, tag, self._active
                     )
 
-    def _add_sender(self, wire: Wire, peer: int, lane: LocalSender | RemoteSender) -> None:
-        self._senders[wire.channel.id, peer] = lane
-        self._fans.setdefault(wire.channel.id, []).append(lane)
+    def _add_sender(self, end: Endpoint, peer: int, queue: LocalSender | RemoteSender) -> None:
+        self._senders[end.channel.id, peer] = queue
+        self._senders_of.setdefault(end.channel.id, []).append(queue)
 
     def _group(self, channel: Channel) -> Group:
         rank = self._node.rank
-        into: dict[int, ReceiveLane] = {
+        into: dict[int, RecvQueue] = {
             peer: self._receivers[channel.id, peer] for peer in channel.ranks if peer != rank
         }
         home = self._node.node_of(rank)
@@ -302,15 +269,13 @@ class CpuCommunicator:
     def _reset_remote(self) -> None:
         """Bring what each side has asked for and sent to the same count, and complete it all."""
         node = self._node
-        senders = {k: lane for k, lane in self._senders.items() if isinstance(lane, RemoteSender)}
-        receivers = {
-            k: lane for k, lane in self._receivers.items() if isinstance(lane, RemoteReceiver)
-        }
+        senders = {k: q for k, q in self._senders.items() if isinstance(q, RemoteSender)}
+        receivers = {k: q for k, q in self._receivers.items() if isinstance(q, RemoteReceiver)}
         everyone: list[tuple[dict[tuple[int, int], Counts], dict[tuple[int, int], Counts]]]
         everyone = node.world.allgather(
             (
-                {key: lane.counts for key, lane in senders.items()},
-                {key: lane.counts for key, lane in receivers.items()},
+                {key: queue.counts for key, queue in senders.items()},
+                {key: queue.counts for key, queue in receivers.items()},
             )
         )
         for (channel, peer), sender in senders.items():
@@ -321,11 +286,11 @@ class CpuCommunicator:
             sent = everyone[peer][0][channel, node.rank]
             if not receiver.drain(sent, lambda: monotonic() > deadline):
                 stuck.add(receiver)
-        lanes: list[RemoteSender | RemoteReceiver] = [*senders.values(), *receivers.values()]
-        while lanes:
-            lanes = [lane for lane in lanes if not lane.finish_reset() or lane in stuck]
-            if lanes and monotonic() > deadline:
-                peers = sorted({lane.peer for lane in lanes})
+        queues: list[RemoteSender | RemoteReceiver] = [*senders.values(), *receivers.values()]
+        while queues:
+            queues = [queue for queue in queues if not queue.finish_reset() or queue in stuck]
+            if queues and monotonic() > deadline:
+                peers = sorted({queue.peer for queue in queues})
                 raise StepTimeout(
                     f"messages between rank {node.rank} and ranks {peers} are stuck after a "
                     "failed step; start the job again"

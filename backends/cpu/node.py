@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -13,7 +12,7 @@ from ..failures.flight import Doing, Sight
 from .memory.fences import full_fence, publish_fence
 from .memory.layout import ROW, WAITING, block_bytes
 from .memory.parallel_memcpy import Copier
-from .memory.segments import MemoryFiles, NamedFiles, Segment, Segments
+from .memory.segments import MemoryFiles, Name, NamedFiles, Segments, share
 from .mpi import module_of
 from .waiting.doorbell import Doorbell
 
@@ -192,42 +191,37 @@ class Node:
             raise TransportError("ranks on several machines need MPI, and MPI is not started")
         return self.world.comm.Dup()
 
+    def share(
+        self,
+        own: Mapping[Name, int],
+        others: Mapping[Name, tuple[int, int]],
+        purpose: str,
+    ) -> dict[Name, memoryview]:
+        """Create segments, and open those that other ranks create (`segments.py`); collective.
+
+        Raises:
+            TransportError: a rank has no shared memory for them.
+        """
+        memory, problems = share(self.world, self.segments, self.pids, own, others)
+        for rank, text in problems.items():
+            raise TransportError(f"rank {rank} has no shared memory for {purpose}: {text}")
+        return memory
+
     def _share_block(self, kinds: Sequence[Segments]) -> tuple[Segments, memoryview]:
         """Map the control block, by the first kind of memory that works on every rank."""
-        problems: list[str | None] = []
+        nbytes = block_bytes(self.size)
+        own = {"": nbytes} if self.rank == self.leader else {}
+        others = {} if own else {"": (self.leader, nbytes)}
+        problems: dict[int, str] = {}
         for kind in kinds:
-            memory, problem = self._try_block(kind)
-            problems = self.world.allgather(problem)
-            if memory is not None and not any(problems):
-                return kind, memory
-        reasons = "; ".join(f"rank {r}: {text}" for r, text in enumerate(problems) if text)
+            memory, problems = share(self.world, kind, self.pids, own, others)
+            if not problems:
+                return kind, memory[""]
+        reasons = "; ".join(f"rank {rank}: {text}" for rank, text in problems.items())
         raise TransportError(
             f"the processes of a machine cannot share memory: {reasons}. They need /proc of each "
             "other, or a common /dev/shm"
         )
-
-    def _try_block(self, kind: Segments) -> tuple[memoryview | None, str | None]:
-        nbytes = block_bytes(self.size)
-        own: Segment | None = None
-        memory: mmap.mmap | None = None
-        problem = None
-        try:
-            own = kind.create(nbytes) if self.rank == self.leader else None
-        except OSError as error:
-            problem = str(error)
-        keys = self.world.allgather(own.key if own is not None else None)
-        key = keys[self.leader]
-        try:
-            if own is not None:
-                memory = own.memory
-            elif key is not None:
-                memory = kind.open(self.pids[self.leader], key, nbytes)
-        except OSError as error:
-            problem = str(error)
-        self.world.barrier()
-        if own is not None:
-            kind.seal(own.key)
-        return None if memory is None else memoryview(memory), problem
 
 
 def _nothing() -> None:

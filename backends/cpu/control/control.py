@@ -1,6 +1,6 @@
 """Executions from begin to end, over all ranks: they end together, or fail with one error.
 
-Each rank has a row in its machine's control block and writes no other. A meeting is a number that
+Each rank has a row in its machine's control block and writes no other. A barrier is a number that
 each rank sets in its row when it comes, so the end of a step is one store and a scan. Failures,
 deaths and deadlines are looked for only by ranks that have waited for some time.
 """
@@ -17,7 +17,7 @@ from ..node import Node
 from ..waiting.waiting import Waiter, WaitPolicy
 from .error_agreement import Errors, pickled, unpickled
 from .link import Failed, Link, Reached, Status
-from .rank_status import Meeting, Rows, State
+from .rank_status import Barrier, Rows, State
 
 GRACE: Final = 1.0
 """Seconds that a failed execution waits for the other ranks, so that all agree on the error."""
@@ -49,7 +49,7 @@ class Control:
         self._errors = Errors(node)
         self._link = Link(node) if len(node.leaders) > 1 else None
         self._leads = self._link is not None and node.rank == node.leader
-        self._relayed: dict[Meeting, int] = {}
+        self._relayed: dict[Barrier, int] = {}
         self._agreed: BaseException | None = None
         self._guarded = False
         self._closed = False
@@ -124,7 +124,7 @@ class Control:
         """
         self._rows.give(digest)
         self._comparing = True  # the program has not begun, so it is nowhere
-        self._meet(Meeting.INPUTS, progress)
+        self._wait_at(Barrier.INPUTS, progress)
         self._comparing = False
         stranger = self._rows.of_another_plan(self.epoch)
         if stranger is not None:
@@ -140,7 +140,7 @@ class Control:
         Raises:
             RemoteError, StepTimeout, PeerLost, PlanMismatch: as `check`.
         """
-        self._meet(Meeting.COMMIT, progress)
+        self._wait_at(Barrier.COMMIT, progress)
         stranger = self._rows.of_another_plan(self.epoch)
         if stranger is not None:
             raise self._other_plan(stranger)
@@ -164,7 +164,7 @@ class Control:
             return
         if any(self._errors.last_failed(rank) == self.epoch for rank in range(self._node.size)):
             raise self._settle(None)
-        for rank in self._rows.missing(Meeting.COMMIT, self.epoch):
+        for rank in self._rows.missing(Barrier.COMMIT, self.epoch):
             self._check_peer(rank)
         if monotonic() > self._deadline:
             raise StepTimeout(
@@ -198,11 +198,11 @@ class Control:
         """
         self._guarded = False
         self._deadline, self._timeout = monotonic() + timeout, timeout
-        self._meet(Meeting.RECOVER)
+        self._wait_at(Barrier.RECOVER)
         for reset in resets:
             reset()
         self._errors.withdraw()
-        self._meet(Meeting.RESUME)
+        self._wait_at(Barrier.RESUME)
         self._agreed = None
         self.failed = False
         self._rows.set_state(State.IDLE)
@@ -288,7 +288,7 @@ class Control:
         """Whether a rank has begun, or recovered from, an execution that this one has not."""
         if self._rows.epoch(rank) != self.epoch:
             return self._rows.epoch(rank) > self.epoch
-        recovers = self._rows.reached(rank, Meeting.RECOVER) == self.epoch
+        recovers = self._rows.reached(rank, Barrier.RECOVER) == self.epoch
         return self.failed and recovers and rank != self._node.rank
 
     @staticmethod
@@ -298,56 +298,56 @@ class Control:
             f"the ranks are out of step since an earlier error: {why}. Start the job again"
         )
 
-    # -- meetings ---------------------------------------------------------------------------
+    # -- barriers ---------------------------------------------------------------------------
 
-    def _meet(self, meeting: Meeting, progress: Sequence[Callable[[], None]] = ()) -> None:
-        """Wait until every rank has come to `meeting` of this epoch."""
+    def _wait_at(self, barrier: Barrier, progress: Sequence[Callable[[], None]] = ()) -> None:
+        """Wait until every rank has come to `barrier` of this epoch."""
         node, rows, epoch = self._node, self._rows, self.epoch
-        rows.reach(meeting, epoch)
-        if rows.are_here(meeting, epoch):
+        rows.reach(barrier, epoch)
+        if rows.are_here(barrier, epoch):
             node.ring_sleepers()  # The last to come wakes the others.
         polls = 0
-        while not rows.have_come(meeting, epoch):
+        while not rows.have_come(barrier, epoch):
             for move_on in progress:
                 move_on()
             if self._leads:
                 self.hear()
-                self._relay(meeting)
-            if rows.have_come(meeting, epoch):
+                self._relay(barrier)
+            if rows.have_come(barrier, epoch):
                 break
             polls += 1
-            self._wait_for(meeting, polls)
+            self._wait_for(barrier, polls)
         if self._leads:
-            self._relay(meeting)
+            self._relay(barrier)
 
-    def _wait_for(self, meeting: Meeting, polls: int) -> None:
+    def _wait_for(self, barrier: Barrier, polls: int) -> None:
         """Pause once; raise only if somebody is still missing after that."""
         try:
             self.pause(polls)
             if not self._guarded:
-                self._check_meeting(self._rows.missing(meeting, self.epoch))
+                self._check_missing(self._rows.missing(barrier, self.epoch))
         except (StepTimeout, TransportError, PlanMismatch):
-            if self.failed or self._rows.missing(meeting, self.epoch):
+            if self.failed or self._rows.missing(barrier, self.epoch):
                 raise
 
-    def _relay(self, meeting: Meeting) -> None:
+    def _relay(self, barrier: Barrier) -> None:
         """As the leader: tell the other machines once all ranks of this one have come."""
         assert self._link is not None
         local = self._node.local
-        if self._relayed.get(meeting) == self.epoch:
+        if self._relayed.get(barrier) == self.epoch:
             return
-        if all(self._rows.reached(rank, meeting) >= self.epoch for rank in local):
+        if all(self._rows.reached(rank, barrier) >= self.epoch for rank in local):
             digests = tuple(self._rows.digest(rank) for rank in local)
-            self._link.tell_leaders(Reached(local, meeting, self.epoch, digests))
-            self._relayed[meeting] = self.epoch
+            self._link.tell_leaders(Reached(local, barrier, self.epoch, digests))
+            self._relayed[barrier] = self.epoch
 
-    def _check_meeting(self, missing: Sequence[int]) -> None:
+    def _check_missing(self, missing: Sequence[int]) -> None:
         """Outside of executions: has a missing rank ended, or is the time up?"""
         for rank in missing:
             if self._rows.has_ended(rank):
                 raise self._lost(rank)
             if self._rows.calls(rank)[0] > self._calls and rank in self._rows.missing(
-                Meeting.RECOVER, self.epoch
+                Barrier.RECOVER, self.epoch
             ):
                 raise self._disorder([rank])
         if monotonic() > self._deadline:
@@ -366,7 +366,7 @@ class Control:
             raise self._disorder([rank])  # even if that has made it end since
         if rows.has_ended(rank):
             raise self._lost(rank)
-        if last and self._errors.last_failed(rank) == last > rows.reached(rank, Meeting.RESUME):
+        if last and self._errors.last_failed(rank) == last > rows.reached(rank, Barrier.RESUME):
             # It gave up the end of a step in the very moment in which the others reached it.
             raise PeerLost(
                 f"rank {rank} has given up execution {last}, which the other ranks have finished. "
@@ -380,7 +380,7 @@ class Control:
             raise self._mismatch({each: rows.plan(each) for each in (self._node.rank, rank)})
 
     def _other_plan(self, stranger: int) -> PlanMismatch:
-        """Behind a meeting: a rank of this machine executes another plan."""
+        """Behind a barrier: a rank of this machine executes another plan."""
         ranks = (self._node.rank, stranger)
         return self._mismatch({rank: self._rows.plan_of(rank, self.epoch) for rank in ranks})
 
@@ -408,7 +408,7 @@ class Control:
 
     def _lost(self, rank: int) -> PeerLost:
         how = "has died" if rank in self._node.bell.dead else "has ended"
-        last = self._rows.reached(rank, Meeting.COMMIT)
+        last = self._rows.reached(rank, Barrier.COMMIT)
         return PeerLost(
             f"rank {rank} {how} after execution {last}, and the other ranks are in execution "
             f"{self.epoch}. All ranks must make the same calls; start the job again",
@@ -440,7 +440,7 @@ class Control:
             return
         for news in self._link.receive():
             if isinstance(news, Reached):
-                self._rows.note_reached(news.ranks, news.meeting, news.epoch, news.digests)
+                self._rows.note_reached(news.ranks, news.barrier, news.epoch, news.digests)
             elif isinstance(news, Status):
                 self._rows.note_status(news.rank, news.words, news.doing)
             else:
@@ -484,7 +484,7 @@ class Control:
 
     def _has_voted(self, rank: int) -> bool:
         """Whether a rank has ended the execution, by success or by failure, or by dying."""
-        committed = self._rows.reached(rank, Meeting.COMMIT) >= self.epoch
+        committed = self._rows.reached(rank, Barrier.COMMIT) >= self.epoch
         failed = self._errors.last_failed(rank) == self.epoch
         return committed or failed or self._rows.has_ended(rank)
 

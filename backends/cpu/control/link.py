@@ -11,10 +11,10 @@ from ..node import Node
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """All ranks of a machine have come to a meeting."""
+    """All ranks of a machine have come to a barrier."""
 
     ranks: tuple[int, ...]
-    meeting: int
+    barrier: int
     epoch: int
     digests: tuple[int, ...]
     """What each of them gives to the execution."""

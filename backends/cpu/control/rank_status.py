@@ -51,8 +51,8 @@ _RUNNING: Final = int(State.RUNNING)
 """A plain number, which is stored at half the cost of a member of an enumeration."""
 
 
-class Meeting(enum.IntEnum):
-    """Where ranks wait for each other; the value is the place of its word in a row."""
+class Barrier(enum.IntEnum):
+    """The barriers of an execution; the value is the place of its word in a row."""
 
     COMMIT = 0
     RECOVER = 1
@@ -70,11 +70,11 @@ class Rows:
         self._node = node
         self._words = node.words
         self._mine = mine = node.rank * ROW
-        self._meetings = [
-            [rank * ROW + REACHED + meeting for rank in range(node.size)] for meeting in Meeting
+        self._barriers = [
+            [rank * ROW + REACHED + barrier for rank in range(node.size)] for barrier in Barrier
         ]
-        self._local_meetings = [[words[rank] for rank in node.local] for words in self._meetings]
-        self._reached = [words[node.rank] for words in self._meetings]
+        self._local_barriers = [[words[rank] for rank in node.local] for words in self._barriers]
+        self._reached = [words[node.rank] for words in self._barriers]
         self._plans = [[rank * ROW + PLANS + odd for rank in node.local] for odd in (0, 1)]
         self._my_plans = (mine + PLANS, mine + PLANS + 1)
         self._doing = ""
@@ -106,15 +106,15 @@ class Rows:
         """Say by a digest what this rank gives to its execution; 0: nothing that counts."""
         self._words[self._mine + DIGEST] = digest
         if self._node.order is not None:
-            self._node.order()  # who sees that this rank has come to the meeting also sees it
+            self._node.order()  # who sees that this rank has come to the barrier also sees it
 
     def set_state(self, state: State) -> None:
         """Say what this rank is doing."""
         self._words[self._mine + STATE] = state
 
-    def reach(self, meeting: Meeting, epoch: int) -> None:
-        """Say that this rank has come to a meeting; all later reads see who came before."""
-        self._words[self._reached[meeting]] = epoch
+    def reach(self, barrier: Barrier, epoch: int) -> None:
+        """Say that this rank has come to a barrier; all later reads see who came before."""
+        self._words[self._reached[barrier]] = epoch
         self._node.fence()
 
     def report(self, position: Position | None) -> None:
@@ -134,16 +134,16 @@ class Rows:
     # -- those of ranks of other machines ---------------------------------------------------
 
     def note_reached(
-        self, ranks: Sequence[int], meeting: int, epoch: int, digests: Sequence[int] = ()
+        self, ranks: Sequence[int], barrier: int, epoch: int, digests: Sequence[int] = ()
     ) -> None:
-        """Ranks of another machine have come to a meeting, and give this to the execution."""
+        """Ranks of another machine have come to a barrier, and give this to the execution."""
         words = self._words
         for rank, digest in zip(ranks, digests, strict=False):
             words[rank * ROW + DIGEST] = digest
         if self._node.order is not None:
             self._node.order()
         for rank in ranks:
-            at = self._meetings[meeting][rank]
+            at = self._barriers[barrier][rank]
             words[at] = max(words[at], epoch)
 
     def note_status(self, rank: int, status: Sequence[int], doing: str = "") -> None:
@@ -162,30 +162,30 @@ class Rows:
 
     # -- everybody's ------------------------------------------------------------------------
 
-    def missing(self, meeting: Meeting, epoch: int) -> list[int]:
-        """The ranks that have not come to a meeting of this epoch."""
+    def missing(self, barrier: Barrier, epoch: int) -> list[int]:
+        """The ranks that have not come to a barrier of this epoch."""
         words = self._words
-        return [word // ROW for word in self._meetings[meeting] if words[word] < epoch]
+        return [word // ROW for word in self._barriers[barrier] if words[word] < epoch]
 
-    def have_come(self, meeting: Meeting, epoch: int) -> bool:
-        """Whether all ranks have come to a meeting of this epoch."""
+    def have_come(self, barrier: Barrier, epoch: int) -> bool:
+        """Whether all ranks have come to a barrier of this epoch."""
         words = self._words
-        for word in self._meetings[meeting]:  # noqa: SIM110 # a generator costs as much again
+        for word in self._barriers[barrier]:  # noqa: SIM110 # a generator costs as much again
             if words[word] < epoch:
                 return False
         return True
 
-    def are_here(self, meeting: Meeting, epoch: int) -> bool:
-        """Whether all ranks of this machine have come to a meeting of this epoch."""
+    def are_here(self, barrier: Barrier, epoch: int) -> bool:
+        """Whether all ranks of this machine have come to a barrier of this epoch."""
         words = self._words
-        for word in self._local_meetings[meeting]:  # noqa: SIM110 # as above
+        for word in self._local_barriers[barrier]:  # noqa: SIM110 # as above
             if words[word] < epoch:
                 return False
         return True
 
-    def reached(self, rank: int, meeting: Meeting) -> int:
-        """The last epoch of which a rank has come to a meeting."""
-        return self._words[self._meetings[meeting][rank]]
+    def reached(self, rank: int, barrier: Barrier) -> int:
+        """The last epoch of which a rank has come to a barrier."""
+        return self._words[self._barriers[barrier][rank]]
 
     def state(self, rank: int) -> State:
         """What a rank is doing."""
@@ -242,8 +242,8 @@ class Rows:
     def awaits_inputs(self, rank: int) -> bool:
         """Whether a rank waits until all have come to its execution with their arguments."""
         epoch = self.epoch(rank)
-        has_come = self.reached(rank, Meeting.INPUTS) >= epoch > self.reached(rank, Meeting.COMMIT)
-        return has_come and bool(self.missing(Meeting.INPUTS, epoch))
+        has_come = self.reached(rank, Barrier.INPUTS) >= epoch > self.reached(rank, Barrier.COMMIT)
+        return has_come and bool(self.missing(Barrier.INPUTS, epoch))
 
     def has_ended(self, rank: int) -> bool:
         """Whether a rank has said goodbye, or has died."""
@@ -263,11 +263,11 @@ class Rows:
         if state is State.SERVING:
             return f"rank {rank} serves graphs, until their driver closes them"
         if state is State.IDLE:
-            last = self.reached(rank, Meeting.COMMIT)
+            last = self.reached(rank, Barrier.COMMIT)
             return f"rank {rank} is outside of executions, after execution {last}"
         if self.awaits_inputs(rank):
             late = ", ".join(
-                f"rank {each}" for each in self.missing(Meeting.INPUTS, self.epoch(rank))
+                f"rank {each}" for each in self.missing(Barrier.INPUTS, self.epoch(rank))
             )
             return (
                 f"rank {rank} is at the begin of execution {self.epoch(rank)}, and waits for {late}"

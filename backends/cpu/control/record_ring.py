@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from ...driven.records import BITS
-from ...errors import TransportError
 from ..memory.layout import WORDS
 from ..node import Node
 
@@ -49,7 +48,11 @@ class RecordRing:
         near = [rank for rank in others if node.node_of(rank) == node.node_of(driver)]
         self._readers = tuple(near)
         self._tag = node.reserve_tags(1)
-        self._words = self._share()
+        nbytes = max(len(near), 1) * 8 * _RING
+        own = {driver: nbytes} if node.rank == driver else {}
+        theirs = {driver: (driver, nbytes)} if node.rank in near else {}
+        memory = node.share(own, theirs, "the records of a graph")
+        self._words = memory.get(driver, memoryview(bytearray())).cast("Q")
         self._near: dict[int, _Near] = {}
         self._far: dict[int, _Far] = {}
         if node.rank == driver:
@@ -131,36 +134,6 @@ class RecordRing:
             return record
 
         return take
-
-    def _share(self) -> memoryview:
-        """Map the ring; all ranks take part."""
-        node = self._node
-        nbytes = max(len(self._readers), 1) * 8 * _RING
-        key, problem, own = None, None, None
-        if node.rank == self._driver:
-            try:
-                own = node.segments.create(nbytes)
-                key = own.key
-            except OSError as error:
-                problem = str(error)
-        answers = node.world.allgather((key, problem))
-        key, problem = answers[self._driver]
-        memory = None if own is None else own.memory
-        if key is not None and node.rank in self._readers:
-            try:
-                memory = node.segments.open(node.pids[self._driver], key, nbytes)
-            except OSError as error:
-                problem = str(error)
-        problems = node.world.allgather(problem)
-        if own is not None:
-            node.segments.seal(own.key)
-        for rank, text in enumerate(problems):
-            if text:
-                raise TransportError(
-                    f"rank {rank} has no shared memory for the records of a graph: {text}"
-                )
-        view = memoryview(bytearray(nbytes)) if memory is None else memoryview(memory)
-        return view.cast("Q")
 
 
 def _taking_back(request: Any) -> Callable[[], bool]:

@@ -45,7 +45,7 @@ class Codec(Protocol):
 
 
 class TensorCodec:
-    """Tensors of one dtype and shape, stored contiguously.
+    """Tensors of one dtype and shape, stored contiguously. Each message has a codec of its own.
 
     Args:
         copier: copies them where they are large.
@@ -61,6 +61,7 @@ class TensorCodec:
         self.nbytes: int | None = type_.nbytes
         self.is_large = type_.nbytes >= LEAST
         self._type = type_
+        self._views: dict[int, tuple[memoryview, Tensor]] = {}
 
     def prepare(self, value: Any) -> tuple[Tensor, int]:
         """See `Codec`."""
@@ -95,11 +96,18 @@ class TensorCodec:
 
     def view(self, source: memoryview, at: int, nbytes: int, private: bool) -> Tensor:
         """See `Codec`."""
+        known = self._views.get(at)
+        if known is not None and known[0] is source:
+            return known[1]
         if not self.nbytes:
             return torch.empty(self.shape, dtype=self.dtype)
         count = self.shape.numel()
-        flat = torch.frombuffer(source, dtype=self.dtype, count=count, offset=at)
-        return flat if len(self.shape) == 1 else flat.view(self.shape)
+        view = torch.frombuffer(source, dtype=self.dtype, count=count, offset=at)
+        if len(self.shape) != 1:
+            view = view.view(self.shape)
+        if not private:  # its slot comes again
+            self._views[at] = (source, view)
+        return view
 
     def contiguous_bytes(self, prepared: Tensor) -> memoryview:
         """The bytes of the tensor: its own memory where that is contiguous, else of a copy."""

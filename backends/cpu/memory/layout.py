@@ -25,12 +25,11 @@ AT: Final = 4
 AWAITED: Final = 5
 RUNNING: Final = 6
 BEAT: Final = 7
-# Second line: the last epoch of which the rank has reached each meeting; how many collective calls
+# Second line: the last epoch of which the rank has reached each barrier; how many collective calls
 # of the world it has made, in the upper half, and its epoch in the last of them; the plans of its
 # last two executions, that of an odd epoch second; and the digest of what it gives to this one. A
 # rank is never two ahead of another one.
 REACHED: Final = WORDS
-MEETINGS: Final = 4
 CALLS: Final = WORDS + 4
 PLANS: Final = WORDS + 5
 DIGEST: Final = WORDS + 7
@@ -70,21 +69,19 @@ def doing_at(rank: int, ranks: int) -> int:
 # -- slots of a channel --------------------------------------------------------------------------
 
 # A slot's header, written by the sender: number of the message in it, its bytes, and, where these
-# did not fit into the slot, the segment that holds them: the slot's own, or one that is lent. What
-# is said of one that is lent makes way for content of a few bytes: its reader then takes one cache
-# line from the other core, and not two.
+# did not fit into the slot, the buffer that holds them (`shared_buffers.py`): key and bytes of its
+# segment, its name, and, if it is lent, the number of this lending. The last words make way for
+# content of a few bytes: its reader then takes one cache line from the other core, and not two.
 FULL: Final = 0
 NBYTES: Final = 1
-OVERFLOW_KEY: Final = 2
-OVERFLOW_BYTES: Final = 3
-LOAN: Final = 4
-LOAN_KEY: Final = 5
-LOAN_BYTES: Final = 6
-LENDING: Final = 7
-IN_HEADER: Final = LOAN
+BUFFER_KEY: Final = 2
+BUFFER_BYTES: Final = 3
+BUFFER: Final = 4
+LENDING: Final = 5
+IN_HEADER: Final = 4
 IN_HEADER_BYTES: Final = 8 * (WORDS - IN_HEADER)
 # What a message is, added to its bytes in the header: an error in place of a value; an object as a
-# bare pickle; bytes as they are; and, beside any of these, that it is in memory that is lent; or
+# bare pickle; bytes as they are; and, beside any of these, that it is in a buffer that is lent; or
 # beside the second and third, that it is in the header. No room is that large, so most readers look
 # at this only where a message seems not to fit. All of it fits into 62 bits, with which compiled
 # code is fastest.

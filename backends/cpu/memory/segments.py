@@ -12,9 +12,14 @@ import errno
 import mmap
 import os
 import secrets
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+from ...base import World
+
+Name = TypeVar("Name")
 
 _SHM = Path("/dev/shm")
 _DESCRIPTOR_BITS = 24
@@ -132,3 +137,44 @@ def _map(path: str | Path, nbytes: int, inode: int | None = None) -> mmap.mmap:
         return mmap.mmap(descriptor, nbytes, flags=_FLAGS)
     finally:
         os.close(descriptor)
+
+
+def share(
+    world: World,
+    kind: Segments,
+    pids: Sequence[int],
+    own: Mapping[Name, int],
+    others: Mapping[Name, tuple[int, int]],
+) -> tuple[dict[Name, memoryview], dict[int, str]]:
+    """Create segments, and open those that other ranks create; collective.
+
+    Args:
+        world: the ranks.
+        kind: of the segments.
+        pids: process ids by rank.
+        own: bytes of each segment to create, by names that its readers know.
+        others: the rank that creates each segment to open, and its bytes.
+
+    Returns:
+        The memory by names, and what went wrong by ranks; then none of it is of use.
+    """
+    made: dict[Name, Segment] = {}
+    opened: dict[Name, memoryview] = {}
+    problem = ""
+    try:
+        for name, nbytes in own.items():
+            made[name] = kind.create(nbytes)
+    except OSError as error:
+        problem = str(error)
+    told = world.allgather(({name: made[name].key for name in made}, problem))
+    try:
+        if not any(text for _, text in told):
+            for name, (rank, nbytes) in others.items():
+                opened[name] = memoryview(kind.open(pids[rank], told[rank][0][name], nbytes))
+    except OSError as error:
+        problem = str(error)
+    problems = world.allgather(problem)
+    for segment in made.values():
+        kind.seal(segment.key)
+    memory = {name: memoryview(segment.memory) for name, segment in made.items()}
+    return memory | opened, {rank: text for rank, text in enumerate(problems) if text}

@@ -1,16 +1,16 @@
-"""Collectives over the lanes of their group, as their ops declare them.
+"""Collectives over the queues of their group, as their ops declare them.
 
 Each sender sends to all receivers, which read in place. Reductions run in group order on every
 rank, so all ranks get the same bits. Each collective is a generator that yields while it has to
 wait. The collectives of a channel run one after the other, which keeps the order of messages the
-same on all lanes.
+same on all queues.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,9 +22,9 @@ from ...errors import BindError
 from ...failures.interruptions import is_interruption
 from ...failures.poison import Poison
 from ...virtual.collectives import combine, cut, reduce
-from ..memory.codecs import Codec, codec_of
+from ..memory.codecs import codec_of
 from ..memory.parallel_memcpy import Copier
-from .messages import Active, Incoming, Outgoing, ReceiveLane, SendLane, incoming, outgoing
+from .messages import Active, Incoming, Outgoing, RecvQueue, SendQueue
 
 Steps = Generator[None, None, Any]
 
@@ -33,142 +33,62 @@ SPLIT_BYTES = 256 * 1024
 exchange the parts: every byte is then added once, not once on each rank."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outlet:
-    """One lane of a member's, what goes by it, and whose part that is; None: whole operands."""
-
-    lane: SendLane
-    message: Outgoing
-    part: int | None = None
-
-
-class Fan:
-    """One member's messages to other members of the group."""
-
-    def __init__(self, exchange: Exchange, outlets: Sequence[Outlet]) -> None:
-        self._exchange = exchange
-        self._outlets = outlets
-
-    def send(self, value: Any) -> None:
-        """Start sending `value`, or the error that it is."""
-        for outlet in self._outlets:
-            if isinstance(value, Poison):
-                outlet.message.fail(value)
-            elif outlet.part is None:
-                outlet.message.load(value)
-            else:
-                outlet.message.load(cut(self._exchange, value, outlet.part))
-            outlet.lane.push(outlet.message)
-
-    @property
-    def done(self) -> bool:
-        """Whether `value` may be changed; makes progress."""
-        finished = True
-        for outlet in self._outlets:
-            if not outlet.message.done:
-                outlet.lane.progress()
-            finished = finished and outlet.message.done
-        return finished
-
-
-class Gathering:
-    """One message from each of some other members, held in place until `release`."""
-
-    def __init__(self, pairs: Mapping[int, tuple[ReceiveLane, Incoming]]) -> None:
-        self._pairs = pairs
-
-    def post(self) -> None:
-        """Start receiving."""
-        for lane, message in self._pairs.values():
-            message.into = None
-            lane.post(message)
-
-    @property
-    def done(self) -> bool:
-        """Whether all messages are there; makes progress."""
-        finished = True
-        for lane, message in self._pairs.values():
-            if not message.done:
-                lane.progress()
-            finished = finished and message.done
-        return finished
-
-    def take(self) -> dict[int, Any]:
-        """The values by rank."""
-        return {rank: message.take() for rank, (_, message) in self._pairs.items()}
-
-    def release(self) -> None:
-        """Let the senders overwrite the values."""
-        for lane, message in self._pairs.values():
-            if message.error is None:
-                lane.release(message)
-
-
+@dataclass(eq=False, slots=True)
 class Group:
-    """The lanes between this rank and the other members of a channel's group.
+    """The queues between this rank and the other members of a channel's group.
 
     Attributes:
         rank: this rank.
         ranks: the members, in group order.
-        near: those on this rank's machine, itself among them: one lane of each serves all others.
-        out: lanes to the other members, each with the ranks that it serves.
-        into: lanes from the other members, by rank.
+        near: those on this rank's machine, itself among them: one queue of each serves all others.
+        out: queues to the other members, each with the ranks that it serves.
+        into: queues from the other members, by rank.
+        active: where to register while collectives are under way.
         copier: copies large payloads.
+        entered: the collectives that are under way.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        ranks: tuple[int, ...],
-        near: Set[int],
-        out: Sequence[tuple[tuple[int, ...], SendLane]],
-        into: Mapping[int, ReceiveLane],
-        active: Active,
-        copier: Copier,
-    ) -> None:
-        self.rank = rank
-        self.copier = copier
-        self.ranks = ranks
-        self.near = near
-        self.out = out
-        self.into = into
-        self._active = active
-        self._queue: deque[CollectivePort] = deque()
+    rank: int
+    ranks: tuple[int, ...]
+    near: Set[int]
+    out: Sequence[tuple[tuple[int, ...], SendQueue]]
+    into: Mapping[int, RecvQueue]
+    active: Active
+    copier: Copier
+    entered: deque[CollectivePort] = field(default_factory=deque)
 
     @property
     def is_idle(self) -> bool:
         """Whether no collective is under way."""
-        return not self._queue
+        return not self.entered
 
     def enter(self, port: CollectivePort) -> None:
         """Run a collective after those that entered before it."""
-        self._queue.append(port)
-        self._active[self] = None
+        self.entered.append(port)
+        self.active[self] = None
         self.progress()
 
     def progress(self) -> None:
         """Run the collectives as far as they come."""
-        queue = self._queue
-        while queue and queue[0].advance():
-            queue.popleft()
-        if not queue:
-            self._active.pop(self, None)
+        entered = self.entered
+        while entered and entered[0].advance():
+            entered.popleft()
+        if not entered:
+            self.active.pop(self, None)
 
     def reset(self) -> None:
         """Forget all collectives."""
-        self._queue.clear()
-        self._active.pop(self, None)
+        self.entered.clear()
+        self.active.pop(self, None)
 
 
 class CollectivePort:
     """The port of one collective. Its result is the receiver's own."""
 
+    holds = False
+
     def __init__(
-        self,
-        op: Collective,
-        group: Group,
-        operand: ValueType | None,
-        result: ValueType,
+        self, op: Collective, group: Group, operand: ValueType | None, result: ValueType
     ) -> None:
         self._group = group
         self._algorithm = _algorithm(op, group, operand, result)
@@ -178,32 +98,26 @@ class CollectivePort:
         self._error: BaseException | None = None
 
     def start(self, value: Any) -> None:
-        """See `Port`."""
-        self._done = False
-        self._error = None
-        self._value = None
+        self._done, self._error, self._value = False, None, None
         self._steps = self._algorithm.run(value)
         self._group.enter(self)
 
     def fail(self, poison: Poison) -> None:
-        """See `Port`."""
         self.start(poison)
 
     def poll(self) -> bool:
-        """See `Port`."""
         if not self._done:
             self._group.progress()
         return self._done
 
     def take(self) -> Any:
-        """See `Port`."""
         if self._error is not None:
             raise self._error
         value, self._value = self._value, None
         return value
 
     def release(self) -> None:
-        """See `Port`."""
+        """Return: nothing is held."""
 
     def advance(self) -> bool:
         """Run until the next wait; returns whether the collective is over."""
@@ -240,33 +154,33 @@ class _Exchange:
         self._near = group.near
         self._member = group.ranks.index(group.rank)
         self._receives = group.rank in exchange.receivers
-        self._part = _part_of(exchange, sent)
-        self._sent = sent
-        self._copier = group.copier
+        part = _part_of(exchange, sent)
         receivers = set(exchange.receivers)
-        outlets = []
-        for ranks, lane in group.out if group.rank in exchange.senders else ():
+        # Queues with their messages out; and whose part goes by each, None for a whole operand.
+        self._out: list[tuple[SendQueue, Outgoing, int | None]] = []
+        for ranks, queue in group.out if group.rank in exchange.senders else ():
             if not receivers.isdisjoint(ranks):
                 is_near = group.near >= set(ranks)
-                part = None if is_near or exchange.cut is None else group.ranks.index(ranks[0])
-                outlets.append(Outlet(lane, outgoing(self._codec(is_near)), part))
-        self._fan = Fan(exchange, outlets)
-        pairs = {}
+                whose = None if is_near or exchange.cut is None else group.ranks.index(ranks[0])
+                message = Outgoing(codec_of(sent if is_near else part, group.copier))
+                self._out.append((queue, message, whose))
+        # Queues with their messages in, by rank; values are held in place until `release`.
+        self._into: dict[int, tuple[RecvQueue, Incoming]] = {}
         for source in exchange.senders:
             is_near = source in group.near
             served = group.near - {source} if is_near else {group.rank}
             if source != group.rank and not receivers.isdisjoint(served):
-                message = incoming(self._codec(is_near), hold=True)
-                pairs[source] = group.into[source], message
-        self._gathering = Gathering(pairs)
-
-    def _codec(self, whole: bool) -> Codec:
-        return codec_of(self._sent if whole else self._part, self._copier)
+                codec = codec_of(sent if is_near else part, group.copier)
+                self._into[source] = group.into[source], Incoming(codec, hold=True)
+        self._messages: list[tuple[SendQueue | RecvQueue, Outgoing | Incoming]]
+        self._messages = [(queue, message) for queue, message, _ in self._out]
+        self._messages += self._into.values()
+        self._combines = self._receives and not isinstance(sent, UnitType)
 
     def run(self, value: Any) -> Steps:
-        """What this rank gets, None if it receives nothing."""
+        """What this rank gets, None if that is nothing."""
         pieces = yield from self.pieces(value)
-        result = combine(self._exchange, pieces) if self._receives else None
+        result = combine(self._exchange, pieces) if self._combines else None
         self.release()
         return result
 
@@ -276,12 +190,19 @@ class _Exchange:
         Raises:
             Poison: some sender has none; the same receivers learn of it in the same exchange.
         """
-        self._gathering.post()
-        self._fan.send(value)
-        while not (self._fan.done & self._gathering.done):
+        for source, expected in self._into.values():
+            source.post(expected)
+        for queue, message, whose in self._out:
+            if isinstance(value, Poison):
+                message.fail(value)
+            else:
+                message.load(value if whose is None else cut(self._exchange, value, whose))
+            queue.send(message)
+        while not self._is_done():
             yield
         try:
-            values = self._gathering.take() if self._receives else {}
+            into = self._into if self._receives else {}
+            values = {rank: message.take() for rank, (_, message) in into.items()}
             if isinstance(value, Poison):
                 raise value
         except BaseException:  # also what is no Exception, from an object that is unpickled
@@ -292,24 +213,23 @@ class _Exchange:
             self._piece(rank, values[rank]) for rank in self._exchange.senders if rank in values
         ]
 
+    def _is_done(self) -> bool:
+        """Whether all messages have come, and `value` may be changed; makes progress."""
+        is_done = True
+        for queue, message in self._messages:
+            if not message.done:
+                queue.progress()
+                is_done = is_done and message.done
+        return is_done
+
     def _piece(self, source: int, value: Any) -> Any:
         return cut(self._exchange, value, self._member) if source in self._near else value
 
     def release(self) -> None:
-        """Give back the others' values."""
-        self._gathering.release()
-
-
-class _Barrier:
-    """A unit of every member, for every member."""
-
-    def __init__(self, group: Group) -> None:
-        everyone = Exchange(group.ranks, group.ranks, group.ranks)
-        self._exchange = _Exchange(everyone, group, UnitType())
-
-    def run(self, value: Any) -> Steps:
-        yield from self._exchange.pieces(value)
-        self._exchange.release()
+        """Let the senders overwrite their values."""
+        for queue, message in self._into.values():
+            if message.error is None:
+                queue.release(message)
 
 
 class _SplitAllReduce:
@@ -357,10 +277,10 @@ def _whole_of(exchange: Exchange, piece: ValueType) -> ValueType:
 
 def _algorithm(
     op: Collective, group: Group, operand: ValueType | None, result: ValueType
-) -> _Barrier | _Exchange | _SplitAllReduce:
+) -> _Exchange | _SplitAllReduce:
     exchange = op.exchange
-    if not exchange.senders:
-        return _Barrier(group)
+    if not exchange.senders:  # a barrier: a unit of every member, for every member
+        return _Exchange(Exchange(group.ranks, group.ranks, group.ranks), group, UnitType())
     sent = operand if operand is not None else _whole_of(exchange, result)
     if exchange.is_whole:
         return _Exchange(exchange, group, sent)

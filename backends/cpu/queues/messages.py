@@ -1,8 +1,8 @@
-"""Messages on their way out and in, and what carries them: the lanes.
+"""Messages on their way out and in, and the queues that carry them.
 
-A lane is one direction between two ranks (or from one to several of its machine) on one channel.
-Its messages keep their order. Lanes never block: what cannot move yet is queued, and moves when
-somebody calls `progress`.
+A queue is one direction between two ranks (or from one to several of its machine) on one channel.
+Its messages keep their order. Queues never block: what cannot move yet waits in them, and moves
+when somebody calls `progress`.
 """
 
 from __future__ import annotations
@@ -69,50 +69,27 @@ class Outgoing:
         self.prepared = content
         self.nbytes = len(content)
 
-    def write(self, slot: int, target: memoryview, at: int) -> None:
-        """Write the message at byte `at` of `target`, the memory of `slot`."""
+    def write(self, target: memoryview, at: int) -> None:
+        """Write the message at byte `at` of `target`."""
         if self.mark:
             target[at : at + self.nbytes] = self.prepared
         else:
             self.codec.write(self.prepared, target, at)
 
     def finish(self) -> None:
-        """The message is out."""
+        """Note that the message is out."""
         self.prepared = None
         self.done = True
 
 
-class OutgoingTensor(Outgoing):
-    """A tensor to be sent; keeps a view of each slot that it has been written to."""
+def read_marked(content: memoryview, mark: int) -> Any:
+    """The object of a message that is bytes as they are, or a bare pickle.
 
-    __slots__ = ("_codec", "_views")
-
-    def __init__(self, codec: TensorCodec, slot: int | None = None) -> None:
-        super().__init__(codec, slot)
-        self._codec = codec
-        self._views: dict[int, tuple[memoryview, Tensor]] = {}
-
-    def write(self, slot: int, target: memoryview, at: int) -> None:
-        """See `Outgoing`."""
-        if self.mark:
-            super().write(slot, target, at)
-            return
-        codec = self._codec
-        if codec.is_large and codec.write_large(self.prepared, target, at):
-            return
-        cached = self._views.get(slot)
-        if cached is None or cached[0] is not target:
-            cached = self._views[slot] = (target, codec.view(target, at, 0, False))
-        cached[1].copy_(self.prepared)
-
-
-def outgoing(codec: Codec, slot: int | None = None) -> Outgoing:
-    """A message to be sent, of the kind that suits the codec."""
-    return OutgoingTensor(codec, slot) if isinstance(codec, TensorCodec) else Outgoing(codec, slot)
-
-
-def plain(content: memoryview, mark: int) -> Any:
-    """The object of a message that is bytes as they are, or a bare pickle."""
+    Raises:
+        Poison: the message is an error.
+    """
+    if mark & POISON:
+        raise Poison.from_bytes(content)
     return bytes(content) if mark & RAW else pickle.loads(content)
 
 
@@ -122,21 +99,23 @@ class Incoming:
     Attributes:
         codec: how its value is read.
         slot: the planned slot that carries it; None for the next of the ring.
-        hold: whether the value stays in the lane's memory until it is released.
+        hold: whether the value stays in the queue's memory until it is released.
         into: a tensor to receive into, or None.
-        at: where the lane expects it; the lane's own business.
+        at: the slot in which a queue inside a machine expects it, and its number there.
         done: whether it has arrived.
         value: the value, once it has.
+        error: what to raise in its place.
     """
 
-    __slots__ = ("at", "codec", "done", "error", "hold", "into", "slot", "value")
+    __slots__ = ("_copies", "at", "codec", "done", "error", "hold", "into", "slot", "value")
 
     def __init__(self, codec: Codec, slot: int | None = None, hold: bool = False) -> None:
         self.codec = codec
         self.slot = slot
         self.hold = hold
         self.into: Tensor | None = None
-        self.at: Any = None
+        self.at = (0, 0)
+        self._copies = isinstance(codec, TensorCodec) and not hold
         self.clear()
 
     def clear(self) -> None:
@@ -146,34 +125,27 @@ class Incoming:
         self.error: Exception | None = None
 
     def arrive(
-        self,
-        slot: int,
-        source: memoryview,
-        at: int,
-        nbytes: int,
-        private: bool,
-        mark: int = 0,
+        self, source: memoryview, at: int, nbytes: int, private: bool, mark: int = 0
     ) -> None:
-        """Read the message at byte `at` of `source`, the memory of `slot`.
+        """Read the message at byte `at` of `source`.
 
         Args:
             private: whether the value may keep the memory of `source`.
             mark: what the message is (`layout.py`), if it is not a value of the codec's.
         """
         try:
-            if mark & POISON:
-                raise Poison.from_bytes(source[at : at + nbytes])
             if mark:
-                self.value = plain(source[at : at + nbytes], mark)
+                self.value = read_marked(source[at : at + nbytes], mark)
             else:
-                self.value = self.read(slot, source, at, nbytes, private)
+                value = self.codec.view(source, at, nbytes, private)
+                if self.into is not None:
+                    value = self.into.copy_(value)
+                elif self._copies and not private:
+                    value = value.clone()
+                self.value = value
         except Exception as error:  # raised again by `take`, where the executor can say whose it is
             self.error = error
         self.done = True
-
-    def read(self, slot: int, source: memoryview, at: int, nbytes: int, private: bool) -> Any:
-        """The value of the message."""
-        return self.codec.view(source, at, nbytes, private)
 
     def take(self) -> Any:
         """The value.
@@ -188,52 +160,18 @@ class Incoming:
         return value
 
 
-class IncomingTensor(Incoming):
-    """A tensor to be received; keeps a view of each slot that it has been read from."""
+class SendQueue(Protocol):
+    """The sender's side of a queue."""
 
-    __slots__ = ("_views",)
-
-    def __init__(self, codec: TensorCodec, slot: int | None = None, hold: bool = False) -> None:
-        super().__init__(codec, slot, hold)
-        self._views: dict[int, tuple[memoryview, Tensor]] = {}
-
-    def read(self, slot: int, source: memoryview, at: int, nbytes: int, private: bool) -> Tensor:
-        """See `Incoming`."""
-        view: Tensor
-        if private:
-            view = self.codec.view(source, at, nbytes, private)
-        else:
-            cached = self._views.get(slot)
-            if cached is None or cached[0] is not source:
-                view = self.codec.view(source, at, nbytes, private)
-                cached = self._views[slot] = (source, view)
-            view = cached[1]
-        if self.into is not None:
-            return self.into.copy_(view)
-        if self.hold or private:
-            return view
-        return view.clone()
-
-
-def incoming(codec: Codec, slot: int | None = None, hold: bool = False) -> Incoming:
-    """A message to be received, of the kind that suits the codec."""
-    if isinstance(codec, TensorCodec):
-        return IncomingTensor(codec, slot, hold)
-    return Incoming(codec, slot, hold)
-
-
-class SendLane(Protocol):
-    """The sender's side of a lane."""
-
-    def push(self, message: Outgoing) -> None:
-        """Send a loaded message, after all those pushed before."""
+    def send(self, message: Outgoing) -> None:
+        """Send a loaded message, after all those before it."""
 
     def progress(self) -> None:
-        """Move on what is queued."""
+        """Move on what waits."""
 
 
-class ReceiveLane(Protocol):
-    """The receiver's side of a lane."""
+class RecvQueue(Protocol):
+    """The receiver's side of a queue."""
 
     def post(self, message: Incoming) -> None:
         """Receive the next message into `message`."""
@@ -246,15 +184,15 @@ class ReceiveLane(Protocol):
 
 
 Active = dict[Any, None]
-"""The lanes that need `progress`, in the order in which they came to need it."""
+"""The queues that need `progress`, in the order in which they came to need it."""
 
 
 def mover(active: Active) -> Callable[[], None]:
-    """What moves those lanes on that are in `active` when it is called."""
+    """What moves those queues on that are in `active` when it is called."""
 
     def progress() -> None:
         if active:
-            for lane in tuple(active):
-                lane.progress()
+            for queue in tuple(active):
+                queue.progress()
 
     return progress

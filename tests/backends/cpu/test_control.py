@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cg.backends.cpu.control.control import Control
-from cg.backends.cpu.control.rank_status import Meeting, State
+from cg.backends.cpu.control.rank_status import Barrier, State
 from cg.backends.cpu.node import Node
 from cg.backends.cpu.waiting.waiting import WaitPolicy
 from cg.backends.errors import Failure, PlanMismatch, RemoteError, StepTimeout, TransportError
@@ -276,22 +276,22 @@ def test_what_a_far_rank_tells_of_its_end_says_what_it_has_ended_before() -> Non
         if world.rank == 1:
             told = []
             for epoch, state in ((2, State.RUNNING), (3, State.EXITED)):
-                rows.reach(Meeting.COMMIT, epoch)
+                rows.reach(Barrier.COMMIT, epoch)
                 rows.set_state(state)
                 told.append(rows.status())
             world.allgather(told)
-            rows.reach(Meeting.COMMIT, 0)
+            rows.reach(Barrier.COMMIT, 0)
             world.barrier()
             return None
         early, late = world.allgather(None)[1]
         world.barrier()
         seen = []
-        for news in (late, (Meeting.COMMIT, 2), early):
+        for news in (late, (Barrier.COMMIT, 2), early):
             if news is late or news is early:
                 rows.note_status(1, news)
             else:
                 rows.note_reached([1], *news)
-            seen.append(rows.reached(1, Meeting.COMMIT))
+            seen.append(rows.reached(1, Barrier.COMMIT))
         return seen
 
     assert run_controls(2, body)[0] == [3, 3, 3]
@@ -321,7 +321,7 @@ def test_a_rank_that_gives_up_while_the_others_go_on_is_named() -> None:
     def body(control: Control, world: ThreadWorld) -> str | None:
         control.begin(PLAN, at(world.rank))
         if world.rank == 1:
-            control._rows.reach(Meeting.COMMIT, 1)
+            control._rows.reach(Barrier.COMMIT, 1)
             world.barrier()
             control.fail(StepTimeout("in the same moment"))
             world.barrier()

@@ -171,8 +171,8 @@ def test_large_messages_go_beside_the_slots_and_reuse_that_memory() -> None:
             port = send(communicator, EDGE, OBJECT)
             for size in sizes:
                 put(port, (bytes(size), torch.full((size // 4,), float(size))))
-            lane = communicator._senders[0, 1]
-            return [loan.room for loan in lane._lender._loans]
+            buffers = communicator._senders[0, 1].buffers  # type: ignore[union-attr]
+            return [buffer.room for buffer in buffers.to_lend]
         port = recv(communicator, EDGE, OBJECT)
         received = []
         for _ in sizes:

@@ -34,7 +34,7 @@ def exchange(type_: Any, values: list[Any], use: Any) -> Any:
                 send.start(value)
                 wait(send)
                 world.barrier()
-            return list(communicator._senders[0, 1]._lender._loans)  # type: ignore[union-attr]
+            return communicator._senders[0, 1].buffers.to_lend  # type: ignore[union-attr]
         recv = communicator.recv_port(Recv(chan=0, peer=0), EDGE, type_)
         for _ in values:
             recv.start(None)
@@ -48,17 +48,17 @@ def exchange(type_: Any, values: list[Any], use: Any) -> Any:
 
 def test_a_segment_is_used_again_once_nobody_uses_its_value() -> None:
     values = [np.full(100_000, i) for i in range(20)]
-    loans, sums = exchange(OBJECT, values, lambda array: int(array.sum()))
+    buffers, sums = exchange(OBJECT, values, lambda array: int(array.sum()))
     assert sums == [100_000 * i for i in range(20)]
-    assert len(loans) == 1
-    assert loans[0].lent == 20
+    assert len(buffers) == 1
+    assert buffers[0].lent == 20
 
 
 def test_what_is_kept_is_not_overwritten_and_hinders_nobody() -> None:
     values = [np.full(100_000, i) for i in range(3 * LIMIT)]
-    loans, kept = exchange(OBJECT, values, lambda array: array)
-    assert len(loans) == LIMIT  # the others were copied
-    assert [loan.is_free for loan in loans] == [False] * LIMIT
+    buffers, kept = exchange(OBJECT, values, lambda array: array)
+    assert len(buffers) == LIMIT  # the others were copied
+    assert [buffer.is_free for buffer in buffers] == [False] * LIMIT
     for i, array in enumerate(kept):
         assert (array == i).all()
         array[:] = -1  # the receiver's own
@@ -66,21 +66,21 @@ def test_what_is_kept_is_not_overwritten_and_hinders_nobody() -> None:
     kept.clear()
     del array
     gc.collect()
-    assert [loan.is_free for loan in loans] == [True] * LIMIT
+    assert [buffer.is_free for buffer in buffers] == [True] * LIMIT
 
 
 def test_a_part_of_a_value_keeps_all_of_it() -> None:
     values = [{"x": torch.full((50_000,), float(i)), "y": np.arange(30_000)} for i in range(2)]
-    loans, parts = exchange(OBJECT, values, lambda value: value["x"].view(100, 500)[3])
+    buffers, parts = exchange(OBJECT, values, lambda value: value["x"].view(100, 500)[3])
     assert [part.unique().item() for part in parts] == [0.0, 1.0]
-    assert sum(not loan.is_free for loan in loans) == 2
+    assert sum(not buffer.is_free for buffer in buffers) == 2
 
 
 def test_tensors_without_a_slot_are_lent_too() -> None:
     values = [torch.full((RING_BYTES,), float(i)) for i in range(6)]
-    loans, kept = exchange(LONG, values, lambda tensor: tensor)
+    buffers, kept = exchange(LONG, values, lambda tensor: tensor)
     assert [tensor[-1].item() for tensor in kept] == list(map(float, range(6)))
-    assert [loan.lent for loan in loans] == [1] * LIMIT
+    assert [buffer.lent for buffer in buffers] == [1] * LIMIT
 
 
 @pytest.mark.parametrize("sizes", [[20_000, 9_000_000, 20_000] * 5, [3_000_000, 30_000] * 9])
@@ -92,9 +92,9 @@ def test_sizes_may_change(sizes: list[int]) -> None:
         held[:] = [*held, value][-3:]
         return len(value[0]), int(value[1].astype(np.int64).sum())
 
-    loans, found = exchange(OBJECT, values, use)
+    buffers, found = exchange(OBJECT, values, use)
     assert found == [(size, 7 * size) for size in sizes]
-    assert len(loans) <= LIMIT
+    assert len(buffers) <= LIMIT
 
 
 def test_broadcast_objects_keep_their_place_among_other_collectives() -> None:
@@ -131,5 +131,5 @@ def test_broadcast_objects_keep_their_place_among_other_collectives() -> None:
 
 
 def test_units_do_not_lend() -> None:
-    loans, found = exchange(UnitType(), [None] * 3, lambda value: value)
-    assert (loans, found) == ([], [None] * 3)
+    buffers, found = exchange(UnitType(), [None] * 3, lambda value: value)
+    assert (buffers, found) == ((), [None] * 3)

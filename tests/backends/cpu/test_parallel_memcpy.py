@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cg.backends.cpu.memory import parallel_memcpy as copying
+from cg.backends.cpu.memory import parallel_memcpy
 from cg.backends.cpu.memory.parallel_memcpy import LEAST, PART, Copier, Job, cut
 from cg.backends.errors import TransportError
 
@@ -49,7 +49,7 @@ def test_threads_ask_at_the_same_time() -> None:
 @given(nbytes=st.integers(1, 200), shares=st.integers(1, 9), part=st.integers(1, 50))
 def test_shares_follow_each_other_and_are_alike(nbytes: int, shares: int, part: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(copying, "PART", part)
+        patch.setattr(parallel_memcpy, "PART", part)
         found = cut.__wrapped__(nbytes, shares)
     assert len(found) == shares
     assert [at for parts in found for one in parts for at in range(nbytes)[one]] == [*range(nbytes)]
@@ -101,7 +101,7 @@ def test_nothing_waits_for_a_helper_that_gets_no_core(monkeypatch: pytest.Monkey
 def test_threads_on_different_cores_begin_with_different_shares(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(copying.os, "sched_getaffinity", lambda pid: {2, 3, 5, 7, 11})
+    monkeypatch.setattr(parallel_memcpy.os, "sched_getaffinity", lambda pid: {2, 3, 5, 7, 11})
     copier = Copier(3)
     assert [copier._share(core) for core in (2, 3, 5, 7, 11)] == [0, 1, 2, 3, 0]
     assert copier._share(13) == 0  # one that was not ours when we began
@@ -112,7 +112,7 @@ def test_helpers_leave_the_core_to_the_thread_that_asks(monkeypatch: pytest.Monk
     copier = Copier(2)
     mine = os.sched_getaffinity(0)
     for core in sorted(mine)[:2]:
-        monkeypatch.setattr(copying, "current_core", lambda core=core: core)
+        monkeypatch.setattr(parallel_memcpy, "current_core", lambda core=core: core)
         source = np.ones(LEAST, dtype=np.uint8)
         copier.copy(memoryview(np.zeros_like(source)), memoryview(source))
         assert [os.sched_getaffinity(thread) for thread in copier._threads] == [mine - {core}] * 2
@@ -133,7 +133,7 @@ def test_an_interrupted_copy_writes_nothing_more(monkeypatch: pytest.MonkeyPatch
         target[:] = source
         written.set()
 
-    monkeypatch.setattr(copying.np, "copyto", copyto)
+    monkeypatch.setattr(parallel_memcpy.np, "copyto", copyto)
     source = np.ones(6 * PART, dtype=np.uint8)
     target = np.zeros_like(source)
     with pytest.raises(KeyboardInterrupt):
@@ -164,7 +164,7 @@ def test_an_interruption_of_the_wait_comes_behind_it(monkeypatch: pytest.MonkeyP
         assert may_end.wait(60)
         into[:] = out_of
 
-    monkeypatch.setattr(copying.np, "copyto", copyto)
+    monkeypatch.setattr(parallel_memcpy.np, "copyto", copyto)
     helper = threading.Thread(target=job.help, args=(0,))
     helper.start()
     assert began.wait(60)
@@ -197,7 +197,7 @@ def test_shares_that_nobody_has_begun_are_not_waited_for(monkeypatch: pytest.Mon
             time.sleep(0.3)
         copyto(into, out_of)
 
-    monkeypatch.setattr(copying.np, "copyto", slow)
+    monkeypatch.setattr(parallel_memcpy.np, "copyto", slow)
     helper = threading.Thread(target=job.help, args=(1,))
     job.work(0, lambda called: helper.start())
     job.stop()
@@ -220,7 +220,7 @@ def test_a_helper_that_fails_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None
         assert failed.wait(60)
         copyto(into, out_of)
 
-    monkeypatch.setattr(copying.np, "copyto", fail)
+    monkeypatch.setattr(parallel_memcpy.np, "copyto", fail)
     source = np.ones(LEAST, dtype=np.uint8)
     with pytest.raises(TransportError, match="copied in 2 parts, and of some nothing came"):
         Copier(1).copy(memoryview(np.zeros_like(source)), memoryview(source))
