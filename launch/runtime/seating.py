@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from ...backends.base import Communicator, World
 from ...backends.devices.base import Device
 from ...backends.devices.pending_work import named
-from ...backends.devices.programs.device_only import SealedBinder
+from ...backends.devices.programs.device_only import DeviceOnlyBinder
 from ...backends.devices.programs.driven import Announcements, DrivenBinder
-from ...backends.devices.programs.instance import AnnouncedInstance, SealedInstance
+from ...backends.devices.programs.instance import AnnouncedInstance, DeviceOnlyInstance, Shared
 from ...backends.devices.warm import warm
 from ...backends.devices.watchdog import Watchdog, advice, cold, put_by
 from ...backends.driven.arrange import Reports
@@ -154,14 +154,14 @@ class OnDevice:
         self._scheduler = scheduler
         self._streams: list[StreamCommunicator] = []
         self._cold: dict[str, str] = {}
-        self._sealed: list[SealedInstance] = []
+        self._sealed: list[DeviceOnlyInstance] = []
         self._watchdog = Watchdog(device, timeout, self._faults, self.give_up, self._putting)
         self.watch = self._watchdog.watch
 
     def seat(self, instances: Sequence[Instance], connections: Connections) -> Seat:
         """A seat; what it holds is given back once the device has nothing to do."""
         self._streams += connections.streams
-        sealed = [each for each in instances if isinstance(each, SealedInstance)]
+        sealed = [each for each in instances if isinstance(each, DeviceOnlyInstance)]
         self._sealed += sealed
         for communicator in connections.streams if sealed else ():
             communicator.hold(self)
@@ -260,7 +260,7 @@ class Seating:
         self,
         linked: LinkedProgram,
         tickets: Tickets,
-        shared: tuple[Statistics, Sequence[Guard], Reports | None],
+        shared: Shared,
         host: Communicator,
     ) -> Instance:
         on_device = self.on_device
@@ -268,20 +268,13 @@ class Seating:
             return Instance(linked, Binder(linked, tickets).bind(), *shared)
         device, watch = on_device.device, on_device.watch
         if is_sealed(linked.module):
-            sealed = SealedBinder(linked, tickets, device=device)
-            return SealedInstance(
-                linked,
-                sealed.bind(),
-                *shared,
-                sealed,
-                watch,
-                abandon=on_device.give_up,
-                in_flight=on_device.in_flight,
-            )
+            whole = DeviceOnlyBinder(linked, tickets, device=device)
+            abandon, in_flight = on_device.give_up, on_device.in_flight
+            return DeviceOnlyInstance(whole, shared, watch, abandon, in_flight)
         announcing = self._wiring.announcing.items()
         announcements = {id_: Announcements(host, channel) for id_, channel in announcing}
         binder = DrivenBinder(linked, tickets, device=device, announcements=announcements)
-        return AnnouncedInstance(linked, binder.bind(), *shared, binder, watch)
+        return AnnouncedInstance(binder, shared, watch)
 
     def _reports(self, rank: int, silent: tuple[int, ...], host: Communicator) -> Reports | None:
         reporting = self._wiring.reporting

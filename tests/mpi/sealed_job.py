@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import cg
-from cg.backends.devices.programs.instance import SealedInstance
+from cg.backends.devices.programs.instance import DeviceOnlyInstance
 
 from .driven_job import WIDTH, driven, first, parts, play, x_of
 
@@ -42,7 +42,7 @@ def sealed() -> None:
             seats = graph._made.graph.seats[cg.rank()]
             found = [each for seat in seats for each in seat.instances]
             is_whole = not passes and not is_ordered
-            assert {isinstance(each, SealedInstance) for each in found} == {is_whole}, found
+            assert {isinstance(each, DeviceOnlyInstance) for each in found} == {is_whole}, found
             segments = [s for each in found if is_whole for s in each.segments]
             assert all(each.reason is None for each in segments), [s.reason for s in segments]
             # Each seat that was used has run twice as it is.

@@ -1,44 +1,52 @@
-"""Binds a rank's program for its device: ops go onto the streams that the program names.
+"""Bind a rank's program to its device: ops go onto the streams that the program names.
 
 The compute stream is torch's current one while the program runs, so calls are bound as on the
-host. A `wait` for a value of another stream is a mark behind the op that made it, and a wait of the
-stream for that mark. A message that goes by a stream has a mark behind it, for which `wait` lets
-its own stream wait; the host goes on. What goes by the host's memory makes the host wait.
+host. A `wait` for a value of another stream is an event behind the op that made it, and a wait of
+the stream for that event. A message that goes by a stream has an event behind it, for which `wait`
+lets its own stream wait; the host goes on. The host waits for a message that goes by its memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from operator import itemgetter
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from ....ir.attributes import Stream
+from ....ir.module import Function, FunctionKind
 from ....ir.ops import Call, Collective, Copy, Op, Recv, Send, Value, Wait, batch_of
-from ....ir.types import FutureType, UnitType
-from ...base import Port
+from ....ir.types import FutureType, TensorType, UnitType
+from ...base import Body, Port
 from ...driven.ticket_locks import Tickets
+from ...program import instructions as host
+from ...program.binder import Binder
+from ...program.code import Code
 from ...program.instruction_info import KEEP, InstructionInfo, Role
 from ...program.instructions import Instruction
 from ...program.linked import LinkedProgram
-from ..base import Device, Queue
+from ...program.random import seeded_on
+from ...program.type_checks import checked
+from ..base import Device
 from ..ports import StreamPort, is_stream_port
-from ..staging import StagedPort
+from ..staging import Copies, StagedPort
 from ..stream_order import Flow, Mark
 from . import instructions
 from .capture import Segment
-from .host_staged import HostedBinder
-
-_COMPUTE = Stream.COMPUTE
 
 
-class DeviceBinder(HostedBinder):
+class DeviceBinder(Binder):
     """Binds one program to a device's streams; see `Binder`.
 
     Args:
         device: of this rank.
 
     Attributes:
+        linked: the program, and what it runs with; its constants are on the device.
+        copies: between the device and its host, for messages that go by the host.
         flow: the program's streams, which run in stretches.
         segments: the parts of the program that are captured when it is bound, in order.
     """
@@ -50,7 +58,12 @@ class DeviceBinder(HostedBinder):
         *,
         device: Device,
     ) -> None:
-        super().__init__(linked, tickets, device=device)
+        there = {name: landed(value, device) for name, value in linked.constants.items()}
+        self.linked = linked = replace(linked, constants=there)
+        super().__init__(linked, tickets, target=device.torch_device)
+        self.device = device
+        self.copies = Copies(device)
+        self._code.progress.append(self.copies.move_on)
         self.flow = Flow(device)
         self.segments: tuple[Segment, ...] = ()
         self._made: dict[Value, Mark] = {}
@@ -76,7 +89,28 @@ class DeviceBinder(HostedBinder):
         """The registers of values that methods or the caller get, or what shares their memory."""
         return frozenset(self._register(value) for value in self._layout.escaping)
 
-    _lands_inputs = False  # whoever runs the program does it, ahead of what is captured
+    def _land_inputs(self, code: Code) -> list[Instruction]:
+        """What brings the inputs to the device; it stands ahead of what is captured."""
+        land = partial(landed, device=self.device)
+        return [
+            host.apply(code.registers, register, register, land)
+            for register, value in enumerate(self._program.params)
+            if isinstance(value.type, TensorType)
+        ]
+
+    def _adapted(self, body: Body, function: Function) -> Body:
+        """An opaque method makes its tensors on the device, whatever it says of devices."""
+        if function.kind is not FunctionKind.OPAQUE:
+            return body
+        return checked(_on_device(body, function, self.device), function)
+
+    def _seeded(self, body: Body, key: int) -> Body:
+        return seeded_on(self.device, super()._seeded(body, key), self._seed, key, self._execution)
+
+    def _bind_call(self, op: Call) -> None:
+        if self._module.functions[op.fn.name].kind is FunctionKind.OPAQUE:
+            self._emit(self.copies.move_on, KEEP)  # nothing looks after messages while it runs
+        super()._bind_call(op)
 
     def _bind_op(self, op: Op, arena: Tensor) -> None:
         stream = stream_of(op)
@@ -93,11 +127,34 @@ class DeviceBinder(HostedBinder):
     # -- communication ----------------------------------------------------------------------
 
     def _issue(self, op: Op, port: Port) -> None:
-        if not is_stream_port(port):
-            super()._issue(op, port)
+        if is_stream_port(port):
+            sources = tuple(map(self._register, op.operands))
+            self._emit(self._on_stream(op, port), InstructionInfo(Role.ISSUE, sources, port=port))
             return
-        sources = tuple(map(self._register, op.operands))
-        self._emit(self._on_stream(op, port), InstructionInfo(Role.ISSUE, sources, port=port))
+        operand = _carried(op.operands[0]) if op.operands else None
+        result = _carried(op.result)
+        sends = operand if isinstance(operand, TensorType) else None
+        receives = result if isinstance(result, TensorType) else None
+        if (sends or receives) is not None and isinstance(op, Recv) and op.operands:
+            self._fail(op, "a transport of the host cannot receive into a device's buffer")
+        if sends is None and not isinstance(op, Recv):
+            # It would overtake those that are still copied.
+            self._emit(self.copies.move_on, KEEP, self._at)
+        if sends is not None or receives is not None:
+            port = self._staged(op, port, sends, receives)
+        super()._issue(op, port)
+
+    def _staged(
+        self, op: Op, port: Port, sends: TensorType | None, receives: TensorType | None
+    ) -> StagedPort:
+        assert isinstance(op, Send | Recv | Collective), "nothing else has a port"
+        assert op.chan is not None, "a program's messages have channels"
+        slot = op.slot if isinstance(op, Recv) else None
+        landing = None if receives is None else self.copies.landing(op.chan, slot, receives)
+        changes = sends is not None and self._may_change(op.operands[0])
+        # An op of the host takes its operand from its own stream, as one on a device.
+        producers = (self.copies.compute, self.flow.use(stream_of(op)))
+        return StagedPort(port, self.copies, sends, landing, producers, changes)
 
     def _on_stream(self, op: Op, port: StreamPort) -> Instruction:
         """What puts a communication op on its stream."""
@@ -128,7 +185,9 @@ class DeviceBinder(HostedBinder):
         port = self._streamed.get(source)
         if port is None:
             super()._bind_wait(op)
-            self._follow_landing(source, op)
+            staged = self._ports.get(source)
+            if isinstance(staged, StagedPort) and staged.landed and queue is not self.flow.compute:
+                self._emit(instructions.follow_event(staged.landed, queue), KEEP)
             made = self._made.get(source)  # none for what was there before the program began
             if made is not None:
                 self._emit(instructions.follow(made, queue), KEEP)
@@ -141,16 +200,6 @@ class DeviceBinder(HostedBinder):
             self._emit(run, self._arriving(source, target))
         else:
             self._emit(instructions.follow(done, queue), KEEP)
-
-    def _follow_landing(self, future: Value, op: Wait) -> None:
-        """Let the stream of a wait go on behind a message's copy to the device."""
-        port, stream = self._ports.get(future), stream_of(op)
-        if isinstance(port, StagedPort) and port.landed is not None and stream is not _COMPUTE:
-            self._emit(instructions.follow_event(port.landed, self.flow.use(stream)), KEEP)
-
-    def _producers(self, op: Op) -> Sequence[Queue]:
-        """An op of the host takes its operand from its own stream, as one on a device."""
-        return (self.copies.compute, self.flow.use(stream_of(op)))
 
     def _arriving(self, future: Value, target: int) -> InstructionInfo:
         return InstructionInfo(Role.AWAIT, (), (target,))
@@ -186,3 +235,38 @@ def stream_of(op: Op) -> Stream:
     if isinstance(op, Recv):
         return Stream.RECV
     return Stream.COLLECTIVE if isinstance(op, Collective) else Stream.COMPUTE
+
+
+def landed(value: Any, device: Device) -> Any:
+    """A value for work on the device: a tensor is brought there, unless it is there.
+
+    Its memory may be written to as soon as this returns. That of pinned memory the device reads
+    later, when it comes to it, so it reads a copy; torch keeps that until then.
+    """
+    if isinstance(value, Tensor) and value.device != device.torch_device:
+        if value.is_pinned():
+            value = torch.empty_like(value, pin_memory=True).copy_(value)
+        return value.to(device.torch_device, non_blocking=True)
+    return value
+
+
+def _carried(value: Value) -> object:
+    return value.type.value if isinstance(value.type, FutureType) else value.type
+
+
+def _on_device(body: Body, function: Function, device: Device) -> Body:
+    """A body with the device as torch's default, and tensors that it returns brought there."""
+    target = device.torch_device
+    tensors = [isinstance(type_, TensorType) for type_ in function.outputs]
+
+    def run(*inputs: Any) -> Any:
+        with target:
+            outputs = body(*inputs)
+        if True not in tensors or len(outputs) != len(tensors):
+            return outputs
+        return tuple(
+            value.to(target) if moves and isinstance(value, torch.Tensor) else value
+            for value, moves in zip(outputs, tensors, strict=True)
+        )
+
+    return run

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -97,14 +97,6 @@ class Outlasting:
     gradients: tuple[tuple[Tensor, Tensor], ...] = ()
 
 
-@dataclass(slots=True)
-class Graphs:
-    """The graphs of a segment for one combination of tensors."""
-
-    lending: list[Captured] = field(default_factory=list)
-    copying: Captured | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class Interface:
     """What a segment and the rest of the program have in common.
@@ -130,6 +122,7 @@ class Segment:
 
     Attributes:
         number: the `graph` of its ops.
+        interface: what it has in common with the rest of the program.
         reason: why it runs as it is and is not replayed, if that is so.
         at: the instruction that was begun last, where they run one by one; else 0.
         captures: graphs captured so far.
@@ -163,7 +156,7 @@ class Segment:
         self.lent: tuple[tuple[int, Loan], ...] = ()
         self._instructions = tuple(instructions)
         self._registers = registers
-        self._interface = interface
+        self.interface = interface
         traced = [body for body in bodies if isinstance(body, GraphBody)]
         self._state_of = [body.state for body in traced]
         self._trained_in = [body.trained for body in traced]
@@ -172,7 +165,7 @@ class Segment:
         self._device: Device = flow.device
         self._stable = stable
         self._needs = tuple(needs)
-        self._graphs: dict[tuple[Any, ...], Graphs] = {}
+        self._graphs: dict[tuple[Any, ...], list[Captured]] = {}
         self._places: tuple[Place, ...] = ()
         self._direct: tuple[Place, ...] = ()
         self._warm = 0
@@ -202,8 +195,9 @@ class Segment:
                 self.run()
                 self._stay(_OTHERS)
                 return True
-            graphs = self._graphs[key] = Graphs()
-        found = self._free_one(graphs) or self._capture(
+            graphs = self._graphs[key] = []
+        free = (captured for captured in graphs if captured.is_free())
+        found = next(free, None) or self._capture(
             trained, (*state, *gradients), gradients, graphs, direct
         )
         if isinstance(found, Refusal):
@@ -241,17 +235,11 @@ class Segment:
         whose caller has one set of buffers then copies nothing.
         """
         registers = self._registers
-        places = tuple([_place(registers[i]) for i in self._interface.inputs])
+        places = tuple([_place(registers[i]) for i in self.interface.inputs])
         if not self._direct and places == self._places:
             self._direct = places
         self._places = places
         return bool(places) and places == self._direct
-
-    def _free_one(self, graphs: Graphs) -> Captured | None:
-        for captured in graphs.lending:
-            if captured.is_free():
-                return captured
-        return graphs.copying
 
     def _replay(self, captured: Captured, trained: Sequence[Tensor]) -> None:
         registers = self._registers
@@ -267,7 +255,7 @@ class Segment:
         captured.graph.replay()
         self.replays += 1
         self.is_replayed = True
-        copied = self._interface.copied
+        copied = self.interface.copied
         for register, value in captured.gives:
             registers[register] = value.clone() if register in copied else value
         for register, loan in captured.loans:
@@ -282,7 +270,7 @@ class Segment:
         trained: Sequence[Tensor],
         state: tuple[Tensor | None, ...],
         gradients: Sequence[Tensor | None],
-        graphs: Graphs,
+        graphs: list[Captured],
         direct: bool,
     ) -> Captured | Refusal:
         """Record the segment, if that can be."""
@@ -300,17 +288,14 @@ class Segment:
             self._put_back(before, trained, gradients)
             return Refusal(f"it cannot be captured: {' '.join(str(error).split())}", _CAPTURABLE)
         self.captures += 1
-        lends = len(graphs.lending) < LENDING
+        lends = len(graphs) < LENDING
         gives, loans = self._given(_storages([*taken, *state]) if lends else None)
         after = tuple(parameter.grad for parameter in trained)
         # What was read is put back: the replay takes it like any other.
-        for register in self._interface.reads:
+        for register in self.interface.reads:
             registers[register] = before[register]
         captured = Captured(graph, takes, gives, loans, state, after)
-        if lends:
-            graphs.lending.append(captured)
-        else:
-            graphs.copying = captured
+        graphs.append(captured)
         return captured
 
     def _put_back(
@@ -340,7 +325,7 @@ class Segment:
         finally:
             for port in self._ports:
                 port.rehearses = False
-        values = {r: registers[r] for r in self._interface.gives}
+        values = {r: registers[r] for r in self.interface.gives}
         made = {r: value for r, value in values.items() if isinstance(value, Tensor)}
         used = {_storage(value) for value in made.values()}
         inside = {r: value for r, value in made.items() if _storage(value) not in outside | landed}
@@ -358,12 +343,12 @@ class Segment:
         """Put the memory that the graph is to read into the registers that it reads."""
         registers = self._registers
         takes = []
-        for register in self._interface.reads:
+        for register in self.interface.reads:
             value = registers[register]
             if not isinstance(value, Tensor):
                 what = type(value).__name__
                 return Refusal(f"it reads a value of type {what}, which is no tensor", _TENSORS)
-            if direct and register in self._interface.inputs:
+            if direct and register in self.interface.inputs:
                 continue
             memory = value if self._stable.get(register) is value else value.clone()
             registers[register] = memory
@@ -379,7 +364,7 @@ class Segment:
             outside: the storages that are not the graph's alone, so that what is in them is not
                 lent; None if nothing is.
         """
-        registers, interface = self._registers, self._interface
+        registers, interface = self._registers, self.interface
         made = {r: v for r in interface.gives if isinstance(v := registers[r], Tensor)}
         lent = {
             register: value

@@ -32,7 +32,7 @@ from .segments import cut
 Gates = dict[int, list[Instruction]]
 
 
-class SealedBinder(DeviceBinder):
+class DeviceOnlyBinder(DeviceBinder):
     """Binds one program; see `Binder`.
 
     Attributes:
@@ -44,12 +44,11 @@ class SealedBinder(DeviceBinder):
     def __init__(
         self,
         linked: LinkedProgram,
-        tickets: Tickets | None = None,
+        tickets: Tickets,
         *,
         device: Device,
     ) -> None:
         super().__init__(linked, tickets, device=device)
-        self._linked = linked
         self.gates = 0
         self.is_distrusted = False
         self._gates: list[Instruction] = []
@@ -67,11 +66,11 @@ class SealedBinder(DeviceBinder):
                 self._refuse(op)
         code = super().bind()
         self.gates = len(self._gates)
-        self.segments = cut(code, self._linked, self)
+        cut(code, self)
         code.instructions[:] = [
             self._guarded(each) if isinstance(each, Segment) else each for each in code.instructions
         ]
-        code.put_first([*self._gates, self._make_room, *self._first(code)])
+        code.put_first([*self._gates, self._make_room, *self._land_inputs(code)])
         self._at = max(len(self._program.ops) - 1, 0)
         for instruction in (self._join, *self._passages):
             self._emit(instruction, KEEP)

@@ -85,7 +85,7 @@ class DrivenBinder(DeviceBinder):
     def __init__(
         self,
         linked: LinkedProgram,
-        tickets: Tickets | None = None,
+        tickets: Tickets,
         *,
         device: Device,
         announcements: Mapping[int, Announcements],
@@ -105,17 +105,18 @@ class DrivenBinder(DeviceBinder):
         self._landed = Mark(self.flow)
         self._takers = [self.flow.use(each) for each in streams if each is not Stream.COMPUTE]
 
-    _lands_inputs = True
-
-    def _first(self, code: Code) -> list[Instruction]:
-        """Inputs come to the compute stream; others that take them wait for that."""
+    def bind(self) -> Code:
+        """See `Binder`. Inputs come to the compute stream; others that take them wait for that."""
+        code = super().bind()
         marks = [instructions.mark(self._landed, self.flow.compute)] if self._takers else []
-        return [*super()._first(code), *marks]
+        code.put_first([*self._land_inputs(code), *marks])
+        return code
 
     def _make_gates(self) -> tuple[dict[int, list[Instruction]], dict[int, list[Instruction]]]:
         gates, passages = super()._make_gates()
         uses = {op.chan for op in self._program.ops if isinstance(op, Send | Recv | Collective)}
-        if self._tickets is not None and not uses.isdisjoint(self._announcements):
+        if not uses.isdisjoint(self._announcements):
+            assert self._tickets is not None, "several executions may be in flight"
             gate, passage = self._tickets.acquire_and_release(STREAMS)
             follows = [instructions.follow(self._landed, queue) for queue in self._takers]
             gates.setdefault(self._first_work, []).extend([gate, *follows])

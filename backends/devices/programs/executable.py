@@ -13,9 +13,8 @@ from ...program.linked import LinkedProgram
 from ..base import Device
 from ..pending_work import Work
 from ..warm import warm
-from .binder import DeviceBinder
-from .capture import WARM_UPS, Segment
-from .host_staged import landed
+from .binder import DeviceBinder, landed
+from .capture import WARM_UPS
 from .segments import cut
 
 
@@ -37,9 +36,9 @@ class DeviceExecutable(Executable):
     def __init__(self, linked: LinkedProgram, device: Device) -> None:
         binder = DeviceBinder(linked, device=device)
         code = binder.bind()
-        self.segments: tuple[Segment, ...] = ()
         if any(op.graph is not None for op in linked.program.ops):
-            self.segments = cut(code, linked, binder)
+            cut(code, binder)
+        self.segments = binder.segments
         super().__init__(linked, code)
         self._device = device
         self._flow = binder.flow

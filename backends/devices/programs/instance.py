@@ -28,9 +28,12 @@ from ..output_buffers import Loan
 from ..pending_work import Work
 from .binder import DeviceBinder
 from .capture import Segment
-from .device_only import SealedBinder
+from .device_only import DeviceOnlyBinder
 from .driven import DrivenBinder
 from .interleave import interleave
+
+Shared = tuple[Statistics, Sequence[Guard], Reports | None]
+"""What an instance has in common with the others of its graph on the rank."""
 
 
 class Delivery:
@@ -103,32 +106,28 @@ class SessionEngine(Engine):
 
 
 class DeviceInstance(Instance):
-    """See `Instance`; the program runs on the rank's device.
+    """An instance whose program runs on the rank's device.
 
     An execution has ended when all its work has been put on streams. What it returns is there for
     whatever its receiver puts on a stream behind `delivery`.
 
     Args:
-        linked, code, statistics, guards, reports: as `Instance` takes them.
-        binder: has made `code`, and knows its messages.
-        device: of this rank.
+        binder: of the program, which it binds.
+        shared: the statistics, guards and reports, as `Instance` takes them.
         watch: called with each execution that has been put on the device: what it is of, and its
             number.
+
+    Attributes:
+        segments: the parts of the program that are captured.
     """
 
     def __init__(
-        self,
-        linked: LinkedProgram,
-        code: Code,
-        statistics: Statistics,
-        guards: Sequence[Guard],
-        reports: Reports | None,
-        binder: DeviceBinder,
-        watch: Callable[[Work, int], None],
+        self, binder: DeviceBinder, shared: Shared, watch: Callable[[Work, int], None]
     ) -> None:
         self._device = binder.device
-        super().__init__(linked, code, statistics, guards, reports)
-        work = Work(self.program, self.module, binder.messages, binder.segments, self.position)
+        super().__init__(binder.linked, binder.bind(), *shared)
+        self.segments: Sequence[Segment] = binder.segments
+        work = Work(self.program, self.module, binder.messages, self.segments, self.position)
         self._watch = partial(watch, work)
 
     def _make_engine(self, runs_without_grad: bool) -> SessionEngine:
@@ -150,11 +149,6 @@ class DeviceInstance(Instance):
         )
         return self._session
 
-    @property
-    def segments(self) -> Sequence[Segment]:
-        """The parts of the program that are captured."""
-        return ()
-
     def _deliver(self, outputs: tuple[Any, ...]) -> None:
         """Inside a session, with all work on streams: let the caller's stream have the result."""
         if self.on_end is not None:
@@ -166,44 +160,29 @@ class DeviceInstance(Instance):
             self.delivery = Delivery(self._device, self._device.caller(), tensors, loans)
 
     def _end(self, outputs: tuple[Any, ...]) -> None:
-        self._deliver(outputs)
+        if not self._session.is_put:
+            self._deliver(outputs)
         super()._end(outputs)
         self._watch(self.execution)
 
 
 class AnnouncedInstance(DeviceInstance):
-    """One whose hosts announce each message; an error may take a message's place.
-
-    Args:
-        linked, code, statistics, guards, reports, watch: as `DeviceInstance` takes them.
-        binder: has made `code`.
-    """
+    """An instance whose hosts announce each message; an error may take a message's place."""
 
     def __init__(
-        self,
-        linked: LinkedProgram,
-        code: Code,
-        statistics: Statistics,
-        guards: Sequence[Guard],
-        reports: Reports | None,
-        binder: DrivenBinder,
-        watch: Callable[[Work, int], None],
+        self, binder: DrivenBinder, shared: Shared, watch: Callable[[Work, int], None]
     ) -> None:
-        super().__init__(linked, code, statistics, guards, reports, binder, watch)
-        self._graphs = interleave(code, linked, binder)
+        super().__init__(binder, shared, watch)
+        self._graphs = interleave(self._code, binder)
+        self.segments = self._graphs.segments
         self.record(None)
 
     def record(self, log: Log | None) -> None:
-        """See `Instance`; what is recorded runs as it is, and not by graphs."""
+        """Record every instruction as it is, and not by graphs; None: no longer."""
         if log is None:
             self.engine.use(self._graphs.instructions, self._graphs.place)
         else:
             super().record(log)
-
-    @property
-    def segments(self) -> Sequence[Segment]:
-        """See `DeviceInstance`."""
-        return self._graphs.segments
 
     def _go_on_after(self, error: BaseException) -> None:
         if self.engine.located is not None:
@@ -213,8 +192,8 @@ class AnnouncedInstance(DeviceInstance):
         super()._go_on_after(error)
 
 
-class SealedInstance(DeviceInstance):
-    """One whose device does the whole program in one go, messages included.
+class DeviceOnlyInstance(DeviceInstance):
+    """An instance whose device does the whole program in one go, messages included.
 
     Nothing is to fail once it has begun: the other ranks have put their parts on their devices, or
     will. If something does nevertheless, the job ends. An actor that was changed since it was
@@ -225,22 +204,16 @@ class SealedInstance(DeviceInstance):
     the device.
 
     Args:
-        linked, code, statistics, guards, reports, watch: as `DeviceInstance` takes them.
-        binder: has made `code`.
+        binder, shared, watch: as `DeviceInstance` takes them.
         abandon: ends the job, and says why.
         in_flight: gives the executions of the rank, in the order of their start.
     """
 
     def __init__(
         self,
-        linked: LinkedProgram,
-        code: Code,
-        statistics: Statistics,
-        guards: Sequence[Guard],
-        reports: Reports | None,
-        binder: SealedBinder,
+        binder: DeviceOnlyBinder,
+        shared: Shared,
         watch: Callable[[Work, int], None],
-        *,
         abandon: Callable[[str], None],
         in_flight: Callable[[], Sequence[Instance]],
     ) -> None:
@@ -249,11 +222,11 @@ class SealedInstance(DeviceInstance):
         self._change: Poison | None = None
         self._has_begun = False
         self._binder = binder
-        super().__init__(linked, code, statistics, guards, reports, binder, watch)
+        super().__init__(binder, shared, watch)
         self.engine.runs_without_grad = True  # messages and copies are part of no history
 
     def start(self, inputs: Sequence[Any], execution: int) -> None:
-        """See `Instance`."""
+        """Begin an execution, with all actors trusted until a guard says otherwise."""
         self._has_begun = self._session.is_put = False
         self._change = None
         self._binder.is_distrusted = False
@@ -262,11 +235,6 @@ class SealedInstance(DeviceInstance):
     def drop_graphs(self) -> None:
         """Forget what was captured; idempotent."""
         self._binder.forget()
-
-    @property
-    def segments(self) -> Sequence[Segment]:
-        """See `DeviceInstance`."""
-        return self._binder.segments
 
     def _add_reports(self, reports: Reports) -> None:
         """The report goes ahead of the work, which cannot fail."""
@@ -286,7 +254,7 @@ class SealedInstance(DeviceInstance):
         for instance in self._in_flight():
             if instance is self:
                 return True
-            if instance.running and not isinstance(instance, SealedInstance):
+            if instance.running and not isinstance(instance, DeviceOnlyInstance):
                 return False
         return True
 
@@ -299,10 +267,6 @@ class SealedInstance(DeviceInstance):
         self._deliver(self.engine.outputs())
         self._session.is_put = True
         return True
-
-    def _end(self, outputs: tuple[Any, ...]) -> None:
-        Instance._end(self, outputs)
-        self._watch(self.execution)
 
     def _distrust(self, error: Exception) -> None:
         propagation = ErrorPropagation(self._linked, self._code)

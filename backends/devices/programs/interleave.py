@@ -11,20 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from ....ir.module import FunctionKind
-from ....ir.ops import Call
 from ...base import Body, GraphBody
-from ...failures.fallbacks import Fallbacks
 from ...program.code import Code
 from ...program.instruction_info import Role
 from ...program.instructions import Instruction
-from ...program.linked import LinkedProgram
 from ..stream_order import Flow
 from .capture import Segment
 from .driven import DrivenBinder
-from .segments import interface_of, runs_of
+from .segments import SegmentMaker, runs_of
 
 LEAST = 8
 """Operators of torch that a graph replaces at least: fewer take the host less than its replay and
@@ -64,52 +58,30 @@ class Interleaved:
         return (self.plain[i] for i in self.behind.get(index, ()) if i < place)
 
 
-def interleave(code: Code, linked: LinkedProgram, binder: DrivenBinder) -> Interleaved:
+def interleave(code: Code, binder: DrivenBinder) -> Interleaved:
     """Replace each run of computation that is worth it by a graph; `code` stays as it is."""
-    program, functions = linked.program, linked.module.functions
     made = Interleaved([], [], {}, {}, code.instructions, [])
-    flow, stable = Flow(binder.device), dict[int, Tensor]()
-    fallbacks = linked.fallbacks or Fallbacks(linked.module, linked.rank)
+    make = SegmentMaker(code, binder, Flow(binder.device))
 
     def emit(indices: Sequence[int]) -> None:
         made.instructions.extend(code.instructions[i] for i in indices)
         made.places.extend(indices)
 
-    for number, first, last in runs_of(code, program):
+    for number, first, last in runs_of(code, binder.linked.program):
+        operators = sum(map(_operators, make.bodies(first, last)))
+        if number is not None and operators < LEAST:
+            worth = f"{operators} of the {LEAST} operators of torch that are worth it"
+            make.fallbacks.note(number, worth)
+        if number is None or operators < LEAST:
+            emit(range(first, last))
+            continue
         within = [i for i in range(first, last) if code.infos[i].role is Role.COMPUTE]
-        called = dict.fromkeys(
-            op.fn.name
-            for op in (program.ops[code.infos[i].op] for i in within)
-            if isinstance(op, Call) and functions[op.fn.name].kind is FunctionKind.GRAPH
-        )
-        bodies = [linked.bodies[name] for name in called]
-        if number is None:
-            emit(range(first, last))
-            continue
-        operators = sum(map(_operators, bodies))
-        if operators < LEAST:
-            fallbacks.note(
-                number, f"{operators} of the {LEAST} operators of torch that are worth it"
-            )
-            emit(range(first, last))
-            continue
         gates = [i for i in range(within[0], within[-1]) if code.instructions[i] in binder.gates]
         behind = sorted({*range(within[0], within[-1])} - {*within, *gates})
         emit([*range(first, within[0]), *gates])
         made.within[len(made.places)] = within
         made.behind[len(made.places)] = behind
-        segment = Segment(
-            number,
-            [code.instructions[i] for i in within],
-            code.registers,
-            interface_of(code, program, first, last, binder.escaping),
-            bodies,
-            (),
-            flow,
-            stable,
-            (),
-            fallbacks,
-        )
+        segment = make(number, first, last, within)
         made.instructions.append(segment)
         made.segments.append(segment)
         made.places.append(within[0])

@@ -2,72 +2,94 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
 from ....ir.module import FunctionKind, Program
 from ....ir.ops import Call
+from ...base import Body
 from ...failures.fallbacks import Fallbacks
 from ...program.code import Code
 from ...program.instruction_info import KEEP, InstructionInfo, Role
 from ...program.instructions import Instruction
-from ...program.linked import LinkedProgram
 from ..ports import is_stream_port
-from ..stream_order import Mark
+from ..stream_order import Flow, Mark
 from .binder import DeviceBinder
 from .capture import Interface, Segment
 
 
-def cut(code: Code, linked: LinkedProgram, binder: DeviceBinder) -> tuple[Segment, ...]:
-    """Make each run of instructions whose ops are of one graph a segment.
+def cut(code: Code, binder: DeviceBinder) -> None:
+    """Make each run of instructions whose ops are of one graph a segment of the binder.
 
     The instructions of `code` are replaced: a segment counts as one. In front of what is not part
     of any, the other streams fork from the compute stream.
     """
-    program, functions = linked.program, linked.module.functions
-    fallbacks = linked.fallbacks or Fallbacks(linked.module, linked.rank)
-    runs = runs_of(code, program)
+    runs = runs_of(code, binder.linked.program)
     several = sum(number is not None for number, _, _ in runs) > 1
+    make = SegmentMaker(code, binder, binder.flow)
     segments: list[Segment] = []
-    stable: dict[int, Tensor] = {}
     instructions: list[Instruction] = []
     infos: list[InstructionInfo] = []
     for number, first, last in runs:
         if number is None:
-            instructions += [_instruction(binder.flow.fork), *code.instructions[first:last]]
+            instructions += [_fork(binder.flow), *code.instructions[first:last]]
             infos += [replace(KEEP, op=code.infos[first].op), *code.infos[first:last]]
             continue
-        interface = interface_of(code, program, first, last, binder.escaping)
-        called = dict.fromkeys(
-            op.fn.name
-            for op in (program.ops[info.op] for info in code.infos[first:last])
-            if isinstance(op, Call) and functions[op.fn.name].kind is FunctionKind.GRAPH
-        )
-        segment = Segment(
-            number,
-            code.instructions[first:last],
-            code.registers,
-            interface,
-            [linked.bodies[name] for name in called],
-            [
-                info.port
-                for info in code.infos[first:last]
-                if info.port is not None and is_stream_port(info.port)
-            ],
-            binder.flow,
-            stable,
-            binder.awaited_outside(number),
-            fallbacks,
-            Mark(binder.flow) if several else None,
-        )
+        behind = Mark(binder.flow) if several else None
+        segment = make(number, first, last, range(first, last), behind)
         segments.append(segment)
-        reads, gives, at = interface.reads, interface.gives, code.infos[first].op
         instructions.append(segment)
-        infos.append(InstructionInfo(Role.COMPUTE, reads, gives, op=at))
+        interface, at = segment.interface, code.infos[first].op
+        infos.append(InstructionInfo(Role.COMPUTE, interface.reads, interface.gives, op=at))
     code.instructions[:], code.infos[:] = instructions, infos
-    return tuple(segments)
+    binder.segments = tuple(segments)
+
+
+class SegmentMaker:
+    """Makes the segments of one bound program.
+
+    Args:
+        flow: the streams that the segments fork.
+    """
+
+    def __init__(self, code: Code, binder: DeviceBinder, flow: Flow) -> None:
+        linked = binder.linked
+        self.fallbacks = linked.fallbacks or Fallbacks(linked.module, linked.rank)
+        self._code = code
+        self._binder = binder
+        self._flow = flow
+        self._stable: dict[int, Tensor] = {}
+
+    def bodies(self, first: int, last: int) -> list[Body]:
+        """The traced functions that some instructions in a row call."""
+        linked = self._binder.linked
+        ops = (linked.program.ops[info.op] for info in self._code.infos[first:last])
+        called = dict.fromkeys(op.fn.name for op in ops if isinstance(op, Call))
+        functions = linked.module.functions
+        kinds = {name: functions[name].kind for name in called}
+        return [linked.bodies[name] for name in called if kinds[name] is FunctionKind.GRAPH]
+
+    def __call__(
+        self, number: int, first: int, last: int, within: Sequence[int], behind: Mark | None = None
+    ) -> Segment:
+        """The segment of a run, which does those instructions of it that are `within`."""
+        code, binder = self._code, self._binder
+        ports = (code.infos[index].port for index in within)
+        return Segment(
+            number,
+            [code.instructions[index] for index in within],
+            code.registers,
+            _interface(code, binder.linked.program, first, last, binder.escaping),
+            self.bodies(first, last),
+            [port for port in ports if port is not None and is_stream_port(port)],
+            self._flow,
+            self._stable,
+            binder.awaited_outside(number),
+            self.fallbacks,
+            behind,
+        )
 
 
 def runs_of(code: Code, program: Program) -> list[tuple[int | None, int, int]]:
@@ -82,7 +104,7 @@ def runs_of(code: Code, program: Program) -> list[tuple[int | None, int, int]]:
     return runs
 
 
-def interface_of(
+def _interface(
     code: Code, program: Program, first: int, last: int, escaping: frozenset[int]
 ) -> Interface:
     """What some instructions in a row have in common with the rest of a program.
@@ -105,9 +127,9 @@ def interface_of(
     return Interface(tuple(reads), inputs, gives, escaping | outputs, outputs - later)
 
 
-def _instruction(do: Any) -> Instruction:
+def _fork(flow: Flow) -> Instruction:
     def run() -> bool:
-        do()
+        flow.fork()
         return True
 
     return run
