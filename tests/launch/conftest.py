@@ -133,6 +133,7 @@ def start() -> Iterator[Start]:
             if not name.startswith(("CG_", "PMI", "OMPI_", "OMP_NUM"))
         }
         environment["PYTHONPATH"] = str(Path(cg.__file__).absolute().parent.parent)
+        environment["CG_DEVICE"] = "cpu"  # wherever the tests run
         environment[MARK] = mark
         process = subprocess.Popen(
             list(map(str, command)),

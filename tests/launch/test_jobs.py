@@ -129,7 +129,7 @@ def test_ranks_that_see_an_accelerator_of_their_own_each_take_it(launch: Start) 
 def test_ranks_that_see_the_same_accelerator_stay_on_the_host_and_one_says_so(
     launch: Start,
 ) -> None:
-    job = launch(2, "behave.py", "see_one", "a", "a")
+    job = launch(2, "behave.py", "see_one", "a", "a", options=["--device", "auto"])
     assert job.finish() == 0, job.output
     assert job.output.count("device=None") == 2, job.output
     assert job.output.count("[rank 0] CG_DEVICE=auto leaves actors on the host: 2 ranks") == 1

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import re
+import signal
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from .cpu_world import run_job
+from .jobs import Ended, finish, needs_mpi, run, start
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [*needs_mpi, pytest.mark.timeout(180)]
+
+JOB = Path(__file__).with_name("cpu_scenarios.py")
+SECONDS = 120.0
 
 SCENARIOS = (
     "messages",
@@ -26,6 +34,49 @@ SCENARIOS = (
 LAYOUTS = {"one machine": [0, 0, 0], "two machines": [0, 1, 0, 1]}
 
 Reports = dict[str, dict[int, Any]]
+
+
+def run_job(
+    scenarios: Sequence[str], nodes: Sequence[int], *, launched: bool = True
+) -> dict[str, dict[int, Any]]:
+    """Run scenarios, one after the other, on one rank for each entry of `nodes`.
+
+    Args:
+        scenarios: names of functions of `cpu_scenarios.py`.
+        nodes: for each rank the machine that it pretends to be on.
+        launched: whether by mpiexec. Without it there is no MPI, the ranks meet through files,
+            and nobody ends the other ranks when one dies.
+
+    Returns:
+        What each rank reported, by scenario.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        program = [str(JOB), ",".join(scenarios), json.dumps(list(nodes)), folder]
+        before = shared_files()
+        ends = [run(len(nodes), program, seconds=SECONDS)] if launched else alone(program, nodes)
+        problems = [end.output for end in ends if end.code not in (0, -signal.SIGKILL)]
+        assert not problems, "\n".join(problems)
+        assert shared_files() <= before
+        reports: dict[str, dict[int, Any]] = {name: {} for name in scenarios}
+        for file in Path(folder).glob("report-*"):
+            _, scenario, rank = file.name.split("-")
+            reports[scenario][int(rank)] = json.loads(file.read_text())
+        return reports
+
+
+def alone(program: Sequence[str], nodes: Sequence[int]) -> list[Ended]:
+    """Run each rank as a process of its own, without MPI."""
+    processes = [start(0, [*program, str(rank)]) for rank in range(len(nodes))]
+    try:
+        return [finish(process, SECONDS) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def shared_files() -> set[str]:
+    """This package's names in the shared memory file system."""
+    return {path.name for path in Path("/dev/shm").glob("cg-*")}
 
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=str)

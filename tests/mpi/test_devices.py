@@ -118,7 +118,7 @@ def test_fallbacks_on_fake_devices(tmp_path: Path) -> None:
     """The dump has those of every rank, and none of a program before."""
     (tmp_path / "step.rank1.graphs.txt").write_text("of a program before\n")
     job = ["-m", "tests.mpi.device_job", "tests.mpi.fallback_job"]
-    variables = {"CG_DEVICE": "cpu", "CG_DUMP": str(tmp_path)}
+    variables = {"CG_DUMP": str(tmp_path)}
     ended = run(2, job, variables=variables, seconds=100)
     assert ended.output.count("what falls back says so") == 2, ended.output
     found = {p.name: p.read_text() for p in sorted(tmp_path.glob("*graphs.txt"))}

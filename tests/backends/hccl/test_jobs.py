@@ -30,6 +30,7 @@ def on_npus(
     path = os.pathsep.join([str(STANDIN), environment()["PYTHONPATH"], str(ROOT)])
     given = {
         "CG_DEVICE": "auto",
+        "CUDA_VISIBLE_DEVICES": "",  # a machine with NPUs alone
         "HCCL_SO_PATH": str(mock),
         "HCCL_EXEC_TIMEOUT": "60",
         "PYTHONPATH": path,

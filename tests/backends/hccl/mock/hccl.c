@@ -78,7 +78,7 @@ const char *HcclGetErrorString(HcclResult code) {
 
 typedef struct {
     uint64_t magic, number;
-    char path[96];
+    char name[96];
 } root;
 
 typedef struct {
@@ -106,9 +106,7 @@ HcclResult HcclGetRootInfo(HcclRootInfo *info) {
                       "HcclGetRootInfo: the port is bound: a communicator is being joined");
     memset(info->internal, 0x5a, sizeof info->internal);
     root made = {.magic = ROOT_MAGIC, .number = ++roots};
-    const char *folder = getenv("TMPDIR");
-    snprintf(made.path, sizeof made.path, "%.40s/hccl-%d-%lu", folder ? folder : "/tmp",
-             (int)getpid(), (unsigned long)made.number);
+    snprintf(made.name, sizeof made.name, "hccl-%d-%lu", (int)getpid(), (unsigned long)made.number);
     memcpy(info->internal, &made, sizeof made);
     open_root = made.number;
     return HCCL_SUCCESS;
@@ -134,7 +132,7 @@ HcclResult HcclCommInitRootInfo(uint32_t size, const HcclRootInfo *info, uint32_
     made->fds = calloc(size, sizeof *made->fds);
     pthread_mutex_init(&made->turn, NULL);
     double seconds = seconds_of("MOCK_HCCL_CONNECT_SECONDS", 60);
-    int joined = wire_join(given.path, size, rank, made->fds, seconds);
+    int joined = wire_join(given.name, size, rank, made->fds, seconds);
     if (rank == 0) open_root = 0;
     if (joined != WIRE_DONE)
         return refuse(joined == WIRE_TIMEOUT ? HCCL_E_TIMEOUT : HCCL_E_PARA,

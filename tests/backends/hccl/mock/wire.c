@@ -2,6 +2,7 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <poll.h>
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -65,37 +66,40 @@ int wire_move(move *moves, int count, double seconds) {
     return result;
 }
 
-static void address_of(struct sockaddr_un *address, const char *path, uint32_t member) {
+/* An address without a file: no folder has to exist or be short, and the end of a process frees it. */
+static socklen_t address_of(struct sockaddr_un *address, const char *name, uint32_t member) {
     memset(address, 0, sizeof *address);
     address->sun_family = AF_UNIX;
-    snprintf(address->sun_path, sizeof address->sun_path, "%.90s-%u", path, member);
+    int length = snprintf(address->sun_path + 1, sizeof address->sun_path - 1, "%.90s-%u", name,
+                          member);
+    return (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)length);
 }
 
-static int dial(const char *path, uint32_t peer, double deadline) {
+static int dial(const char *name, uint32_t peer, double deadline) {
     struct sockaddr_un address;
-    address_of(&address, path, peer);
+    socklen_t length = address_of(&address, name, peer);
     while (wire_now() < deadline) {
         int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-        if (fd >= 0 && connect(fd, (struct sockaddr *)&address, sizeof address) == 0) return fd;
+        if (fd >= 0 && connect(fd, (struct sockaddr *)&address, length) == 0) return fd;
         if (fd >= 0) close(fd);
         usleep(2000);
     }
     return -1;
 }
 
-int wire_join(const char *path, uint32_t size, uint32_t member, int *fds, double seconds) {
+int wire_join(const char *name, uint32_t size, uint32_t member, int *fds, double seconds) {
     double deadline = wire_now() + seconds;
     struct sockaddr_un address;
-    address_of(&address, path, member);
+    socklen_t length = address_of(&address, name, member);
     int door = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    if (bind(door, (struct sockaddr *)&address, sizeof address) || listen(door, (int)size)) {
+    if (bind(door, (struct sockaddr *)&address, length) || listen(door, (int)size)) {
         close(door);
         return WIRE_CLOSED;
     }
     int result = WIRE_DONE;
     for (uint32_t i = 0; i < size; i++) fds[i] = -1;
     for (uint32_t peer = 0; peer < member && result == WIRE_DONE; peer++) {
-        fds[peer] = dial(path, peer, deadline);
+        fds[peer] = dial(name, peer, deadline);
         uint32_t hello[2] = {member, size};
         if (fds[peer] < 0) result = WIRE_TIMEOUT;
         else if (send(fds[peer], hello, sizeof hello, MSG_NOSIGNAL) != sizeof hello)
@@ -116,6 +120,5 @@ int wire_join(const char *path, uint32_t size, uint32_t member, int *fds, double
         if (result == WIRE_DONE) fds[hello[0]] = fd;
     }
     close(door);
-    unlink(address.sun_path);
     return result;
 }

@@ -18,8 +18,9 @@ enum { WIRE_DONE = 0, WIRE_TIMEOUT = 1, WIRE_CLOSED = 2 };
 /* Do all moves at once; those of one socket and direction in their order. */
 int wire_move(move *moves, int count, double seconds);
 
-/* Join each member to each other; fds by member, -1 for itself. */
-int wire_join(const char *path, uint32_t size, uint32_t member, int *fds, double seconds);
+/* Join each member to each other; fds by member, -1 for itself.
+ * `name` is the same for all members, and no other communicator of the machine has it. */
+int wire_join(const char *name, uint32_t size, uint32_t member, int *fds, double seconds);
 double wire_now(void);
 
 #endif
