@@ -13,9 +13,10 @@ from cg.ir.module import Module, Phase
 from cg.ir.parser import parse_module
 from cg.ir.printer import format_module, format_op, format_program
 
+from ..sampling import scale
 from .strategies import modules
 
-bounded = settings(max_examples=150)
+bounded = settings(max_examples=80 * scale())
 
 
 @pytest.mark.parametrize("phase", Phase)

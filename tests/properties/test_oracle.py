@@ -22,10 +22,10 @@ from hypothesis import event, given
 
 import cg
 
+from ..sampling import examples
 from .actors import KINDS
 from .oracle import BASIC, Pool, check
 from .recipes import ALL, GROUPS, PIPELINE, READS, VALUES, WRITES, Flavour, Recipe, draw_recipe
-from .sampling import examples
 
 ANYTHING = Flavour(ALL)
 PIPELINES = Flavour(PIPELINE, microbatches=(1, 2, 4), blocks=1)
@@ -55,31 +55,31 @@ def _one_thread() -> Any:
     torch.set_num_threads(before)
 
 
-@examples(70)
+@examples(48)
 @given(recipe=recipes(ANYTHING, BASIC))
 def test_any_step(recipe: Recipe, pool: Pool) -> None:
     event(check(recipe, pool))
 
 
-@examples(48)
+@examples(36)
 @given(recipe=recipes(PIPELINES, tuple(cg.schedules.names())))
 def test_pipelines_under_every_schedule(recipe: Recipe, pool: Pool) -> None:
     event(f"{recipe.schedule}: {check(recipe, pool)}")
 
 
-@examples(27)
+@examples(20)
 @given(recipe=recipes(EFFECTS, BASIC))
 def test_effects_keep_their_order(recipe: Recipe, pool: Pool) -> None:
     event(check(recipe, pool))
 
 
-@examples(20)
+@examples(15)
 @given(recipe=recipes(COLLECTIVES, BASIC))
 def test_collectives(recipe: Recipe, pool: Pool) -> None:
     event(check(recipe, pool))
 
 
-@examples(7)
+@examples(5)
 @given(recipe=recipes(ANYTHING, BASIC))
 def test_with_actors_of_their_own(recipe: Recipe) -> None:
     """Without anything shared between examples, as users make actors and trace steps."""

@@ -29,8 +29,8 @@ from cg.launch.world.world import use_world
 from cg.passes.schedules import Pipeline
 from cg.tracer.actors.actors import ActorHandle
 
+from ..sampling import examples
 from .pipelines import WIDTH, Pipe, Stage, assert_close, draw_pipe, gradients, inputs, make_step
-from .sampling import examples
 from .traces import SharedTraces
 
 pytestmark = pytest.mark.timeout(300)
@@ -91,7 +91,7 @@ def run(pipe: Pipe, pool: Pool) -> tuple[Compiled, Tensor, dict[str, Tensor | No
         return compiled, loss, found
 
 
-@examples(20, shrinks=True)
+@examples(14, shrinks=True)
 @given(seed=st.integers(0, 10**9))
 def test_gradients_are_those_of_the_plain_loop(seed: int, pool: Pool) -> None:
     run(draw_pipe(random.Random(seed).randint, 8, STAGES), pool)

@@ -1,4 +1,4 @@
-"""How many examples the long searches draw: a fixed few, all of them with --slow, or others."""
+"""Counts of examples of long searches: few in a default run, three times as many with --slow."""
 
 from __future__ import annotations
 
