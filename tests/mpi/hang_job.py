@@ -1,18 +1,22 @@
 """Programs one rank of which hangs, each in one way, as a user would write them.
 
-    mpiexec -n 3 python tests/mpi/hang_job.py SCENARIO[,SCENARIO...]
+    mpiexec -n 3 python tests/mpi/hang_job.py SCENARIO[,SCENARIO...] FILE
 
-A rank says what it has seen as a line of JSON, after its number.
+A rank says what it has seen as a line of JSON, after its number. In most scenarios rank 1 hangs
+until the others have been told: they hold a lock of FILE, which it waits for.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import json
 import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,8 +26,11 @@ import cg
 
 torch.set_num_threads(1)
 
-LONG = 5
-"""Seconds of a hang that ends: so that the rank that hangs can say what it is told, too."""
+GATE = os.open(sys.argv[2], os.O_RDWR)
+"""The file with the lock."""
+
+ALONE, AT_ONCE = fcntl.LOCK_EX, fcntl.LOCK_EX | fcntl.LOCK_NB
+"""Waits for the lock, and does not."""
 
 KEEPER = ctypes.PyDLL(None)
 """Its functions keep the interpreter's lock."""
@@ -37,20 +44,22 @@ class Stage(nn.Module):
     @cg.opaque(fake=lambda self, x: torch.empty_like(x))
     def asleep(self, x: Tensor) -> Tensor:
         if x[0] > 0:
-            time.sleep(LONG)  # asleep here
+            fcntl.flock(GATE, ALONE)  # asleep here
+        fcntl.flock(GATE, fcntl.LOCK_UN)
         return x.clone()
 
     @cg.opaque(fake=lambda self, x: torch.empty_like(x))
     def busy(self, x: Tensor) -> Tensor:
-        end = time.monotonic() + LONG * float(x[0] > 0)
-        while time.monotonic() < end:  # busy here
+        while x[0] > 0 and KEEPER.flock(GATE, AT_ONCE) != 0:  # busy here
             pass
+        fcntl.flock(GATE, fcntl.LOCK_UN)
         return x.clone()
 
     @cg.opaque(fake=lambda self, x: torch.empty_like(x))
     def keeping(self, x: Tensor) -> Tensor:
         if x[0] > 0:
-            KEEPER.sleep(LONG)  # the lock is kept here
+            KEEPER.flock(GATE, ALONE)  # the lock is kept here
+        fcntl.flock(GATE, fcntl.LOCK_UN)
         return x.clone()
 
     @cg.opaque
@@ -66,6 +75,19 @@ def say(**what: Any) -> None:
     sys.stdout.flush()
 
 
+@contextmanager
+def told() -> Iterator[None]:
+    """Hold the lock until this rank has been told, and say what that is."""
+    if cg.rank() != 1:
+        fcntl.flock(GATE, fcntl.LOCK_SH)
+    try:
+        yield
+    except cg.StepTimeout as error:
+        say(message=str(error))
+    finally:
+        fcntl.flock(GATE, fcntl.LOCK_UN)
+
+
 first, second, third = (Stage.on(rank)() for rank in range(3))
 X = torch.zeros(2)
 
@@ -78,10 +100,9 @@ def stepwise(method: str) -> None:
 
     compiled = cg.trace(step).lower(X).compile(timeout=1.0)
     compiled(X)
-    try:
+    with told():
+        cg.barrier()  # after which all others hold the lock
         compiled(X + 1)
-    except cg.StepTimeout as error:
-        say(message=str(error))
     assert torch.equal(compiled(X), torch.full((2,), 2.0))
 
 
@@ -104,22 +125,21 @@ def between(wait: Any) -> None:
     compiled = cg.trace(lambda x: third.forward(second.forward(first.forward(x))))
     step = compiled.lower(X).compile(timeout=1.0)
     step(X)
-    if cg.rank() == 1:
-        wait(LONG)  # between two steps
-    try:
+    with told():
+        cg.barrier()
+        if cg.rank() == 1:
+            wait(GATE, ALONE)  # between two steps
         step(X)
-    except cg.StepTimeout as error:
-        say(message=str(error))
 
 
 def outside() -> None:
     """Rank 1 does not come to the next step."""
-    between(time.sleep)
+    between(fcntl.flock)
 
 
 def outside_keeping() -> None:
     """The same, and it keeps the interpreter's lock."""
-    between(KEEPER.sleep)
+    between(KEEPER.flock)
 
 
 def driven(method: str) -> None:
@@ -131,11 +151,9 @@ def driven(method: str) -> None:
     with step.lower(X).compile() as graph:
         if cg.rank() == 0:
             graph.execute(X - 1).result()
-            future = graph.execute(X)
-            try:
+            with told():
+                future = graph.execute(X)
                 future.result(timeout=1.0)
-            except cg.StepTimeout as error:
-                say(message=str(error))
             assert torch.equal(future.result(), torch.full((2,), 2.0))
 
 
@@ -162,15 +180,18 @@ def absent() -> None:
         return second.forward(x)
 
     graph = step.lower(X).compile()
+    if cg.rank() == 0:
+        with told():
+            cg.barrier()
+            future = graph.execute(X)
+            future.result(timeout=1.0)
+    else:
+        cg.barrier()
     if cg.rank() == 1:
-        time.sleep(LONG)  # before it serves
+        fcntl.flock(GATE, ALONE)  # before it serves
+        fcntl.flock(GATE, fcntl.LOCK_UN)
     with graph:
         if cg.rank() == 0:
-            future = graph.execute(X)
-            try:
-                future.result(timeout=1.0)
-            except cg.StepTimeout as error:
-                say(message=str(error))
             future.result()
 
 
@@ -226,7 +247,7 @@ def exiting() -> None:
 def barrier() -> None:
     """Rank 1 does not come to a barrier."""
     if cg.rank() == 1:
-        time.sleep(LONG)  # before the barrier
+        time.sleep(3600)  # before the barrier
     try:
         cg.barrier()
     except (TimeoutError, RuntimeError) as error:

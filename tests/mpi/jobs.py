@@ -6,16 +6,20 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 import cg
+
+from . import warm as interpreting
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -76,13 +80,25 @@ def start(
     *,
     variables: Mapping[str, str] | None = None,
     folder: Path = ROOT,
+    warm: bool = False,
 ) -> subprocess.Popen[str]:
-    """Start a Python program (its arguments after `python`) on so many ranks; 0: without MPI."""
+    """Start a Python program (its arguments after `python`) on so many ranks; 0: without MPI.
+
+    Args:
+        warm: whether each rank is a fork of an interpreter that has imported torch (`warm.py`).
+            That saves seconds of each rank. A test that says something of how ranks start, of
+            signals or of GPUs starts them as users do.
+    """
     found = launcher()
     assert found is not None or ranks == 0
     command = [] if ranks == 0 else [str(found), "-n", str(ranks)]
+    python = [sys.executable]
+    if warm:
+        python += ["-I", "-S", interpreting.__file__]
+        addresses = os.pathsep.join(each.address for each in interpreters())
+        variables = {**(variables or {}), interpreting.INTERPRETERS: addresses}
     return subprocess.Popen(
-        [*command, sys.executable, *program],
+        [*command, *python, *program],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -90,6 +106,35 @@ def start(
         cwd=folder,
         start_new_session=True,
     )
+
+
+@dataclass(frozen=True)
+class Interpreter:
+    """One of those of `warm.py`; it ends when its standard input does, with this process."""
+
+    process: subprocess.Popen[bytes]
+    address: str
+
+
+@cache
+def interpreters() -> tuple[Interpreter, ...]:
+    """Those of this process; it starts them with its first job."""
+    return _interpreter(), _interpreter()
+
+
+def _interpreter() -> Interpreter:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("")  # to an address of the system's choice, without a file
+        listener.listen(64)
+        number = listener.fileno()
+        process = subprocess.Popen(
+            [sys.executable, interpreting.__file__, "serve", str(number)],
+            stdin=subprocess.PIPE,
+            env=environment(),
+            pass_fds=[number],
+            start_new_session=True,
+        )
+        return Interpreter(process, listener.getsockname()[1:].decode())
 
 
 def finish(process: subprocess.Popen[str], seconds: float) -> Ended:
@@ -124,9 +169,11 @@ def run(
     seconds: float,
     variables: Mapping[str, str] | None = None,
     folder: Path = ROOT,
+    warm: bool = False,
 ) -> Ended:
     """Run a job to its end; see `start` and `finish`."""
-    return finish(start(ranks, program, variables=variables, folder=folder), seconds)
+    process = start(ranks, program, variables=variables, folder=folder, warm=warm)
+    return finish(process, seconds)
 
 
 def counts_of_agreement(output: str) -> list[int]:

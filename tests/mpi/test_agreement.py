@@ -30,7 +30,7 @@ def said(output: str, scenario: str) -> tuple[list[Any], list[Any]]:
 def reports() -> Reports:
     """What was said where ranks can go on."""
     # The deadline is far away: what ranks do not agree on is found by looking, and not by waiting.
-    ended = run(2, [str(JOB), ",".join(GO_ON)], seconds=200)
+    ended = run(2, [str(JOB), ",".join(GO_ON)], seconds=200, warm=True)
     assert ended.code == 0, ended.output
     return {scenario: said(ended.output, scenario) for scenario in GO_ON}
 
@@ -136,7 +136,7 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(reports: Reports) 
     ],
 )
 def test_a_branch_that_depends_on_the_rank(scenario: str, calls: str) -> None:
-    ended = run(2, [str(JOB), scenario], seconds=200)
+    ended = run(2, [str(JOB), scenario], seconds=200, warm=True)
     error = said(ended.output, scenario)[1][0]
     assert error["error"] == "TraceError"
     assert f"come to the call of {calls}" in error["message"]
@@ -151,7 +151,7 @@ def test_a_branch_that_depends_on_the_rank(scenario: str, calls: str) -> None:
     ],
 )
 def test_one_rank_alone_does_something_else(scenario: str, executing: str, elsewhere: str) -> None:
-    ended = run(2, [str(JOB), scenario], seconds=200)
+    ended = run(2, [str(JOB), scenario], seconds=200, warm=True)
     for first, *later in said(ended.output, scenario):
         assert first["error"] == "PlanMismatch"
         assert "rank 0 is in a call of step 'train'" in first["message"]

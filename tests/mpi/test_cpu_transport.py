@@ -53,7 +53,11 @@ def run_job(
     with tempfile.TemporaryDirectory() as folder:
         program = [str(JOB), ",".join(scenarios), json.dumps(list(nodes)), folder]
         before = shared_files()
-        ends = [run(len(nodes), program, seconds=SECONDS)] if launched else alone(program, nodes)
+        ends = (
+            [run(len(nodes), program, seconds=SECONDS, warm=True)]
+            if launched
+            else alone(program, nodes)
+        )
         problems = [end.output for end in ends if end.code not in (0, -signal.SIGKILL)]
         assert not problems, "\n".join(problems)
         assert shared_files() <= before

@@ -68,7 +68,7 @@ def check_ending(
     ending: str, program: Sequence[str], device: Mapping[str, str] | None = None
 ) -> None:
     """The job has ended by itself, soon, with a message and a code."""
-    ended = run(2, program, variables=device, seconds=60)
+    ended = run(2, program, variables=device, seconds=60, warm=device is None)
     assert ended.code != 0, ended.output
     assert f"it begins to {ending}" in ended.output
     assert re.search(ENDINGS[ending], ended.output), ended.output
@@ -80,15 +80,16 @@ def check_ending(
 
 def play(job: str, *words: str, fake: bool, ranks: int = 2, seconds: float = 250) -> str:
     start = ["-m", "tests.mpi.device_job"] if fake else ["-m"]
+    program = [*start, f"tests.mpi.{job}", *words]
     variables = {} if fake else ON_GPUS
-    ended = run(ranks, [*start, f"tests.mpi.{job}", *words], variables=variables, seconds=seconds)
+    ended = run(ranks, program, variables=variables, seconds=seconds, warm=fake)
     assert ended.code == 0, ended.output
     return ended.output
 
 
 @pytest.mark.parametrize("words", [["cpu", "fake"], ["fake", "--capture"]])
 def test_communicators_conform(words: list[str]) -> None:
-    ended = run(2, ["-m", "tests.mpi.conformance_job", *words], seconds=100)
+    ended = run(2, ["-m", "tests.mpi.conformance_job", *words], seconds=100, warm=True)
     assert ended.code == 0, ended.output
     assert ended.output.count("cases conform") == len([w for w in words if w[0] != "-"])
 
@@ -119,7 +120,7 @@ def test_fallbacks_on_fake_devices(tmp_path: Path) -> None:
     (tmp_path / "step.rank1.graphs.txt").write_text("of a program before\n")
     job = ["-m", "tests.mpi.device_job", "tests.mpi.fallback_job"]
     variables = {"CG_DUMP": str(tmp_path)}
-    ended = run(2, job, variables=variables, seconds=100)
+    ended = run(2, job, variables=variables, seconds=100, warm=True)
     assert ended.output.count("what falls back says so") == 2, ended.output
     found = {p.name: p.read_text() for p in sorted(tmp_path.glob("*graphs.txt"))}
     there = (
@@ -138,19 +139,19 @@ def test_failures_on_fake_devices() -> None:
 
 def test_interruptions_on_fake_devices() -> None:
     job = ["-m", "tests.mpi.device_job", "tests.mpi.device_interrupt_job", "0", "1"]
-    check_interruptions(run(2, job, seconds=100), (0, 1))
+    check_interruptions(run(2, job, seconds=100, warm=True), (0, 1))
 
 
 @pytest.mark.parametrize(("ranks", "how"), [(2, ()), (3, ()), (2, ("--slow",))])
 def test_driven_graphs_on_fake_devices(ranks: int, how: tuple[str, ...]) -> None:
     program = ["-m", "tests.mpi.device_job", *how, "tests.mpi.driven_job"]
-    check_driven(run(ranks, program, seconds=100))
+    check_driven(run(ranks, program, seconds=100, warm=True))
 
 
 @pytest.mark.parametrize(("ranks", "how"), [(2, ()), (3, ()), (2, ("--slow",))])
 def test_steps_that_need_no_host_on_fake_devices(ranks: int, how: tuple[str, ...]) -> None:
     program = ["-m", "tests.mpi.device_job", *how, "tests.mpi.sealed_job"]
-    check_driven(run(ranks, program, seconds=100), SEALED)
+    check_driven(run(ranks, program, seconds=100, warm=True), SEALED)
 
 
 def test_masks_of_dropout_on_fake_devices() -> None:
@@ -164,7 +165,7 @@ def test_a_bad_end_of_a_rank_on_a_fake_device_ends_the_job(ending: str) -> None:
 
 def test_what_cannot_be_put_on_a_device_ends_the_job_where_nothing_is_announced() -> None:
     job = ["-m", "tests.mpi.device_job", "tests.mpi.driven_fault_job"]
-    ended = run(2, job, seconds=60)
+    ended = run(2, job, seconds=60, warm=True)
     assert ended.code != 0, ended.output
     assert "rank 1 could not put its part of an execution of 'step'" in ended.output
     assert "IndexError" in ended.output
@@ -182,7 +183,7 @@ def test_what_cannot_be_put_on_a_device_ends_the_job_where_nothing_is_announced(
 )
 def test_an_execution_that_a_device_does_not_end(how: list[str], step: str, at: str) -> None:
     job = ["-m", "tests.mpi.device_job", "tests.mpi.device_hang_job", *how]
-    ended = run(2, job, seconds=60)
+    ended = run(2, job, seconds=60, warm=True)
     assert ended.code != 0, ended.output
     named = rf"step '{step}' \(plan [0-9a-f]{{16}}\)"
     first = rf"the host has put all of execution 0 of {named} on the device, which has not ended it"

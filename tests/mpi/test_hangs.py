@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import tempfile
 import time
 from pathlib import Path
 
@@ -25,7 +27,9 @@ HERE = r"\S+hang_job\.py:\d+"
 def hang(*scenarios: str, timeout: str = "60") -> Ended:
     """Run scenarios on three ranks, one after the other."""
     variables = {"CG_TIMEOUT": timeout}
-    return run(3, [str(JOB), ",".join(scenarios)], seconds=SECONDS, variables=variables)
+    with tempfile.NamedTemporaryFile() as file:
+        program, warm = [str(JOB), ",".join(scenarios), file.name], "stopped" not in scenarios
+        return run(3, program, seconds=SECONDS, variables=variables, warm=warm)
 
 
 def messages(*scenarios: str) -> Messages:
@@ -83,7 +87,7 @@ def test_every_rank_is_told_where_one_is_that_does_not_come(steps: Messages, sce
     for message in steps[scenario].values():
         where = r"rank 1 (is outside of executions, after execution \d+, for|has not answered in)"
         assert re.search(where, message), message
-        line = rf"its Python is at {HERE}, in between: wait\(LONG\)  # between two steps"
+        line = rf"its Python is at {HERE}, in between: wait\(GATE, ALONE\)  # between two steps"
         assert re.search(line, message), message
 
 
@@ -99,7 +103,7 @@ def test_the_driver_is_told_which_method_a_rank_hangs_in(graphs: Messages, metho
 def test_the_driver_is_told_where_a_rank_is_that_does_not_serve(graphs: Messages) -> None:
     (message,) = graphs["absent"].values()
     assert re.search(r"rank 1 (is outside of executions|has not answered)", message)
-    line = rf"its Python is at {HERE}, in absent: time\.sleep\(LONG\)  # before it serves"
+    line = rf"its Python is at {HERE}, in absent: fcntl\.flock\(GATE, ALONE\)  # before it serves"
     assert re.search(line, message), message
 
 
@@ -122,7 +126,7 @@ def test_closing_does_not_wait_for_ever(scenario: str) -> None:
 
 def test_closing_under_the_launcher_leaves_no_process() -> None:
     marker = f"marker-{time.monotonic_ns()}"
-    program = ["-m", "cg.launch", "-n", "3", str(JOB), "closing", marker]
+    program = ["-m", "cg.launch", "-n", "3", str(JOB), "closing", os.devnull, marker]
     check_end(finish(start(0, program), SECONDS))
     left = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
@@ -145,7 +149,7 @@ def test_a_barrier_says_where_the_missing_rank_is() -> None:
     ended = hang("barrier", timeout="2")
     assert ended.code != 0
     assert re.search(r"rank [02] gave up barrier .* rank 1 did not come", ended.output)
-    line = rf"its Python is at {HERE}, in barrier: time\.sleep\(LONG\)  # before the barrier"
+    line = rf"its Python is at {HERE}, in barrier: time\.sleep\(3600\)  # before the barrier"
     assert re.search(line, ended.output), ended.output
 
 

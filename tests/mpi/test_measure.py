@@ -10,6 +10,6 @@ pytestmark = [*needs_mpi, pytest.mark.timeout(90)]
 
 
 def test_ranks_agree_on_what_they_measure() -> None:
-    ended = run(2, ["-m", "tests.mpi.measure_job"], seconds=60)
+    ended = run(2, ["-m", "tests.mpi.measure_job"], seconds=60, warm=True)
     assert ended.code == 0, ended.output
     assert ended.output.count(": measured") == 2

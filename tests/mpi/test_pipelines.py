@@ -13,7 +13,7 @@ pytestmark = [*needs_mpi, pytest.mark.timeout(150)]
 
 @pytest.mark.parametrize(("ranks", "seeds"), [(4, (0, 5)), (2, (9, 12))])
 def test_random_pipelines(ranks: int, seeds: tuple[int, int]) -> None:
-    ended = run(ranks, ["-m", "tests.mpi.pipeline_job", *map(str, seeds)], seconds=120)
+    ended = run(ranks, ["-m", "tests.mpi.pipeline_job", *map(str, seeds)], seconds=120, warm=True)
     assert ended.code == 0, ended.output
     passed = [int(n) for n in re.findall(r"rank \d: (\d+) agree", ended.output)]
     assert passed == [5 + seeds[1] - seeds[0]] * ranks

@@ -11,7 +11,7 @@ pytestmark = [*needs_mpi, pytest.mark.timeout(150)]
 
 @pytest.mark.parametrize(("ranks", "seeds"), [(4, (0, 12)), (2, (12, 20))])
 def test_random_steps(ranks: int, seeds: tuple[int, int]) -> None:
-    ended = run(ranks, ["-m", "tests.mpi.oracle_job", *map(str, seeds)], seconds=120)
+    ended = run(ranks, ["-m", "tests.mpi.oracle_job", *map(str, seeds)], seconds=120, warm=True)
     assert ended.code == 0, ended.output
     passed = counts_of_agreement(ended.output)
     # Some of the steps cannot be pipelined, and are refused, by all ranks alike.

@@ -11,6 +11,6 @@ pytestmark = [*needs_mpi, pytest.mark.timeout(150)]
 
 def test_closed_steps_make_room_on_fake_devices() -> None:
     job = ["-m", "tests.mpi.device_job", "tests.mpi.room_job"]
-    ended = run(2, job, seconds=100)
+    ended = run(2, job, seconds=100, warm=True)
     assert ended.code == 0, ended.output
     assert ended.output.count("there was room") == 2, ended.output

@@ -8,5 +8,5 @@ pytestmark = needs_mpi
 
 
 def test_steps_refuse_alike_on_all_ranks() -> None:
-    ended = run(2, ["-m", "tests.mpi.steps_job"], seconds=100)
+    ended = run(2, ["-m", "tests.mpi.steps_job"], seconds=100, warm=True)
     assert ended.output.count("steps are eager Python, or say why not") == 2, ended.output

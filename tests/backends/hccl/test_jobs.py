@@ -18,13 +18,13 @@ from .build import STANDIN, needs_compiler
 from .conformance_job import served
 from .test_npu import needs_no_torch_npu
 
-pytestmark = [*needs_mpi, needs_compiler, pytest.mark.timeout(200)]
+pytestmark = [*needs_mpi, needs_compiler, pytest.mark.timeout(300)]
 
 TINY = "--layers 4 --width 12 --batch 4 --microbatches 2 --steps 3 --rate 1e-2 --sample 0"
 
 
 def on_npus(
-    mock: Path, ranks: int, program: Sequence[str], seconds: float = 150, **variables: str
+    mock: Path, ranks: int, program: Sequence[str], seconds: float = 250, **variables: str
 ) -> Ended:
     """A job whose ranks have an NPU each."""
     path = os.pathsep.join([str(STANDIN), environment()["PYTHONPATH"], str(ROOT)])
@@ -35,7 +35,7 @@ def on_npus(
         "HCCL_EXEC_TIMEOUT": "60",
         "PYTHONPATH": path,
     }
-    return run(ranks, program, variables={**given, **variables}, seconds=seconds)
+    return run(ranks, program, variables={**given, **variables}, seconds=seconds, warm=ranks > 0)
 
 
 def calls(output: str, rank: int, part: str) -> dict[str, int]:

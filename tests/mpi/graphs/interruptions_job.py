@@ -1,6 +1,6 @@
-"""A signal's handler raises anywhere in the driver's calls, hundreds of times.
+"""A signal's handler raises anywhere in the driver's calls, COUNT times.
 
-    mpiexec -n 3 python tests/mpi/graphs/interruptions_job.py
+    mpiexec -n 3 python tests/mpi/graphs/interruptions_job.py COUNT
 
 What it hits is either as if nothing had been, or it fails and says so; whatever is asked for after
 that works.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import sys
 import time
 from typing import Any
 
@@ -18,9 +19,8 @@ import torch
 import cg
 
 torch.set_num_threads(1)
-SECONDS = 30
-ENOUGH = 300
-"""Interruptions."""
+SECONDS = 60
+"""How long a result may take."""
 
 
 class Alarm(Exception):
@@ -102,13 +102,12 @@ class Alarms:
             raise Alarm("alarm") if self.raised % 2 else Stop("alarm")
 
 
-def drive() -> None:
+def drive(count: int) -> None:
     made = graphs()
     away, at_home, _, tensors = made
     alarms = Alarms()
     lost = turn = 0
-    until = time.monotonic() + SECONDS
-    while alarms.raised < ENOUGH and time.monotonic() < until:
+    while alarms.raised < count:
         turn += 1
         asked: list[tuple[Any, Any]] = []
         with contextlib.suppress(Alarm, Stop, cg.ExecutionLost):
@@ -126,7 +125,6 @@ def drive() -> None:
     for graph in made:
         graph.close()
     print(f"{turn} turns, {alarms.raised} interruptions, {lost} lost")
-    assert alarms.raised >= ENOUGH // 5, "the machine is too slow"
 
 
 def is_right(future: Any, value: Any) -> bool:
@@ -151,7 +149,7 @@ def check_all(made: list[Any], turn: int) -> None:
 
 def main() -> None:
     if cg.rank() == 0:
-        drive()
+        drive(int(sys.argv[1]))
     else:
         for graph in graphs():
             graph.serve()

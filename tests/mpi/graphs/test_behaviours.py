@@ -25,7 +25,7 @@ def behaviours() -> list[str]:
 
 @pytest.fixture(scope="module", params=["0000", "0011"], ids=["one machine", "two machines"])
 def ended(request: pytest.FixtureRequest) -> Ended:
-    return run(4, [str(JOB), request.param], seconds=150)
+    return run(4, [str(JOB), request.param], seconds=150, warm=True)
 
 
 @pytest.mark.parametrize("name", behaviours())

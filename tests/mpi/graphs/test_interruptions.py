@@ -13,7 +13,8 @@ pytestmark = [*needs_mpi, pytest.mark.wheel, pytest.mark.timeout(150)]
 JOB = Path(__file__).with_name("interruptions_job.py")
 
 
-def test_graphs_work_on_after_interruptions() -> None:
-    ended = run(3, [str(JOB)], seconds=100)
+@pytest.mark.parametrize("count", [100, pytest.param(400, marks=pytest.mark.slow)])
+def test_graphs_work_on_after_interruptions(count: int) -> None:
+    ended = run(3, [str(JOB), str(count)], seconds=140, warm=True)
     assert ended.code == 0, ended.output
     assert ended.output.count("has ended") == 3, ended.output
