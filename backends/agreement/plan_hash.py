@@ -1,4 +1,4 @@
-"""Do all ranks hold the same plan? Asked once, before the first run."""
+"""Compare the plan of all ranks by its hash, once, before the first run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .gather import ADVICE, disagreement
 
 def plan_hash(module: Module) -> str:
     """SHA-256 of the module's text form, in hexadecimal. Source locations do not count."""
-    return _hash(format_module(module))
+    return hashlib.sha256(format_module(module).encode()).hexdigest()
 
 
 def check_plan(module: Module, world: World) -> str:
@@ -25,15 +25,8 @@ def check_plan(module: Module, world: World) -> str:
     Raises:
         PlanMismatch: the ranks hold different plans; raised on every rank.
     """
-    text = format_module(module)
-    digest = _hash(text)
-    digests = world.allgather(digest)
-    if len(set(digests)) == 1:
+    digest = plan_hash(module)
+    if len(set(world.allgather(digest))) == 1:
         return digest
-    raise PlanMismatch(
-        f"the ranks have compiled different plans: {disagreement(world.allgather(text))}{ADVICE}"
-    )
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+    texts = world.allgather(format_module(module))
+    raise PlanMismatch(f"the ranks have compiled different plans: {disagreement(texts)}{ADVICE}")

@@ -18,7 +18,7 @@ from .queues.broadcast_ports import BroadcastRecvPort, BroadcastSendPort
 from .queues.collectives import CollectivePort, Group
 from .queues.local_receiver import LocalReceiver
 from .queues.local_sender import LocalSender
-from .queues.messages import Active, Incoming, Outgoing, RecvQueue, mover
+from .queues.messages import Active, Incoming, Outgoing, mover
 from .queues.object_ports import ObjectRecvPort, ObjectSendPort
 from .queues.ports import RecvPort, SendPort, SlotRecvPort, SlotSendPort
 from .queues.remote import Counts, RemoteReceiver, RemoteSender
@@ -76,8 +76,8 @@ class CpuCommunicator:
         self._node = node
         self._active: Active = {}
         self.progress = mover(self._active)
-        self._senders: dict[tuple[int, int], LocalSender | RemoteSender] = {}
-        self._senders_of: dict[int, list[LocalSender | RemoteSender]] = {}
+        # By channels: queues with the ranks that receive from them, and by senders.
+        self._senders: dict[int, dict[tuple[int, ...], LocalSender | RemoteSender]] = {}
         self._receivers: dict[tuple[int, int], LocalReceiver | RemoteReceiver] = {}
         self._groups: dict[int, Group] = {}
         endpoints = list(self._endpoints(channels))
@@ -88,13 +88,13 @@ class CpuCommunicator:
                 self._groups[channel.id] = self._group(channel)
 
     def send_port(self, op: Send, channel: Channel, type_: ValueType) -> Port:
-        """The port of a `send` or `recv`.
+        """The port of a `send`.
 
         Raises:
             BindError: the message does not fit into its planned slot.
         """
         self._check_slot(op, channel, type_)
-        queue = self._senders_of[channel.id][0]
+        (queue,) = self._senders[channel.id].values()
         if isinstance(type_, ObjectType) and isinstance(queue, LocalSender):
             return ObjectSendPort(queue)
         codec = codec_of(type_, self._node.copier)
@@ -103,7 +103,7 @@ class CpuCommunicator:
         return SlotSendPort(queue, codec, op.slot)
 
     def recv_port(self, op: Recv, channel: Channel, type_: ValueType) -> Port:
-        """See `Communicator`.
+        """The port of a `recv`.
 
         Raises:
             BindError: the message does not fit into its planned slot.
@@ -126,7 +126,7 @@ class CpuCommunicator:
         operand: ValueType | None,
         result: ValueType,
     ) -> Port:
-        """See `Communicator`.
+        """The port of a collective.
 
         Raises:
             BindError: the operand is not of a type that the collective combines.
@@ -149,35 +149,39 @@ class CpuCommunicator:
             source = self._receivers[channel.id, op.root]
             assert isinstance(source, LocalReceiver)
             return BroadcastRecvPort(op, group, type_, source)
-        for queue in self._senders_of.get(channel.id, ()):
+        for queue in self._senders.get(channel.id, {}).values():
             if isinstance(queue, LocalSender):
                 return BroadcastSendPort(op, group, type_, queue)
         return None  # the root is alone
 
     def reset(self) -> None:
-        """See `Communicator`.
+        """Forget every message in flight, on all ranks together.
 
         Raises:
             StepTimeout: messages between machines are stuck.
         """
         for group in self._groups.values():
             group.reset()
-        for queue in (*self._senders.values(), *self._receivers.values()):
+        for queue in self._queues():
             if isinstance(queue, (LocalSender, LocalReceiver)):
                 queue.reset()
         if self._node.comm is not None:
             self._reset_remote()
 
     def close(self) -> None:
-        """See `Communicator`."""
+        """Give back queues and their memory; idempotent."""
         for group in self._groups.values():
             group.reset()
-        for queue in (*self._senders.values(), *self._receivers.values()):
+        for queue in self._queues():
             queue.close()
         self._senders.clear()
         self._receivers.clear()
-        self._senders_of.clear()
         self._groups.clear()
+
+    def _queues(self) -> Iterator[LocalSender | RemoteSender | LocalReceiver | RemoteReceiver]:
+        for senders in self._senders.values():
+            yield from senders.values()
+        yield from self._receivers.values()
 
     # -- making queues ----------------------------------------------------------------------
 
@@ -206,7 +210,7 @@ class CpuCommunicator:
             end = near[key]
             if end.source == node.rank:
                 sender = LocalSender(node, end.layout, memory, end.local, self._active)
-                self._add_sender(end, end.local[0], sender)
+                self._senders.setdefault(end.channel.id, {})[end.local] = sender
             else:
                 reader = end.local.index(node.rank)
                 self._receivers[key] = LocalReceiver(
@@ -214,41 +218,24 @@ class CpuCommunicator:
                 )
 
     def _make_remote(self, endpoints: Sequence[Endpoint]) -> None:
-        node = self._node
+        comm, rank, active = self._node.comm, self._node.rank, self._active
         for end in endpoints:
+            channel = end.channel.id
             for index, peer in enumerate(end.remote):
                 tag = end.tag + 2 * index
-                if end.source == node.rank:
-                    queue = RemoteSender(node.comm, peer, tag, self._active)
-                    self._add_sender(end, peer, queue)
-                elif peer == node.rank:
-                    self._receivers[end.channel.id, end.source] = RemoteReceiver(
-                        node.comm, end.source, tag, self._active
-                    )
-
-    def _add_sender(self, end: Endpoint, peer: int, queue: LocalSender | RemoteSender) -> None:
-        self._senders[end.channel.id, peer] = queue
-        self._senders_of.setdefault(end.channel.id, []).append(queue)
+                if end.source == rank:
+                    senders = self._senders.setdefault(channel, {})
+                    senders[peer,] = RemoteSender(comm, peer, tag, active)
+                elif peer == rank:
+                    receiver = RemoteReceiver(comm, end.source, tag, active)
+                    self._receivers[channel, end.source] = receiver
 
     def _group(self, channel: Channel) -> Group:
         rank = self._node.rank
-        into: dict[int, RecvQueue] = {
-            peer: self._receivers[channel.id, peer] for peer in channel.ranks if peer != rank
-        }
-        home = self._node.node_of(rank)
-        near = {peer for peer in channel.ranks if self._node.node_of(peer) == home}
-        served = [tuple(peer for peer in into if peer in near)]
-        served += [(peer,) for peer in into if peer not in near]
-        out = [(ranks, self._senders[channel.id, ranks[0]]) for ranks in served if ranks]
-        return Group(
-            rank,
-            channel.ranks,
-            near,
-            out,
-            into,
-            self._active,
-            self._node.copier,
-        )
+        into = {peer: self._receivers[channel.id, peer] for peer in channel.ranks if peer != rank}
+        near = {peer for peer in channel.ranks if self._node.is_local(peer)}
+        out = list(self._senders.get(channel.id, {}).items())
+        return Group(rank, channel.ranks, near, out, into, self._active, self._node.copier)
 
     def _check_slot(self, op: Send | Recv, channel: Channel, type_: ValueType) -> None:
         if op.slot is None:
@@ -269,7 +256,12 @@ class CpuCommunicator:
     def _reset_remote(self) -> None:
         """Bring what each side has asked for and sent to the same count, and complete it all."""
         node = self._node
-        senders = {k: q for k, q in self._senders.items() if isinstance(q, RemoteSender)}
+        senders = {
+            (channel, peer): queue
+            for channel, queues in self._senders.items()
+            for (peer, *_), queue in queues.items()
+            if isinstance(queue, RemoteSender)
+        }
         receivers = {k: q for k, q in self._receivers.items() if isinstance(q, RemoteReceiver)}
         everyone: list[tuple[dict[tuple[int, int], Counts], dict[tuple[int, int], Counts]]]
         everyone = node.world.allgather(
@@ -281,16 +273,15 @@ class CpuCommunicator:
         for (channel, peer), sender in senders.items():
             sender.reset(everyone[peer][1][channel, node.rank])
         deadline = monotonic() + _RESET_SECONDS
-        stuck: set[RemoteReceiver] = set()
+        stuck: set[RemoteSender | RemoteReceiver] = set()
         for (channel, peer), receiver in receivers.items():
             sent = everyone[peer][0][channel, node.rank]
             if not receiver.drain(sent, lambda: monotonic() > deadline):
                 stuck.add(receiver)
-        queues: list[RemoteSender | RemoteReceiver] = [*senders.values(), *receivers.values()]
-        while queues:
-            queues = [queue for queue in queues if not queue.finish_reset() or queue in stuck]
-            if queues and monotonic() > deadline:
-                peers = sorted({queue.peer for queue in queues})
+        left: list[RemoteSender | RemoteReceiver] = [*senders.values(), *receivers.values()]
+        while left := [queue for queue in left if queue in stuck or not queue.finish_reset()]:
+            if monotonic() > deadline:
+                peers = sorted({queue.peer for queue in left})
                 raise StepTimeout(
                     f"messages between rank {node.rank} and ranks {peers} are stuck after a "
                     "failed step; start the job again"

@@ -107,7 +107,7 @@ class Node:
         everyone = world.allgather((os.getpid(), os.sched_getaffinity(0)))
         self.pids = [pid for pid, _ in everyone]
         self.cores = len(set[int]().union(*(everyone[rank][1] for rank in self.local)))
-        self.fence, self._end_fence = full_fence(world.comm)
+        self.fence = full_fence()
         self.order = publish_fence(self.fence)
         self.segments, self.block = self._share_block(segments or (MemoryFiles(), NamedFiles()))
         self.words = self.block.cast("Q")
@@ -169,8 +169,6 @@ class Node:
     def close(self) -> None:
         """Give back what this process holds; idempotent."""
         self.bell.close()
-        self._end_fence()
-        self._end_fence = _nothing
 
     def _hang_bell(self) -> Doorbell:
         """This process's bell, which rings the others and knows whether they live."""
@@ -222,7 +220,3 @@ class Node:
             f"the processes of a machine cannot share memory: {reasons}. They need /proc of each "
             "other, or a common /dev/shm"
         )
-
-
-def _nothing() -> None:
-    """Nothing to give back."""

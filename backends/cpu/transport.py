@@ -8,9 +8,10 @@ from ...ir.module import Channel
 from ..base import Communicator, World
 from .communicator import CpuCommunicator
 from .control.control import Control
+from .control.divergence import out_of_step
 from .control.rank_status import State
 from .node import MpiWorld, Node
-from .waiting.waiting import Waiter, WaitPolicy
+from .waiting.waiting import Waiter
 
 
 class CpuTransport:
@@ -25,9 +26,9 @@ class CpuTransport:
         TransportError: this machine has no memory fence that Python can reach.
     """
 
-    def __init__(self, world: MpiWorld, policy: WaitPolicy | None = None) -> None:
+    def __init__(self, world: MpiWorld) -> None:
         self.node = Node(world)
-        self.control = Control(self.node, policy)
+        self.control = Control(self.node)
         self._resets: tuple[Callable[[], None], ...] = ()
 
     @property
@@ -61,7 +62,7 @@ class CpuTransport:
                 that others have not, so that no two of them agree on what comes next.
         """
         if self.control.diverged is not None:
-            raise self.control.out_of_step(self.control.diverged)
+            raise out_of_step(self.control.diverged)
         if self.control.failed:
             self.control.recover(self._resets)
 

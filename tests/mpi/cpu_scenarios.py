@@ -18,7 +18,6 @@ from cpu_world import FileWorld, TestWorld, report
 from cg.backends.base import Port
 from cg.backends.cpu.communicator import CpuCommunicator
 from cg.backends.cpu.transport import CpuTransport
-from cg.backends.cpu.waiting.waiting import WaitPolicy
 from cg.backends.dtypes import TORCH_DTYPES
 from cg.backends.errors import Failure, RemoteError, StepTimeout, TransportError
 from cg.backends.failures.flight import Position
@@ -51,7 +50,7 @@ class Rank:
     def __init__(self, world: TestWorld) -> None:
         self.world = world
         self.rank = world.rank
-        self.transport = CpuTransport(world, WaitPolicy(yields=20))
+        self.transport = CpuTransport(world)
         self.control = self.transport.control
         self.communicators: list[CpuCommunicator] = []
 
@@ -334,7 +333,7 @@ def diverged(me: Rank) -> Any:
 def compared(me: Rank) -> Any:
     """Whether ranks have come with equal digests: all, all but the last, and some of them."""
     found = []
-    size = len(me.control.positions())
+    size = me.transport.node.size
     everywhere, first = range(size), range(size - 1)
     for ranks, digest in (
         (everywhere, 2**64 - 1),

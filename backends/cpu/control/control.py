@@ -14,13 +14,11 @@ from typing import Final
 from ...errors import PeerLost, PlanMismatch, StepTimeout, TransportError
 from ...failures.flight import Doing, Position, Sight
 from ..node import Node
-from ..waiting.waiting import Waiter, WaitPolicy
-from .error_agreement import Errors, pickled, unpickled
-from .link import Failed, Link, Reached, Status
+from ..waiting.waiting import SLEEP, Waiter
+from .divergence import lost, other_call, other_plan, out_of_step
+from .error_agreement import ErrorAgreement
+from .link import Link, Reached, Status
 from .rank_status import Barrier, Rows, State
-
-GRACE: Final = 1.0
-"""Seconds that a failed execution waits for the other ranks, so that all agree on the error."""
 
 _TELL_EVERY: Final = 0.5
 """Seconds between two reports of a waiting rank to other machines."""
@@ -43,11 +41,11 @@ class Control:
         purpose: what the world's next calls are for, in words for the other ranks.
     """
 
-    def __init__(self, node: Node, policy: WaitPolicy | None = None) -> None:
+    def __init__(self, node: Node, sleep: float = SLEEP) -> None:
         self._node = node
         self._rows = Rows(node)
-        self._errors = Errors(node)
         self._link = Link(node) if len(node.leaders) > 1 else None
+        self._errors = ErrorAgreement(node, self._rows, self._link)
         self._leads = self._link is not None and node.rank == node.leader
         self._relayed: dict[Barrier, int] = {}
         self._agreed: BaseException | None = None
@@ -65,7 +63,7 @@ class Control:
         self.diverged: PlanMismatch | None = None
         self.purpose = ""
         node.world.answer_by(self._tell)
-        self.pause = Waiter(node, policy or WaitPolicy.suiting(node), self.check)
+        self.pause = Waiter(node, self.check, sleep)
 
     # -- one execution ----------------------------------------------------------------------
 
@@ -181,9 +179,15 @@ class Control:
             The error that all ranks raise: of the errors that occurred, that of the lowest rank.
             Ranks that need longer than `GRACE` to notice may see another one.
         """
-        if self._agreed is not None:
-            return self._agreed
-        return self._settle(error)
+        return self._settle(error) if self._agreed is None else self._agreed
+
+    def _settle(self, error: BaseException | None) -> BaseException:
+        self._guarded = False
+        self.failed = True
+        self._agreed = self._errors.settle(self.epoch, error, self.pause)
+        if isinstance(self._agreed, PlanMismatch):
+            self.diverged = self._agreed
+        return self._agreed
 
     def recover(self, resets: Iterable[Callable[[], None]] = (), timeout: float = 60.0) -> None:
         """Start afresh after a failed execution; every rank calls it.
@@ -208,14 +212,11 @@ class Control:
         self._rows.set_state(State.IDLE)
         self._idle_since = monotonic()
 
-    def positions(self) -> list[Position]:
-        """Where every rank is, as far as it has told."""
-        return self._rows.positions()
-
     def flight_record(self) -> str:
         """Where every rank is, in words. Those that do not wait are asked."""
         self._report()
-        positions, rows, describe = self.positions(), self._rows, self._describe
+        rows, describe = self._rows, self._describe
+        positions = rows.positions()
         told = [
             p for p in positions if rows.epoch(p.rank) == self.epoch and rows.has_reported(p.rank)
         ]
@@ -248,7 +249,7 @@ class Control:
         self._errors.withdraw()
         self._node.wake_all()
         if self._link is not None:
-            self._tell_status()
+            self._tell_status(self._link)
             self._link.part(self._node.rank)
 
     def is_silent(self) -> bool:
@@ -258,14 +259,14 @@ class Control:
     # -- calls of the world -----------------------------------------------------------------
 
     def enter(self, number: int, call: str) -> None:
-        """See `Observer`."""
+        """Note that this rank is in its so manieth call of the world."""
         self._calls = number
         if self.diverged is not None:
-            raise self.out_of_step(self.diverged)
+            raise out_of_step(self.diverged)
         self._rows.call(number, self.epoch, self.purpose or call)
 
     def look(self) -> None:
-        """See `Observer`.
+        """Look for ranks that will never come to the call in which this one has waited for a while.
 
         Both count: calls of the world, and executions. A rank that has gone on to a later
         execution, and not to this call, comes to it no more, for the execution ends on all ranks
@@ -273,15 +274,13 @@ class Control:
         meanwhile has then been seen before, or is seen to have come.
         """
         rows = self._rows
-        if self._link is not None and not self._closed and monotonic() > self._told + _TELL_EVERY:
-            self._told = monotonic()
-            self._tell_status()
+        self._tell_others()
         self.hear()
         ahead = [rank for rank in range(self._node.size) if self._is_ahead(rank)]
         self._node.fence()
         strangers = [rank for rank in ahead if rows.calls(rank)[0] < self._calls]
         if strangers:
-            self.diverged = self._disorder(strangers)
+            self.diverged = other_call(self._rows, [self._node.rank, *strangers])
             raise self.diverged
 
     def _is_ahead(self, rank: int) -> bool:
@@ -290,13 +289,6 @@ class Control:
             return self._rows.epoch(rank) > self.epoch
         recovers = self._rows.reached(rank, Barrier.RECOVER) == self.epoch
         return self.failed and recovers and rank != self._node.rank
-
-    @staticmethod
-    def out_of_step(why: PlanMismatch) -> TransportError:
-        """The error of all that is asked for after ranks have gone different ways."""
-        return TransportError(
-            f"the ranks are out of step since an earlier error: {why}. Start the job again"
-        )
 
     # -- barriers ---------------------------------------------------------------------------
 
@@ -345,11 +337,11 @@ class Control:
         """Outside of executions: has a missing rank ended, or is the time up?"""
         for rank in missing:
             if self._rows.has_ended(rank):
-                raise self._lost(rank)
+                raise lost(self._rows, rank, self.epoch)
             if self._rows.calls(rank)[0] > self._calls and rank in self._rows.missing(
                 Barrier.RECOVER, self.epoch
             ):
-                raise self._disorder([rank])
+                raise other_call(self._rows, [self._node.rank, rank])
         if monotonic() > self._deadline:
             raise StepTimeout(
                 f"rank {self._node.rank} has waited {self._timeout} s for the other ranks to "
@@ -358,14 +350,21 @@ class Control:
 
     # -- what others do ---------------------------------------------------------------------
 
+    def _other_plan(self, stranger: int) -> PlanMismatch:
+        """Behind a barrier: a rank of this machine executes another plan."""
+        ranks = (self._node.rank, stranger)
+        plans = {rank: self._rows.plan_of(rank, self.epoch) for rank in ranks}
+        return other_plan(self._rows, self.epoch, plans)
+
     def _check_peer(self, rank: int) -> None:
-        """Can a rank that has not finished this execution still do so?"""
+        """Raise if a rank that has not finished this execution cannot do so any more."""
         rows, last = self._rows, self.epoch - 1
         calls, epoch = rows.calls(rank)
         if calls > self._calls and epoch < self.epoch:
-            raise self._disorder([rank])  # even if that has made it end since
+            # Even if that has made it end since.
+            raise other_call(rows, [self._node.rank, rank])
         if rows.has_ended(rank):
-            raise self._lost(rank)
+            raise lost(self._rows, rank, self.epoch)
         if last and self._errors.last_failed(rank) == last > rows.reached(rank, Barrier.RESUME):
             # It gave up the end of a step in the very moment in which the others reached it.
             raise PeerLost(
@@ -377,58 +376,26 @@ class Control:
             return
         self._node.fence()
         if rows.plan(rank) != rows.plan(self._node.rank):
-            raise self._mismatch({each: rows.plan(each) for each in (self._node.rank, rank)})
-
-    def _other_plan(self, stranger: int) -> PlanMismatch:
-        """Behind a barrier: a rank of this machine executes another plan."""
-        ranks = (self._node.rank, stranger)
-        return self._mismatch({rank: self._rows.plan_of(rank, self.epoch) for rank in ranks})
-
-    def _mismatch(self, plans: Mapping[int, int]) -> PlanMismatch:
-        first, second = (
-            f"plan {plan:016x} on rank {rank}{_of(self._rows.doing(rank))}"
-            for rank, plan in sorted(plans.items())
-        )
-        return PlanMismatch(
-            f"execution {self.epoch} is of {first}, and of {second}. Every rank must "
-            "call the same compiled steps, with inputs of the same types, in the same order; look "
-            "for a call that depends on the rank"
-        )
-
-    def _disorder(self, ranks: Sequence[int]) -> PlanMismatch:
-        """This rank waits in an execution or a call of the world, and `ranks` in one after it."""
-        found = {rank: self._rows.doing(rank) for rank in sorted((self._node.rank, *ranks))}
-        where = "; ".join(f"rank {rank} is in {doing}" for rank, doing in found.items())
-        return PlanMismatch(
-            f"the ranks have come to different calls: {where}. Every rank must make the same "
-            "calls in the same order, and call a step with arguments of the same types: look for "
-            "a last batch that is smaller on one rank (drop_last=True), a clear_cache() that not "
-            "all ranks do, or a call that depends on the rank"
-        )
-
-    def _lost(self, rank: int) -> PeerLost:
-        how = "has died" if rank in self._node.bell.dead else "has ended"
-        last = self._rows.reached(rank, Barrier.COMMIT)
-        return PeerLost(
-            f"rank {rank} {how} after execution {last}, and the other ranks are in execution "
-            f"{self.epoch}. All ranks must make the same calls; start the job again",
-            rank,
-        )
+            plans = {each: rows.plan(each) for each in (self._node.rank, rank)}
+            raise other_plan(rows, self.epoch, plans)
 
     def _report(self) -> None:
         """Tell where this rank is."""
         watch = None if self._comparing else self._watch
         self._rows.report(None if watch is None else watch())
+        self._tell_others()
+
+    def _tell_others(self) -> None:
+        """Tell other machines now and then where this rank is."""
         if self._link is None or self._closed:  # what comes after the last word would not be heard
             return
         if monotonic() > self._told + _TELL_EVERY:
             self._told = monotonic()
-            self._tell_status()
+            self._tell_status(self._link)
 
-    def _tell_status(self) -> None:
-        assert self._link is not None
+    def _tell_status(self, link: Link) -> None:
         rank = self._node.rank
-        self._link.tell_leaders(Status(rank, self._rows.status(), self._rows.doing(rank)))
+        link.tell_leaders(Status(rank, self._rows.status(), self._rows.doing(rank)))
 
     def hear(self) -> None:
         """Take in the news from other machines, and let MPI move on.
@@ -446,48 +413,3 @@ class Control:
             else:
                 self._errors.note(news.rank, news.epoch, news.error)
             self._node.wake_all()
-
-    # -- agreeing on an error ---------------------------------------------------------------
-
-    def _settle(self, error: BaseException | None) -> BaseException:
-        """Say that the execution has failed, wait for the others, and choose the error."""
-        rank, size, epoch = self._node.rank, self._node.size, self.epoch
-        self._guarded = False
-        self.failed = True
-        content = None if error is None else pickled(error, rank)
-        self._errors.publish(epoch, content)
-        self._rows.set_state(State.FAILED)
-        if self._link is not None:
-            self._link.tell_all(Failed(rank, epoch, content))
-        until = monotonic() + GRACE
-        polls = 0
-        while monotonic() < until and not all(map(self._has_voted, range(size))):
-            polls += 1
-            self.pause(polls)
-        contents = ((r, c) for r in range(size) if (c := self._errors.content(r, epoch)))
-        origin, first = next(contents, (rank, None))
-        if first is None:
-            self._agreed = TransportError(
-                f"execution {epoch} has failed on another rank, and its error has not come within "
-                f"{GRACE} s; see the output of the other ranks"
-            )
-        elif error is not None and origin == rank:
-            self._agreed = error
-        else:
-            self._agreed = unpickled(first, origin)
-            if type(error) is type(self._agreed) and str(error) == str(self._agreed):
-                self._agreed = error  # which all ranks have found
-        if isinstance(self._agreed, PlanMismatch):
-            self.diverged = self._agreed
-        assert self._agreed is not None
-        return self._agreed
-
-    def _has_voted(self, rank: int) -> bool:
-        """Whether a rank has ended the execution, by success or by failure, or by dying."""
-        committed = self._rows.reached(rank, Barrier.COMMIT) >= self.epoch
-        failed = self._errors.last_failed(rank) == self.epoch
-        return committed or failed or self._rows.has_ended(rank)
-
-
-def _of(doing: str) -> str:
-    return f" ({doing})" if doing else ""

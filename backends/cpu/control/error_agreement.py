@@ -1,27 +1,84 @@
-"""The errors of a failed execution, from the ranks where they occurred to all others."""
+"""Error agreement: all ranks of a failed execution come to raise one error."""
 
 from __future__ import annotations
 
 import pickle
+from time import monotonic
+from typing import Final
 
+from ...base import Pause
 from ...errors import Failure, RemoteError, TransportError, message_text, traceback_text, type_name
 from ..memory.layout import ERROR_BYTES, ERROR_KEY, ERROR_ROOM, FAILED, ROW, error_at
 from ..node import Node
+from .link import Failed, Link
+from .rank_status import Barrier, Rows, State
+
+GRACE: Final = 1.0
+"""Seconds that a failed execution waits for the other ranks, so that all agree on the error."""
 
 
-class Errors:
+class ErrorAgreement:
     """Tells this rank's errors, and knows those of others.
 
     Inside a machine an error lies in the control block, or, if it is large, in a segment. From
     other machines each rank is sent its own copy.
+
+    Args:
+        node: this machine.
+        rows: those of all ranks.
+        link: to other machines, if there are any.
     """
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, rows: Rows, link: Link | None) -> None:
         self._node = node
+        self._rows = rows
+        self._link = link
         self._words = node.words
         self._mine = node.rank * ROW
         self._key: int | None = None
         self._from_afar: dict[int, tuple[int, bytes | None]] = {}
+
+    def settle(self, epoch: int, error: BaseException | None, pause: Pause) -> BaseException:
+        """Say that the execution has failed, wait for the others, and choose the error.
+
+        Args:
+            epoch: of the execution.
+            error: what was raised here; None where only another rank has failed.
+            pause: how to wait.
+
+        Returns:
+            Of the errors that occurred, that of the lowest rank.
+        """
+        rank, size = self._node.rank, self._node.size
+        content = None if error is None else pickled(error, rank)
+        self.publish(epoch, content)
+        self._rows.set_state(State.FAILED)
+        if self._link is not None:
+            self._link.tell_all(Failed(rank, epoch, content))
+        until = monotonic() + GRACE
+        polls = 0
+        while monotonic() < until and not all(self._has_voted(each, epoch) for each in range(size)):
+            polls += 1
+            pause(polls)
+        contents = ((r, c) for r in range(size) if (c := self.content(r, epoch)))
+        origin, first = next(contents, (rank, None))
+        if first is None:
+            return TransportError(
+                f"execution {epoch} has failed on another rank, and its error has not come within "
+                f"{GRACE} s; see the output of the other ranks"
+            )
+        if error is None:
+            return unpickled(first, origin)
+        if origin == rank:
+            return error
+        agreed = unpickled(first, origin)
+        is_the_same = type(error) is type(agreed) and str(error) == str(agreed)
+        return error if is_the_same else agreed  # one that all ranks have found is their own
+
+    def _has_voted(self, rank: int, epoch: int) -> bool:
+        """Whether a rank has ended the execution, by success or by failure, or by dying."""
+        has_committed = self._rows.reached(rank, Barrier.COMMIT) >= epoch
+        return has_committed or self.last_failed(rank) == epoch or self._rows.has_ended(rank)
 
     def publish(self, epoch: int, content: bytes | None) -> None:
         """Say that the execution has failed here; None if only after another rank."""

@@ -245,10 +245,13 @@ class Rows:
         has_come = self.reached(rank, Barrier.INPUTS) >= epoch > self.reached(rank, Barrier.COMMIT)
         return has_come and bool(self.missing(Barrier.INPUTS, epoch))
 
+    def has_died(self, rank: int) -> bool:
+        """Whether the process of a rank has ended, and this process has noticed."""
+        return rank in self._node.bell.dead
+
     def has_ended(self, rank: int) -> bool:
         """Whether a rank has said goodbye, or has died."""
-        state = self.state(rank)
-        return state is State.EXITED or state is State.DESERTED or rank in self._node.bell.dead
+        return self.state(rank) in (State.EXITED, State.DESERTED) or self.has_died(rank)
 
     def positions(self) -> list[Position]:
         """Where every rank is, as far as it has told."""

@@ -67,7 +67,6 @@ class RecordRing:
             }
 
     def publisher(self, to: Sequence[int], wake: Sequence[int]) -> Callable[[int], None]:
-        """See `Records`."""
         node = self._node
         fence, order, waiting = node.fence, node.order, node.words
         near = [self._near[rank] for rank in to if rank in self._near]
@@ -90,13 +89,11 @@ class RecordRing:
         return put
 
     def reader(self, rank: int) -> Callable[[], int]:
-        """See `Records`."""
         if self._node.is_local(self._driver):
             return self._near_reader(rank)
         return self._far_reader()
 
     def mend(self) -> None:
-        """See `Records`."""
         for ring in self._near.values():
             ring.mend()
 

@@ -1,4 +1,4 @@
-"""How far the ranks of a machine have come in starting over (`backends/driven/restart.py`)."""
+"""Stages of starting over, in shared memory (`backends/driven/restart.py`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .rank_status import State
 
 
 class SharedStages:
-    """Stages in the rows of the control block; implements `Stages`.
+    """Stages in the rows of the control block; `Stages` says what its methods do.
 
     Args:
         node: this machine, which has all ranks.
@@ -21,17 +21,15 @@ class SharedStages:
 
     @property
     def mine(self) -> int:
-        """See `Stages`."""
         return self._node.words[self._row + RESTART]
 
     def reach(self, stage: int) -> None:
-        """See `Stages`."""
         self._node.fence()
         self._node.words[self._row + RESTART] = stage
         self._node.wake_all()
 
     def missing(self, stage: int) -> list[int]:
-        """See `Stages`.
+        """The ranks that have gone through fewer stages.
 
         Raises:
             PeerLost: one of them has ended, and will not come.
@@ -51,16 +49,13 @@ class SharedStages:
         return found
 
     def is_wanted(self, driver: int) -> bool:
-        """See `Stages`."""
         words, mine = self._node.words, self.mine
         if self._node.rank != driver:  # who serves looks often, and the driver looks at all
             return words[driver * ROW + RESTART] > mine
         return any(words[rank * ROW + RESTART] > mine for rank in range(self._node.size))
 
     def tell(self, number: int) -> None:
-        """See `Stages`."""
         self._node.words[self._row + RESTART_AT] = number
 
     def told(self, driver: int) -> int:
-        """See `Stages`."""
         return self._node.words[driver * ROW + RESTART_AT]

@@ -46,7 +46,6 @@ class PlainCells:
     def put(
         self, at: int, content: bytes, size_word: int, size: int, number_word: int, number: int
     ) -> None:
-        """See `Cells`."""
         self._memory[at : at + len(content)] = content
         self._words[size_word] = size
         if self._order is not None:
@@ -54,7 +53,6 @@ class PlainCells:
         self._words[number_word] = number
 
     def get(self, at: int, nbytes: int) -> bytes:
-        """See `Cells`."""
         return self._memory[at : at + nbytes].tobytes()
 
 

@@ -1,4 +1,4 @@
-"""How values of each IR type lie in a message's bytes."""
+"""Codecs: values of each IR type as the bytes of a message."""
 
 from __future__ import annotations
 
@@ -64,7 +64,6 @@ class TensorCodec:
         self._views: dict[int, tuple[memoryview, Tensor]] = {}
 
     def prepare(self, value: Any) -> tuple[Tensor, int]:
-        """See `Codec`."""
         if (
             not isinstance(value, Tensor)
             or value.dtype is not self.dtype
@@ -78,11 +77,9 @@ class TensorCodec:
         return (value.detach() if value.requires_grad else value), self.nbytes
 
     def keep(self, prepared: Tensor) -> Tensor:
-        """See `Codec`."""
         return prepared.clone()
 
     def write(self, prepared: Tensor, target: memoryview, at: int) -> None:
-        """See `Codec`."""
         if not (self.is_large and self.write_large(prepared, target, at)):
             self.view(target, at, 0, False).copy_(prepared)
 
@@ -95,7 +92,6 @@ class TensorCodec:
         return True
 
     def view(self, source: memoryview, at: int, nbytes: int, private: bool) -> Tensor:
-        """See `Codec`."""
         known = self._views.get(at)
         if known is not None and known[0] is source:
             return known[1]
@@ -128,21 +124,17 @@ class ObjectCodec:
         self._copy = copier.copy
 
     def prepare(self, value: Any) -> tuple[Encoded, int]:
-        """See `Codec`."""
         encoded = encode(value)
         return encoded, encoded.nbytes
 
     def keep(self, prepared: Encoded) -> Encoded:
-        """See `Codec`."""
         prepared.keep()
         return prepared
 
     def write(self, prepared: Encoded, target: memoryview, at: int) -> None:
-        """See `Codec`."""
         prepared.write(target, at, self._copy)
 
     def view(self, source: memoryview, at: int, nbytes: int, private: bool) -> Any:
-        """See `Codec`."""
         return decode(source, at, nbytes, private)
 
 
@@ -152,17 +144,16 @@ class UnitCodec:
     nbytes: int | None = 0
 
     def prepare(self, value: Any) -> tuple[None, int]:
-        """See `Codec`."""
         return None, 0
 
     def keep(self, prepared: None) -> None:
-        """See `Codec`."""
+        return None
 
     def write(self, prepared: None, target: memoryview, at: int) -> None:
-        """See `Codec`."""
+        return None
 
     def view(self, source: memoryview, at: int, nbytes: int, private: bool) -> None:
-        """See `Codec`."""
+        return None
 
 
 def codec_of(type_: ValueType, copier: Copier) -> TensorCodec | ObjectCodec | UnitCodec:

@@ -12,10 +12,8 @@ import ctypes
 import platform
 import threading
 from collections.abc import Callable
-from typing import Any
 
 from ...errors import TransportError
-from ..mpi import module_of
 from .native import native
 
 Fence = Callable[[], object]
@@ -27,32 +25,24 @@ _MEMBARRIER_GLOBAL_EXPEDITED = 1 << 1
 _MEMBARRIER_REGISTER_GLOBAL_EXPEDITED = 1 << 2
 
 
-def full_fence(comm: Any = None) -> tuple[Fence, Callable[[], None]]:
-    """A callable that is a sequentially consistent fence, and the one that gives it back.
+def full_fence() -> Fence:
+    """A callable that is a sequentially consistent fence.
 
     In a compiled wheel it is C's. Else, on x86-64, taking a free lock is one (it executes an
-    instruction with the lock prefix); elsewhere it is libatomic's, or `MPI_Win_sync`, or the
-    kernel's membarrier.
-
-    Args:
-        comm: an mpi4py communicator, or None where there is no MPI.
+    instruction with the lock prefix); elsewhere it is libatomic's or the kernel's membarrier.
 
     Raises:
         TransportError: nothing of that is there.
     """
     if native is not None:
-        return native.fence, _nothing
+        found: Fence = native.fence
+        return found
     if platform.machine() in _X86_64:
-        return _lock_fence(), _nothing
-    fence = libatomic_fence()
-    if fence is None and comm is not None:
-        return window_fence(comm)
-    fence = fence or membarrier_fence()
+        return _lock_fence()
+    fence = libatomic_fence() or membarrier_fence()
     if fence is None:
-        raise TransportError(
-            "no full memory fence found: install libatomic (libatomic1 in Debian), or run under MPI"
-        )
-    return fence, _nothing
+        raise TransportError("no full memory fence found: install libatomic (libatomic1 in Debian)")
+    return fence
 
 
 def publish_fence(full: Fence) -> Fence | None:
@@ -69,19 +59,6 @@ def libatomic_fence() -> Fence | None:
     fence.argtypes = (ctypes.c_int,)
     fence.restype = None
     return lambda: fence(_SEQ_CST)
-
-
-def window_fence(comm: Any) -> tuple[Fence, Callable[[], None]]:
-    """MPI's: `MPI_Win_sync` is a full fence in MPICH and Open MPI, inside an epoch."""
-    mpi = module_of(comm)
-    window = mpi.Win.Create(None, comm=mpi.COMM_SELF)
-    window.Lock_all()
-
-    def give_back() -> None:
-        window.Unlock_all()
-        window.Free()
-
-    return window.Sync, give_back
 
 
 def membarrier_fence() -> Fence | None:
@@ -108,7 +85,3 @@ def _lock_fence() -> Fence:
             release()
 
     return fence
-
-
-def _nothing() -> None:
-    """Nothing to give back."""

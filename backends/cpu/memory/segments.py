@@ -73,7 +73,6 @@ class MemoryFiles:
         self._open: dict[int, int] = {}
 
     def create(self, nbytes: int) -> Segment:
-        """See `Segments`."""
         descriptor = os.memfd_create("cg", os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(descriptor, 0, nbytes)  # an error now, not a signal later
@@ -86,12 +85,10 @@ class MemoryFiles:
         return Segment(key, memory)
 
     def open(self, pid: int, key: int, nbytes: int) -> mmap.mmap:
-        """See `Segments`."""
         descriptor = key & ((1 << _DESCRIPTOR_BITS) - 1)
         return _map(f"/proc/{pid}/fd/{descriptor}", nbytes, inode=key >> _DESCRIPTOR_BITS)
 
     def seal(self, key: int) -> None:
-        """See `Segments`."""
         descriptor = self._open.pop(key, None)
         if descriptor is not None:
             os.close(descriptor)
@@ -104,7 +101,6 @@ class NamedFiles:
         self.folder = folder
 
     def create(self, nbytes: int) -> Segment:
-        """See `Segments`."""
         key = secrets.randbits(63)
         path = self._path(key)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -118,11 +114,9 @@ class NamedFiles:
             os.close(descriptor)
 
     def open(self, pid: int, key: int, nbytes: int) -> mmap.mmap:
-        """See `Segments`."""
         return _map(self._path(key), nbytes)
 
     def seal(self, key: int) -> None:
-        """See `Segments`."""
         self._path(key).unlink(missing_ok=True)
 
     def _path(self, key: int) -> Path:

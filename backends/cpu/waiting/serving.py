@@ -1,4 +1,4 @@
-"""How processes wait while graphs are driven and served: by bell, by clock, and in asyncio."""
+"""Waiting of processes that drive and serve graphs: by bell, by clock, and in asyncio."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ..control.rank_status import State
 from ..memory.layout import ROW, STATE
 from ..node import Node
 from .contention import Contention
+from .waiting import SLEEP, nap
 
 if TYPE_CHECKING:
     from ...driven.futures import Future
@@ -42,30 +43,19 @@ _MOST_LOOKS: Final = 256
 _ALONE: Final = 2e-6
 """Seconds that a yield takes at most if it has found nobody else to run."""
 
-_SLEEP: Final = 0.1
-"""Seconds of one sleep; then the process looks again, in case a ring was lost."""
-
-_NAP: Final = 50e-6
-_LONGEST_NAP: Final = 5e-3
-"""Seconds of the first sleep where other machines take part, for nothing rings for them, and of the
-longest; each is twice as long as the one before."""
-
 _TICKS: Final = 64
 """Turns of an event loop in which a future is polled, before the process waits for the bell."""
 
-_GLANCE: Final = 0.1
-"""Seconds after which an event loop looks again, in case a ring was lost."""
-
 _TIMER: Final = 1e-3
-"""The same where other machines take part."""
+"""Seconds after which an event loop looks again where other machines take part."""
 
 
 class Serving:
-    """Waiting of one process; implements `Waiting` of `backends/driven/executions.py`.
+    """Waiting of one process; `Waiting` in `backends/driven/executions.py` says what methods do.
 
     Args:
         node: this machine.
-        hear: takes in what other machines tell; see `Control.hear`.
+        hear: takes in what other machines tell (`Control.hear`).
     """
 
     def __init__(self, node: Node, hear: Callable[[], None]) -> None:
@@ -82,7 +72,7 @@ class Serving:
         self._pumps: dict[asyncio.AbstractEventLoop, _Pump] = {}
 
     def pause(self, polls: int, seconds: float | None) -> None:
-        """See `Waiting`.
+        """Give way after `polls` fruitless turns.
 
         Raises:
             PeerLost: a rank has ended, and nothing has come of it since that was noticed.
@@ -129,31 +119,26 @@ class Serving:
             node.words[self._flag] = 1
             node.fence()
             return
-        longest = _SLEEP
-        if self._spans:
-            longest = min(_NAP * 2 ** min((polls - self._turns) // 2, 30), _LONGEST_NAP)
+        longest = nap((polls - self._turns) // 2) if self._spans else SLEEP
         try:
             node.bell.wait(longest if seconds is None else min(longest, seconds))
         finally:
             self.rest()
 
     def rest(self) -> None:
-        """See `Waiting`."""
         words = self._node.words
         if words[self._flag]:
             words[self._flag] = 0
 
     def look(self, ranks: Sequence[int], seconds: float) -> Mapping[int, Sight]:
-        """See `Waiting`."""
         return self._node.world.look(ranks, seconds)
 
     def pause_simply(self, polls: int) -> None:
-        """The same without a deadline."""
+        """Give way, without a deadline."""
         self.pause(polls, None)
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """See `Waiting`."""
         words, at = self._node.words, self._node.rank * ROW + STATE
         before, words[at] = words[at], State.SERVING
         try:
@@ -162,7 +147,6 @@ class Serving:
             words[at] = before
 
     def watch(self, turn: Callable[[], bool], future: Future) -> Generator[Any, None, None]:
-        """See `Waiting`."""
         for _ in range(_TICKS):
             if not turn():
                 began = perf_counter()
@@ -261,7 +245,7 @@ class _Pump:
                 woken.set_result(None)
             elif error is not None:
                 woken.set_exception(error)
-        self._timer = self._loop.call_later(_TIMER if self._spans else _GLANCE, self._look)
+        self._timer = self._loop.call_later(_TIMER if self._spans else SLEEP, self._look)
 
     def _disarm(self) -> None:
         self._loop.remove_reader(self._node.bell.fileno())

@@ -10,36 +10,29 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from time import perf_counter
+from typing import Final
 
 from ..node import Node
 from .contention import Contention
 
+_POLLS: Final = 16
+"""Polls without a pause."""
 
-@dataclass(frozen=True, slots=True)
-class WaitPolicy:
-    """How long each stage of a wait is.
+_YIELDS: Final = 20
+_YIELDS_WITH_CORES: Final = 200
+"""Polls with a yield of the core before each; more where every rank has a core to itself."""
 
-    Attributes:
-        polls: polls without a pause.
-        yields: polls with a yield of the core before each.
-        sleep: seconds of one sleep; then the rank looks again, in case a ring was lost.
-        nap: seconds of the first sleep where other machines take part, for nothing rings for
-            them; the next naps are twice as long each.
-        longest_nap: and no longer than this.
-    """
+SLEEP: Final = 0.1
+"""Seconds of one sleep; then the process looks again, in case a ring was lost."""
 
-    polls: int = 16
-    yields: int = 20
-    sleep: float = 0.1
-    nap: float = 50e-6
-    longest_nap: float = 5e-3
+_NAP: Final = 50e-6
+_LONGEST_NAP: Final = 5e-3
 
-    @staticmethod
-    def suiting(node: Node) -> WaitPolicy:
-        """The policy for a machine: more yields where every rank has a core to itself."""
-        return WaitPolicy(yields=200 if node.cores >= len(node.local) else 20)
+
+def nap(naps: int) -> float:
+    """Seconds of a sleep where other machines take part, after so many: nothing rings for them."""
+    return float(min(_NAP * 2 ** min(naps, 30), _LONGEST_NAP))
 
 
 class Waiter:
@@ -47,24 +40,24 @@ class Waiter:
 
     Args:
         node: this machine.
-        policy: how long each stage is.
         check: called before each sleep and after it; what it raises ends the wait.
+        sleep: seconds of one sleep.
     """
 
-    def __init__(self, node: Node, policy: WaitPolicy, check: Callable[[], None]) -> None:
+    def __init__(self, node: Node, check: Callable[[], None], sleep: float = SLEEP) -> None:
         self._node = node
-        self._policy = policy
         self._check = check
-        self._yield_after = policy.polls
-        self._sleep_after = policy.polls + policy.yields
+        self._sleep_seconds = sleep
+        has_cores = node.cores >= len(node.local)
+        self._sleep_after = _POLLS + (_YIELDS_WITH_CORES if has_cores else _YIELDS)
         self._spans = len(node.leaders) > 1
         self._flag = node.waiting(node.rank)
         self._armed = False
         self._contention = Contention()
 
     def __call__(self, polls: int, /) -> None:
-        """See `Pause`."""
-        if polls <= self._yield_after:
+        """Give way after `polls` fruitless polls."""
+        if polls <= _POLLS:
             if self._armed:
                 self._disarm()
         elif polls <= self._sleep_after and not self._contention.is_on(began := perf_counter()):
@@ -87,15 +80,9 @@ class Waiter:
         self._armed = False
 
     def _sleep(self, polls: int) -> None:
+        naps = max(polls - self._sleep_after, 0) // 2
         try:
-            self._node.bell.wait(self._seconds(polls))
+            self._node.bell.wait(nap(naps) if self._spans else self._sleep_seconds)
         finally:
             self._disarm()
         self._check()
-
-    def _seconds(self, polls: int) -> float:
-        policy = self._policy
-        if not self._spans:
-            return policy.sleep
-        slept = max(polls - self._sleep_after, 0) // 2
-        return float(min(policy.nap * 2 ** min(slept, 30), policy.longest_nap))

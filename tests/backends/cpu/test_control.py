@@ -14,7 +14,6 @@ import pytest
 from cg.backends.cpu.control.control import Control
 from cg.backends.cpu.control.rank_status import Barrier, State
 from cg.backends.cpu.node import Node
-from cg.backends.cpu.waiting.waiting import WaitPolicy
 from cg.backends.errors import Failure, PlanMismatch, RemoteError, StepTimeout, TransportError
 from cg.backends.failures.flight import Position
 
@@ -23,10 +22,12 @@ from .world import ThreadWorld, run_ranks
 PLAN = 0x1234
 
 
-def run_controls(size: int, body: Callable[[Control, ThreadWorld], Any]) -> list[Any]:
+def run_controls(
+    size: int, body: Callable[[Control, ThreadWorld], Any], sleep: float = 0.02
+) -> list[Any]:
     def run(world: ThreadWorld) -> Any:
         node = Node(world)
-        control = Control(node, WaitPolicy(sleep=0.02))
+        control = Control(node, sleep)
         try:
             return body(control, world)
         finally:
@@ -397,7 +398,6 @@ def test_recovery_does_not_wait_for_ever() -> None:
 
 def test_an_idle_rank_sleeps_and_wakes_at_once() -> None:
     def body(control: Control, world: ThreadWorld) -> int:
-        control.pause._policy = WaitPolicy(sleep=1000.0)  # only a ring can end it
         polls: list[None] = []
         control.begin(PLAN, at(world.rank))
         if world.rank == 1:
@@ -405,4 +405,4 @@ def test_an_idle_rank_sleeps_and_wakes_at_once() -> None:
         control.commit([lambda: polls.append(None)])
         return len(polls)
 
-    assert run_controls(2, body)[0] < 300
+    assert run_controls(2, body, sleep=1000.0)[0] < 300  # only a ring can end the sleep

@@ -171,7 +171,7 @@ def test_large_messages_go_beside_the_slots_and_reuse_that_memory() -> None:
             port = send(communicator, EDGE, OBJECT)
             for size in sizes:
                 put(port, (bytes(size), torch.full((size // 4,), float(size))))
-            buffers = communicator._senders[0, 1].buffers  # type: ignore[union-attr]
+            buffers = communicator._senders[0][1,].buffers  # type: ignore[union-attr]
             return [buffer.room for buffer in buffers.to_lend]
         port = recv(communicator, EDGE, OBJECT)
         received = []

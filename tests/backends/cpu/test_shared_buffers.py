@@ -34,7 +34,7 @@ def exchange(type_: Any, values: list[Any], use: Any) -> Any:
                 send.start(value)
                 wait(send)
                 world.barrier()
-            return communicator._senders[0, 1].buffers.to_lend  # type: ignore[union-attr]
+            return communicator._senders[0][1,].buffers.to_lend  # type: ignore[union-attr]
         recv = communicator.recv_port(Recv(chan=0, peer=0), EDGE, type_)
         for _ in values:
             recv.start(None)

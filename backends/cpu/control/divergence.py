@@ -1,0 +1,53 @@
+"""Errors that name ranks which have gone different ways, or have ended."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ...errors import PeerLost, PlanMismatch, TransportError
+from .rank_status import Barrier, Rows
+
+
+def out_of_step(why: PlanMismatch) -> TransportError:
+    """The error of all that is asked for after ranks have gone different ways."""
+    return TransportError(
+        f"the ranks are out of step since an earlier error: {why}. Start the job again"
+    )
+
+
+def other_plan(rows: Rows, epoch: int, plans: Mapping[int, int]) -> PlanMismatch:
+    """The error of two ranks that execute different plans; `plans` has theirs by rank."""
+    first, second = (
+        f"plan {plan:016x} on rank {rank}{_in_parentheses(rows.doing(rank))}"
+        for rank, plan in sorted(plans.items())
+    )
+    return PlanMismatch(
+        f"execution {epoch} is of {first}, and of {second}. Every rank must "
+        "call the same compiled steps, with inputs of the same types, in the same order; look "
+        "for a call that depends on the rank"
+    )
+
+
+def other_call(rows: Rows, ranks: Sequence[int]) -> PlanMismatch:
+    """The error of ranks in an execution or a call of the world, while others are past it."""
+    where = "; ".join(f"rank {rank} is in {rows.doing(rank)}" for rank in sorted(ranks))
+    return PlanMismatch(
+        f"the ranks have come to different calls: {where}. Every rank must make the same "
+        "calls in the same order, and call a step with arguments of the same types: look for "
+        "a last batch that is smaller on one rank (drop_last=True), a clear_cache() that not "
+        "all ranks do, or a call that depends on the rank"
+    )
+
+
+def lost(rows: Rows, rank: int, epoch: int) -> PeerLost:
+    """The error of ranks in an execution to which another one will not come."""
+    how = "has died" if rows.has_died(rank) else "has ended"
+    return PeerLost(
+        f"rank {rank} {how} after execution {rows.reached(rank, Barrier.COMMIT)}, and the other "
+        f"ranks are in execution {epoch}. All ranks must make the same calls; start the job again",
+        rank,
+    )
+
+
+def _in_parentheses(doing: str) -> str:
+    return f" ({doing})" if doing else ""
