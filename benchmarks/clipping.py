@@ -1,4 +1,4 @@
-"""What waiting for the norm of gradients costs, on paper and on CPU ranks that sleep.
+"""Measure the cost of waiting for the norm of gradients, on paper and on CPU ranks that sleep.
 
     python -m cg.launch -n 4 benchmarks/clipping.py [--json FILE]
 

@@ -1,4 +1,4 @@
-"""What is known of schedules without playing them: bubbles and activations, as formulas."""
+"""Bubbles and activations of schedules as formulas, without playing them."""
 
 from __future__ import annotations
 

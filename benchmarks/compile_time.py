@@ -1,4 +1,4 @@
-"""How long all passes take, and how many ops they make, for growing pipelines.
+"""Measure the time of all passes, and count the ops that they make, for growing pipelines.
 
 Run it on an otherwise idle core: `python benchmarks/compile_time.py [--json FILE]`. The modules are
 training steps of `synthetic.py`, compiled by the default pipeline; tracing is not part of it.

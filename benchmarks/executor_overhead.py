@@ -1,4 +1,4 @@
-"""What the executor costs: microseconds for each instruction of a rank's program.
+"""Measure the executor: microseconds for each instruction of a rank's program.
 
     python benchmarks/executor_overhead.py [--instructions 1000] [--repeats 30] [--json FILE]
 

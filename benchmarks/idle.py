@@ -1,4 +1,4 @@
-"""What idle ranks cost, and how fast the first execution after a pause is.
+"""Measure the cost of idle ranks, and the first execution after a pause.
 
     python -m cg.launch -n 4 benchmarks/idle.py
 

@@ -1,4 +1,4 @@
-"""Where figures come from: the machine, its GPUs, versions, the command, the commit and the day."""
+"""Describe the origin of figures: machine, GPUs, versions, command, commit and day."""
 
 from __future__ import annotations
 

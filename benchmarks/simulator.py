@@ -1,4 +1,4 @@
-"""What it takes to order, check and simulate a schedule, by its size.
+"""Measure how long it takes to order, check and simulate a schedule, by its size.
 
     python benchmarks/simulator.py [--schedule 1f1b] [--sizes 8x64,64x256,1024x4096] [--json FILE]
 

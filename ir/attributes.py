@@ -59,27 +59,8 @@ class Shares:
     def __str__(self) -> str:
         return "{" + ", ".join(f"{actor}: {effect.value}" for actor, effect in self.effects) + "}"
 
-    @staticmethod
-    def parse(text: str) -> Shares:
-        """Read the form that `str()` writes.
-
-        Raises:
-            ValueError: `text` is not of that form.
-        """
-        pairs = _SHARE.findall(text)
-        found = {actor: Effect(word) for actor, word in pairs if word in _EFFECTS}
-        if not _SHARES.fullmatch(text) or len(found) < len(pairs):
-            raise ValueError(
-                f"'{text}' is no set of effects by actor; write {{stage0: write, stage1: read}}"
-            )
-        return Shares.of(found)
-
 
 NO_SHARES = Shares()
-
-_SHARE = re.compile(r"([A-Za-z_][\w.-]*)\s*:\s*([a-z]+)")
-_SHARES = re.compile(rf"\{{\s*({_SHARE.pattern}\s*(,\s*{_SHARE.pattern}\s*)*)?\}}")
-_EFFECTS = frozenset(effect.value for effect in Effect)
 
 
 class Stream(enum.Enum):
@@ -130,6 +111,10 @@ class Task:
 
     def __str__(self) -> str:
         return f"{self.stage}{self.action.value}{self.microbatch}"
+
+    def beside(self, action: Action) -> Task:
+        """The task of the same stage and microbatch that does `action`."""
+        return Task(self.stage, action, self.microbatch)
 
     @staticmethod
     def parse(text: str) -> Task:

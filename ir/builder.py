@@ -63,7 +63,7 @@ class Builder:
         self.names = Names.of(program)
 
     def fresh(self, base: str) -> str:
-        """A name that no value of the program has (see `Names.fresh`)."""
+        """A name that no value of the program has: `base`, or `base` with a number."""
         return self.names.fresh(base)
 
     def value(self, base: str, type_: Type) -> Value:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -45,24 +44,5 @@ class Flops:
     def __str__(self) -> str:
         return "{" + ", ".join(f"{dtype}: {count}" for dtype, count in self.counts) + "}"
 
-    @staticmethod
-    def parse(text: str) -> Flops:
-        """Read the form that `str()` writes.
-
-        Raises:
-            ValueError: `text` is not of that form.
-        """
-        pairs = _COUNT.findall(text)
-        counts = {DType(name): int(count) for name, count in pairs if name in _NAMES}
-        if not _FORM.fullmatch(text) or len(counts) < len(pairs):
-            raise ValueError(
-                f"'{text}' is no count of operations by element type; write {{bf16: 1024, f32: 8}}"
-            )
-        return Flops.of(counts)
-
 
 NO_FLOPS = Flops()
-
-_COUNT = re.compile(r"(\w+)\s*:\s*([0-9]{1,30})")
-_FORM = re.compile(rf"\{{\s*({_COUNT.pattern}\s*(,\s*{_COUNT.pattern}\s*)*)?\}}")
-_NAMES = frozenset(dtype.value for dtype in DType)

@@ -1,4 +1,4 @@
-"""Where in the user's program something came from."""
+"""Locations in the user's source."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from .compare import equal
 from .flops import NO_FLOPS, Flops
 from .location import Location
 from .ops import Op, Return, Value
-from .phases import Phase as Phase
+from .phases import Phase
 from .types import Place, ValueType
 
 

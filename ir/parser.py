@@ -13,8 +13,9 @@ from typing import Any, NoReturn, TypeVar
 
 from .diagnostics import Diagnostic, IRError
 from .location import Location
-from .module import Channel, Function, Module, Phase, Program, Vjp
+from .module import Channel, Function, Module, Program, Vjp
 from .ops import OP_CLASSES, Op, Value, attribute_names
+from .phases import Phase
 from .text import literals
 from .text.lexer import span_of, tokenize
 from .text.literals import Reader

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from .module import Function, Program
-from .ops import Call, Free, Op, Value
+from .ops import Call, Collective, Free, Op, Value
 
 
 class SharedStorage:
     """The groups of a program's values that share storage, by union-find.
 
     A value shares storage with its views, with the values that wait for it, with the future that
-    promised it, with the buffer that it was received into, with the result of a collective that
-    may hand it back, and with the results of calls that may alias it.
+    promised it, with the buffer that it was received into, and with the results of calls that may
+    alias it. What a collective hands back to its root stays apart: it is a value of its own to the
+    proof of progress, in which a slot is free with the value that came in it.
     """
 
     def __init__(self, program: Program, functions: Mapping[str, Function]) -> None:
@@ -36,15 +37,16 @@ class SharedStorage:
         ops = self._program.ops
         return {self.of(op.operands[0]): i for i, op in enumerate(ops) if isinstance(op, Free)}
 
+    def share(self, one: Value, other: Value) -> None:
+        """Make one group of those of two values."""
+        one, other = self.of(one), self.of(other)
+        if one is not other:
+            self._parents[one] = other
+
     def _visit(self, op: Op, functions: Mapping[str, Function]) -> None:
         if isinstance(op, Call):
             function = functions.get(op.fn.name)  # the verifier says where one is missing
             for output, operand in function.aliases if function is not None else ():
-                self._share(op.results[output], op.operands[operand])
-        elif op.shares_operand and op.results and op.operands:
-            self._share(op.results[0], op.operands[0])
-
-    def _share(self, one: Value, other: Value) -> None:
-        one, other = self.of(one), self.of(other)
-        if one is not other:
-            self._parents[one] = other
+                self.share(op.results[output], op.operands[operand])
+        elif op.shares_operand and not isinstance(op, Collective) and op.results and op.operands:
+            self.share(op.results[0], op.operands[0])

@@ -9,9 +9,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, fields
-from typing import ClassVar, Self, TypeAlias, get_type_hints
+from typing import ClassVar, Self, TypeAlias, get_args, get_type_hints
 
-from ..ir.module import Module, Phase
+from ..ir.module import Module
+from ..ir.phases import Phase
 
 
 class OptionError(ValueError):
@@ -67,16 +68,15 @@ class Pass(ABC):
     @classmethod
     def describe_options(cls) -> str:
         """The options with their defaults, as `{broadcast_from=3}`; empty if there are none."""
-        parts = [f"{field.name}={_default_text(field)}" for field in fields(cls)]
+        parts = [f"{field.name}={option_text(_default(field))}" for field in fields(cls)]
         return "{" + ", ".join(parts) + "}" if parts else ""
 
     def __str__(self) -> str:
         """The pass as a pipeline's text names it; options at their default are left out."""
-        changed = {f.name: getattr(self, f.name) for f in fields(self)}
         parts = [
-            f"{key}={option_text(value)}"
-            for key, value in changed.items()
-            if value != _default(type(self), key)
+            f"{field.name}={option_text(value)}"
+            for field in fields(self)
+            if (value := getattr(self, field.name)) != _default(field)
         ]
         return self.name + ("{" + ",".join(parts) + "}" if parts else "")
 
@@ -91,7 +91,7 @@ def parse_option(pass_name: str, key: str, hint: object, text: str) -> object:
     Raises:
         OptionError: the text is not of the type, or the type has no text form.
     """
-    arguments = getattr(hint, "__args__", ())
+    arguments = get_args(hint)
     if type(None) in arguments and len(arguments) == 2:
         if text == "none":
             return None
@@ -122,15 +122,7 @@ def option_text(value: object) -> str:
 _BOOLS = {"true": True, "false": False}
 
 
-def _default(cls: type[Pass], name: str) -> object:
-    return next(_field_default(field) for field in fields(cls) if field.name == name)
-
-
-def _field_default(field: Field[object]) -> object:
+def _default(field: Field[object]) -> object:
     if field.default_factory is not MISSING:
         return field.default_factory()
     return field.default
-
-
-def _default_text(field: Field[object]) -> str:
-    return option_text(_field_default(field))

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..ir.diagnostics import IRError
-from ..ir.module import Module, Phase
+from ..ir.module import Module
+from ..ir.phases import Phase
 from ..ir.printer import format_module
 from ..ir.verify.verifier import verify
 from .base import Pass, Pipeline

@@ -1,4 +1,4 @@
-"""What a rank's host asks of its GPU by calls of CUDA while something runs, and what it may."""
+"""Count a host's calls of CUDA while something runs, and hold them against what it may."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the host's time goes in a step that is captured whole."""
+"""Measure the host's time in a step that is captured whole."""
 
 from __future__ import annotations
 

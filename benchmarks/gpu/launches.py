@@ -1,4 +1,4 @@
-"""What the hosts call during steps that are captured whole: one graph a step, and no wait."""
+"""Count the calls of hosts in steps that are captured whole: one graph a step, and no wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How things are timed."""
+"""Time things on the host and on devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all arms of the comparison share: which cells there are, and how one is timed."""
+"""The cells of the comparison, and how all arms time one."""
 
 from __future__ import annotations
 

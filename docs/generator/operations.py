@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 from dataclasses import fields
 
-from cg.ir.module import Phase
 from cg.ir.ops import OP_CLASSES, Collective, Op, attribute_names
+from cg.ir.phases import Phase
 
 from .tables import describe, table
 

@@ -6,7 +6,7 @@ import inspect
 import re
 from dataclasses import fields
 
-from cg.ir.module import Phase
+from cg.ir.phases import Phase
 from cg.passes import pipelines, registry
 from cg.passes.base import Pass
 

@@ -116,7 +116,7 @@ class Op:
         """
 
     def check_places(self, context: Context) -> None:
-        """Check that the results are where the op runs; see `check_operand_places` for operands.
+        """Check that the results are where the op runs.
 
         Raises:
             Problem: one is elsewhere.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ..attributes import Symbol
 from ..phases import Phase
-from ..types import DType, FutureType, Place, UnitType
+from ..types import DType, Place, UnitType, promised
 from .base import Adjoint, Op
 from .rules import (
     Context,
@@ -169,8 +169,7 @@ class Wait(Op):
 
     def check(self, context: Context) -> None:
         expect_operands(self, 1, "one operand")
-        type_ = self.operands[0].type
-        value = type_.value if isinstance(type_, FutureType) else type_
+        value = promised(self.operands[0].type)
         if isinstance(value, UnitType) and not self.results:
             return
         expect_results(self, 1, "one result")

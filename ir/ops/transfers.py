@@ -99,7 +99,10 @@ class Send(PointToPoint):
 
 @dataclass(eq=False, slots=True)
 class Recv(PointToPoint):
-    """Start receiving from `peer`; takes the buffer to receive into, or none. See `send`."""
+    """Start receiving from `peer`; takes the buffer to receive into, or none.
+
+    The attributes are as in `send`.
+    """
 
     opcode: ClassVar[str] = "recv"
     takes: ClassVar[str] = "none, or a buffer of the type that is promised"

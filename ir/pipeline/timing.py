@@ -1,4 +1,4 @@
-"""When the tasks of a pipeline run, if every rank runs its own in order: a virtual clock.
+"""Time the tasks of a pipeline, each rank running its own in order, by a virtual clock.
 
 The model: a rank runs one task at a time, in order, each as soon as it can. F of a stage needs F of
 the stage before it, B needs B of the stage after it, of the same microbatch; what comes from
@@ -23,7 +23,7 @@ class OrderDeadlock(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """The facts that the tasks of one action and stage share, by lane (see `Row`).
+    """The facts that the tasks of one action and stage share, by lane as `Row` numbers them.
 
     Attributes:
         durations: how long a task takes.

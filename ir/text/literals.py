@@ -10,18 +10,20 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from ..attributes import Shares, Symbol, Task
+from ..attributes import Effect, Shares, Symbol, Task
 from ..flops import Flops
 from ..types import DType, FutureType, ObjectType, Place, TensorType, Type, UnitType
 
 _TYPE = re.compile(
     r"(?:(?P<kind>object|unit)|(?P<dtype>\w+)\[(?P<dims>[\d,\s]*)\])"
-    r"(?:@(?:(?P<rank>\d+)|(?P<ranks>\{.*\})))?",
+    r"(?:@(?P<place>(?P<rank>\d+)|\{.*\}))?",
     re.DOTALL,
 )
 _FUTURE = re.compile(r"future<(.*)>", re.DOTALL)
-_PAIR = re.compile(r"\s*(\d+)\s*->\s*(\d+)\s*")
-_RUN = re.compile(r"\s*(\d+)\s*(?:\.\.\s*(\d+)\s*)?")
+_PAIR = re.compile(r"(\d+)\s*->\s*(\d+)")
+_RUN = re.compile(r"(\d+)\s*(?:\.\.\s*(\d+))?")
+_COUNT = re.compile(rf"({'|'.join(dtype.value for dtype in DType)})\s*:\s*([0-9]{{1,30}})")
+_SHARE = re.compile(rf"([A-Za-z_][\w.-]*)\s*:\s*({'|'.join(effect.value for effect in Effect)})")
 _PLAIN = re.compile(r"[\w.$-]+")
 
 Reader = Callable[[str], Any]
@@ -45,7 +47,9 @@ def parse_type(text: str) -> Type:
             f"'{text}' is not a type; write f32[8,512], object, unit or future<T>, "
             "with a place such as @0 or @{0..3} behind it"
         )
-    place = _place_of(match["rank"], match["ranks"])
+    place = None
+    if match["place"] is not None:
+        place = _place(match["place"]) if match["rank"] is None else Place((int(match["rank"]),))
     if match["kind"] is not None:
         return ObjectType(place) if match["kind"] == "object" else UnitType(place)
     dtype = parse_enum(DType, match["dtype"])
@@ -61,17 +65,32 @@ def parse_ranks(text: str) -> tuple[int, ...]:
     Raises:
         ValueError: `text` is not of that form.
     """
-    inner = text[1:-1].strip() if text[:1] == "{" and text[-1:] == "}" else None
-    if inner == "":
-        return ()
     ranks: list[int] = []
-    for part in (inner or "?").split(","):
-        run = _RUN.fullmatch(part)
-        if run is None:
-            raise ValueError(f"'{text}' is not a set of ranks; write {{0..3,7}}")
-        first = int(run[1])
-        ranks += range(first, int(run[2] or first) + 1)
+    for first, last in _items(text, _RUN, "not a set of ranks; write {0..3,7}"):
+        ranks += range(int(first), int(last or first) + 1)
     return tuple(ranks)
+
+
+def _items(text: str, form: re.Pattern[str], problem: str) -> list[tuple[str, str]]:
+    """The two parts of each item between braces, where there may be none.
+
+    Raises:
+        ValueError: an item is not of the form; the message ends in `problem`.
+    """
+    inner = text[1:-1].strip()
+    items = [form.fullmatch(part.strip()) for part in inner.split(",")] if inner else []
+    found = [(item[1], item[2]) for item in items if item is not None]
+    if (text[:1], text[-1:]) != ("{", "}") or len(found) < len(items):
+        raise ValueError(f"'{text}' is {problem}")
+    return found
+
+
+def _table(text: str, form: re.Pattern[str], problem: str) -> dict[str, str]:
+    """The items between braces by their first part, which no two share."""
+    items = _items(text, form, problem)
+    if len(dict(items)) < len(items):
+        raise ValueError(f"'{text}' is {problem}")
+    return dict(items)
 
 
 def parse_enum(cls: type[enum.Enum], text: str) -> Any:
@@ -150,22 +169,25 @@ def readers_of(cls: type) -> dict[str, Reader]:
     return found
 
 
-def _place_of(rank: str | None, ranks: str | None) -> Place | None:
-    if rank is not None:
-        return Place((int(rank),))
-    return Place(parse_ranks(ranks)) if ranks is not None else None
-
-
 def _place(text: str) -> Place:
     return Place(parse_ranks(text))
 
 
 def _pairs(text: str) -> tuple[tuple[int, int], ...]:
-    if parse_ok := text[:1] == "{" and text[-1:] == "}":
-        parts = [_PAIR.fullmatch(part) for part in text[1:-1].split(",") if part.strip()]
-        if parse_ok and all(parts):
-            return tuple((int(part[1]), int(part[2])) for part in parts if part)
-    raise ValueError(f"'{text}' is not a set of pairs; write {{0 -> 1, 1 -> 0}}")
+    pairs = _items(text, _PAIR, "not a set of pairs; write {0 -> 1, 1 -> 0}")
+    return tuple((int(one), int(other)) for one, other in pairs)
+
+
+def _flops(text: str) -> Flops:
+    problem = "no count of operations by element type; write {bf16: 1024, f32: 8}"
+    counts = _table(text, _COUNT, problem)
+    return Flops.of({DType(name): int(count) for name, count in counts.items()})
+
+
+def _shares(text: str) -> Shares:
+    problem = "no set of effects by actor; write {stage0: write, stage1: read}"
+    effects = _table(text, _SHARE, problem)
+    return Shares.of({actor: Effect(word) for actor, word in effects.items()})
 
 
 def _bool(text: str) -> bool:
@@ -194,8 +216,8 @@ _READERS: dict[Any, Reader] = {
     Symbol: parse_symbol,
     Place: _place,
     Task: Task.parse,
-    Flops: Flops.parse,
-    Shares: Shares.parse,
+    Flops: _flops,
+    Shares: _shares,
     tuple[int, ...]: parse_ranks,
     tuple[tuple[int, int], ...]: _pairs,
 }

@@ -1,12 +1,13 @@
-"""Batches: which messages may be one operation, and whether both ends say the same of them."""
+"""Check batches: messages that are one operation, at both of their ends."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from ..diagnostics import Diagnostic
-from ..module import Module, Phase, Program
+from ..module import Module, Program
 from ..ops import Collective, Op, Recv, Send, Wait, batch_of
+from ..phases import Phase
 from ..types import FutureType
 
 _HELP = "a batch is one send and one recv, to and from the same rank, on one stream, side by side"

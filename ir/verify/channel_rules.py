@@ -1,4 +1,4 @@
-"""Channels: who uses which, and whether each message that is sent is received.
+"""Check channels: their declarations, and that each message that is sent is received.
 
 `check_channel_op` is about one op; `unmatched` compares the two ends of each channel, or all ends
 of a group's, over all programs of a module.
@@ -12,11 +12,11 @@ from itertools import zip_longest
 from typing import TypeAlias
 
 from ..diagnostics import Diagnostic
-from ..module import Channel, Module, Phase, Program
-from ..ops import Collective, Recv, Send, Value, attributes
+from ..module import Channel, Module, Program
+from ..ops import Collective, Recv, Send, attributes
 from ..ops.rules import Problem, bare, same_but_place
-from ..phases import has_futures
-from ..types import FutureType, Type
+from ..phases import Phase, has_futures
+from ..types import promised
 from .batch_rules import unlike_batches
 
 _CommOp: TypeAlias = Send | Recv | Collective
@@ -139,7 +139,7 @@ def _unlike_ends(sent: _End | None, received: _End | None) -> Iterator[Diagnosti
     if sent is None or received is None:
         yield from (_alone(end) for end in (sent, received) if end is not None)
         return
-    one, other_type = sent[1].operands[0].type, _promised(received[1].results[0])
+    one, other_type = sent[1].operands[0].type, promised(received[1].result.type)
     if not same_but_place(one, other_type):
         program, op = received
         yield Diagnostic(
@@ -209,13 +209,10 @@ _LOCAL = frozenset({"mb", "task", "stream", "graph"})
 
 def _meaning(op: _CommOp) -> tuple[object, ...]:
     found = {name: value for name, value in attributes(op).items() if name not in _LOCAL}
+    # Every member of a group gives or gets, so that operands or results say the type.
     uniform = not isinstance(op, Collective) or op.exchange.is_uniform
     values = op.results if uniform else op.operands
     return op.opcode, found, [bare(value.type) for value in values]
-
-
-def _promised(value: Value) -> Type:
-    return value.type.value if isinstance(value.type, FutureType) else value.type
 
 
 def _seq(op: _CommOp) -> int:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..diagnostics import Diagnostic, IRError
-from ..module import Function, Module, Phase, Program, Vjp
+from ..module import Function, Module, Program, Vjp
 from ..ops import Call, Collective, Free, Op, Recv, Return, Send, Value, Wait
 from ..ops.rules import Context, Problem, check_ranks
-from ..phases import has_futures, has_places
+from ..phases import Phase, has_futures, has_places
 from ..types import FutureType, Place, UnitType, ValueType
 from .batch_rules import check_batches
 from .channel_rules import check_channel, check_channel_op, unmatched

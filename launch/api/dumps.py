@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 from ...backends.base import World
 from ...ir.module import Module
 from ...passes.manager import PassReport, format_reports
-from ...passes.order.grid import format_grid
+from ...passes.simulate.program_grid import format_grid
 from ..config import Config
 from ..pictures.program_timeline import picture_in_units
 from ..pictures.timeline_html import timeline_html

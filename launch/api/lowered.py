@@ -13,7 +13,8 @@ from ...backends.driven.device_only import is_sealed
 from ...backends.failures.fallbacks import Fallbacks
 from ...backends.program.fuse import check_name
 from ...ir.clone import clone
-from ...ir.module import Module, Phase
+from ...ir.module import Module
+from ...ir.phases import Phase
 from ...ir.printer import format_module
 from ...passes.lower.capture import describe
 from ...passes.manager import PassManager

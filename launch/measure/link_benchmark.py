@@ -16,8 +16,9 @@ from torch import Tensor
 from ...backends.base import Body, World
 from ...backends.program.linked import LinkedModule
 from ...ir.attributes import Symbol
-from ...ir.module import Channel, Function, Module, Phase, Program
+from ...ir.module import Channel, Function, Module, Program
 from ...ir.ops import Call, Op, Return, Value
+from ...ir.phases import Phase
 from ...ir.pipeline.costs import Link
 from ...ir.types import DType, Place, TensorType, relocate
 from ...passes.manager import PassManager

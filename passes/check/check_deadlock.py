@@ -9,8 +9,9 @@ from typing import ClassVar
 from ...ir.attributes import Stream
 from ...ir.communication import Message, Progress
 from ...ir.diagnostics import Diagnostic, IRError, error
-from ...ir.module import Module, Phase
+from ...ir.module import Module
 from ...ir.ops import Op, Recv, Send
+from ...ir.phases import Phase
 from ..base import Pass
 
 

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import ClassVar
 
 from ...ir.diagnostics import Diagnostic, IRError
-from ...ir.module import FunctionKind, Module, Phase, Program
+from ...ir.module import FunctionKind, Module, Program
 from ...ir.ops import (
     Alloc,
     Call,
@@ -23,6 +23,7 @@ from ...ir.ops import (
     View,
     Wait,
 )
+from ...ir.phases import Phase
 from ...ir.types import TensorType
 from ..base import Pass
 from ..lower.liveness import Storage, Storages

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from ...ir import builtins
-from ...ir.attributes import Symbol
+from ...ir.attributes import Action, Symbol
 from ...ir.builder import Names
 from ...ir.diagnostics import error
 from ...ir.location import Location
 from ...ir.module import Module
 from ...ir.ops import AllReduce, Call, Constant, Op, Value
 from ...ir.types import Place, TensorType, Type, relocate
-from ..order.stages import backward_of
 
 
 class Cotangents:
@@ -82,6 +81,7 @@ class Cotangents:
             )
         function = builtins.add(self._module, type_)
         result = self.new(primal, relocate(type_, place))
+        forward = maker.task if place == maker.place else None
         self.ops.append(
             Call(
                 (a, b),
@@ -89,7 +89,7 @@ class Cotangents:
                 fn=Symbol(function.name),
                 loc=maker.loc,
                 mb=maker.mb,
-                task=backward_of(maker.task) if place == maker.place else None,
+                task=forward and forward.beside(Action.BACKWARD),
             )
         )
         return result

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...ir.attributes import Effect
-from ...ir.module import Function, FunctionKind, Module, Phase, Program
+from ...ir.module import Function, FunctionKind, Module, Program
 from ...ir.ops import Call, Constant, Op, Return, Value, View, attributes
+from ...ir.phases import Phase
 from ..base import Pass
 
 

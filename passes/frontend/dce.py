@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...ir.attributes import Effect
-from ...ir.module import Module, Phase
+from ...ir.module import Module
 from ...ir.ops import Backward, Call, Op, Return, Value
+from ...ir.phases import Phase
 from ..base import Pass
 from .effect_order import effect_of
 

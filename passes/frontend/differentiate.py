@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import ClassVar
 
-from ...ir.attributes import Symbol, Task
+from ...ir.attributes import Action, Symbol, Task
 from ...ir.builder import Names
 from ...ir.diagnostics import Diagnostic, IRError, error
-from ...ir.module import Module, Phase, Program, Vjp
+from ...ir.module import Module, Program, Vjp
 from ...ir.ops import Backward, Call, Op, Value
+from ...ir.phases import Phase
 from ...ir.types import UnitType, relocate
 from ..base import Pass
-from ..order.stages import backward_of, weight_of
 from .adjoints import pull_back
 from .cotangents import Cotangents, seed
 
@@ -175,7 +175,7 @@ class _Tape:
         incoming = tuple(cotangents.total(op.results[i], op) for i in vjp.grad_outputs)
         operands = saved + incoming
         primals = [op.operands[i] for i in vjp.grad_inputs]
-        name, task = vjp.backward, backward_of(op.task)
+        name, task = vjp.backward, op.task and op.task.beside(Action.BACKWARD)
         deferred = vjp.weight if self._split and op.task is not None else None
         left: tuple[Value, ...] = ()
         results: tuple[Value, ...] = ()
@@ -187,8 +187,8 @@ class _Tape:
             results, left = made.results[: len(primals)], made.results[len(primals) :]
         if deferred is not None:
             assert op.task is not None, "only a stage has a task to put work off to"
-            kept = tuple(operands[i] for i in vjp.kept) + left
-            cotangents.ops.append(self._derived(op, deferred, kept, weight_of(op.task), []))
+            kept, task = tuple(operands[i] for i in vjp.kept) + left, op.task.beside(Action.WEIGHT)
+            cotangents.ops.append(self._derived(op, deferred, kept, task, []))
         return list(zip(primals, results, strict=True))
 
     def _derived(

@@ -11,7 +11,7 @@ from ...ir.module import Function
 from ...ir.ops import Call, Op, Value
 
 State: TypeAlias = tuple[str, object]
-"""What an effect touches: an actor, what two share, or the ranks' state outside of actors."""
+"""The state that an effect touches: an actor's, what two share, or the ranks' outside of actors."""
 
 
 def effect_of(op: Op, functions: Mapping[str, Function]) -> Effect:

@@ -8,8 +8,9 @@ from typing import ClassVar
 
 from ...ir.attributes import Stream
 from ...ir.builder import Names
-from ...ir.module import Module, Phase, Program
+from ...ir.module import Module, Program
 from ...ir.ops import Collective, Free, Op, Recv, Return, Send, Value, Wait
+from ...ir.phases import Phase
 from ..base import Pass
 from ..placement.fabrics import one_by_one
 

@@ -8,8 +8,9 @@ from itertools import groupby
 from typing import ClassVar
 
 from ...ir.diagnostics import error
-from ...ir.module import Module, Phase, Program
+from ...ir.module import Module, Program
 from ...ir.ops import Op, Recv, Send, batch_of
+from ...ir.phases import Phase
 from ..base import Pass
 from ..placement.fabrics import one_by_one
 from .message_order import message_order

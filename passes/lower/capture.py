@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import ClassVar
 
 from ...ir.attributes import Effect, Stream
-from ...ir.module import Channel, FunctionKind, Module, Phase, Program
+from ...ir.module import FunctionKind, Module, Program
 from ...ir.ops import (
     Alloc,
     Call,
@@ -23,11 +23,12 @@ from ...ir.ops import (
     Wait,
     batch_of,
 )
+from ...ir.phases import Phase
 from ..base import Pass
 from ..placement.fabrics import Fabrics
 
 LEAST = 2
-"""How many ops are worth a graph where messages are part of it."""
+"""The number of ops that are worth a graph where messages are part of it."""
 
 
 @dataclass(frozen=True)
@@ -190,16 +191,8 @@ def _overtaking(program: Program, left: Collection[int], in_turn: Set[int]) -> d
 
 def _too_little(program: Program, left: Collection[int]) -> set[int]:
     """The ops between two that are left to the host that are not worth a graph."""
-    found: set[int] = set()
-    part: list[int] = []
-    for index, op in enumerate(program.ops):
-        if index not in left and not isinstance(op, Return):
-            part.append(index)
-            continue
-        if _work([program.ops[i] for i in part]) < LEAST:
-            found.update(part)
-        part = []
-    return found
+    parts = _parts(program, left)
+    return {index for part in parts if _work(part.values()) < LEAST for index in part}
 
 
 def _mates(program: Program, left: Set[int]) -> dict[int, str]:
@@ -241,9 +234,9 @@ def _left_out(program: Program, left_to_host: Set[int], messages: bool) -> list[
     """For each part between cuts that is no graph, why."""
     least = _least(messages)
     works = [
-        _work(part)
+        _work(part.values())
         for part in _parts(program, left_to_host)
-        if all(op.graph is None for op in part)
+        if all(op.graph is None for op in part.values())
     ]
     return [
         "the pass `capture` is switched off"
@@ -261,18 +254,21 @@ def _number(module: Module, program: Program, fabrics: Fabrics, messages: bool) 
         op.graph = None
     number = 0
     for part in _parts(program, left_to_host):
-        number += _close(part, number, _least(messages))
+        if _work(part.values()) >= _least(messages):
+            for op in part.values():
+                op.graph = number
+            number += 1
     return before != [op.graph for op in program.ops]
 
 
-def _parts(program: Program, left_to_host: Set[int]) -> list[list[Op]]:
-    """The ops in a row that the host is not needed for."""
-    parts: list[list[Op]] = [[]]
+def _parts(program: Program, left_to_host: Collection[int]) -> list[dict[int, Op]]:
+    """The ops in a row that the host is not needed for, by index."""
+    parts: list[dict[int, Op]] = [{}]
     for index, op in enumerate(program.ops):
         if index in left_to_host or isinstance(op, Return):
-            parts.append([])
+            parts.append({})
         elif not isinstance(op, Alloc):
-            parts[-1].append(op)
+            parts[-1][index] = op
     return parts
 
 
@@ -281,16 +277,7 @@ def _least(messages: bool) -> int:
     return LEAST if messages else 1
 
 
-def _close(ops: list[Op], number: int, least: int) -> bool:
-    """Make a graph of some ops, if that saves the host any work."""
-    if _work(ops) < least:
-        return False
-    for op in ops:
-        op.graph = number
-    return True
-
-
-def _work(ops: Sequence[Op]) -> int:
+def _work(ops: Iterable[Op]) -> int:
     """How many ops the host would have to put on streams."""
     return sum(isinstance(op, Call | Copy | Send | Recv | Collective | Constant) for op in ops)
 
@@ -303,14 +290,10 @@ def _reason(op: Op, module: Module, fabrics: Fabrics, hosts: set[Value]) -> str 
         return f"{op.fn} draws random numbers" if op.key is not None else None
     if isinstance(op, Send | Recv | Collective):
         channel = module.channels.get(op.chan if op.chan is not None else -1)
-        if channel is None or _by_stream(channel, fabrics):
+        if channel is None or (channel.via is not None and fabrics.knows(channel.via)):
             return None
         hosts.update(op.results)
         return f"channel {channel.id} goes from host to host"
     if isinstance(op, Wait) and op.operands[0] in hosts:
         return "a wait for a message from host to host"
     return None
-
-
-def _by_stream(channel: Channel, fabrics: Fabrics) -> bool:
-    return channel.via is not None and fabrics.knows(channel.via)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from ...ir.module import Function, FunctionKind, Module, Phase
+from ...ir.module import Function, FunctionKind, Module
+from ...ir.phases import Phase
 from ..base import Pass
 
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from ...ir.attributes import Effect
-from ...ir.module import FunctionKind, Module, Phase
+from ...ir.module import FunctionKind, Module
+from ...ir.phases import Phase
 from ..base import Pass
 
 

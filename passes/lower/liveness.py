@@ -38,6 +38,9 @@ class Storages:
 
     def __init__(self, program: Program, functions: Mapping[str, Function]) -> None:
         self._shared = SharedStorage(program, functions)
+        for op in program.ops:
+            if isinstance(op, Collective) and op.shares_operand and op.operands:
+                self._shared.share(op.result, op.operands[0])
         # By the value that stands for the group.
         self._storage: dict[Value, Storage] = {}
         self._makers: dict[Value, Op] = {}

@@ -18,7 +18,7 @@ from ...ir.ops import Call, Collective, Op, Recv, Send
 from .assign_streams import AssignStreams
 
 WORK, TRAVEL, POST = 1.0, 0.1, 0.001
-"""How long a call of an actor takes, a message travels, and posting one takes, in some unit.
+"""The time of an actor's call, of a message, and of posting one, in some unit.
 
 That posting takes time puts what is posted behind a wait behind what has been waited for."""
 

@@ -10,8 +10,9 @@ from typing import ClassVar
 from ...ir.attributes import Effect
 from ...ir.diagnostics import error
 from ...ir.flops import Flops
-from ...ir.module import Module, Phase, Program
+from ...ir.module import Module, Program
 from ...ir.ops import Call, Collective, Free, Op, Recv, Return, Send, Value, Wait
+from ...ir.phases import Phase
 from ...ir.types import DType, FutureType, TensorType, UnitType, promised, tensor_bytes
 from ..base import Pass
 from ..placement.fabrics import is_by_stream

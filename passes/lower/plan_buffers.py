@@ -9,8 +9,9 @@ from typing import ClassVar
 
 from ...ir.attributes import Stream
 from ...ir.builder import Names
-from ...ir.module import Function, FunctionKind, Module, Phase, Program
+from ...ir.module import Function, FunctionKind, Module, Program
 from ...ir.ops import Call, Copy, Free, Op, Recv, Return, Send, Value
+from ...ir.phases import Phase
 from ...ir.types import TensorType, promised, relocate, tensor_bytes
 from ..base import Pass
 from ..placement.fabrics import is_by_stream

@@ -24,10 +24,10 @@ from ...ir.ops import (
 from ...ir.pipeline.order import splits_backward
 from ..frontend.effect_order import dependencies, effect_of
 from ..schedules import Order, Pipeline, Schedule
-from .stages import Rounds
+from .rounds import Rounds
 
 _LEAD = 2
-"""How many units of time before its first use a value that needs no work is sent."""
+"""Units of time between sending a value that needs no work and its first use."""
 
 
 @dataclass(slots=True)

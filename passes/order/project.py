@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 
 from ...ir.attributes import Task
-from ...ir.module import Module, Phase, Program
-from ...ir.ops import (
-    OP_CLASSES,
-    Collective,
-    Op,
-    Recv,
-    Return,
-    Send,
-    Value,
-    Wait,
-)
-from ...ir.types import FutureType, TensorType, Type, relocate
+from ...ir.clone import copy_op
+from ...ir.module import Module, Program
+from ...ir.ops import Collective, Op, Recv, Return, Send, Value, Wait
+from ...ir.phases import Phase
+from ...ir.types import TensorType, Type, promised, relocate
 from .merge import Work
 
 
@@ -120,7 +112,7 @@ class _Projector:
         for rank in op.group.ranks:
             operands, results = op.at(rank)
             taken = tuple([self._take(value, rank, op.task) for value in operands])
-            made = _copy(op, taken, self._define(rank, results))
+            made = copy_op(op, taken, self._define(rank, results))
             assert isinstance(made, Collective)
             made.seq = number
             self.programs[rank].append(made)
@@ -141,7 +133,7 @@ class _Projector:
         for value in op.operands:
             here = values.get(value)
             operands.append(self._take(value, rank, task) if here is None else here)
-        made = _copy(op, tuple(operands), self._define(rank, op.results))
+        made = copy_op(op, tuple(operands), self._define(rank, op.results))
         if type(op) is Wait:
             promise = self._pending[rank].pop(op.operands[0], None)
             if promise is not None and promise.task is None:
@@ -177,7 +169,7 @@ class _Projector:
 
     def _bare(self, type_: Type) -> Type:
         """A type without its place; equal ones are one, and hashing whole types is avoided."""
-        inner = type_.value if isinstance(type_, FutureType) else type_
+        inner = promised(type_)
         key: object = type(inner)
         if isinstance(inner, TensorType):
             # A dtype is the only one of its kind, and its identity hashes fast.
@@ -187,20 +179,3 @@ class _Projector:
         if found is None:
             found = table[key] = relocate(type_, None)
         return found
-
-
-_ATTRIBUTES: dict[type[Op], tuple[str, ...]] = {
-    cls: tuple(f.name for f in fields(cls) if f.name not in ("operands", "results"))
-    for cls in OP_CLASSES.values()
-}
-
-
-def _copy(op: Op, operands: tuple[Value, ...], results: tuple[Value, ...]) -> Op:
-    """The same op of other values (`copy.copy` takes several times as long)."""
-    cls = type(op)
-    made = cls.__new__(cls)
-    made.operands = operands
-    made.results = results
-    for name in _ATTRIBUTES[cls]:
-        setattr(made, name, getattr(op, name))
-    return made

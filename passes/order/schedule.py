@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
-from ...ir.module import Module, Phase
+from ...ir.module import Module
+from ...ir.phases import Phase
 from .. import schedules
 from ..base import OptionError, Pass
 from .merge import global_order, sort_work

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...ir.diagnostics import error
-from ...ir.module import Module, Phase, Program
+from ...ir.module import Module, Program
 from ...ir.ops import Collective, Op, Transfer
+from ...ir.phases import Phase
 from ...ir.types import ObjectType, Place, TensorType, format_ranks
 from ..base import Pass
 from .fabrics import HOST, Fabrics

@@ -8,8 +8,9 @@ from typing import ClassVar
 
 from ...ir.builder import Names
 from ...ir.diagnostics import error
-from ...ir.module import Module, Phase
+from ...ir.module import Module
 from ...ir.ops import Backward, Op, Return, Transfer, Value
+from ...ir.phases import Phase
 from ...ir.types import Place, relocate
 from ..base import Pass
 

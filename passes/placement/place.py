@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...ir.attributes import Effect
-from ...ir.module import Function, FunctionKind, Module, Phase
+from ...ir.module import Function, FunctionKind, Module
 from ...ir.ops import Call, Constant, Copy, Op, Value, View
+from ...ir.phases import Phase
 from ...ir.types import Place, relocate
 from ..base import Pass
 

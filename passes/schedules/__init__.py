@@ -114,7 +114,7 @@ def is_search(schedule: Schedule) -> bool:
 
 
 _CHOICES = 4
-"""How many of the best orders of a search are tried; more hardly ever bring anything."""
+"""The number of the best orders of a search that are tried; more hardly ever bring anything."""
 
 
 def candidates(schedule: Schedule) -> tuple[Schedule, ...]:
@@ -143,7 +143,7 @@ def table(text: str, name: str = "table") -> Schedule:
 
 
 def from_file(path: str | Path) -> Schedule:
-    """The schedule in a text file; see `table`.
+    """The schedule that a text file spells out, in the form that `table` reads.
 
     Raises:
         OSError: the file cannot be read.

@@ -107,8 +107,7 @@ def _work(module: Module, costs: Costs) -> dict[int, float]:
 def _time(costs: Costs, task: Task, split: bool, tasks: Container[Task]) -> float:
     """How long a task takes; `tasks` are all that there are."""
     time = costs.of(task.action, task.stage, split)
-    before = Task(task.stage, Action.BACKWARD, task.microbatch)
-    if task.action is Action.WEIGHT and before not in tasks:
+    if task.action is Action.WEIGHT and task.beside(Action.BACKWARD) not in tasks:
         time += costs.of(Action.BACKWARD, task.stage, split)
     return time
 

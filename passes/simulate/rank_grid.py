@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ...ir.pipeline.timing import Timeline
 
 _COARSEST = 8
-"""How many times longer the longest task may be than what the scale is made for."""
+"""The most by which the longest task may exceed the one that the scale is made for."""
 
 
 def grid(timeline: Timeline, ranks: Sequence[int] | None = None) -> str:

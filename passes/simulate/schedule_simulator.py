@@ -20,7 +20,7 @@ class Simulation:
         end: when the last task ends, in milliseconds after the first has started.
         busy: for each of `ranks`, for how many milliseconds it works.
         peak_activations: for each of `ranks`, of how many microbatches it holds the activations at
-            most; see `Timeline.peak`.
+            most, counted as in `Timeline.peak`.
         timeline: when each task runs.
     """
 

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from cg.ir.attributes import Action, Effect, ReduceOp, Shares, Stream, Symbol, Task
 from cg.ir.flops import Flops
 from cg.ir.location import Location
-from cg.ir.module import Channel, Function, FunctionKind, Module, Phase, Program, Vjp
+from cg.ir.module import Channel, Function, FunctionKind, Module, Program, Vjp
 from cg.ir.ops import OP_CLASSES, Op, Value, attribute_names
+from cg.ir.phases import Phase
 from cg.ir.types import DType, FutureType, ObjectType, Place, TensorType, UnitType
 
 small = st.integers(0, 9)

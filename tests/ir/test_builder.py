@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from cg.ir.attributes import Symbol
 from cg.ir.builder import Builder, Names
 from cg.ir.location import Location
-from cg.ir.module import Module, Phase, Program
+from cg.ir.module import Module, Program
 from cg.ir.ops import Call, Return, Value
 from cg.ir.parser import parse_module
+from cg.ir.phases import Phase
 from cg.ir.printer import format_module
 from cg.ir.types import DType, Place, TensorType
 

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cg.ir.compare import difference, equal
-from cg.ir.module import Module, Phase
+from cg.ir.module import Module
 from cg.ir.parser import parse_module
+from cg.ir.phases import Phase
 from cg.ir.printer import format_module, format_op, format_program
 
 from ..sampling import scale

@@ -6,9 +6,10 @@ import pytest
 
 from cg.ir.attributes import Symbol
 from cg.ir.diagnostics import IRError
-from cg.ir.module import Module, Phase, Program
+from cg.ir.module import Module, Program
 from cg.ir.ops import OP_CLASSES, Call, Return, Value
 from cg.ir.parser import parse_module
+from cg.ir.phases import Phase
 from cg.ir.types import DType, Place, TensorType
 from cg.ir.verify.verifier import verify
 

@@ -102,9 +102,10 @@ def run_async(module: Module, world: World) -> dict[int, tuple[Meaning, ...]]:
 
 @dataclass
 class Slot:
-    """Something that lives in a slot of a channel, and until when it does."""
+    """A value in a slot of a channel, the message that brought it, and if it still does."""
 
     meaning: Meaning
+    message: tuple[int, int]
     alive: bool = True
 
 
@@ -128,9 +129,7 @@ class Machine:
         self.contents: dict[tuple[int, int], tuple[Meaning, ...]] = {}
         self.complete: set[tuple[int, int]] = set()
         self.occupied: dict[tuple[int, int | None], tuple[int, int]] = {}
-        self.received: dict[Value, tuple[tuple[int, int], Slot]] = {}
         self.returned: dict[int, tuple[Meaning, ...]] = {}
-        self.aliases: dict[int, list[Slot]] = {}
         self.ops = [module.program_of(rank).ops for rank in ranks]
         self.keys = {
             value: (op.chan or 0, op.seq or 0)
@@ -252,8 +251,7 @@ class Machine:
             if isinstance(held, Slot):
                 meaning = made[output]
                 assert isinstance(meaning, int)
-                made[output] = alias = Slot(meaning)
-                self.aliases.setdefault(id(held), []).append(alias)
+                made[output] = Slot(meaning, held.message)
         self.values[rank].update(zip(op.results, made, strict=True))
 
     def post(self, rank: int, op: Op) -> None:
@@ -281,9 +279,7 @@ class Machine:
             return
         end = self.posted[key][rank]
         if isinstance(end, Recv) and end.slot is not None:
-            slot = Slot(self.contents[key][0])
-            self.values[rank][op.result] = slot
-            self.received[op.result] = key, slot
+            self.values[rank][op.result] = Slot(self.contents[key][0], key)
         elif isinstance(end, Recv):
             self.values[rank][op.result] = self.contents[key][0]
         elif isinstance(end, Collective):
@@ -293,12 +289,15 @@ class Machine:
             self.values[rank][op.result] = 0
 
     def free(self, rank: int, op: Free) -> None:
-        key, slot = self.received.get(op.operands[0], (None, None))
-        if key is None or slot is None:
+        held = self.values[rank][op.operands[0]]
+        if not isinstance(held, Slot):
             return
-        end = self.posted[key][rank]
+        held.alive = False
+        # The slot is free with the last value that may alias the message.
+        later = [o.operands[0] for o in self.ops[rank][self.at[rank] :] if isinstance(o, Free)]
+        others = [self.values[rank].get(value) for value in later]
+        if any(isinstance(other, Slot) and other.message == held.message for other in others):
+            return
+        end = self.posted[held.message][rank]
         assert isinstance(end, Recv)
-        assert self.occupied.pop((end.chan, end.slot)) == key
-        slot.alive = False
-        for alias in self.aliases.get(id(slot), []):
-            alias.alive = False
+        assert self.occupied.pop((end.chan, end.slot)) == held.message

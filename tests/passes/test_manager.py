@@ -11,9 +11,10 @@ from typing import ClassVar
 import pytest
 
 from cg.ir.diagnostics import IRError
-from cg.ir.module import Module, Phase
+from cg.ir.module import Module
 from cg.ir.ops import Constant, Value
 from cg.ir.parser import parse_module
+from cg.ir.phases import Phase
 from cg.ir.types import DType, Place, TensorType
 from cg.launch.api.dumps import Dump
 from cg.passes.base import Pass

@@ -9,10 +9,10 @@ import pytest
 from cg.ir.module import Module
 from cg.passes import schedules
 from cg.passes.manager import PassManager
-from cg.passes.order.grid import format_grid
 from cg.passes.pipelines import default_pipeline
 from cg.passes.registry import OptionError, parse_pipeline
 from cg.passes.simulate.memory_plan import memory_plan
+from cg.passes.simulate.program_grid import format_grid
 
 Read = Callable[[str], Module]
 Make = Callable[[int, int], Module]

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from cg.ir.clone import clone
-from cg.ir.module import Module, Phase
+from cg.ir.module import Module
 from cg.ir.ops import Call
+from cg.ir.phases import Phase
 from cg.ir.verify.verifier import verify
 from cg.passes.manager import PassManager, check_pipeline
 from cg.passes.pipelines import default_pipeline

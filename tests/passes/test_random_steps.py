@@ -17,7 +17,7 @@ from hypothesis import given, settings
 
 from cg.ir.attributes import Effect, Symbol
 from cg.ir.clone import clone
-from cg.ir.module import Function, FunctionKind, Module, Phase, Program, Vjp
+from cg.ir.module import Function, FunctionKind, Module, Program, Vjp
 from cg.ir.ops import (
     AllReduce,
     Backward,
@@ -35,6 +35,7 @@ from cg.ir.ops import (
     Wait,
 )
 from cg.ir.parser import parse_module
+from cg.ir.phases import Phase
 from cg.ir.printer import format_module
 from cg.ir.types import DType, Place, TensorType, UnitType, relocate
 from cg.passes.manager import PassManager

@@ -7,7 +7,8 @@ from typing import ClassVar
 
 import pytest
 
-from cg.ir.module import Module, Phase
+from cg.ir.module import Module
+from cg.ir.phases import Phase
 from cg.passes import registry
 from cg.passes.base import OptionError, Pass
 from cg.passes.placement.insert_transfers import InsertTransfers

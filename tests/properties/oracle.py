@@ -17,8 +17,9 @@ from cg.backends.base import World
 from cg.backends.virtual.world import VirtualExecutable, VirtualWorld
 from cg.ir.clone import clone
 from cg.ir.diagnostics import IRError
-from cg.ir.module import Module, Phase
+from cg.ir.module import Module
 from cg.ir.parser import parse_module
+from cg.ir.phases import Phase
 from cg.ir.printer import format_module
 from cg.ir.verify.verifier import verify
 from cg.launch.api.compiled import Compiled

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from cg.ir.module import Phase
 from cg.ir.parser import parse_module
+from cg.ir.phases import Phase
 from cg.ir.printer import format_module
 from cg.ir.types import Place
 from cg.tracer.intrinsics.microbatches import microbatches

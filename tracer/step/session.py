@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 
 from ...ir.builder import Names
 from ...ir.location import Location
-from ...ir.module import Module, Phase, Program
+from ...ir.module import Module, Program
 from ...ir.ops import Call, Op, Value
+from ...ir.phases import Phase
 from ...ir.printer import format_op
 from ...ir.types import ObjectType, Place, Type
 from ..actors.sharing import Sharing

@@ -1,0 +1,48 @@
+"""Tell loops over microbatches apart that cannot be one pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...ir.ops import Collective, Constant, Copy, Op, Recv, Send, Transfer, View, Wait
+
+_TRANSPARENT = (Constant, View, Copy, Transfer, Send, Recv, Wait, Collective)
+
+
+class Rounds:
+    """The rounds of a step, op by op.
+
+    A step may run through its microbatches, do something with all of them (an update, say), and
+    run through microbatches again with the result. Each such run is a round, with a pipeline of
+    its own. An op of a round's forward never follows an op outside of the microbatches that
+    follows an op of that same round.
+    """
+
+    def __init__(self) -> None:
+        # 2r: in round r. 2r + 1: after ops of round r, but outside of it. -1: before all.
+        self._states: list[int] = []
+        # The first stage of each round.
+        self._first: dict[int, int] = {}
+
+    def enter(self, op: Op, before: Sequence[int], forward: bool) -> int:
+        """The round of the next op, which follows those with the indices `before`."""
+        states = self._states
+        state = max([states[index] for index in before], default=-1)
+        if forward:
+            state = max(state + state % 2, 0)
+            if op.task is not None:
+                state = self._after_earlier_stages(op.task.stage, state)
+        elif op.mb is None and state >= 0 and not isinstance(op, _TRANSPARENT):
+            state |= 1
+        states.append(state)
+        return state // 2
+
+    def _after_earlier_stages(self, stage: int, state: int) -> int:
+        """The state of work of a stage: of no earlier round than the stages before it.
+
+        A rank may run work of theirs first that the schedule has put into the same task.
+        """
+        floors = [2 * round_ for round_, first in self._first.items() if first <= stage]
+        state = max([state, *floors])
+        self._first[state // 2] = min(stage, self._first.get(state // 2, stage))
+        return state
