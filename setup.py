@@ -48,6 +48,7 @@ COMPILED = (
     "backends/devices/accelerator.py",
     "backends/devices/programs/capture.py",
     "backends/devices/programs/executable.py",
+    "backends/devices/programs/tensor_memory.py",
     "backends/devices/stream_order.py",
     "backends/devices/programs/instance.py",
     "backends/devices/output_buffers.py",

@@ -1,4 +1,4 @@
-"""Makes the graph of compiled variants: seats on every rank, opened in the world's executions."""
+"""Make the graph of compiled variants: seats on every rank, opened in the world's executions."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from ...backends.virtual.virtual_executions import virtual_executions
 from ..world import failure
 from ..world.devices import fabrics_of
 from .runtime import is_in_step, transport_of
-from .seating import GraphVariant, OnDevice, Seating, Wiring
+from .seating import GraphVariant, OnDevice, Seating
 
 Launch = Callable[[int, Sequence[Any], bool], Future]
-"""Starts an execution; see `Launcher`."""
+"""Starts an execution of a variant with its inputs; waits for a free seat if the last is true."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,11 @@ class Made:
     device: Device | None
 
     def serve(self) -> None:
-        """See `Executions.serve`. One session of the device spans all executions: to enter one for
-        each would cost as much as a message."""
+        """Run this process's part of the graph until the driver closes it.
+
+        One session of the device spans all executions: to enter one for each would cost as much as
+        a message.
+        """
         with nullcontext() if self.device is None else self.device.session():
             self.executions.serve(self.graph)
 
@@ -209,16 +212,14 @@ def make_graph(
             check_plan(module, world)
     executions = executions_of(world)
     executions.claim(driver)
-    wiring = Wiring.of(world, modules, channels, driver)
-    seating = Seating(world, variants, wiring, driver)
     on_device = None
-    if world.device is not None and not world.is_virtual:
+    if world.device is not None:
         on_device = OnDevice(world, world.device, executions.schedulers[world.rank], timeout)
-        seating.on_device = on_device
+    seating = Seating(world, variants, channels, driver, on_device)
     statistics = {rank: Statistics() for rank in executions.schedulers}
     seats: dict[int, list[Seat]] = {rank: [] for rank in executions.schedulers}
     for _ in range(capacity):
-        connections = wiring.connect(world)
+        connections = seating.connect()
         for rank, scheduler in executions.schedulers.items():
             try:
                 seats[rank].append(seating.seat(scheduler, connections[rank], statistics[rank]))
@@ -232,8 +233,7 @@ def make_graph(
     recover = None
     if fabrics_of(world) is not None:
         recover = transport_of(world).recover_if_due  # type: ignore[arg-type] # it has devices
-    device = None if on_device is None else on_device.device
-    return Made(executions, graph, statistics, recover, device)
+    return Made(executions, graph, statistics, recover, world.device)
 
 
 def _cpu_executions(world: MpiWorld) -> Executions:

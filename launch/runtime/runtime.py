@@ -1,25 +1,34 @@
-"""Runs a compiled step on the ranks that this process plays: all of them, or one under MPI."""
+"""Run a compiled step on the ranks that this process plays: all of them, or one under MPI."""
 
 from __future__ import annotations
 
 import atexit
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
+from ...backends.agreement.plan_hash import check_plan
 from ...backends.base import World
 from ...backends.cpu.node import MpiWorld
 from ...backends.cpu.transport import CpuTransport
+from ...backends.devices.programs.executable import DeviceExecutable
+from ...backends.failures.flight import FlightRecord
+from ...backends.program.executor import Executable
 from ...backends.program.linked import LinkedModule
 from ...backends.timing.statistics import Statistics
 from ...backends.timing.tracing import Recordable
 from ...backends.virtual.world import VirtualExecutable
 from ...ir.module import Module
+from ...passes.placement.fabrics import is_by_stream
 from ..api.numbering import Numbering
+from ..world.communicators import connect_channels
 from ..world.comparison import CallFacts
 from ..world.devices import fabrics_of
-from .device_runtime import DeviceRuntime, needs_several
-from .rank_runtime import Inputs, RankRuntime, pick
+from ..world.failure import say_departure
+from .device_session import DeviceSession
+
+Inputs = Callable[[], Sequence[Any]]
+"""Gives the values of the step's parameters, checked; raises if the arguments do not fit."""
 
 
 class Runtime(Protocol):
@@ -49,7 +58,7 @@ class Runtime(Protocol):
         """Give back buffers; idempotent."""
 
 
-class VirtualRuntime:
+class VirtualRuntime(Runtime):
     """All ranks of a step, played by this process."""
 
     def __init__(
@@ -64,7 +73,6 @@ class VirtualRuntime:
         self._numbering = numbering
 
     def run(self, inputs: Inputs) -> tuple[Any, ...]:
-        """See `Runtime`."""
         values = inputs()
         execution, self._numbering.next = self._numbering.next, self._numbering.next + 1
         per_rank = [[values[index] for index in pick] for pick in self._picks]
@@ -72,18 +80,142 @@ class VirtualRuntime:
 
     @property
     def bound(self) -> Mapping[int, Sequence[Recordable]]:
-        """See `Runtime`."""
         return {each.rank: [each] for each in self._executable.executables}
 
     def statistics(self, rank: int) -> Statistics:
-        """See `Runtime`."""
         executables = self._executable.executables
         if not 0 <= rank < len(executables):
             raise ValueError(f"there is no rank {rank}: they are 0..{len(executables) - 1}")
         return executables[rank].statistics
 
     def close(self) -> None:
-        """See `Runtime`."""
+        """Nothing to give back."""
+
+
+class RankRuntime(Runtime):
+    """This process's rank of a step, with the other ranks in processes of their own.
+
+    Making one is collective. The transport of hosts begins and ends executions on all ranks
+    together, whatever carries their messages. On a rank with a device the program runs there; what
+    `run` returns is then there for whatever the caller puts on its current stream.
+
+    Args:
+        world: all ranks, one for each process.
+        transport: of hosts.
+        linked, parameters, timeout, numbering, call: as `make_runtime` takes them.
+
+    Raises:
+        PlanMismatch: the ranks have compiled different plans.
+        UnknownCommunicator: the step names a transport that nobody has registered.
+        BindError: a transport cannot carry what it is to carry.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        transport: CpuTransport,
+        linked: LinkedModule,
+        parameters: Sequence[str],
+        timeout: float | None,
+        numbering: Numbering,
+        call: CallFacts | None,
+    ) -> None:
+        module = linked.module
+        self._numbering = numbering
+        self._plan = int(check_plan(module, world)[:16], 16)
+        self._timeout = timeout
+        self._transport = transport
+        self._control = transport.control
+        channels = list(module.channels.values())
+        connected = connect_channels(world, transport, channels, module.name)
+        self._communicators = connected.communicators
+        self._session: DeviceSession | None = None
+        device = world.device
+        self._executable: Executable
+        try:
+            program = linked.program(world.rank, connected.serving)
+            if device is None:
+                self._executable = Executable(program)
+            else:
+                self._executable = DeviceExecutable(program, device)
+        except BaseException:
+            self.close()  # nobody else will
+            raise
+        self._begin: Callable[[], object] = transport.recover_if_due
+        self._watch: Callable[[int], None] | None = None
+        by_stream = [channel for channel in channels if is_by_stream(channel)]
+        if fabrics_of(world) is not None or by_stream:
+            session = DeviceSession(world, transport, connected.streams, self._executable, timeout)
+            self._session, self._begin, self._watch = session, session.begin, session.watch
+        devices = {rank for channel in by_stream for rank in channel.ranks}
+        self._describe = lambda found, sights: FlightRecord(module, found, devices).describe(sights)
+        self._progress = tuple(each.progress for each in self._communicators)
+        self._pick = pick(module, world.rank, parameters)
+        self._takes_all = self._pick == list(range(len(parameters)))
+        self._doing = f"a call of {module.name if call is None else call.words}"
+        comparison = None if call is None else call.comparison
+        self._compare = comparison and comparison(world, self._control, self._progress)
+        self._until_compared = 0 if self._compare is None else 1
+
+    def run(self, inputs: Inputs) -> tuple[Any, ...]:
+        """Execute once; collective. All ranks return, or all raise the same error."""
+        control, executable = self._control, self._executable
+        self._begin()
+        numbering = self._numbering
+        execution = numbering.next
+        numbering.next = execution + 1
+        self._until_compared -= 1
+        compare = None if self._until_compared else self._compare
+        if compare is not None:
+            self._until_compared = compare.plan_next()  # whatever comes of this execution
+        control.begin(self._plan, executable.position, self._describe, self._timeout, self._doing)
+        try:
+            values = inputs()
+            if compare is not None:
+                compare.compare(values)
+            if not self._takes_all:
+                values = [values[index] for index in self._pick]
+            outputs = executable.run(values, control.pause, execution, checked=True)
+            control.commit(self._progress)
+        except BaseException as error:
+            say_departure(error)  # before other ranks know of it, and may end the job
+            agreed = self._fail(error)
+            if not isinstance(error, Exception):
+                raise  # Ctrl-C stays Ctrl-C, whatever else has failed
+            raise agreed from error.__cause__
+        watch = self._watch
+        if watch is not None:
+            watch(execution)
+        return outputs
+
+    @property
+    def bound(self) -> Mapping[int, Sequence[Recordable]]:
+        return {self._executable.rank: [self._executable]}
+
+    def statistics(self, rank: int) -> Statistics:
+        if rank != self._executable.rank:
+            raise ValueError(
+                f"this is rank {self._executable.rank}, and it has no statistics of rank {rank}; "
+                "cg.allgather() exchanges them"
+            )
+        return self._executable.statistics
+
+    def close(self) -> None:
+        if self._session is not None:
+            self._session.close()
+        for communicator in self._communicators:
+            communicator.close()
+
+    def _fail(self, error: BaseException) -> BaseException:
+        """Tell all ranks of a failure; the error that all of them raise."""
+        session = self._session
+        resets = [self._executable.reset, *(each.reset for each in self._communicators)]
+        if session is None:
+            return self._transport.fail(error, resets)
+        session.note_failure(self._numbering.next - 1)
+        agreed = self._transport.fail(error, [*resets, session.tell_what_is_lost])
+        session.break_off()
+        return agreed
 
 
 def make_runtime(
@@ -107,9 +239,8 @@ def make_runtime(
     """
     if world.is_virtual:
         return VirtualRuntime(linked, parameters, numbering)
-    kind = DeviceRuntime if needs_several(linked.module, fabrics_of(world)) else RankRuntime
     transport = transport_of(world)  # type: ignore[arg-type] # only MPI's is not virtual
-    return kind(world, transport, linked, parameters, timeout, numbering, call)
+    return RankRuntime(world, transport, linked, parameters, timeout, numbering, call)
 
 
 _transports: WeakKeyDictionary[World, CpuTransport] = WeakKeyDictionary()
@@ -143,3 +274,9 @@ def _lowest_reader(module: Module) -> int:
     """The first rank whose program returns something; 0 if none does."""
     readers = (p.rank for p in module.programs if p.outputs and p.rank is not None)
     return min(readers, default=0)
+
+
+def pick(module: Module, rank: int, parameters: Sequence[str]) -> list[int]:
+    """For each parameter of a rank's program its index among the step's."""
+    index = {name: i for i, name in enumerate(parameters)}
+    return [index[value.name] for value in module.program_of(rank).params]

@@ -1,4 +1,4 @@
-"""Makes the seats of a graph: where its executions run on each rank, and by what they talk."""
+"""Make the seats of a graph: where its executions run on each rank, and by what they talk."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ...backends.program.linked import LinkedModule, LinkedProgram
 from ...backends.streams.communicator import StreamCommunicator
 from ...backends.timing.statistics import Statistics
 from ...backends.virtual.fabric import VirtualFabric
-from ...ir.module import Channel, Module
+from ...ir.module import Channel
 from ...ir.ops import Recv, Send
 from ...ir.types import UnitType
 from ...passes.placement.fabrics import is_by_stream
@@ -69,71 +69,6 @@ class Connections:
         """Give back what serves them; idempotent."""
         for communicator in (*self.streams, self.host):
             communicator.close()
-
-
-@dataclass(frozen=True)
-class Wiring:
-    """The channels of a graph, and those beside them.
-
-    Attributes:
-        modules: the variants.
-        hosts: all channels from host to host.
-        announcing: where hosts tell of the messages of a channel that go by streams, by its id.
-        silent: for each variant, the ranks that report to the driver.
-        reporting: where they do so, by rank.
-    """
-
-    modules: Sequence[Module]
-    hosts: Sequence[Channel]
-    announcing: Mapping[int, Channel]
-    silent: Sequence[tuple[int, ...]]
-    reporting: Mapping[int, Channel]
-
-    @staticmethod
-    def of(
-        world: World, modules: Sequence[Module], channels: Sequence[Channel], driver: int
-    ) -> Wiring:
-        """The wiring of a graph; the first of a world is collective."""
-        fabrics = fabrics_of(world)
-        hosts = [c for c in channels if world.is_virtual or not is_by_stream(c)]
-        numbers = iter(range(len(channels), 3 * len(channels) + world.size))
-        announcing = {
-            c.id: replace(c, id=next(numbers), via=None, slots=0, slot_bytes=0)
-            for c in channels
-            if fabrics is not None and c.via is not None and fabrics.knows(c.via)
-        }
-        silent = [
-            tuple(sorted(participants([module], driver)))
-            if is_sealed(module)
-            else witnesses(module, driver)
-            for module in modules
-        ]
-        reporting = {
-            rank: Channel(next(numbers), (rank, driver), slots=0, slot_bytes=0)
-            for rank in sorted(set[int]().union(*silent))
-        }
-        hosts += [*announcing.values(), *reporting.values()]
-        return Wiring(modules, hosts, announcing, silent, reporting)
-
-    def connect(self, world: World) -> Mapping[int, Connections]:
-        """What one seat of each rank that this process plays talks by; collective."""
-        modules = self.modules
-        if world.is_virtual:
-            fabric = VirtualFabric()
-            each = {rank: fabric.communicator(rank) for rank in range(world.size)}
-            return {
-                rank: Connections(one, [dict.fromkeys(m.channels, one) for m in modules])
-                for rank, one in each.items()
-            }
-        transport = transport_of(world)  # type: ignore[arg-type] # only MPI's is not virtual
-        host = transport.communicator(world, self.hosts)
-        # Each variant has slots of its own: it alone knows when they are free.
-        connected = [
-            connect_channels(world, transport, list(module.channels.values()), module.name, host)
-            for module in modules
-        ]
-        streams = [c for one in connected for c in one.streams]
-        return {world.rank: Connections(host, [one.serving for one in connected], streams)}
 
 
 class OnDevice:
@@ -212,45 +147,89 @@ class OnDevice:
 
 
 class Seating:
-    """Makes seats.
+    """Makes the seats of a graph; the first of a world is collective.
 
     Args:
         world: all ranks.
         variants: of the graph.
-        wiring: of the graph.
+        channels: of all variants.
         driver: the rank that starts executions.
-
-    Attributes:
         on_device: of this rank, if it has a device.
     """
 
     def __init__(
-        self, world: World, variants: Sequence[GraphVariant], wiring: Wiring, driver: int
+        self,
+        world: World,
+        variants: Sequence[GraphVariant],
+        channels: Sequence[Channel],
+        driver: int,
+        on_device: OnDevice | None,
     ) -> None:
-        self.on_device: OnDevice | None = None
+        self._world = world
         self._variants = variants
-        self._wiring = wiring
         self._driver = driver
+        self._on_device = on_device
+        fabrics = fabrics_of(world)
+        numbers = iter(range(len(channels), 3 * len(channels) + world.size))
+        # Where hosts tell of the messages of a channel that go by streams, by its id.
+        self._announcing = {
+            c.id: replace(c, id=next(numbers), via=None, slots=0, slot_bytes=0)
+            for c in channels
+            if fabrics is not None and c.via is not None and fabrics.knows(c.via)
+        }
+        # For each variant the ranks that report to the driver.
+        self._silent = [
+            tuple(sorted(participants([module], driver)))
+            if is_sealed(module)
+            else witnesses(module, driver)
+            for module in (variant.linked.module for variant in variants)
+        ]
+        self._reporting = {
+            rank: Channel(next(numbers), (rank, driver), slots=0, slot_bytes=0)
+            for rank in sorted(set[int]().union(*self._silent))
+        }
+        self._hosts = [c for c in channels if world.is_virtual or not is_by_stream(c)]
+        self._hosts += [*self._announcing.values(), *self._reporting.values()]
+
+    def connect(self) -> Mapping[int, Connections]:
+        """What one seat of each rank that this process plays talks by; collective."""
+        world = self._world
+        modules = [variant.linked.module for variant in self._variants]
+        if world.is_virtual:
+            fabric = VirtualFabric()
+            each = {rank: fabric.communicator(rank) for rank in range(world.size)}
+            return {
+                rank: Connections(one, [dict.fromkeys(m.channels, one) for m in modules])
+                for rank, one in each.items()
+            }
+        transport = transport_of(world)  # type: ignore[arg-type] # only MPI's is not virtual
+        host = transport.communicator(world, self._hosts)
+        # Each variant has slots of its own: it alone knows when they are free.
+        connected = [
+            connect_channels(world, transport, list(module.channels.values()), module.name, host)
+            for module in modules
+        ]
+        streams = [c for one in connected for c in one.streams]
+        return {world.rank: Connections(host, [one.serving for one in connected], streams)}
 
     def seat(
         self, scheduler: RankScheduler, connections: Connections, statistics: Statistics
     ) -> Seat:
         """A seat on one rank."""
         instances = []
-        wiring, host, rank = self._wiring, connections.host, scheduler.rank
+        host, rank = connections.host, scheduler.rank
+        told = {channel.id: host for channel in self._announcing.values()}
         for variant, silent, serving in zip(
-            self._variants, wiring.silent, connections.serving, strict=True
+            self._variants, self._silent, connections.serving, strict=True
         ):
-            told = {channel.id: host for channel in wiring.announcing.values()}
             linked = variant.linked.program(rank, {**serving, **told})
             # The driver's guards are checked before it starts an execution at all.
             guards = () if rank == self._driver else variant.guards
             reports = self._reports(rank, silent, host)
             shared = (statistics, guards, reports)
-            tickets = Tickets(scheduler.locks)
-            instances.append(self._instance(linked, tickets, shared, host))
-        if self.on_device is not None:
-            return self.on_device.seat(instances, connections)
+            instances.append(self._instance(linked, Tickets(scheduler.locks), shared, host))
+        if self._on_device is not None:
+            return self._on_device.seat(instances, connections)
 
         # What others have made may be reset, but perhaps not be interrupted in that.
         reset = None if connections.streams else host.reset
@@ -263,7 +242,7 @@ class Seating:
         shared: Shared,
         host: Communicator,
     ) -> Instance:
-        on_device = self.on_device
+        on_device = self._on_device
         if on_device is None:
             return Instance(linked, Binder(linked, tickets).bind(), *shared)
         device, watch = on_device.device, on_device.watch
@@ -271,13 +250,13 @@ class Seating:
             whole = DeviceOnlyBinder(linked, tickets, device=device)
             abandon, in_flight = on_device.give_up, on_device.in_flight
             return DeviceOnlyInstance(whole, shared, watch, abandon, in_flight)
-        announcing = self._wiring.announcing.items()
+        announcing = self._announcing.items()
         announcements = {id_: Announcements(host, channel) for id_, channel in announcing}
         binder = DrivenBinder(linked, tickets, device=device, announcements=announcements)
         return AnnouncedInstance(binder, shared, watch)
 
     def _reports(self, rank: int, silent: tuple[int, ...], host: Communicator) -> Reports | None:
-        reporting = self._wiring.reporting
+        reporting = self._reporting
         if rank == self._driver:
             ports = []
             for other in silent:

@@ -17,13 +17,11 @@ end of the graph.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...base import Body, GraphBody
@@ -33,6 +31,7 @@ from ..base import Device, Graph
 from ..output_buffers import Loan, may_be_lent
 from ..ports import StreamPort
 from ..stream_order import Flow, Mark
+from .tensor_memory import TensorLocation, copy_all, like, location, storage, storages
 
 WARM_UPS = 2
 """Executions that run as they are, before any is captured: libraries make their handles then."""
@@ -166,8 +165,8 @@ class Segment:
         self._stable = stable
         self._needs = tuple(needs)
         self._graphs: dict[tuple[Any, ...], list[Captured]] = {}
-        self._places: tuple[Place, ...] = ()
-        self._direct: tuple[Place, ...] = ()
+        self._places: tuple[TensorLocation, ...] = ()
+        self._direct: tuple[TensorLocation, ...] = ()
         self._warm = 0
         self._failed: Graph | None = None
         self._fallbacks = fallbacks
@@ -188,7 +187,7 @@ class Segment:
         state = [t for tensors in self._state_of for t in tensors()]
         gradients = [p.grad for p in trained]
         direct = self._come_again()
-        key = (direct, *map(_place, state), *map(id, gradients), *map(_place, gradients))
+        key = (direct, *map(location, state), *map(id, gradients), *map(location, gradients))
         graphs = self._graphs.get(key)
         if graphs is None:
             if len(self._graphs) >= STATES:
@@ -235,7 +234,7 @@ class Segment:
         whose caller has one set of buffers then copies nothing.
         """
         registers = self._registers
-        places = tuple([_place(registers[i]) for i in self.interface.inputs])
+        places = tuple([location(registers[i]) for i in self.interface.inputs])
         if not self._direct and places == self._places:
             self._direct = places
         self._places = places
@@ -289,7 +288,7 @@ class Segment:
             return Refusal(f"it cannot be captured: {' '.join(str(error).split())}", _CAPTURABLE)
         self.captures += 1
         lends = len(graphs) < LENDING
-        gives, loans = self._given(_storages([*taken, *state]) if lends else None)
+        gives, loans = self._given(storages([*taken, *state]) if lends else None)
         after = tuple(parameter.grad for parameter in trained)
         # What was read is put back: the replay takes it like any other.
         for register in self.interface.reads:
@@ -316,8 +315,8 @@ class Segment:
         registers = self._registers
         rooms = ((port, port.room()) for port in self._ports)
         landings = [(port, room) for port, room in rooms if room is not None]
-        outside = _storages([*registers, *state])
-        landed = {_storage(room) for _, room in landings}
+        outside = storages([*registers, *state])
+        landed = {storage(room) for _, room in landings}
         for port in self._ports:
             port.rehearses = True
         try:
@@ -327,16 +326,16 @@ class Segment:
                 port.rehearses = False
         values = {r: registers[r] for r in self.interface.gives}
         made = {r: value for r, value in values.items() if isinstance(value, Tensor)}
-        used = {_storage(value) for value in made.values()}
-        inside = {r: value for r, value in made.items() if _storage(value) not in outside | landed}
+        used = {storage(value) for value in made.values()}
+        inside = {r: value for r, value in made.items() if storage(value) not in outside | landed}
         parameters = {
-            id(p): p for p in trained if p.grad is not None and _storage(p.grad) not in outside
+            id(p): p for p in trained if p.grad is not None and storage(p.grad) not in outside
         }
         gradients = [p.grad for p in parameters.values() if p.grad is not None]
         return graph, Outlasting(
-            tuple((port, room) for port, room in landings if _storage(room) in used),
-            tuple(zip(inside, _like(list(inside.values())), strict=True)),
-            tuple(zip(parameters.values(), _like(gradients), strict=True)),
+            tuple((port, room) for port, room in landings if storage(room) in used),
+            tuple(zip(inside, like(list(inside.values())), strict=True)),
+            tuple(zip(parameters.values(), like(gradients), strict=True)),
         )
 
     def _take(self, direct: bool) -> tuple[tuple[int, Tensor], ...] | Refusal:
@@ -372,10 +371,10 @@ class Segment:
             if outside is not None
             and register in interface.lent
             and may_be_lent(value)
-            and _storage(value) not in outside
+            and storage(value) not in outside
         }
-        kept = _storages([value for register, value in made.items() if register not in lent])
-        loans = tuple((r, Loan(value)) for r, value in lent.items() if _storage(value) not in kept)
+        kept = storages([value for register, value in made.items() if register not in lent])
+        loans = tuple((r, Loan(value)) for r, value in lent.items() if storage(value) not in kept)
         owed = {register for register, _ in loans}
         gives = tuple((r, value) for r, value in made.items() if r not in owed)
         self._stable.update((r, value) for r, value in gives if r not in interface.copied)
@@ -433,54 +432,8 @@ class Segment:
         sources = [registers[register] for register, _ in outlasting.copies]
         sources += [parameter.grad for parameter, _ in outlasting.gradients]
         targets = [memory for _, memory in (*outlasting.copies, *outlasting.gradients)]
-        if targets:
-            torch._foreach_copy_(list(map(_signed, targets)), list(map(_signed, sources)))
+        copy_all(targets, sources)
         for register, memory in outlasting.copies:
             registers[register] = memory
         for parameter, memory in outlasting.gradients:
             parameter.grad = memory
-
-
-Place = tuple[object, ...]
-"""Where a tensor's elements are, and how they are to be read; of a shape and type that is known."""
-
-
-def _place(value: object) -> Place:
-    if not isinstance(value, Tensor):
-        return ()
-    return value.data_ptr(), value.stride(), value.is_conj(), value.is_neg()
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _storages(values: Sequence[object]) -> frozenset[int]:
-    return frozenset(_storage(value) for value in values if isinstance(value, Tensor))
-
-
-def _signed(tensor: Tensor) -> Tensor:
-    """The same bits in a type that torch can copy many tensors of in one kernel."""
-    return tensor.view(_SIGNED[tensor.dtype]) if tensor.dtype in _SIGNED else tensor
-
-
-_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-
-
-def _like(values: Sequence[Tensor]) -> list[Tensor]:
-    """New memory for each value, laid out as it is; values that share memory go on sharing it."""
-    shared = Counter(map(_storage, values))
-    wholes: dict[int, Tensor] = {}
-    made = []
-    for value in values:
-        at = _storage(value)
-        if shared[at] == 1:
-            made.append(torch.empty_like(value))
-            continue
-        if at not in wholes:
-            nbytes = value.untyped_storage().nbytes()
-            wholes[at] = torch.empty(nbytes, dtype=torch.uint8, device=value.device)
-        whole = wholes[at].untyped_storage()
-        alias = torch.empty(0, dtype=value.dtype, device=value.device)
-        made.append(alias.set_(whole, value.storage_offset(), value.shape, value.stride()))
-    return made

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from cg.backends.devices.programs.executable import DeviceExecutable
-from cg.launch.runtime.device_runtime import DeviceRuntime
+from cg.ir.attributes import Stream
+from cg.ir.module import Module, Phase, Program
+from cg.launch.runtime.device_session import DeviceSession
 
 
 class Ended(Exception):
@@ -26,30 +28,41 @@ def end_job(message: str) -> None:
     raise Ended(message)
 
 
-def runtime(ahead: Any, **attributes: Any) -> DeviceRuntime:
-    """One that has bound a program without calls, whose device has `ahead` behind all it has."""
-    made = object.__new__(DeviceRuntime)
+class Device:
+    """A device that has `ahead` behind all that it was given."""
+
+    def __init__(self, ahead: Any) -> None:
+        self.event = lambda: ahead
+
+    def stream(self, kind: Stream) -> None:
+        """One that nothing is put on."""
+
+
+def session(ahead: Any) -> DeviceSession:
+    """That of a rank whose program has no calls, and whose device has `ahead` behind all it has."""
     executable = object.__new__(DeviceExecutable)
+    executable.program, executable.module = Program("it"), Module("it", Phase.SCHEDULED, 1)
     executable.cold = {}
     executable.work = SimpleNamespace(name="step 'it' (plan 01)")  # type: ignore[assignment]
-    given: dict[str, Any] = {
-        "_ahead": ahead,
-        "_executable": executable,
-        "_watchdog": object(),
-        "_timeout": 0.01,
-        "_streams": [SimpleNamespace(logs="the library's own log")],
-        "_world": SimpleNamespace(end_job=end_job),
-        "_control": SimpleNamespace(flight_record=lambda: "  rank 0 is somewhere"),
-        **attributes,
-    }
-    for name, value in given.items():
-        setattr(made, name, value)
+    executable.segments = ()
+    control = SimpleNamespace(flight_record=lambda: "  rank 0 is somewhere")
+    stream = SimpleNamespace(
+        logs="the library's own log", faults=list, hold=lambda _: None, break_off=lambda: None
+    )
+    made = DeviceSession(
+        SimpleNamespace(end_job=end_job, device=Device(ahead)),  # type: ignore[arg-type]
+        SimpleNamespace(control=control),  # type: ignore[arg-type]
+        [stream],  # type: ignore[list-item]
+        executable,
+        0.01,
+    )
+    made.close()
     return made
 
 
 def test_what_is_ahead_of_a_failed_step_and_does_not_end() -> None:
     with pytest.raises(Ended) as ended:
-        runtime(Never())._end_what_is_ahead()
+        session(Never()).break_off()
     message = str(ended.value)
     assert (
         "an execution of step 'it' (plan 01) has failed, and the device has not ended what was "
@@ -72,5 +85,5 @@ def test_what_is_over_or_has_failed_is_not_waited_for(error: Exception | None) -
                 raise error
             return True
 
-    runtime(Passed())._end_what_is_ahead()
+    session(Passed()).break_off()
     assert asked == [error]
