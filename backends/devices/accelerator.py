@@ -15,7 +15,9 @@ from .base import Event, Fabric, Graph, Queue
 
 
 class Accelerator:
-    """A device whose module of torch has streams, events and graphs; implements `Device`.
+    """A device whose module of torch has streams, events and graphs.
+
+    It implements `Device`, which describes the methods.
 
     Args:
         kind, index: which device.
@@ -59,7 +61,6 @@ class Accelerator:
         self._compute: Any = self.stream(Stream.COMPUTE)
 
     def stream(self, kind: Stream) -> Queue:
-        """See `Device`."""
         found = self._streams.get(kind)
         if found is None:
             # What others wait for goes first: kernels of a copy must not queue behind a product.
@@ -68,23 +69,18 @@ class Accelerator:
         return found  # type: ignore[no-any-return]
 
     def event(self) -> Event:
-        """See `Device`."""
         return self._module.Event()  # type: ignore[no-any-return]
 
     def timer(self) -> Event:
-        """See `Device`."""
         return self._module.Event(enable_timing=True)  # type: ignore[no-any-return]
 
     def elapsed(self, start: Any, end: Any) -> float:
-        """See `Device`."""
         return float(start.elapsed_time(end))
 
     def raw(self, queue: Queue) -> int:
-        """See `Device`."""
         return int(getattr(queue, self._handle))
 
     def session(self) -> AbstractContextManager[None]:
-        """See `Device`."""
         return self
 
     def __enter__(self) -> None:
@@ -107,7 +103,6 @@ class Accelerator:
         before.wait_event(self._end)
 
     def caller(self) -> Queue:
-        """See `Device`."""
         if self._callers:
             return self._callers[-1]  # type: ignore[no-any-return]
         return self._find_current()  # type: ignore[no-any-return]
@@ -122,28 +117,22 @@ class Accelerator:
         return current
 
     def keep(self, tensors: Sequence[torch.Tensor]) -> None:
-        """See `Device`."""
         for tensor in tensors:
             tensor.record_stream(self._callers[-1])
 
     def seed(self, seed: int) -> None:
-        """See `Device`."""
         self._module.default_generators[self.index].manual_seed(seed)
 
     def random_state(self) -> torch.Tensor:
-        """See `Device`."""
         return self._module.get_rng_state(self.torch_device)  # type: ignore[no-any-return]
 
     def set_random_state(self, state: torch.Tensor) -> None:
-        """See `Device`."""
         self._module.set_rng_state(state, self.torch_device)
 
     def host_buffer(self, like: torch.Tensor) -> torch.Tensor:
-        """See `Device`."""
         return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, queue: Queue) -> None:
-        """See `Device`."""
         before = self._find_current()
         self._module.set_stream(queue)
         try:
@@ -152,7 +141,7 @@ class Accelerator:
             self._module.set_stream(before)
 
     def capture(self, work: Callable[[], object]) -> Graph:
-        """See `Device`.
+        """Record what `work` puts on the compute stream, and on those that join it, as a graph.
 
         Other threads may ask for events meanwhile, as the watchdog does: only this one is held
         to what a capture allows.
@@ -196,10 +185,8 @@ class Accelerator:
             self._broken.append(graph)
 
     def give_back(self) -> None:
-        """See `Device`."""
         self.synchronize()
         self._module.empty_cache()
 
     def synchronize(self) -> None:
-        """See `Device`."""
         self._module.synchronize()

@@ -1,4 +1,4 @@
-"""What the run time needs of an accelerator; a rank on the host alone has none.
+"""The protocols that the run time needs of an accelerator; a rank on the host has none.
 
 Work is put on streams, which are queues: what is on one runs in order, what is on two may overlap.
 An event is a mark in a queue that other queues, or the host, wait for. Whoever implements these
@@ -42,7 +42,7 @@ class Event(Protocol):
         """Put the mark behind all that is on the stream now."""
 
     def query(self) -> bool:
-        """Whether the queue has passed it."""
+        """True if the queue has passed it."""
 
     def synchronize(self) -> None:
         """Block the host until it has."""

@@ -1,4 +1,4 @@
-"""What drivers of devices read from the environment, and must be told before torch is imported.
+"""Environment variables that drivers of devices read, to be set before torch is imported.
 
 This file imports nothing, so that it can be.
 """

@@ -27,7 +27,7 @@ def present() -> str | None:
 
 
 def name(kind: str, index: int) -> str:
-    """What tells a device from all others of the machine, whichever of them a process can see.
+    """A name that no other device of the machine has, whichever of them a process can see.
 
     Where torch gives no such name, its number among those that the process sees has to do: two
     processes that see one device each then seem to see the same.

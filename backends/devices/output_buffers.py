@@ -1,4 +1,4 @@
-"""Lends a graph's memory to the caller, and sees when it is given back."""
+"""Lend a graph's memory to the caller, and see when it is given back."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Loan:
         return tensor
 
     def is_back(self) -> bool:
-        """Whether nobody holds the tensor, or part of it, any more."""
+        """True if nobody holds the tensor, or part of it, any more."""
         return self._lent is None or self._lent.expired()
 
     def hand_to_caller(self, device: Device) -> None:
@@ -74,7 +74,7 @@ _reference: Any = reductions.StorageWeakRef
 
 
 def _is_known(tensor: Tensor) -> bool:
-    """Whether dlpack carries a tensor of this type as it is."""
+    """True if dlpack carries a tensor of this type as it is."""
     try:
         alias: Tensor = dlpack.from_dlpack(_export(tensor))
     except (RuntimeError, BufferError):
@@ -83,5 +83,5 @@ def _is_known(tensor: Tensor) -> bool:
 
 
 def may_be_lent(tensor: Tensor) -> bool:
-    """Whether a tensor's memory can be given another storage."""
+    """True if a tensor's memory can be given another storage."""
     return tensor.is_contiguous() and tensor.numel() > 0 and not tensor.is_complex()

@@ -1,7 +1,7 @@
-"""Says what of an execution a device has not ended: messages by stream, and graphs.
+"""Describe what of an execution a device has not ended: messages by stream, and graphs.
 
 The host has put all of it on streams by then, and knows no more. What is known is kept anyway: each
-message outside of graphs has a mark behind it, and each graph of several. They are those of the
+message outside of graphs has an event behind it, and each graph of several. They are those of the
 execution that was put last.
 """
 
@@ -18,19 +18,19 @@ from ..agreement.plan_hash import plan_hash
 from ..failures.flight import Position
 from .programs.binder import stream_of
 from .programs.capture import Segment
-from .stream_order import Mark
+from .stream_order import StreamEvent
 
 MOST = 8
 """Messages of a graph that are named; of more, how many there are."""
 
 
 class Work:
-    """What a bound program puts on its device. Any thread may ask it.
+    """The work that a bound program puts on its device. Any thread may ask it.
 
     Args:
         program: of this rank.
         module: that it is part of.
-        messages: the ops that go by streams, as indices, with the mark behind each.
+        messages: the ops that go by streams, as indices, with the event behind each.
         segments: the parts that are captured.
         position: where the host is.
     """
@@ -39,7 +39,7 @@ class Work:
         self,
         program: Program,
         module: Module,
-        messages: Sequence[tuple[int, Mark]],
+        messages: Sequence[tuple[int, StreamEvent]],
         segments: Sequence[Segment],
         position: Callable[[], Position],
     ) -> None:
@@ -55,7 +55,7 @@ class Work:
         return named(self._module)
 
     def unfinished(self, execution: int) -> str:
-        """What the device has not ended of an execution that has been put on it, a line each."""
+        """The parts of an execution on the device that it has not ended, a line each."""
         last = self._position().execution
         if last != execution:
             return (
@@ -71,8 +71,8 @@ class Work:
     def _streams(self) -> list[str]:
         """The message that each stream is at. What is behind it has not begun."""
         open_: dict[str, list[Op]] = {}
-        for index, mark in self._messages:
-            if mark.is_outside and not mark.has_passed():
+        for index, event in self._messages:
+            if event.is_outside and not event.has_passed():
                 op = self._program.ops[index]
                 open_.setdefault(stream_of(op).value, []).append(op)
         return [

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeGuard, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from ...ir.attributes import Stream
-from ..base import Port
 from ..failures.poison import Poison
 
 
@@ -16,9 +15,9 @@ class StreamPort(Protocol):
     """The port of an op that a stream carries out; see `Port` for the rest.
 
     The executor orders streams: before `start` it lets the port's stream wait for what the operand
-    needs, after it sets a mark that others wait for. `take` gives a tensor that is there when the
-    mark has been passed. The device has the data and nobody looks into it, so there is no poison in
-    messages: `fail` raises it.
+    needs, and behind it records an event that others wait for. `take` gives a tensor that is there
+    when the stream has passed that event. Nobody looks into data on the device, so there is no
+    poison in messages: `fail` raises it.
 
     Attributes:
         stream: which stream carries it out.
@@ -34,7 +33,7 @@ class StreamPort(Protocol):
         """New memory for the value as `prepare` takes it; None if it takes none."""
 
     def must_prepare(self, value: Any) -> bool:
-        """Whether `prepare` has something to do for this operand."""
+        """True if `prepare` has something to do for this operand."""
 
     def prepare(self, value: Any) -> Any:
         """Put on the compute stream what has to happen before `start`; the operand to start with.
@@ -52,12 +51,7 @@ class StreamPort(Protocol):
         """True: the host waits for nothing."""
 
     def take(self) -> Any:
-        """The value, for work that is put behind the mark."""
+        """The value, for work that is put behind the event."""
 
     def release(self) -> None:
         """Drop the value."""
-
-
-def is_stream_port(port: Port | StreamPort) -> TypeGuard[StreamPort]:
-    """Whether a port's op completes on a stream."""
-    return isinstance(port, StreamPort)

@@ -66,7 +66,7 @@ class Copies:
         self._pending.clear()
 
     def landing(self, channel: int, slot: int | None, type_: TensorType) -> Landing:
-        """Where messages of a type come to the device; each slot of a channel has one."""
+        """The landing of messages of a type; each slot of a channel has one."""
         key = channel, slot, type_
         if key not in self._landings:
             self._landings[key] = Landing(self, type_, slot is not None)
@@ -109,7 +109,7 @@ class Landing:
         return target
 
     def release(self) -> None:
-        """What has been brought is used no more by what is put on the compute stream."""
+        """Let the next message come: no further work on the compute stream uses this one."""
         if self._memory is not None:
             self._free.record(self._copies.compute)
 
@@ -118,7 +118,9 @@ class Landing:
 
 
 class StagedPort:
-    """A port of the host whose operand, or value, is a tensor on a device; see `Port`.
+    """A port of the host whose operand, or value, is a tensor on a device.
+
+    It implements `Port`, which describes the methods.
 
     Args:
         inner: the host's port.
@@ -157,7 +159,6 @@ class StagedPort:
         return None if self._landing is None else self._landing.landed
 
     def start(self, value: Any) -> None:
-        """See `Port`."""
         if self._buffer is None:
             self._inner.start(value)
             return
@@ -171,7 +172,7 @@ class StagedPort:
         self._copies.begin(self._copied, self._send)
 
     def fail(self, poison: Poison) -> None:
-        """See `Port`; in its turn, as what is sent."""
+        """Send an error in its turn, as a tensor."""
         if self._buffer is None:
             self._inner.fail(poison)
             return
@@ -179,7 +180,6 @@ class StagedPort:
         self._copies.begin(None, lambda: self._send_error(poison))
 
     def poll(self) -> bool:
-        """See `Port`."""
         if not self._has_begun:
             self._copies.move_on()
         if not (self._has_begun and self._inner.poll()):
@@ -188,7 +188,6 @@ class StagedPort:
         return self._landing is None or self._landing.landed.query()
 
     def take(self) -> Any:
-        """See `Port`."""
         value = self._inner.take()
         if not isinstance(value, Tensor):
             return value
@@ -196,7 +195,6 @@ class StagedPort:
         return self._landing.bring(value)
 
     def release(self) -> None:
-        """See `Port`."""
         if self._landing is not None:
             self._landing.release()
         self._inner.release()

@@ -1,9 +1,9 @@
-"""The order of work on a rank's streams: marks that one stream sets and another waits for.
+"""The order of work on a rank's streams: events that one stream records and another waits for.
 
 Some of a program may be captured as graphs, which run on the compute stream as a whole. A graph
-cannot wait for a mark that is outside of it, nor the other way round. None needs to: what is in a
+cannot wait for an event that is outside of it, nor the other way round. None needs to: what is in a
 graph is over when the compute stream goes on, and what a graph needs from outside the compute
-stream waits for before the graph begins. So a mark is only waited for where it was set.
+stream waits for before the graph begins. So an event is only waited for where it was recorded.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from ...ir.attributes import Stream
 from .base import Device, Event, Queue
 
 OUTSIDE = 0
-"""Where marks are that no graph holds."""
+"""The place of events that no graph holds."""
 
 
-class Flow:
+class StreamOrder:
     """The streams of one bound program.
 
     Attributes:
@@ -29,15 +29,15 @@ class Flow:
         self.compute = device.stream(Stream.COMPUTE)
         self.place = OUTSIDE
         self._captures = 0
-        self._sides: dict[Stream, Mark] = {}
-        self._fork = Mark(self)
+        self._sides: dict[Stream, StreamEvent] = {}
+        self._fork = StreamEvent(self)
         self._is_forked = False
 
     def use(self, stream: Stream) -> Queue:
         """The queue of a stream that the program puts work on."""
         queue = self.device.stream(stream)
         if stream is not Stream.COMPUTE and stream not in self._sides:
-            self._sides[stream] = Mark(self)
+            self._sides[stream] = StreamEvent(self)
         return queue
 
     def fork(self) -> None:
@@ -53,12 +53,12 @@ class Flow:
             if not self._is_forked:
                 return
             self._is_forked = False
-        for stream, mark in self._sides.items():
-            mark.record(self.device.stream(stream))
-            mark.wait(self.compute)
+        for stream, event in self._sides.items():
+            event.record(self.device.stream(stream))
+            event.wait(self.compute)
 
     def begin_capture(self) -> None:
-        """What is put on streams from now on belongs to a graph."""
+        """Let a graph hold what is put on streams from now on."""
         self._captures += 1
         self.place = self._captures
 
@@ -67,24 +67,24 @@ class Flow:
         self.place = OUTSIDE
 
 
-class Mark:
+class StreamEvent:
     """A place in a stream that others wait for; see `Event`."""
 
-    __slots__ = ("_captured", "_event", "_flow", "_place")
+    __slots__ = ("_captured", "_event", "_order", "_place")
 
-    def __init__(self, flow: Flow) -> None:
-        self._flow = flow
-        self._event = flow.device.event()
+    def __init__(self, order: StreamOrder) -> None:
+        self._order = order
+        self._event = order.device.event()
         self._captured: Event | None = None
         self._place = -1
 
     @property
     def is_outside(self) -> bool:
-        """Whether it was last set where no graph holds it."""
+        """True if it was last recorded where no graph holds it."""
         return self._place == OUTSIDE
 
     def has_passed(self) -> bool:
-        """Whether its stream has passed it, as it was last set outside of graphs; for any thread.
+        """True if its stream has passed it, as last recorded outside of graphs; for any thread.
 
         Raises:
             RuntimeError: the device has failed.
@@ -92,18 +92,18 @@ class Mark:
         return self._event.query()
 
     def record(self, queue: Queue) -> None:
-        """Mark where the stream is now."""
-        flow = self._flow
-        self._place = flow.place
-        if flow.place == OUTSIDE:
+        """Let the event be where the stream is now."""
+        order = self._order
+        self._place = order.place
+        if order.place == OUTSIDE:
             self._event.record(queue)
             return
         # An event that belongs to a graph is of no use outside of it.
-        self._captured = flow.device.event()
+        self._captured = order.device.event()
         self._captured.record(queue)
 
     def wait(self, queue: Queue) -> None:
-        """Let a stream wait for the mark, if it is where the stream is; see above."""
-        place = self._flow.place
+        """Let a stream wait for the event, if it is where the stream is; see above."""
+        place = self._order.place
         if self._place == place:
             queue.wait_event(self._event if place == OUTSIDE else self._captured)

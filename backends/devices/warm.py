@@ -1,4 +1,4 @@
-"""Runs what a program calls once by itself, before any message is under way.
+"""Run what a program calls once by itself, before any message is under way.
 
 A device loads a kernel when it is first launched, and may wait for all that it is doing before it
 does. If that is a receive whose message is only sent once the kernel has run, nothing moves any
@@ -95,14 +95,14 @@ class _Rehearsal:
         self._outputs |= {(name, number): each for number, each in enumerate(outputs)}
 
     def _output(self, value: Value) -> Output | None:
-        """Which function's a value is, looking through views and from stream to stream."""
+        """The function that makes a value, looking through views and from stream to stream."""
         op = self._producers.get(value)
         if isinstance(op, View) or (isinstance(op, Wait) and not _is_future(op.operands[0])):
             return self._output(op.operands[0])
         return (op.fn.name, op.results.index(value)) if isinstance(op, Call) else None
 
     def _value(self, value: Value) -> Any:
-        """What a function is run with: what another one has made, if there is any."""
+        """The value to run a function with: what another one has made, if there is any."""
         op = self._producers.get(value)
         if isinstance(op, View):
             return self._value(op.operands[0]).narrow(op.dim, op.start, op.length)
@@ -155,9 +155,9 @@ def _dtypes(program: Program) -> list[torch.dtype]:
 
 
 def _move(dtype: torch.dtype, device: Device) -> None:
-    """What copies, and what ports put parts in order with.
+    """Run the kernels that copy, those by which ports put parts in order, and those for numbers.
 
-    And what methods read numbers with: torch takes pinned memory for that, which the driver gives
+    Methods read numbers of a device: torch takes pinned memory for that, which the driver gives
     out only when the device has nothing to do.
     """
     x = torch.zeros(8, 8, dtype=dtype, device=device.torch_device)

@@ -1,4 +1,4 @@
-"""Watches a device: an execution that does not end, a fault of the device or of its messages.
+"""Watch a device for an execution that does not end, and for faults of it or of its messages.
 
 Each of them ends the job.
 
@@ -38,11 +38,11 @@ class Watched(Protocol):
     module: Module
 
     def position(self) -> Position:
-        """Where it is; called by another thread."""
+        """The place where it is; called by another thread."""
 
 
 def put_by(watched: Watched) -> Position | None:
-    """Where a program puts work on its device, which no host should take long over.
+    """The place where a program puts work on its device, which no host should take long over.
 
     An opaque method may take as long as it likes, and a wait for another host has its own deadline.
     """
@@ -198,7 +198,7 @@ class Watchdog:
 
 
 def advice(logs: Sequence[str]) -> str:
-    """What to do about a device that does not end what was put on it.
+    """Advice on a device that does not end what was put on it.
 
     Args:
         logs: where the libraries that carry messages say more, in words.
@@ -213,7 +213,7 @@ def advice(logs: Sequence[str]) -> str:
 
 
 def cold(functions: Mapping[str, str]) -> str:
-    """What may have made the driver wait: functions that could not be run ahead, and why."""
+    """The functions that could not be run ahead, which may have made the driver wait, and why."""
     if not functions:
         return ""
     return "\n".join(

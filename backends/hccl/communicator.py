@@ -9,8 +9,8 @@ from weakref import WeakKeyDictionary
 from ...ir.attributes import Stream
 from ...ir.module import Channel
 from ...ir.ops import Collective, Recv, Send
-from ...ir.types import TensorType, ValueType
-from ..base import Port, World
+from ...ir.types import TensorType
+from ..base import World
 from ..errors import BindError
 from ..streams.collectives import Collectives
 from ..streams.communicator import StreamCommunicator
@@ -36,32 +36,14 @@ class HcclCommunicator(StreamCommunicator):
         super().__init__(pool, channels, rank)
         self._batches: dict[int, Batch] = {}
 
-    def send_port(self, op: Send, channel: Channel, type_: ValueType) -> Port:
-        """The port of a `send` whose operand has type `type_`."""
-        check_supported(op, self._library.symbols)
-        return super().send_port(op, channel, type_)
-
-    def recv_port(self, op: Recv, channel: Channel, type_: ValueType) -> Port:
-        """The port of a `recv` whose future holds a value of type `type_`."""
-        check_supported(op, self._library.symbols)
-        return super().recv_port(op, channel, type_)
-
-    def collective_port(
-        self,
-        op: Collective,
-        channel: Channel,
-        operand: ValueType | None,
-        result: ValueType,
-    ) -> Port:
-        """The port of a collective; `operand` is None where this rank contributes nothing."""
-        check_supported(op, self._library.symbols)
-        return super().collective_port(op, channel, operand, result)
-
     def reset(self) -> None:
         """Join the other ranks again, and forget batches that were begun."""
         for batch in self._batches.values():
             batch.forget()
         super().reset()
+
+    def _check(self, op: Send | Recv | Collective) -> None:
+        check_supported(op, self._library.symbols)
 
     @property
     def _library(self) -> HcclLibrary:

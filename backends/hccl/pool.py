@@ -125,14 +125,14 @@ class HcclPool(Pool):
         if not self._lines():
             return None
         device = self.device
-        marks = []
+        events = []
         for kind in (Stream.MESSAGE, Stream.COLLECTIVE):
-            mark = device.event()
-            mark.record(device.stream(kind))
-            marks.append(mark)
+            event = device.event()
+            event.record(device.stream(kind))
+            events.append(event)
         deadline = monotonic() + self._grace
         try:
-            while not all(mark.query() for mark in marks):
+            while not all(event.query() for event in events):
                 if monotonic() > deadline:
                     return "; ".join(self.errors()) or "a message waits for its other end"
                 sleep(0.002)

@@ -1,4 +1,4 @@
-"""Finds HCCL on this machine, and its functions in it."""
+"""Find HCCL on this machine, and its functions in it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FOLDERS = (
     "/usr/local/Ascend/cann/lib64",
     "/usr/local/Ascend/ascend-toolkit/latest/lib64",
 )
-"""Where CANN lies unless it is told otherwise: from version 8.5 on, and before."""
+"""The folders of CANN unless it is told otherwise: from version 8.5 on, and before."""
 
 LIBRARIES = ("libhccl.so", "libhcomm.so")
 """Newer CANN has taken the management of communicators out of the first into the second."""

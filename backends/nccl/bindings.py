@@ -1,4 +1,4 @@
-"""Finds NCCL by the bindings that are installed."""
+"""Find NCCL by the bindings that are installed."""
 
 from __future__ import annotations
 

@@ -49,6 +49,7 @@ class StreamCommunicator:
 
     def send_port(self, op: Send, channel: Channel, type_: ValueType) -> Port:
         """The port of a `send` whose operand has type `type_`."""
+        self._check(op)
         tensor = self._only_tensor(op, channel, type_)
         stream, handle = self._stream(op, Stream.SEND)
         library = self._messenger(op, tensor)
@@ -56,15 +57,13 @@ class StreamCommunicator:
 
     def recv_port(self, op: Recv, channel: Channel, type_: ValueType) -> Port:
         """The port of a `recv` whose future holds a value of type `type_`."""
+        self._check(op)
         tensor = self._only_tensor(op, channel, type_)
         stream, handle = self._stream(op, Stream.RECV)
         slot = None if op.slot is None or op.operands else self._slot(op.slot, channel, tensor)
-        library, line, device = (
-            self._messenger(op, tensor),
-            self._lines[channel.id],
-            self._pool.device,
-        )
-        return RecvPort(handle, library, line, tensor, stream, slot, device.torch_device)
+        library, line = self._messenger(op, tensor), self._lines[channel.id]
+        device = self._pool.device.torch_device
+        return RecvPort(handle, library, line, tensor, stream, slot, device)
 
     def collective_port(
         self,
@@ -74,6 +73,7 @@ class StreamCommunicator:
         result: ValueType,
     ) -> Port:
         """The port of a collective; `operand` is None if this rank contributes nothing."""
+        self._check(op)
         stream, handle = self._stream(op, Stream.COLLECTIVE)
         line, pool = self._lines[channel.id], self._pool
         parts = self.collectives(op, line, operand, result, pool, handle).parts()
@@ -114,6 +114,9 @@ class StreamCommunicator:
         """
         self._slots.clear()
         self._pool.leave(self._lease)
+
+    def _check(self, op: Send | Recv | Collective) -> None:
+        """Raise BindError if the library has no function for an op."""
 
     def _make_slots(self, channels: Sequence[Channel], rank: int) -> dict[int, Tensor]:
         """Memory for the messages that this rank receives, by channel."""

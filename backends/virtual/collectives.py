@@ -58,7 +58,7 @@ def combine(exchange: Exchange, pieces: Sequence[Any]) -> Any:
 
 
 def outcomes(exchange: Exchange, operands: Sequence[Any]) -> list[Any]:
-    """What each member gets, in group order, from the senders' tensors; None for a unit."""
+    """The value of each member, in group order, from the senders' tensors; None for a unit."""
     if not exchange.receivers:
         return [None for _ in exchange.members]
     if exchange.is_shared:

@@ -29,7 +29,7 @@ class VirtualFabric:
         return VirtualCommunicator(self, rank)
 
     def place(self, channel: Channel) -> Place:
-        """Where the ends of a channel's messages, or its group, meet."""
+        """The place where the ends of a channel's messages, or its group, meet."""
         kind = Meeting if channel.collective else Edge
         return self._places.setdefault(channel.id, kind(channel, self.traffic, self._poison))
 

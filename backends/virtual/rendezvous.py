@@ -78,7 +78,7 @@ class VirtualPort:
         self.done = True
 
     def poll(self) -> bool:
-        """Whether all ends have come."""
+        """True if all ends have come."""
         return self.done
 
     def take(self) -> Any:
@@ -247,7 +247,7 @@ class Traffic:
             self._is_busy = False
 
     def may_complete(self, ports: Sequence[VirtualPort]) -> bool:
-        """Whether nothing but the message itself is in the way."""
+        """True if nothing but the message itself is in the way."""
         if (ports[0].op.chan, ports[0].op.seq) == self.held:
             return False
         return all(map(_is_first, ports))
@@ -266,7 +266,7 @@ class Traffic:
 
 
 def _is_first(port: VirtualPort) -> bool:
-    """Whether nothing is ahead of a port on its stream but what is in one batch with it."""
+    """True if nothing is ahead of a port on its stream but what is in one batch with it."""
     if port.line is None or port.line[0] is port:
         return True
     batch = batch_of(port.op)

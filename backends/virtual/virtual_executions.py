@@ -15,60 +15,51 @@ from ..failures.flight import Sight
 
 
 class VirtualWaiting:
-    """Where one process plays all ranks: if nothing moves, nothing ever will."""
+    """The waiting of one process that plays all ranks: if nothing moves, nothing ever will.
+
+    It implements `Waiting`, which describes the methods.
+    """
 
     def pause(self, polls: int, seconds: float | None) -> None:
-        """See `Waiting`.
-
-        Raises:
-            DeadlockError: nothing moves.
-        """
+        """Raise DeadlockError if nothing moves."""
         if polls > 1000:  # a shuffled turn may leave out those that could move
             raise DeadlockError("deadlock: no execution in flight can go on")
 
     def rest(self) -> None:
-        """See `Waiting`."""
+        """Nobody else waits for the core."""
 
     def look(self, ranks: Sequence[int], seconds: float) -> Mapping[int, Sight]:
-        """See `Waiting`."""
         return {}
 
     def serving(self) -> AbstractContextManager[object]:
-        """See `Waiting`."""
         return nullcontext()
 
     def watch(self, turn: Callable[[], bool], future: Future) -> Generator[Any, None, None]:
-        """See `Waiting`."""
         while not future.is_done:
             turn()
             yield
 
 
 class VirtualStages:
-    """Stages of one process that plays all ranks."""
+    """The `Stages` of one process that plays all ranks."""
 
     def __init__(self) -> None:
         self.mine = 0
         self._number = 0
 
     def reach(self, stage: int) -> None:
-        """See `Stages`."""
         self.mine = stage
 
     def missing(self, stage: int) -> list[int]:
-        """See `Stages`."""
         return []
 
     def is_wanted(self, driver: int) -> bool:
-        """See `Stages`."""
         return False
 
     def tell(self, number: int) -> None:
-        """See `Stages`."""
         self._number = number
 
     def told(self, driver: int) -> int:
-        """See `Stages`."""
         return self._number
 
 

@@ -26,7 +26,7 @@ from ..world.communicators import faults_of, logs_of
 
 
 class DeviceSession:
-    """What one rank of a step does for devices, its own and those of other ranks.
+    """The work of one rank of a step for devices, its own and those of other ranks.
 
     Args:
         world: all ranks.

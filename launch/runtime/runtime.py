@@ -52,7 +52,7 @@ class Runtime(Protocol):
         """The programs of the ranks that this process plays, for profiles."""
 
     def statistics(self, rank: int) -> Statistics:
-        """What a rank has measured; this process must play it."""
+        """The measurements of a rank, which this process must play."""
 
     def close(self) -> None:
         """Give back buffers; idempotent."""
@@ -247,7 +247,7 @@ _transports: WeakKeyDictionary[World, CpuTransport] = WeakKeyDictionary()
 
 
 def transport_of(world: MpiWorld) -> CpuTransport:
-    """What this process shares with the other ranks of `world`; made once, on all ranks."""
+    """The transport of this process to the other ranks of `world`; made once, on all ranks."""
     transport = _transports.get(world)
     if transport is None:
         transport = _transports[world] = CpuTransport(world)
@@ -265,7 +265,7 @@ def tell(world: World, purpose: str) -> None:
 
 
 def is_in_step(world: MpiWorld) -> bool:
-    """Whether this process is executing a step that all ranks run together."""
+    """True if this process is executing a step that all ranks run together."""
     transport = _transports.get(world)
     return transport is not None and transport.control.is_running
 

@@ -1,4 +1,4 @@
-"""Make the seats of a graph: where its executions run on each rank, and by what they talk."""
+"""Make the seats of a graph: where its executions run on each rank, and their channels."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from .runtime import transport_of
 
 @dataclass(frozen=True)
 class GraphVariant:
-    """What a graph does for one signature.
+    """A variant of a graph, as one process has it.
 
     Attributes:
         linked: the scheduled module, and what the ranks that this process plays run it with.
@@ -53,7 +53,7 @@ class GraphVariant:
 
 @dataclass(frozen=True)
 class Connections:
-    """By what one seat of a rank talks.
+    """The communicators of one seat of a rank.
 
     Attributes:
         host: serves what goes from host to host, all that is said about messages included.
@@ -72,7 +72,7 @@ class Connections:
 
 
 class OnDevice:
-    """What the seats of a rank with a device share.
+    """The device of a rank, as the seats of a graph share it.
 
     Args:
         world: all ranks.
@@ -127,7 +127,7 @@ class OnDevice:
             instance.drop_graphs()
 
     def _putting(self) -> Position | None:
-        """Where the host puts work on the device at the moment, if it does."""
+        """The place where the host puts work on the device at the moment, if it does."""
         busy = (each for each in self._scheduler.in_flight if each.engine.pending is None)
         return next(filter(None, map(put_by, busy)), None)
 
@@ -192,7 +192,7 @@ class Seating:
         self._hosts += [*self._announcing.values(), *self._reporting.values()]
 
     def connect(self) -> Mapping[int, Connections]:
-        """What one seat of each rank that this process plays talks by; collective."""
+        """The connections of one seat of each rank that this process plays; collective."""
         world = self._world
         modules = [variant.linked.module for variant in self._variants]
         if world.is_virtual:

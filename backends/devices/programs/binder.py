@@ -31,9 +31,9 @@ from ...program.linked import LinkedProgram
 from ...program.random import seeded_on
 from ...program.type_checks import checked
 from ..base import Device
-from ..ports import StreamPort, is_stream_port
+from ..ports import StreamPort
 from ..staging import Copies, StagedPort
-from ..stream_order import Flow, Mark
+from ..stream_order import StreamEvent, StreamOrder
 from . import instructions
 from .capture import Segment
 
@@ -47,7 +47,7 @@ class DeviceBinder(Binder):
     Attributes:
         linked: the program, and what it runs with; its constants are on the device.
         copies: between the device and its host, for messages that go by the host.
-        flow: the program's streams, which run in stretches.
+        order: the program's streams, which run in stretches.
         segments: the parts of the program that are captured when it is bound, in order.
     """
 
@@ -64,14 +64,14 @@ class DeviceBinder(Binder):
         self.device = device
         self.copies = Copies(device)
         self._code.progress.append(self.copies.move_on)
-        self.flow = Flow(device)
+        self.order = StreamOrder(device)
         self.segments: tuple[Segment, ...] = ()
-        self._made: dict[Value, Mark] = {}
-        self._done: dict[Value, Mark] = {}
-        self._slots: dict[Value, Mark] = {}
-        self._freed: dict[tuple[int, int], Mark] = {}
+        self._made: dict[Value, StreamEvent] = {}
+        self._done: dict[Value, StreamEvent] = {}
+        self._slots: dict[Value, StreamEvent] = {}
+        self._freed: dict[tuple[int, int], StreamEvent] = {}
         self._streamed: dict[Value, StreamPort] = {}
-        self._batches: dict[int, Mark] = {}
+        self._batches: dict[int, StreamEvent] = {}
         self._crossing = frozenset(
             op.operands[0]
             for op in linked.program.ops
@@ -79,10 +79,10 @@ class DeviceBinder(Binder):
         )
 
     @property
-    def messages(self) -> list[tuple[int, Mark]]:
-        """The ops that go by streams, as indices of the program's, with the mark behind each."""
+    def messages(self) -> list[tuple[int, StreamEvent]]:
+        """The ops that go by streams, as indices of the program's, with the event behind each."""
         made = {value: i for i, op in enumerate(self._program.ops) for value in op.results}
-        return sorted(((made[f], mark) for f, mark in self._done.items()), key=itemgetter(0))
+        return sorted(((made[f], event) for f, event in self._done.items()), key=itemgetter(0))
 
     @property
     def escaping(self) -> frozenset[int]:
@@ -90,7 +90,7 @@ class DeviceBinder(Binder):
         return frozenset(self._register(value) for value in self._layout.escaping)
 
     def _land_inputs(self, code: Code) -> list[Instruction]:
-        """What brings the inputs to the device; it stands ahead of what is captured."""
+        """Instructions that bring the inputs to the device, ahead of what is captured."""
         land = partial(landed, device=self.device)
         return [
             host.apply(code.registers, register, register, land)
@@ -121,13 +121,13 @@ class DeviceBinder(Binder):
         super()._bind_op(op, arena)
         for value in op.results:
             if value in self._crossing:
-                made = self._made[value] = Mark(self.flow)
-                self._emit(instructions.mark(made, self.flow.use(stream)), KEEP)
+                made = self._made[value] = StreamEvent(self.order)
+                self._emit(instructions.record(made, self.order.use(stream)), KEEP)
 
     # -- communication ----------------------------------------------------------------------
 
     def _issue(self, op: Op, port: Port) -> None:
-        if is_stream_port(port):
+        if isinstance(port, StreamPort):
             sources = tuple(map(self._register, op.operands))
             self._emit(self._on_stream(op, port), InstructionInfo(Role.ISSUE, sources, port=port))
             return
@@ -153,41 +153,48 @@ class DeviceBinder(Binder):
         landing = None if receives is None else self.copies.landing(op.chan, slot, receives)
         changes = sends is not None and self._may_change(op.operands[0])
         # An op of the host takes its operand from its own stream, as one on a device.
-        producers = (self.copies.compute, self.flow.use(stream_of(op)))
+        producers = (self.copies.compute, self.order.use(stream_of(op)))
         return StagedPort(port, self.copies, sends, landing, producers, changes)
 
     def _on_stream(self, op: Op, port: StreamPort) -> Instruction:
-        """What puts a communication op on its stream."""
-        flow, queue = self.flow, self.flow.use(port.stream)
+        """The instruction that puts a communication op on its stream."""
+        order, queue = self.order, self.order.use(port.stream)
         future = op.result
         self._ports[future] = port
         self._indices[future] = self._at
         self._streamed[future] = port
-        done = self._done[future] = self._mark_behind(op)
+        done = self._done[future] = self._event_behind(op)
         freed = None
         if isinstance(op, Recv) and op.slot is not None:
-            freed = self._freed.setdefault((op.chan, op.slot), Mark(flow))
+            freed = self._freed.setdefault((op.chan, op.slot), StreamEvent(order))
             self._slots[future] = freed
         source = self._register(op.operands[0]) if op.operands else None
         return instructions.issue(
-            port, self._code.registers, source, queue, done, Mark(flow), flow.compute, freed
+            port,
+            self._code.registers,
+            source,
+            queue,
+            done,
+            StreamEvent(order),
+            order.compute,
+            freed,
         )
 
-    def _mark_behind(self, op: Op) -> Mark:
-        """The mark behind an op; those of a batch have one, which the last of them moves."""
+    def _event_behind(self, op: Op) -> StreamEvent:
+        """The event behind an op; those of a batch have one, which the last of them moves."""
         batch = batch_of(op)
         if batch is None:
-            return Mark(self.flow)
-        return self._batches.setdefault(batch, Mark(self.flow))
+            return StreamEvent(self.order)
+        return self._batches.setdefault(batch, StreamEvent(self.order))
 
     def _bind_wait(self, op: Wait) -> None:
-        source, queue = op.operands[0], self.flow.use(stream_of(op))
+        source, queue = op.operands[0], self.order.use(stream_of(op))
         port = self._streamed.get(source)
         if port is None:
             super()._bind_wait(op)
             staged = self._ports.get(source)
-            if isinstance(staged, StagedPort) and staged.landed and queue is not self.flow.compute:
-                self._emit(instructions.follow_event(staged.landed, queue), KEEP)
+            if isinstance(staged, StagedPort) and staged.landed and queue is not self.order.compute:
+                self._emit(instructions.follow_device(staged.landed, queue), KEEP)
             made = self._made.get(source)  # none for what was there before the program began
             if made is not None:
                 self._emit(instructions.follow(made, queue), KEEP)
@@ -204,8 +211,8 @@ class DeviceBinder(Binder):
     def _arriving(self, future: Value, target: int) -> InstructionInfo:
         return InstructionInfo(Role.AWAIT, (), (target,))
 
-    def awaited_outside(self, graph: int) -> list[Mark]:
-        """The marks of messages that ops of a graph wait for and that were not issued in it."""
+    def awaited_outside(self, graph: int) -> list[StreamEvent]:
+        """The events of messages that ops of a graph wait for and that were not issued in it."""
         ops = self._program.ops
         return [
             self._done[op.operands[0]]
@@ -219,7 +226,7 @@ class DeviceBinder(Binder):
     def _release(self, future: Value) -> None:
         freed = self._slots.get(future)
         if freed is not None:
-            self._emit(instructions.mark(freed, self.flow.compute), KEEP)
+            self._emit(instructions.record(freed, self.order.compute), KEEP)
         if future in self._streamed:
             self._ports.pop(future)
         else:

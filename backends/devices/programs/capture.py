@@ -1,4 +1,4 @@
-"""Parts of a rank's program that are recorded once as a graph of the device and then replayed.
+"""Record parts of a rank's program once as graphs of the device, and replay them.
 
 A graph reads and writes the memory that it was captured with. So what a segment takes from outside
 is copied into memory of its own first, unless it has come to the same place twice in a row; what
@@ -30,7 +30,7 @@ from ...program.instructions import Instruction, Registers
 from ..base import Device, Graph
 from ..output_buffers import Loan, may_be_lent
 from ..ports import StreamPort
-from ..stream_order import Flow, Mark
+from ..stream_order import StreamEvent, StreamOrder
 from .tensor_memory import TensorLocation, copy_all, like, location, storage, storages
 
 WARM_UPS = 2
@@ -77,7 +77,7 @@ class Captured:
     gradients: tuple[Tensor | None, ...]
 
     def is_free(self) -> bool:
-        """Whether the caller holds nothing of what it has last made."""
+        """True if the caller holds nothing of what it has last made."""
         return all(loan.is_back() for _, loan in self.loans)
 
 
@@ -98,7 +98,7 @@ class Outlasting:
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """What a segment and the rest of the program have in common.
+    """The registers that a segment and the rest of the program have in common.
 
     Attributes:
         reads: registers that it reads and has not written.
@@ -139,11 +139,11 @@ class Segment:
         interface: Interface,
         bodies: Sequence[Body],
         ports: Sequence[StreamPort],
-        flow: Flow,
+        order: StreamOrder,
         stable: dict[int, Tensor],
-        needs: Sequence[Mark],
+        needs: Sequence[StreamEvent],
         fallbacks: Fallbacks,
-        behind: Mark | None = None,
+        behind: StreamEvent | None = None,
     ) -> None:
         self.number = number
         self.behind = behind
@@ -160,8 +160,8 @@ class Segment:
         self._state_of = [body.state for body in traced]
         self._trained_in = [body.trained for body in traced]
         self._ports = tuple(ports)
-        self._flow = flow
-        self._device: Device = flow.device
+        self._order = order
+        self._device: Device = order.device
         self._stable = stable
         self._needs = tuple(needs)
         self._graphs: dict[tuple[Any, ...], list[Captured]] = {}
@@ -216,7 +216,7 @@ class Segment:
     def run(self) -> None:
         """Put the work on the streams as it is, one thing after the other."""
         self.lent = ()
-        self._flow.fork()
+        self._order.fork()
         for at, instruction in enumerate(self._instructions):
             self.at = at
             instruction()
@@ -228,7 +228,7 @@ class Segment:
         self._fallbacks.warn(self.number, refusal)
 
     def _come_again(self) -> bool:
-        """Whether all inputs are where a graph may read them in place.
+        """True if all inputs are where a graph may read them in place.
 
         That is where they were when they first came to the same places twice in a row: a program
         whose caller has one set of buffers then copies nothing.
@@ -242,8 +242,8 @@ class Segment:
 
     def _replay(self, captured: Captured, trained: Sequence[Tensor]) -> None:
         registers = self._registers
-        for mark in self._needs:
-            mark.wait(self._flow.compute)
+        for event in self._needs:
+            event.wait(self._order.compute)
         for _, loan in captured.loans:
             loan.await_users(self._device)
         for register, memory in captured.takes:
@@ -262,7 +262,7 @@ class Segment:
         for parameter, gradient in zip(trained, captured.gradients, strict=True):
             parameter.grad = gradient
         if self.behind is not None:
-            self.behind.record(self._flow.compute)
+            self.behind.record(self._order.compute)
 
     def _capture(
         self,
@@ -357,7 +357,7 @@ class Segment:
     def _given(
         self, outside: frozenset[int] | None
     ) -> tuple[tuple[tuple[int, Tensor], ...], tuple[tuple[int, Loan], ...]]:
-        """What the graph has left in registers, and what of it is lent to the caller.
+        """The values that the graph has left in registers, and those of them that are lent.
 
         Args:
             outside: the storages that are not the graph's alone, so that what is in them is not
@@ -408,22 +408,22 @@ class Segment:
         return graph
 
     def _record(self, outlasting: Outlasting) -> None:
-        flow = self._flow
+        order = self._order
         for port, memory in outlasting.landings:
             port.landing = memory
-        flow.begin_capture()
+        order.begin_capture()
         try:
-            flow.fork()
+            order.fork()
             for instruction in self._instructions:
                 instruction()
-            flow.join()
+            order.join()
             self._copy_out(outlasting)
         except BaseException:
             with suppress(RuntimeError):  # as when the capture is broken
-                flow.join()  # a capture cannot end without the streams that it has forked
+                order.join()  # a capture cannot end without the streams that it has forked
             raise
         finally:
-            flow.end_capture()
+            order.end_capture()
             for port, _ in outlasting.landings:
                 port.landing = None
 

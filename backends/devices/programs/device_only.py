@@ -1,4 +1,4 @@
-"""Binds a sealed program: one that a rank drives, and that its device does in one go.
+"""Bind a program that a rank drives, and that its device does in one go.
 
 Its hosts exchange no announcements. Each puts its part on its streams when the record of an
 execution has come, and the parts meet there. So whoever has begun must go through with it: what the
@@ -24,7 +24,7 @@ from ...program.instruction_info import KEEP
 from ...program.instructions import Instruction
 from ...program.linked import LinkedProgram
 from ..base import Device
-from ..ports import is_stream_port
+from ..ports import StreamPort
 from .binder import DeviceBinder
 from .capture import WARM_UPS, Segment
 from .segments import cut
@@ -56,7 +56,7 @@ class DeviceOnlyBinder(DeviceBinder):
         self._ran = 0
 
     def bind(self) -> Code:
-        """See `Binder`.
+        """Bind the program.
 
         Raises:
             BindError: besides what every binder raises, an op of the program needs its host.
@@ -90,7 +90,7 @@ class DeviceOnlyBinder(DeviceBinder):
         )
 
     def _issue(self, op: Op, port: Port) -> None:
-        if not is_stream_port(port):
+        if not isinstance(port, StreamPort):
             self._refuse(op)
         super()._issue(op, port)
 
@@ -151,5 +151,5 @@ class DeviceOnlyBinder(DeviceBinder):
         return True
 
     def _join(self) -> bool:
-        self.flow.join()
+        self.order.join()
         return True

@@ -43,15 +43,15 @@ from ...program.instruction_info import KEEP, InstructionInfo, Role
 from ...program.instructions import Instruction
 from ...program.linked import LinkedProgram
 from ..base import Device
-from ..ports import StreamPort, is_stream_port
-from ..stream_order import Mark
+from ..ports import StreamPort
+from ..stream_order import StreamEvent
 from . import instructions
 from .binder import DeviceBinder, stream_of
 
 
 @dataclass(frozen=True, slots=True)
 class Announcements:
-    """Where hosts tell each other of the messages of a channel that go by streams.
+    """The channel by which hosts tell each other of the messages of another that go by streams.
 
     Attributes:
         communicator: of hosts.
@@ -102,14 +102,14 @@ class DrivenBinder(DeviceBinder):
         self._last_work = max(work, default=-1)
         params = frozenset(linked.program.params)
         streams = {stream_of(op): None for op in ops if not params.isdisjoint(op.operands)}
-        self._landed = Mark(self.flow)
-        self._takers = [self.flow.use(each) for each in streams if each is not Stream.COMPUTE]
+        self._landed = StreamEvent(self.order)
+        self._takers = [self.order.use(each) for each in streams if each is not Stream.COMPUTE]
 
     def bind(self) -> Code:
-        """See `Binder`. Inputs come to the compute stream; others that take them wait for that."""
+        """Bind the program. Inputs come to the compute stream, which others wait for."""
         code = super().bind()
-        marks = [instructions.mark(self._landed, self.flow.compute)] if self._takers else []
-        code.put_first([*self._land_inputs(code), *marks])
+        events = [instructions.record(self._landed, self.order.compute)] if self._takers else []
+        code.put_first([*self._land_inputs(code), *events])
         return code
 
     def _make_gates(self) -> tuple[dict[int, list[Instruction]], dict[int, list[Instruction]]]:
@@ -132,7 +132,7 @@ class DrivenBinder(DeviceBinder):
     # -- communication ----------------------------------------------------------------------
 
     def _issue(self, op: Op, port: Port) -> None:
-        if not is_stream_port(port):
+        if not isinstance(port, StreamPort):
             super()._issue(op, port)
             return
         assert isinstance(op, Send | Recv | Collective), "nothing else has a port"
@@ -195,7 +195,7 @@ class DrivenBinder(DeviceBinder):
     def _finish(self) -> None:
         for future, done in self._done.items():
             if future not in self._layout.first_waits:
-                self._emit(instructions.follow(done, self.flow.compute), KEEP)
+                self._emit(instructions.follow(done, self.order.compute), KEEP)
         super()._finish()
         for telling in self._told:
             self._emit(telling.poll, KEEP)
@@ -208,7 +208,7 @@ class DrivenBinder(DeviceBinder):
 
 
 _WORK = (Call, Constant, Copy, View, Wait, Send, Recv, Collective)
-"""What is put on streams, or may ask for what is there."""
+"""The ops that are put on streams, or may ask for what is there."""
 
 
 def _told(telling: Port) -> Instruction:

@@ -1,4 +1,4 @@
-"""Runs one rank's program on its device; the host puts work on streams and goes on."""
+"""Run one rank's program on its device; the host puts work on streams and goes on."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class DeviceExecutable(Executable):
         self.segments = binder.segments
         super().__init__(linked, code)
         self._device = device
-        self._flow = binder.flow
+        self._order = binder.order
         self._copies = binder.copies
         self._ran = 0
         self.work = Work(self.program, self.module, binder.messages, self.segments, self.position)
@@ -56,7 +56,7 @@ class DeviceExecutable(Executable):
         checked: bool = False,
     ) -> tuple[Any, ...]:
         """Put one execution on the device's streams; see `Executable.run`."""
-        device, flow = self._device, self._flow
+        device, order = self._device, self._order
         if self.segments and self._ran == WARM_UPS:
             # A graph has a pool of its own, and while it is captured no memory changes hands. Here
             # nothing of this execution is under way yet that the device could wait for in vain.
@@ -65,9 +65,9 @@ class DeviceExecutable(Executable):
         with device.session():
             there = [landed(value, device) for value in inputs]
             if not self.segments:
-                flow.fork()
+                order.fork()
             outputs = super().run(there, pause, execution, checked)
-            flow.join()
+            order.join()
             device.keep([value for value in outputs if isinstance(value, Tensor)])
             for segment in self.segments:
                 for _, loan in segment.lent:
@@ -75,7 +75,7 @@ class DeviceExecutable(Executable):
         return outputs
 
     def reset(self) -> None:
-        """See `Executable.reset`; what was captured is forgotten, for its messages are."""
+        """Forget the execution in progress, and what was captured, for its messages are gone."""
         super().reset()
         self._copies.forget()
         self._ran = 0

@@ -23,7 +23,7 @@ from ...program.linked import LinkedProgram
 from ...timing.statistics import Statistics
 from ...timing.tallies import Tally
 from ...timing.tracing import Log
-from ..base import Device, Queue
+from ..base import Device
 from ..output_buffers import Loan
 from ..pending_work import Work
 from .binder import DeviceBinder
@@ -33,34 +33,14 @@ from .driven import DrivenBinder
 from .interleave import interleave
 
 Shared = tuple[Statistics, Sequence[Guard], Reports | None]
-"""What an instance has in common with the others of its graph on the rank."""
+"""The statistics, guards and reports that `Instance` takes."""
 
 
-class Delivery:
-    """Hands the result of an execution over to the stream of whoever asks for it.
-
-    Args:
-        device: where the result is made.
-        caller: the stream that goes on behind the execution already.
-        tensors: the result's.
-        loans: those of them that are a graph's memory.
-    """
-
-    def __init__(
-        self, device: Device, caller: Queue, tensors: Sequence[Tensor], loans: Sequence[Loan]
-    ) -> None:
-        self._device = device
-        self._caller = caller
-        self._tensors = tensors
-        self._loans = loans
-
-    def __call__(self) -> None:
-        """Let the current stream go on behind the execution."""
-        if self._device.caller() != self._caller:
-            with self._device.session():
-                self._device.keep(self._tensors)
-                for loan in self._loans:
-                    loan.hand_to_caller(self._device)
+def hand_over(device: Device, tensors: Sequence[Tensor], loans: Sequence[Loan]) -> None:
+    """Inside a session: let the caller's stream use a result, of which some is a graph's memory."""
+    device.keep(tensors)
+    for loan in loans:
+        loan.hand_to_caller(device)
 
 
 class SessionEngine(Engine):
@@ -94,7 +74,6 @@ class SessionEngine(Engine):
         self._polls = polls
 
     def advance(self, limit: int | None = None, pause: Pause | None = None) -> bool:
-        """See `Engine`."""
         if self.is_put:
             return super().advance(limit, pause)
         poll = self._polls.get(self.pending)
@@ -113,7 +92,7 @@ class DeviceInstance(Instance):
 
     Args:
         binder: of the program, which it binds.
-        shared: the statistics, guards and reports, as `Instance` takes them.
+        shared: what `Instance` takes besides.
         watch: called with each execution that has been put on the device: what it is of, and its
             number.
 
@@ -151,13 +130,19 @@ class DeviceInstance(Instance):
 
     def _deliver(self, outputs: tuple[Any, ...]) -> None:
         """Inside a session, with all work on streams: let the caller's stream have the result."""
-        if self.on_end is not None:
-            tensors = [value for value in outputs if isinstance(value, Tensor)]
-            self._device.keep(tensors)
-            loans = [loan for segment in self.segments for _, loan in segment.lent]
-            for loan in loans:
-                loan.hand_to_caller(self._device)
-            self.delivery = Delivery(self._device, self._device.caller(), tensors, loans)
+        if self.on_end is None:
+            return
+        device, caller = self._device, self._device.caller()
+        tensors = [value for value in outputs if isinstance(value, Tensor)]
+        loans = [loan for segment in self.segments for _, loan in segment.lent]
+
+        def deliver() -> None:
+            if device.caller() != caller:
+                with device.session():
+                    hand_over(device, tensors, loans)
+
+        hand_over(device, tensors, loans)
+        self.delivery = deliver
 
     def _end(self, outputs: tuple[Any, ...]) -> None:
         if not self._session.is_put:
@@ -250,7 +235,7 @@ class DeviceOnlyInstance(DeviceInstance):
         await_reports(code, self.program, reports)
 
     def _is_due(self) -> bool:
-        """Whether no earlier execution is in progress whose messages are announced."""
+        """True if no earlier execution is in progress whose messages are announced."""
         for instance in self._in_flight():
             if instance is self:
                 return True

@@ -5,31 +5,31 @@ from __future__ import annotations
 from ...program.instructions import Instruction, Registers
 from ..base import Event, Queue
 from ..ports import StreamPort
-from ..stream_order import Mark
+from ..stream_order import StreamEvent
 
 
-def mark(place: Mark, queue: Queue) -> Instruction:
-    """Mark where a stream is."""
+def record(event: StreamEvent, queue: Queue) -> Instruction:
+    """Let an event be where a stream is."""
 
     def run() -> bool:
-        place.record(queue)
+        event.record(queue)
         return True
 
     return run
 
 
-def follow(place: Mark, queue: Queue) -> Instruction:
-    """Let a stream wait for a mark."""
+def follow(event: StreamEvent, queue: Queue) -> Instruction:
+    """Let a stream wait for an event of the program."""
 
     def run() -> bool:
-        place.wait(queue)
+        event.wait(queue)
         return True
 
     return run
 
 
-def follow_event(event: Event, queue: Queue) -> Instruction:
-    """Let a stream wait for an event."""
+def follow_device(event: Event, queue: Queue) -> Instruction:
+    """Let a stream wait for an event of the device."""
 
     def run() -> bool:
         queue.wait_event(event)
@@ -43,18 +43,18 @@ def issue(
     registers: Registers,
     source: int | None,
     queue: Queue,
-    done: Mark,
-    ready: Mark,
+    done: StreamEvent,
+    ready: StreamEvent,
     compute: Queue,
-    freed: Mark | None,
+    freed: StreamEvent | None,
 ) -> Instruction:
     """Put a communication op on its stream.
 
     Args:
         source: the operand's register, if it has one.
         queue: the op's stream.
-        done: marked behind the op.
-        ready: marked on the compute stream behind what the port has prepared there.
+        done: recorded behind the op.
+        ready: recorded on the compute stream behind what the port has prepared there.
         freed: where the op's slot was given back, if it has one.
     """
     start, must_prepare, prepare = port.start, port.must_prepare, port.prepare
@@ -75,7 +75,7 @@ def issue(
 
 
 def arrive(
-    port: StreamPort, registers: Registers, target: int, queue: Queue, done: Mark
+    port: StreamPort, registers: Registers, target: int, queue: Queue, done: StreamEvent
 ) -> Instruction:
     """Let a stream wait for a communication op; its value is for work on that stream."""
     take = port.take

@@ -1,4 +1,4 @@
-"""Parts of a driven program that are recorded as graphs: what it computes between messages.
+"""Record what a driven program computes between messages as graphs.
 
 Hosts announce messages one by one, and executions wait for each other at locks, so neither is
 part of a graph. Of what stands among the instructions of a graph, waits for earlier executions go
@@ -15,7 +15,7 @@ from ...base import Body, GraphBody
 from ...program.code import Code
 from ...program.instruction_info import Role
 from ...program.instructions import Instruction
-from ..stream_order import Flow
+from ..stream_order import StreamOrder
 from .capture import Segment
 from .driven import DrivenBinder
 from .segments import SegmentMaker, runs_of
@@ -46,14 +46,14 @@ class Interleaved:
     segments: list[Segment]
 
     def place(self, index: int) -> int:
-        """Where the plain program is while instruction `index` runs."""
+        """The place of the plain program while instruction `index` runs."""
         instruction = self.instructions[index]
         if isinstance(instruction, Segment):
             return self.within[index][instruction.at]
         return self.places[index]
 
     def put_off(self, index: int) -> Iterator[Instruction]:
-        """What the plain program would have done before the place, and has not been done."""
+        """The instructions that the plain program would have done by now, and that are not done."""
         place = self.place(index)
         return (self.plain[i] for i in self.behind.get(index, ()) if i < place)
 
@@ -61,7 +61,7 @@ class Interleaved:
 def interleave(code: Code, binder: DrivenBinder) -> Interleaved:
     """Replace each run of computation that is worth it by a graph; `code` stays as it is."""
     made = Interleaved([], [], {}, {}, code.instructions, [])
-    make = SegmentMaker(code, binder, Flow(binder.device))
+    make = SegmentMaker(code, binder, StreamOrder(binder.device))
 
     def emit(indices: Sequence[int]) -> None:
         made.instructions.extend(code.instructions[i] for i in indices)

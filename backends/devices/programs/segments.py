@@ -1,4 +1,4 @@
-"""Which instructions of a program are one segment, and what it has in common with the rest."""
+"""Cut a bound program into segments, and find what each has in common with the rest."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ...failures.fallbacks import Fallbacks
 from ...program.code import Code
 from ...program.instruction_info import KEEP, InstructionInfo, Role
 from ...program.instructions import Instruction
-from ..ports import is_stream_port
-from ..stream_order import Flow, Mark
+from ..ports import StreamPort
+from ..stream_order import StreamEvent, StreamOrder
 from .binder import DeviceBinder
 from .capture import Interface, Segment
 
@@ -28,16 +28,16 @@ def cut(code: Code, binder: DeviceBinder) -> None:
     """
     runs = runs_of(code, binder.linked.program)
     several = sum(number is not None for number, _, _ in runs) > 1
-    make = SegmentMaker(code, binder, binder.flow)
+    make = SegmentMaker(code, binder, binder.order)
     segments: list[Segment] = []
     instructions: list[Instruction] = []
     infos: list[InstructionInfo] = []
     for number, first, last in runs:
         if number is None:
-            instructions += [_fork(binder.flow), *code.instructions[first:last]]
+            instructions += [_fork(binder.order), *code.instructions[first:last]]
             infos += [replace(KEEP, op=code.infos[first].op), *code.infos[first:last]]
             continue
-        behind = Mark(binder.flow) if several else None
+        behind = StreamEvent(binder.order) if several else None
         segment = make(number, first, last, range(first, last), behind)
         segments.append(segment)
         instructions.append(segment)
@@ -51,15 +51,15 @@ class SegmentMaker:
     """Makes the segments of one bound program.
 
     Args:
-        flow: the streams that the segments fork.
+        order: the streams that the segments fork.
     """
 
-    def __init__(self, code: Code, binder: DeviceBinder, flow: Flow) -> None:
+    def __init__(self, code: Code, binder: DeviceBinder, order: StreamOrder) -> None:
         linked = binder.linked
         self.fallbacks = linked.fallbacks or Fallbacks(linked.module, linked.rank)
         self._code = code
         self._binder = binder
-        self._flow = flow
+        self._order = order
         self._stable: dict[int, Tensor] = {}
 
     def bodies(self, first: int, last: int) -> list[Body]:
@@ -72,7 +72,12 @@ class SegmentMaker:
         return [linked.bodies[name] for name in called if kinds[name] is FunctionKind.GRAPH]
 
     def __call__(
-        self, number: int, first: int, last: int, within: Sequence[int], behind: Mark | None = None
+        self,
+        number: int,
+        first: int,
+        last: int,
+        within: Sequence[int],
+        behind: StreamEvent | None = None,
     ) -> Segment:
         """The segment of a run, which does those instructions of it that are `within`."""
         code, binder = self._code, self._binder
@@ -83,8 +88,8 @@ class SegmentMaker:
             code.registers,
             _interface(code, binder.linked.program, first, last, binder.escaping),
             self.bodies(first, last),
-            [port for port in ports if port is not None and is_stream_port(port)],
-            self._flow,
+            [port for port in ports if isinstance(port, StreamPort)],
+            self._order,
             self._stable,
             binder.awaited_outside(number),
             self.fallbacks,
@@ -107,7 +112,7 @@ def runs_of(code: Code, program: Program) -> list[tuple[int | None, int, int]]:
 def _interface(
     code: Code, program: Program, first: int, last: int, escaping: frozenset[int]
 ) -> Interface:
-    """What some instructions in a row have in common with the rest of a program.
+    """The registers that some instructions in a row have in common with the rest of a program.
 
     Args:
         escaping: registers whose values, or what shares their memory, methods or the caller get.
@@ -127,9 +132,9 @@ def _interface(
     return Interface(tuple(reads), inputs, gives, escaping | outputs, outputs - later)
 
 
-def _fork(flow: Flow) -> Instruction:
+def _fork(order: StreamOrder) -> Instruction:
     def run() -> bool:
-        flow.fork()
+        order.fork()
         return True
 
     return run

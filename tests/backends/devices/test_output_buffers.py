@@ -11,7 +11,7 @@ import torch
 
 from cg.backends.devices.programs.capture import WARM_UPS
 from cg.backends.devices.programs.executable import DeviceExecutable
-from cg.backends.devices.programs.instance import Delivery
+from cg.backends.devices.programs.instance import hand_over
 from cg.backends.program.linked import LinkedProgram
 from cg.ir.parser import parse_module
 
@@ -97,7 +97,8 @@ def test_a_stream_that_a_result_was_delivered_to_reads_it() -> None:
     output = program(1.0, program.other)
     loans = [loan for _, loan in program.executable.segments[0].lent]
     program.device.current = program.late
-    Delivery(program.device, program.other, [output], loans)()
+    with program.device.session():
+        hand_over(program.device, [output], loans)  # type: ignore[arg-type]
     program.late.read(output)
     del output
     assert program(5.0, program.other).tolist() == [10.0] * 4

@@ -13,7 +13,7 @@ import torch
 from cg.backends.agreement.plan_hash import plan_hash
 from cg.backends.devices.pending_work import MOST, Work
 from cg.backends.devices.programs.capture import WARM_UPS
-from cg.backends.devices.stream_order import Flow, Mark
+from cg.backends.devices.stream_order import StreamEvent, StreamOrder
 from cg.backends.failures.flight import Position
 from cg.ir.attributes import Stream
 from cg.ir.parser import parse_module
@@ -45,8 +45,8 @@ class Bound:
 
     def __init__(self) -> None:
         self.device = FakeDevice()
-        self.flow = Flow(self.device)  # type: ignore[arg-type]
-        self.marks = {index: Mark(self.flow) for index in (FIRST, SECOND, SENT)}
+        self.order = StreamOrder(self.device)  # type: ignore[arg-type]
+        self.events = {index: StreamEvent(self.order) for index in (FIRST, SECOND, SENT)}
         self.gates: list[threading.Event] = []
         self.execution = 5
 
@@ -55,19 +55,19 @@ class Bound:
         gate, queue = threading.Event(), self.device.stream(stream)
         self.gates.append(gate)
         queue.put("message", lambda: _held(gate))
-        self.marks[index].record(queue)  # type: ignore[arg-type]
+        self.events[index].record(queue)  # type: ignore[arg-type]
         return gate
 
     def end(self, gate: threading.Event, index: int) -> None:
         """Let a message end."""
         gate.set()
-        self.marks[index]._event.synchronize()
+        self.events[index]._event.synchronize()
 
     def unfinished(self, *segments: Any) -> str:
         work = Work(
             PLAN.programs[0],
             PLAN,
-            list(self.marks.items()),
+            list(self.events.items()),
             segments,
             lambda: Position(0, self.execution, 0, None, running=False),
         )
@@ -79,7 +79,7 @@ def _held(gate: threading.Event) -> None:
     gate.wait(20)
 
 
-def segment(number: int, behind: Mark | None = None, is_replayed: bool = True) -> Any:
+def segment(number: int, behind: StreamEvent | None = None, is_replayed: bool = True) -> Any:
     return SimpleNamespace(number=number, behind=behind, is_replayed=is_replayed)
 
 
@@ -113,7 +113,7 @@ def test_nothing_is_said_of_an_execution_that_another_is_put_behind(bound: Bound
 
 
 def test_the_first_graph_that_has_not_ended(bound: Bound) -> None:
-    passed, open_ = Mark(bound.flow), Mark(bound.flow)
+    passed, open_ = StreamEvent(bound.order), StreamEvent(bound.order)
     gate, queue = threading.Event(), bound.device.stream(Stream.SEND)
     bound.gates.append(gate)
     queue.put("graph", lambda: _held(gate))
@@ -124,16 +124,16 @@ def test_the_first_graph_that_has_not_ended(bound: Bound) -> None:
         "stream = send} : future<unit>`: at one of its messages (message 0 of channel 0 to rank "
         "1), or at a kernel of a method; behind it: graphs 4"
     )
-    assert "graph 3" in bound.unfinished(segment(3))  # the only one, with no mark behind it
+    assert "graph 3" in bound.unfinished(segment(3))  # the only one, with no event behind it
     assert "graph" not in bound.unfinished(segment(3, open_, is_replayed=False))
 
 
 def test_of_many_messages_of_a_graph_some_are_named(bound: Bound) -> None:
-    bound.marks = {}
+    bound.events = {}
     work = Work(
         PLAN.programs[0],
         PLAN,
-        [(SENT, Mark(bound.flow))] * (MOST + 2),
+        [(SENT, StreamEvent(bound.order))] * (MOST + 2),
         [segment(3)],
         lambda: Position(0, 5, 0),
     )
@@ -146,7 +146,7 @@ def test_a_device_that_has_failed_says_nothing(bound: Bound) -> None:
     def query() -> bool:
         raise RuntimeError("device-side assert triggered")
 
-    bound.marks[FIRST]._event.query = query  # type: ignore[method-assign]
+    bound.events[FIRST]._event.query = query  # type: ignore[method-assign]
     assert "since the device has failed: device-side assert triggered" in bound.unfinished()
 
 
@@ -156,7 +156,7 @@ def _unheard(self: FakeEvent) -> bool:
 
 def test_a_program_that_was_captured_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     case = pipeline("p", 2, 2)
-    monkeypatch.setattr(FakeEvent, "query", _unheard)  # nothing waits for a mark by it
+    monkeypatch.setattr(FakeEvent, "query", _unheard)  # nothing waits for an event by it
 
     def play(world: ThreadWorld) -> list[str]:
         executable = captured(world, case)
