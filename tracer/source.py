@@ -19,16 +19,15 @@ _OURS = tuple(
 _COMPILED = os.path.join("build", "mypyc", "source", "cg") + os.sep
 """Where machine code says in tracebacks that it comes from: the copy that `setup.py` compiles."""
 _TORCH = find_spec("torch")  # found, not imported: this is needed before that, too
-_NOT_THE_USERS = (
-    *_OURS,
-    _COMPILED,
-    *(
-        os.path.abspath(room) + os.sep
-        for room in (_TORCH and _TORCH.submodule_search_locations) or ()
-    ),
-    sysconfig.get_path("stdlib") + os.sep,
-    "<",
+_TORCH_FILES = tuple(
+    os.path.abspath(room) + os.sep for room in (_TORCH and _TORCH.submodule_search_locations) or ()
 )
+_NOT_THE_USERS = (*_OURS, _COMPILED, *_TORCH_FILES, sysconfig.get_path("stdlib") + os.sep, "<")
+
+
+def is_torch_file(file: str) -> bool:
+    """True if a source file is part of torch."""
+    return file.startswith(_TORCH_FILES)
 
 
 @functools.cache

@@ -134,11 +134,6 @@ class Part:
     masks: Mapping[fx.Node, Sequence[bool]] = field(default_factory=dict)
 
 
-def whole_backward(joint: Joint, cut: Cut, saved: Sequence[fx.Node]) -> Part:
-    """All of a backward: takes the saved values, then cotangents."""
-    return Part(cut.body, (*saved, *joint.cotangents), True, joint.state_grads)
-
-
 def backward_piece(joint: Joint, cut: Cut, part: Part) -> Piece:
     """Build a part of a backward."""
     results = [n for n in joint.input_grads if n is not None] if part.returns else []

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from ..methods.joint import Joint
-from .backward import Cut, backward_piece, whole_backward
+from .backward import Cut, Part, backward_piece
 from .split_backward import SplitBackward, halve
 from .subgraphs import Builder, Piece, fake_of, live_nodes, memory_of, returned_values, sharing
 
@@ -37,7 +37,7 @@ def split(joint: Joint, volatile: Collection[int] = (), recompute: bool = False)
     """Cut a joint graph that was traced with a derivative; arguments as those of `Cut`."""
     cut = Cut(joint, volatile, recompute)
     saved = tuple(n for n in joint.owner.graph.nodes if n in cut.saved)
-    whole = whole_backward(joint, cut, saved)
+    whole = Part(cut.body, (*saved, *joint.cotangents), returns=True, gradients=joint.state_grads)
     backward = backward_piece(joint, cut, whole)
     halves = halve(joint, cut, whole, backward)
     return Split(forward_piece(joint, saved, volatile), backward, saved, halves)

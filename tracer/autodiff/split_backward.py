@@ -61,33 +61,28 @@ def halve(joint: Joint, cut: Cut, whole: Part, backward: Piece) -> SplitBackward
     sides = _sides(joint, cut)
     if sides is None:
         return None
-    used = {
-        cut.origin(source)
-        for node in sides.second
-        for source in node.all_input_nodes
-        if source not in sides.second
-    }
+    first, second = sides
+    sources = {s for node in second for s in node.all_input_nodes if s not in second}
+    used = set(map(cut.origin, sources))
     kept = tuple(i for i, node in enumerate(whole.inputs) if node in used)
-    left = tuple(n for n in cut.body if n in sides.first and n in used)
-    early = [(t, n) for t, n in joint.state_grads if n not in sides.second]
-    late = [(t, n) for t, n in joint.state_grads if n in sides.second]
-    first = Part(
-        nodes=[n for n in cut.body if n in sides.first],
+    left = tuple(n for n in cut.body if n in first and n in used)
+    early = Part(
+        nodes=[n for n in cut.body if n in first],
         inputs=whole.inputs,
         returns=True,
-        gradients=early,
+        gradients=[(t, n) for t, n in joint.state_grads if n not in second],
         left=left,
-        masks={n: _mask(n, sides.first) for n in sides.both},
+        masks={n: _mask(n, first) for n in first & second},
     )
-    second = Part(
-        nodes=[n for n in cut.body if n in sides.second],
+    late = Part(
+        nodes=[n for n in cut.body if n in second],
         inputs=[*(whole.inputs[i] for i in kept), *left],
         returns=False,
-        gradients=late,
-        masks={n: _mask(n, sides.second) for n in sides.both},
+        gradients=[(t, n) for t, n in joint.state_grads if n in second],
+        masks={n: _mask(n, second) for n in first & second},
     )
     return SplitBackward(
-        backward_piece(joint, cut, first), backward_piece(joint, cut, second), kept, left
+        backward_piece(joint, cut, early), backward_piece(joint, cut, late), kept, left
     )
 
 
@@ -99,20 +94,11 @@ def _mask(node: fx.Node, side: set[fx.Node]) -> list[bool]:
     return [bool(wanted) and index in used for index, wanted in enumerate(mask)]
 
 
-@dataclass(frozen=True)
-class _Sides:
-    """The nodes of the first half and of the second; masked operators may be in both."""
+def _sides(joint: Joint, cut: Cut) -> tuple[set[fx.Node], set[fx.Node]] | None:
+    """The nodes of the first half and of the second; masked operators may be in both.
 
-    first: set[fx.Node]
-    second: set[fx.Node]
-
-    @property
-    def both(self) -> set[fx.Node]:
-        return self.first & self.second
-
-
-def _sides(joint: Joint, cut: Cut) -> _Sides | None:
-    """Sort the nodes of a backward; None if it cannot be cut, or nothing can be put off."""
+    None if the backward cannot be cut, or nothing of it can be put off.
+    """
     results = [n for n in joint.input_grads if n is not None]
     written = _written_memory(cut.body)
     if not results or written is None or reshapes_in_place(joint.owner.graph):
@@ -126,7 +112,7 @@ def _sides(joint: Joint, cut: Cut) -> _Sides | None:
     if not roots:
         return None
     roots += [n for n in cut.body if n not in first and has_effect(n)]
-    return _Sides(first, _ancestors(roots, body, first))
+    return first, _ancestors(roots, body, first)
 
 
 def _ancestors(roots: Iterable[fx.Node], body: set[fx.Node], stop: set[fx.Node]) -> set[fx.Node]:

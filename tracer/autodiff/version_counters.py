@@ -19,7 +19,7 @@ from ...ir.module import Function
 from ...ir.types import DType, TensorType
 from ..actors.actor_state import StateTensor
 from ..codegen.codegen import wrapped
-from ..functions.interface import Body, TracedHalf, TracedVjp, Write
+from ..functions.interface import Body, TracedPart, TracedVjp, Write
 
 
 def with_versions(
@@ -59,7 +59,7 @@ def with_versions(
         wrapped(traced.forward_body, lambda run: _noting(run, state)),
         checked(traced.backward_body, at),
         tuple(
-            TracedHalf(taking(half.declaration, place), checked(half.body, place))
+            TracedPart(taking(half.declaration, place), checked(half.body, place))
             for half in traced.halves
             for place in (places[half.declaration.name],)
         ),

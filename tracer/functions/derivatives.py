@@ -41,11 +41,9 @@ def refuse_history(call: Call, piece: Piece) -> None:
     """Refuse state that carries gradient history from outside of the step."""
     for state in piece.state:
         if state.tensor.requires_grad and not state.tensor.is_leaf:
-            raise TraceError(
-                f"{call.what} cannot be traced: it uses '{state.path}', which carries gradient "
-                "history from outside the step",
-                loc=call.blame,
-                remedy="keep x.detach() in the attribute, or an nn.Parameter",
+            raise call.refusal(
+                f"it uses '{state.path}', which carries gradient history from outside the step",
+                "keep x.detach() in the attribute, or an nn.Parameter",
             )
 
 

@@ -30,28 +30,21 @@ class Effects:
         self._written_by: dict[str, set[int | None]] = {}
         self._replaced_by: dict[str, set[int | None]] = {}
 
-    def volatile(self, joint: Joint) -> frozenset[int]:
-        """Indices of state that another function updates, so that a backward must not read it."""
-        return frozenset(
-            index
-            for index, (_, state) in enumerate(joint.state)
-            if storage_key(state.tensor) in self._updated and index not in joint.backward_written
-        )
+    def volatile(self, joint: Joint, between: Iterable[Write]) -> frozenset[int]:
+        """Indices of state that a backward must not read where it lives.
 
-    def written_by(self, write: Write) -> set[int | None]:
-        """The memory that a traced function writes to in place."""
-        return self._written_by.get(write.function, set())
-
-    def replaced(self, joint: Joint, between: Iterable[Write]) -> frozenset[int]:
-        """Indices of state that traced functions give a new tensor, in place of the old."""
-        memory: set[int | None] = set()
-        for write in between:
-            memory |= self._replaced_by.get(write.function, set())
+        Another function updates it, or gives it a new tensor between the forward and the backward.
+        """
+        memory = self._updated.union(*(self._replaced_by.get(w.function, ()) for w in between))
         return frozenset(
             index
             for index, (_, state) in enumerate(joint.state)
             if storage_key(state.tensor) in memory and index not in joint.backward_written
         )
+
+    def written_by(self, write: Write) -> set[int | None]:
+        """The memory that a traced function writes to in place."""
+        return self._written_by.get(write.function, set())
 
     def unknown(self, between: Iterable[Write]) -> list[Write]:
         """Those writes of which only the run can tell what they change: of opaque functions."""

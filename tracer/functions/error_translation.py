@@ -99,6 +99,16 @@ def current_location(until: CodeType | None) -> tuple[Location | None, str]:
     return best_location(_live(sys._getframe(1), until))
 
 
+def refusal_here(what: str, reason: str, remedy: str, until: CodeType) -> TraceError:
+    """The error for what `what`, a call that is being traced, is doing now.
+
+    Args:
+        until: code of the frame that called into the user's code.
+    """
+    loc, note = current_location(until)
+    return TraceError(f"{what} cannot be traced: {reason}{note}", loc=loc, remedy=remedy)
+
+
 def _live(frame: FrameType | None, until: CodeType | None) -> Iterator[tuple[CodeType, int]]:
     while frame is not None and frame.f_code is not until:
         yield frame.f_code, frame.f_lineno

@@ -40,7 +40,7 @@ from .interface import (
     MethodTarget,
     Target,
     TracedFunction,
-    TracedHalf,
+    TracedPart,
     TracedVjp,
     Write,
     given_objects,
@@ -144,8 +144,7 @@ class Functions:
         if target.remat:
             refuse_remat(call, joint)
         effects = self._effects_on(target)
-        volatile = effects.volatile(joint) | effects.replaced(joint, between)
-        parts = split(joint, volatile, target.remat)
+        parts = split(joint, effects.volatile(joint, between), target.remat)
         refuse_history(call, parts.forward)
         refuse_written(call, parts.backward, effects, between)
         forward = self._declare(target, call, joint, parts.forward, f"{name}.forward", parts.saved)
@@ -161,7 +160,7 @@ class Functions:
         )
         backward = _with_shares(backward, target, parts.backward)
         vjp = Vjp(name, forward.name, backward.name, grad_outputs, grad_inputs)
-        halves: tuple[TracedHalf, ...] = ()
+        halves: tuple[TracedPart, ...] = ()
         if parts.halves is not None:
             vjp, halves = _trace_halves(target, vjp, parts.halves, backward, joint, effects)
         traced = TracedVjp(
@@ -290,7 +289,7 @@ def _trace_halves(
     backward: Function,
     joint: Joint,
     effects: Effects,
-) -> tuple[Vjp, tuple[TracedHalf, ...]]:
+) -> tuple[Vjp, tuple[TracedPart, ...]]:
     """The vjp with the halves of its backward, and these."""
     if halves.input is None:
         return replace(vjp, weight=backward.name, kept=halves.kept), ()
@@ -314,6 +313,6 @@ def _trace_halves(
     )
     pieces = ((input_, halves.input), (weight, halves.weight))
     made = tuple(
-        TracedHalf(_with_shares(f, target, piece), make_body(piece, f.name)) for f, piece in pieces
+        TracedPart(_with_shares(f, target, piece), make_body(piece, f.name)) for f, piece in pieces
     )
     return replace(vjp, input=input_.name, weight=weight.name, kept=halves.kept), made

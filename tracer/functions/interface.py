@@ -21,6 +21,7 @@ from ...ir.module import Function, Vjp
 from ...ir.types import Place, Type, relocate
 from ..actors.actor_state import ActorState
 from ..actors.holdings import Shared, Use
+from ..errors import TraceError
 from ..heap.kinds import is_plain, is_walked
 from ..step.specs import ObjectSpec, Static, TensorSpec, Tree
 
@@ -135,8 +136,8 @@ class TracedFunction:
 
 
 @dataclass(frozen=True)
-class TracedHalf:
-    """One of the halves of a backward, as `Vjp` defines them."""
+class TracedPart:
+    """A function of a derivative, such as a half of a backward."""
 
     declaration: Function
     body: Body
@@ -155,7 +156,13 @@ class TracedVjp:
     backward: Function
     forward_body: Body
     backward_body: Body
-    halves: tuple[TracedHalf, ...] = ()
+    halves: tuple[TracedPart, ...] = ()
+
+    @property
+    def parts(self) -> tuple[TracedPart, ...]:
+        """All its functions: the forward, the backward, and the halves of that."""
+        forward = TracedPart(self.forward, self.forward_body)
+        return (forward, TracedPart(self.backward, self.backward_body), *self.halves)
 
 
 class FunctionTracer(Protocol):
@@ -205,6 +212,11 @@ class Call:
     def blame(self) -> Location | None:
         """The line to name where no line of the method's body is known."""
         return self.home or self.loc
+
+    def refusal(self, reason: str, remedy: str, loc: Location | None = None) -> TraceError:
+        """The error for a call that cannot be traced."""
+        what = f"{self.what} cannot be traced: {reason}"
+        return TraceError(what, loc=loc or self.blame, remedy=remedy)
 
     def values(self) -> list[tuple[TensorSpec | ObjectSpec, str]]:
         """The value leaves of the signature, each with its name in words."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -133,32 +133,13 @@ def _spend(entry: Entry, op: Backward, loc: Location | None) -> None:
     entry.spent = op
 
 
-@dataclass(frozen=True)
-class _Public:
-    """Public part of a derivative: what every rank learns of it."""
-
-    vjp: Vjp
-    forward: Function
-    backward: Function
-    halves: tuple[Function, ...]
-
-
-@dataclass(frozen=True)
-class _Wanted:
-    """A derivative that is to be traced."""
-
-    reached: Reached
-    name: str
-    made: TracedVjp | TraceError | None
-
-
 def _derive(session: Session, calls: list[Reached], loc: Location | None) -> None:
     """Make sure that all these calls have derivatives for their masks.
 
     Every rank first traces those of its own actors, and then they tell each other: so they work
     side by side.
     """
-    wanted: list[_Wanted] = []
+    wanted: list[tuple[Callee, str, TracedVjp | TraceError | None]] = []
     for reached in calls:
         key, between = _key(session, reached)
         callee = reached.callee
@@ -166,9 +147,9 @@ def _derive(session: Session, calls: list[Reached], loc: Location | None) -> Non
             session.refuse_new(f"the derivative of {callee.declaration.name}", loc)
             name = session.function_names.fresh(f"{callee.declaration.name}.vjp")
             callee.vjps[key] = Symbol(name)
-            wanted.append(_Wanted(reached, name, _trace(session, reached, name, between)))
-    for one in wanted:
-        _tell(session, one, loc)
+            wanted.append((callee, name, _trace(session, reached, name, between)))
+    for callee, name, made in wanted:
+        _tell(session, callee, name, made, loc)
 
 
 def _key(session: Session, reached: Reached) -> tuple[VjpKey, tuple[Write, ...]]:
@@ -203,19 +184,22 @@ def _trace(
         return error
 
 
-def _tell(session: Session, wanted: _Wanted, loc: Location | None) -> None:
-    def made() -> tuple[TracedVjp, _Public]:
-        assert wanted.made is not None, "only the owner of an actor traces its methods"
-        if isinstance(wanted.made, TraceError):
-            raise wanted.made
-        traced = wanted.made
-        halves = tuple(half.declaration for half in traced.halves)
-        return traced, _Public(traced.vjp, traced.forward, traced.backward, halves)
+def _tell(
+    session: Session,
+    callee: Callee,
+    name: str,
+    traced: TracedVjp | TraceError | None,
+    loc: Location | None,
+) -> None:
+    """Enter a derivative into the module on every rank, and its bodies where it was traced."""
 
-    owner = wanted.reached.callee.owner
-    mine, public = agree(session.peers, owner, made, wanted.name, loc)
-    session.module.vjps[public.vjp.name] = public.vjp
-    enter(session, public.forward, None if mine is None else mine.forward_body)
-    enter(session, public.backward, None if mine is None else mine.backward_body)
-    for index, half in enumerate(public.halves):
-        enter(session, half, None if mine is None else mine.halves[index].body)
+    def made() -> tuple[TracedVjp, tuple[Vjp, list[Function]]]:
+        assert traced is not None, "only the owner of an actor traces its methods"
+        if isinstance(traced, TraceError):
+            raise traced
+        return traced, (traced.vjp, [part.declaration for part in traced.parts])
+
+    mine, (vjp, declarations) = agree(session.peers, callee.owner, made, name, loc)
+    session.module.vjps[vjp.name] = vjp
+    for index, declaration in enumerate(declarations):
+        enter(session, declaration, None if mine is None else mine.parts[index].body)

@@ -173,11 +173,11 @@ class _Judge:
             if key is not None and many[key] > 1:
                 path = rebind.slot.path
                 other = next(t for k, t in now if k == key and t is not rebind.tensor)
-                raise TraceError(
-                    f"{self.call.what} cannot be traced: it lets '{path}' share its memory with "
-                    f"'{other.path}', so that a write to one would change the other",
-                    loc=self._line(rebind.slot.holder, rebind.slot.key),
-                    remedy=f"assign a copy, made by .clone(), to '{path}'",
+                raise self.call.refusal(
+                    f"it lets '{path}' share its memory with '{other.path}', so that a write to "
+                    "one would change the other",
+                    f"assign a copy, made by .clone(), to '{path}'",
+                    self._line(rebind.slot.holder, rebind.slot.key),
                 )
 
     def _refusal(self, change: Change) -> Callable[[], TraceError]:
@@ -193,24 +193,15 @@ class _Judge:
                 f"it changes the attribute '{change.path}' ({change.words()}); a "
                 "traced method runs once, so the change would be lost"
             )
-        return self._prepared(change, reason, remedy)
+        return partial(self._error, change, reason, remedy)
 
     def _error(self, change: Change, reason: str, remedy: str) -> TraceError:
-        return self._prepared(change, reason, remedy)()
-
-    def _prepared(self, change: Change, reason: str, remedy: str) -> Callable[[], TraceError]:
-        return partial(
-            TraceError,
-            f"{self.call.what} cannot be traced: {reason}",
-            loc=self._line(change.holder, change.key),
-            remedy=remedy,
-        )
+        return self.call.refusal(reason, remedy, self._line(change.holder, change.key))
 
     def _line(self, container: Any, key: Any) -> Location | None:
         """The line that has written to an attribute last."""
         owner = _owners(self.call.state).get(id(container))
-        loc = self.watch.writes.get((owner, str(key))) if owner is not None else None
-        return loc or self.call.blame
+        return self.watch.writes.get((owner, str(key))) if owner is not None else None
 
 
 def _owners(state: ActorState) -> dict[int, int]:

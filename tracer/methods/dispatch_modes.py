@@ -27,7 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...ir.location import Location
 from ..errors import TraceError, note_refusal
-from ..functions.error_translation import OPAQUE_REMEDY, current_location
+from ..functions.error_translation import OPAQUE_REMEDY, current_location, refusal_here
+from ..source import is_torch_file
 from .op_log import OpLog
 from .watch import UsesGradients
 
@@ -91,15 +92,12 @@ def written_values(op: object, args: Any, kwargs: Any) -> Iterator[Any]:
     """Return what a call of an operator writes to: tensors while tracing, nodes in a graph."""
     if not isinstance(op, torch._ops.OpOverload):
         return
-    if op._schema.name in _HIDDEN_WRITES and not _is_training(op, args, kwargs):
+    hidden = op._schema.name in _HIDDEN_WRITES
+    if hidden and not argument_of(op, args, kwargs, "training"):
         return
     for position, name in _written_arguments(op):
         value = args[position] if position < len(args) else kwargs.get(name)
         yield from value if isinstance(value, (list, tuple)) else (value,)
-
-
-def _is_training(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> bool:
-    return bool(argument_of(op, args, kwargs, "training"))
 
 
 def writes_in_secret(op: object, args: Any, kwargs: Any) -> bool:
@@ -229,18 +227,17 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _location(self) -> Location | None:
         found, _ = current_location(self.until)
         if self.backward:
-            node = _autograd_node()
+            node = torch._C._current_autograd_node()
             if found is None and node is not None:
                 return self._by_sequence.get(node._sequence_nr())
             return found
         if found is not None:
             found = self._lines.setdefault((found.file, found.line), found)
-            self._by_sequence[_next_sequence_number() - 1] = found
+            self._by_sequence[torch._C._autograd._get_sequence_nr() - 1] = found
         return found
 
     def _error(self, reason: str, remedy: str) -> TraceError:
-        loc, note = current_location(self.until)
-        return TraceError(f"{self.what} cannot be traced: {reason}{note}", loc=loc, remedy=remedy)
+        return refusal_here(self.what, reason, remedy, self.until)
 
 
 _LIFTS = frozenset({"aten::lift_fresh", "aten::lift_fresh_copy", "aten::lift"})
@@ -250,14 +247,6 @@ _LIFTS = frozenset({"aten::lift_fresh", "aten::lift_fresh_copy", "aten::lift"})
 def _nodes() -> Any:
     mode = get_proxy_mode()
     return None if mode is None else mode.tracer.graph.nodes
-
-
-def _autograd_node() -> Any:
-    return torch._C._current_autograd_node()
-
-
-def _next_sequence_number() -> int:
-    return int(torch._C._autograd._get_sequence_nr())
 
 
 def _flat(values: Any) -> Iterator[Any]:
@@ -285,22 +274,18 @@ class FunctionGuard(TorchFunctionMode):
     ) -> Any:
         if func in _GRADIENT_WORK:
             raise UsesGradients(f"it uses {_GRADIENT_WORK[func]}")
-        if func == _T.data_ptr and sys._getframe(1).f_code.co_filename.startswith(_TORCH):
+        if func == _T.data_ptr and is_torch_file(sys._getframe(1).f_code.co_filename):
             return 0  # torch's own modules ask whether weights lie side by side
         if func in _REFUSED:
             reason, remedy = _REFUSED[func]
             if sys._getframe(1).f_code.co_filename.startswith(_DISTRIBUTIONS):
                 remedy = "pass validate_args=False to the distribution, which checks values; else "
                 remedy += OPAQUE_REMEDY
-            loc, note = current_location(self.until)
-            raise TraceError(
-                f"{self.what} cannot be traced: {reason}{note}", loc=loc, remedy=remedy
-            )
+            raise refusal_here(self.what, reason, remedy, self.until)
         return func(*args, **(kwargs or {}))
 
 
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_DISTRIBUTIONS = os.path.join(_TORCH, "distributions") + os.sep
+_DISTRIBUTIONS = os.path.join(os.path.dirname(torch.__file__), "distributions") + os.sep
 _T = torch.Tensor
 _GRAD: Any = torch.Tensor.grad
 _DATA: Any = torch.Tensor.data

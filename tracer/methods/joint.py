@@ -194,7 +194,7 @@ class _Run:
             with self._as_it_runs():
                 yield
             self._refuse_contents(contents)
-            self.initial += surroundings.check(self.call.what, self.call.blame)
+            self.initial += surroundings.check(self.call)
 
     @contextmanager
     def _as_it_runs(self) -> Iterator[None]:
@@ -214,11 +214,10 @@ class _Run:
 
     def _refuse_contents(self, contents: Snapshot) -> None:
         for change in contents.changes():
-            raise TraceError(
-                f"{self.call.what} cannot be traced: it changes what is in the attribute "
-                f"'{change.path}'; a traced method runs once, so the change would be lost",
-                loc=self.call.blame,
-                remedy="mark the method with @cg.opaque; numbers that change can be in a buffer "
+            raise self.call.refusal(
+                f"it changes what is in the attribute '{change.path}'; a traced method runs once, "
+                "so the change would be lost",
+                "mark the method with @cg.opaque; numbers that change can be in a buffer "
                 "(self.register_buffer), random numbers come from torch functions",
             )
 
@@ -228,11 +227,10 @@ class _Run:
 
     def _fake_input(self, index: int, leaf: TensorSpec | ObjectSpec, name: str) -> torch.Tensor:
         if isinstance(leaf, ObjectSpec):
-            raise TraceError(
-                f"{self.call.what} cannot be traced: {name} is an "
-                "object that is known only at run time",
-                loc=self.call.loc,
-                remedy="mark the method with @cg.opaque, so that it is called as it is",
+            raise self.call.refusal(
+                f"{name} is an object that is known only at run time",
+                "mark the method with @cg.opaque, so that it is called as it is",
+                self.call.loc,
             )
         with self.mode:
             fake = torch.empty(leaf.shape, dtype=leaf.dtype, device=self.call.device)
@@ -248,7 +246,7 @@ class _Run:
     ) -> list[torch.Tensor]:
         """Run what make_fx traces; give outputs, rebound state, gradients and secret writers."""
         expected = Snapshot(self.call.state.containers)
-        with _grad_mode(self.wanted is not None):
+        with torch.set_grad_enabled(self.wanted is not None or torch.is_grad_enabled()):
             with self.recorder, FunctionGuard(self.call.what, _call_user.__code__):
                 result = _call_user(self.call.function, self.call.signature.fill(inputs))
             outputs = self._finish_forward(result, expected)
@@ -290,11 +288,10 @@ class _Run:
             if fake.shape != real.shape or fake.requires_grad != (
                 real.requires_grad and real.is_leaf
             ):
-                raise TraceError(
-                    f"{self.call.what} cannot be traced: it changes shape or requires_grad of "
-                    f"'{tensor.path}', which would happen once, while tracing",
-                    loc=self.call.blame,
-                    remedy="do so before the step is traced, or mark the method with @cg.opaque",
+                raise self.call.refusal(
+                    f"it changes shape or requires_grad of '{tensor.path}', which would happen "
+                    "once, while tracing",
+                    "do so before the step is traced, or mark the method with @cg.opaque",
                 )
 
     def _backward(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -387,9 +384,3 @@ def _surely(undo: Callable[[], None]) -> None:
     except BaseException:
         undo()
         raise
-
-
-@contextmanager
-def _grad_mode(needed: bool) -> Iterator[None]:
-    with torch.set_grad_enabled(needed or torch.is_grad_enabled()):
-        yield

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,14 +13,14 @@ import torch
 
 from ...ir.location import Location
 from ..errors import TraceError
-from ..functions.error_translation import current_location
+from ..functions.error_translation import refusal_here
 from ..heap.snapshot import GENERATORS, Snapshot
+from ..source import is_torch_file
 
 _REMEDY = (
     "draw with torch functions (torch.rand, dropout), which a step seeds by itself; or mark the "
     "method with @cg.opaque"
 )
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _BETWEEN = frozenset({__file__, torch.random.__file__, contextlib.__file__})
 
 
@@ -35,13 +34,13 @@ class _WatchedGenerator:
 
     def __getattr__(self, name: str) -> Any:
         if name in ("manual_seed", "seed", "set_state") and not _called_by_torch():
-            loc, note = current_location(self._until)
-            raise TraceError(
-                f"{self._what} cannot be traced: it seeds or sets torch's global generator "
-                "(torch.manual_seed or set_rng_state, torch.random.fork_rng), which would happen "
-                f"once, while tracing, instead of in every execution{note}",
-                loc=loc,
-                remedy=_REMEDY,
+            raise refusal_here(
+                self._what,
+                "it seeds or sets torch's global generator (torch.manual_seed or set_rng_state, "
+                "torch.random.fork_rng), which would happen once, while tracing, instead of in "
+                "every execution",
+                _REMEDY,
+                self._until,
             )
         return getattr(self._generator, name)
 
@@ -51,7 +50,7 @@ def _called_by_torch() -> bool:
     frame = sys._getframe(2)
     while frame.f_code.co_filename in _BETWEEN and frame.f_back is not None:
         frame = frame.f_back
-    return frame.f_code.co_filename.startswith(_TORCH)
+    return is_torch_file(frame.f_code.co_filename)
 
 
 @contextmanager

@@ -13,9 +13,9 @@ from functools import partial
 from types import CellType
 from typing import Any
 
-from ...ir.location import Location
 from ..actors.actor_state import ActorState
 from ..errors import TraceError
+from ..functions.interface import Call
 from ..heap.kinds import is_foreign
 from ..heap.reach import has_fake, reach_near, reaches_tensor
 from ..heap.snapshot import Change
@@ -52,8 +52,8 @@ class SideEffects:
         )
         self._snapshot = reach.snapshot()
 
-    def check(self, what: str, loc: Location | None) -> list[Initialization]:
-        """Look for changes.
+    def check(self, call: Call) -> list[Initialization]:
+        """Look for changes that a call has made.
 
         Returns:
             Those that may be of the first call only.
@@ -64,10 +64,14 @@ class SideEffects:
         changes = [change for change in self._snapshot.changes() if self._counts(change)]
         for change in changes:
             if has_fake(change.after):
-                raise _stored(what, change.path, loc)
+                raise call.refusal(
+                    f"it stores a traced value outside the actor, in '{change.path}'",
+                    "return the value, keep it in a buffer of the actor, or mark the method with "
+                    "@cg.opaque",
+                )
             if isinstance(change.holder, CellType) or reaches_tensor(change.after, set()):
-                raise _lost(what, change, loc)
-        return [Initialization(None, c, partial(_lost, what, c, loc)) for c in changes]
+                raise _lost(call, change)
+        return [Initialization(None, c, partial(_lost, call, c)) for c in changes]
 
     def _counts(self, change: Change) -> bool:
         hidden = isinstance(change.key, str) and change.key.startswith("__")
@@ -81,21 +85,11 @@ class SideEffects:
         self._snapshot.clear_caches()
 
 
-def _stored(what: str, path: str, loc: Location | None) -> TraceError:
-    return TraceError(
-        f"{what} cannot be traced: it stores a traced value outside the actor, in '{path}'",
-        loc=loc,
-        remedy="return the value, keep it in a buffer of the actor, or mark the method with "
-        "@cg.opaque",
-    )
-
-
-def _lost(what: str, change: Change, loc: Location | None) -> TraceError:
-    return TraceError(
-        f"{what} cannot be traced: it changes '{change.path}', outside of the actor's attributes "
-        f"({change.words()}); a traced method runs once, so the change would be lost",
-        loc=loc,
-        remedy=_REMEDY,
+def _lost(call: Call, change: Change) -> TraceError:
+    return call.refusal(
+        f"it changes '{change.path}', outside of the actor's attributes ({change.words()}); a "
+        "traced method runs once, so the change would be lost",
+        _REMEDY,
     )
 
 

@@ -7,13 +7,10 @@ line. Touching an optimizer ends the trace at once.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from types import CodeType, TracebackType
 from typing import Any
-
-import torch
 
 from ...ir.location import Location
 from ..actors.actor_state import ActorState
@@ -21,8 +18,7 @@ from ..errors import TraceError
 from ..functions.error_translation import current_location
 from ..heap.kinds import is_used_up
 from ..heap.snapshot import MISSING
-
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+from ..source import is_torch_file
 
 EVERYTHING = "__dict__"
 """Noted as read where code looks at all attributes at once (`vars(self)`)."""
@@ -103,15 +99,13 @@ class Watch:
         reads, writes, until = self.reads, self.writes, self._until
         # Taken from the class, so they are plain functions of (object, name, ...).
         get: Callable[..., Any] = cls.__getattribute__
-        put: Callable[..., None] = cls.__setattr__
-        drop: Callable[..., None] = cls.__delattr__
 
         def get_attribute(self: Any, name: str) -> Any:
             names = reads.get(id(self))
             if names is None:  # another object, or a copy that the method has made
                 return get(self, name)
             if name == EVERYTHING:
-                if not _called_by_torch():
+                if not is_torch_file(sys._getframe(1).f_code.co_filename):
                     names.add(name)
             elif not name.startswith("__"):
                 names.add(name)
@@ -120,20 +114,18 @@ class Watch:
                 raise _using_up(cls, name, value, until)
             return value
 
-        def set_attribute(self: Any, name: str, value: Any) -> None:
-            if id(self) in reads:
-                writes[id(self), name] = current_location(until)[0]
-            put(self, name, value)
+        def noting(change: Callable[..., None]) -> Callable[..., None]:
+            def changed(self: Any, name: str, *value: Any) -> None:
+                if id(self) in reads:
+                    writes[id(self), name] = current_location(until)[0]
+                change(self, name, *value)
 
-        def delete_attribute(self: Any, name: str) -> None:
-            if id(self) in reads:
-                writes[id(self), name] = current_location(until)[0]
-            drop(self, name)
+            return changed
 
         return {
             "__getattribute__": get_attribute,
-            "__setattr__": set_attribute,
-            "__delattr__": delete_attribute,
+            "__setattr__": noting(cls.__setattr__),
+            "__delattr__": noting(cls.__delattr__),
         }
 
     def _forbidding(self, cls: type) -> dict[str, Any]:
@@ -162,7 +154,3 @@ def _using_up(cls: type, name: str, value: Any, until: CodeType) -> TraceError:
         loc=loc,
         remedy="mark the method with @cg.opaque, or hand its items to the method as arguments",
     )
-
-
-def _called_by_torch() -> bool:
-    return sys._getframe(2).f_code.co_filename.startswith(_TORCH)

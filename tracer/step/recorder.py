@@ -8,7 +8,7 @@ value, which the tensor written to stands for from then on.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -18,7 +18,6 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from ...ir.location import Location
 from ..errors import TraceError
 from ..functions.calls import find_or_declare, record
 from ..functions.interface import Callee, TorchTarget
@@ -27,7 +26,7 @@ from ..source import caller_location
 from .arguments import Arguments, take_apart
 from .session import Session, current, placed
 from .specs import TensorSpec
-from .unsupported_ops import Function, check, describe, shown
+from .unsupported_ops import Function, TorchCall, check, describe
 from .values import ObjectValue, TracedTensor
 
 _TRAINING_REMEDY = (
@@ -72,24 +71,23 @@ def _intercept(
     traced = _has_values((args, kwargs))
     if not traced and name in ("__repr__", "__str__", "__format__"):
         return func(*args, **kwargs)  # of a real tensor
-    loc = caller_location(3)
+    call = TorchCall(func, kind, name, args, kwargs, caller_location(3))
     if traced:
-        check(kind, name, args, kwargs, loc)
+        check(call)
     elif name == "grad" and kind in ("get", "set"):
         raise TraceError(
-            f"{shown(kind, name)} of a module in a step: zero_grad(), clip_grad_norm_() and all "
-            "other work on gradients would happen once, while the step is traced, and never again",
-            loc=loc,
+            f"{call.shown} of a module in a step: zero_grad(), clip_grad_norm_() and all other "
+            "work on gradients would happen once, while the step is traced, and never again",
+            loc=call.loc,
             remedy=_TRAINING_REMEDY,
         )
     if kind == "get" and name not in _RECORDED_PROPERTIES:
         return func(*args, **kwargs)
     if name in ("__eq__", "__ne__") and args[1] is None:
         return NotImplemented
-    call = _Call(func, name, args, kwargs, shown(kind, name), loc)
     if not traced and not is_random(name):
-        return make_constants(session, func, name, args, kwargs, call.shown, loc)
-    if _writes_in_place(func, name, args, kwargs):
+        return make_constants(session, call)
+    if _writes_in_place(call):
         return _write(session, call)
     return _compute(session, call)
 
@@ -107,19 +105,7 @@ def _has_values(tree: Any) -> bool:
     return False
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """A call of a torch function by the step."""
-
-    func: Function
-    name: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    shown: str
-    loc: Location | None
-
-
-def _compute(session: Session, call: _Call) -> Any:
+def _compute(session: Session, call: TorchCall) -> Any:
     """Record a torch function; what Python holds for its result."""
     kwargs = call.kwargs
     if is_random(call.name):
@@ -132,7 +118,7 @@ def _compute(session: Session, call: _Call) -> Any:
     return record(session, callee, arguments, place, call.loc)
 
 
-def _take_apart(session: Session, call: _Call, kwargs: dict[str, Any]) -> Arguments:
+def _take_apart(session: Session, call: TorchCall, kwargs: dict[str, Any]) -> Arguments:
     session.ambient.check(call.shown, call.loc)
     arguments = take_apart(session, call.args, kwargs, call.shown, call.loc)
     for value in arguments.values:
@@ -145,7 +131,7 @@ def _take_apart(session: Session, call: _Call, kwargs: dict[str, Any]) -> Argume
     return arguments
 
 
-def _find(session: Session, call: _Call, func: Function, arguments: Arguments) -> Callee:
+def _find(session: Session, call: TorchCall, func: Function, arguments: Arguments) -> Callee:
     def subject() -> tuple[TorchTarget, None, str]:
         dunder = call.name.startswith("__")
         name = f"torch.{call.name.strip('_') if dunder else call.name}"
@@ -175,17 +161,17 @@ _AUGMENTED = frozenset(
 )
 
 
-def _writes_in_place(
-    func: Function, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> bool:
+def _writes_in_place(call: TorchCall) -> bool:
+    name = call.name
     if name in _AUGMENTED or name == "__setitem__":
         return True
     if name.endswith("_") and not name.endswith("__"):
         return True
-    position = _inplace_position(func)
+    position = _inplace_position(call.func)
     if position is None:
         return False
-    return bool(args[position] if len(args) > position else kwargs.get("inplace", False))
+    given = call.args[position:]
+    return bool(given[0] if given else call.kwargs.get("inplace", False))
 
 
 @cache
@@ -200,7 +186,7 @@ def _inplace_position(func: Function) -> int | None:
     return names.index("inplace") if "inplace" in names else None
 
 
-def _write(session: Session, call: _Call) -> Any:
+def _write(session: Session, call: TorchCall) -> Any:
     """Record a write to a tensor, which then stands for its new value."""
     target = call.args[0] if call.args else None
     arguments = _take_apart(session, call, call.kwargs)
@@ -229,7 +215,7 @@ def _write(session: Session, call: _Call) -> Any:
     return None if call.name == "__setitem__" else target
 
 
-def _check_writable(target: TracedTensor, call: _Call) -> None:
+def _check_writable(target: TracedTensor, call: TorchCall) -> None:
     storage = target.traced.storage
     name = target.traced.value.name
     remedy = "write to a copy, made by .clone(), or use the function that returns a new tensor"

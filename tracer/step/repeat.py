@@ -75,7 +75,7 @@ def record_twice(
             has changed is put back.
     """
     before = _Before(fn)
-    check = _Check(record, session, fn, name, loc, before)
+    check = _Check(record, session, name, loc, before)
     try:
         first = record(session)
         check.draws()
@@ -138,7 +138,6 @@ def _instance_of(value: Any) -> tuple[Any, ...] | None:
 class _Check:
     record: Record
     session: Session
-    fn: Callable[..., Any]
     name: str
     loc: Location | None
     before: _Before

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from ...ir.location import Location
@@ -25,14 +25,11 @@ class OutputSpec:
 
     tree: Tree
     place: Place
-    _fill: Fill = field(init=False, compare=False, repr=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_fill", filler(self.tree))
-
-    def rebuild(self, values: Sequence[Any]) -> Any:
-        """Make what the step's Python would have returned from the program's outputs."""
-        return self._fill(values)
+    @cached_property
+    def rebuild(self) -> Fill:
+        """Makes what the step's Python would have returned from the program's outputs."""
+        return filler(self.tree)
 
 
 @dataclass(frozen=True)

@@ -123,26 +123,65 @@ _SETTERS: dict[str, Ban] = {
 }
 
 
-def check(
-    kind: str, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], loc: Location | None
-) -> None:
-    """Return if a step may use a torch function.
+Function = Callable[..., Any]
 
-    Args:
+
+@dataclass(frozen=True, slots=True)
+class TorchCall:
+    """A call of a torch function by the step.
+
+    Attributes:
+        func: the function.
         kind: "call", "get" or "set": a function, or a property's getter or setter.
         name: the name of the function or property.
+        args, kwargs: its arguments.
+        loc: the user's line.
+    """
+
+    func: Function
+    kind: str
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    loc: Location | None
+
+    @property
+    def shown(self) -> str:
+        """How messages name the function."""
+        if self.kind == "get":
+            return f".{self.name} of a tensor"
+        if self.kind == "set":
+            return f"an assignment to .{self.name} of a tensor"
+        return _SHOWN.get(self.name, f"{self.name}()")
+
+
+def describe(function: Function) -> tuple[str, str]:
+    """The kind and the name of a torch function, as in `TorchCall`."""
+    name: str = getattr(function, "__name__", "")
+    owner = getattr(function, "__self__", None)
+    if name in ("__get__", "__set__", "__delete__") and owner is not None:
+        inner: str = getattr(owner, "__name__", None) or owner.fget.__name__
+        return ("get" if name == "__get__" else "set"), inner
+    schema = getattr(function, "_schema", None)
+    if schema is not None:
+        name = schema.name.rpartition("::")[2]
+    return "call", name or type(function).__name__
+
+
+def check(call: TorchCall) -> None:
+    """Return if a step may use a torch function.
 
     Raises:
         TraceError: it may not.
     """
-    ban = {"call": _FUNCTIONS, "get": _GETTERS, "set": _SETTERS}[kind].get(name)
-    if ban is None and kind == "set":
+    ban = {"call": _FUNCTIONS, "get": _GETTERS, "set": _SETTERS}[call.kind].get(call.name)
+    if ban is None and call.kind == "set":
         ban = _SHARED
-    if ban is None and kind == "call":
-        ban = _by_arguments(name, args, kwargs)
+    if ban is None and call.kind == "call":
+        ban = _by_arguments(call.name, call.args, call.kwargs)
     if ban is not None:
-        ban = library_ban(name) or ban
-        raise TraceError(f"{shown(kind, name)} {ban.why}", loc=loc, remedy=ban.remedy)
+        ban = library_ban(call.name) or ban
+        raise TraceError(f"{call.shown} {ban.why}", loc=call.loc, remedy=ban.remedy)
 
 
 _SCALER = Ban(
@@ -191,15 +230,6 @@ _SHOWN = {
 }
 
 
-def shown(kind: str, name: str) -> str:
-    """How messages name a torch function."""
-    if kind == "get":
-        return f".{name} of a tensor"
-    if kind == "set":
-        return f"an assignment to .{name} of a tensor"
-    return _SHOWN.get(name, f"{name}()")
-
-
 def _by_arguments(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ban | None:
     if name == "__getitem__" and len(args) > 1 and _has_mask(args[1]):
         return _SHAPES
@@ -241,19 +271,3 @@ def _updates_statistics(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> boo
     if training is None:
         training = len(args) > 5 and args[5]
     return bool(training) and any(isinstance(value, TracedTensor) for value in given[:2])
-
-
-Function = Callable[..., Any]
-
-
-def describe(function: Function) -> tuple[str, str]:
-    """The kind of a torch function, as `check` takes it, and its name."""
-    name: str = getattr(function, "__name__", "")
-    owner = getattr(function, "__self__", None)
-    if name in ("__get__", "__set__", "__delete__") and owner is not None:
-        inner: str = getattr(owner, "__name__", None) or owner.fget.__name__
-        return ("get" if name == "__get__" else "set"), inner
-    schema = getattr(function, "_schema", None)
-    if schema is not None:
-        name = schema.name.rpartition("::")[2]
-    return "call", name or type(function).__name__
