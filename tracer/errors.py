@@ -25,7 +25,8 @@ class TraceError(Exception):
         self.reason = reason
         self.loc = loc
         self.remedy = remedy
-        super().__init__(_render(reason, loc, remedy))
+        at = f"\n  at {loc}" if loc is not None else ""
+        super().__init__(f"{reason}{at}" + (f"\n  help: {remedy}" if remedy else ""))
         note_refusal(self)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -34,15 +35,6 @@ class TraceError(Exception):
 
 def _rebuild(cls: type[TraceError], reason: str, loc: Location | None, remedy: str) -> TraceError:
     return cls(reason, loc=loc, remedy=remedy)
-
-
-def _render(reason: str, loc: Location | None, remedy: str) -> str:
-    lines = [reason]
-    if loc is not None:
-        lines.append(f"  at {loc}")
-    if remedy:
-        lines.append(f"  help: {remedy}")
-    return "\n".join(lines)
 
 
 def different(name: str, how: str, loc: Location | None) -> TraceError:
@@ -76,19 +68,17 @@ def refusals_raised() -> Iterator[None]:
     """
     noted: list[Exception] = []
     token = _NOTED.set(noted)
+    raised: BaseException | None = None
     try:
         yield
-    except Exception:
+    except BaseException as error:
+        raised = error
+        raise
+    finally:
         _NOTED.reset(token)
-        if noted:
+        if noted and (raised is None or isinstance(raised, Exception)):
             note_refusal(noted[0])
-        raise
-    except BaseException:
-        _NOTED.reset(token)
-        raise
-    _NOTED.reset(token)
     if noted:
-        note_refusal(noted[0])
         raise noted[0]
 
 

@@ -6,7 +6,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -20,6 +20,9 @@ from .holdings import Actors
 from .sharing import plays_all
 
 T = TypeVar("T")
+
+Make: TypeAlias = Callable[..., ActorHandle]
+"""Takes the arguments of an actor's constructor."""
 
 
 class ActorFactory:
@@ -62,7 +65,7 @@ class ActorFactory:
         setattr(cls, "on", _On(self))  # noqa: B010 - not an attribute that type checkers know
         return cls
 
-    def place(self, cls: type[Any], rank: int) -> Placement:
+    def place(self, cls: type[Any], rank: int) -> Make:
         """Choose the rank of an actor of class `cls`; call the result to make it.
 
         Raises:
@@ -87,7 +90,38 @@ class ActorFactory:
                     f"{shown}: method '{name}' of {cls.__name__} would be hidden by the handle's "
                     "own attribute; rename the method"
                 )
-        return Placement(self, cls, rank, peers)
+
+        def make(*args: Any, **kwargs: Any) -> ActorHandle:
+            return self._make(cls, rank, peers, args, kwargs)
+
+        return make
+
+    def _make(
+        self, cls: type[Any], rank: int, peers: Peers, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> ActorHandle:
+        """Make the instance, where its rank is played, and a handle everywhere.
+
+        What the constructor raises is raised on its rank alone.
+        """
+        name = self.new_name(cls)
+        instance = self._instance(cls, args, kwargs) if peers.plays(rank) else ELSEWHERE
+        handle = ActorHandle(name, rank, cls, peers, instance, self.actors)
+        member = handle._member
+        member.made = caller_location()
+        if not plays_all(peers):
+            self.actors.note_given(member, (args, kwargs))
+        return handle
+
+    def _instance(self, cls: type[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The instance; what it holds is on its rank's device."""
+        device = self.device()
+        # Made on the host first, so that it starts from the same numbers as anywhere else.
+        instance = cls(*args, **kwargs)
+        if device is not None:
+            for held in collect(instance).tensors:
+                # In place: an optimizer, say, knows the parameter by its identity.
+                held.tensor.data = held.tensor.data.to(device)
+        return instance
 
     def new_name(self, cls: type[Any]) -> str:
         """The name of the next actor of a class: `stage0`, `stage1`; the same on all ranks."""
@@ -107,43 +141,5 @@ class _On:
     def __init__(self, factory: ActorFactory) -> None:
         self._factory = factory
 
-    def __get__(self, instance: object, owner: type[Any]) -> Callable[[int], Placement]:
+    def __get__(self, instance: object, owner: type[Any]) -> Callable[[int], Make]:
         return functools.partial(self._factory.place, owner)
-
-
-class Placement:
-    """A class and a rank: call it to make the actor."""
-
-    def __init__(self, factory: ActorFactory, cls: type[Any], rank: int, peers: Peers) -> None:
-        self._factory = factory
-        self._cls = cls
-        self._rank = rank
-        self._peers = peers
-
-    def __call__(self, /, *args: Any, **kwargs: Any) -> ActorHandle:
-        """Make the instance, where its rank is played, and a handle everywhere.
-
-        What the constructor raises is raised on its rank alone.
-        """
-        name = self._factory.new_name(self._cls)
-        here = self._peers.plays(self._rank)
-        instance = self._make(args, kwargs) if here else ELSEWHERE
-        actors = self._factory.actors
-        handle = ActorHandle(name, self._rank, self._cls, self._peers, instance, actors)
-        member = handle._member
-        member.made = caller_location()
-        if not plays_all(self._peers):
-            actors.note_given(member, (args, kwargs))
-        return handle
-
-    def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The instance; what it holds is on its rank's device."""
-        device = self._factory.device()
-        if device is None:
-            return self._cls(*args, **kwargs)
-        # Made on the host first, so that it starts from the same numbers as anywhere else.
-        instance = self._cls(*args, **kwargs)
-        for held in collect(instance).tensors:
-            # In place: an optimizer, say, knows the parameter by its identity.
-            held.tensor.data = held.tensor.data.to(device)
-        return instance

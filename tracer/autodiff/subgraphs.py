@@ -223,7 +223,7 @@ class Builder:
 
     def placeholder(self, node: fx.Node) -> None:
         """Make an input of the new graph that stands for `node`."""
-        new = self.graph.placeholder(_identifier(node.name))
+        new = self.graph.placeholder(node.name if node.name.isidentifier() else f"v_{node.name}")
         new.meta["val"] = node.meta.get("val")
         self._copies[node] = new
 
@@ -270,10 +270,6 @@ class Builder:
         if location is not None:
             self.locations[new] = location
         return new
-
-
-def _identifier(name: str) -> str:
-    return name if name.isidentifier() else f"v_{name}"
 
 
 def sharing(

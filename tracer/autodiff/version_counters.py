@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from ...ir.module import Function
 from ...ir.types import DType, TensorType
 from ..actors.actor_state import StateTensor
 from ..codegen.codegen import wrapped
@@ -33,63 +32,49 @@ def with_versions(
         at: how many values it saves.
         what: the method, in words.
         between: the calls that may have changed the state.
+
+    Its backward raises a RuntimeError when it runs if a tensor of the state is another one, or has
+    been written to.
     """
     # For each tensor its identity and its version.
     type_ = TensorType(DType.I64, (len(state), 2))
 
-    def taking(function: Function, at: int) -> Function:
+    def noting(forward: Body) -> Body:
+        def body(*inputs: Any) -> Sequence[Any]:
+            return (*forward(*inputs), _versions(state))
+
+        return body
+
+    def checking(part: TracedPart, at: int) -> TracedPart:
+        """The part, which takes the versions as input `at`."""
+
+        def wrap(backward: Body) -> Body:
+            def body(*inputs: Any) -> Sequence[Any]:
+                if not torch.equal(inputs[at], _versions(state)):
+                    raise RuntimeError(_explain(inputs[at], state, what, between))
+                return backward(*inputs[:at], *inputs[at + 1 :])
+
+            return body
+
+        function = part.declaration
         inputs = (*function.inputs[:at], type_, *function.inputs[at:])
         aliases = tuple((output, i + (i >= at)) for output, i in function.aliases)
-        return replace(function, inputs=inputs, aliases=aliases)
-
-    def checked(body: Body, at: int) -> Body:
-        return wrapped(body, lambda run: _checking(run, state, at, what, between))
+        taking = replace(function, inputs=inputs, aliases=aliases)
+        return TracedPart(taking, wrapped(part.body, wrap))
 
     vjp = traced.vjp
     kept = tuple(i for i in vjp.kept if i < at)
     kept_after = tuple(i + 1 for i in vjp.kept if i >= at)
-    places = {vjp.backward: at, vjp.input: at, vjp.weight: len(kept)}
-    if vjp.weight == vjp.backward:
-        places[vjp.weight] = at
-    forward = replace(traced.forward, outputs=(*traced.forward.outputs, type_))
+    places = {vjp.backward: at, vjp.input: at}
+    backward = checking(TracedPart(traced.backward, traced.backward_body), at)
     return TracedVjp(
         replace(vjp, kept=(*kept, at, *kept_after) if vjp.weight is not None else ()),
-        forward,
-        taking(traced.backward, at),
-        wrapped(traced.forward_body, lambda run: _noting(run, state)),
-        checked(traced.backward_body, at),
-        tuple(
-            TracedPart(taking(half.declaration, place), checked(half.body, place))
-            for half in traced.halves
-            for place in (places[half.declaration.name],)
-        ),
+        replace(traced.forward, outputs=(*traced.forward.outputs, type_)),
+        backward.declaration,
+        wrapped(traced.forward_body, noting),
+        backward.body,
+        tuple(checking(h, places.get(h.declaration.name, len(kept))) for h in traced.halves),
     )
-
-
-def _noting(forward: Body, state: Sequence[StateTensor]) -> Body:
-    """The body of a forward that returns the versions of `state` after everything else."""
-
-    def body(*inputs: Any) -> Sequence[Any]:
-        return (*forward(*inputs), _versions(state))
-
-    return body
-
-
-def _checking(
-    backward: Body, state: Sequence[StateTensor], at: int, what: str, between: Sequence[Write]
-) -> Body:
-    """The body of a backward, or of a part of one, that takes the versions as input `at`.
-
-    Raises (when it runs):
-        RuntimeError: a tensor of `state` is another one, or has been written to.
-    """
-
-    def body(*inputs: Any) -> Sequence[Any]:
-        if not torch.equal(inputs[at], _versions(state)):
-            raise RuntimeError(_explain(inputs[at], state, what, between))
-        return backward(*inputs[:at], *inputs[at + 1 :])
-
-    return body
 
 
 def _versions(state: Sequence[StateTensor]) -> torch.Tensor:

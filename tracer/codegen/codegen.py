@@ -31,7 +31,7 @@ from ..step.torch_modes import is_autocast_on
 from .fusible import Fusible, make_fusible
 
 Compute = Callable[..., Sequence[torch.Tensor]]
-"""What computes a graph: takes a tensor for each of its placeholders, gives those of its output."""
+"""Computes a graph: takes a tensor for each of its placeholders, gives those of its output."""
 
 Compiler = Callable[[fx.GraphModule, Sequence[torch.Tensor]], Compute]
 """Makes that of a graph, and of tensors like those that it will be given, which are fakes."""
@@ -139,7 +139,7 @@ class _Locator:
 
 
 class _Held:
-    """What some slots hold now."""
+    """The tensors that some slots hold now."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self._slots = slots
@@ -338,7 +338,7 @@ class _Writer:
 
 
 def _callable(target: Any) -> Any:
-    """What to call for an operator: below its Python wrapper, where there is one."""
+    """The function to call for an operator: below its Python wrapper, where there is one."""
     if type(target) is torch._ops.OpOverload:
         return getattr(target, "_op", target)
     return target

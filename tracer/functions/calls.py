@@ -6,7 +6,7 @@ import pickle
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -22,7 +22,7 @@ from ..errors import TraceError
 from ..source import traceback_location
 from ..step.arguments import Arguments
 from ..step.session import Session
-from ..step.specs import Leaf, ObjectSpec, TensorSpec, Tree
+from ..step.specs import TensorSpec, Tree
 from ..step.values import ObjectValue, TracedTensor, share, storage_of
 from .interface import (
     Body,
@@ -39,28 +39,6 @@ L = TypeVar("L")
 P = TypeVar("P")
 
 Subject: TypeAlias = Callable[[], tuple[Target | None, int | None, str]]
-
-
-@dataclass(frozen=True)
-class _Public:
-    """Public part of a traced function; `skeleton` is the pytree of its results."""
-
-    declaration: Function
-    leaves: tuple[Leaf, ...]
-    skeleton: Any
-    state_outputs: tuple[int, ...]
-    views: tuple[tuple[int, int], ...]
-
-    @staticmethod
-    def of(traced: TracedFunction) -> _Public:
-        results = traced.results
-        skeleton = tree_unflatten(list(range(len(results.leaves))), results.spec)
-        views = tuple(dict.fromkeys((*traced.declaration.aliases, *traced.views)))
-        return _Public(traced.declaration, results.leaves, skeleton, traced.state_outputs, views)
-
-    @property
-    def results(self) -> Tree:
-        return Tree(self.leaves, tree_structure(self.skeleton))
 
 
 def find_or_declare(
@@ -98,62 +76,54 @@ def _declare(
     session.refuse_new(base, loc)
     name = session.function_names.fresh(base)
 
-    def trace() -> tuple[TracedFunction, _Public]:
+    def trace() -> tuple[TracedFunction, tuple[Any, ...]]:
         assert target is not None, "only the owner of an actor traces its methods"
         with tracing(session, name, loc):
             traced = session.tracer.trace(target, signature, name, loc)
-        return traced, _Public.of(traced)
+        results = traced.results
+        skeleton = tree_unflatten(list(range(len(results.leaves))), results.spec)
+        views = tuple(dict.fromkeys((*traced.declaration.aliases, *traced.views)))
+        public = (traced.declaration, results.leaves, skeleton, traced.state_outputs, views)
+        return traced, public
 
     types = ", ".join(map(str, signature.types()))
     mine, public = agree(session.peers, owner, trace, name, loc, types)
-    enter(session, public.declaration, None if mine is None else mine.body)
+    declaration, leaves, skeleton, state_outputs, views = public
+    declaration = enter(session, declaration, None if mine is None else mine.body)
     if mine is not None and mine.guard is not None:
         session.guards.append(mine.guard)
         session.guard_of[name] = mine.guard
-    results = public.results
+    results = Tree(leaves, tree_structure(skeleton))
     specs = value_leaves(results)
     if not grad:
-        specs = tuple(_without_grad(spec) for spec in specs)
-    declaration = session.module.functions[name]
+        specs = tuple(
+            replace(spec, requires_grad=False) if isinstance(spec, TensorSpec) else spec
+            for spec in specs
+        )
     is_opaque = declaration.kind is FunctionKind.OPAQUE
-    needed = tuple(grad and requires_grad(spec) for spec in value_leaves(signature))
+    several = declaration.actor is not None and len(specs) > 1
     return Callee(
         declaration=declaration,
         results=results,
-        state_outputs=public.state_outputs,
+        state_outputs=state_outputs,
         signature=signature,
         target=target,
         owner=owner,
         specs=specs,
-        needed=needed,
+        needed=tuple(grad and requires_grad(spec) for spec in value_leaves(signature)),
         differentiable=any(requires_grad(spec) for spec in specs),
-        blocks_grad=any(needed) and is_opaque,
         propagates_grad=grad and base not in _DETACHING,
         may_accumulate=grad and is_opaque and declaration.actor is not None,
         symbol=Symbol(name),
         base=base.rpartition(".")[2],
         is_single=len(specs) == 1 and results.spec.is_leaf(),
-        shares=bool(public.views) or _shares(declaration, specs, public.state_outputs),
-        views=public.views,
+        shares=bool(views or state_outputs) or is_opaque or several,
+        views=views,
         strict_body=None if mine is None else mine.strict,
     )
 
 
 _DETACHING = frozenset({"torch.detach", "torch.detach_"})
-
-
-def _shares(
-    declaration: Function,
-    specs: Sequence[TensorSpec | ObjectSpec],
-    state_outputs: Sequence[int],
-) -> bool:
-    opaque = declaration.kind is FunctionKind.OPAQUE
-    several = declaration.actor is not None and len(specs) > 1
-    return bool(state_outputs) or opaque or several
-
-
-def _without_grad(spec: TensorSpec | ObjectSpec) -> TensorSpec | ObjectSpec:
-    return replace(spec, requires_grad=False) if isinstance(spec, TensorSpec) else spec
 
 
 @contextmanager
@@ -242,7 +212,7 @@ def _packed(value: object, name: str, loc: Location | None) -> bytes:
         ) from error
 
 
-def enter(session: Session, declaration: Function, body: Body | None) -> None:
+def enter(session: Session, declaration: Function, body: Body | None) -> Function:
     """Enter a function into the module, and its body, if it can run here, beside it."""
     if not declaration.outputs:
         # A call has at least one result, which says where it runs.
@@ -251,6 +221,7 @@ def enter(session: Session, declaration: Function, body: Body | None) -> None:
     session.module.functions[declaration.name] = declaration
     if body is not None:
         session.bodies[declaration.name] = body
+    return declaration
 
 
 def _returning_unit(body: Body) -> Body:

@@ -115,12 +115,8 @@ def _live(frame: FrameType | None, until: CodeType | None) -> Iterator[tuple[Cod
         frame = frame.f_back
 
 
-def exception_location(error: BaseException, until: CodeType) -> tuple[Location | None, str]:
-    """`best_location` of an exception's traceback, below the frame whose code is `until`."""
-    return best_location(_raised(error.__traceback__, until))
-
-
 def _raised(tb: TracebackType | None, until: CodeType) -> list[tuple[CodeType, int]]:
+    """The frames of a traceback below the one whose code is `until`, innermost first."""
     frames: list[tuple[CodeType, int]] = []
     for frame, line in traceback.walk_tb(tb):
         if frame.f_code is until:
@@ -142,7 +138,7 @@ def translate(error: Exception, what: str, until: CodeType, blame: Location | No
         if error.loc is not None or blame is None:
             return error
         return type(error)(error.reason, loc=blame, remedy=error.remedy)
-    loc, note = exception_location(error, until)
+    loc, note = best_location(_raised(error.__traceback__, until))
     reason, remedy = _explain(error)
     return TraceError(f"{what} cannot be traced: {reason}{note}", loc=loc or blame, remedy=remedy)
 

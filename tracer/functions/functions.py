@@ -22,18 +22,18 @@ from ..actors.sharing import shares_of, shares_of_opaque
 from ..autodiff.partition import forward_piece, split
 from ..autodiff.split_backward import SplitBackward
 from ..autodiff.subgraphs import Piece, fake_of, sharing
-from ..autodiff.version_counters import with_versions
+from ..autodiff.version_counters import CHANGE_AFTER, changed_between, with_versions
 from ..codegen.codegen import make_body
 from ..errors import TraceError
 from ..guards.guard import build_guard
 from ..intrinsics.opaque import OpaqueMark, opaque_mark
+from ..methods.dispatch_modes import storage_key
 from ..methods.flops import count_flops
 from ..methods.joint import Joint, Wanted
 from ..methods.twice import refuse_hidden_state, settled
 from ..methods.watch import UsesGradients
 from ..step.binding import check_arguments, definition, innermost
 from ..step.specs import ObjectSpec, Tree, ir_dtype
-from .derivatives import no_derivative, refuse_history, refuse_hooks, refuse_remat, refuse_written
 from .effects import Effects, memory_of, replaced_state, written_state
 from .interface import (
     Call,
@@ -82,7 +82,8 @@ class Functions:
                     remedy="make it a plain method, which may run what it awaits by asyncio.run",
                 )
         mark = opaque_mark(call.function)
-        if mark is None and isinstance(target, MethodTarget) and _takes_objects(signature):
+        takes_objects = any(isinstance(leaf, ObjectSpec) for leaf in signature.leaves)
+        if mark is None and isinstance(target, MethodTarget) and takes_objects:
             mark = OpaqueMark()  # nothing can be traced of what is known only at run time
         if mark is not None:
             return self._opaque(target, call, mark, name)
@@ -93,7 +94,7 @@ class Functions:
         if isinstance(target, MethodTarget):
             refuse_hidden_state(call, joint)
         piece = forward_piece(joint)
-        refuse_history(call, piece)
+        _refuse_history(call, piece)
         declaration = self._declare(target, call, joint, piece, name)
         guard = None
         if isinstance(target, MethodTarget):
@@ -138,15 +139,15 @@ class Functions:
         """
         call = self._with_state(target, _call_of(target, signature, loc))
         if opaque_mark(call.function) is not None:
-            raise no_derivative(call)
-        refuse_hooks(call)
+            raise _no_derivative(call)
+        _refuse_hooks(call)
         call, joint = settled(call, Wanted(grad_outputs, grad_inputs))
         if target.remat:
-            refuse_remat(call, joint)
+            _refuse_remat(call, joint)
         effects = self._effects_on(target)
         parts = split(joint, effects.volatile(joint, between), target.remat)
-        refuse_history(call, parts.forward)
-        refuse_written(call, parts.backward, effects, between)
+        _refuse_history(call, parts.forward)
+        _refuse_written(call, parts.backward, effects, between)
         forward = self._declare(target, call, joint, parts.forward, f"{name}.forward", parts.saved)
         backward = Function(
             f"{name}.backward",
@@ -234,10 +235,6 @@ class Functions:
         return TracedFunction(declaration, results, (), body, None, strict)
 
 
-def _takes_objects(signature: Tree) -> bool:
-    return any(isinstance(leaf, ObjectSpec) for leaf in signature.leaves)
-
-
 def _call_of(target: Target, signature: Tree, loc: Location | None) -> Call:
     """A call of a target, of which the state is not known yet."""
     function = target.callable
@@ -316,3 +313,63 @@ def _trace_halves(
         TracedPart(_with_shares(f, target, piece), make_body(piece, f.name)) for f, piece in pieces
     )
     return replace(vjp, input=input_.name, weight=weight.name, kept=halves.kept), made
+
+
+def _refuse_remat(call: Call, joint: Joint) -> None:
+    """Refuse to compute a call again in the backward that is not the same then."""
+    if joint.recorder.draws:
+        does = "draws random numbers, which would not be the same again"
+    elif joint.written or joint.rebinds:
+        does = "changes the actor's state, which would happen twice"
+    else:
+        return
+    raise TraceError(
+        f"{call.what} cannot be computed again in the backward: it {does}",
+        loc=call.loc,
+        remedy="call it without cg.remat, or move that part into a method of its own",
+    )
+
+
+def _no_derivative(call: Call) -> TraceError:
+    """Make the error for a derivative of an opaque function."""
+    return TraceError(
+        f"{call.what} is opaque, so it has no derivative, but a loss depends on its result",
+        loc=call.loc,
+        remedy="remove @cg.opaque, so that the method is traced; or detach its result",
+    )
+
+
+def _refuse_history(call: Call, piece: Piece) -> None:
+    """Refuse state that carries gradient history from outside of the step."""
+    for state in piece.state:
+        if state.tensor.requires_grad and not state.tensor.is_leaf:
+            raise call.refusal(
+                f"it uses '{state.path}', which carries gradient history from outside the step",
+                "keep x.detach() in the attribute, or an nn.Parameter",
+            )
+
+
+def _refuse_written(
+    call: Call, backward: Piece, effects: Effects, between: Sequence[Write]
+) -> None:
+    """Refuse a backward whose state a call in between writes to."""
+    for write in between:
+        memory = effects.written_by(write)
+        paths = [f"'{s.path}'" for s in backward.state if storage_key(s.tensor) in memory]
+        if paths:
+            raise TraceError(
+                changed_between(call.what, paths, [write]), loc=call.loc, remedy=CHANGE_AFTER
+            )
+
+
+def _refuse_hooks(call: Call) -> None:
+    """Refuse parameters with gradient hooks."""
+    for state in call.state.tensors:
+        tensor = state.tensor
+        if state.is_trained and (tensor._backward_hooks or tensor._post_accumulate_grad_hooks):
+            raise TraceError(
+                f"{call.what} cannot be differentiated: '{state.path}' has a gradient hook, which "
+                "would see the gradient of each call instead of their sum",
+                loc=call.blame,
+                remedy="do the hook's work in the method that uses the optimizer",
+            )

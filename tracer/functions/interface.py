@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar, cast
 
 import torch
 import torch.utils._pytree as pytree
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ...ir.attributes import Symbol
 from ...ir.location import Location
@@ -22,8 +23,8 @@ from ...ir.types import Place, Type, relocate
 from ..actors.actor_state import ActorState
 from ..actors.holdings import Shared, Use
 from ..errors import TraceError
-from ..heap.kinds import is_plain, is_walked
-from ..step.specs import ObjectSpec, Static, TensorSpec, Tree
+from ..heap.kinds import SCALARS, is_plain, is_walked
+from ..step.specs import Leaf, ObjectSpec, Static, TensorSpec, Tree, ir_dtype
 
 T = TypeVar("T")
 
@@ -227,6 +228,36 @@ class Call:
         ]
 
 
+def result_spec(leaf: Any, call: Call) -> Leaf:
+    """The spec of one leaf of a call's result.
+
+    Raises:
+        TraceError: a graph cannot return it.
+    """
+    if not isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, SCALARS):
+            return Static(leaf)
+        raise call.refusal(
+            f"it returns an object of type {type(leaf).__qualname__}",
+            "return tensors and plain Python values in tuples, lists or dicts; or mark the method "
+            "with @cg.opaque, and its result travels as an object",
+        )
+    if not isinstance(leaf, FakeTensor):
+        raise call.refusal(
+            "it returns a tensor that was made outside it",
+            "keep the tensor in an attribute of the actor, or pass it as an argument",
+        )
+    if leaf.layout is not torch.strided:
+        raise call.refusal(
+            f"it returns a tensor of layout {leaf.layout}", "return a dense tensor (x.to_dense())"
+        )
+    try:
+        ir_dtype(leaf.dtype)
+    except ValueError as error:
+        raise call.refusal(str(error), "") from None
+    return TensorSpec(leaf.dtype, tuple(leaf.shape), leaf.requires_grad)
+
+
 def given_objects(signature: Tree) -> tuple[tuple[Any, str], ...]:
     """The objects among the arguments of a method that have attributes of the user's."""
     return tuple(
@@ -262,11 +293,9 @@ class Callee:
         specs: the results that are values.
         needed: which of its operands require a gradient.
         differentiable: whether any of its results requires one.
-        blocks_grad: whether plain Python would send gradients through it, which cg does not,
-            because it is opaque.
         propagates_grad: whether a missing operand gradient makes the result's missing.
-        may_accumulate: whether it may send gradients to its actor's parameters in plain Python,
-            for all that is known, because it is opaque.
+        may_accumulate: whether it may send gradients to its operands and to its actor's parameters
+            in plain Python, for all that is known, because it is opaque; cg sends none.
         symbol: its name, for ops.
         base: what the names of its results derive from.
         is_single: whether its result is one value and nothing else.
@@ -288,7 +317,6 @@ class Callee:
     specs: tuple[TensorSpec | ObjectSpec, ...]
     needed: tuple[bool, ...]
     differentiable: bool
-    blocks_grad: bool
     propagates_grad: bool
     may_accumulate: bool
     symbol: Symbol

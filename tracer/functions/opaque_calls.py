@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..errors import TraceError, Verbatim
 from ..intrinsics.opaque import OpaqueMark
 from ..step.inputs import show_type
-from ..step.specs import Leaf, ObjectSpec, TensorSpec, Tree, filler, result_spec
-from .interface import Body, Call
+from ..step.specs import Leaf, ObjectSpec, TensorSpec, Tree, filler
+from .interface import Body, Call, result_spec
 
 
 def opaque_results(mark: OpaqueMark, instance: Any, call: Call) -> Tree:
@@ -47,7 +47,7 @@ def opaque_results(mark: OpaqueMark, instance: Any, call: Call) -> Tree:
 
 def _promised(leaf: Any, call: Call) -> Leaf:
     if isinstance(leaf, torch.Tensor):
-        return result_spec(leaf, call.what, call.blame)
+        return result_spec(leaf, call)
     return ObjectSpec()
 
 

@@ -20,7 +20,7 @@ from ..functions.interface import Guard
 from ..heap.snapshot import MISSING
 from .flat import Flat
 from .guard_builder import GuardBuilder
-from .nodes import Comparison, Difference
+from .nodes import Comparison, Difference, show_value
 
 _AGAIN = "trace the step again (lower and compile it anew) to use the actor as it is now"
 _GLOBAL_HOOKS = {
@@ -142,7 +142,7 @@ class _Guard:
         path = f"'{found.path}'" if found.path else "it"
         return (
             f"{self._who}: {path} was {shorten(found.before)} when it was traced and is "
-            f"{shorten(_repr(found.after))} now; {_AGAIN}"
+            f"{shorten(show_value(found.after))} now; {_AGAIN}"
         )
 
     def _explain_tensors(self) -> str | None:
@@ -181,10 +181,3 @@ def _innermost(tensor: StateTensor) -> tuple[Any, Any]:
     for index in slot.within:
         holder, key = holder[key], index
     return holder, key
-
-
-def _repr(value: Any) -> str:
-    try:
-        return repr(value)
-    except Exception:  # of the user's own
-        return f"an object of class {type(value).__qualname__}"

@@ -12,7 +12,7 @@ from ..heap.kinds import is_plain, join
 from ..heap.snapshot import MISSING
 from ..step.specs import static_key
 from .flat import Flat
-from .nodes import Comparison, Difference, GuardNode, TensorNode, ValueNode, WeakNode
+from .nodes import Comparison, Difference, GuardNode, TensorNode, ValueNode, WeakNode, show_value
 
 _FEW = 16
 """Of a longer list, the items are compared in one go."""
@@ -80,7 +80,7 @@ def keys_of(container: Any) -> list[Any]:
 
 
 def values_of(container: Any) -> Iterable[Any]:
-    """What a container holds, in order, past what its class may do on access."""
+    """The items of a container in order, past what its class may do on access."""
     return dict.values(container) if isinstance(container, dict) else container
 
 
@@ -165,10 +165,7 @@ class ObjectNode(GuardNode):
                 slot.flatten(value, flat)
 
     def show(self) -> str:
-        try:
-            return repr(self.original)
-        except Exception:  # of the user's own
-            return f"an object of class {self.kind.__qualname__}"
+        return show_value(self.original)
 
 
 def group_of(obj: Any, name: str) -> Any:

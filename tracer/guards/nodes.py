@@ -168,6 +168,14 @@ def members(value: Any) -> Any:
     return (type(value), frozenset(value)) if isinstance(value, (set, frozenset)) else None
 
 
+def show_value(value: Any) -> str:
+    """A value in words, whatever its class does about that."""
+    try:
+        return repr(value)
+    except Exception:  # of the user's own
+        return f"an object of class {type(value).__qualname__}"
+
+
 def _equal(before: Any, after: Any) -> bool:
     try:
         return bool(before == after)

@@ -1,4 +1,4 @@
-"""What a step may call beside methods of actors: `cg.microbatches`, collectives, `cg.backward`, …
+"""Functions that a step may call beside methods of actors, from `cg.microbatches` to `cg.backward`.
 
 In: values of the step. Out: ops, appended to the trace in progress.
 """

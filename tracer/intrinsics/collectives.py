@@ -202,8 +202,9 @@ class _Group:
     @property
     def root(self) -> int | None:
         """The rank of the first value; None if it is not on a single rank."""
-        place = self.traced[0].value.type.place if self.traced else None
-        return place.rank if place is not None and place.is_single else None
+        if not self.traced or not self.traced[0].place.is_single:
+            return None
+        return self.traced[0].place.rank
 
     def resized(self, dim: int, times: int, parts: int = 1) -> tuple[int, ...]:
         """The shape of a value, with another size of one dimension."""
@@ -345,8 +346,8 @@ def _group(what: str, values: Tensors) -> _Group:
     group = _Group(what, values, tuple(first.shape), session, [], (), loc)
     if session is not None:
         group.traced = [_traced(session, value, what, loc) for value in values]
-        places = [traced.value.type.place for traced in group.traced]
-        ranks = tuple(place.rank for place in places if place is not None and place.is_single)
+        places = [traced.place for traced in group.traced]
+        ranks = tuple(place.rank for place in places if place.is_single)
         if 1 < len(set(ranks)) == len(values):
             group.ranks = ranks
     return group

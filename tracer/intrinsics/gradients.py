@@ -95,7 +95,7 @@ def _loss(session: Session, loss: object, loc: Location | None) -> Value:
             "torch.no_grad and without .detach()",
         )
     sources = session.tape.opaque_sources([loss.traced.value])
-    blocking = next((call for call, callee in sources if callee.blocks_grad), None)
+    blocking = next((call for call, callee in sources if any(callee.needed)), None)
     if blocking is not None:
         raise TraceError(
             f"cg.backward of %{name}, which depends on what the opaque method {blocking.fn} made "

@@ -163,7 +163,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._refuse_foreign_tensors(func, args, kwargs)
         self._note_random(func, args, kwargs)
         self._note_writes(func, args, kwargs)
-        nodes = _nodes()
+        nodes = nodes_so_far()
         # Lines take time, and those of a first run do for a second one, which makes no graph.
         location = None if nodes is None else self._location()
         if not self.backward:
@@ -244,7 +244,8 @@ _LIFTS = frozenset({"aten::lift_fresh", "aten::lift_fresh_copy", "aten::lift"})
 """Operators that `torch.tensor([...])` applies to the numbers it was given."""
 
 
-def _nodes() -> Any:
+def nodes_so_far() -> Any:
+    """The nodes of the graph that make_fx is making; None if it makes none."""
     mode = get_proxy_mode()
     return None if mode is None else mode.tracer.graph.nodes
 

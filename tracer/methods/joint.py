@@ -17,18 +17,18 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import disable_autocast_cache, get_proxy_mode, make_fx
+from torch.fx.experimental.proxy_tensor import disable_autocast_cache, make_fx
 
 from ..actors.actor_state import StateTensor, put_state
 from ..autodiff.subgraphs import simplify
 from ..errors import TraceError, refusals_raised
 from ..functions.error_translation import translate
-from ..functions.interface import Call
+from ..functions.interface import Call, result_spec
 from ..heap.snapshot import Snapshot
 from ..step.binding import explain_misfit
-from ..step.specs import ObjectSpec, Static, TensorSpec, Tree, result_spec
+from ..step.specs import ObjectSpec, Static, TensorSpec, Tree
 from .changes import Initialization, Rebind, sort_changes
-from .dispatch_modes import FunctionGuard, OpRecorder, storage_key
+from .dispatch_modes import FunctionGuard, OpRecorder, nodes_so_far, storage_key
 from .fake_types import real_kinds
 from .module_paths import padded_rows_zeroed, without_fused_recurrence
 from .op_log import OpLog
@@ -257,18 +257,13 @@ class _Run:
 
     def _finish_forward(self, result: Any, expected: Snapshot) -> list[torch.Tensor]:
         leaves, spec = pytree.tree_flatten(result)
-        where = self.call.blame
-        self.results = Tree(
-            tuple(result_spec(leaf, self.call.what, where) for leaf in leaves), spec
-        )
+        self.results = Tree(tuple(result_spec(leaf, self.call) for leaf in leaves), spec)
         outputs = [leaves[i] for i in self.results.values]
         self.rebinds, self.initial = sort_changes(
             expected.changes(), self.call, self.state, outputs, self.inputs, self.watch
         )
         self._check_state_metadata()
-        mode = get_proxy_mode()
-        nodes = () if mode is None else mode.tracer.graph.nodes
-        self.forward = frozenset(node.name for node in nodes)
+        self.forward = frozenset(node.name for node in nodes_so_far() or ())
         self._note_results(outputs)
         return outputs
 
@@ -327,7 +322,7 @@ class _Run:
     def _cotangent(self, output: torch.Tensor) -> torch.Tensor:
         fake = torch.empty(output.shape, dtype=output.dtype, device=output.device)
         self.recorder.inputs[storage_key(fake)] = "the gradient that it is given"
-        self.cotangents.append(next(iter(reversed(_graph().nodes))).name)
+        self.cotangents.append(next(iter(reversed(nodes_so_far()))).name)
         return fake
 
     def _joint(self, owner: fx.GraphModule) -> Joint:
@@ -369,12 +364,6 @@ class _Run:
 def _returned(graph: fx.Graph) -> list[fx.Node]:
     (values,) = graph.output_node().args
     return list(pytree.tree_leaves(values, is_leaf=lambda v: isinstance(v, fx.Node)))
-
-
-def _graph() -> fx.Graph:
-    mode = get_proxy_mode()
-    assert mode is not None
-    return mode.tracer.graph
 
 
 def _surely(undo: Callable[[], None]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ...ir.location import Location
+from ..errors import Verbatim
 from ..heap.snapshot import same_bits
 from ..step.specs import static_key
 
@@ -27,16 +28,6 @@ class _Constant:
 
     def __repr__(self) -> str:
         return repr(self.value.tolist())
-
-
-@dataclass(frozen=True, slots=True)
-class _Number:
-    """A tensor that is known, by the order in which they have come up."""
-
-    number: int
-
-    def __repr__(self) -> str:
-        return f"%{self.number}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +72,14 @@ class OpLog:
             return tuple((key, self._form(item)) for key, item in value.items())
         return _Scalar(static_key(value))
 
-    def _tensor(self, value: torch.Tensor) -> _Constant | _Number:
+    def _tensor(self, value: torch.Tensor) -> _Constant | Verbatim:
         if type(value) is torch.Tensor:
             return _Constant(value)
         number = self._numbers.get(id(value))
         if number is None:
             number = self._numbers[id(value)] = len(self._held)
             self._held.append(value)
-        return _Number(number)
+        return Verbatim(f"%{number}")
 
     def difference(self, other: OpLog) -> tuple[str, Location | None] | None:
         """The first entry that another run does not have, in words, with its line."""

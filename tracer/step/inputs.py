@@ -104,7 +104,7 @@ class InputSpec:
                     or leaf.shape != spec.shape
                     or leaf.requires_grad > spec.requires_grad
                     or leaf.layout is not _STRIDED
-                    or not (leaf.is_cpu or self._takes_from(leaf))
+                    or (not leaf.is_cpu and (self.host_only or leaf.is_meta))
                 ):
                     raise self._misfit(index, leaf)
                 values.append(leaf)
@@ -166,10 +166,6 @@ class InputSpec:
             several = self.signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL
             positional.extend(given[name] if several else (given[name],))
         return tuple(positional), {name: named[name] for name in example[1]}
-
-    def _takes_from(self, leaf: torch.Tensor) -> bool:
-        """True if a tensor may be on the device that it is on, which is not the host."""
-        return not (self.host_only or leaf.is_meta)
 
     def _misfit(self, index: int, leaf: Any) -> InputError:
         spec, name = self.tree.leaves[index], self.names[index]

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, TypeVar
 
 from ...ir.builder import Names
@@ -289,31 +290,13 @@ def placed(values: Sequence[Traced], everywhere: Place) -> Place:
     Where the operands are; if they are on different single ranks, on the rank of the operand that
     was made last; if all are replicated, on the ranks that all of them share.
     """
-    single: Traced | None = None
-    for traced in values:
-        place = traced.value.type.place
-        if (
-            place is not None
-            and place.is_single
-            and (single is None or traced.order > single.order)
-        ):
-            single = traced
-    if single is not None:
-        place = single.value.type.place
-        assert place is not None
-        return place
-    return _common(values, everywhere)
-
-
-def _common(values: Sequence[Traced], everywhere: Place) -> Place:
+    places = [(traced.order, traced.place) for traced in values]
+    single = [each for each in places if each[1].is_single]
+    if single:
+        return max(single, key=itemgetter(0))[1]
     ranks = everywhere.ranks
-    for traced in values:
-        place = traced.value.type.place
-        assert place is not None, "every value of a trace has a place"
-        shared = tuple(rank for rank in place.ranks if rank in ranks)
-        if not shared:
-            latest = max(values, key=lambda value: value.order).value.type.place
-            assert latest is not None
-            return latest
-        ranks = shared
+    for _, place in places:
+        ranks = tuple(rank for rank in place.ranks if rank in ranks)
+    if not ranks:
+        return max(places, key=itemgetter(0))[1]
     return everywhere if ranks == everywhere.ranks else Place(ranks)

@@ -12,13 +12,9 @@ from operator import itemgetter
 from typing import Any, TypeAlias
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import SUPPORTED_NODES, TreeSpec
 
-from ...ir.location import Location
 from ...ir.types import DType, ObjectType, Place, TensorType, ValueType
-from ..errors import TraceError
-from ..heap.kinds import SCALARS
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,37 +178,3 @@ _TO_TORCH: dict[DType, torch.dtype] = {
     DType.BOOL: torch.bool,
 }
 _FROM_TORCH = {torch_: ir for ir, torch_ in _TO_TORCH.items()}
-
-
-def result_spec(leaf: Any, what: str, loc: Location | None) -> Leaf:
-    """The spec of one leaf of a result.
-
-    Raises:
-        TraceError: a graph cannot return it.
-    """
-    if not isinstance(leaf, torch.Tensor):
-        if isinstance(leaf, SCALARS):
-            return Static(leaf)
-        raise TraceError(
-            f"{what} cannot be traced: it returns an object of type {type(leaf).__qualname__}",
-            loc=loc,
-            remedy="return tensors and plain Python values in tuples, lists or dicts; or mark the "
-            "method with @cg.opaque, and its result travels as an object",
-        )
-    if not isinstance(leaf, FakeTensor):
-        raise TraceError(
-            f"{what} cannot be traced: it returns a tensor that was made outside it",
-            loc=loc,
-            remedy="keep the tensor in an attribute of the actor, or pass it as an argument",
-        )
-    if leaf.layout is not torch.strided:
-        raise TraceError(
-            f"{what} cannot be traced: it returns a tensor of layout {leaf.layout}",
-            loc=loc,
-            remedy="return a dense tensor (x.to_dense())",
-        )
-    try:
-        ir_dtype(leaf.dtype)
-    except ValueError as error:
-        raise TraceError(f"{what} cannot be traced: {error}", loc=loc) from None
-    return TensorSpec(leaf.dtype, tuple(leaf.shape), leaf.requires_grad)

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from ...ir.location import Location
 from ...ir.ops import Value
+from ...ir.types import Place
 from ..errors import TraceError
 from ..source import caller_location
 from .specs import ObjectSpec, TensorSpec
@@ -95,6 +96,13 @@ class Traced:
     spec: TensorSpec | ObjectSpec
     order: int
     storage: Storage | None = None
+
+    @property
+    def place(self) -> Place:
+        """The ranks that hold it."""
+        place = self.value.type.place
+        assert place is not None, "every value of a trace has a place"
+        return place
 
 
 class TracedTensor(torch.Tensor):
