@@ -91,8 +91,7 @@ def _declare(
     declaration, leaves, skeleton, state_outputs, views = public
     declaration = enter(session, declaration, None if mine is None else mine.body)
     if mine is not None and mine.guard is not None:
-        session.guards.append(mine.guard)
-        session.guard_of[name] = mine.guard
+        session.guards[name] = mine.guard
     results = Tree(leaves, tree_structure(skeleton))
     specs = value_leaves(results)
     if not grad:

@@ -99,9 +99,7 @@ class Functions:
         guard = None
         if isinstance(target, MethodTarget):
             who = type(target.instance).__qualname__
-            guard = build_guard(
-                call.state, joint.reads, piece.state, who, target.method, call.given
-            )
+            guard = build_guard(call, joint.reads, piece.state, who, target.method)
         return TracedFunction(
             declaration,
             joint.results,

@@ -8,15 +8,15 @@ identities in C, and looks closer only where these differ.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.nn.modules import module as modules
 
-from ..actors.actor_state import ActorState, StateTensor
+from ..actors.actor_state import StateTensor
 from ..errors import shorten
-from ..functions.interface import Guard
+from ..functions.interface import Call, Guard
 from ..heap.snapshot import MISSING
 from .flat import Flat
 from .guard_builder import GuardBuilder
@@ -31,47 +31,37 @@ _GLOBAL_HOOKS = {
 
 
 def build_guard(
-    state: ActorState,
-    reads: dict[int, set[str]],
-    used: Iterable[StateTensor],
-    who: str,
-    method: str,
-    given: Sequence[tuple[Any, str]] = (),
+    call: Call, reads: dict[int, set[str]], used: Sequence[StateTensor], who: str, method: str
 ) -> Guard | None:
     """A guard over the attributes `reads` (by object id) and the tensors `used`.
 
     It is called with the actor as it was traced: attributes at their own values.
 
     Args:
+        call: what was traced.
         who: the actor's class, for the message.
         method: the actor's method, by name.
-        given: objects among the arguments, with their names.
 
     Returns:
         None if the trace relied on nothing.
     """
-    tensors = list(used)
-    if not tensors and not any(reads.values()):
+    if not used and not any(reads.values()):
         return None
-    reads[id(state.objects[0][0])].add(method)
-    return _Guard(state, reads, tensors, who, given).check
+    reads[id(call.state.objects[0][0])].add(method)
+    return _Guard(call, reads, used, who).check
 
 
 class _Guard:
     """State of an actor on which a trace relied."""
 
     def __init__(
-        self,
-        state: ActorState,
-        reads: dict[int, set[str]],
-        used: Sequence[StateTensor],
-        who: str,
-        given: Sequence[tuple[Any, str]],
+        self, call: Call, reads: dict[int, set[str]], used: Sequence[StateTensor], who: str
     ) -> None:
+        state = call.state
         builder = GuardBuilder(state.objects[0][0], reads, used)
         self._who = who
         self._used = {builder.number(t.tensor): t for t in used}
-        roots = [*state.objects[:1], *given]
+        roots = [*state.objects[:1], *call.given]
         self._roots = [(obj, path, builder.node(obj)) for obj, path in roots]
         if any(isinstance(obj, torch.nn.Module) for obj, _ in state.objects):
             hooks = ((hooks, name) for name, hooks in _GLOBAL_HOOKS.items())

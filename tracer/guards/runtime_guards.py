@@ -41,7 +41,7 @@ def recheck(session: Session) -> None:
         if function.kind is FunctionKind.OPAQUE:
             shaken.update((actor, *(other for other, _ in function.shares.effects)))
             continue
-        guard = session.guard_of.get(function.name)
+        guard = session.guards.get(function.name)
         if guard is None or actor not in shaken:
             continue
         names = [function.name, *([vjps[op.vjp.name].forward] if op.vjp is not None else [])]

@@ -37,7 +37,7 @@ from .kinds import (
 )
 from .snapshot import MISSING, Names, Snapshot, read_cell
 
-_NEAR = 3
+NEAR = 3
 """So many containers deep `reach_near` looks."""
 _FEW = 1000
 """Items of a container at which `reach_near` still looks."""
@@ -199,7 +199,7 @@ def reach_near(
     function: Callable[..., Any],
     known: Iterable[Any],
     classes: Iterable[type],
-    depth: int = _NEAR,
+    depth: int,
 ) -> Reach:
     """Walk what a function's code names: its closure, its globals, its defaults and some classes.
 
@@ -213,7 +213,7 @@ def reach_near(
     found = Reach()
     code = getattr(function, "__code__", None)
     space: dict[str, Any] = getattr(function, "__globals__", {})
-    cells = {id(cell): (cell, name) for name, cell in _closures(function, _NEAR)}
+    cells = {id(cell): (cell, name) for name, cell in _closures(function, NEAR)}
     used = _names_of(code) if code is not None else ()
     near = [(name, space[name]) for name in dict.fromkeys(used) if name in space]
     near += [(name, read_cell(cell)) for cell, name in cells.values()]
@@ -287,7 +287,7 @@ def _defaults_of(function: Any) -> list[Any]:
     return [*(getattr(function, "__defaults__", None) or ()), *named.values()]
 
 
-def has_fake(value: Any, depth: int = _NEAR) -> bool:
+def has_fake(value: Any, depth: int = NEAR) -> bool:
     """True if a value is a fake tensor, or a container with one."""
     if isinstance(value, dict):
         value = value.values()

@@ -93,7 +93,7 @@ def trace_call(call: Call, wanted: Wanted | None = None) -> Joint:
         UsesGradients: it works on gradients and is to be called as it is.
     """
     try:
-        with random_state_watched(call.what, call.blame), refusals_raised():
+        with random_state_watched(call), refusals_raised():
             return _Run(call, wanted).trace()
     except UsesGradients:
         if wanted is None:
@@ -111,7 +111,7 @@ def run_call(call: Call) -> OpLog:
         UsesGradients: it works on gradients.
     """
     try:
-        with random_state_watched(call.what, call.blame):
+        with random_state_watched(call):
             return _Run(call, None).run()
     except Exception as error:
         raise _in_words(error, call) from error

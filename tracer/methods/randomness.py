@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from ...ir.location import Location
-from ..errors import TraceError
 from ..functions.error_translation import refusal_here
+from ..functions.interface import Call
 from ..heap.snapshot import GENERATORS, Snapshot
 from ..source import is_torch_file
 
@@ -69,7 +68,7 @@ def generator_watched(what: str, until: CodeType) -> Iterator[None]:
 
 
 @contextmanager
-def random_state_watched(what: str, loc: Location | None) -> Iterator[None]:
+def random_state_watched(call: Call) -> Iterator[None]:
     """Refuse a call that draws from, or seeds, a generator outside the graph while it is traced.
 
     Python's and NumPy's draws would be baked into the graph, and `torch.manual_seed` would act
@@ -88,11 +87,10 @@ def random_state_watched(what: str, loc: Location | None) -> Iterator[None]:
     finally:
         before.restore()
     if moved:
-        raise TraceError(
-            f"{what} cannot be traced: it draws from or seeds {' and '.join(moved)}, which would "
-            "happen once, while tracing, instead of in every execution",
-            loc=loc,
-            remedy=_REMEDY,
+        raise call.refusal(
+            f"it draws from or seeds {' and '.join(moved)}, which would happen once, while "
+            "tracing, instead of in every execution",
+            _REMEDY,
         )
 
 

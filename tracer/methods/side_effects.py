@@ -17,7 +17,7 @@ from ..actors.actor_state import ActorState
 from ..errors import TraceError
 from ..functions.interface import Call
 from ..heap.kinds import is_foreign
-from ..heap.reach import has_fake, reach_near, reaches_tensor
+from ..heap.reach import NEAR, has_fake, reach_near, reaches_tensor
 from ..heap.snapshot import Change
 from ..source import is_installed
 from .changes import Initialization
@@ -45,12 +45,8 @@ class SideEffects:
         self._strict = code is not None and not is_installed(code.co_filename)
         known = [container for container, _ in state.containers]
         classes = _own_classes(state)
-        reach = (
-            reach_near(function, known, classes)
-            if self._strict
-            else reach_near(function, known, classes, depth=0)
-        )
-        self._snapshot = reach.snapshot()
+        depth = NEAR if self._strict else 0
+        self._snapshot = reach_near(function, known, classes, depth).snapshot()
 
     def check(self, call: Call) -> list[Initialization]:
         """Look for changes that a call has made.

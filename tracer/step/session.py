@@ -46,8 +46,8 @@ class Session:
         peers: the world that the step will run in.
         tracer: turns what the step calls into functions.
         module: what has been recorded so far.
-        bodies, constants, guards: as in `Trace`.
-        guard_of: the guard of each function that has one and can run in this process.
+        bodies, constants: as in `Trace`.
+        guards: the guard of each function that has one and can run in this process.
         tape: the calls through which gradients flow.
         mb: the microbatch that the step is at, if any.
         paused: why torch functions are not recorded now, if they are not.
@@ -66,8 +66,7 @@ class Session:
     module: Module
     bodies: dict[str, Body] = field(default_factory=dict)
     constants: dict[str, Any] = field(default_factory=dict)
-    guards: list[Guard] = field(default_factory=list)
-    guard_of: dict[str, Guard] = field(default_factory=dict)
+    guards: dict[str, Guard] = field(default_factory=dict)
     tape: Tape = field(default_factory=Tape)
     mb: int | None = None
     paused: str | None = None

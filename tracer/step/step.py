@@ -108,7 +108,7 @@ def trace_step(
         session.constants,
         replace(spec, dtype=_baked_dtype(session)),
         OutputSpec(returned, at),
-        tuple(session.guards),
+        tuple(session.guards.values()),
         instances,
         tuple(map(_given, session.callees.values())),
     )

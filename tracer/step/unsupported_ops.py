@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -178,7 +178,7 @@ def check(call: TorchCall) -> None:
     if ban is None and call.kind == "set":
         ban = _SHARED
     if ban is None and call.kind == "call":
-        ban = _by_arguments(call.name, call.args, call.kwargs)
+        ban = _by_arguments(call)
     if ban is not None:
         ban = library_ban(call.name) or ban
         raise TraceError(f"{call.shown} {ban.why}", loc=call.loc, remedy=ban.remedy)
@@ -230,7 +230,8 @@ _SHOWN = {
 }
 
 
-def _by_arguments(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ban | None:
+def _by_arguments(call: TorchCall) -> Ban | None:
+    name, args, kwargs = call.name, call.args, call.kwargs
     if name == "__getitem__" and len(args) > 1 and _has_mask(args[1]):
         return _SHAPES
     if name == "where" and len(args) + len(kwargs) == 1:
@@ -244,7 +245,7 @@ def _by_arguments(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
             "with generator= draws from a generator of this process",
             "leave it out; the step's random numbers follow from its seed",
         )
-    if name in ("batch_norm", "instance_norm") and _updates_statistics(args, kwargs):
+    if name in ("batch_norm", "instance_norm") and _updates_statistics(call):
         return Ban("would update running statistics in place", "let an actor own the module")
     if name.startswith("embedding") and kwargs.get("max_norm") is not None:
         return Ban("with max_norm= writes to its weight", "let an actor own the embedding")
@@ -264,8 +265,9 @@ def _is_device(argument: Any) -> bool:
     return isinstance(argument, torch.device)
 
 
-def _updates_statistics(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def _updates_statistics(call: TorchCall) -> bool:
     """True if a normalisation is given running statistics, and is training."""
+    args, kwargs = call.args, call.kwargs
     given = (*args[1:5], kwargs.get("running_mean"), kwargs.get("running_var"))
     training = kwargs.get("training", kwargs.get("use_input_stats"))
     if training is None:

@@ -15,7 +15,6 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ...ir.location import Location
 from ...ir.ops import Value
 from ...ir.types import Place
 from ..errors import TraceError
@@ -179,11 +178,11 @@ class StaleValue(TraceError):
     """A step, traced a second time, comes upon a value of the first time."""
 
 
-def escaped(what: str, loc: Location | None = None) -> TraceError:
+def escaped(what: str) -> TraceError:
     """The error for a value that is used outside of the trace that made it."""
     return TraceError(
         f"{what} a value of a traced step, outside of that step",
-        loc=loc or caller_location(),
+        loc=caller_location(),
         remedy="return it from the step: what the step returns is real when the step has run",
     )
 
