@@ -101,7 +101,6 @@ class _Judge:
         self.call = call
         self.watch = watch
         self.state = {id(f): t for f, t in zip(fakes, call.state.tensors, strict=True)}
-        self.owners = _owners(call.state)
 
     def judge(self, change: Change) -> Rebind | Initialization:
         tensor = self.state.get(id(change.before))
@@ -143,12 +142,12 @@ class _Judge:
         return {id(value) for value, _ in (*state.objects, *state.containers)}
 
     def _initialization(self, change: Change) -> Initialization:
-        owner = self.owners.get(id(change.holder))
+        owner = _owners(self.call.state).get(id(change.holder))
         return Initialization(None if change.key is None else owner, change, self._refusal(change))
 
     def _normed(self, change: Change) -> str:
         """Return what to do about `torch.nn.utils.weight_norm`, if it is behind a change."""
-        owner = self.owners.get(id(change.holder))
+        owner = _owners(self.call.state).get(id(change.holder))
         obj = next((obj for obj, _ in self.call.state.objects if id(obj) == owner), None)
         if not isinstance(obj, torch.nn.Module):
             return ""
@@ -201,12 +200,15 @@ class _Judge:
 
     def _line(self, container: Any, key: Any) -> Location | None:
         """The line that has written to an attribute last."""
-        owner = self.owners.get(id(container))
+        owner = _owners(self.call.state).get(id(container))
         return self.watch.writes.get((owner, str(key))) if owner is not None else None
 
 
 def _owners(state: ActorState) -> dict[int, int]:
-    """For the dicts that hold attributes: the object whose attributes they hold, by ids."""
+    """For the dicts that hold attributes: the object whose attributes they hold, by ids.
+
+    To ask for them counts as a read of all attributes, so it is left until an error needs them.
+    """
     found: dict[int, int] = {}
     for obj, _ in state.objects:
         attributes = vars(obj) if hasattr(obj, "__dict__") else {}
