@@ -345,23 +345,14 @@ def _group(what: str, values: Tensors) -> _Group:
             )
     group = _Group(what, values, tuple(first.shape), session, [], (), loc)
     if session is not None:
-        group.traced = [_traced(session, value, what, loc) for value in values]
+        group.traced = [
+            session.use_tensor(value, f"cg.{what}", loc, _GIVE_TENSORS) for value in values
+        ]
         places = [traced.place for traced in group.traced]
         ranks = tuple(place.rank for place in places if place.is_single)
         if 1 < len(set(ranks)) == len(values):
             group.ranks = ranks
     return group
-
-
-def _traced(session: Session, value: object, what: str, loc: Location | None) -> Traced:
-    if not isinstance(value, TracedTensor):
-        raise TraceError(
-            f"cg.{what} of a {type(value).__name__}, which is not a tensor of the step",
-            loc=loc,
-            remedy=_GIVE_TENSORS,
-        )
-    with torch._C.DisableTorchFunction():
-        return session.use(value)
 
 
 _COMBINE: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {

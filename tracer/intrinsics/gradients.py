@@ -71,19 +71,13 @@ def _strict(session: Session, callee: Callee) -> Symbol:
 def _loss(session: Session, loss: object, loc: Location | None) -> Value:
     if isinstance(loss, ObjectValue):
         loss.refuse_as_tensor("cg.backward of")
-    if not isinstance(loss, TracedTensor):
-        raise TraceError(
-            f"cg.backward of a {type(loss).__name__}, which is not a tensor of the step",
-            loc=loc,
-            remedy="give it scalars that actors' methods or torch functions in the step returned",
-        )
-    with torch._C.DisableTorchFunction():
-        spec = session.use(loss).spec
+    remedy = "give it scalars that actors' methods or torch functions in the step returned"
+    traced = session.use_tensor(loss, "cg.backward", loc, remedy)
+    spec, name = traced.spec, traced.value.name
     assert isinstance(spec, TensorSpec)
-    name = loss.traced.value.name
     if spec.dtype.is_complex or torch.Size(spec.shape).numel() != 1:
         raise TraceError(
-            f"cg.backward of %{name}, which is {loss.traced.value.type} and not a real scalar",
+            f"cg.backward of %{name}, which is {traced.value.type} and not a real scalar",
             loc=loc,
             remedy="reduce it, for example by .mean() or .sum()",
         )
@@ -94,7 +88,7 @@ def _loss(session: Session, loss: object, loc: Location | None) -> Value:
             remedy="compute it from actors whose parameters require gradients, outside of "
             "torch.no_grad and without .detach()",
         )
-    sources = session.tape.opaque_sources([loss.traced.value])
+    sources = session.tape.opaque_sources([traced.value])
     blocking = next((call for call, callee in sources if any(callee.needed)), None)
     if blocking is not None:
         raise TraceError(
@@ -105,8 +99,9 @@ def _loss(session: Session, loss: object, loc: Location | None) -> Value:
             "that it can be traced",
         )
     if spec.shape:
-        loss = loss.reshape(())
         assert isinstance(loss, TracedTensor)
+        loss = loss.reshape(())
+    assert isinstance(loss, TracedTensor)
     return loss.traced.value
 
 

@@ -27,7 +27,7 @@ from ..heap.reach import reach_all
 from ..heap.snapshot import GENERATORS, Change, Snapshot, same_bits
 from ..source import is_own_file, traceback_location
 from .session import Session
-from .specs import Static, Tree
+from .specs import Static
 from .values import ObjectValue, StaleValue, TracedTensor
 
 _REMEDY = (
@@ -41,26 +41,13 @@ _DRAW_REMEDY = (
 _TRAINER_REMEDY = "call it in an actor's method, which runs in every execution"
 
 
-@dataclass(frozen=True)
-class Recorded:
-    """One trace of a step.
-
-    Attributes:
-        session: what has been recorded.
-        results: what the step returned, described.
-    """
-
-    session: Session
-    results: Tree
-
-
-Record = Callable[[Session], Recorded]
+Record = Callable[[Session], None]
 """Runs the step's Python once, and records it into a session."""
 
 
 def record_twice(
     record: Record, session: Session, fn: Callable[..., Any], name: str, loc: Location | None
-) -> Recorded:
+) -> None:
     """Record a step, and see that it is the same when that is done again.
 
     Args:
@@ -77,23 +64,21 @@ def record_twice(
     before = _Before(fn)
     check = _Check(record, session, name, loc, before)
     try:
-        first = record(session)
+        record(session)
         check.draws()
         check.leaks()
         check.trainers()
         middle = _Before(fn)
-        failure, second = check.again()
+        second, failure = check.again()
         check.effects(middle.changes())
         if failure is not None and failure.__cause__ is not None:
             check.effects(before.changes())
         if failure is not None:
             raise failure
-        assert second is not None, "what did not fail has been recorded"
-        check.same(first, second)
+        check.same(second)
     except TraceError:
         before.restore()
         raise
-    return first
 
 
 class _Before:
@@ -173,28 +158,30 @@ class _Check:
         changes = self.before.changes()
         self.effects([change for change in changes if self.before.is_of_trainer(change.path)])
 
-    def again(self) -> tuple[TraceError | None, Recorded | None]:
-        """The second trace, or what it raised."""
-        try:
-            return None, self.record(self.session.again())
-        except StaleValue as error:
-            caches = self.before.filled_caches()
-            if not caches:
-                return error, None
-        except TraceError as error:
-            return error, None
-        except Exception as error:
-            return self._raised(error), None
+    def again(self) -> tuple[Session, TraceError | None]:
+        """The second trace, and what it raised."""
+        second, failure = self._once_more()
+        caches = self.before.filled_caches() if isinstance(failure, StaleValue) else []
+        if not caches:
+            return second, failure
         # A cache keeps values of the trace that has filled it. Without them, no other is misled.
         for cache in caches:
             cache.cache_clear()
         try:
-            return None, self.record(self.session.again())
-        except TraceError as error:
-            return error, None
+            return self._once_more()
         finally:
             for cache in caches:
                 cache.cache_clear()
+
+    def _once_more(self) -> tuple[Session, TraceError | None]:
+        session = self.session.again()
+        try:
+            self.record(session)
+        except TraceError as error:
+            return session, error
+        except Exception as error:
+            return session, self._raised(error)
+        return session, None
 
     def _raised(self, error: Exception) -> TraceError:
         made = TraceError(
@@ -220,17 +207,17 @@ class _Check:
             remedy=_TRAINER_REMEDY if self.before.is_of_trainer(change.path) else _REMEDY,
         )
 
-    def same(self, first: Recorded, second: Recorded) -> None:
+    def same(self, second: Session) -> None:
         """Refuse a step that is another one the second time."""
-        one, other = first.session.module.program, second.session.module.program
+        first = self.session
+        one, other = first.module.program, second.module.program
         found = program_difference(one, other)
         loc = self.loc
         if found is not None:
             loc = _first_difference(one, other) or loc
             raise different(self.name, found, loc)
-        constants = first.session.constants
-        for ref, constant in second.session.constants.items():
-            if not same_bits(constants[ref], constant):
+        for ref, constant in second.constants.items():
+            if not same_bits(first.constants[ref], constant):
                 made = (op for op in other.ops if isinstance(op, Constant) and op.ref is not None)
                 where = next(op.loc for op in made if op.ref == Symbol(ref))
                 raise different(self.name, f"@{ref} has other elements", where or loc)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, TypeVar
 
+import torch
+
 from ...ir.builder import Names
 from ...ir.location import Location
 from ...ir.module import Module, Program
@@ -21,7 +23,7 @@ from ..autodiff.tape import Tape
 from ..errors import TraceError, different
 from ..functions.interface import Body, Callee, FunctionTracer, Guard, Peers, Write
 from ..source import caller_location, is_user_file
-from .specs import ObjectSpec, TensorSpec
+from .specs import ObjectSpec, TensorSpec, Tree
 from .torch_modes import Ambient
 from .values import (
     IN_A_METHOD,
@@ -59,6 +61,7 @@ class Session:
         first: where the step is traced a second time, the first time.
         optimistic: whether to assume that no gradients have to be clipped.
         assumptions: scalars that are true where that is so.
+        results: the pytree that the step returned, once it has.
     """
 
     peers: Peers
@@ -78,6 +81,7 @@ class Session:
     first: Session | None = None
     optimistic: bool = False
     assumptions: list[TracedTensor] = field(default_factory=list)
+    results: Tree = field(init=False)
     function_names: Names = field(default_factory=Names)
     constant_names: Names = field(default_factory=Names)
     value_names: Names = field(default_factory=Names)
@@ -232,6 +236,21 @@ class Session:
         if traced.storage is not None and traced.storage.actor is not None:
             self._check_fresh(traced, traced.storage)
         return traced
+
+    def use_tensor(self, value: object, what: str, loc: Location | None, remedy: str) -> Traced:
+        """Return what the tracer knows of a value that must be a tensor of the step.
+
+        Raises:
+            TraceError: `what` is given something else; or as in `use`.
+        """
+        if not isinstance(value, TracedTensor):
+            raise TraceError(
+                f"{what} of a {type(value).__name__}, which is not a tensor of the step",
+                loc=loc,
+                remedy=remedy,
+            )
+        with torch._C.DisableTorchFunction():
+            return self.use(value)
 
     def _check_fresh(self, traced: Traced, storage: Storage) -> None:
         actor = storage.actor

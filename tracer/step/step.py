@@ -24,7 +24,7 @@ from ..source import caller_location, traceback_location
 from .binding import definition
 from .inputs import InputError, InputSpec, leaf_spec, name_leaves
 from .recorder import Recorder, training_refused
-from .repeat import Recorded, record_twice
+from .repeat import record_twice
 from .session import Session, current, entered
 from .specs import Leaf, Static, Tree, ir_type
 from .trace import Given, OutputSpec, Trace
@@ -76,7 +76,7 @@ def trace_step(
     spec = describe_inputs(fn, args, kwargs, name, source, host_only)
     loc = definition(fn)
 
-    def record(session: Session) -> Recorded:
+    def record(session: Session) -> None:
         held_args, held_kwargs = spec.tree.fill(_parameters(session, spec))
         with entered(session), refusals_raised(), training_refused(), Recorder(session):
             try:
@@ -89,10 +89,10 @@ def trace_step(
         if optimistic:
             # Every rank must know whether to believe the result.
             result = (result, tuple(session.assumptions))
-        return Recorded(session, _return(session, result, at, loc))
+        session.results = _return(session, result, at, loc)
 
     at = session.everywhere if optimistic else target
-    returned = record_twice(record, session, fn, name, loc).results
+    record_twice(record, session, fn, name, loc)
     verify(session.module)
     refuse_apart(session)
     recheck(session)
@@ -107,7 +107,7 @@ def trace_step(
         session.bodies,
         session.constants,
         replace(spec, dtype=_baked_dtype(session)),
-        OutputSpec(returned, at),
+        OutputSpec(session.results, at),
         tuple(session.guards.values()),
         instances,
         tuple(map(_given, session.callees.values())),
