@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FrameType, TracebackType
+from typing import Any
 
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -94,51 +95,52 @@ def best_location(places: Iterable[tuple[CodeType, int]]) -> tuple[Location | No
     return library, ""
 
 
-def current_location(until: CodeType | None) -> tuple[Location | None, str]:
-    """`best_location` of the frames that run now, up to the one whose code is `until`."""
-    return best_location(_live(sys._getframe(1), until))
+def call_user(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Call the user's code. Lines are looked for beneath this frame."""
+    return function(*args, **kwargs)
 
 
-def refusal_here(what: str, reason: str, remedy: str, until: CodeType) -> TraceError:
-    """The error for what `what`, a call that is being traced, is doing now.
+def current_location() -> tuple[Location | None, str]:
+    """`best_location` of the frames that run now, beneath `call_user`."""
+    return best_location(_live(sys._getframe(1)))
 
-    Args:
-        until: code of the frame that called into the user's code.
-    """
-    loc, note = current_location(until)
+
+def refusal_here(what: str, reason: str, remedy: str) -> TraceError:
+    """The error for what `what`, a call that is being traced, is doing now."""
+    loc, note = current_location()
     return TraceError(f"{what} cannot be traced: {reason}{note}", loc=loc, remedy=remedy)
 
 
-def _live(frame: FrameType | None, until: CodeType | None) -> Iterator[tuple[CodeType, int]]:
+def _live(frame: FrameType | None) -> Iterator[tuple[CodeType, int]]:
+    until = call_user.__code__
     while frame is not None and frame.f_code is not until:
         yield frame.f_code, frame.f_lineno
         frame = frame.f_back
 
 
-def _raised(tb: TracebackType | None, until: CodeType) -> list[tuple[CodeType, int]]:
-    """The frames of a traceback below the one whose code is `until`, innermost first."""
+def _raised(tb: TracebackType | None) -> list[tuple[CodeType, int]]:
+    """The frames of a traceback beneath `call_user`, innermost first."""
     frames: list[tuple[CodeType, int]] = []
     for frame, line in traceback.walk_tb(tb):
-        if frame.f_code is until:
+        if frame.f_code is call_user.__code__:
             frames.clear()
         else:
             frames.append((frame.f_code, line))
     return frames[::-1]
 
 
-def translate(error: Exception, what: str, until: CodeType, blame: Location | None) -> TraceError:
+def translate(error: Exception, what: str, blame: Location | None) -> TraceError:
     """The `TraceError` for an exception that a traced call has raised.
 
     Args:
         what: the call in words, such as `Stage.forward`.
-        until: code of the frame that called into the user's code.
         blame: the line to name for an exception without a line of the method's body.
     """
     if isinstance(error, TraceError):
         if error.loc is not None or blame is None:
             return error
         return type(error)(error.reason, loc=blame, remedy=error.remedy)
-    loc, note = best_location(_raised(error.__traceback__, until))
+    loc, note = best_location(_raised(error.__traceback__))
     reason, remedy = _explain(error)
     return TraceError(f"{what} cannot be traced: {reason}{note}", loc=loc or blame, remedy=remedy)
 

@@ -12,7 +12,6 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator
-from types import CodeType
 from typing import Any
 
 import torch
@@ -114,7 +113,6 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         what: the call in words.
-        until: code of the frame that calls the user's code.
         inputs: storage of each input value, with a name for messages.
         state: storages of the actor's state.
         written: storages of the state that were written to.
@@ -129,14 +127,12 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(
         self,
         what: str,
-        until: CodeType,
         inputs: dict[int | None, str],
         state: frozenset[int | None],
         log: OpLog,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.what = what
-        self.until = until
         self.inputs = inputs
         self.state = state
         self.log = log
@@ -225,7 +221,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 (self.backward_writes if self.backward else self.written).add(key)
 
     def _location(self) -> Location | None:
-        found, _ = current_location(self.until)
+        found, _ = current_location()
         if self.backward:
             node = torch._C._current_autograd_node()
             if found is None and node is not None:
@@ -237,7 +233,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
     def _error(self, reason: str, remedy: str) -> TraceError:
-        return refusal_here(self.what, reason, remedy, self.until)
+        return refusal_here(self.what, reason, remedy)
 
 
 _LIFTS = frozenset({"aten::lift_fresh", "aten::lift_fresh_copy", "aten::lift"})
@@ -261,10 +257,9 @@ def _flat(values: Any) -> Iterator[Any]:
 class FunctionGuard(TorchFunctionMode):
     """Refuses torch functions that take values out of tensors, and spots work on gradients."""
 
-    def __init__(self, what: str, until: CodeType) -> None:
+    def __init__(self, what: str) -> None:
         super().__init__()
         self.what = what
-        self.until = until
 
     def __torch_function__(
         self,
@@ -282,7 +277,7 @@ class FunctionGuard(TorchFunctionMode):
             if sys._getframe(1).f_code.co_filename.startswith(_DISTRIBUTIONS):
                 remedy = "pass validate_args=False to the distribution, which checks values; else "
                 remedy += OPAQUE_REMEDY
-            raise refusal_here(self.what, reason, remedy, self.until)
+            raise refusal_here(self.what, reason, remedy)
         return func(*args, **(kwargs or {}))
 
 

@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import disable_autocast_cache, make_fx
 from ..actors.actor_state import StateTensor, put_state
 from ..autodiff.subgraphs import simplify
 from ..errors import TraceError, refusals_raised
-from ..functions.error_translation import translate
+from ..functions.error_translation import call_user, translate
 from ..functions.interface import Call, result_spec
 from ..heap.snapshot import Snapshot
 from ..step.binding import explain_misfit
@@ -119,7 +119,7 @@ def run_call(call: Call) -> OpLog:
 
 def _in_words(error: Exception, call: Call) -> TraceError:
     unfit = explain_misfit(error, call)
-    return unfit or translate(error, call.what, _call_user.__code__, call.blame)
+    return unfit or translate(error, call.what, call.blame)
 
 
 def _works_on_gradients(call: Call) -> TraceError:
@@ -129,12 +129,6 @@ def _works_on_gradients(call: Call) -> TraceError:
         loc=call.blame,
         remedy="compute gradients inside a differentiated method with torch.autograd.grad",
     )
-
-
-def _call_user(function: Callable[..., Any], arguments: Any) -> Any:
-    """The frame above the user's: locations are looked for beneath it."""
-    args, kwargs = arguments
-    return function(*args, **kwargs)
 
 
 class _Run:
@@ -150,8 +144,8 @@ class _Run:
         named = {storage_key(t): name for t, (_, name) in zip(self.inputs, values, strict=True)}
         state = frozenset(map(storage_key, self.state))
         log = OpLog([*self.state, *self.inputs])
-        self.recorder = OpRecorder(call.what, _call_user.__code__, named, state, log)
-        self.watch = Watch(call.state, _call_user.__code__)
+        self.recorder = OpRecorder(call.what, named, state, log)
+        self.watch = Watch(call.state)
         self.results: Tree | None = None
         self.forward: frozenset[str] = frozenset()
         self.cotangents: list[str] = []
@@ -206,7 +200,7 @@ class _Run:
             self.mode,
             self.watch,
             real_kinds(kinds, space),
-            generator_watched(self.call.what, _call_user.__code__),
+            generator_watched(self.call.what),
             padded_rows_zeroed(state),
             without_fused_recurrence(state),
         ):
@@ -247,8 +241,9 @@ class _Run:
         """Run what make_fx traces; give outputs, rebound state, gradients and secret writers."""
         expected = Snapshot(self.call.state.containers)
         with torch.set_grad_enabled(self.wanted is not None or torch.is_grad_enabled()):
-            with self.recorder, FunctionGuard(self.call.what, _call_user.__code__):
-                result = _call_user(self.call.function, self.call.signature.fill(inputs))
+            with self.recorder, FunctionGuard(self.call.what):
+                args, kwargs = self.call.signature.fill(inputs)
+                result = call_user(self.call.function, *args, **kwargs)
             outputs = self._finish_forward(result, expected)
             grads = self._backward(outputs) if self.wanted is not None else []
         rebound = [r.value for r in self.rebinds]
@@ -308,10 +303,9 @@ class _Run:
         cotangents = [self._cotangent(output) for output in chosen]
         self.recorder.backward = True
         held = [fake.grad for fake in self.state]
-        with self.recorder, FunctionGuard(self.call.what, _call_user.__code__):
-            found = _call_user(
-                torch.autograd.grad, ((chosen, sources, cotangents), {"allow_unused": True})
-            )
+        with self.recorder, FunctionGuard(self.call.what):
+            grad = torch.autograd.grad
+            found = call_user(grad, chosen, sources, cotangents, allow_unused=True)
         if any(fake.grad is not grad for fake, grad in zip(self.state, held, strict=True)):
             raise _works_on_gradients(self.call)
         many = len(self.wanted.inputs)

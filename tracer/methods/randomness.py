@@ -6,7 +6,6 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import CodeType
 from typing import Any
 
 import torch
@@ -26,10 +25,9 @@ _BETWEEN = frozenset({__file__, torch.random.__file__, contextlib.__file__})
 class _WatchedGenerator:
     """Stands for torch's default generator where `torch.manual_seed` and the like look for it."""
 
-    def __init__(self, generator: torch.Generator, what: str, until: CodeType) -> None:
+    def __init__(self, generator: torch.Generator, what: str) -> None:
         self._generator = generator
         self._what = what
-        self._until = until
 
     def __getattr__(self, name: str) -> Any:
         if name in ("manual_seed", "seed", "set_state") and not _called_by_torch():
@@ -39,7 +37,6 @@ class _WatchedGenerator:
                 "torch.random.fork_rng), which would happen once, while tracing, instead of in "
                 "every execution",
                 _REMEDY,
-                self._until,
             )
         return getattr(self._generator, name)
 
@@ -53,14 +50,14 @@ def _called_by_torch() -> bool:
 
 
 @contextmanager
-def generator_watched(what: str, until: CodeType) -> Iterator[None]:
+def generator_watched(what: str) -> Iterator[None]:
     """Refuse to seed or set torch's generator inside the `with` block, with the user's line.
 
     A fork of it would leave no trace behind.
     """
     names: dict[str, Any] = vars(torch.random)
     generator = names["default_generator"]
-    names["default_generator"] = _WatchedGenerator(generator, what, until)
+    names["default_generator"] = _WatchedGenerator(generator, what)
     try:
         yield
     finally:

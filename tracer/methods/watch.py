@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from types import CodeType, TracebackType
+from types import TracebackType
 from typing import Any
 
 from ...ir.location import Location
@@ -42,11 +42,10 @@ class Watch:
         writes: the line of the last write of each (object id, name).
     """
 
-    def __init__(self, state: ActorState, until: CodeType) -> None:
+    def __init__(self, state: ActorState) -> None:
         self.reads: dict[int, set[str]] = {}
         self.writes: dict[tuple[int, str], Location | None] = {}
         self._state = state
-        self._until = until
         self._trainers = {id(trainer) for trainer in state.trainers}
         self._patched: list[tuple[type, str, Any]] = []
 
@@ -96,7 +95,7 @@ class Watch:
             self._patched.pop()
 
     def _noting(self, cls: type) -> dict[str, Any]:
-        reads, writes, until = self.reads, self.writes, self._until
+        reads, writes = self.reads, self.writes
         # Taken from the class, so they are plain functions of (object, name, ...).
         get: Callable[..., Any] = cls.__getattribute__
 
@@ -111,13 +110,13 @@ class Watch:
                 names.add(name)
             value = get(self, name)
             if is_used_up(value):
-                raise _using_up(cls, name, value, until)
+                raise _using_up(cls, name, value)
             return value
 
         def noting(change: Callable[..., None]) -> Callable[..., None]:
             def changed(self: Any, name: str, *value: Any) -> None:
                 if id(self) in reads:
-                    writes[id(self), name] = current_location(until)[0]
+                    writes[id(self), name] = current_location()[0]
                 change(self, name, *value)
 
             return changed
@@ -146,8 +145,8 @@ class Watch:
         return {"__getattribute__": get_attribute, "__setattr__": set_attribute}
 
 
-def _using_up(cls: type, name: str, value: Any, until: CodeType) -> TraceError:
-    loc, note = current_location(until)
+def _using_up(cls: type, name: str, value: Any) -> TraceError:
+    loc, note = current_location()
     return TraceError(
         f"{cls.__qualname__}.{name} is a {type(value).__name__}, which changes when it is used; a "
         f"traced method runs once, so every execution would get what the first one got{note}",
