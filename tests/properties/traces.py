@@ -30,7 +30,7 @@ class SharedTraces:
     def trace(
         self, target: Target, signature: Tree, name: str, loc: Location | None
     ) -> TracedFunction:
-        """See `FunctionTracer`."""
+        """Trace with the real one, or remember."""
         key = _key(target, signature)
         if key not in self._functions:
             self._functions[key] = self._tracer.trace(target, signature, name, loc)
@@ -47,7 +47,7 @@ class SharedTraces:
         loc: Location | None,
         between: Sequence[Write] = (),
     ) -> TracedVjp:
-        """See `FunctionTracer`."""
+        """Trace with the real one, or remember."""
         # Functions have other names in each trace, so all writes are taken for opaque ones, which
         # the run has to look for.
         key = (*_key(target, signature), grad_outputs, grad_inputs, bool(between))
