@@ -142,10 +142,9 @@ class CpuCommunicator:
         self, op: Broadcast, group: Group, channel: Channel, type_: ObjectType
     ) -> Port | None:
         """A faster one where the root and all others are on one machine."""
-        node = self._node
-        if any(node.node_of(rank) != node.node_of(op.root) for rank in channel.ranks):
+        if len({self._node.world.nodes[rank] for rank in channel.ranks}) > 1:
             return None
-        if node.rank != op.root:
+        if self._node.rank != op.root:
             source = self._receivers[channel.id, op.root]
             assert isinstance(source, LocalReceiver)
             return BroadcastRecvPort(op, group, type_, source)
@@ -187,14 +186,14 @@ class CpuCommunicator:
 
     def _endpoints(self, channels: Sequence[Channel]) -> Iterator[Endpoint]:
         """Every member that sends on every channel, on all ranks in the same order."""
-        node = self._node
+        nodes = self._node.world.nodes
         for channel in channels:
             sources = channel.ranks if channel.collective else channel.ranks[:1]
             for source in sources:
                 others = [rank for rank in channel.ranks if rank != source]
-                near = [r for r in others if node.node_of(r) == node.node_of(source)]
-                far = [r for r in others if node.node_of(r) != node.node_of(source)]
-                tag = node.reserve_tags(2 * len(far))
+                near = [rank for rank in others if nodes[rank] == nodes[source]]
+                far = [rank for rank in others if nodes[rank] != nodes[source]]
+                tag = self._node.reserve_tags(2 * len(far))
                 yield Endpoint(channel, source, tuple(near), tuple(far), tag)
 
     def _make_local(self, endpoints: Sequence[Endpoint]) -> None:

@@ -82,6 +82,7 @@ class Node:
         fence: a full memory fence.
         order: what must stand between a payload and its flag, if anything.
         copier: copies large payloads.
+        ring: wakes a local rank.
         bell: wakes and is woken; knows which processes have died.
         comm: a communicator of this package's own for payloads, None if there is one machine.
     """
@@ -113,12 +114,9 @@ class Node:
         self.words = self.block.cast("Q")
         self._others = [(self.waiting(rank), rank) for rank in self.local if rank != self.rank]
         self.bell = self._hang_bell()
+        self.ring = self.bell.ring
         self.comm = self._own_communicator()
         self._next_tag = 0
-
-    def node_of(self, rank: int) -> int:
-        """The number of the machine that `rank` runs on."""
-        return self.world.nodes[rank]
 
     def is_local(self, rank: int) -> bool:
         """Whether `rank` runs on this machine."""
@@ -130,10 +128,6 @@ class Node:
         After a store that it may wait for: `fence`, read the word, and `ring` if it is not 0.
         """
         return rank * ROW + WAITING
-
-    def ring(self, rank: int) -> None:
-        """Wake a local rank."""
-        self.bell.ring(rank)
 
     def wake_all(self) -> None:
         """Wake every other local rank that sleeps; call it after a store that they may wait for."""

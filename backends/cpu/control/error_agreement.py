@@ -91,8 +91,7 @@ class ErrorAgreement:
             segment = node.segments.create(len(content))
             segment.memory[: len(content)] = content
             self._key = words[row + ERROR_KEY] = segment.key
-        if node.order is not None:
-            node.order()
+        node.fence()
         words[row + FAILED] = epoch
         node.wake_all()
 
@@ -113,8 +112,7 @@ class ErrorAgreement:
             return None
         if not self._node.is_local(rank):
             return self._from_afar[rank][1]
-        if self._node.order is not None:
-            self._node.order()
+        self._node.fence()
         nbytes = self._words[rank * ROW + ERROR_BYTES]
         if nbytes <= ERROR_ROOM:
             at = error_at(rank, self._node.size)

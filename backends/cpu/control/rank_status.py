@@ -98,15 +98,13 @@ class Rows:
         """Say that this rank is in so manieth collective call of the world, and in which."""
         self._tell(self._node.rank, doing)
         self._doing = doing
-        if self._node.order is not None:
-            self._node.order()  # who sees the number also sees the words
+        self._node.fence()  # who sees the number also sees the words
         self._words[self._mine + CALLS] = number << 32 | epoch
 
     def give(self, digest: int) -> None:
         """Say by a digest what this rank gives to its execution; 0: nothing that counts."""
         self._words[self._mine + DIGEST] = digest
-        if self._node.order is not None:
-            self._node.order()  # who sees that this rank has come to the barrier also sees it
+        self._node.fence()  # who sees that this rank has come to the barrier also sees it
 
     def set_state(self, state: State) -> None:
         """Say what this rank is doing."""
@@ -140,8 +138,7 @@ class Rows:
         words = self._words
         for rank, digest in zip(ranks, digests, strict=False):
             words[rank * ROW + DIGEST] = digest
-        if self._node.order is not None:
-            self._node.order()
+        self._node.fence()
         for rank in ranks:
             at = self._barriers[barrier][rank]
             words[at] = max(words[at], epoch)
@@ -206,8 +203,7 @@ class Rows:
 
     def give_the_same(self, ranks: Sequence[int]) -> bool:
         """Whether ranks that have come to `INPUTS` give the same to their execution."""
-        if self._node.order is not None:
-            self._node.fence()  # who sees that a rank has come also sees what it gives
+        self._node.fence()  # who sees that a rank has come also sees what it gives
         return len({self.digest(rank) for rank in ranks}) <= 1
 
     def doing(self, rank: int) -> str:

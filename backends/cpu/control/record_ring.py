@@ -45,7 +45,8 @@ class RecordRing:
         self._node = node
         self._driver = driver
         others = [rank for rank in range(node.size) if rank != driver]
-        near = [rank for rank in others if node.node_of(rank) == node.node_of(driver)]
+        nodes = node.world.nodes
+        near = [rank for rank in others if nodes[rank] == nodes[driver]]
         self._readers = tuple(near)
         self._tag = node.reserve_tags(1)
         nbytes = max(len(near), 1) * 8 * _RING

@@ -1,18 +1,22 @@
 """Small messages in shared memory: the content first, the number that publishes it last.
 
-`PlainCells` is what they do. Compiled wheels have it in machine code (`_cells.c`), where a message
-is one call.
+Compiled wheels have the same in machine code (`_cells.c`), where a message is one call.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from .native import native
 
 
-class Cells(Protocol):
-    """Memory that processes share; it begins at a word of 8 bytes."""
+class PlainCells:
+    """Memory that processes share, by Python's views; it begins at a word of 8 bytes."""
+
+    def __init__(self, memory: memoryview, order: Any) -> None:
+        self._memory = memory
+        self._words = memory.cast("Q")
+        self._order = order
 
     def put(
         self, at: int, content: bytes, size_word: int, size: int, number_word: int, number: int
@@ -30,22 +34,6 @@ class Cells(Protocol):
         Raises:
             IndexError, ValueError: that is outside the memory.
         """
-
-    def get(self, at: int, nbytes: int) -> bytes:
-        """A copy of `nbytes` from byte `at` on."""
-
-
-class PlainCells:
-    """Cells by Python's views of memory; implements `Cells`."""
-
-    def __init__(self, memory: memoryview, order: Any) -> None:
-        self._memory = memory
-        self._words = memory.cast("Q")
-        self._order = order
-
-    def put(
-        self, at: int, content: bytes, size_word: int, size: int, number_word: int, number: int
-    ) -> None:
         self._memory[at : at + len(content)] = content
         self._words[size_word] = size
         if self._order is not None:
@@ -53,11 +41,12 @@ class PlainCells:
         self._words[number_word] = number
 
     def get(self, at: int, nbytes: int) -> bytes:
+        """A copy of `nbytes` from byte `at` on."""
         return self._memory[at : at + nbytes].tobytes()
 
 
-def cells(memory: memoryview, order: Any) -> Cells:
-    """The cells of a memory.
+def cells(memory: memoryview, order: Any) -> PlainCells:
+    """The cells of a memory; those in machine code have the same methods.
 
     Args:
         memory: bytes.

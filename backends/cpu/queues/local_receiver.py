@@ -177,14 +177,15 @@ class LocalReceiver:
         self._posted[slot] += 1
         return self._posted[slot]
 
-    def words_of(self, slot: int) -> tuple[int, int, int]:
-        """Word indices of a slot's message number, its size, and what this reader has consumed."""
-        header, consumed, _ = self._places[slot]
-        return header + FULL, header + NBYTES, consumed
+    def place_of(self, slot: int) -> tuple[int, int, int, int]:
+        """Where a message of a planned slot is read.
 
-    def payload_of(self, slot: int) -> tuple[memoryview, int]:
-        """Memory and byte offset of a slot's payload where it fits into the slot."""
-        return self.memory, self._places[slot][2]
+        Returns:
+            The words of its number, its size, and what this reader has consumed; and the byte at
+            which the payload begins.
+        """
+        header, consumed, payload = self._places[slot]
+        return header + FULL, header + NBYTES, consumed, payload
 
     def consume(self, word: int, number: int) -> None:
         """Say that the message `number` of the slot of `word` may be overwritten."""

@@ -16,7 +16,7 @@ from ..memory.objects import decode
 from .local_receiver import LocalReceiver
 from .local_sender import LocalSender
 from .messages import Outgoing, read_marked
-from .ports import SendPort
+from .ports import InPlaceRecvPort, SendPort
 
 _NUMBERS_AND_TEXT = frozenset({str, int, float, bool, type(None)})
 
@@ -53,43 +53,23 @@ class ObjectSendPort(SendPort):
         queue.send(message)
 
 
-class ObjectRecvPort:
+class ObjectRecvPort(InPlaceRecvPort):
     """Receives one object. Its slot is known when it is asked for.
 
     The object stays in its slot until it is taken, or until the queue needs the ring for what comes
     behind it, and asks for it to be kept elsewhere (`keep`).
     """
 
-    __slots__ = (
-        "_consumed",
-        "_full",
-        "_get",
-        "_kept",
-        "_last_full",
-        "_last_number",
-        "_memory",
-        "_nbytes",
-        "_number",
-        "_order",
-        "_payload",
-        "_queue",
-        "_room",
-        "_slot",
-        "_words",
-    )
+    __slots__ = ("_get", "_kept", "_last_full", "_last_number", "_memory", "_payload", "_room")
 
     holds = False
 
     def __init__(self, queue: LocalReceiver) -> None:
-        self._queue = queue
-        self._words = queue.words
-        self._order = queue.node.order
+        super().__init__(queue)
         self._memory, self._room = queue.memory, queue.ring_room
         self._get = queue.read
-        self._slot = self._number = 0
-        self._full = self._nbytes = self._consumed = self._payload = 0
-        self._last_full = self._last_number = 0
-        self._kept: Object | Exception | None = None
+        self._payload = self._last_full = self._last_number = 0
+        self._kept: tuple[Any] | Exception | None = None  # the object, or what `take` is to raise
 
     def start(self, value: Any) -> None:
         number, place = self._queue.post_in_ring(self)
@@ -111,12 +91,10 @@ class ObjectRecvPort:
 
     def keep(self) -> bool:
         """Move the object out of its slot, if it has arrived; whether it has."""
-        if self._words[self._full] < self._number:
+        if not super().poll():
             return False
-        if self._order is not None:
-            self._order()
         try:
-            self._kept = Object(self._read())
+            self._kept = (self._read(),)
         except Exception as error:  # raised again by `take`, where the executor can say whose it is
             self._kept = error
         return True
@@ -124,10 +102,7 @@ class ObjectRecvPort:
     def peek_error(self) -> Poison | None:
         if self._kept is not None:
             return self._kept if isinstance(self._kept, Poison) else None
-        words = self._words
-        if words[self._consumed] >= self._number or not self.poll():
-            return None
-        return self._queue.read_poison(self._slot) if words[self._nbytes] >= POISON else None
+        return super().peek_error()
 
     def take(self) -> Any:
         kept, self._kept = self._kept, None
@@ -136,7 +111,7 @@ class ObjectRecvPort:
             return self._read()
         if isinstance(kept, Exception):
             raise kept
-        return kept.value
+        return kept[0]
 
     def _read(self) -> Any:
         """The object, out of its slot, which may be overwritten from then on.
@@ -170,12 +145,3 @@ class ObjectRecvPort:
 
     def release(self) -> None:
         """Return: what is taken is the receiver's own."""
-
-
-class Object:
-    """An object that was received and not taken yet; tells it from none."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value

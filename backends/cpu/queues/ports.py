@@ -150,37 +150,17 @@ class RecvPort:
             self._queue.release(message)
 
 
-class SlotRecvPort:
-    """Receives a tensor in its planned slot of shared memory: no copy, and nothing to look up."""
+class InPlaceRecvPort:
+    """Receives one message, which stays in its slot of shared memory until it is taken."""
 
-    __slots__ = (
-        "_consumed",
-        "_full",
-        "_nbytes",
-        "_number",
-        "_order",
-        "_queue",
-        "_slot",
-        "_view",
-        "_words",
-    )
+    __slots__ = ("_consumed", "_full", "_nbytes", "_number", "_order", "_queue", "_slot", "_words")
 
-    def __init__(self, queue: LocalReceiver, codec: TensorCodec, slot: int) -> None:
+    def __init__(self, queue: LocalReceiver) -> None:
         self._queue = queue
-        self._slot = slot
         self._words = queue.words
         self._order = queue.node.order
-        self._full, self._nbytes, self._consumed = queue.words_of(slot)
-        self._number = 0
-        memory, at = queue.payload_of(slot)
-        self._view = codec.view(memory, at, 0, False)
-
-    def start(self, value: Any) -> None:
-        """Post: reserve the next message of the slot; it touches no payload."""
-        self._number = self._queue.next_number(self._slot)
-
-    def fail(self, poison: Poison) -> None:
-        self.start(None)
+        self._slot = self._number = 0
+        self._full = self._nbytes = self._consumed = 0
 
     def poll(self) -> bool:
         if self._words[self._full] < self._number:
@@ -189,15 +169,35 @@ class SlotRecvPort:
             self._order()
         return True
 
+    def peek_error(self) -> Poison | None:
+        words = self._words
+        if words[self._consumed] >= self._number or not self.poll():
+            return None
+        return self._queue.read_poison(self._slot) if words[self._nbytes] >= POISON else None
+
+
+class SlotRecvPort(InPlaceRecvPort):
+    """Receives a tensor in its planned slot: no copy, and nothing to look up."""
+
+    __slots__ = ("_view",)
+
+    def __init__(self, queue: LocalReceiver, codec: TensorCodec, slot: int) -> None:
+        super().__init__(queue)
+        self._slot = slot
+        self._full, self._nbytes, self._consumed, at = queue.place_of(slot)
+        self._view = codec.view(queue.memory, at, 0, False)
+
+    def start(self, value: Any) -> None:
+        """Post: reserve the next message of the slot; it touches no payload."""
+        self._number = self._queue.next_number(self._slot)
+
+    def fail(self, poison: Poison) -> None:
+        self.start(None)
+
     def take(self) -> Any:
         if self._words[self._nbytes] >= POISON:
             raise self._queue.read_poison(self._slot)
         return self._view
-
-    def peek_error(self) -> Poison | None:
-        if self._words[self._consumed] >= self._number or not self.poll():
-            return None
-        return self._queue.read_poison(self._slot) if self._words[self._nbytes] >= POISON else None
 
     def release(self) -> None:
         self._queue.consume(self._consumed, self._number)
