@@ -1,4 +1,4 @@
-"""The seams of the run time: the world, communicators and their ports.
+"""Protocols of the run time: the world, communicators and their ports.
 
 The executor binds every communication op of a rank's program to a `Port` once, and then only
 calls it. A transport is a `Communicator`: something that makes ports. It never sees the IR's
@@ -52,7 +52,7 @@ class Port(Protocol):
         """
 
     def poll(self) -> bool:
-        """Whether the op is complete; makes progress on it if that is needed."""
+        """Return whether the op is complete; makes progress on it if that is needed."""
 
     def take(self) -> Any:
         """The value that the op made (None for a unit).
@@ -72,7 +72,7 @@ class HoldingPort(Protocol):
 
     @property
     def holds(self) -> bool:
-        """Whether it holds a buffer until `release`."""
+        """Return whether it holds a buffer until `release`."""
 
 
 @runtime_checkable
@@ -127,7 +127,7 @@ class Communicator(Protocol):
 
 
 class Pause(Protocol):
-    """What a rank does between two fruitless polls of one instruction."""
+    """The pause of a rank between two fruitless polls of one instruction."""
 
     def __call__(self, polls: int, /) -> None:
         """Give way after `polls` fruitless polls in a row (1, 2, ...).
@@ -155,7 +155,7 @@ class World(Protocol):
 
     @property
     def is_virtual(self) -> bool:
-        """Whether this process plays every rank."""
+        """Return whether this process plays every rank."""
 
     @property
     def nodes(self) -> Sequence[int]:
@@ -166,7 +166,7 @@ class World(Protocol):
         """The accelerator of this process's rank, on which its tensors are; None: on the host."""
 
     def plays(self, rank: int) -> bool:
-        """Whether this process holds the actors of `rank`."""
+        """Return whether this process holds the actors of `rank`."""
 
     def broadcast(self, value: T | None, root: int) -> T:
         """Give the (picklable) value of rank `root` to every rank."""
@@ -182,7 +182,7 @@ class World(Protocol):
 
 
 Body = Callable[..., Sequence[Any]]
-"""What a function of the module does: takes its inputs, returns all its outputs in a sequence.
+"""The Python of a function of the module: takes its inputs, returns its outputs in a sequence.
 
 It runs under `torch.no_grad()`. A body that needs autograd enables it for itself, and returns
 values that are detached from the graph.

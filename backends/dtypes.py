@@ -1,4 +1,4 @@
-"""Which torch.dtype an element type of the IR is."""
+"""The torch.dtype of each element type of the IR."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _IR_DTYPES: dict[torch.dtype, DType] = {value: key for key, value in TORCH_DTYPE
 
 
 def describe(value: object) -> str:
-    """What a run-time value is, in the IR's words: `f32[8,512]`, or its class."""
+    """Describe a run-time value in the IR's words: `f32[8,512]`, or its class."""
     if not isinstance(value, torch.Tensor):
         return f"object ({type(value).__name__})"
     dtype = _IR_DTYPES.get(value.dtype)

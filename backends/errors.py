@@ -1,4 +1,4 @@
-"""What can go wrong when a program is bound and run, as exceptions."""
+"""Exceptions of binding and running a program."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Failure:
 
     @property
     def where(self) -> str:
-        """What was running, on which rank."""
+        """The op or method that was running, and its rank."""
         what = self.op
         if self.method is not None:
             what = f"{self.actor}.{self.method}" if self.actor else self.method
@@ -76,7 +76,7 @@ class RemoteError(RuntimeError):
 
     @property
     def rank(self) -> int:
-        """Where it was raised."""
+        """The rank on which it was raised."""
         return self.failure.rank
 
     @property
@@ -160,7 +160,7 @@ def type_name(error: BaseException) -> str:
 
 
 def message_text(error: BaseException) -> str:
-    """What an exception says; a user's `__str__` may raise one itself."""
+    """The text of an exception; a user's `__str__` may raise one itself."""
     try:
         return str(error)
     except Exception:

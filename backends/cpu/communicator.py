@@ -48,7 +48,7 @@ class Endpoint:
 
     @property
     def layout(self) -> SlotLayout:
-        """How the segment is laid out."""
+        """The layout of the segment."""
         channel = self.channel
         planned = 0 if channel.collective else channel.slots or 0
         return SlotLayout(

@@ -1,4 +1,4 @@
-"""What this package asks of mpi4py, which it never imports: it is given communicators."""
+"""The mpi4py module of a communicator: this package is given communicators, and imports none."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class MpiWorld(World, Protocol):
 
 
 class Node:
-    """What a process shares with the others of its machine. Making one is collective.
+    """The things that a process shares with others of its machine. Making one is collective.
 
     Attributes:
         world: the ranks that run together.
@@ -119,7 +119,7 @@ class Node:
         self._next_tag = 0
 
     def is_local(self, rank: int) -> bool:
-        """Whether `rank` runs on this machine."""
+        """Return whether `rank` runs on this machine."""
         return self.world.nodes[rank] == self.world.nodes[self.rank]
 
     def waiting(self, rank: int) -> int:

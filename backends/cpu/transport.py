@@ -1,4 +1,4 @@
-"""The CPU transport of a process: what it shares with other ranks, made once for all steps."""
+"""The CPU transport of a process: all that it shares with other ranks, made once."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class CpuTransport:
 
     @property
     def pause(self) -> Waiter:
-        """How a rank waits."""
+        """The pause of this rank's waits."""
         return self.control.pause
 
     def communicator(self, world: World, channels: Sequence[Channel]) -> Communicator:

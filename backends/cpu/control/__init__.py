@@ -1,4 +1,4 @@
-"""What the ranks of a machine tell each other about executions: begin, end, error, restart.
+"""Control of executions, which ranks begin, end, fail and restart together.
 
 In: where this rank is. Out: where the others are, and the error that all raise.
 """

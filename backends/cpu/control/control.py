@@ -69,7 +69,7 @@ class Control:
 
     @property
     def is_running(self) -> bool:
-        """Whether an execution is in progress on this rank."""
+        """Return whether an execution is in progress on this rank."""
         return self._guarded
 
     def begin(
@@ -213,7 +213,7 @@ class Control:
         self._idle_since = monotonic()
 
     def flight_record(self) -> str:
-        """Where every rank is, in words. Those that do not wait are asked."""
+        """Describe where every rank is. Those that do not wait are asked."""
         self._report()
         rows, describe = self._rows, self._describe
         positions = rows.positions()
@@ -230,7 +230,7 @@ class Control:
         return "\n".join(lines)
 
     def _tell(self) -> Doing:
-        """What this process says when another rank asks; called by a thread of its own."""
+        """Answer another rank that asks what this process does; called by a thread of its own."""
         rank, watch, describe = self._node.rank, self._watch, self._describe
         runs = self._guarded and not self._comparing
         if runs and watch is not None and describe is not None:
@@ -284,7 +284,7 @@ class Control:
             raise self.diverged
 
     def _is_ahead(self, rank: int) -> bool:
-        """Whether a rank has begun, or recovered from, an execution that this one has not."""
+        """Return whether a rank has begun or recovered from an execution that this one has not."""
         if self._rows.epoch(rank) != self.epoch:
             return self._rows.epoch(rank) > self.epoch
         recovers = self._rows.reached(rank, Barrier.RECOVER) == self.epoch

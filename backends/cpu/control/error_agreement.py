@@ -76,7 +76,7 @@ class ErrorAgreement:
         return error if is_the_same else agreed  # one that all ranks have found is their own
 
     def _has_voted(self, rank: int, epoch: int) -> bool:
-        """Whether a rank has ended the execution, by success or by failure, or by dying."""
+        """Return whether a rank has ended the execution, by success or by failure, or by dying."""
         has_committed = self._rows.reached(rank, Barrier.COMMIT) >= epoch
         return has_committed or self.last_failed(rank) == epoch or self._rows.has_ended(rank)
 

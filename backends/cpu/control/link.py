@@ -17,7 +17,7 @@ class Reached:
     barrier: int
     epoch: int
     digests: tuple[int, ...]
-    """What each of them gives to the execution."""
+    """Digests of the arguments that each of them has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Where a rank is: the status words of its row in the control block, and what it is doing."""
+    """The position of a rank: the status words of its row, and in words what it does."""
 
     rank: int
     words: tuple[int, ...]
@@ -67,7 +67,7 @@ class Link:
         self._send(news, self._far)
 
     def receive(self) -> list[News]:
-        """What has come since the last call."""
+        """The news that have come since the last call."""
         found = []
         while (message := self._comm.improbe()) is not None:
             news = message.recv()

@@ -1,4 +1,4 @@
-"""The rows of the control block: what each rank tells the others of its machine."""
+"""Rank status: the rows of the control block, in which ranks tell others of their machine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _NOWHERE = (1 << 64) - 1
 
 
 class State(enum.IntEnum):
-    """What a rank is doing."""
+    """The state of a rank."""
 
     IDLE = 0
     RUNNING = 1
@@ -126,7 +126,7 @@ class Rows:
             words[row + RUNNING] = position.running
 
     def status(self) -> tuple[int, ...]:
-        """What other machines are told of this rank."""
+        """The words that other machines are told of this rank."""
         return tuple(self._words[self._mine : self._mine + STATUS_WORDS])
 
     # -- those of ranks of other machines ---------------------------------------------------
@@ -144,7 +144,7 @@ class Rows:
             words[at] = max(words[at], epoch)
 
     def note_status(self, rank: int, status: Sequence[int], doing: str = "") -> None:
-        """Where a rank of another machine is. The state comes last, as in `enter`.
+        """Note where a rank of another machine is. The state comes last, as in `enter`.
 
         The number of its calls comes before its epoch: see `Control.look`. How far the rank has
         come is told by its machine's leader too, and what one of the two has sent later may arrive
@@ -165,7 +165,7 @@ class Rows:
         return [word // ROW for word in self._barriers[barrier] if words[word] < epoch]
 
     def have_come(self, barrier: Barrier, epoch: int) -> bool:
-        """Whether all ranks have come to a barrier of this epoch."""
+        """Return whether all ranks have come to a barrier of this epoch."""
         words = self._words
         for word in self._barriers[barrier]:  # noqa: SIM110 # a generator costs as much again
             if words[word] < epoch:
@@ -173,7 +173,7 @@ class Rows:
         return True
 
     def are_here(self, barrier: Barrier, epoch: int) -> bool:
-        """Whether all ranks of this machine have come to a barrier of this epoch."""
+        """Return whether all ranks of this machine have come to a barrier of this epoch."""
         words = self._words
         for word in self._local_barriers[barrier]:  # noqa: SIM110 # as above
             if words[word] < epoch:
@@ -185,7 +185,7 @@ class Rows:
         return self._words[self._barriers[barrier][rank]]
 
     def state(self, rank: int) -> State:
-        """What a rank is doing."""
+        """The state of a rank."""
         return State(self._words[rank * ROW + STATE])
 
     def epoch(self, rank: int) -> int:
@@ -193,21 +193,21 @@ class Rows:
         return self._words[rank * ROW + EPOCH]
 
     def calls(self, rank: int) -> tuple[int, int]:
-        """How many collective calls a rank has made, and its epoch in the last of them."""
+        """The number of collective calls of a rank, and its epoch in the last of them."""
         word = self._words[rank * ROW + CALLS]
         return word >> 32, word & 0xFFFF_FFFF
 
     def digest(self, rank: int) -> int:
-        """What a rank gives to its execution."""
+        """The digest of what a rank gives to its execution."""
         return self._words[rank * ROW + DIGEST]
 
     def give_the_same(self, ranks: Sequence[int]) -> bool:
-        """Whether ranks that have come to `INPUTS` give the same to their execution."""
+        """Return whether ranks that have come to `INPUTS` give the same to their execution."""
         self._node.fence()  # who sees that a rank has come also sees what it gives
         return len({self.digest(rank) for rank in ranks}) <= 1
 
     def doing(self, rank: int) -> str:
-        """What a rank was doing when it last said so."""
+        """The words by which a rank last said what it does."""
         at = doing_at(rank, self._node.size)
         content = bytes(self._node.block[at : at + DOING_ROOM])
         return content.partition(b"\0")[0].decode(errors="replace")
@@ -232,30 +232,30 @@ class Rows:
         return self._words[rank * ROW + PLANS + (epoch & 1)]
 
     def has_reported(self, rank: int) -> bool:
-        """Whether a rank has said where it is since it entered its execution."""
+        """Return whether a rank has said where it is since it entered its execution."""
         return self._words[rank * ROW + AT] != _NOWHERE
 
     def awaits_inputs(self, rank: int) -> bool:
-        """Whether a rank waits until all have come to its execution with their arguments."""
+        """Return whether a rank waits until all have come to its execution with their arguments."""
         epoch = self.epoch(rank)
         has_come = self.reached(rank, Barrier.INPUTS) >= epoch > self.reached(rank, Barrier.COMMIT)
         return has_come and bool(self.missing(Barrier.INPUTS, epoch))
 
     def has_died(self, rank: int) -> bool:
-        """Whether the process of a rank has ended, and this process has noticed."""
+        """Return whether the process of a rank has ended, and this process has noticed."""
         return rank in self._node.bell.dead
 
     def has_ended(self, rank: int) -> bool:
-        """Whether a rank has said goodbye, or has died."""
+        """Return whether a rank has said goodbye, or has died."""
         return self.state(rank) in (State.EXITED, State.DESERTED) or self.has_died(rank)
 
     def positions(self) -> list[Position]:
-        """Where every rank is, as far as it has told."""
+        """The positions of all ranks, as far as they have told."""
         now = monotonic_ns()
         return [self._position(rank, now) for rank in range(self._node.size)]
 
     def whereabouts(self, rank: int) -> str:
-        """What is known of a rank that may be in another plan, or in none."""
+        """Describe a rank that may be in another plan, or in none."""
         if self.has_ended(rank):
             return f"rank {rank} has ended"
         state = self.state(rank)

@@ -24,7 +24,7 @@ class Codec(Protocol):
     nbytes: int | None
 
     def prepare(self, value: Any) -> tuple[Any, int]:
-        """What is to be written for `value`, and how many bytes it takes.
+        """Give what is to be written for `value`, and its number of bytes.
 
         Raises:
             TransportError: the value is not of the type, or cannot be pickled.

@@ -1,4 +1,4 @@
-"""Where things lie in shared memory: a machine's control block, and the slots of a channel.
+"""Layouts of shared memory: a machine's control block, and the slots of a channel.
 
 All words are 8 bytes, and each has exactly one process that writes it. What different processes
 write lies in different cache lines (64 bytes).

@@ -1,4 +1,4 @@
-"""What is written in C, if this is a compiled wheel; see docs/design/0033-compiled-modules.md."""
+"""The module written in C, if this is a compiled wheel (docs/design/0033-compiled-modules.md)."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ _SHARED = 1 << 16
 """Bytes of a buffer that shares the memory of its message, where that may be. Smaller ones are
 copied in a few microseconds, and do not hold on to all of it."""
 _REFUSALS = (pickle.PicklingError, TypeError, AttributeError, RecursionError)
-"""What pickle raises for an object that it cannot take."""
+"""Exceptions of pickle for an object that it cannot take."""
 
 _PLAIN = frozenset({bytes, str, int, float, bool, type(None)})
 _NUMPY = frozenset(
@@ -149,7 +149,7 @@ def decode(source: memoryview, at: int, nbytes: int, private: bool) -> Any:
 
 
 def _is_plain_array(value: Any) -> bool:
-    """Whether the bytes of an object, a dtype's name, and a shape are all there is to it."""
+    """Return whether the bytes of an object, a dtype's name, and a shape are all there is to it."""
     return (
         type(value) is np.ndarray
         and value.flags.c_contiguous

@@ -1,4 +1,4 @@
-"""Copies what is large with more than one core: one alone does not use up the memory's bandwidth.
+"""Copy large memory with several cores: one alone does not use up the memory's bandwidth.
 
 A copy is cut into shares, and the number of a core says with which one a thread on it begins. So
 a rank that passes on what it has received copies each share on the core that wrote it, as long as
@@ -210,7 +210,7 @@ class Job:
             )
 
     def _parts(self, share: int) -> Iterator[slice]:
-        """What is left of a share, one after the other, and then what is left of each."""
+        """The parts that are left of a share, in their order, and then those left of each share."""
         for take in (self._shares[share].popleft, *(parts.pop for parts in self._shares)):
             while True:
                 try:

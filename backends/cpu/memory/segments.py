@@ -40,7 +40,7 @@ class Segments(Protocol):
 
     @property
     def folder(self) -> Path | None:
-        """Where what is shared has a name; None where /proc serves."""
+        """The folder in which segments have names; None if /proc serves."""
 
     def create(self, nbytes: int) -> Segment:
         """Zeroed memory of `nbytes` (at least 1), all of its pages touched.

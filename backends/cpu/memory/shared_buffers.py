@@ -59,7 +59,7 @@ class SharedBuffer:
 
     @property
     def is_free(self) -> bool:
-        """Whether the receiver has given it back."""
+        """Return whether the receiver has given it back."""
         return self._returned[_RETURNED] == self.lent
 
 

@@ -59,7 +59,7 @@ class Group:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no collective is under way."""
+        """Return whether no collective is under way."""
         return not self.entered
 
     def enter(self, port: CollectivePort) -> None:
@@ -178,7 +178,7 @@ class _Exchange:
         self._combines = self._receives and not isinstance(sent, UnitType)
 
     def run(self, value: Any) -> Steps:
-        """What this rank gets, None if that is nothing."""
+        """The value that this rank gets; None if it gets none."""
         pieces = yield from self.pieces(value)
         result = combine(self._exchange, pieces) if self._combines else None
         self.release()
@@ -214,7 +214,7 @@ class _Exchange:
         ]
 
     def _is_done(self) -> bool:
-        """Whether all messages have come, and `value` may be changed; makes progress."""
+        """Return whether all messages have come, and `value` may be changed; makes progress."""
         is_done = True
         for queue, message in self._messages:
             if not message.done:

@@ -159,7 +159,7 @@ class LocalReceiver:
         self.consume(self._places[slot][1], number)
 
     def claim(self) -> tuple[int, tuple[int, ...]]:
-        """Where the next message of the ring that nobody has asked for will be.
+        """Claim the place of the ring's next message that nobody has asked for.
 
         Returns:
             Its number in its slot. And of the place: the slot, the words of its number, size, and
@@ -178,7 +178,7 @@ class LocalReceiver:
         return self._posted[slot]
 
     def place_of(self, slot: int) -> tuple[int, int, int, int]:
-        """Where a message of a planned slot is read.
+        """Find the place in which a message of a planned slot is read.
 
         Returns:
             The words of its number, its size, and what this reader has consumed; and the byte at
@@ -219,7 +219,7 @@ class LocalReceiver:
         return Poison.from_bytes(memory[at : at + (size & SIZE_MASK)])
 
     def find(self, slot: int, size: int) -> tuple[memoryview, int, bool]:
-        """Where the message in `slot` is that has `size` in its header; once for each message.
+        """Find the message in `slot` that has `size` in its header; once for each message.
 
         Returns:
             The memory, the offset, and whether the memory is the receiver's own: it is lent, and

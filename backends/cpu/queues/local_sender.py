@@ -117,7 +117,7 @@ class LocalSender:
                 self.node.ring(rank)
 
     def place_of(self, slot: int) -> tuple[tuple[int, ...], int, int, memoryview, int]:
-        """Where a message for a planned slot is written.
+        """Find the place in which a message for a planned slot is written.
 
         Returns:
             The words of what its readers have consumed, of its size and of its number; the memory
@@ -156,7 +156,7 @@ class LocalSender:
         self.buffers.close()
 
     def _has_room(self) -> bool:
-        """Whether the next slot of the ring is free.
+        """Return whether the next slot of the ring is free.
 
         It is not looked at each time: the words that say so are in a cache line of the reader's,
         and it costs that one as much to write there again.
@@ -169,7 +169,7 @@ class LocalSender:
         return self._free > 0
 
     def _is_free(self, slot: int) -> bool:
-        """Whether all readers are done with what is in a slot."""
+        """Return whether all readers are done with what is in a slot."""
         sent, words = self.sent[slot], self.words
         for word in self._consumed[slot]:  # noqa: SIM110 # a generator would cost half a microsecond
             if words[word] != sent:

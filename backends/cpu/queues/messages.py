@@ -188,7 +188,7 @@ Active = dict[Any, None]
 
 
 def mover(active: Active) -> Callable[[], None]:
-    """What moves those queues on that are in `active` when it is called."""
+    """Make a function that moves on the queues that are in `active` when it is called."""
 
     def progress() -> None:
         if active:

@@ -31,7 +31,7 @@ Message = TypeVar("Message", Outgoing, Incoming)
 
 @dataclass(slots=True)
 class Counts:
-    """How many messages have been issued under a queue's two tags since the last reset."""
+    """Numbers of messages issued under a queue's two tags since the last reset."""
 
     heads: int = 0
     rests: int = 0
@@ -60,12 +60,12 @@ class _UnderWay(Generic[Message]):
 
     @property
     def is_done(self) -> bool:
-        """Whether all requests are complete."""
+        """Return whether all requests are complete."""
         return all(request.Test() for request in self.requests)
 
 
 class _RemoteQueue(Generic[Message]):
-    """What both sides have.
+    """The state and the requests that both sides have.
 
     Args:
         comm: the communicator of payloads.
@@ -86,7 +86,7 @@ class _RemoteQueue(Generic[Message]):
         self._persistent: dict[tuple[int, int], tuple[Any, memoryview]] = {}
 
     def finish_reset(self) -> bool:
-        """Whether everything under way is complete; then the queue is as new."""
+        """Return whether everything under way is complete; then the queue is as new."""
         while self._under_way and self._under_way[0].is_done:
             self._under_way.popleft()
         if self._under_way:

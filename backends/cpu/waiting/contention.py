@@ -24,7 +24,7 @@ yields afterwards are long again: to find that out costs one of them."""
 
 
 class Contention:
-    """What the latest yields say of the core."""
+    """The state of the core, by the latest yields."""
 
     __slots__ = ("_lasts", "_long_at", "_until")
 
@@ -47,5 +47,5 @@ class Contention:
         return True
 
     def is_on(self, now: float) -> bool:
-        """Whether contention was seen, and is taken to last until now."""
+        """Return whether contention was seen, and is taken to last until now."""
         return now <= self._until

@@ -1,4 +1,4 @@
-"""Wakes a sleeping process of the same machine, and notices when one of them has died."""
+"""Doorbells: wake sleeping processes of one machine, and notice when one has died."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MODE = os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where other processes find a bell: a path, and the number of the file that is there.
+    """The address of a bell, for other processes: a path, and the number of the file that is there.
 
     In a PID namespace of its own, as containers have, a process finds another one's file there.
     """

@@ -28,7 +28,7 @@ _FEW_TURNS: Final = 1
 """The same under contention, where none of them yields."""
 
 _YIELD_EVERY: Final = 4
-"""How many turns there are to a yield while the process has its core for itself. Where two ranks
+"""Turns to a yield while the process has its core for itself. Where two ranks
 share a core, each turn without a yield would delay the other by as much."""
 
 _QUICK: Final = 6e-6

@@ -1,4 +1,4 @@
-"""How a rank waits: a few polls, some yields of the core, then sleep until somebody rings.
+"""Wait in a rank: a few polls, some yields of the core, then sleep until somebody rings.
 
 Polling answers fastest while the other side runs on another core. Yielding lets it run where both
 share one, which the kernel likes to do to partners that wake each other; it is counted, not
