@@ -36,6 +36,13 @@ def test_every_package_of_the_tree_is_declared() -> None:
     assert declared() == tree
 
 
+def test_every_module_of_the_tree_is_installed() -> None:
+    files = [file for room in ROOMS for file in (ROOT / room).rglob("*.py")]
+    for file in files:
+        name = ".".join(("cg", *file.relative_to(ROOT).with_suffix("").parts))
+        assert importlib.util.find_spec(name.removesuffix(".__init__")) is not None, name
+
+
 def test_files_that_are_no_modules_are_declared() -> None:
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
