@@ -56,7 +56,7 @@ def world() -> World:
     global _current, _began
     if _current is None:
         settings = config()
-        _current = _start(settings)
+        _current = start(settings)
         _began = _current, settings
     elif _began is not None and _current is _began[0]:
         check_late_ranks(_current.size, ranks_asked())
@@ -84,7 +84,8 @@ def use_world(other: World) -> Iterator[World]:
         _current = previous
 
 
-def _start(settings: Config) -> World:
+def start(settings: Config) -> World:
+    """Start the world of this process as the environment and the launcher describe it."""
     launch = settings.launch
     if launch is None or launch.size == 1:
         check_alone(settings)

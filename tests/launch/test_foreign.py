@@ -48,7 +48,7 @@ def test_a_launcher_of_several_processes_is_recognised(
     assert found is not None
     assert (found.launcher, found.rank, found.size, found.local_size) == (launcher, 1, 4, 4)
     with pytest.raises(WorldError) as caught:
-        worlds._start(Config.from_environ(environ))
+        worlds.start(Config.from_environ(environ))
     message = str(caught.value)
     assert message.startswith(f"{launcher} started this process as number 1 of 4 (")
     assert "Let MPI start the ranks: python -m cg.launch -n 4 " in message
@@ -73,13 +73,13 @@ def test_a_launcher_of_several_processes_is_recognised(
 def test_variables_that_tell_of_no_other_process_mean_nothing(environ: dict[str, str]) -> None:
     settings = Config.from_environ(environ)
     assert settings.foreign is None
-    assert isinstance(worlds._start(settings), VirtualWorld)
+    assert isinstance(worlds.start(settings), VirtualWorld)
 
 
 def test_a_launcher_inside_a_single_mpi_process_is_refused() -> None:
     single = OF_HYDRA | {"PMI_RANK": "0", "PMI_SIZE": "1"}
     with pytest.raises(WorldError, match="torchrun started this process as number 1 of 4"):
-        worlds._start(Config.from_environ(ELASTIC | single))
+        worlds.start(Config.from_environ(ELASTIC | single))
 
 
 @pytest.mark.parametrize("agreeing", [TORCH, TORCH | {"WORLD_SIZE": "2", "RANK": "0"}])
@@ -91,18 +91,18 @@ def test_the_ranks_of_mpi_may_have_the_variables_of_torch(
     settings = Config.from_environ(OF_HYDRA | agreeing)
     assert settings.launch == Launch(HYDRA, "PMI_RANK", 1, 4, 1, 4)
     with pytest.raises(WorldError, match="MPI cannot be loaded"):
-        worlds._start(settings)
+        worlds.start(settings)
 
 
 def test_a_process_that_says_so_is_alone(recwarn: pytest.WarningsRecorder) -> None:
-    world = worlds._start(Config.from_environ(ELASTIC | {"CG_RANKS": "1"}))
+    world = worlds.start(Config.from_environ(ELASTIC | {"CG_RANKS": "1"}))
     assert world.size == 1
     assert not recwarn.list
 
 
 def test_copies_that_play_all_ranks_each_are_told_so() -> None:
     with pytest.warns(UserWarning, match=r"plays all 3 ranks of CG_RANKS=3.*the program runs 4"):
-        assert worlds._start(Config.from_environ(ELASTIC | {"CG_RANKS": "3"})).size == 3
+        assert worlds.start(Config.from_environ(ELASTIC | {"CG_RANKS": "3"})).size == 3
 
 
 def test_the_command_is_that_of_the_program() -> None:

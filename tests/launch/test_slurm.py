@@ -149,7 +149,7 @@ def test_a_rank_that_srun_leaves_alone_says_which_srun_it_takes(
     )
     monkeypatch.setattr(worlds, "_load", lambda launch: alone)
     with pytest.raises(WorldError, match=r"Slurm started .* has size 1: .*srun --mpi=pmi2 for MP"):
-        worlds._start(Config(launch=detect(TASK)))
+        worlds.start(Config(launch=detect(TASK)))
     assert finalized == [True]  # or its shared memory stays
 
 

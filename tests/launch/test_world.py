@@ -63,7 +63,7 @@ def _orig_argv(program: str) -> list[str]:
     ],
 )
 def test_without_other_processes_the_world_is_virtual(config: Config, size: int) -> None:
-    world = worlds._start(config)
+    world = worlds.start(config)
     assert isinstance(world, VirtualWorld)
     assert world.size == size
 
@@ -189,7 +189,7 @@ def test_virtual_ranks_beside_a_launchers_are_refused() -> None:
 def test_mpi4py_that_is_missing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(WorldError, match=r"MPI cannot be loaded.*\n.*pip install mpi4py mpich"):
-        worlds._start(Config(launch=HYDRA_RANK))
+        worlds.start(Config(launch=HYDRA_RANK))
 
 
 def test_waiting_polls_until_it_is_done() -> None:
