@@ -130,7 +130,7 @@ def _interpreter() -> Interpreter:
         process = subprocess.Popen(
             [sys.executable, interpreting.__file__, "serve", str(number)],
             stdin=subprocess.PIPE,
-            env=environment(),
+            env=environment({"PYTHONHASHSEED": "random"}),
             pass_fds=[number],
             start_new_session=True,
         )

@@ -40,10 +40,11 @@ MODULES = (
 
 def ask(program: list[str]) -> NoReturn:
     """Have a program run by a fork of an interpreter, and end as it ends."""
+    addresses = os.environ.pop(INTERPRETERS).split(os.pathsep)
+    if "PMI_FD" not in os.environ:  # another launcher than MPICH's may look at the process
+        os.execv(sys.executable, [sys.executable, *program])
     environ = dict(os.environ)
-    addresses = environ.pop(INTERPRETERS).split(os.pathsep)
-    rank = int(environ.get("PMI_RANK") or environ.get("OMPI_COMM_WORLD_RANK") or 0)
-    descriptors = [0, 1, 2, *(int(environ[name]) for name in ("PMI_FD",) if name in environ)]
+    rank, descriptors = int(environ["PMI_RANK"]), [0, 1, 2, int(environ["PMI_FD"])]
     text = json.dumps([program, environ, os.getcwd(), descriptors]).encode()
     with socket.socket(socket.AF_UNIX) as link:
         link.connect(f"\0{addresses[rank % len(addresses)]}")
