@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ...backends.base import Communicator, World
 from ...backends.devices.base import Device
@@ -89,22 +90,23 @@ class OnDevice:
         self._scheduler = scheduler
         self._streams: list[StreamCommunicator] = []
         self._cold: dict[str, str] = {}
-        self._sealed: list[DeviceOnlyInstance] = []
-        self._watchdog = Watchdog(device, timeout, self._faults, self.give_up, self._putting)
+        self._whole: list[DeviceOnlyInstance] = []
+        faults = partial(faults_of, self._streams)
+        self._watchdog = Watchdog(device, timeout, faults, self.give_up, self._putting)
         self.watch = self._watchdog.watch
 
     def seat(self, instances: Sequence[Instance], connections: Connections) -> Seat:
         """A seat; what it holds is given back once the device has nothing to do."""
         self._streams += connections.streams
-        sealed = [each for each in instances if isinstance(each, DeviceOnlyInstance)]
-        self._sealed += sealed
-        for communicator in connections.streams if sealed else ():
+        whole = [each for each in instances if isinstance(each, DeviceOnlyInstance)]
+        self._whole += whole
+        for communicator in connections.streams if whole else ():
             communicator.hold(self)
 
         def close() -> None:
             self._watchdog.close()
             self.device.synchronize()
-            for instance in sealed:
+            for instance in whole:
                 instance.drop_graphs()
             connections.close()
 
@@ -123,16 +125,13 @@ class OnDevice:
 
     def drop_graphs(self) -> None:
         """Forget what was captured of messages; idempotent."""
-        for instance in self._sealed:
+        for instance in self._whole:
             instance.drop_graphs()
 
     def _putting(self) -> Position | None:
         """The place where the host puts work on the device at the moment, if it does."""
         busy = (each for each in self._scheduler.in_flight if each.engine.pending is None)
         return next(filter(None, map(put_by, busy)), None)
-
-    def _faults(self) -> Sequence[str]:
-        return faults_of(self._streams)
 
     def give_up(self, trouble: str) -> None:
         """End the job: the device does not end what was put on it."""

@@ -52,11 +52,7 @@ class DeviceBinder(Binder):
     """
 
     def __init__(
-        self,
-        linked: LinkedProgram,
-        tickets: Tickets | None = None,
-        *,
-        device: Device,
+        self, linked: LinkedProgram, tickets: Tickets | None = None, *, device: Device
     ) -> None:
         there = {name: landed(value, device) for name, value in linked.constants.items()}
         self.linked = linked = replace(linked, constants=there)

@@ -195,10 +195,13 @@ class Segment:
                 self._stay(_OTHERS)
                 return True
             graphs = self._graphs[key] = []
-        free = (captured for captured in graphs if captured.is_free())
-        found = next(free, None) or self._capture(
-            trained, (*state, *gradients), gradients, graphs, direct
-        )
+        found: Captured | Refusal | None = None
+        for captured in graphs:
+            if captured.is_free():
+                found = captured
+                break
+        if found is None:
+            found = self._capture(trained, (*state, *gradients), gradients, graphs, direct)
         if isinstance(found, Refusal):
             # If that fails, too, there is more amiss than the capture: after a reset comes another.
             self.run()

@@ -41,13 +41,7 @@ class DeviceOnlyBinder(DeviceBinder):
             replayed: only the messages are real, which the other ranks wait for.
     """
 
-    def __init__(
-        self,
-        linked: LinkedProgram,
-        tickets: Tickets,
-        *,
-        device: Device,
-    ) -> None:
+    def __init__(self, linked: LinkedProgram, tickets: Tickets, *, device: Device) -> None:
         super().__init__(linked, tickets, device=device)
         self.gates = 0
         self.is_distrusted = False
