@@ -89,12 +89,8 @@ def _other_user(one: Held, holders: Iterable[Held], uses: dict[str, Use]) -> Hel
 
 def _shown(held: Held) -> str:
     where = "" if held.made is None else f", made at {held.made}"
-    return f"'{_attribute(held.path)}' of {held.actor} (rank {held.rank}{where})"
-
-
-def _attribute(path: str) -> str:
-    """A path without the tuple that the instance is walked in."""
-    return path.partition(".")[2] or path
+    path = held.path.partition(".")[2] or held.path  # without the tuple around the instance
+    return f"'{path}' of {held.actor} (rank {held.rank}{where})"
 
 
 @dataclass(frozen=True)

@@ -149,8 +149,3 @@ def shares_of(
         elif not each.memory.isdisjoint(reads):
             found[each.other] = Effect.READ
     return Shares.of(found) if found else NO_SHARES
-
-
-def shares_of_opaque(shared: Iterable[Shared]) -> Shares:
-    """The same of a method that is called as it is."""
-    return Shares.of({each.other: Effect.WRITE for each in shared})

@@ -164,10 +164,8 @@ def is_view(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
         return False
-    return target is _ATEN._unsafe_view.default or _returns_alias(target)
-
-
-def _returns_alias(target: torch._ops.OpOverload) -> bool:
+    if target is _ATEN._unsafe_view.default:
+        return True
     first = target._schema.arguments[0].alias_info if target._schema.arguments else None
     return first is not None and all(r.alias_info is not None for r in target._schema.returns)
 

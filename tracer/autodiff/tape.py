@@ -113,7 +113,9 @@ class Tape:
             entry = self._entries[index]
             entries.append(entry)
             if isinstance(entry.op, Call) and entry.callee is not None:
-                calls.append(_masks(entry, entry.op, entry.callee, reached))
+                outputs = tuple(i for i, v in enumerate(entry.op.results) if v in reached)
+                inputs = tuple(i for i, needed in enumerate(entry.needed) if needed)
+                calls.append(Reached(entry, entry.op, entry.callee, outputs, inputs))
             for value, needed in zip(entry.op.operands, entry.needed, strict=True):
                 if needed and value not in reached:
                     reached.add(value)
@@ -131,9 +133,3 @@ class Tape:
 def _is_floating(value: Value) -> bool:
     type_ = value.type
     return isinstance(type_, TensorType) and type_.dtype.is_differentiable
-
-
-def _masks(entry: Entry, call: Call, callee: Callee, reached: set[Value]) -> Reached:
-    outputs = tuple(i for i, value in enumerate(call.results) if value in reached)
-    inputs = tuple(i for i, needed in enumerate(entry.needed) if needed)
-    return Reached(entry, call, callee, outputs, inputs)

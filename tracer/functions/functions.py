@@ -18,7 +18,7 @@ from ...ir.location import Location
 from ...ir.module import Function, FunctionKind, Vjp
 from ...ir.types import TensorType
 from ..actors.actor_state import ActorState, StateTensor, collect
-from ..actors.sharing import shares_of, shares_of_opaque
+from ..actors.sharing import shares_of
 from ..autodiff.partition import forward_piece, split
 from ..autodiff.split_backward import SplitBackward
 from ..autodiff.subgraphs import Piece, fake_of, sharing
@@ -226,7 +226,7 @@ class Functions:
             effect=Effect.WRITE,
             actor=target.actor,
             loc=call.blame,
-            shares=shares_of_opaque(target.shared),
+            shares=Shares.of({each.other: Effect.WRITE for each in target.shared}),
         )
         body = opaque_body(call, mark, results)
         strict = opaque_body(strictly(call), mark, results)

@@ -105,10 +105,6 @@ def _length(tree: Any, n: int, loc: Location | None) -> int:
                 loc=loc,
                 remedy="all tensors must have the batch as dimension 0",
             )
-    return _divisible(first, n, loc)
-
-
-def _divisible(first: tuple[str, int] | None, n: int, loc: Location | None) -> int:
     if first is None:
         raise TraceError("cg.microbatches of no tensor", loc=loc, remedy="give it a tensor")
     if first[1] % n:

@@ -138,7 +138,8 @@ class _Run:
         self.call = call
         self.wanted = wanted
         self.mode = FakeTensorMode(allow_non_fake_inputs=False, shape_env=None)
-        self.state = [self._fake_state(t) for t in call.state.tensors]
+        real = [t.tensor if t.tensor.is_leaf else t.tensor.detach() for t in call.state.tensors]
+        self.state = [self.mode.from_tensor(tensor, static_shapes=True) for tensor in real]
         values = call.values()
         self.inputs = [self._fake_input(i, leaf, name) for i, (leaf, name) in enumerate(values)]
         named = {storage_key(t): name for t, (_, name) in zip(self.inputs, values, strict=True)}
@@ -214,10 +215,6 @@ class _Run:
                 "mark the method with @cg.opaque; numbers that change can be in a buffer "
                 "(self.register_buffer), random numbers come from torch functions",
             )
-
-    def _fake_state(self, tensor: StateTensor) -> torch.Tensor:
-        real = tensor.tensor
-        return self.mode.from_tensor(real if real.is_leaf else real.detach(), static_shapes=True)
 
     def _fake_input(self, index: int, leaf: TensorSpec | ObjectSpec, name: str) -> torch.Tensor:
         if isinstance(leaf, ObjectSpec):

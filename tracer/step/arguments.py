@@ -16,7 +16,7 @@ from ...ir.location import Location
 from ..errors import TraceError
 from .inputs import show_type
 from .session import Session
-from .specs import Leaf, Static, Tree, static_key
+from .specs import Static, Tree, static_key
 from .unsupported_ops import library_ban
 from .values import NotAValue, ObjectValue, Traced, TracedTensor
 
@@ -44,13 +44,11 @@ class Arguments:
 
     def signature(self) -> Tree:
         """The pytree `(args, kwargs)` with specs for leaves."""
-        return Tree(tuple(map(_leaf, self.leaves)), self.spec)
-
-
-def _leaf(leaf: Any) -> Leaf:
-    if type(leaf) is TracedTensor or type(leaf) is ObjectValue:
-        return leaf.traced.spec
-    return Static(leaf)
+        leaves = (
+            leaf.traced.spec if isinstance(leaf, TracedTensor | ObjectValue) else Static(leaf)
+            for leaf in self.leaves
+        )
+        return Tree(tuple(leaves), self.spec)
 
 
 _PLAIN = frozenset({TracedTensor, ObjectValue, int, float, bool, str, type(None), torch.dtype})
