@@ -222,7 +222,7 @@ class _Walk:
 
 
 class _Reach(_Walk):
-    """A walk that needs to know of no tensor what holds it."""
+    """A walk that takes tensors in sets as well, and leaves out what is not initialised yet."""
 
     def __init__(self, behind: Callable[[Any], Iterable[Any]]) -> None:
         super().__init__()

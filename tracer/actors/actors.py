@@ -1,4 +1,4 @@
-"""Handles of actors, which all ranks have of an object that lives on one, and its methods."""
+"""Handles, which every rank has of an actor that lives on one rank, and the actor's methods."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ActorError(RuntimeError):
 
 
 class _Elsewhere:
-    """In place of an instance that another process holds."""
+    """Stands for an instance that another process holds."""
 
 
 ELSEWHERE = _Elsewhere()
@@ -247,7 +247,7 @@ def _methods_of(cls: type[Any]) -> list[str]:
 def _call(
     session: Session, method: ActorMethod, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Record a call of an actor's method; what Python holds for its result."""
+    """Record a call of an actor's method; return what the step holds for its result."""
     loc = caller_location(3)
     handle = method.handle
     if handle._peers is not session.peers:

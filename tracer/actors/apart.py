@@ -34,7 +34,7 @@ _TIED = (
 
 
 def refuse_apart(session: Session) -> None:
-    """Return unless one actor changes what one of another rank uses; and let opaque methods check.
+    """Refuse that an actor changes what an actor of another rank uses; opaque methods check it.
 
     Collective, where there are other processes and actors of different ranks hold the same.
 

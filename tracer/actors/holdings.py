@@ -56,7 +56,7 @@ class Holding:
 
     @property
     def keys(self) -> frozenset[Hashable]:
-        """Of all memory and objects."""
+        """The keys of all memory and objects."""
         return frozenset((*self.memory, *self.objects))
 
     def path_of(self, key: Hashable) -> str | None:
@@ -67,7 +67,7 @@ class Holding:
 
 
 def _is_whole(value: Any) -> bool:
-    """True if what is in an object is its own business."""
+    """True if an object counts as a whole, and what it holds is not compared by itself."""
     return isinstance(value, torch.nn.Module) or is_foreign(type(value))
 
 

@@ -107,7 +107,7 @@ def _find_apart(found: Sharing, common: Iterable[tuple[Hashable, list[str]]]) ->
 
 
 def _agree_apart(found: Sharing, peers: Peers) -> None:
-    """The same among processes: of what later actors were made of, they say what they hold."""
+    """Find the same among processes, which tell each other what their actors were made of."""
     mine = [(*met, _is_memory(found, met[0])) for m in found.members.values() for met in m.met]
     met = [each for theirs in peers.allgather(mine) for each in theirs]
     if not met:

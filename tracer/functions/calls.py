@@ -234,7 +234,7 @@ def _returning_unit(body: Body) -> Body:
 def record(
     session: Session, callee: Callee, arguments: Arguments, place: Place, loc: Location | None
 ) -> Any:
-    """Append a call; what Python holds for its result."""
+    """Append a call; return what the step holds for its result."""
     fresh, base = session.new_value, callee.base
     declaration = callee.declaration
     op = Call(

@@ -106,7 +106,7 @@ def current_location() -> tuple[Location | None, str]:
 
 
 def refusal_here(what: str, reason: str, remedy: str) -> TraceError:
-    """The error for what `what`, a call that is being traced, is doing now."""
+    """The error for something that a traced call, named `what`, does at this moment."""
     loc, note = current_location()
     return TraceError(f"{what} cannot be traced: {reason}{note}", loc=loc, remedy=remedy)
 

@@ -2,9 +2,8 @@
 
 What a trace relies on is compared before each execution. A call of an opaque method may change it
 after that, so traced methods that follow one, of the same actor or of one that shares state with
-it, compare it again. And a method that
-writes to a tensor that it was given would be seen by others who use that tensor, in plain Python:
-not so in a compiled step, which may have sent it elsewhere.
+it, compare it again. And in plain Python, a write to a tensor that a method was given is seen by
+others who use that tensor: not so in a compiled step, which may have sent it elsewhere.
 """
 
 from __future__ import annotations

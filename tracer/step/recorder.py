@@ -106,7 +106,7 @@ def _has_values(tree: Any) -> bool:
 
 
 def _compute(session: Session, call: TorchCall) -> Any:
-    """Record a torch function; what Python holds for its result."""
+    """Record a torch function; return what the step holds for its result."""
     kwargs = call.kwargs
     if is_random(call.name):
         kwargs = {name: value for name, value in kwargs.items() if name != "device"}
