@@ -1,4 +1,4 @@
-"""The executions of all graphs of a world, as one process sees them: start, move on, end.
+"""Start, move on and end the executions of all graphs of a world, in one process.
 
 Nothing here runs by itself: the driver's executions go on while it is in a call, those of the other
 ranks while they serve.
@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from time import monotonic
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from ..errors import CapacityError, StepTimeout
 from ..failures.flight import Doing, Sight
@@ -25,12 +24,11 @@ from ..failures.timeouts import (
     positions_in_flight,
     seconds,
 )
-from .command_queue import Inbox, Order
+from .commands import GRAPHS, Action, Command, CommandQueue, CommandTransport, Kind
 from .futures import Future
 from .graphs import Graph
-from .outcomes import Outcome
+from .outcomes import Outcome, Waiting
 from .rank_scheduler import RankScheduler
-from .records import GRAPHS, SEATS, Kind, Record, Records
 from .restart import STAGES, Stage, Stages, cannot_start_over, give_up, reset
 
 _ASKING: Final = 0.5
@@ -40,35 +38,12 @@ _PEEK_EVERY: Final = 64
 """After how many fruitless turns in a row the driver looks for failures ahead of its programs."""
 
 
-class Waiting(Protocol):
-    """How a process waits when nothing moves, and learns that others have ended."""
-
-    def pause(self, polls: int, seconds: float | None) -> None:
-        """Give way after `polls` fruitless turns in a row, for no longer than `seconds`.
-
-        Raises:
-            TransportError: a rank has ended that executions need.
-        """
-
-    def rest(self) -> None:
-        """The wait is over: nobody needs to wake this process."""
-
-    def look(self, ranks: Sequence[int], seconds: float) -> Mapping[int, Sight]:
-        """Ask ranks of other processes what they do; see `MpiWorld` in `backends/cpu/node.py`."""
-
-    def serving(self) -> AbstractContextManager[object]:
-        """Around the time in which this process serves."""
-
-    def watch(self, turn: Callable[[], bool], future: Future) -> Generator[Any, None, None]:
-        """Wait for a future inside an asyncio event loop."""
-
-
 class Executions:
     """All graphs of a world.
 
     Args:
         ranks: those that this process plays.
-        records: from the driver to the other ranks; made when the driver is known.
+        commands: makes what carries commands from a driver to the other ranks.
         waiting: how to wait.
         stages: how all ranks start over after an interruption; None if they cannot.
         shuffle: as in `RankScheduler`.
@@ -86,7 +61,7 @@ class Executions:
     def __init__(
         self,
         ranks: Sequence[int],
-        records: Callable[[int], Records],
+        commands: Callable[[int], CommandTransport],
         waiting: Waiting,
         stages: Stages | None,
         shuffle: random.Random | None = None,
@@ -95,15 +70,15 @@ class Executions:
         self.schedulers = {rank: RankScheduler(rank, shuffle) for rank in ranks}
         self.graphs: dict[int, Graph] = {}
         self.driver: int | None = None
-        self._make_records = records
-        self._records: dict[int, Records] = {}
+        self._make_commands = commands
+        self._commands: dict[int, CommandTransport] = {}
         self._waiting = waiting
         self._random = shuffle
         self._numbers = 0
         self._closings = 0
         self._all = tuple(self.schedulers.values())
-        self._inboxes: tuple[Inbox, ...] = ()
-        self._all_inboxes: dict[int, tuple[Inbox, ...]] = {}
+        self._queues: tuple[CommandQueue, ...] = ()
+        self._all_queues: dict[int, tuple[CommandQueue, ...]] = {}
         self._due: deque[Future] = deque()
         self.has_due = False
         self._stages = stages
@@ -126,14 +101,14 @@ class Executions:
                 f"another: close those first, or compile this one with inputs=cg.on({self.driver})"
             )
         self.driver = driver
-        if driver not in self._records:
-            records = self._records[driver] = self._make_records(driver)
-            self._all_inboxes[driver] = tuple(
-                Inbox(rank, records.reader(rank), self._understand)
+        if driver not in self._commands:
+            commands = self._commands[driver] = self._make_commands(driver)
+            self._all_queues[driver] = tuple(
+                CommandQueue(rank, commands.reader(rank), self._decode)
                 for rank in self.schedulers
                 if rank != driver
             )
-        self._inboxes = self._all_inboxes[driver]
+        self._queues = self._all_queues[driver]
 
     def open(self, graph: Graph) -> None:
         """Enter a graph; all ranks do, in the same order.
@@ -162,12 +137,12 @@ class Executions:
         limit = 0.0 if at_once else graph.limit
         if not self._until(lambda: not (graph.in_flight or self.in_doubt), limit, moving=True):
             graph.overdue = True
-            raise StepTimeout("\n".join([late_end(graph), *self._positions(graph.limit)]))
+            raise self._timeout(late_end(graph), graph.limit)
         others = [rank for rank in range(graph.world) if rank != graph.driver]
-        publish = self._records[graph.driver].publisher(others, others)
-        publish(Record(Kind.CLOSE, graph.number).pack())
+        publish = self._commands[graph.driver].publisher(others, others)
+        publish(Command(Kind.CLOSE, graph.number).pack())
         self._release(graph, graph.driver)
-        while self._inboxes and self.turn():
+        while self._queues and self.turn():
             pass
 
     def serve(self, graph: Graph) -> None:
@@ -176,7 +151,7 @@ class Executions:
         Raises:
             TransportError: a rank has ended.
         """
-        mine = [inbox.rank for inbox in self._inboxes if inbox.rank in graph.seats]
+        mine = [queue.rank for queue in self._queues if queue.rank in graph.seats]
         pause = self._waiting.pause
         polls, closings = 0, -1
         with self._waiting.serving():
@@ -204,11 +179,9 @@ class Executions:
 
     # -- executions -------------------------------------------------------------------------
 
-    def launcher(self, graph: Graph) -> Launcher:
-        """Starts executions of an open graph; for the driver."""
-        to = sorted(graph.participants)
-        publish = self._records[graph.driver].publisher(to, graph.wake)
-        return Launcher(self, graph, publish, self.schedulers[graph.driver])
+    def publisher(self, graph: Graph) -> Callable[[int], None]:
+        """Tells the participants of an open graph of a command; for the driver."""
+        return self._commands[graph.driver].publisher(sorted(graph.participants), graph.wake)
 
     def turn(self) -> bool:
         """See `Progress`.
@@ -220,10 +193,14 @@ class Executions:
             return self._start_over()
         moved = False
         try:
-            for inbox in self._inboxes:
-                while inbox.take():
+            for queue in self._queues:
+                while queue.take():
                     moved = True
-            schedulers = self._all if self._random is None else self._shuffled()
+            schedulers: Sequence[RankScheduler] = self._all
+            if self._random is not None:
+                schedulers = self._random.sample(
+                    schedulers, self._random.randint(1, len(schedulers))
+                )
             for scheduler in schedulers:
                 if scheduler.in_flight and scheduler.turn():
                     moved = True
@@ -236,12 +213,12 @@ class Executions:
         return moved
 
     def wait(self, future: Outcome, timeout: object) -> None:
-        """See `Progress`."""
+        """As `Progress` says."""
         limit = None if timeout is None else seconds(timeout)
         if limit is not None:
             if not self._until(lambda: future.is_done, limit):
                 late = f"execution {future.execution} has not ended after {limit:g} s"
-                raise StepTimeout("\n".join([late, *self._positions(limit)]))
+                raise self._timeout(late, limit)
             return
         pause = self._waiting.pause
         polls = 0
@@ -257,12 +234,12 @@ class Executions:
             self._waiting.rest()
 
     def later(self, future: Future) -> None:
-        """See `Progress`."""
+        """As `Progress` says."""
         self._due.append(future)
         self.has_due = True
 
     def watch(self, future: Future) -> Generator[Any, None, None]:
-        """See `Progress`."""
+        """As `Progress` says."""
         return self._waiting.watch(self._turn_and_peek, future)
 
     # -- moving on --------------------------------------------------------------------------
@@ -273,20 +250,20 @@ class Executions:
         threads = [scheduler.thread for scheduler in self._all if scheduler.thread]
         return Doing("\n".join(lines).strip(), *threads[:1]) if lines else None
 
-    def _positions(self, waited: float | None) -> list[str]:
-        """Where the executions in flight are on all ranks that they need.
+    def _timeout(self, late: str, waited: float | None) -> StepTimeout:
+        """Make the error of a caller that has waited: where the executions in flight are.
 
-        The others are asked for no longer than the caller has waited by now.
+        Other ranks are asked for no longer than the caller has waited by now.
         """
         busy = (graph for graph in self.graphs.values() if graph.in_flight)
         ranks = sorted({rank for graph in busy for rank in graph.participants})
+        sights: dict[int, Sight] = {}
         allowed = min(waited or 0.0, _ASKING)
-        if not allowed:
-            return positions_in_flight(self._all)
-        sights = dict(self._waiting.look(ranks, allowed))
-        for rank in set(ranks) - set(self.schedulers) - set(sights):
-            sights[rank] = Sight(f"rank {rank} cannot be asked, as those of other machines")
-        return positions_in_flight(self._all, sights)
+        if allowed:
+            sights.update(self._waiting.look(ranks, allowed))
+            for rank in set(ranks) - set(self.schedulers) - set(sights):
+                sights[rank] = Sight(f"rank {rank} cannot be asked, as those of other machines")
+        return StepTimeout("\n".join([late, *positions_in_flight(self._all, sights)]))
 
     def _until(
         self, done: Callable[[], bool], timeout: float | None = None, moving: bool = False
@@ -356,17 +333,17 @@ class Executions:
                     "max_inflight"
                 )
         elif not self._until(lambda: not self.in_doubt, graph.limit):
-            raise StepTimeout("\n".join([late_restart(graph), *self._positions(graph.limit)]))
+            raise self._timeout(late_restart(graph), graph.limit)
         elif not self._until(lambda: not self.in_doubt and bool(graph.free), graph.patience):
-            raise StepTimeout("\n".join([late_start(graph), *self._positions(graph.patience)]))
+            raise self._timeout(late_start(graph), graph.patience)
 
-    def _understand(self, rank: int, record: Record) -> Order:
-        """What to do for a record."""
-        if record.kind is Kind.CLOSE:
-            return partial(self._close_here, record.graph, rank)
-        graph = self.graphs[record.graph]
-        seat = graph.seats[rank][record.seat]
-        instance, siblings = seat.instances[record.variant], seat.instances
+    def _decode(self, rank: int, command: Command) -> Action:
+        """The action of a command on a rank."""
+        if command.kind is Kind.CLOSE:
+            return partial(self._close_here, command.graph, rank)
+        graph = self.graphs[command.graph]
+        seat = graph.seats[rank][command.seat]
+        instance, siblings = seat.instances[command.variant], seat.instances
         started, scheduler = graph.started, self.schedulers[rank]
 
         def begin() -> bool:
@@ -393,15 +370,11 @@ class Executions:
     def _release(self, graph: Graph, rank: int) -> None:
         graph.release(rank)
         self._closings += 1
-        for inbox in self._inboxes:
-            if inbox.rank == rank:
-                inbox.forget(graph.number)
+        for queue in self._queues:
+            if queue.rank == rank:
+                queue.forget(graph.number)
         if len(graph.closed) == len(graph.seats):
             del self.graphs[graph.number]
-
-    def _shuffled(self) -> tuple[RankScheduler, ...]:
-        assert self._random is not None
-        return tuple(self._random.sample(self._all, self._random.randint(1, len(self._all))))
 
     def call_back(self) -> None:
         """Call the callbacks of futures that are done."""
@@ -419,7 +392,7 @@ class Executions:
     # -- after an interruption --------------------------------------------------------------
 
     def judge(self, error: BaseException) -> None:
-        """Whether `error`, which has come out of moving executions on, leaves them in doubt."""
+        """Find out if `error`, which has come out of moving executions on, leaves them in doubt."""
         self._doubt = f"{type(error).__name__}: {error}".removesuffix(": ")
         if any(scheduler.has_kept(error) for scheduler in self._all):
             self.in_doubt = False  # a method has failed, and its execution goes on
@@ -429,24 +402,17 @@ class Executions:
             self.in_doubt = False  # a method has asked for what it must not ask for
 
     def _reset(self, stages: Stages) -> None:
-        """Bring what carries messages and records back to its beginning; nobody uses it now."""
-        for inbox in self._inboxes:
-            while record := inbox.drop():
-                asked = Record.unpack(record)
-                if asked.kind is Kind.CLOSE:
-                    self._close_here(asked.graph, inbox.rank)
+        """Bring what carries messages and commands back to its beginning; nobody uses it now."""
+        for queue in self._queues:
+            while number := queue.drop():
+                command = Command.unpack(number)
+                if command.kind is Kind.CLOSE:
+                    self._close_here(command.graph, queue.rank)
         for graph in self.graphs.values():
             reset(graph)
         if self.driver in self.schedulers:
-            self._records[self.driver].mend()
+            self._commands[self.driver].mend()
             stages.tell(max((graph.count for graph in self.graphs.values()), default=0))
-
-    def _go_on_from(self, number: int) -> None:
-        """Give the next execution of every graph this number, which random numbers depend on."""
-        for graph in self.graphs.values():
-            graph.count = number
-            for rank in graph.started:
-                graph.started[rank] = number
 
     def _hear(self) -> None:
         """Start over if another rank does."""
@@ -465,7 +431,9 @@ class Executions:
         if stage == Stage.STOPPED:
             self._reset(stages)
         elif stage == Stage.RESET:
-            self._go_on_from(stages.told(self.driver or 0))
+            number = stages.told(self.driver or 0)
+            for graph in self.graphs.values():
+                graph.go_on_from(number, graph.started)
         elif self.graphs:
             for graph in self.graphs.values():
                 give_up(graph, self._doubt)
@@ -478,60 +446,3 @@ class Executions:
         if stage == Stage.RESET:
             self.in_doubt = False
         return True
-
-
-class Launcher:
-    """Starts executions of one graph on its driver."""
-
-    def __init__(
-        self,
-        executions: Executions,
-        graph: Graph,
-        publish: Callable[[int], None],
-        scheduler: RankScheduler,
-    ) -> None:
-        self._executions = executions
-        self._graph = graph
-        self._publish = publish
-        self._scheduler = scheduler
-        self._instances = [seat.instances for seat in graph.seats[graph.driver]]
-        self._record = Record(Kind.EXECUTE, graph.number).pack()
-        self._spare: list[Future] = []
-
-    def __call__(self, variant: int, inputs: Sequence[Any], block: bool) -> Future:
-        """Start an execution.
-
-        Args:
-            variant: for which signature.
-            inputs: values for the parameters of the driver's program, checked.
-            block: whether to wait if the graph is at its capacity.
-
-        Raises:
-            CapacityError: the graph is at its capacity, and `block` is false.
-            StepTimeout: the graph is at its capacity until its deadline.
-            RuntimeError: another thread uses this rank's graphs, or a method that an execution
-                calls is running on it.
-            TransportError: a rank has ended.
-        """
-        graph, executions = self._graph, self._executions
-        self._scheduler.check_idle()
-        if executions.in_doubt or not graph.free:
-            executions.make_room(graph, block)
-        try:
-            number = graph.count
-            graph.count = number + 1
-            seat = graph.free.pop()
-            # The others are told first: they come on their way while all else is done here.
-            self._publish(self._record + variant * SEATS + seat)
-            future = self._spare.pop() if self._spare else Future(executions, number)
-            future.execution = number
-            graph.futures[seat] = future
-            self._scheduler.begin(self._instances[seat][variant], inputs, number)
-        except BaseException as error:
-            executions.in_doubt = True
-            executions.judge(error)
-            raise
-        if executions.has_due:
-            executions.call_back()
-        self._spare.append(Future(executions, -1))  # the next one's, while the others work
-        return future

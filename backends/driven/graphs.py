@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ...ir.module import Module
 from ..failures.poison import Poison
 from .instance import Instance
 from .outcomes import Outcome, resolve
-from .participants import participants, woken_by_record
+from .participants import participants, woken_by_command
 from .rank_scheduler import Seat
 
 Rebuild = Callable[[Sequence[Any]], Any]
@@ -30,7 +30,7 @@ class Graph:
         number: of the graph in its world; set when it is opened.
         world: number of ranks.
         participants: the ranks besides the driver that executions need.
-        wake: those of them that a record has to wake.
+        wake: those of them that a command has to wake.
         free: the driver's seats that have no execution.
         count: how many executions the driver has started.
         started: for each other rank, how many it has.
@@ -55,7 +55,7 @@ class Graph:
         self.number = -1
         self.world = modules[0].world
         self.participants = participants(modules, driver)
-        self.wake = woken_by_record(modules, driver)
+        self.wake = woken_by_command(modules, driver)
         self.count = 0
         self.started = dict.fromkeys(seats, 0)
         self.closed: set[int] = set()
@@ -83,6 +83,12 @@ class Graph:
     def is_idle(self, rank: int) -> bool:
         """Whether no execution is in progress on a rank of this process."""
         return not any(seat.busy for seat in self.seats[rank])
+
+    def go_on_from(self, execution: int, ranks: Iterable[int]) -> None:
+        """Give the next execution this number; of the other ranks, on those of this process."""
+        self.count = execution
+        for rank in ranks:
+            self.started[rank] = execution
 
     def release(self, rank: int) -> None:
         """Give back what the graph holds on a rank."""

@@ -6,9 +6,11 @@ have, such as weak references.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from ..failures.flight import Sight
 from ..failures.poison import Poison
 from ..program.compiling import mypyc_attr
 
@@ -32,6 +34,29 @@ class Progress(Protocol):
 
     def watch(self, future: Any) -> Generator[Any, None, None]:
         """Go on inside an asyncio event loop until the future is done."""
+
+
+class Waiting(Protocol):
+    """How a process waits when nothing moves, and learns that others have ended."""
+
+    def pause(self, polls: int, seconds: float | None) -> None:
+        """Give way after `polls` fruitless turns in a row, for no longer than `seconds`.
+
+        Raises:
+            TransportError: a rank has ended that executions need.
+        """
+
+    def rest(self) -> None:
+        """The wait is over: nobody needs to wake this process."""
+
+    def look(self, ranks: Sequence[int], seconds: float) -> Mapping[int, Sight]:
+        """Ask ranks of other processes what they do; the answers, by rank."""
+
+    def serving(self) -> AbstractContextManager[object]:
+        """Around the time in which this process serves."""
+
+    def watch(self, turn: Callable[[], bool], future: Any) -> Generator[Any, None, None]:
+        """Wait for a future inside an asyncio event loop."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)

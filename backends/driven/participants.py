@@ -1,12 +1,11 @@
-"""Which ranks a graph's executions need, and which of them a record has to wake."""
+"""Find the ranks that take part in a driven graph, and those that a command has to wake."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from ...ir.module import Module
-from ...ir.ops import Return, Send
-from .device_only import is_sealed
+from ...ir.ops import Collective, Recv, Return, Send
 
 
 def participants(modules: Sequence[Module], driver: int) -> frozenset[int]:
@@ -21,19 +20,34 @@ def participants(modules: Sequence[Module], driver: int) -> frozenset[int]:
     )
 
 
-def woken_by_record(modules: Sequence[Module], driver: int) -> tuple[int, ...]:
+def woken_by_command(modules: Sequence[Module], driver: int) -> tuple[int, ...]:
     """The participants that the driver does not send to in every variant.
 
-    A message of the driver wakes its receiver, so a record need not. Those of a sealed program go
-    past the hosts.
+    A message of the driver wakes its receiver, so a command need not. Messages of a module that
+    only devices run pass the hosts by.
     """
     receivers = [
         {
             op.peer
             for op in module.program_of(driver).ops
-            if isinstance(op, Send) and not is_sealed(module)
+            if isinstance(op, Send) and not is_device_only(module)
         }
         for module in modules
     ]
     always = set.intersection(*receivers)
     return tuple(sorted(participants(modules, driver) - always))
+
+
+def is_device_only(module: Module) -> bool:
+    """True if devices run the whole module, so that no host can fail in it.
+
+    Then all its messages are part of graphs. `capture` makes them so in a program that one rank
+    drives only where the ranks' devices can do everything by themselves.
+    """
+    messages = [
+        op
+        for program in module.programs
+        for op in program.ops
+        if isinstance(op, Send | Recv | Collective)
+    ]
+    return bool(messages) and all(op.graph is not None for op in messages)

@@ -1,4 +1,4 @@
-"""Which ranks' failures would reach nobody by values alone.
+"""Find ranks whose failures never propagate to the driver.
 
 A failed call poisons its results, and so the driver learns of it wherever one of them leads to a
 value that the driver receives. A rank with a call that leads nowhere has to report by itself.
@@ -14,7 +14,7 @@ from ...ir.ops import Call, Collective, Op, Recv, Send, Value
 Node = tuple[int, Value]
 
 
-def witnesses(module: Module, driver: int) -> tuple[int, ...]:
+def unobserved_ranks(module: Module, driver: int) -> tuple[int, ...]:
     """The ranks, ascending, that have a call none of whose results reaches rank `driver`.
 
     Args:

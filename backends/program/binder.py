@@ -1,4 +1,4 @@
-"""Binds a rank's program: chooses for each op its registers, body or port, and instruction.
+"""Bind a rank's program: choose for each op its registers, body or port, and instruction.
 
 Everything that can be decided before the program runs is decided here, once, including which ops
 need no instruction at all.
@@ -46,7 +46,6 @@ from .registers import Layout, lay_out
 from .type_checks import checked, expected_tensors, misfit
 from .value_copies import duplicate_object
 
-
 class Binder:
     """Binds one program; `bind` does it all.
 
@@ -92,17 +91,17 @@ class Binder:
         code.registers = [None] * self._layout.size
         code.template = [None] * self._layout.size
         arena = self._make_arena()
-        gates, passages = self._make_gates()
+        acquires, releases = self._make_locks()
         if self._tickets is not None:
             returns = (op for op in self._program.ops if isinstance(op, Return))
             self._returned = frozenset(value for op in returns for value in op.operands)
         for index, op in enumerate(self._program.ops):
             self._at = index
-            for gate in gates.get(index, ()):
-                self._emit(gate, KEEP)
+            for acquire in acquires.get(index, ()):
+                self._emit(acquire, KEEP)
             self._bind_op(op, arena)
-            for passage in passages.get(index, ()):
-                self._emit(passage, KEEP)
+            for release in releases.get(index, ()):
+                self._emit(release, KEEP)
         self._finish()
         return code
 
@@ -135,16 +134,16 @@ class Binder:
             if isinstance(op, Call) and op.fn.name not in self._module.functions:
                 self._fail(op, f"the module declares no function @{op.fn.name}")
 
-    def _make_gates(self) -> tuple[dict[int, list[Instruction]], dict[int, list[Instruction]]]:
-        """What waits for an actor before its first call, and what lets others pass after its last.
+    def _make_locks(self) -> tuple[dict[int, list[Instruction]], dict[int, list[Instruction]]]:
+        """By op: acquire an actor's lock before its first call, and release it after its last.
 
         Calls that touch no state need neither. What an opaque method has made may be changed by its
-        actor's next call, so others pass once it has been used and sent.
+        actor's next call, so the lock is released once it has been used and sent.
         """
-        gates: dict[int, list[Instruction]] = {}
-        passages: dict[int, list[Instruction]] = {}
+        acquires: dict[int, list[Instruction]] = {}
+        releases: dict[int, list[Instruction]] = {}
         if self._tickets is None:
-            return gates, passages
+            return acquires, releases
         calls: dict[str, list[int]] = {}
         makers: dict[int, list[str]] = {}
         for index, op in enumerate(self._program.ops):
@@ -161,10 +160,10 @@ class Binder:
                     for name in makers.get(register, ()):
                         calls[name].append(index)
         for name, indices in calls.items():
-            gate, passage = self._tickets.acquire_and_release(name)
-            gates.setdefault(indices[0], []).append(gate)
-            passages.setdefault(indices[-1], []).append(passage)
-        return gates, passages
+            acquire, release = self._tickets.acquire_and_release(name)
+            acquires.setdefault(indices[0], []).append(acquire)
+            releases.setdefault(indices[-1], []).append(release)
+        return acquires, releases
 
     def _make_arena(self) -> Tensor:
         ends = [

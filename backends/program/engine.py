@@ -13,14 +13,19 @@ from operator import length_hint
 from time import perf_counter
 from typing import Any
 
+import torch
+
 from ..base import Pause
 from ..failures.flight import Position
 from ..timing.tallies import Tally, count
 from ..timing.tracing import Log
 from .code import Code
-from .grad_mode import is_grad_enabled, set_grad_enabled
 from .instructions import Instruction, getter
 from .linked import LinkedProgram
+
+# A step of a few microseconds notices the microsecond that entering `torch.no_grad()` takes.
+_set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+_is_grad_enabled: Callable[[], bool] = torch.is_grad_enabled
 
 OnError = Callable[[BaseException], None]
 """Takes what an instruction has raised: raises, or replaces the instructions that are left."""
@@ -122,10 +127,10 @@ class Engine:
                     return False
                 self.resume()
             # What it waits at only passes values on; the rest may compute.
-            had_grad = self.runs_without_grad and is_grad_enabled()
+            had_grad = self.runs_without_grad and _is_grad_enabled()
             try:
                 if had_grad:
-                    set_grad_enabled(False)
+                    _set_grad_enabled(False)
                 for instruction in rest if limit is None else islice(rest, limit):
                     if not instruction():
                         self.pending = instruction
@@ -135,7 +140,7 @@ class Engine:
                         self._wait(instruction, pause)
             finally:
                 if had_grad:
-                    set_grad_enabled(True)
+                    _set_grad_enabled(True)
         except BaseException as error:
             self._on_error(error)
         else:

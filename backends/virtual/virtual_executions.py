@@ -7,9 +7,9 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from ..driven.commands import VirtualCommands
 from ..driven.executions import Executions
 from ..driven.futures import Future
-from ..driven.records import VirtualRecords
 from ..errors import DeadlockError
 from ..failures.flight import Sight
 
@@ -66,5 +66,5 @@ class VirtualStages:
 def virtual_executions(size: int, shuffle: random.Random | None = None) -> Executions:
     """The executions of a virtual world."""
     return Executions(
-        range(size), lambda driver: VirtualRecords(), VirtualWaiting(), VirtualStages(), shuffle
+        range(size), lambda driver: VirtualCommands(), VirtualWaiting(), VirtualStages(), shuffle
     )

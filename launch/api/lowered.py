@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...backends.base import World
-from ...backends.driven.device_only import is_sealed
+from ...backends.driven.participants import is_device_only
 from ...backends.failures.fallbacks import Fallbacks
 from ...backends.program.fuse import check_name
 from ...ir.clone import clone
@@ -284,7 +284,7 @@ class Lowered:
         """Write which device graphs the programs have, if any rank has a device."""
         fabrics = fabrics_of(self._world)
         if fabrics is not None:
-            whole = not is_driven or is_sealed(module)
+            whole = not is_driven or is_device_only(module)
             sink.add("graphs.txt", describe(module, fabrics, whole))
 
     def _module_at(self, phase: Phase, trace: Trace) -> Module:

@@ -16,12 +16,13 @@ from ...backends.cpu.control.restart_epochs import SharedStages
 from ...backends.cpu.node import MpiWorld
 from ...backends.cpu.waiting.serving import Serving
 from ...backends.devices.base import Device
+from ...backends.driven.commands import SEATS, VARIANTS
+from ...backends.driven.execution_launcher import Launcher
 from ...backends.driven.executions import Executions
 from ...backends.driven.futures import Future
 from ...backends.driven.graphs import Graph
 from ...backends.driven.rank_scheduler import Seat
-from ...backends.driven.records import SEATS, VARIANTS
-from ...backends.driven.variants import share_channels
+from ...backends.driven.shared_channels import share_channels
 from ...backends.errors import StepTimeout
 from ...backends.timing.statistics import Statistics
 from ...backends.virtual.virtual_executions import virtual_executions
@@ -71,16 +72,14 @@ class Made:
 
     def go_on_from(self, execution: int) -> None:
         """Let the next execution have this number; on all ranks, and none is in flight."""
-        self.graph.count = execution
-        for rank in self.executions.schedulers:
-            self.graph.started[rank] = execution
+        self.graph.go_on_from(execution, self.executions.schedulers)
 
     @property
     def launch(self) -> Launch | None:
         """Starts executions; None if this process does not play the driver."""
         if self.graph.driver not in self.executions.schedulers:
             return None
-        launcher, recover = self.executions.launcher(self.graph), self.recover
+        launcher, recover = Launcher(self.executions, self.graph), self.recover
         if recover is None:
             return launcher
 
@@ -197,7 +196,7 @@ def make_graph(
     Raises:
         PlanMismatch: the ranks have compiled different plans.
         RuntimeError: open graphs of the world have another driver.
-        ValueError: there are more variants or executions in flight than records can name.
+        ValueError: there are more variants or executions in flight than commands can name.
         UnknownCommunicator: a step names a transport that nobody has registered.
         BindError: a transport cannot carry what it is to carry.
     """

@@ -15,14 +15,13 @@ from ...backends.devices.programs.instance import AnnouncedInstance, DeviceOnlyI
 from ...backends.devices.warm import warm
 from ...backends.devices.watchdog import Watchdog, advice, cold, put_by
 from ...backends.driven.arrange import Reports
-from ...backends.driven.device_only import is_sealed
 from ...backends.driven.graphs import Rebuild
 from ...backends.driven.instance import Guard, Instance
-from ...backends.driven.participants import participants
+from ...backends.driven.participants import is_device_only, participants
 from ...backends.driven.rank_scheduler import RankScheduler, Seat
 from ...backends.driven.ticket_locks import Tickets
 from ...backends.failures.flight import FlightRecord, Position
-from ...backends.failures.unobserved_failures import witnesses
+from ...backends.failures.unobserved_failures import unobserved_ranks
 from ...backends.program.binder import Binder
 from ...backends.program.linked import LinkedModule, LinkedProgram
 from ...backends.streams.communicator import StreamCommunicator
@@ -179,8 +178,8 @@ class Seating:
         # For each variant the ranks that report to the driver.
         self._silent = [
             tuple(sorted(participants([module], driver)))
-            if is_sealed(module)
-            else witnesses(module, driver)
+            if is_device_only(module)
+            else unobserved_ranks(module, driver)
             for module in (variant.linked.module for variant in variants)
         ]
         self._reporting = {
@@ -245,7 +244,7 @@ class Seating:
         if on_device is None:
             return Instance(linked, Binder(linked, tickets).bind(), *shared)
         device, watch = on_device.device, on_device.watch
-        if is_sealed(linked.module):
+        if is_device_only(linked.module):
             whole = DeviceOnlyBinder(linked, tickets, device=device)
             abandon, in_flight = on_device.give_up, on_device.in_flight
             return DeviceOnlyInstance(whole, shared, watch, abandon, in_flight)

@@ -10,13 +10,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cg.backends.driven.participants import participants, woken_by_record
-from cg.backends.driven.records import BITS, GRAPHS, SEATS, VARIANTS, Kind, Record, VirtualRecords
+from cg.backends.driven.commands import (
+    BITS,
+    GRAPHS,
+    SEATS,
+    VARIANTS,
+    Command,
+    Kind,
+    VirtualCommands,
+)
+from cg.backends.driven.participants import participants, woken_by_command
+from cg.backends.driven.shared_channels import share_channels
 from cg.backends.driven.ticket_locks import TicketLocks, Tickets
-from cg.backends.driven.variants import share_channels
 from cg.backends.errors import Failure
 from cg.backends.failures.poison import Poison
-from cg.backends.failures.unobserved_failures import witnesses
+from cg.backends.failures.unobserved_failures import unobserved_ranks
 from cg.backends.timing.statistics import Statistics
 from cg.backends.timing.tallies import count
 from cg.ir.flops import Flops
@@ -75,17 +83,17 @@ def forked() -> Module:
     st.integers(0, VARIANTS - 1),
     st.integers(0, SEATS - 1),
 )
-def test_records_are_numbers(kind: Kind, graph: int, variant: int, seat: int) -> None:
-    record = Record(kind, graph, variant, seat)
-    assert 0 < record.pack() < 1 << BITS
-    assert Record.unpack(record.pack()) == record
+def test_commands_are_numbers(kind: Kind, graph: int, variant: int, seat: int) -> None:
+    command = Command(kind, graph, variant, seat)
+    assert 0 < command.pack() < 1 << BITS
+    assert Command.unpack(command.pack()) == command
 
 
 def test_every_reader_gets_what_concerns_it_in_order() -> None:
-    records = VirtualRecords()
-    to_both, to_one = records.publisher((1, 2), ()), records.publisher((2,), ())
+    commands = VirtualCommands()
+    to_both, to_one = commands.publisher((1, 2), ()), commands.publisher((2,), ())
     to_both(1)  # before anybody reads
-    one, two = records.reader(1), records.reader(2)
+    one, two = commands.reader(1), commands.reader(2)
     for number in range(2, 2002, 2):
         to_one(number)
         to_both(number + 1)
@@ -112,9 +120,9 @@ def test_executions_pass_an_actor_in_the_order_of_their_tickets() -> None:
 def test_who_takes_part_who_is_woken_and_who_has_to_report() -> None:
     module = forked()
     assert participants([module], 0) == {1, 2}
-    assert woken_by_record([module], 0) == (2,)  # rank 1 is woken by the input
-    assert witnesses(module, 0) == (2,)  # nothing of its call goes anywhere
-    assert witnesses(module, 2) == ()  # rank 1 sends its result to rank 2
+    assert woken_by_command([module], 0) == (2,)  # rank 1 is woken by the input
+    assert unobserved_ranks(module, 0) == (2,)  # nothing of its call goes anywhere
+    assert unobserved_ranks(module, 2) == ()  # rank 1 sends its result to rank 2
 
 
 def test_modules_share_channels() -> None:

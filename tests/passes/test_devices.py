@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cg.backends.driven.device_only import is_sealed
+from cg.backends.driven.participants import is_device_only
 from cg.ir.attributes import Stream
 from cg.ir.diagnostics import IRError
 from cg.ir.module import Module
@@ -191,7 +191,7 @@ def test_one_rank_that_needs_its_host_is_enough_for_announcements(before: str, a
     assert before in PROGRAM
     module = parse_module(PROGRAM.replace(before, after).replace("HOST", ""))
     PassManager((Capture("nccl+nccl", True),)).run(module)
-    assert not is_sealed(module)
+    assert not is_device_only(module)
     messages = [op for p in module.programs for op in p.ops if isinstance(op, Send | Recv)]
     assert [op.graph for op in messages] == [None] * len(messages)
 

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from ...driven.records import BITS
+from ...driven.commands import BITS
 from ..memory.layout import WORDS
 from ..node import Node
 
@@ -28,7 +28,7 @@ _MOST_UNDER_WAY: Final = 4 * _TELL_EVERY
 
 
 class RecordRing:
-    """The records of one driver, in a ring for each other rank; implements `Records`.
+    """The records of one driver, in a ring for each other rank; implements `CommandTransport`.
 
     Making one is collective.
 

@@ -128,9 +128,9 @@ class DeviceOnlyBinder(DeviceBinder):
 
         return run
 
-    def _make_gates(self) -> tuple[Gates, Gates]:
+    def _make_locks(self) -> tuple[Gates, Gates]:
         """None among the ops: they are all at the program's begin and end."""
-        gates, passages = super()._make_gates()
+        gates, passages = super()._make_locks()
         assert self._tickets is not None, "several executions may be in flight"
         gate, passage = self._tickets.acquire_and_release(STREAMS)
         self._gates = [*chain.from_iterable(gates.values()), gate]

@@ -112,8 +112,8 @@ class DrivenBinder(DeviceBinder):
         code.put_first([*self._land_inputs(code), *events])
         return code
 
-    def _make_gates(self) -> tuple[dict[int, list[Instruction]], dict[int, list[Instruction]]]:
-        gates, passages = super()._make_gates()
+    def _make_locks(self) -> tuple[dict[int, list[Instruction]], dict[int, list[Instruction]]]:
+        gates, passages = super()._make_locks()
         uses = {op.chan for op in self._program.ops if isinstance(op, Send | Recv | Collective)}
         if not uses.isdisjoint(self._announcements):
             assert self._tickets is not None, "several executions may be in flight"

@@ -11,7 +11,7 @@ import pytest
 
 from cg.backends.cpu.control.record_ring import SLOTS, RecordRing
 from cg.backends.cpu.node import Node
-from cg.backends.driven.records import BITS
+from cg.backends.driven.commands import BITS
 
 from .world import ThreadWorld, run_ranks
 

@@ -1,4 +1,4 @@
-"""Lets several scheduled modules run over the same channels, one execution after the other."""
+"""Let several scheduled modules run over the same channels, one execution after the other."""
 
 from __future__ import annotations
 

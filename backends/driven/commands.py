@@ -1,0 +1,163 @@
+"""Commands: the driver tells all other ranks to run graphs or close them, in one order for all.
+
+A command is a number of 40 bits, so that a transport can publish it, together with a count, as one
+word of 64.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+GRAPHS: Final = 1 << 18
+VARIANTS: Final = 1 << 10
+SEATS: Final = 1 << 10
+BITS: Final = 40
+
+
+class Kind(enum.IntEnum):
+    """Names the kinds of commands."""
+
+    EXECUTE = 1
+    CLOSE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command, taken apart.
+
+    Attributes:
+        kind: what to do.
+        graph: with which graph, by its number in the world.
+        variant: which of its variants to execute.
+        seat: on which of its instances.
+    """
+
+    kind: Kind
+    graph: int
+    variant: int = 0
+    seat: int = 0
+
+    def pack(self) -> int:
+        """The command as a number of `BITS` bits, not 0."""
+        return (((self.kind * GRAPHS) + self.graph) * VARIANTS + self.variant) * SEATS + self.seat
+
+    @staticmethod
+    def unpack(number: int) -> Command:
+        """The inverse of `pack`."""
+        rest, seat = divmod(number, SEATS)
+        rest, variant = divmod(rest, VARIANTS)
+        kind, graph = divmod(rest, GRAPHS)
+        return Command(Kind(kind), graph, variant, seat)
+
+
+class CommandTransport(Protocol):
+    """Carries commands from the driver to all other ranks, in order."""
+
+    def publisher(self, to: Sequence[int], wake: Sequence[int]) -> Callable[[int], None]:
+        """Tells other ranks of a command; for the driver.
+
+        It may wait for a rank that lags far behind.
+
+        Args:
+            to: the ranks that it concerns.
+            wake: those of them that are woken for it if they sleep.
+        """
+
+    def reader(self, rank: int) -> Callable[[], int]:
+        """Gives the next command for a rank that this process plays, or 0 if there is none yet."""
+
+    def mend(self) -> None:
+        """On the driver: be ready for the next command after one that was interrupted."""
+
+
+class VirtualCommands:
+    """Commands in lists, for a process that plays all ranks."""
+
+    def __init__(self) -> None:
+        self._commands: dict[int, deque[int]] = {}
+
+    def publisher(self, to: Sequence[int], wake: Sequence[int]) -> Callable[[int], None]:
+        """See `CommandTransport`."""
+        lists = [self._of(rank) for rank in to]
+
+        def put(command: int) -> None:
+            for commands in lists:
+                commands.append(command)
+
+        return put
+
+    def reader(self, rank: int) -> Callable[[], int]:
+        """See `CommandTransport`."""
+        commands = self._of(rank)
+
+        def take() -> int:
+            return commands.popleft() if commands else 0
+
+        return take
+
+    def mend(self) -> None:
+        """See `CommandTransport`; nothing can be half done."""
+
+    def _of(self, rank: int) -> deque[int]:
+        return self._commands.setdefault(rank, deque())
+
+
+Action = Callable[[], bool]
+"""Does what a command asks of a rank; false if it has to wait for executions before it."""
+
+
+class CommandQueue:
+    """The commands of one driver for one rank.
+
+    Args:
+        rank: whose.
+        read: the next command, or 0 (`CommandTransport.reader`).
+        decode: gives the action of a command; called once for each that differs.
+
+    Attributes:
+        rank: whose.
+    """
+
+    __slots__ = ("_actions", "_decode", "_held", "_read", "rank")
+
+    def __init__(
+        self, rank: int, read: Callable[[], int], decode: Callable[[int, Command], Action]
+    ) -> None:
+        self.rank = rank
+        self._read = read
+        self._decode = decode
+        self._held = 0
+        self._actions: dict[int, Action] = {}
+
+    def take(self) -> bool:
+        """Do what the next command asks for.
+
+        False if there is no command, or it has to wait. It waits for executions before it alone,
+        so it is always the next to be done.
+        """
+        command = self._held or self._read()
+        if not command:
+            return False
+        self._held = 0
+        action = self._actions.get(command)
+        if action is None:
+            action = self._actions[command] = self._decode(self.rank, Command.unpack(command))
+        done = action()
+        if not done:
+            self._held = command
+        return done
+
+    def drop(self) -> int:
+        """The next command, which will not be done, or 0."""
+        command = self._held or self._read()
+        self._held = 0
+        return command
+
+    def forget(self, graph: int) -> None:
+        """The graph with this number is closed."""
+        for command in [r for r in self._actions if Command.unpack(r).graph == graph]:
+            del self._actions[command]

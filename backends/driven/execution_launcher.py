@@ -1,0 +1,62 @@
+"""Start executions of a driven graph on its driver."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .commands import SEATS, Command, Kind
+from .executions import Executions
+from .futures import Future
+from .graphs import Graph
+
+
+class Launcher:
+    """Starts executions of one graph on its driver."""
+
+    def __init__(self, executions: Executions, graph: Graph) -> None:
+        self._executions = executions
+        self._graph = graph
+        self._publish = executions.publisher(graph)
+        self._scheduler = executions.schedulers[graph.driver]
+        self._instances = [seat.instances for seat in graph.seats[graph.driver]]
+        self._command = Command(Kind.EXECUTE, graph.number).pack()
+        self._spare: list[Future] = []
+
+    def __call__(self, variant: int, inputs: Sequence[Any], block: bool) -> Future:
+        """Start an execution.
+
+        Args:
+            variant: for which signature.
+            inputs: values for the parameters of the driver's program, checked.
+            block: whether to wait if the graph is at its capacity.
+
+        Raises:
+            CapacityError: the graph is at its capacity, and `block` is false.
+            StepTimeout: the graph is at its capacity until its deadline.
+            RuntimeError: another thread uses this rank's graphs, or a method that an execution
+                calls is running on it.
+            TransportError: a rank has ended.
+        """
+        graph, executions = self._graph, self._executions
+        self._scheduler.check_idle()
+        if executions.in_doubt or not graph.free:
+            executions.make_room(graph, block)
+        try:
+            number = graph.count
+            graph.count = number + 1
+            seat = graph.free.pop()
+            # The others are told first: they come on their way while all else is done here.
+            self._publish(self._command + variant * SEATS + seat)
+            future = self._spare.pop() if self._spare else Future(executions, number)
+            future.execution = number
+            graph.futures[seat] = future
+            self._scheduler.begin(self._instances[seat][variant], inputs, number)
+        except BaseException as error:
+            executions.in_doubt = True
+            executions.judge(error)
+            raise
+        if executions.has_due:
+            executions.call_back()
+        self._spare.append(Future(executions, -1))  # the next one's, while the others work
+        return future
