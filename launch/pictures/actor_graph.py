@@ -12,7 +12,7 @@ from ...ir.module import Channel, Module, Program
 from ...ir.ops import Broadcast, Call, Collective, Copy, Op, Recv, Return, Send, Value, View, Wait
 from ...ir.types import FutureType
 from .model import Kind
-from .op_boxes import Looks
+from .op_boxes import OpBoxes
 
 Key: TypeAlias = tuple[str, ...]
 """The key of a node; the same for all microbatches."""
@@ -103,7 +103,7 @@ class _Maker:
         self._module = module
         self._transport = transport
         self._graph = ActorGraph(module.name, module.world)
-        self._looks = {p.rank or 0: Looks(module, p) for p in module.programs}
+        self._boxes = {p.rank or 0: OpBoxes(module, p) for p in module.programs}
         self._sent: dict[tuple[int, int], tuple[int, Value]] = {}
         self._makers: dict[int, dict[Value, Op]] = {}
         self._keys: dict[int, Key] = {}
@@ -154,13 +154,13 @@ class _Maker:
             node.count += 1
 
     def _node(self, rank: int, op: Op) -> Node:
-        look = self._looks[rank].of(op) if not isinstance(op, Collective) else None
+        box = self._boxes[rank].of(op) if not isinstance(op, Collective) else None
         if not isinstance(op, Call):
             detail = f"{len(op.group.ranks)} ranks" if isinstance(op, Collective) else ""
-            return Node(rank, op.opcode, detail, Kind.MESSAGE if look is None else None)
-        assert look is not None
+            return Node(rank, op.opcode, detail, Kind.MESSAGE if box is None else None)
+        assert box is not None
         actor = self._module.functions[op.fn.name].actor
-        return Node(rank, _title(op.fn.name, actor), actor or "", look.kind, look.source)
+        return Node(rank, _title(op.fn.name, actor), actor or "", box.kind, box.source)
 
     # -- edges ------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from collections import Counter
 from html import escape
 
 from .actor_graph import ActorGraph, Edge, Key, Node
-from .style import BAND, COLOURS, FAINT, FONT, INK, LINE, PAPER
+from .style import BAND, COLOURS, FAINT, INK, LINE, PAPER, svg_head
 
 _WIDTH, _HEIGHT = 152, 38
 _ACROSS, _DOWN = 96, 16
@@ -53,14 +53,7 @@ class _Drawing:
 
     def draw(self) -> str:
         add = self._lines.append
-        add(
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{self._width}" '
-            f'height="{self._height:.0f}" viewBox="0 0 {self._width} {self._height:.0f}" '
-            f'font-family="{FONT}" font-size="11" fill="{INK}">'
-        )
-        add(_STYLE)
-        add(f"<title>{escape(self._title)}</title>")
-        add(f'<rect width="100%" height="100%" fill="{PAPER}"/>')
+        self._lines += svg_head(self._width, self._height, _STYLE, self._title)
         add(f'<text x="16" y="28" font-size="16" font-weight="600">{escape(self._title)}</text>')
         for rank in self._bands:
             self._band(rank)

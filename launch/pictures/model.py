@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple, TypeAlias
 
 from ...ir.attributes import Action
 
@@ -48,6 +49,7 @@ class Slice:
         microbatch: which it belongs to, if any.
         execution: of the step, where several are shown.
         chunk: which of the rank's stages it belongs to, where a rank has several; 0 is the first.
+        stream: of the rank.
     """
 
     start: float
@@ -61,6 +63,7 @@ class Slice:
     microbatch: int | None = None
     execution: int | None = None
     chunk: int = 0
+    stream: str = "compute"
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +159,58 @@ class Picture:
     def has_chunks(self) -> bool:
         """True if a rank has several stages, which differ in shade."""
         return any(each.chunk for each in self.slices())
+
+
+class TrackKey(NamedTuple):
+    """Names a track: a rank, its stream, and the lane as in `Track`."""
+
+    rank: int
+    stream: str = "compute"
+    lane: int = 0
+
+
+End: TypeAlias = tuple[TrackKey, float]
+"""One end of an arrow: a track and a time."""
+
+_STREAMS = ("compute", "send", "recv", "collective", "copy")
+
+
+def lay_out(
+    title: str,
+    note: str,
+    ranks: Iterable[int],
+    slices: Mapping[TrackKey, Sequence[Slice]],
+    arrows: Iterable[tuple[End, End]],
+) -> Picture:
+    """Lay out slices: a row for each rank, and in it a track for each lane and stream.
+
+    Arrows are left out whose tracks have no slices.
+    """
+    rows: list[Row] = []
+    places: dict[TrackKey, tuple[int, int]] = {}
+    for index, rank in enumerate(sorted(ranks)):
+        keys = sorted((key for key in slices if key.rank == rank), key=_order) or [TrackKey(rank)]
+        places.update({key: (index, at) for at, key in enumerate(keys)})
+        tracks = (
+            Track(key.stream, tuple(sorted(slices.get(key, ()), key=_times)), key.lane)
+            for key in keys
+        )
+        rows.append(Row(rank, tuple(tracks)))
+    found = (
+        Arrow(Spot(*places[tail], sent), Spot(*places[head], come))
+        for (tail, sent), (head, come) in arrows
+        if tail in places and head in places
+    )
+    return Picture(title, tuple(rows), note, tuple(found))
+
+
+def _order(key: TrackKey) -> tuple[int, int, str]:
+    known = key.stream in _STREAMS
+    return key.lane, _STREAMS.index(key.stream) if known else len(_STREAMS), key.stream
+
+
+def _times(each: Slice) -> tuple[float, float]:
+    return each.start, each.end
 
 
 def one_above_the_other(predicted: Picture, measured: Picture) -> Picture:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ...backends.program.instruction_info import Role
 from ...ir.attributes import Effect, Stream
@@ -13,57 +13,26 @@ from ...ir.types import FutureType, TensorType, Type
 from .model import KIND_OF, Kind, Slice
 
 
-@dataclass(frozen=True, slots=True)
-class Look:
-    """The contents of an op's slice, without its times."""
-
-    stream: str
-    kind: Kind
-    name: str
-    label: str
-    op: str
-    source: str
-    nbytes: int | None
-    microbatch: int | None
-    chunk: int
-
-    def slice(self, start: float, end: float, execution: int | None = None) -> Slice:
-        """The op from `start` to `end`, in milliseconds."""
-        return Slice(
-            start,
-            end,
-            self.kind,
-            self.name,
-            self.label,
-            self.op,
-            self.source,
-            self.nbytes,
-            self.microbatch,
-            execution,
-            self.chunk,
-        )
-
-
-class Looks:
-    """The looks of a program's ops, each made once."""
+class OpBoxes:
+    """The boxes of a program's ops without their times, each made once."""
 
     def __init__(self, module: Module, program: Program) -> None:
         self._module = module
         stages = sorted({op.task.stage for op in program.ops if op.task is not None})
         self._chunks = {stage: chunk for chunk, stage in enumerate(stages)}
-        self._made: dict[int, Look] = {}
+        self._made: dict[int, Slice] = {}
         self._ops = program.ops
         self._makers: dict[Value, Op] = {value: op for op in program.ops for value in op.results}
 
-    def of(self, op: Op) -> Look:
-        """The look of `op`."""
+    def of(self, op: Op) -> Slice:
+        """The box of `op`."""
         found = self._made.get(id(op))
         if found is None:
             found = self._made[id(op)] = self._make(op)
         return found
 
-    def instruction(self, index: int, role: Role, awaited: int | None) -> Look:
-        """The look of an instruction that was made for the op at `index`.
+    def instruction(self, index: int, role: Role, awaited: int | None) -> Slice:
+        """The box of an instruction that was made for the op at `index`.
 
         Args:
             index: of the op in the program.
@@ -71,20 +40,20 @@ class Looks:
             awaited: index of the communication op that it waits for, if it does.
         """
         op = self._ops[index]
-        look = self.of(op)
+        box = self.of(op)
         communicates = isinstance(op, Send | Recv | Collective)
         if role is Role.AWAIT:
             what = "the others' reports" if awaited is None else self._name(self._ops[awaited])
-            return replace(look, kind=Kind.WAIT, name=f"wait: {what}", label="")
+            return replace(box, kind=Kind.WAIT, name=f"wait: {what}", label="")
         if role is Role.ISSUE and not communicates:
-            return replace(look, kind=Kind.MESSAGE, name="report", label="", op="", source="")
+            return replace(box, kind=Kind.MESSAGE, name="report", label="", op="", source="")
         if role is Role.KEEP and isinstance(op, Call):
             actor = self._module.functions[op.fn.name].actor
             name = f"turn of {self._module.name} at {actor}"
-            return replace(look, kind=Kind.WAIT, name=name, label="", nbytes=None)
+            return replace(box, kind=Kind.WAIT, name=name, label="", nbytes=None)
         if role is Role.KEEP:
-            return replace(look, kind=Kind.OTHER, label="", nbytes=None)
-        return look
+            return replace(box, kind=Kind.OTHER, label="", nbytes=None)
+        return box
 
     def of_message(self, index: int, role: Role, awaited: int | None) -> Send | Recv | None:
         """The message that an instruction sends, or whose arrival it waits for."""
@@ -93,13 +62,14 @@ class Looks:
             return op
         return op if role is Role.AWAIT and isinstance(op, Recv) else None
 
-    def _make(self, op: Op) -> Look:
+    def _make(self, op: Op) -> Slice:
         mb = op.mb if op.task is None else op.task.microbatch
         location = op.loc
         if location is None and isinstance(op, Call):
             location = self._module.functions[op.fn.name].loc
-        return Look(
-            str((op.stream or Stream.COMPUTE).value),
+        return Slice(
+            0.0,
+            0.0,
             self._kind(op),
             self._name(op),
             self._label(op),
@@ -107,7 +77,8 @@ class Looks:
             "" if location is None else str(location),
             _nbytes(op),
             mb,
-            0 if op.task is None else self._chunks[op.task.stage],
+            chunk=0 if op.task is None else self._chunks[op.task.stage],
+            stream=str((op.stream or Stream.COMPUTE).value),
         )
 
     def _kind(self, op: Op) -> Kind:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from dataclasses import replace
 
 from ...ir.communication import Message
 from ...ir.module import Module
-from ...ir.ops import Call, Recv, Send
+from ...ir.ops import Call, Op, Recv, Send
 from ...ir.pipeline.costs import Costs
 from ...passes.simulate.program_simulator import ProgramSimulation, simulate_programs
 from ...passes.simulate.program_times import ProgramTimes
-from .model import NUDGE, Arrow, Picture, Row, Slice, Spot, Track
-from .op_boxes import Looks
+from .model import NUDGE, End, Picture, Slice, TrackKey, lay_out
+from .op_boxes import OpBoxes
 
 
 def picture_of_programs(
@@ -26,55 +26,35 @@ def picture_of_programs(
         title: the name of the step, if it is empty.
         note: as in `Picture`.
     """
-    looks = {program.rank or 0: Looks(module, program) for program in module.programs}
-    boxes: dict[tuple[int, str], list[Slice]] = defaultdict(list)
+    boxes = {program.rank or 0: OpBoxes(module, program) for program in module.programs}
+    slices: dict[TrackKey, list[Slice]] = defaultdict(list)
+
+    def add(rank: int, op: Op, start: float, end: float) -> None:
+        box = boxes[rank].of(op)
+        slices[TrackKey(rank, box.stream)].append(replace(box, start=start, end=end))
+
     for span in times.spans:
-        look = looks[span.rank].of(span.op)
-        boxes[span.rank, look.stream].append(look.slice(span.start, span.end))
+        add(span.rank, span.op, span.start, span.end)
     messages = times.messages if isinstance(times, ProgramSimulation) else ()
     for message in messages:
         if message.ready > message.start:
             for rank, op in message.ends.items():
-                look = looks[rank].of(op)
-                boxes[rank, look.stream].append(look.slice(message.start, message.ready))
-    rows = []
-    places: dict[tuple[int, str], tuple[int, int]] = {}
-    for index, rank in enumerate(sorted(looks)):
-        streams = sorted((s for r, s in boxes if r == rank), key=stream_order) or ["compute"]
-        for at, stream in enumerate(streams):
-            places[rank, stream] = (index, at)
-        tracks = [
-            Track(stream, tuple(sorted(boxes[rank, stream], key=lambda s: (s.start, s.end))))
-            for stream in streams
-        ]
-        rows.append(Row(rank, tuple(tracks)))
-    arrows = _message_arrows(messages, looks, places)
-    return Picture(title or f"@{module.name}", tuple(rows), note, tuple(arrows))
+                add(rank, op, message.start, message.ready)
 
+    def track(rank: int, op: Op) -> TrackKey:
+        key = TrackKey(rank, boxes[rank].of(op).stream)
+        return key if key in slices else TrackKey(rank)
 
-def _message_arrows(
-    messages: Iterable[Message],
-    looks: dict[int, Looks],
-    places: dict[tuple[int, str], tuple[int, int]],
-) -> list[Arrow]:
-    arrows = []
+    arrows: list[tuple[End, End]] = []
     for message in messages:
         ends = _ends(message)
-        if ends is None:
-            continue
-        sender, receiver = ends
-        streams = (
-            looks[sender].of(message.ends[sender]).stream,
-            looks[receiver].of(message.ends[receiver]).stream,
-        )
-        tail = places.get((sender, streams[0])) or places.get((sender, "compute"))
-        head = places.get((receiver, streams[1])) or places.get((receiver, "compute"))
-        if tail is not None and head is not None:
+        if ends is not None:
+            tail, head = (track(rank, message.ends[rank]) for rank in ends)
             travels = message.ready > message.start
             start = message.start if travels else message.start - NUDGE
             end = message.ready - NUDGE if travels else message.ready
-            arrows.append(Arrow(Spot(*tail, max(0.0, start)), Spot(*head, end)))
-    return arrows
+            arrows.append(((tail, max(0.0, start)), (head, end)))
+    return lay_out(title or f"@{module.name}", note, boxes, slices, arrows)
 
 
 def _ends(message: Message) -> tuple[int, int] | None:
@@ -86,14 +66,6 @@ def _ends(message: Message) -> tuple[int, int] | None:
         elif isinstance(op, Recv):
             receiver = rank
     return None if sender is None or receiver is None else (sender, receiver)
-
-
-_STREAMS = ("compute", "send", "recv", "collective", "copy")
-
-
-def stream_order(stream: str) -> int:
-    """Where a stream stands among those of its rank."""
-    return _STREAMS.index(stream) if stream in _STREAMS else len(_STREAMS)
 
 
 def picture_in_units(module: Module) -> Picture:

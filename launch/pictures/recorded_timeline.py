@@ -5,16 +5,15 @@ from __future__ import annotations
 from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from ...backends.timing.tracing import Origin
 from ...ir.module import Module
-from ...ir.ops import Send
+from ...ir.ops import Recv, Send
 from ..measure.clocks import Reading, common_time
-from .model import NUDGE, Arrow, Picture, Row, Slice, Spot, Track
-from .op_boxes import Look, Looks
-from .program_timeline import stream_order
+from .model import NUDGE, Picture, Slice, TrackKey, lay_out
+from .op_boxes import OpBoxes
 
 Which: TypeAlias = tuple[int, int]
 """An execution: index of its record, and its number."""
@@ -81,136 +80,59 @@ def picture_of_records(records: Records, title: str, note: str = "") -> Picture:
 
     Where executions overlap on a rank, each has tracks of its own.
     """
-    return _Maker(records).make(title, note)
+    zero = min((began for _, _, _, began, _ in _events(records)), default=0.0)
+    instructions = [_instructions(each, records.modules[each.step]) for each in records.programs]
+    boxes: list[tuple[Which, Slice]] = []
+    spans: dict[int, dict[Which, tuple[float, float]]] = defaultdict(dict)
+    tails: dict[_MessageKey, tuple[Which, Slice]] = {}
+    heads: dict[_MessageKey, tuple[Which, Slice]] = {}
+    for index, instruction, execution, began, ended in _events(records):
+        which, record = (index, execution), records.programs[index]
+        box, message = instructions[index][instruction]
+        start, end = (began - zero) / 1e6, (ended - zero) / 1e6
+        box = replace(box, start=start, end=end, execution=execution)
+        boxes.append((which, box))
+        first, last = spans[record.rank].get(which, (start, end))
+        spans[record.rank][which] = (min(first, start), max(last, end))
+        if message is not None:
+            key = (record.step, record.seat, execution, message.chan, message.seq or 0)
+            (tails if isinstance(message, Send) else heads)[key] = which, box
+    lanes = {which: lane for each in spans.values() for which, lane in _lanes(each).items()}
 
+    def track(which: Which, box: Slice) -> TrackKey:
+        return TrackKey(records.programs[which[0]].rank, box.stream, lanes[which])
 
-@dataclass(slots=True)
-class _Rank:
-    """The slices of a rank, by execution and stream, before they are laid out."""
-
-    boxes: dict[tuple[Which, str], list[Slice]] = field(default_factory=lambda: defaultdict(list))
-    spans: dict[Which, tuple[float, float]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class _End:
-    """One end of a message."""
-
-    rank: int
-    which: Which
-    stream: str
-    time: float
+    slices: dict[TrackKey, list[Slice]] = defaultdict(list)
+    for which, box in boxes:
+        slices[track(which, box)].append(box)
+    arrows = (
+        ((track(*tail), tail[1].start), (track(*heads[key]), heads[key][1].end - NUDGE))
+        for key, tail in tails.items()
+        if key in heads
+    )
+    return lay_out(title, note, {each.rank for each in records.programs}, slices, arrows)
 
 
 _MessageKey: TypeAlias = tuple[int, int, int, int, int]
 """Step, seat, execution, channel and number."""
 
 
-class _Maker:
-    """One picture on its way."""
-
-    def __init__(self, records: Records) -> None:
-        self._records = records
-        self._zero = min((time for _, _, time, _ in self._events()), default=0.0)
-        self._ranks: dict[int, _Rank] = {}
-        self._tails: dict[_MessageKey, _End] = {}
-        self._heads: dict[_MessageKey, _End] = {}
-
-    def make(self, title: str, note: str) -> Picture:
-        for rank in sorted({record.rank for record in self._records.programs}):
-            self._ranks[rank] = _Rank()
-        looks = [self._looks(record) for record in self._records.programs]
-        messages = [self._messages(record) for record in self._records.programs]
-        for index, event, began, ended in self._events():
-            instruction, execution = event
-            look = looks[index][instruction]
-            which = (index, execution)
-            self._add(which, look, (began - self._zero) / 1e6, (ended - self._zero) / 1e6)
-            message = messages[index][instruction]
-            if message is not None:
-                self._note(which, look, message, (began - self._zero, ended - self._zero))
-        rows, places = self._lay_out()
-        return Picture(title, tuple(rows), note, tuple(self._arrows(places)))
-
-    def _events(self) -> Iterator[tuple[int, tuple[int, int], float, float]]:
-        """Record, instruction and execution, begin and end in nanoseconds of rank 0."""
-        for index, record in enumerate(self._records.programs):
-            first, last = self._records.first[record.rank], self._records.last[record.rank]
-            events = record.events
-            for at in range(0, len(events), 4):
-                instruction, execution, began, ended = events[at : at + 4]
-                yield (
-                    index,
-                    (instruction, execution),
-                    common_time(began, first, last),
-                    common_time(ended, first, last),
-                )
-
-    def _looks(self, record: ProgramRecord) -> list[Look]:
-        module = self._records.modules[record.step]
-        looks = Looks(module, module.program_of(record.rank))
-        return [looks.instruction(o.op, o.role, o.awaited) for o in record.origins]
-
-    def _messages(self, record: ProgramRecord) -> list[tuple[bool, int, int] | None]:
-        """For each instruction: True if it sends, the channel, the number."""
-        module = self._records.modules[record.step]
-        looks = Looks(module, module.program_of(record.rank))
-        ops = [looks.of_message(o.op, o.role, o.awaited) for o in record.origins]
-        return [None if op is None else (isinstance(op, Send), op.chan, op.seq) for op in ops]
-
-    def _add(self, which: Which, look: Look, start: float, end: float) -> None:
-        rank = self._ranks[self._records.programs[which[0]].rank]
-        rank.boxes[which, look.stream].append(look.slice(start, end, which[1]))
-        began, ended = rank.spans.get(which, (start, end))
-        rank.spans[which] = (min(began, start), max(ended, end))
-
-    def _note(
-        self,
-        which: Which,
-        look: Look,
-        message: tuple[bool, int, int],
-        times: tuple[float, float],
-    ) -> None:
-        record = self._records.programs[which[0]]
-        sends, channel, number = message
-        time = times[0] / 1e6 if sends else times[1] / 1e6 - NUDGE
-        end = _End(record.rank, which, look.stream, time)
-        key = (record.step, record.seat, which[1], channel, number)
-        (self._tails if sends else self._heads)[key] = end
-
-    def _lay_out(self) -> tuple[list[Row], dict[tuple[Which, str], tuple[int, int]]]:
-        """The rows, and where in them each stream of each execution is."""
-        rows: list[Row] = []
-        places: dict[tuple[Which, str], tuple[int, int]] = {}
-        for number, rank in self._ranks.items():
-            lanes = _lanes(rank.spans)
-            tracks: dict[tuple[int, int, str], list[Slice]] = defaultdict(list)
-            keys: dict[tuple[int, int, str], list[tuple[Which, str]]] = defaultdict(list)
-            for (which, stream), slices in rank.boxes.items():
-                key = (lanes[which], stream_order(stream), stream)
-                tracks[key] += slices
-                keys[key].append((which, stream))
-            for at, key in enumerate(sorted(tracks)):
-                places.update(dict.fromkeys(keys[key], (len(rows), at)))
-            made = [
-                Track(stream, tuple(sorted(tracks[lane, order, stream], key=_start)), lane)
-                for lane, order, stream in sorted(tracks)
-            ]
-            rows.append(Row(number, tuple(made)))
-        return rows, places
-
-    def _arrows(self, places: Mapping[tuple[Which, str], tuple[int, int]]) -> Iterator[Arrow]:
-        for key, tail in self._tails.items():
-            head = self._heads.get(key)
-            if head is not None:
-                yield Arrow(
-                    Spot(*places[tail.which, tail.stream], tail.time),
-                    Spot(*places[head.which, head.stream], head.time),
-                )
+def _events(records: Records) -> Iterator[tuple[int, int, int, float, float]]:
+    """Record, instruction and execution, begin and end in nanoseconds of rank 0."""
+    for index, record in enumerate(records.programs):
+        first, last = records.first[record.rank], records.last[record.rank]
+        events = record.events
+        for at in range(0, len(events), 4):
+            instruction, execution, *times = events[at : at + 4]
+            began, ended = (common_time(time, first, last) for time in times)
+            yield index, instruction, execution, began, ended
 
 
-def _start(each: Slice) -> float:
-    return each.start
+def _instructions(record: ProgramRecord, module: Module) -> list[tuple[Slice, Send | Recv | None]]:
+    """For each instruction its box, and the message that it sends or waits for."""
+    boxes = OpBoxes(module, module.program_of(record.rank))
+    origins = [(each.op, each.role, each.awaited) for each in record.origins]
+    return [(boxes.instruction(*each), boxes.of_message(*each)) for each in origins]
 
 
 def _lanes(spans: Mapping[Which, tuple[float, float]]) -> dict[Which, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from html import escape
 
 from .model import Kind
 
@@ -35,6 +36,18 @@ INK, FAINT, LINE, PAPER, BAND = "#1f2733", "#667085", "#dfe3e9", "#ffffff", "#f6
 """Text, lesser text, lines, background, and the background of every other rank."""
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
+
+
+def svg_head(width: float, height: float, style: str, title: str) -> list[str]:
+    """The first lines of a drawing: its size, style sheet, title and background."""
+    size = f"{width:.0f}", f"{height:.0f}"
+    return [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{size[0]}" height="{size[1]}" '
+        f'viewBox="0 0 {size[0]} {size[1]}" font-family="{FONT}" font-size="11" fill="{INK}">',
+        style,
+        f"<title>{escape(title)}</title>",
+        f'<rect width="100%" height="100%" fill="{PAPER}"/>',
+    ]
 
 
 def ink_on(kind: Kind) -> str:

@@ -8,14 +8,13 @@ from .model import Arrow, Kind, Picture, Slice, Spot
 from .style import (
     BAND,
     FAINT,
-    FONT,
     INK,
     LINE,
-    PAPER,
     SHADES,
     bytes_text,
     fill_of,
     ink_on,
+    svg_head,
     ticks,
     time_text,
 )
@@ -73,15 +72,7 @@ class _Drawing:
     def draw(self) -> str:
         height = _TOP + total(self._bands) + _BOTTOM
         full = self._left + self._width + _RIGHT
-        add = self._lines.append
-        add(
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{full:.0f}" height="{height}" '
-            f'viewBox="0 0 {full:.0f} {height}" font-family="{FONT}" font-size="11" '
-            f'fill="{INK}">'
-        )
-        add(_STYLE)
-        add(f"<title>{escape(self._picture.title)}</title>")
-        add(f'<rect width="100%" height="100%" fill="{PAPER}"/>')
+        self._lines += svg_head(full, height, _STYLE, self._picture.title)
         self._head()
         for band in self._bands:
             self._shade(band)
@@ -92,7 +83,7 @@ class _Drawing:
         for band in self._bands:
             self._band(band)
         self._legend(height - 16)
-        add("</svg>\n")
+        self._lines.append("</svg>\n")
         return "\n".join(self._lines)
 
     def _head(self) -> None:
