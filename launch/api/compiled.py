@@ -337,22 +337,17 @@ class Compiled(Programs):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], executions: int
     ) -> tuple[Module, list[Recording]]:
         with self._lock.held(self._name):
-            return self._record_locked(args, kwargs, executions)
-
-    def _record_locked(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], executions: int
-    ) -> tuple[Module, list[Recording]]:
-        self._check_callable()
-        chosen = self.variants[self._select(args, kwargs)[0] if len(self.variants) > 1 else 0]
-        return chosen.module, record(
-            self._world,
-            chosen.linked(self._seed),
-            chosen.parameters,
-            lambda: chosen.inputs(args, kwargs),
-            executions,
-            self._facts(chosen),
-            timeout=self._timeout,
-        )
+            self._check_callable()
+            chosen = self.variants[self._select(args, kwargs)[0] if len(self.variants) > 1 else 0]
+            return chosen.module, record(
+                self._world,
+                chosen.linked(self._seed),
+                chosen.parameters,
+                lambda: chosen.inputs(args, kwargs),
+                executions,
+                self._facts(chosen),
+                timeout=self._timeout,
+            )
 
     def _runtime(self, index: int) -> Runtime:
         """The runtime of a variant on all ranks; of a graph, made on the first call."""

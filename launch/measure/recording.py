@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from ...backends.base import World
 from ...backends.devices.base import Device, Event
@@ -24,41 +24,29 @@ from ..runtime.runtime import make_runtime
 from ..world.comparison import CallFacts
 
 Stamps: TypeAlias = dict[int, tuple[float, float]]
-"""When calls of a program started and ended, in seconds, by place in the program."""
-
+"""The start and end of calls of a program, in seconds, by place in the program."""
 
 Marks: TypeAlias = dict[int, tuple[Any, Any]]
 """The start and end of calls, as marks of a clock, by place in the program."""
 
 
-class Clock(Protocol):
-    """The clock by which calls are timed."""
+class Clock:
+    """The host's clock."""
 
     def start(self) -> float:
         """Begin an execution; the time, in seconds of `perf_counter`."""
+        return perf_counter()
 
     def now(self) -> Any:
         """A mark of the time, which `read` turns into seconds."""
-
-    def read(self, marks: Marks) -> Stamps:
-        """The times of marks, in seconds of `perf_counter`; waits until they have passed."""
-
-
-class HostClock:
-    """The host's clock."""
-
-    now = staticmethod(perf_counter)
-
-    def start(self) -> float:
-        """The time now: the host's clock needs no beginning."""
         return perf_counter()
 
     def read(self, marks: Marks) -> Stamps:
-        """The marks themselves, which are times."""
+        """The times of marks, in seconds of `perf_counter`; waits until they have passed."""
         return dict(marks)
 
 
-class DeviceClock:
+class DeviceClock(Clock):
     """The clock of a device's compute stream, by its events."""
 
     def __init__(self, device: Device) -> None:
@@ -90,7 +78,7 @@ class DeviceClock:
 
 
 class CallLog:
-    """When the calls of a program ran in its last execution; see `Log`.
+    """Times the calls of a program in its last execution; a `Log`.
 
     Args:
         clock: what they are timed by.
@@ -104,7 +92,7 @@ class CallLog:
         self._now = clock.now
 
     def wrap(self, code: Code) -> list[Instruction]:
-        """See `Log`."""
+        """Instructions that do what those of `code` do, and time calls."""
         return [
             instruction if info.function is None else self._timed(instruction, info.op)
             for instruction, info in zip(code.instructions, code.infos, strict=True)
@@ -161,7 +149,7 @@ def record(
     """
     module = linked.module
     ranks = [rank for rank in range(module.world) if world.plays(rank)]
-    clock: Clock = HostClock() if world.device is None else DeviceClock(world.device)
+    clock = Clock() if world.device is None else DeviceClock(world.device)
     plain = clone(module)
     for op in (op for program in plain.programs for op in program.ops):
         op.graph = None  # what is replayed is not called

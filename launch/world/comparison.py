@@ -41,7 +41,7 @@ class CallFacts:
         """Make the comparison of the ranks' arguments; None if there is nothing to compare."""
         if self.every == 0 or self.spec.place.is_single or not self.spec.tree.values:
             return None
-        return Comparison(world, control, self.spec, self.loc, self.every, progress)
+        return Comparison(world, control, self, progress)
 
 
 class Comparison:
@@ -53,9 +53,7 @@ class Comparison:
     Args:
         world: all ranks.
         control: of executions.
-        spec: the arguments.
-        loc: the step's first line.
-        every: compare every n-th execution, from the first; None: as above.
+        call: the step, and how often to compare.
         progress: functions to call while waiting.
     """
 
@@ -63,23 +61,19 @@ class Comparison:
         self,
         world: World,
         control: Control,
-        spec: InputSpec,
-        loc: Location | None,
-        every: int | None,
+        call: CallFacts,
         progress: Sequence[Callable[[], None]],
     ) -> None:
         self._world = world
         self._control = control
-        self._spec = spec
-        self._loc = loc
-        self._every = every
+        self._call = call
         self._progress = progress
         self._number = 0
-        self._gives = world.rank in spec.place.ranks
+        self._gives = world.rank in call.spec.place.ranks
 
     def plan_next(self) -> int:
         """Count on; after how many executions to compare again."""
-        step = self._every or (1 if self._number < 2 else min(self._number, SELDOM))
+        step = self._call.every or (1 if self._number < 2 else min(self._number, SELDOM))
         self._number += step
         return step
 
@@ -93,14 +87,14 @@ class Comparison:
             RemoteError, StepTimeout, TransportError, PlanMismatch: another rank does not come.
         """
         digests = [digest(value) for value in values] if self._gives else []
-        ranks = self._spec.place.ranks
+        ranks = self._call.spec.place.ranks
         word = joined(digests) if self._gives else 0
         if not self._control.compare(word, ranks, self._progress):
             raise self._difference(self._world.allgather((digests, user_line())))
 
     def _difference(self, everywhere: Sequence[tuple[list[int], str]]) -> InputError:
         """Make the error from each rank's digests of its arguments and its line of the call."""
-        spec = self._spec
+        spec, loc = self._call.spec, self._call.loc
         names = [spec.names[index] for index in spec.tree.values]
         ranks = spec.place.ranks
         found = []
@@ -111,7 +105,7 @@ class Comparison:
             if len(groups) > 1:
                 one, *others = map(named, groups.values())
                 found.append(f"{name} (one value on {one}, another on {', on '.join(others)})")
-        where = "" if self._loc is None else f", defined at {self._loc.file}:{self._loc.line}"
+        where = "" if loc is None else f", defined at {loc.file}:{loc.line}"
         several = len(found) > 1
         return InputError(
             f"argument{'s' if several else ''} {', '.join(found)} of {spec.step}() differ"

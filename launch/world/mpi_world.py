@@ -49,9 +49,12 @@ class MpiWorld:
     """A `World` over a private duplicate of MPI's COMM_WORLD.
 
     Besides what `World` asks for, it says how ranks share machines: `local_rank` among
-    `local_size` ranks of this machine, which are `local_ranks`; `node_comm` joins them. `device`
-    is set when the world has started.
+    `local_size` ranks of this machine, which are `local_ranks`; `node_comm` joins them. `nodes`
+    has for each rank the number of the machine whose memory it can share. `device` is set when the
+    world has started.
     """
+
+    is_virtual = False
 
     def __init__(self, mpi: Any, timeout: float | None) -> None:
         """Duplicate the communicators; all ranks together.
@@ -64,8 +67,8 @@ class MpiWorld:
             TimeoutError: not every rank has come here in time.
         """
         self._mpi = mpi
-        self._rank: int = mpi.COMM_WORLD.rank
-        self._size: int = mpi.COMM_WORLD.size
+        self.rank: int = mpi.COMM_WORLD.rank
+        self.size: int = mpi.COMM_WORLD.size
         self._timeout = timeout
         self._sequence = 0
         self._broken = ""
@@ -80,37 +83,17 @@ class MpiWorld:
         self.comm = self._duplicate()
         # These two block; that is safe, since every rank has come this far.
         self.node_comm = cast("Intracomm", self.comm.Split_type(mpi.COMM_TYPE_SHARED))
-        self.local_ranks: tuple[int, ...] = tuple(self.node_comm.allgather(self._rank))
+        self.local_ranks: tuple[int, ...] = tuple(self.node_comm.allgather(self.rank))
         self.local_rank: int = self.node_comm.rank
         self.local_size: int = self.node_comm.size
         firsts = self.allgather(self.local_ranks[0])
         numbers = {first: number for number, first in enumerate(sorted(set(firsts)))}
-        self._nodes = tuple(numbers[first] for first in firsts)
+        self.nodes: Sequence[int] = tuple(numbers[first] for first in firsts)
         self._stacks = self._meet_stacks()
-
-    @property
-    def rank(self) -> int:
-        """This process's rank."""
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return self._size
-
-    @property
-    def is_virtual(self) -> bool:
-        """False: every process plays one rank."""
-        return False
-
-    @property
-    def nodes(self) -> Sequence[int]:
-        """For each rank the number of the machine whose memory it can share."""
-        return self._nodes
 
     def plays(self, rank: int) -> bool:
         """True if `rank` is this process."""
-        return rank == self._rank
+        return rank == self.rank
 
     def barrier(self) -> None:
         """Wait until every rank has come here; raises as `broadcast` does."""
@@ -124,12 +107,12 @@ class MpiWorld:
             WorldError: a rank is in another call, or its program has ended.
             PlanMismatch: a rank is in an execution of a step instead.
         """
-        if not 0 <= root < self._size:
-            raise ValueError(f"broadcast: root {root} is not a rank of {self._size}")
+        if not 0 <= root < self.size:
+            raise ValueError(f"broadcast: root {root} is not a rank of {self.size}")
         call = f"broadcast from rank {root}"
         head = bytearray(HEAD)
         body = bytearray()
-        if self._rank == root:
+        if self.rank == root:
             body = bytearray(pickle.dumps(value, protocol=5))
             head[:8] = len(body).to_bytes(8, "little")
             head[8:] = body[: HEAD - 8].ljust(HEAD - 8, b"\0")
@@ -140,17 +123,17 @@ class MpiWorld:
             self._complete(self.comm.Ibcast([body, self._mpi.BYTE], root), call)
         else:
             body = head[8 : 8 + length]
-        return cast(T, value if self._rank == root else pickle.loads(body))
+        return cast(T, value if self.rank == root else pickle.loads(body))
 
     def allgather(self, value: T) -> list[T]:
         """The values of all ranks, pickled, by rank; raises as `broadcast` does."""
         mine = bytearray(pickle.dumps(value, protocol=5))
-        lengths = bytearray(8 * self._size)
+        lengths = bytearray(8 * self.size)
         length = bytearray(len(mine).to_bytes(8, "little"))
         byte = self._mpi.BYTE
         self._complete(self.comm.Iallgather([length, byte], [lengths, 8, byte]), "allgather")
         counts = [
-            int.from_bytes(lengths[8 * rank : 8 * rank + 8], "little") for rank in range(self._size)
+            int.from_bytes(lengths[8 * rank : 8 * rank + 8], "little") for rank in range(self.size)
         ]
         everything = bytearray(sum(counts))
         request = self.comm.Iallgatherv([mine, byte], [everything, counts, byte])
@@ -175,7 +158,7 @@ class MpiWorld:
     def end_job(self, message: str) -> None:
         """End all ranks, since this one cannot go on; `message` says why."""
         sys.stdout.flush()
-        sys.stderr.write(f"[rank {self._rank}] {message}\n")
+        sys.stderr.write(f"[rank {self.rank}] {message}\n")
         sys.stderr.flush()
         sleep(DRAIN_SECONDS)
         self._mpi.COMM_WORLD.Abort(1)
@@ -210,7 +193,7 @@ class MpiWorld:
         meeting = _Wait(self._side.Ibarrier(), self._sequence, "")
         if not wait_until(meeting.request.Test, self._timeout, partial(self._tell, meeting)):
             raise TimeoutError(
-                f"the program of rank {self._rank} ended {self._timeout:g} s ago, but another "
+                f"the program of rank {self.rank} ended {self._timeout:g} s ago, but another "
                 f"rank's still runs. {SAME_CALLS}; CG_TIMEOUT sets the limit"
                 f"{self._sights(self._silent(self._sequence, left=True))}"
             )
@@ -218,7 +201,7 @@ class MpiWorld:
         self.left_ranks()  # MPI wants every message to be received
         if not wait_until(self._is_through, self._timeout, lambda _: None):
             raise TimeoutError(
-                f"the program of rank {self._rank} has ended, as those of all ranks, but messages "
+                f"the program of rank {self.rank} has ended, as those of all ranks, but messages "
                 f"to it have not come in {self._timeout:g} s; CG_TIMEOUT sets the limit"
             )
         with ending_after(self._timeout):
@@ -231,12 +214,12 @@ class MpiWorld:
     def _meet_stacks(self) -> Stacks | None:
         """Let ranks of this machine ask each other where they are; None if the system cannot."""
         try:
-            stacks = Stacks(self._rank)
+            stacks = Stacks(self.rank)
         except (OSError, RuntimeError):  # no files in memory, or no more threads
             stacks = None
         addresses = self.allgather(None if stacks is None else stacks.address)
         if stacks is not None:
-            near = {r: to for r in self.local_ranks if (to := addresses[r]) and r != self._rank}
+            near = {r: to for r in self.local_ranks if (to := addresses[r]) and r != self.rank}
             stacks.meet(near)
         return stacks
 
@@ -273,7 +256,7 @@ class MpiWorld:
         latest = {} if self._notices is None else self._notices.latest
         ahead = sum(notice.sequence > wait.sequence for notice in latest.values())
         level = sum(notice.sequence == wait.sequence for notice in latest.values())
-        overdue = waited > 2 * self._patience(wait) and ahead + level == self._size - 1
+        overdue = waited > 2 * self._patience(wait) and ahead + level == self.size - 1
         for rank, notice in latest.items():
             if notice.left and notice.sequence < wait.sequence:
                 why = f"the program of rank {rank} has ended"
@@ -284,7 +267,7 @@ class MpiWorld:
             else:
                 continue
             raise WorldError(
-                f"rank {self._rank} waits in {wait.call} at {user_line()}, but {why}. {SAME_CALLS}"
+                f"rank {self.rank} waits in {wait.call} at {user_line()}, but {why}. {SAME_CALLS}"
             )
 
     def _tell(self, wait: _Wait, waited: float) -> None:
@@ -304,7 +287,7 @@ class MpiWorld:
         missing = self._silent(self._sequence)
         who = _named(missing) if missing and self._notices is not None else "the other ranks"
         return (
-            f"rank {self._rank} gave up {call} at {user_line()} after {self._timeout:g} s: {who} "
+            f"rank {self.rank} gave up {call} at {user_line()} after {self._timeout:g} s: {who} "
             "did not come. Look at what is slow or stuck there; CG_TIMEOUT sets the limit"
             f"{self._sights(missing)}"
         )
@@ -313,7 +296,7 @@ class MpiWorld:
         """The ranks that have not told of this call, or that they have left."""
         latest = {} if self._notices is None else self._notices.latest
         heard = {r for r, n in latest.items() if n.sequence >= sequence and (n.left or not left)}
-        return [rank for rank in range(self._size) if rank not in heard | {self._rank}]
+        return [rank for rank in range(self.size) if rank not in heard | {self.rank}]
 
     def _sights(self, ranks: Sequence[int]) -> str:
         """Describe what other ranks of this machine do, in a line or two for each."""
