@@ -14,7 +14,7 @@ from ..program.instruction_info import InstructionInfo, Role
 
 @dataclass(frozen=True, slots=True)
 class Reports:
-    """How a rank whose failures would reach nobody by values tells the driver that it has ended.
+    """Ports for the end of ranks whose failures never propagate to the driver.
 
     Attributes:
         send: on such a rank, where to send the report.

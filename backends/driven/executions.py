@@ -126,7 +126,7 @@ class Executions:
 
         Args:
             graph: which.
-            at_once: whether to wait for nothing that is in flight.
+            at_once: True to wait for nothing that is in flight.
 
         Raises:
             StepTimeout: nothing has moved for as long as the graph's limit says.
@@ -171,7 +171,7 @@ class Executions:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no execution is in progress on the ranks of this process."""
+        """True if no execution is in progress on the ranks of this process."""
         for scheduler in self._all:  # noqa: SIM110 # a generator would cost half a microsecond
             if scheduler.in_flight:
                 return False
@@ -184,7 +184,7 @@ class Executions:
         return self._commands[graph.driver].publisher(sorted(graph.participants), graph.wake)
 
     def turn(self) -> bool:
-        """See `Progress`.
+        """As `Progress` says.
 
         Raises:
             TransportError: an interruption has left executions in doubt that cannot start over.
@@ -245,7 +245,7 @@ class Executions:
     # -- moving on --------------------------------------------------------------------------
 
     def doing(self) -> Doing | None:
-        """What the ranks of this process do, if executions are in flight; for another thread."""
+        """Describe the executions in flight in this process, if any; for another thread."""
         lines = positions_in_flight(self._all)
         threads = [scheduler.thread for scheduler in self._all if scheduler.thread]
         return Doing("\n".join(lines).strip(), *threads[:1]) if lines else None
@@ -268,12 +268,12 @@ class Executions:
     def _until(
         self, done: Callable[[], bool], timeout: float | None = None, moving: bool = False
     ) -> bool:
-        """Go on until `done`, or the time is up; which of the two.
+        """Go on until `done`, or the time is up; true if it is done.
 
         Args:
-            done: whether to end.
+            done: true when to end.
             timeout: seconds; None for no limit.
-            moving: whether they count from the last move on.
+            moving: True to count them from the last move on.
         """
         deadline = None if timeout is None else monotonic() + timeout
         polls = 0

@@ -44,13 +44,13 @@ class Future(Outcome):
     _attendant: asyncio.Task[None] | None = None
 
     def done(self) -> bool:
-        """Whether the execution has ended; moves it on, and does not wait."""
+        """Move the execution on, without waiting; true if it has ended."""
         if not self.is_done:
             self._progress.turn()
         return self.is_done
 
     def result(self, timeout: float | None = None) -> Any:
-        """What the step returns.
+        """The value that the step returns.
 
         Args:
             timeout: seconds to wait; None for no limit.
@@ -66,7 +66,7 @@ class Future(Outcome):
         return self._take(timeout)
 
     def exception(self, timeout: float | None = None) -> RemoteError | None:
-        """What `result` would raise as the execution's own error, or None.
+        """The execution's own error, which `result` would raise, or None.
 
         Raises:
             StepTimeout, TransportError, TypeError, ValueError: as `result`.
@@ -135,7 +135,7 @@ class Future(Outcome):
                 await _Watch(self, self._progress)
         except Exception:
             _LOG.exception("%r cannot end", self)
-            self.call_back()  # whoever waits is to look
+            self.call_back()  # wake waiters so that they see the error
         finally:
             self._attendant = None
 

@@ -17,7 +17,7 @@ Rebuild = Callable[[Sequence[Any]], Any]
 
 
 class Graph:
-    """What this process holds of a graph.
+    """The part of a graph that this process holds.
 
     Args:
         name: of the step, for messages.
@@ -72,16 +72,16 @@ class Graph:
 
     @property
     def cannot_restart(self) -> bool:
-        """Whether there is something on its ranks that cannot be brought back to its beginning."""
+        """True if something on its ranks cannot be brought back to its beginning."""
         return any(seat.reset is None for seats in self.seats.values() for seat in seats)
 
     @property
     def in_flight(self) -> int:
-        """How many executions are in flight; for the driver."""
+        """The number of executions in flight; for the driver."""
         return len(self.futures) - len(self.free)
 
     def is_idle(self, rank: int) -> bool:
-        """Whether no execution is in progress on a rank of this process."""
+        """True if no execution is in progress on a rank of this process."""
         return not any(seat.busy for seat in self.seats[rank])
 
     def go_on_from(self, execution: int, ranks: Iterable[int]) -> None:

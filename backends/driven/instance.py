@@ -31,7 +31,7 @@ from .arrange import Reports, await_reports, last_op, leave_out_clears, send_inp
 from .ticket_locks import Tickets
 
 Guard = Callable[[], str | None]
-"""Says how an actor has changed since it was traced, if it has."""
+"""Describes how an actor has changed since it was traced; None if it has not."""
 
 
 class Instance:
@@ -107,7 +107,7 @@ class Instance:
 
     @property
     def running(self) -> bool:
-        """Whether an execution is in progress."""
+        """True while an execution is in progress."""
         return self.engine.running
 
     def start(self, inputs: Sequence[Any], execution: int) -> None:
@@ -156,7 +156,7 @@ class Instance:
                 return
 
     def position(self) -> Position:
-        """Where it is."""
+        """The position in its program."""
         return self.engine.position()
 
     def _make_engine(self, runs_without_grad: bool) -> Engine:
@@ -180,7 +180,7 @@ class Instance:
     # -- after a failure --------------------------------------------------------------------
 
     def _go_on_after(self, error: BaseException) -> None:
-        """What an error does: the rest of the instructions passes it on."""
+        """Let the rest of the instructions pass an error on."""
         if self._propagation is not None:
             self.kept = error if self._propagation.kept is error else None
             raise error
@@ -236,9 +236,9 @@ class Instance:
 
 
 def needs_no_grad(program: Program, module: Module) -> bool:
-    """Whether autograd must be off while the program runs.
+    """True if autograd must be off while the program runs.
 
-    What only calls opaque methods and passes values on does without.
+    A program that only calls opaque methods and passes values on does not need it.
     """
     for op in program.ops:
         if isinstance(op, (Collective, Constant, Copy, View)):

@@ -1,4 +1,4 @@
-"""How an execution has ended: what every execution goes through of its future.
+"""The outcome of an execution: the part of its future that every execution goes through.
 
 It is compiled, and futures, which extend it, are not: users find in them all that Python's objects
 have, such as weak references.
@@ -16,10 +16,10 @@ from ..program.compiling import mypyc_attr
 
 
 class Progress(Protocol):
-    """What moves executions on; nothing does but calls of this."""
+    """Moves executions on; they move in calls of these methods alone."""
 
     def turn(self) -> bool:
-        """Go on with everything as far as it comes; whether anything has moved."""
+        """Go on with everything as far as it comes; true if anything has moved."""
 
     def wait(self, future: Any, timeout: object) -> None:
         """Go on until the future is done.
@@ -37,7 +37,7 @@ class Progress(Protocol):
 
 
 class Waiting(Protocol):
-    """How a process waits when nothing moves, and learns that others have ended."""
+    """The way in which a process waits, and learns that others have ended."""
 
     def pause(self, polls: int, seconds: float | None) -> None:
         """Give way after `polls` fruitless turns in a row, for no longer than `seconds`.
@@ -61,7 +61,7 @@ class Waiting(Protocol):
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Outcome:
-    """What is known of the end of one execution.
+    """The outcome of one execution, as far as it is known.
 
     Attributes:
         execution: number of the execution in its graph, from 0.
@@ -78,7 +78,7 @@ class Outcome:
         self._callbacks: list[Callable[[Any], object]] | None = None
 
     def _take(self, timeout: object) -> Any:
-        """What `Future.result` does."""
+        """The result, or the error, as `Future.result` has it."""
         if not self.is_done:
             self._progress.wait(self, timeout)
         if self._poison is not None:

@@ -12,12 +12,12 @@ from .instance import Instance
 from .ticket_locks import TicketLocks
 
 _OLDEST: Final = 4
-"""How many executions are looked at in every turn."""
+"""Executions that are looked at in every turn."""
 
 
 @dataclass(slots=True)
 class Seat:
-    """Where one execution of a graph at a time runs on a rank.
+    """The place on a rank where one execution of a graph runs at a time.
 
     Attributes:
         instances: one for each variant of the graph.
@@ -32,7 +32,7 @@ class Seat:
 
     @property
     def busy(self) -> bool:
-        """Whether an execution is in progress."""
+        """True while an execution is in progress."""
         return any(instance.running for instance in self.instances)
 
 
@@ -70,7 +70,7 @@ class RankScheduler:
             self._busy_in = 0
 
     def has_kept(self, error: BaseException) -> bool:
-        """Whether all is in order although `error` has come out of what this rank runs.
+        """True if all is in order although `error` has come out of what this rank runs.
 
         A method that it interrupted has failed, and its execution goes on.
         """
@@ -82,7 +82,7 @@ class RankScheduler:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a thread moves executions on."""
+        """True while a thread moves executions on."""
         return self._busy_in != 0
 
     @property
@@ -96,7 +96,7 @@ class RankScheduler:
         self.locks.reset()
 
     def turn(self) -> bool:
-        """Go on with executions until each has to wait; whether any has moved.
+        """Go on with executions until each has to wait; true if any has moved.
 
         Actors take executions in the order of their start, so the oldest are the likeliest to
         move. While they do, the others are not looked at.

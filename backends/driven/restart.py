@@ -1,4 +1,4 @@
-"""Starting over: what the executions of a world do after an interruption that leaves them in doubt.
+"""Start the executions of a world over after an interruption that leaves them in doubt.
 
 A signal's handler may raise between any two calls of this package. Where that cuts something in two
 that other ranks see, a message or a record, nobody can say how far it has come. So all executions
@@ -19,7 +19,7 @@ from .outcomes import resolve
 
 
 class Stage(enum.IntEnum):
-    """How far a rank has come; the words that ranks share count on, three for each restart."""
+    """The stages of a restart; the words that ranks share count on, three for each restart."""
 
     RUNNING = 0
     STOPPED = 1
@@ -30,11 +30,11 @@ STAGES: Final = len(Stage)
 
 
 class Stages(Protocol):
-    """How far all ranks have come in starting over."""
+    """The stages that ranks have gone through in starting over."""
 
     @property
     def mine(self) -> int:
-        """How many stages this process has gone through."""
+        """The number of stages that this process has gone through."""
 
     def reach(self, stage: int) -> None:
         """Say that this process has gone through so many stages, and all that it did before."""
@@ -43,13 +43,13 @@ class Stages(Protocol):
         """The ranks that have gone through fewer; they are woken."""
 
     def is_wanted(self, driver: int) -> bool:
-        """Whether the driver, or for the driver another rank, has begun to start over."""
+        """True if the driver, or for the driver another rank, has begun to start over."""
 
     def tell(self, number: int) -> None:
         """As the driver, before it reaches a stage: the number of the next execution."""
 
     def told(self, driver: int) -> int:
-        """What the driver has told."""
+        """The number that the driver has told."""
 
 
 def cannot_start_over(why: str) -> TransportError:

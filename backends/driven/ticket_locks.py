@@ -59,7 +59,7 @@ class Tickets:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the program uses no actor."""
+        """True if the program uses no actor."""
         return not self._used
 
     def take(self) -> None:

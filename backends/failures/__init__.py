@@ -1,4 +1,4 @@
-"""What becomes of an error: described as data, carried in place of values, reported.
+"""Describe errors as data, carry them in place of values, and report them.
 
 In: exceptions of ops. Out: poisons, flight records, and the words of `StepTimeout` and others.
 """

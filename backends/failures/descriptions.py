@@ -1,4 +1,4 @@
-"""Makes the plain-data description of an exception that an op of a program has raised."""
+"""Describe an exception that an op of a program has raised, as plain data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def failure_at(
     error: BaseException,
     bodies: Mapping[str, Body] | None = None,
 ) -> Failure:
-    """What every rank is told of `error`, which `op` of a rank's program has raised."""
+    """The description of `error`, which `op` of a rank's program has raised, for all ranks."""
     actor, method = _method(op, module)
     source = linecache.getline(op.loc.file, op.loc.line).strip() if op.loc else ""
     return Failure(

@@ -1,4 +1,4 @@
-"""What is to be said of parts of a program that are not replayed as the graphs that they are."""
+"""Report device graphs that fall back to op by op."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Fallbacks:
                 self._write(f"rank {self._rank}: graph {graph} is put on op by op: {reason}\n")
 
     def _extent(self, graph: int) -> str:
-        """Which ops a graph has, and where the first of them comes from."""
+        """The ops of a graph, and the line that the first of them comes from."""
         program = self._module.program_of(self._rank)
         at = [index for index, op in enumerate(program.ops) if op.graph == graph]
         first = program.ops[at[0]]

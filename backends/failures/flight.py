@@ -1,4 +1,4 @@
-"""Says where ranks are in their programs, and who waits for whom.
+"""Describe where ranks are in their programs, and which waits for which.
 
 A position is a few integers. The plan is static, so everything else about a stalled step follows
 from the module and the positions of all ranks.
@@ -16,7 +16,7 @@ from ...ir.printer import format_op
 
 @dataclass(frozen=True, slots=True, order=True)
 class Position:
-    """How far a rank has come.
+    """The position of a rank in its program.
 
     Attributes:
         rank: whose position it is.
@@ -24,7 +24,7 @@ class Position:
         op: index in the rank's program of the op that it is at.
         awaited: index of the communication op whose completion it waits for, or None where it
             does not wait.
-        running: whether an execution is in progress.
+        running: True while an execution is in progress.
         reporter: the rank whose report it waits for that its program has ended, if it does.
         seconds: how long ago it last began to wait or went on; None where that is not known.
     """
@@ -40,7 +40,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Doing:
-    """What a process says of itself.
+    """A process's description of what it does.
 
     Attributes:
         text: in words, one line or more, of which each names the rank that it is of.
@@ -53,7 +53,7 @@ class Doing:
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What a process was found to do when another one asked it.
+    """A process as another one has found it by asking.
 
     Attributes:
         text: in words, with the line that its Python is at.
@@ -118,7 +118,7 @@ class FlightRecord:
         return ()
 
     def describe(self, sights: Mapping[int, Sight] | None = None) -> str:
-        """Where every known rank is, one line each, and the cycle if there is one.
+        """Describe every known rank in a line, and the cycle if there is one.
 
         Args:
             sights: of ranks that were asked; they know more than their positions say.
@@ -214,7 +214,7 @@ class FlightRecord:
         return None
 
     def _issued(self, asking: Position, rank: int, index: int) -> bool:
-        """Whether `rank` has issued its op `index` in the execution that `asking` is in."""
+        """True if `rank` has issued its op `index` in the execution that `asking` is in."""
         position = self._positions[rank]
         if position.execution != asking.execution:
             return position.execution > asking.execution
@@ -234,7 +234,7 @@ def method_of(op: Call, module: Module) -> tuple[str | None, str]:
 
 
 def describe_sight(rank: int, sight: Sight, modules: Sequence[Module]) -> str:
-    """What a rank says; of one that says nothing, the calls that its stack may belong to.
+    """A rank's own description; without one, the calls that its stack may belong to.
 
     Args:
         rank: which.

@@ -1,4 +1,4 @@
-"""Tells an exception of a signal's handler from one that the interrupted code has raised."""
+"""Tell an exception of a signal's handler from one that the interrupted code has raised."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from types import CodeType
 
 
 def is_interruption(error: BaseException) -> bool:
-    """Whether `error` came in the middle of something that has not failed.
+    """True if `error` came in the middle of something that has not failed.
 
-    That is Ctrl-C, the wish to exit, and what a handler has raised that is set for a signal; or a
-    group with one of these. Whatever else is no `Exception`, such as a cancelled task's error, is a
-    failure like any other.
+    That is Ctrl-C, `SystemExit`, and an error that a signal's handler has raised; or a group with
+    one of these. Any other `BaseException`, such as a cancelled task's error, is a failure like an
+    `Exception`.
     """
     if isinstance(error, (KeyboardInterrupt, SystemExit)):
         return True
@@ -28,7 +28,7 @@ def is_interruption(error: BaseException) -> bool:
 
 
 def leaves(error: BaseException) -> bool:
-    """Whether `error`, which a method has raised, is for the whole process and not for its caller.
+    """True if `error`, which a method has raised, is for the whole process, not for its caller.
 
     An `Exception` is for the caller, also where a handler has raised it: the method has failed.
     """

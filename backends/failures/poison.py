@@ -1,4 +1,4 @@
-"""Errors as data: what takes the place of a value that could not be made.
+"""Errors as data, which take the place of values that could not be made.
 
 A poison stands in registers and travels in messages like the value that it replaces. What a user
 catches in the end is an exception that is both a `RemoteError` and of the original's class.
@@ -17,13 +17,13 @@ from weakref import WeakKeyDictionary
 from ..errors import Failure, RemoteError
 
 _NOT_MIXED = (StopIteration, StopAsyncIteration, asyncio.CancelledError, GeneratorExit, RemoteError)
-"""What means something to the interpreter or to asyncio when it is raised, and our own."""
+"""Errors that mean something to the interpreter or to asyncio when raised, and our own."""
 
 _NOT_FIELDS = {"args", "obj"}
 
 
 class Poison(Exception):
-    """What could not be made, and why. Raised where its value would be taken.
+    """An error in place of a value. Raised where the value would be taken.
 
     Attributes:
         failure: what has happened, as plain data.
@@ -51,7 +51,7 @@ class Poison(Exception):
         return Poison(failure, None, pickled)
 
     def error(self) -> RemoteError:
-        """What the caller is to see.
+        """The error that the caller sees.
 
         An instance of `RemoteError` and of the original exception's class, with the original's
         arguments and attributes, where that is an `Exception`, such a class can be made and the
@@ -86,7 +86,7 @@ def _packed(error: BaseException) -> bytes:
 
 
 def _fields(error: BaseException) -> dict[str, Any]:
-    """What an exception keeps outside of `__dict__`: in slots, or as the interpreter's own do.
+    """The fields of an exception outside of `__dict__`: in slots, or as the interpreter's own do.
 
     An AttributeError's object, which may be anything, is left out.
     """

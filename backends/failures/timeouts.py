@@ -1,4 +1,4 @@
-"""How long a caller waits for an execution, and where those in flight are when the time is up."""
+"""Read timeouts, and describe the executions in flight when one is over."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def seconds(timeout: object) -> float | None:
 
 
 def is_full(graph: Graph) -> str:
-    """Says that a graph has no free seat."""
+    """The message that a graph has no free seat."""
     return (
         f"{graph.in_flight} executions of '{graph.name}' are in flight, as many as it was compiled "
         "for"
@@ -37,7 +37,7 @@ def is_full(graph: Graph) -> str:
 
 
 def late_start(graph: Graph) -> str:
-    """Says that an execution has waited too long for a free seat, and what to do."""
+    """The message that an execution has waited too long for a free seat, and what to do."""
     return (
         f"execution {graph.count} has not started after {graph.patience:g} s, for "
         f"{is_full(graph)}. It was not sent: call execute again when one has ended, or compile the "
@@ -46,7 +46,7 @@ def late_start(graph: Graph) -> str:
 
 
 def late_end(graph: Graph) -> str:
-    """Says that a graph cannot be closed, for its executions do not end, and what to do."""
+    """The message that a graph's executions do not end, so that it cannot be closed."""
     return (
         f"'{graph.name}' has not been closed: executions of it are in flight ({graph.in_flight}), "
         f"and none has moved on rank {graph.driver} for {graph.limit:g} s. Look at what is slow or "
@@ -56,7 +56,7 @@ def late_end(graph: Graph) -> str:
 
 
 def late_restart(graph: Graph) -> str:
-    """Says that ranks do not start over after an interruption, and what to do."""
+    """The message that ranks do not start over after an interruption, and what to do."""
     return (
         f"execution {graph.count} of '{graph.name}' has not started after {graph.limit:g} s, for "
         "after an interruption all ranks start over, as soon as each comes out of its method. It "
@@ -68,7 +68,7 @@ def positions_in_flight(
     schedulers: Sequence[RankScheduler],
     sights: Mapping[int, Sight] = {},  # it is not changed
 ) -> list[str]:
-    """Where each execution in flight is, a line for each rank among `schedulers`, and the others.
+    """The positions of executions in flight, a line for each rank of `schedulers` and of `sights`.
 
     Args:
         schedulers: of this process.

@@ -70,7 +70,7 @@ def _reaching(
 
 
 def _receives(rank: int, op: Op) -> bool:
-    """Whether an op gives its rank a value, or an error, that comes from another."""
+    """True if an op gives its rank a value, or an error, that comes from another."""
     if isinstance(op, Collective):
         return rank in op.exchange.receivers
     return isinstance(op, Recv)

@@ -46,6 +46,7 @@ from .registers import Layout, lay_out
 from .type_checks import checked, expected_tensors, misfit
 from .value_copies import duplicate_object
 
+
 class Binder:
     """Binds one program; `bind` does it all.
 
@@ -284,7 +285,7 @@ class Binder:
         self._issue(op, port)
 
     def _may_change(self, value: Value) -> bool:
-        """Whether a method may change a value while it waits to be sent."""
+        """True if a method may change a value while it waits to be sent."""
         return value in self._layout.handled
 
     def _bind_recv(self, op: Recv) -> None:
@@ -380,7 +381,7 @@ _BINDERS: dict[type[Op], Callable[[Binder, Any], None]] = {
 
 
 def _duplicate(value: Value) -> Callable[[Any], Any]:
-    """What copies it."""
+    """The function that copies it."""
     return torch.clone if isinstance(value.type, TensorType) else duplicate_object
 
 

@@ -1,4 +1,4 @@
-"""What compiled modules say to mypyc, which makes machine code of them (docs/design/0033).
+"""A decorator for mypyc, which makes machine code of some modules (docs/design/0033).
 
 It is not compiled itself: mypyc knows the decorator by its name, and Python needs something that
 has one, whether or not mypyc's own package is there.

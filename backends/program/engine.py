@@ -28,13 +28,13 @@ _set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 _is_grad_enabled: Callable[[], bool] = torch.is_grad_enabled
 
 OnError = Callable[[BaseException], None]
-"""Takes what an instruction has raised: raises, or replaces the instructions that are left."""
+"""Takes an instruction's error: raises it, or replaces the instructions that are left."""
 
 OnEnd = Callable[[tuple[Any, ...]], None]
-"""Takes what the program returns, when all its instructions have run."""
+"""Takes the program's outputs, when all its instructions have run."""
 
 Locate = Callable[[int], int]
-"""Which instruction of the bound program one of those is that run in their place."""
+"""Maps an instruction that runs to the one of the bound program in whose place it runs."""
 
 
 class Engine:
@@ -48,15 +48,15 @@ class Engine:
         tally: counts the executions that end.
         on_error: what an error does.
         on_end: what the end of an execution does.
-        runs_without_grad: whether autograd has to be off while instructions run.
+        runs_without_grad: True if autograd has to be off while instructions run.
 
     Attributes:
         code: the bound program.
         pending: the instruction that it waits at, if it waits.
-        running: whether an execution is in progress.
+        running: True while an execution is in progress.
         located: where in the bound program the instructions are that this execution runs; None if
             it runs one for each of them.
-        is_pausing: whether an error has come out of a pause, and not out of an instruction.
+        is_pausing: True if an error has come out of a pause, and not out of an instruction.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Engine:
             pause: what to do between two fruitless polls; None to return where it has to wait.
 
         Returns:
-            Whether the execution has ended.
+            True if the execution has ended.
         """
         rest = self._rest
         try:
@@ -189,7 +189,7 @@ class Engine:
         self.use(self.code.instructions if log is None else log.wrap(self.code))
 
     def outputs(self) -> tuple[Any, ...]:
-        """What the program returns; its instructions have all run."""
+        """The program's outputs; its instructions have all run."""
         return self._get_outputs(self._registers)
 
     def move_on(self) -> None:
@@ -209,7 +209,7 @@ class Engine:
 
     @property
     def begun(self) -> int:
-        """How many of the instructions that run have been begun in this execution."""
+        """The number of instructions that have been begun in this execution."""
         return len(self._list) - length_hint(self._rest) if self.running else 0
 
     @property
@@ -221,7 +221,7 @@ class Engine:
         return min(at, len(self.code.infos) - 1)
 
     def position(self) -> Position:
-        """Where it is; cheap, and safe to call from a pause or another thread."""
+        """The position in its program; cheap, and safe to call from a pause or another thread."""
         code = self.code
         if not self.running or not code.infos:
             return Position(self._rank, code.execution, 0, None, running=self.running)

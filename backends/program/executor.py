@@ -92,7 +92,7 @@ class Executable:
         Args:
             inputs: one value for each parameter of the program.
             execution: its number, which random numbers depend on; None counts on from the last.
-            checked: whether the inputs are known to fit.
+            checked: True if the inputs are known to fit.
 
         Raises:
             InputError: the inputs do not fit.
@@ -110,7 +110,7 @@ class Executable:
         """Go on until the program ends or has to wait, or `limit` instructions have run.
 
         Returns:
-            Whether the program has ended.
+            True if the program has ended.
 
         Raises:
             RemoteError: an op or a method raised; `reset` before the next execution.
@@ -136,14 +136,14 @@ class Executable:
 
     @property
     def begun(self) -> int:
-        """How many ops of the program have been begun in this execution."""
+        """The number of ops of the program that have been begun in this execution."""
         engine, infos = self._engine, self._code.infos
         if engine.running and engine.begun < len(infos):
             return infos[engine.begun].op
         return len(self.program.ops)
 
     def position(self) -> Position:
-        """Where it is; cheap, and safe to call from a pause or another thread."""
+        """The position in its program; cheap, and safe to call from a pause or another thread."""
         return self._engine.position()
 
     def record(self, log: Log | None) -> None:
@@ -154,7 +154,7 @@ class Executable:
         self.outputs = outputs
 
     def _raise(self, error: BaseException) -> None:
-        """What an error does: it ends the execution."""
+        """End the execution, because of an error."""
         if self._engine.is_pausing:
             self._engine.is_pausing = False
             raise error

@@ -1,4 +1,4 @@
-"""Compilers that make fused kernels of whole graphs, by name.
+"""Look up compilers that make fused kernels of whole graphs.
 
 TorchInductor is reached by its public entry `torch._inductor.compile`, which takes a graph and
 needs no dynamo. What it makes is called with the tensors of the graph's placeholders.
@@ -25,7 +25,7 @@ OPTIONS = {
     "max_autotune": False,
     "compile_threads": 1,  # no processes beside those of MPI
 }
-"""How TorchInductor compiles."""
+"""The options of TorchInductor."""
 
 
 class FuseError(RuntimeError):
@@ -94,7 +94,7 @@ FUSERS = {"inductor": _inductor}
 
 
 def _as_compiled(compute: Compute, examples: Sequence[Tensor]) -> Compute:
-    """What is compiled, for tensors of whatever strides."""
+    """Let compiled code take tensors of other strides than it was compiled for."""
     layouts = [(x.stride(), _strides(x)) for x in examples]
 
     def run(*values: Tensor) -> Sequence[Tensor]:

@@ -14,7 +14,7 @@ from ..base import Port
 
 
 class Role(enum.Enum):
-    """What an instruction does, as far as errors are concerned.
+    """The effect of an instruction, as far as errors are concerned.
 
     COMPUTE makes values of values. ISSUE starts a communication op with the value of its source,
     if it has one. AWAIT is done when a communication op is, and takes its value. KEEP is
@@ -29,7 +29,7 @@ class Role(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class InstructionInfo:
-    """What is known of one instruction.
+    """The facts about one instruction.
 
     Attributes:
         role: what it does.
@@ -41,7 +41,7 @@ class InstructionInfo:
         op: index of its op in the program.
         awaited: the communication op whose completion it waits for, as an index into the program;
             None for one that never blocks.
-        is_clear: whether it only empties a register.
+        is_clear: True if it only empties a register.
     """
 
     role: Role

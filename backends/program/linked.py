@@ -46,7 +46,7 @@ class LinkedModule:
 
 @dataclass(frozen=True, slots=True)
 class LinkedProgram:
-    """What a binder binds: the program of a rank.
+    """The program of a rank, with all that a binder needs to bind it.
 
     Attributes:
         module: what the program is part of, scheduled; declares functions and channels.
@@ -73,6 +73,6 @@ class LinkedProgram:
 
     @property
     def progress(self) -> tuple[Callable[[], None], ...]:
-        """What moves each of the communicators on."""
+        """The functions that move the communicators on."""
         unique = {id(each): each for each in self.communicators.values()}
         return tuple(each.progress for each in unique.values())

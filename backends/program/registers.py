@@ -1,4 +1,4 @@
-"""Which register each value of a program lives in, and when its storage may go."""
+"""Assign registers to the values of a program, and find where their storage may go."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class _Layouter:
         return frozenset(value for value in self.registers if self._storage.of(value) in roots)
 
     def is_opaque(self, op: Op) -> bool:
-        """Whether an op calls a method that is not traced."""
+        """True if an op calls a method that is not traced."""
         return (
             isinstance(op, Call) and self.module.functions[op.fn.name].kind is FunctionKind.OPAQUE
         )

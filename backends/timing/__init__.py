@@ -1,4 +1,4 @@
-"""What programs measure of themselves: counts, times of executions and of instructions.
+"""Count executions, and time them and their instructions.
 
 In: instructions and the ends of executions. Out: statistics and logs.
 """

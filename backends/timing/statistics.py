@@ -1,4 +1,4 @@
-"""What an executable has measured of itself."""
+"""Statistics of executions: counts, times and the bubble."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Counts executions: what every execution goes through of the statistics, which extend it.
+"""Count executions: the part of the statistics that every execution goes through.
 
-It is compiled, and they are not, as users read them and ask for signatures.
+It is compiled, and `Statistics`, which extends it, is not, as users ask for its signatures.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Final
 from ..program.compiling import mypyc_attr
 
 RECENT: Final = 256
-"""How many executions medians are taken over."""
+"""The number of executions that medians are taken over."""
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Tally:
-    """How many executions there were, and how long they took; see `Statistics`."""
+    """Number and times of executions, as in `Statistics`."""
 
     def __init__(self) -> None:
         self.executions = 0

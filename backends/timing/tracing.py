@@ -1,4 +1,4 @@
-"""Records when each instruction of a bound program ran: the raw material of profiles.
+"""Record the times of instructions of bound programs, for profiles.
 
 A program that nobody records runs its own instructions; nothing in it knows of this file. One that
 is recorded runs others, each of which calls the one that it stands for between two looks at the
@@ -27,7 +27,7 @@ Range = Callable[[str], AbstractContextManager[object]]
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What an instruction was made from.
+    """The origin of an instruction.
 
     Attributes:
         op: index of its op in the program.
@@ -42,13 +42,13 @@ class Origin:
 
 @dataclass(slots=True)
 class Budget:
-    """How many instructions may still be recorded by this process."""
+    """The number of instructions that this process may still record."""
 
     left: int
 
 
 class Log(Protocol):
-    """What records the instructions of a bound program."""
+    """Records the instructions of a bound program."""
 
     def wrap(self, code: Code) -> list[Instruction]:
         """Instructions that do what those of `code` do, and record themselves."""
@@ -65,7 +65,7 @@ class Recordable(Protocol):
 
 
 class InstructionLog:
-    """What one bound program has done, instruction by instruction; see `Log`.
+    """A `Log` with the times of each instruction of one bound program.
 
     Args:
         program: which.

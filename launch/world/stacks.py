@@ -52,7 +52,7 @@ Frame = tuple[str, int, str]
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """How to ask a process.
+    """The address at which a process is asked.
 
     Attributes:
         pid, thread: its number, and that of the thread that answers.

@@ -1,4 +1,4 @@
-"""Waiting for other ranks without a core of one's own, and telling them where one waits.
+"""Wait for other ranks without a core of one's own, and tell them where one waits.
 
 A blocking MPI call burns a core, cannot be interrupted by Ctrl-C, and says nothing when the other
 side never comes. So all waiting here is a loop over a test, with a deadline.
@@ -36,7 +36,7 @@ class WorldError(RuntimeError):
 
 @dataclass(frozen=True)
 class Notice:
-    """What a rank tells the others when it has waited for a while."""
+    """The call in which a rank has waited for a while, as it tells the others."""
 
     sequence: int
     """How many collective calls the rank has made, this one included."""
@@ -47,7 +47,7 @@ class Notice:
 
     @property
     def left(self) -> bool:
-        """Whether the rank's program has ended."""
+        """True if the rank's program has ended."""
         return not self.call
 
 
@@ -82,12 +82,12 @@ def wait_until(
     """Poll `done`: at once, then yielding the core, then asleep most of the time.
 
     Args:
-        done: whether the wait is over; also makes progress.
+        done: true when the wait is over; also makes progress.
         seconds: how long to wait at most; None: for ever.
         glance: called with the seconds waited so far, some times a second. May raise.
 
     Returns:
-        Whether it was over in time.
+        True if it was over in time.
     """
     contention = Contention()
     for turn in range(POLLS + YIELDS):
