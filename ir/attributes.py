@@ -80,7 +80,7 @@ class Stream(enum.Enum):
 
 
 class ReduceOp(enum.Enum):
-    """How a reducing collective combines the values of its group."""
+    """The operation by which a reducing collective combines the values of its group."""
 
     SUM = "sum"
     AVG = "avg"

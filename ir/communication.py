@@ -27,11 +27,9 @@ from typing import TypeAlias
 from .attributes import Stream
 from .diagnostics import IRError
 from .module import Module, Program
-from .ops import Collective, Free, Op, Recv, Send, Value, Wait, batch_of
+from .ops import Collective, Communication, Free, Op, Recv, Value, Wait, batch_of
 from .storage import SharedStorage
 from .verify.channel_rules import unmatched
-
-CommOp: TypeAlias = Send | Recv | Collective
 
 
 @dataclass(eq=False, slots=True)
@@ -54,7 +52,7 @@ class Message:
 
     chan: int
     seq: int
-    ends: dict[int, CommOp] = field(default_factory=dict)
+    ends: dict[int, Communication] = field(default_factory=dict)
     unit: tuple[Message, ...] = ()
     previous: Message | None = None
     following: Message | None = None
@@ -86,7 +84,7 @@ Event: TypeAlias = tuple[Kind, Message | None, Op]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """When an op that takes time ran."""
+    """The time in which an op ran."""
 
     rank: int
     op: Op
@@ -96,7 +94,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """When a wait blocked its rank, and for which message."""
+    """The time in which a wait blocked its rank, and the message that it was for."""
 
     rank: int
     message: Message
@@ -116,7 +114,7 @@ def match(module: Module) -> dict[tuple[int, int], Message]:
     messages: dict[tuple[int, int], Message] = {}
     for program in module.programs:
         for op in program.ops:
-            if isinstance(op, Send | Recv | Collective):
+            if isinstance(op, Communication):
                 chan, seq = op.chan or 0, op.seq or 0
                 message = messages.get((chan, seq))
                 if message is None:
@@ -224,9 +222,9 @@ class Progress:
         op = message.ends[rank]
         return any(event[2] is op for event in self.events[rank][: self.at[rank]])
 
-    def _free_to_leave(self, module: Module) -> frozenset[CommOp]:
+    def _free_to_leave(self, module: Module) -> frozenset[Communication]:
         """The receives that their messages do not wait for."""
-        early: list[CommOp] = []
+        early: list[Communication] = []
         for message in self.messages.values():
             if module.channels[message.chan].via is None:
                 held = [
@@ -252,7 +250,7 @@ class Progress:
                 message = promised.get(op.operands[0])
                 if message is not None:
                     events.append((Kind.WAIT, message, op))
-            elif isinstance(op, Send | Recv | Collective):
+            elif isinstance(op, Communication):
                 message = self.messages[op.chan or 0, op.seq or 0]
                 promised[op.results[0]] = message
                 received.setdefault(storage.of(op.results[0]), []).append(message)

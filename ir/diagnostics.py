@@ -119,7 +119,7 @@ def _draw_op(op: Op, program: Program | None, value: Value | None) -> list[str]:
 
 
 def _find(text: str, op: Op, value: Value | None) -> tuple[int, int]:
-    """Where `value` stands in the text of `op`; all of the text if it is not there."""
+    """The position and length of `value` in the text of `op`; all of it if it is not there."""
     if value is not None:
         name = format_value(value)
         start = text.index("(") if value in op.operands and value not in op.results else 0

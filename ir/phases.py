@@ -6,7 +6,7 @@ import enum
 
 
 class Phase(enum.Enum):
-    """How far a module has been compiled; each op class says which phases admit it.
+    """The progress of a module's compilation; each op class says which phases admit it.
 
     TRACED is what the user wrote. PLACED has gradients, and a `transfer` wherever a value
     crosses places. ASYNC has futures instead of transfers. SCHEDULED has one linear program for

@@ -135,32 +135,22 @@ def _function(function: Function, locations: bool) -> str:
 
 
 def _vjp(vjp: Vjp) -> str:
-    found: dict[str, Any] = {
-        "backward": Symbol(vjp.backward),
-        "forward": Symbol(vjp.forward),
-        "grad_inputs": vjp.grad_inputs,
-        "grad_outputs": vjp.grad_outputs,
-        "input": None if vjp.input is None else Symbol(vjp.input),
-        "kept": vjp.kept or None,
-        "weight": None if vjp.weight is None else Symbol(vjp.weight),
-    }
-    attributes = ", ".join(
-        f"{name} = {format_attribute(value)}" for name, value in found.items() if value is not None
-    )
-    return f"vjp {_symbol(vjp.name)} {{{attributes}}}"
+    return f"vjp {_symbol(vjp.name)} {_declared(vjp, {'name'})}"
 
 
 def _channel(channel: Channel) -> str:
     return f"channel {channel.id} {_declared(channel, {'id'})}"
 
 
-def _declared(declaration: Function | Channel, skip: set[str]) -> str:
+def _declared(declaration: Function | Vjp | Channel, skip: set[str]) -> str:
     """Attributes of a declaration, sorted, less those that are merely absent."""
-    found = [
-        f"{f.name} = {format_attribute(getattr(declaration, f.name))}"
-        for f in sorted(fields(declaration), key=attrgetter("name"))
-        if f.name not in skip and not _is_absent(f, getattr(declaration, f.name))
-    ]
+    found = []
+    for f in sorted(fields(declaration), key=attrgetter("name")):
+        value = getattr(declaration, f.name)
+        if f.name not in skip and not _is_absent(f, value):
+            is_function = isinstance(declaration, Vjp) and isinstance(value, str)
+            text = _symbol(value) if is_function else format_attribute(value)
+            found.append(f"{f.name} = {text}")
     return f"{{{', '.join(found)}}}"
 
 

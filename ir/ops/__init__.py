@@ -13,7 +13,7 @@ scenes. Values and ops compare by identity.
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeAlias
 
 from .base import Adjoint, Op, Value
 from .collectives import (
@@ -29,7 +29,10 @@ from .collectives import (
     Scatter,
 )
 from .rank_local import Alloc, Backward, Call, Constant, Copy, Free, Return, View, Wait
-from .transfers import Recv, Send, Transfer, batch_of
+from .transfers import PointToPoint, Recv, Send, Transfer, batch_of
+
+Communication: TypeAlias = PointToPoint | Collective
+"""The ops by which ranks exchange values, asynchronous in a scheduled program."""
 
 __all__ = [
     "Adjoint",
@@ -42,6 +45,7 @@ __all__ = [
     "Broadcast",
     "Call",
     "Collective",
+    "Communication",
     "Constant",
     "Copy",
     "Exchange",
@@ -49,6 +53,7 @@ __all__ = [
     "Gather",
     "OP_CLASSES",
     "Op",
+    "PointToPoint",
     "Recv",
     "ReduceScatter",
     "Return",

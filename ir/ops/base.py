@@ -27,7 +27,7 @@ class Value:
 
 
 class Adjoint(enum.Enum):
-    """How an op's operands get their cotangents from those of its results.
+    """The way in which an op's operands get their cotangents from those of its results.
 
     SAME: the cotangent of the result is that of each operand. TRAVELS: the same, and it takes the
     transport that the value took. PART: each operand gets the part of it that the operand has
@@ -94,7 +94,7 @@ class Op:
 
     @property
     def place(self) -> Place | None:
-        """Where the op runs in a program over all ranks: the place of what it makes or takes.
+        """The place of the op in a program over all ranks: that of what it makes or takes.
 
         An op that runs on more ranks than that (`transfer`, the collectives) overrides it.
         """

@@ -81,7 +81,7 @@ class Exchange:
 
     @property
     def rounds(self) -> int:
-        """How often bytes travel: twice, where parts are reduced and then exchanged."""
+        """The number of times that bytes travel: 2 where parts are reduced, then exchanged."""
         return 2 if self.reduce is not None and self.is_shared else 1
 
 

@@ -26,7 +26,7 @@ class Problem(Exception):
 
 @dataclass(frozen=True)
 class Context:
-    """Where the op that is checked stands."""
+    """The module and the program of the op that is checked."""
 
     module: Module
     program: Program

@@ -57,7 +57,7 @@ class Lanes:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """When every task of an order starts.
+    """The start of every task of an order.
 
     Attributes:
         stage_ranks, microbatches: the pipeline.
@@ -88,7 +88,7 @@ class Timeline:
 
     @property
     def end(self) -> float:
-        """When the last task ends, of all that ranks run."""
+        """The end of the last task of all ranks."""
         ends = (self.starts[rank][0] + self.span(rank) for rank, row in self.rows.items() if row)
         return max(ends, default=0.0)
 

@@ -38,7 +38,7 @@ def tokenize(text: str) -> list[str]:
 
 
 def span_of(text: str, file: str, index: int) -> Span:
-    """Where the token with this index stands."""
+    """The position of the token with this index."""
     match = next(itertools.islice(_TOKEN.finditer(text), index, None))
     position, length = match.span(1)[0], len(match.group(1))
     if not length:  # the end of the text: point behind the last thing that it says

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ..diagnostics import Diagnostic
 from ..module import Module, Program
-from ..ops import Collective, Op, Recv, Send, Wait, batch_of
+from ..ops import Communication, Op, Recv, Send, Wait, batch_of
 from ..phases import Phase
 from ..types import FutureType
 
@@ -74,4 +74,4 @@ def _via(module: Module, op: Send | Recv) -> str | None:
 def _comes_between(op: Op) -> bool:
     if isinstance(op, Wait):
         return isinstance(op.operands[0].type, FutureType)
-    return isinstance(op, Send | Recv | Collective)
+    return isinstance(op, Communication)

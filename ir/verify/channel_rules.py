@@ -13,14 +13,13 @@ from typing import TypeAlias
 
 from ..diagnostics import Diagnostic
 from ..module import Channel, Module, Program
-from ..ops import Collective, Recv, Send, attributes
+from ..ops import Collective, Communication, PointToPoint, Recv, Send, attributes
 from ..ops.rules import Problem, bare, same_but_place
 from ..phases import Phase, has_futures
 from ..types import promised
 from .batch_rules import unlike_batches
 
-_CommOp: TypeAlias = Send | Recv | Collective
-_End: TypeAlias = tuple[Program, _CommOp]
+_End: TypeAlias = tuple[Program, Communication]
 
 
 def check_channel(channel: Channel, module: Module) -> str | None:
@@ -36,7 +35,7 @@ def check_channel(channel: Channel, module: Module) -> str | None:
     return None
 
 
-def check_channel_op(op: _CommOp, module: Module, rank: int | None) -> None:
+def check_channel_op(op: Communication, module: Module, rank: int | None) -> None:
     """A communication op agrees with its channel's declaration.
 
     Args:
@@ -78,7 +77,7 @@ def _collective_has_channel(op: Collective, module: Module) -> bool:
     return needed
 
 
-def _check_edge(op: Send | Recv, channel: Channel, rank: int | None) -> None:
+def _check_edge(op: PointToPoint, channel: Channel, rank: int | None) -> None:
     if len(channel.ranks) != 2:
         return  # reported with the declaration
     source, destination = channel.ranks
@@ -207,7 +206,7 @@ def _disagreement(one: _End, other: _End) -> Diagnostic:
 _LOCAL = frozenset({"mb", "task", "stream", "graph"})
 
 
-def _meaning(op: _CommOp) -> tuple[object, ...]:
+def _meaning(op: Communication) -> tuple[object, ...]:
     found = {name: value for name, value in attributes(op).items() if name not in _LOCAL}
     # Every member of a group gives or gets, so that operands or results say the type.
     uniform = not isinstance(op, Collective) or op.exchange.is_uniform
@@ -215,5 +214,5 @@ def _meaning(op: _CommOp) -> tuple[object, ...]:
     return op.opcode, found, [bare(value.type) for value in values]
 
 
-def _seq(op: _CommOp) -> int:
+def _seq(op: Communication) -> int:
     return op.seq or 0

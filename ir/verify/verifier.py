@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ..diagnostics import Diagnostic, IRError
 from ..module import Function, Module, Program, Vjp
-from ..ops import Call, Collective, Free, Op, Recv, Return, Send, Value, Wait
+from ..ops import Call, Communication, Free, Op, Return, Value, Wait
 from ..ops.rules import Context, Problem, check_ranks
 from ..phases import Phase, has_futures, has_places
 from ..types import FutureType, Place, UnitType, ValueType
@@ -212,7 +212,7 @@ class _ProgramChecker:
             op.check_operand_places(self._context)
         elif op.stream is not None and not isinstance(op, Wait):
             self._check_streams(op)
-        if isinstance(op, Send | Recv | Collective):
+        if isinstance(op, Communication):
             check_channel_op(op, self._module, self._program.rank)
         if isinstance(op, Free):
             self._freed.add(op.operands[0])

@@ -20,7 +20,7 @@ from typing import TypeAlias
 from ...ir.attributes import Stream
 from ...ir.communication import Message, match
 from ...ir.module import Module, Program
-from ...ir.ops import Collective, Free, Op, Recv, Send, Value, Wait, batch_of
+from ...ir.ops import Communication, Free, Op, Value, Wait, batch_of
 
 Line: TypeAlias = int
 """A channel by its number, or a stream by a negative number, as these hash faster than streams."""
@@ -32,12 +32,11 @@ Known: TypeAlias = Mapping[Line, int]
 
 def line_of(op: Op, blocking: bool) -> Line:
     """The line that an op runs on."""
-    if isinstance(op, _COMMUNICATION):
+    if isinstance(op, Communication):
         return (op.chan or 0) if op.stream is None else _STREAMS[id(op.stream)]
     return HOST if blocking or op.stream is None else _STREAMS[id(op.stream)]
 
 
-_COMMUNICATION = (Send, Recv, Collective)
 _NOTHING: Known = {}
 
 
@@ -75,9 +74,7 @@ class Clocks:
                     if value in made:
                         known = clocks._joined(known, line, made[value])
             elif (  # started when the host comes to it
-                (blocking or op.stream is None)
-                and isinstance(op, _COMMUNICATION)
-                and HOST in latest
+                (blocking or op.stream is None) and isinstance(op, Communication) and HOST in latest
             ):
                 known = clocks._joined(known, line, latest[HOST])
             batch = batch_of(op)
@@ -139,7 +136,7 @@ class Order:
         A communication starts when its own rank has come to it, wherever the others are.
         """
         op = self._programs[rank].ops[later]
-        comm = isinstance(op, _COMMUNICATION)
+        comm = isinstance(op, Communication)
         target = self._node(self._programs[rank].ops[earlier])
         seen = set(self._earlier((rank, later)) if comm else self._follows((rank, later)))
         pending = list(seen)
@@ -161,7 +158,7 @@ class Order:
             batch = batch_of(op)
             together = last and batch is not None and batch == batch_of(program.ops[last[0]])
             self._before[node] = self._before[rank, last[0]] if together else last
-            if isinstance(op, _COMMUNICATION):
+            if isinstance(op, Communication):
                 origins[op.results[0]] = self._messages[op.chan or 0, op.seq or 0]
                 # It is started when the host comes to it.
                 if (self._blocking or op.stream is None) and HOST in latest:
@@ -177,7 +174,7 @@ class Order:
 
     def _node(self, op: Op) -> Node:
         """The node of an op; of a message, that of all its ends."""
-        if isinstance(op, _COMMUNICATION):
+        if isinstance(op, Communication):
             ends = self._messages[op.chan or 0, op.seq or 0].ends
             op = ends[min(ends)]
         return self._index[op]
@@ -186,7 +183,7 @@ class Order:
         """The ops that an op directly follows."""
         rank, index = node
         op = self._programs[rank].ops[index]
-        if isinstance(op, _COMMUNICATION):
+        if isinstance(op, Communication):
             message = self._messages[op.chan or 0, op.seq or 0]
             for other, end in message.ends.items():
                 yield from self._earlier((other, self._index[end][1]))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from ...ir import builtins
 from ...ir.attributes import Action, Symbol
-from ...ir.builder import Names
 from ...ir.diagnostics import error
-from ...ir.location import Location
 from ...ir.module import Module
+from ...ir.names import Names
 from ...ir.ops import AllReduce, Call, Constant, Op, Value
 from ...ir.types import Place, TensorType, Type, relocate
 
@@ -98,10 +97,3 @@ class Cotangents:
         result = self.new(primal, relocate(primal.type, home))
         self.ops.append(AllReduce(parts, (result,), group=home, loc=maker.loc, mb=maker.mb))
         return result
-
-
-def seed(cotangents: Cotangents, loss: Value, maker: Op, loc: Location | None) -> None:
-    """Start from a loss: its cotangent with respect to itself is one."""
-    one = cotangents.fill(loss, 1.0, loss.type.place, maker)
-    cotangents.ops[-1].loc = loc
-    cotangents.add(loss, one)

@@ -7,15 +7,15 @@ from heapq import heappop, heappush
 from typing import ClassVar
 
 from ...ir.attributes import Action, Symbol, Task
-from ...ir.builder import Names
 from ...ir.diagnostics import Diagnostic, IRError, error
 from ...ir.module import Module, Program, Vjp
+from ...ir.names import Names
 from ...ir.ops import Backward, Call, Op, Value
 from ...ir.phases import Phase
 from ...ir.types import UnitType, relocate
 from ..base import Pass
 from .adjoints import pull_back
-from .cotangents import Cotangents, seed
+from .cotangents import Cotangents
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,8 @@ class _Tape:
         heap: list[int] = []
         for loss in op.operands:
             maker = self._ops[self._maker_of_loss(op, loss)]
-            seed(cotangents, loss, maker, op.loc)
+            cotangents.add(loss, cotangents.fill(loss, 1.0, loss.type.place, maker))
+            cotangents.ops[-1].loc = op.loc
             self._reach(loss, heap)
         last = None
         # The latest op first: all that uses its results has then given its cotangents.

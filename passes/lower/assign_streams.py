@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...ir.attributes import Stream
-from ...ir.builder import Names
 from ...ir.module import Module, Program
+from ...ir.names import Names
 from ...ir.ops import Collective, Free, Op, Recv, Return, Send, Value, Wait
 from ...ir.phases import Phase
 from ..base import Pass

@@ -13,12 +13,12 @@ from ...ir.ops import (
     Alloc,
     Call,
     Collective,
+    Communication,
     Constant,
     Copy,
     Op,
     Recv,
     Return,
-    Send,
     Value,
     Wait,
     batch_of,
@@ -86,7 +86,7 @@ class Capture(Pass):
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Where a program leaves its device.
+    """An op at which a program leaves its device.
 
     Attributes:
         op: what the host has to do.
@@ -105,7 +105,7 @@ def cuts(module: Module, program: Program, fabrics: Fabrics, messages: bool = Tr
     found: dict[int, str] = {}
     for index, op in enumerate(program.ops):
         reason = _reason(op, module, fabrics, hosts)
-        if not messages and isinstance(op, Send | Recv | Collective | Wait):
+        if not messages and isinstance(op, Communication | Wait):
             reason = "messages are announced"
         if reason is not None:
             found[index] = reason
@@ -142,7 +142,7 @@ _CHANGES_NOTHING = (Effect.PURE, Effect.READ)
 
 
 def _crossing(program: Program, found: Mapping[int, str]) -> dict[int, str]:
-    """What is posted in one part and awaited in another, receives and collectives, and the waits.
+    """Find receives and collectives that are posted in one part and awaited in another, and waits.
 
     A graph is over when all is over that it began, so a receive of a graph must not depend on what
     its rank does behind the graph: to the receive's other end, for one, what is sent there.
@@ -168,7 +168,7 @@ def _crossing(program: Program, found: Mapping[int, str]) -> dict[int, str]:
 
 
 def _overtaking(program: Program, left: Collection[int], in_turn: Set[int]) -> dict[int, str]:
-    """What could overtake, in a graph, what is ahead of it on its stream and was posted outside.
+    """Find messages of graphs that could overtake one of their stream that was posted outside.
 
     A graph has branches of its own in place of the device's streams, and its branches wait for
     nothing but what the compute stream has waited for when the graph begins.
@@ -180,7 +180,7 @@ def _overtaking(program: Program, left: Collection[int], in_turn: Set[int]) -> d
             for ahead in pending.values():
                 if op.operands[0] in ahead:
                     del ahead[: ahead.index(op.operands[0]) + 1]
-        elif isinstance(op, Send | Recv | Collective) and op.chan in in_turn:
+        elif isinstance(op, Communication) and op.chan in in_turn:
             ahead = pending.setdefault(op.stream, [])
             if index in left:
                 ahead.append(op.result)
@@ -273,13 +273,13 @@ def _parts(program: Program, left_to_host: Collection[int]) -> list[dict[int, Op
 
 
 def _least(messages: bool) -> int:
-    """How many ops are worth a graph; without messages among them, the binder decides."""
+    """The ops that are worth a graph; without messages among them, the binder decides."""
     return LEAST if messages else 1
 
 
 def _work(ops: Iterable[Op]) -> int:
-    """How many ops the host would have to put on streams."""
-    return sum(isinstance(op, Call | Copy | Send | Recv | Collective | Constant) for op in ops)
+    """The number of ops that the host would have to put on streams."""
+    return sum(isinstance(op, Call | Copy | Communication | Constant) for op in ops)
 
 
 def _reason(op: Op, module: Module, fabrics: Fabrics, hosts: set[Value]) -> str | None:
@@ -288,7 +288,7 @@ def _reason(op: Op, module: Module, fabrics: Fabrics, hosts: set[Value]) -> str 
         if module.functions[op.fn.name].kind is FunctionKind.OPAQUE:
             return f"{op.fn} is opaque"
         return f"{op.fn} draws random numbers" if op.key is not None else None
-    if isinstance(op, Send | Recv | Collective):
+    if isinstance(op, Communication):
         channel = module.channels.get(op.chan if op.chan is not None else -1)
         if channel is None or (channel.via is not None and fabrics.knows(channel.via)):
             return None

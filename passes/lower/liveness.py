@@ -6,7 +6,17 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ...ir.module import Function, Program
-from ...ir.ops import Collective, Constant, Op, Recv, Return, Send, Value, View, Wait
+from ...ir.ops import (
+    Collective,
+    Communication,
+    Constant,
+    Op,
+    Recv,
+    Return,
+    Value,
+    View,
+    Wait,
+)
 from ...ir.storage import SharedStorage
 from ...ir.types import FutureType, TensorType, UnitType
 
@@ -37,10 +47,11 @@ class Storages:
     """The storages of a program."""
 
     def __init__(self, program: Program, functions: Mapping[str, Function]) -> None:
-        self._shared = SharedStorage(program, functions)
+        shared = SharedStorage(program, functions)
         for op in program.ops:
-            if isinstance(op, Collective) and op.shares_operand and op.operands:
-                self._shared.share(op.result, op.operands[0])
+            if op.shares_operand and isinstance(op, Collective) and op.operands:
+                shared.share(op.result, op.operands[0])
+        self._group_of = shared.of
         # By the value that stands for the group.
         self._storage: dict[Value, Storage] = {}
         self._makers: dict[Value, Op] = {}
@@ -54,7 +65,7 @@ class Storages:
 
     def of(self, value: Value) -> Storage | None:
         """The storage of a value; None for units."""
-        return self._storage.get(self._shared.of(value))
+        return self._storage.get(self._group_of(value))
 
     def all(self) -> Collection[Storage]:
         """Every storage once, in the order in which they were made."""
@@ -66,7 +77,7 @@ class Storages:
                 storage.last = index
         if isinstance(op, Wait):
             self._visit_wait(op, index)
-        elif isinstance(op, Send | Recv | Collective):
+        elif isinstance(op, Communication):
             self._makers[op.result] = op
             if op.operands and not isinstance(op, Recv):
                 self._reading[op.result] = op.operands[0]
@@ -95,7 +106,7 @@ class Storages:
     def _make(self, value: Value, index: int, owner: bool) -> Storage | None:
         if isinstance(value.type, UnitType | FutureType):
             return None
-        group = self._shared.of(value)
+        group = self._group_of(value)
         storage = self._storage.get(group)
         if storage is None:
             storage = self._storage[group] = Storage()

@@ -14,7 +14,7 @@ from typing import TypeAlias
 from ...ir.clone import clone
 from ...ir.communication import Message, Progress
 from ...ir.module import Module
-from ...ir.ops import Call, Collective, Op, Recv, Send
+from ...ir.ops import Call, Communication, Op, Send
 from .assign_streams import AssignStreams
 
 WORK, TRAVEL, POST = 1.0, 0.1, 0.001
@@ -76,7 +76,7 @@ def _cost(module: Module) -> Callable[[Op], float]:
     actors = {name for name, function in module.functions.items() if function.actor is not None}
 
     def cost(op: Op) -> float:
-        if isinstance(op, Send | Recv | Collective):
+        if isinstance(op, Communication):
             return POST
         return WORK if isinstance(op, Call) and op.fn.name in actors else 0.0
 

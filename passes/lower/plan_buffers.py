@@ -8,8 +8,8 @@ from heapq import heappop, heappush
 from typing import ClassVar
 
 from ...ir.attributes import Stream
-from ...ir.builder import Names
 from ...ir.module import Function, FunctionKind, Module, Program
+from ...ir.names import Names
 from ...ir.ops import Call, Copy, Free, Op, Recv, Return, Send, Value
 from ...ir.phases import Phase
 from ...ir.types import TensorType, promised, relocate, tensor_bytes

@@ -299,7 +299,7 @@ def _circle(
 
 
 def _carried(ops: Sequence[Op], circle: Sequence[Op]) -> tuple[Diagnostic, ...]:
-    """Where the circle has part in it: a microbatch that uses what an earlier one has made."""
+    """A use, on a line of the circle, of what an earlier microbatch has made."""
     lines = {op.loc for op in circle}
     made: dict[Value, Op] = {}
     for op in ops:

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...ir.builder import Names
 from ...ir.diagnostics import error
 from ...ir.module import Module
+from ...ir.names import Names
 from ...ir.ops import Backward, Op, Return, Transfer, Value
 from ...ir.phases import Phase
 from ...ir.types import Place, relocate

@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...ir.builder import Names
 from ...ir.module import Channel, Module, Program
+from ...ir.names import Names
 from ...ir.ops import Broadcast, Collective, Op, Recv, Send, Transfer, Value, Wait
 from ...ir.phases import Phase
 from ...ir.types import FutureType, Place, Type, UnitType, relocate

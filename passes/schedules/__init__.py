@@ -118,7 +118,7 @@ _CHOICES = 4
 
 
 def candidates(schedule: Schedule) -> tuple[Schedule, ...]:
-    """What a schedule that searches with costs might settle on, best first; else itself alone."""
+    """The best orders of a schedule that searches with costs, best first; else itself alone."""
     options = dict(schedule.options)
     if not is_search(schedule) or options["costs"] is None or "choice" in options:
         return (schedule,)

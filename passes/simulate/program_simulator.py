@@ -16,8 +16,6 @@ from ...ir.types import tensor_bytes
 from .memory_plan import memory_plan
 from .program_times import ProgramTimes, RankTimes
 
-__all__ = ["ProgramSimulation", "RankTimes", "simulate_programs"]
-
 
 @dataclass(frozen=True)
 class ProgramSimulation(ProgramTimes):
@@ -64,29 +62,27 @@ def simulate_programs(module: Module, costs: Costs) -> ProgramSimulation:
     stalls: dict[int, list[Stall]] = defaultdict(list)
     for stall in progress.stalls:
         stalls[stall.rank].append(stall)
-    ranks = [
-        _times(program.rank or 0, spans[program.rank or 0], stalls[program.rank or 0])
-        for program in module.programs
-    ]
+    ranks = [program.rank or 0 for program in module.programs]
     return ProgramSimulation(
-        tuple(replace(times, peak_bytes=memory_plan(module, times.rank).peak) for times in ranks),
-        tuple(span for times in ranks for span in spans[times.rank]),
+        tuple(_times(module, rank, spans[rank], stalls[rank]) for rank in ranks),
+        tuple(span for rank in ranks for span in spans[rank]),
         tuple(progress.messages[key] for key in sorted(progress.messages)),
     )
 
 
-def _times(rank: int, spans: Sequence[Span], stalls: Sequence[Stall]) -> RankTimes:
+def _times(module: Module, rank: int, spans: Sequence[Span], stalls: Sequence[Stall]) -> RankTimes:
     start, end = (spans[0].start, spans[-1].end) if spans else (0.0, 0.0)
     busy = sum(span.end - span.start for span in spans)
     exposed = 0.0
     for stall in stalls:
         travelling = min(stall.end, end) - max(stall.start, stall.message.start, start)
         exposed += max(0.0, travelling)
-    return RankTimes(rank, start, end, busy, max(0.0, end - start - busy), exposed)
+    blocked = max(0.0, end - start - busy)
+    return RankTimes(rank, start, end, busy, blocked, exposed, memory_plan(module, rank).peak)
 
 
 def _work(module: Module, costs: Costs) -> dict[int, float]:
-    """How long each op takes that takes time, by identity."""
+    """The time of each op that takes any, by identity."""
     calls: list[Call] = [
         op for program in module.programs for op in program.ops if isinstance(op, Call)
     ]
@@ -105,7 +101,7 @@ def _work(module: Module, costs: Costs) -> dict[int, float]:
 
 
 def _time(costs: Costs, task: Task, split: bool, tasks: Container[Task]) -> float:
-    """How long a task takes; `tasks` are all that there are."""
+    """The time of a task; `tasks` are all that there are."""
     time = costs.of(task.action, task.stage, split)
     if task.action is Action.WEIGHT and task.beside(Action.BACKWARD) not in tasks:
         time += costs.of(Action.BACKWARD, task.stage, split)

@@ -53,7 +53,7 @@ class ProgramTimes:
 
     @property
     def end(self) -> float:
-        """When the last rank is done, in milliseconds."""
+        """The time at which the last rank is done, in milliseconds."""
         return max(rank.end for rank in self.ranks)
 
     @property

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from ...ir.builder import Names
 from ...ir.location import Location
 from ...ir.module import Module, Program
+from ...ir.names import Names
 from ...ir.ops import Call, Op, Value
 from ...ir.phases import Phase
 from ...ir.printer import format_op

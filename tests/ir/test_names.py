@@ -1,4 +1,4 @@
-"""The builder: names, defaults, ops."""
+"""Names that are unique in a program."""
 
 from __future__ import annotations
 
@@ -6,13 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cg.ir.attributes import Symbol
-from cg.ir.builder import Builder, Names
-from cg.ir.location import Location
-from cg.ir.module import Module, Program
-from cg.ir.ops import Call, Return, Value
-from cg.ir.parser import parse_module
-from cg.ir.phases import Phase
-from cg.ir.printer import format_module
+from cg.ir.module import Program
+from cg.ir.names import Names
+from cg.ir.ops import Call, Value
 from cg.ir.types import DType, Place, TensorType
 
 T = TensorType(DType.F32, (2,), Place.of(0))
@@ -48,24 +44,3 @@ def test_names_of_a_program_are_those_of_parameters_and_results() -> None:
     program = Program("p", [Value("x", T)], [Call((), (Value("y", T),), fn=Symbol("f"))])
     names = Names.of(program)
     assert (names.fresh("x"), names.fresh("y"), names.fresh("z")) == ("x.1", "y.1", "z")
-
-
-def test_building_a_program() -> None:
-    program = Program("m")
-    build = Builder(program, loc=Location("a.py", 1))
-    x = build.param("x", T)
-    with build.defaults(mb=3, loc=Location("a.py", 2)):
-        y = build.emit(Call, [x], [T], base="y", fn=Symbol("f")).result
-        with build.defaults(mb=4):
-            y = build.emit(Call, [y], [T], base="y", fn=Symbol("f"), loc=None).result
-    build.emit(Return, [y])
-    module = Module("m", Phase.TRACED, 1, programs=[program])
-    expected = parse_module("""module @m phase=traced world=1 {
-      program @m(%x: f32[2]@0) {
-        %y = call(%x) {fn = @f, mb = 3} : f32[2]@0
-        %y.1 = call(%y) {fn = @f, mb = 4} : f32[2]@0
-        return(%y.1)
-      }
-    }""")
-    assert module == expected, format_module(module)
-    assert [op.loc and op.loc.line for op in program.ops] == [2, None, 1]

@@ -1,0 +1,44 @@
+"""Make names that are unique in a program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .module import Program
+
+
+class Names:
+    """Names in use, and new ones beside them; each costs constant time on average."""
+
+    def __init__(self, used: Iterable[str] = ()) -> None:
+        self._used = set(used)
+        self._last: dict[str, int] = {}
+
+    @staticmethod
+    def of(program: Program) -> Names:
+        """The names of a program's values."""
+        names = Names(value.name for value in program.params)
+        names._used.update(value.name for op in program.ops for value in op.results)
+        return names
+
+    def fresh(self, base: str) -> str:
+        """A name not in use yet: `base`, or else `base.1`, `base.2`, ...
+
+        A number that `base` already ends in is replaced: `h.1` is followed by `h.2`, so that
+        names stay short however many passes derive one from another.
+        """
+        if base not in self._used:
+            self._used.add(base)
+            return base
+        stem, dot, number = base.rpartition(".")
+        if not (dot and stem and number.isdigit()):
+            stem = base
+        count = self._last.get(stem, 0)
+        while True:
+            count += 1
+            name = f"{stem}.{count}"
+            if name not in self._used:
+                break
+        self._last[stem] = count
+        self._used.add(name)
+        return name
