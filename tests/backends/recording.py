@@ -83,7 +83,7 @@ class Recording(TorchDispatchMode):
         meta_args, meta_kwargs = tree_map_only(
             torch.Tensor, lambda t: t.to("meta"), (args, {**kwargs, **_meta(kwargs)})
         )
-        made = func(*meta_args, **meta_kwargs)
+        made = _as_kernels_do(func, func(*meta_args, **meta_kwargs))
         outputs = tree_map_only(torch.Tensor, self.pool.blank, made)
         if "empty" in func.name():
             return outputs
@@ -98,6 +98,17 @@ class Recording(TorchDispatchMode):
 
     def _by_address(self, values: Any) -> Any:
         return tree_map_only(torch.Tensor, self.pool.by_address, values)
+
+
+def _as_kernels_do(func: Any, made: Any) -> Any:
+    """What an operation has made on the device `meta`, with the element types of the host's kernel.
+
+    torch 2.11 says there that attention's logsumexp is float32; the kernel makes float64 of float64.
+    """
+    if func is not torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
+        return made
+    output, logsumexp = made
+    return output, logsumexp.double() if output.dtype is torch.float64 else logsumexp
 
 
 def _meta(kwargs: dict[str, Any]) -> dict[str, Any]:
