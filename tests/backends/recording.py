@@ -103,7 +103,7 @@ class Recording(TorchDispatchMode):
 def _as_kernels_do(func: Any, made: Any) -> Any:
     """What an operation has made on the device `meta`, with the element types of the host's kernel.
 
-    torch 2.11 says there that attention's logsumexp is float32; the kernel makes float64 of float64.
+    Of float64, torch 2.11 makes a float32 logsumexp there, and a float64 one on the host.
     """
     if func is not torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
         return made
