@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 RANKS  ?= 2
-JOBS   ?= 2
+JOBS   ?= 3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.stamp
@@ -47,7 +47,7 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt Makefile
 train: setup
 	$(BIN)/python -m cg.launch -n $(RANKS) examples/train_gpt.py $(ARGS)
 
-# What starts jobs of several ranks is done by one of the processes; see tests/conftest.py.
+# One more process than most machines of CI have cores, for jobs wait a lot; see tests/conftest.py.
 test: setup
 	$(BIN)/python -m pytest --numprocesses $(JOBS) $(ARGS)
 

@@ -74,14 +74,14 @@ def starts_jobs(nodeid: str) -> bool:
     return file.parts[1] in ("mpi", "examples") or file.name == "test_jobs.py"
 
 
-class OneJobAtATime(LoadScopeScheduling):
-    """Tests side by side; those that start jobs, which have deadlines, are done by one process."""
+class JobsByFile(LoadScopeScheduling):
+    """Tests side by side; one process does those of a file that starts jobs, which share some."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "jobs" if starts_jobs(nodeid) else nodeid
+        return nodeid.partition("::")[0] if starts_jobs(nodeid) else nodeid
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneJobAtATime:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> JobsByFile:
     """What hands tests to processes under `--numprocesses`."""
-    return OneJobAtATime(config, log)
+    return JobsByFile(config, log)
