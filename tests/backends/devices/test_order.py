@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
-import torch
 
 from cg.backends.devices.programs.capture import WARM_UPS
 from cg.backends.devices.programs.executable import DeviceExecutable
