@@ -7,6 +7,8 @@ A step that changes no state can be run again; one that does says whose state is
 
 from __future__ import annotations
 
+import time
+
 import torch
 
 import cg
@@ -17,6 +19,7 @@ class Scale(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.w = torch.nn.Parameter(torch.ones(4))
+        self.patience = 0.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.w
@@ -24,6 +27,7 @@ class Scale(torch.nn.Module):
     @cg.opaque(fake=lambda self, x: x)
     def check(self, x: torch.Tensor) -> torch.Tensor:
         if x[0].item() == 13:
+            time.sleep(self.patience)
             raise ValueError("thirteen")
         return x + 1
 
@@ -58,17 +62,22 @@ def main() -> None:
 
     trained = train.lower(torch.ones(4)).compile()
     trained(torch.ones(4))
-    try:
-        trained(torch.full((4,), 13.0))
-    except cg.RemoteError as error:
-        assert "thirteen" in str(error), error
-    else:
-        raise AssertionError("the error is lost")
-    try:
-        trained(torch.ones(4))
-    except cg.TransportError as error:
-        assert "what scale1 made" in str(error), error
-        assert "compile the step again" in str(error), error
+    # Only a backward that rank 1 had begun leaves anything in doubt, and nothing tells that it has.
+    for attempt in range(12):
+        if a.is_local:
+            a.local.patience = 0.01 * 2**attempt
+        try:
+            trained(torch.full((4,), 13.0))
+        except cg.RemoteError as error:
+            assert "thirteen" in str(error), error
+        else:
+            raise AssertionError("the error is lost")
+        try:
+            trained(torch.ones(4))
+        except cg.TransportError as error:
+            assert "what scale1 made" in str(error), error
+            assert "compile the step again" in str(error), error
+            break
     else:
         raise AssertionError("nothing says that state is in doubt")
     again = train.lower(torch.ones(4)).compile()
