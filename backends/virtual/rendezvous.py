@@ -29,6 +29,7 @@ class VirtualPort:
 
     Attributes:
         op: what it is the port of.
+        exchange: the meaning of that, of a collective.
         rank: whose end it is.
         type: of the value that it sends or receives.
         place: where it meets the other ends.
@@ -46,6 +47,7 @@ class VirtualPort:
         line: deque[VirtualPort] | None,
     ) -> None:
         self.op = op
+        self.exchange = op.exchange if isinstance(op, Collective) else None
         self.rank = rank
         self.type = type_
         self.place = place
@@ -194,9 +196,8 @@ class Meeting(Place):
                 )
 
     def _complete(self, ports: Sequence[VirtualPort]) -> None:
-        op = ports[0].op
-        assert isinstance(op, Collective), "the communicator has checked its channel"
-        exchange = op.exchange
+        exchange = ports[0].exchange
+        assert exchange is not None, "the communicator has checked its channel"
         values = {port.rank: port.value for port in ports}
         operands = [values[rank] for rank in exchange.senders]
         poison = next((value for value in operands if isinstance(value, Poison)), None)
