@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from typing import Final
 
-LONG: Final = 200e-6
-"""Seconds after which a yield has not given way to a rank that waits."""
+LONG: Final = 1e-3
+"""Seconds after which a yield has given way to a process that used up its time slice: one of 3 to
+4 ms on Linux. Ranks that wait return within microseconds, and the thread of a rank that copies a
+share of a large message within half a millisecond: sleeping would then cost more than the yield."""
 
 NEAR: Final = 0.02
 """Seconds between two long yields that show contention, whatever short ones are between them:
