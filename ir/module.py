@@ -11,7 +11,7 @@ from .flops import NO_FLOPS, Flops
 from .location import Location
 from .ops import Op, Return, Value
 from .phases import Phase
-from .types import Place, ValueType
+from .types import Mesh, Place, ValueType
 
 
 class FunctionKind(enum.Enum):
@@ -182,6 +182,7 @@ class Module:
         name: the step's name.
         phase: how far it has come.
         world: number of ranks.
+        meshes: those that types name, by name.
         functions, vjps: declarations by name.
         channels: communicators by id; empty before ASYNC.
         programs: one over all ranks before SCHEDULED, one for each rank from then on.
@@ -192,6 +193,7 @@ class Module:
     name: str
     phase: Phase
     world: int
+    meshes: dict[str, Mesh] = field(default_factory=dict)
     functions: dict[str, Function] = field(default_factory=dict)
     vjps: dict[str, Vjp] = field(default_factory=dict)
     channels: dict[int, Channel] = field(default_factory=dict)

@@ -19,7 +19,7 @@ from .phases import Phase
 from .text import literals
 from .text.lexer import span_of, tokenize
 from .text.literals import Reader
-from .types import FutureType, Type, ValueType
+from .types import FutureType, Mesh, Type, ValueType
 
 T = TypeVar("T")
 
@@ -89,6 +89,7 @@ class _Parser:
         self._types: dict[str, Type] = {}
         self._literals: dict[tuple[Reader, str], Any] = {}
         self._values: dict[str, Value] = {}
+        self._meshes: dict[str, Mesh] = {}
 
     # -- tokens
 
@@ -142,7 +143,9 @@ class _Parser:
         world = self.read(literals.parse_int, "the module's world")
         self.expect("{", "the module's header")
         module = Module(name, phase, world)
+        self._meshes = module.meshes
         readers = {
+            "mesh": self.mesh,
             "function": self.function,
             "vjp": self.vjp,
             "channel": self.channel,
@@ -166,6 +169,26 @@ class _Parser:
     def header(self, field: str) -> None:
         self.expect_word(field, "write `module @name phase=traced world=2 {`")
         self.expect("=", field)
+
+    def mesh(self, module: Module) -> None:
+        name = self.read(_symbol_name, "the mesh's name")
+        self.unique(name, module.meshes, "mesh")
+        ranks: tuple[int, ...] | None = None
+        grid: list[tuple[str, int]] = []
+        self.expect("{", "the mesh's name")
+        while ranks is None:
+            axis = self.next()
+            self.expect("=", axis or "the mesh's name")
+            if axis == "ranks":
+                ranks = self.read(literals.parse_ranks, "the mesh's ranks")
+            else:
+                grid.append((axis, self.read(literals.parse_int, f"the size of axis {axis}")))
+                self.expect(",", "an axis")
+        self.expect("}", "the mesh's ranks")
+        try:
+            module.meshes[name] = Mesh(ranks, name, tuple(grid))
+        except ValueError as problem:
+            self.fail(str(problem), "the sizes of the axes multiply to the number of ranks", back=1)
 
     def function(self, module: Module) -> None:
         name = self.read(_symbol_name, "the function's name")
@@ -327,7 +350,11 @@ class _Parser:
         if found is not None:
             self.next()
             return found
-        type_: Type = self.read(literals.parse_type, "a type")
+        try:
+            type_ = literals.parse_type(token, self._meshes)
+        except ValueError as problem:
+            self.fail(f"a type: {problem}" if token else "the text ends before a type")
+        self.next()
         self._types[token] = type_
         return type_
 

@@ -15,7 +15,7 @@ from .flops import Flops
 from .location import Location
 from .module import Channel, Function, FunctionKind, Module, Program, Vjp
 from .ops import OP_CLASSES, Op, Value, attribute_names
-from .types import Place, Type, format_ranks
+from .types import Mesh, Place, Type, format_ranks
 
 _INDENT = "  "
 _NAME = re.compile(r"[\w.$-]+")
@@ -31,6 +31,7 @@ def format_module(module: Module, locations: bool = False) -> str:
     """
     head = f"module {_symbol(module.name)} phase={module.phase} world={module.world} {{"
     lines = [head]
+    lines += [_INDENT + _mesh(mesh) for mesh in module.meshes.values()]
     lines += [_INDENT + _function(f, locations) for f in module.functions.values()]
     lines += [_INDENT + _vjp(vjp) for vjp in module.vjps.values()]
     lines += [_INDENT + _channel(channel) for channel in module.channels.values()]
@@ -122,6 +123,11 @@ class _OpPrinter:
         text = self._types.setdefault(type_, str(type_))
         self._types_by_id[id(type_)] = (type_, text)
         return text
+
+
+def _mesh(mesh: Mesh) -> str:
+    axes = "".join(f"{axis} = {size}, " for axis, size in mesh.grid)
+    return f"mesh {_symbol(mesh.name)} {{{axes}ranks = {format_ranks(mesh.ranks)}}}"
 
 
 def _function(function: Function, locations: bool) -> str:

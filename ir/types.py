@@ -1,7 +1,9 @@
 """Types of the IR: element types, places, and the types that values have.
 
 A type says what a value is and *where* it is. A place is a tuple of ranks: one rank for a
-value that an actor made, several for a value that each of those ranks holds a copy of.
+value that an actor made, several for a value that each of those ranks holds a copy of. A mesh is
+a place whose ranks form a grid, and a tensor may be laid out over its axes (`layout.py`): its shape
+stays that of the whole, logical tensor.
 Types are immutable and compare by value; their `str()` is the text form that the parser reads.
 """
 
@@ -9,8 +11,12 @@ from __future__ import annotations
 
 import enum
 import math
+import re
 from dataclasses import dataclass, replace
 from typing import TypeAlias
+
+from .attributes import ReduceOp
+from .layout import Layout, Position, Region, shape_of, whole
 
 
 class DType(enum.Enum):
@@ -103,6 +109,35 @@ class Place:
             raise ValueError(f"place {self} has several ranks")
         return self.ranks[0]
 
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        """The axes along which a tensor may be laid out, and their sizes, the major one first.
+
+        A bare place has one, `*`, which counts its ranks.
+        """
+        return (("*", len(self.ranks)),)
+
+    def position(self, rank: int) -> Position:
+        """The coordinate of a rank along each axis, and the axis's size.
+
+        Raises:
+            ValueError: the rank is not of this place.
+        """
+        index, position = self.ranks.index(rank), {}
+        for axis, size in reversed(self.axes):
+            index, coordinate = divmod(index, size)
+            position[axis] = coordinate, size
+        return position
+
+    def fibre(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
+        """The ranks that differ from `rank` along `axes` only, in the order of the place."""
+        here = self.position(rank)
+        fixed = here.keys() - set(axes)
+        positions = ((other, self.position(other)) for other in self.ranks)
+        return tuple(
+            other for other, there in positions if all(there[axis] == here[axis] for axis in fixed)
+        )
+
     def covers(self, other: Place) -> bool:
         """Whether every rank of `other` is one of this place's ranks."""
         return set(other.ranks) <= set(self.ranks)
@@ -114,6 +149,45 @@ class Place:
         if self.is_single:
             return f"@{self.ranks[0]}"
         return f"@{format_ranks(self.ranks)}"
+
+
+_WORD = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh(Place):
+    """Ranks as a grid with named axes, of which the last varies fastest. Text form: `@name`.
+
+    A module declares its meshes: `mesh @name {dp = 2, tp = 2, ranks = {0..3}}`.
+
+    Attributes:
+        name: unique in the module.
+        grid: the axes and their sizes, the major one first.
+    """
+
+    name: str = ""
+    grid: tuple[tuple[str, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        Place.__post_init__(self)
+        names = [axis for axis, _ in self.grid]
+        for word in (self.name, *names):
+            if not _WORD.fullmatch(word) or word == "ranks":
+                raise ValueError(f"'{word}' is no name for a mesh or an axis; write one such as tp")
+        if len(set(names)) != len(names):
+            raise ValueError(f"mesh @{self.name} has two axes of one name: {', '.join(names)}")
+        if math.prod(size for _, size in self.grid) != len(self.ranks):
+            sizes = " x ".join(f"{axis} = {size}" for axis, size in self.grid) or "no axes"
+            raise ValueError(
+                f"mesh @{self.name} has {len(self.ranks)} ranks, which its axes are not: {sizes}"
+            )
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        return self.grid
+
+    def __str__(self) -> str:
+        return f"@{self.name}"
 
 
 def format_ranks(ranks: tuple[int, ...]) -> str:
@@ -131,11 +205,20 @@ def format_ranks(ranks: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """A dense tensor: `f32[8,512]@0`; in a scheduled program, `f32[8,512]`."""
+    """A dense tensor: `f32[8,512]@0`; in a scheduled program, `f32[8,512]`.
+
+    Attributes:
+        dtype: of the elements.
+        shape: of the whole tensor, however it is laid out.
+        place: the ranks that hold it, or its parts.
+        layout: how it is laid out over the axes of the place: `f32[8/dp,64|+tp]@m`. None: each
+            rank holds a copy of all.
+    """
 
     dtype: DType
     shape: tuple[int, ...]
     place: Place | None = None
+    layout: Layout | None = None
 
     @property
     def numel(self) -> int:
@@ -146,8 +229,23 @@ class TensorType:
         """Bytes of the elements, stored contiguously."""
         return self.numel * self.dtype.itemsize
 
+    def region(self, rank: int) -> Region:
+        """The part of the tensor that a rank of its place holds, or has a summand of."""
+        if self.layout is None:
+            return whole(self.shape)
+        assert self.place is not None, "a type with a layout has a place"
+        return self.layout.region(self.shape, self.place.position(rank))
+
+    def local(self, rank: int) -> TensorType:
+        """The type, without a place, of what a rank holds."""
+        if self.layout is None:
+            return TensorType(self.dtype, self.shape)
+        return TensorType(self.dtype, shape_of(self.region(rank)))
+
     def __str__(self) -> str:
         dims = ",".join(map(str, self.shape))
+        if self.layout is not None:
+            dims = _layout(self.shape, self.layout)
         return f"{self.dtype}[{dims}]{_suffix(self.place)}"
 
 
@@ -198,6 +296,19 @@ def tensor_bytes(type_: Type) -> int:
     """Bytes of a tensor, or of a promised one; 0 for all else, as nobody knows how much it is."""
     value = promised(type_)
     return value.nbytes if isinstance(value, TensorType) else 0
+
+
+def _layout(shape: tuple[int, ...], layout: Layout) -> str:
+    """The dimensions of a tensor with their cuts, then the axes of summands: `8/dp,3*64/tp|+ep`."""
+    dims = []
+    for size, cut in zip(shape, layout.cuts, strict=True):
+        packed = f"{cut.blocks}*{size // cut.blocks}" if cut.blocks > 1 else str(size)
+        dims.append(f"{packed}/{cut}" if cut else str(size))
+    text = ",".join(dims)
+    if not layout.summands:
+        return text
+    sign = "+" if layout.reduce is ReduceOp.SUM else f"{layout.reduce.value}:"
+    return f"{text}|{sign}{'.'.join(layout.summands)}"
 
 
 def _suffix(place: Place | None) -> str:

@@ -43,7 +43,7 @@ def same_but_place(a: Type, b: Type) -> bool:
     if a is b:
         return True
     if type(a) is TensorType and type(b) is TensorType:
-        return a.dtype is b.dtype and a.shape == b.shape
+        return a.dtype is b.dtype and a.shape == b.shape and a.layout == b.layout
     if isinstance(a, FutureType) and isinstance(b, FutureType):
         return same_but_place(a.value, b.value)
     return type(a) is type(b) and not isinstance(a, TensorType | FutureType)

@@ -12,7 +12,7 @@ import re
 
 from ..diagnostics import Span
 
-_PLACE = r"@(?:\d+(?![\w.$-])|\{[\d.,\s]*\})"
+_PLACE = r"@(?:\d+(?![\w.$-])|\{[\d.,\s]*\}|[A-Za-z_]\w*(?![.$-]))"
 _END_OF_WORD = r"(?![\w.-])"
 _TOKEN = re.compile(
     r"(?:\s|//[^\n]*+)*+("

@@ -6,19 +6,22 @@ import enum
 import json
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from ..attributes import Effect, Shares, Symbol, Task
+from ..attributes import Effect, ReduceOp, Shares, Symbol, Task
 from ..flops import Flops
-from ..types import DType, FutureType, ObjectType, Place, TensorType, Type, UnitType
+from ..layout import WHOLE, Cut, Layout
+from ..types import DType, FutureType, Mesh, ObjectType, Place, TensorType, Type, UnitType
 
 _TYPE = re.compile(
-    r"(?:(?P<kind>object|unit)|(?P<dtype>\w+)\[(?P<dims>[\d,\s]*)\])"
-    r"(?:@(?P<place>(?P<rank>\d+)|\{.*\}))?",
+    r"(?:(?P<kind>object|unit)|(?P<dtype>\w+)\[(?P<dims>[^|]*?)(?:\|(?P<summands>.*))?\])"
+    r"(?:@(?P<place>(?P<rank>\d+)|\{.*\}|(?P<mesh>[A-Za-z_]\w*)))?",
     re.DOTALL,
 )
+_DIM = re.compile(r"(?:(?P<blocks>\d+)\s*\*\s*)?(?P<size>\d+)(?:\s*/\s*(?P<axes>[\w.*\s]+))?")
+_SUMMANDS = re.compile(r"\s*(?:\+|(?P<reduce>\w+)\s*:)(?P<axes>[\w.*\s]+)")
 _FUTURE = re.compile(r"future<(.*)>", re.DOTALL)
 _PAIR = re.compile(r"(\d+)\s*->\s*(\d+)")
 _RUN = re.compile(r"(\d+)\s*(?:\.\.\s*(\d+))?")
@@ -29,15 +32,21 @@ _PLAIN = re.compile(r"[\w.$-]+")
 Reader = Callable[[str], Any]
 """Turns a token into a value; raises ValueError, with what to write instead, if it cannot."""
 
+NO_MESHES: Mapping[str, Mesh] = types.MappingProxyType({})
 
-def parse_type(text: str) -> Type:
+
+def parse_type(text: str, meshes: Mapping[str, Mesh] = NO_MESHES) -> Type:
     """Read a type in the form that its `str()` writes.
+
+    Args:
+        text: the type.
+        meshes: those that it may name, by name.
 
     Raises:
         ValueError: `text` is no type.
     """
     if future := _FUTURE.fullmatch(text):
-        inner = parse_type(future[1])
+        inner = parse_type(future[1], meshes)
         if isinstance(inner, FutureType):
             raise ValueError(f"'{text}' is a future of a future")
         return FutureType(inner)
@@ -45,18 +54,60 @@ def parse_type(text: str) -> Type:
     if match is None:
         raise ValueError(
             f"'{text}' is not a type; write f32[8,512], object, unit or future<T>, "
-            "with a place such as @0 or @{0..3} behind it"
+            "with a place such as @0, @{0..3} or the name of a mesh behind it"
         )
-    place = None
-    if match["place"] is not None:
-        place = _place(match["place"]) if match["rank"] is None else Place((int(match["rank"]),))
+    place = _place_of(match, meshes)
     if match["kind"] is not None:
         return ObjectType(place) if match["kind"] == "object" else UnitType(place)
     dtype = parse_enum(DType, match["dtype"])
-    dims = [dim.strip() for dim in match["dims"].split(",")] if match["dims"].strip() else []
-    if not all(dim.isdigit() for dim in dims):
-        raise ValueError(f"'{text}' has a shape that is not numbers between commas")
-    return TensorType(dtype, tuple(map(int, dims)), place)
+    shape, cuts = _dims(text, match["dims"])
+    summands, reduce = _summands(text, match["summands"])
+    return TensorType(dtype, shape, place, Layout.of(cuts, summands, reduce))
+
+
+def _place_of(match: re.Match[str], meshes: Mapping[str, Mesh]) -> Place | None:
+    if match["place"] is None:
+        return None
+    if match["mesh"] is not None:
+        name = match["mesh"]
+        if name not in meshes:
+            known = ", ".join(f"@{mesh}" for mesh in meshes) or "none"
+            raise ValueError(f"the module declares no mesh @{name}; it has {known}")
+        return meshes[name]
+    return Place((int(match["rank"]),)) if match["rank"] else _place(match["place"])
+
+
+def _dims(text: str, dims: str) -> tuple[tuple[int, ...], tuple[Cut, ...]]:
+    """The shape, and the cut of each dimension."""
+    shape, cuts = [], []
+    for dim in dims.split(",") if dims.strip() else []:
+        match = _DIM.fullmatch(dim.strip())
+        if match is None or (match["blocks"] and not match["axes"]):
+            raise ValueError(
+                f"'{text}' is not a type: its shape is not numbers between commas, each with the "
+                "axes that cut it behind a slash, if any: 8, 8/dp, 64/tp.dp, 3*64/tp"
+            )
+        blocks = int(match["blocks"] or 1)
+        if not blocks:
+            raise ValueError(f"'{text}' has a dimension of 0 blocks")
+        shape.append(blocks * int(match["size"]))
+        cuts.append(Cut(_axes(match["axes"]), blocks) if match["axes"] else WHOLE)
+    return tuple(shape), tuple(cuts)
+
+
+def _summands(text: str, summands: str | None) -> tuple[tuple[str, ...], ReduceOp]:
+    """The axes of summands, and what combines them."""
+    if summands is None:
+        return (), ReduceOp.SUM
+    match = _SUMMANDS.fullmatch(summands)
+    if match is None:
+        raise ValueError(f"'{text}' has summands that are not of the form |+tp or |max:tp")
+    reduce = ReduceOp.SUM if match["reduce"] is None else parse_enum(ReduceOp, match["reduce"])
+    return _axes(match["axes"]), reduce
+
+
+def _axes(text: str) -> tuple[str, ...]:
+    return tuple(axis.strip() for axis in text.split("."))
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:

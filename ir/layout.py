@@ -1,0 +1,185 @@
+"""Layouts: the part of a logical tensor that each rank of a group holds.
+
+A dimension may be cut along axes of a mesh, the major axis first; a rank that differs from another
+only along axes that cut nothing holds a copy of the same part. Or the logical tensor is the sum of
+what ranks along an axis hold: these are its summands. Piece k of P of n entries is
+[kn // P, (k+1)n // P), so any n goes with any P, pieces may be empty, and gathering along the minor
+axis of a cut gives the pieces of the coarser cut.
+
+Parts are regions: for each dimension, intervals of the logical index. All but packed dimensions
+(`Cut.blocks`) have one interval.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from .attributes import ReduceOp
+
+Interval: TypeAlias = tuple[int, int]
+"""First index, and the one behind the last."""
+
+Intervals: TypeAlias = tuple[Interval, ...]
+"""Indices of one dimension: ascending, neither empty nor adjacent."""
+
+Region: TypeAlias = tuple[Intervals, ...]
+"""A part of a logical tensor: the product of the indices of each dimension."""
+
+Position: TypeAlias = Mapping[str, tuple[int, int]]
+"""The coordinate of a rank along each axis of its mesh, and the size of the axis."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The way in which one dimension is cut.
+
+    Attributes:
+        axes: the axes that cut it, the major one first; none where it is whole.
+        blocks: the dimension is so many blocks of equal size, and each of them is cut: a packed
+            projection, say, of queries, keys and values.
+    """
+
+    axes: tuple[str, ...] = ()
+    blocks: int = 1
+
+    def __bool__(self) -> bool:
+        """Whether the dimension is cut."""
+        return bool(self.axes)
+
+    def piece(self, size: int, position: Position) -> Intervals:
+        """The indices of a dimension of `size` that the rank at `position` holds."""
+        index, count = 0, 1
+        for axis in self.axes:
+            coordinate, length = position[axis]
+            index, count = index * length + coordinate, count * length
+        block = size // self.blocks
+        start, stop = index * block // count, (index + 1) * block // count
+        return merge((at + start, at + stop) for at in range(0, size, max(block, 1)))
+
+    def __str__(self) -> str:
+        return ".".join(self.axes)
+
+
+WHOLE = Cut()
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The layout of a tensor over the axes of a mesh, which the tensor's place gives.
+
+    Attributes:
+        cuts: one for each dimension.
+        summands: the axes along which ranks hold summands, in the mesh's order.
+        reduce: what combines the summands.
+    """
+
+    cuts: tuple[Cut, ...]
+    summands: tuple[str, ...] = ()
+    reduce: ReduceOp = field(default=ReduceOp.SUM)
+
+    @staticmethod
+    def of(
+        cuts: Iterable[Cut], summands: tuple[str, ...] = (), reduce: ReduceOp = ReduceOp.SUM
+    ) -> Layout | None:
+        """The layout, or None where every rank holds a copy of all."""
+        layout = Layout(tuple(cuts), summands, reduce)
+        return layout if layout.axes else None
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that it uses: those of the cuts, then those of summands."""
+        return (*(axis for cut in self.cuts for axis in cut.axes), *self.summands)
+
+    def region(self, shape: tuple[int, ...], position: Position) -> Region:
+        """The part of a tensor of `shape` that the rank at `position` holds, copy or summand."""
+        return tuple(cut.piece(size, position) for cut, size in zip(self.cuts, shape, strict=True))
+
+
+def merge(intervals: Iterable[Interval]) -> Intervals:
+    """Ascending intervals without the empty ones, and adjacent ones as one."""
+    merged: list[Interval] = []
+    for start, stop in intervals:
+        if start == stop:
+            continue
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], stop)
+        else:
+            merged.append((start, stop))
+    return tuple(merged)
+
+
+def whole(shape: tuple[int, ...]) -> Region:
+    """The region of all of a tensor."""
+    return tuple(((0, size),) if size else () for size in shape)
+
+
+def length(intervals: Intervals) -> int:
+    """The number of indices."""
+    return sum(stop - start for start, stop in intervals)
+
+
+def shape_of(region: Region) -> tuple[int, ...]:
+    """The shape of a tensor that holds a region."""
+    return tuple(map(length, region))
+
+
+def volume(region: Region) -> int:
+    """The number of elements."""
+    return math.prod(map(length, region))
+
+
+def overlap(one: Region, other: Region) -> Region:
+    """The region that two have in common."""
+    return tuple(_common(a, b) for a, b in zip(one, other, strict=True))
+
+
+def _common(one: Intervals, other: Intervals) -> Intervals:
+    found, left, right = [], 0, 0
+    while left < len(one) and right < len(other):
+        start = max(one[left][0], other[right][0])
+        stop = min(one[left][1], other[right][1])
+        if start < stop:
+            found.append((start, stop))
+        if one[left][1] < other[right][1]:
+            left += 1
+        else:
+            right += 1
+    return tuple(found)
+
+
+def within(part: Region, held: Region) -> Region:
+    """The region of the tensor that holds `held` where `part` of it is."""
+    return tuple(_within(a, b) for a, b in zip(part, held, strict=True))
+
+
+def _within(part: Intervals, held: Intervals) -> Intervals:
+    found, at = [], 0
+    for start, stop in held:
+        found += [(at + a - start, at + b - start) for a, b in part if start <= a and b <= stop]
+        at += stop - start
+    return merge(found)
+
+
+def share(region: Region, index: int, count: int) -> Region:
+    """Piece `index` of `count` of a region, which is cut along its longest dimension."""
+    lengths = shape_of(region)
+    dim = max(range(len(lengths)), key=lambda d: lengths[d], default=None)
+    if dim is None:  # a scalar has one piece
+        return region
+    size = lengths[dim]
+    wanted = (index * size // count, (index + 1) * size // count)
+    return (*region[:dim], _entries(region[dim], wanted), *region[dim + 1 :])
+
+
+def _entries(intervals: Intervals, wanted: Interval) -> Intervals:
+    """The indices at these positions of all indices of some intervals."""
+    found, at = [], 0
+    for start, stop in intervals:
+        first, last = max(wanted[0] - at, 0), min(wanted[1] - at, stop - start)
+        if first < last:
+            found.append((start + first, start + last))
+        at += stop - start
+    return tuple(found)
