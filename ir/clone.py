@@ -14,6 +14,7 @@ def clone(module: Module) -> Module:
         module.name,
         module.phase,
         module.world,
+        meshes=dict(module.meshes),
         functions=dict(module.functions),
         vjps=dict(module.vjps),
         channels=dict(module.channels),

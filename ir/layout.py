@@ -131,6 +131,34 @@ def volume(region: Region) -> int:
     return math.prod(map(length, region))
 
 
+def is_region(region: Region) -> bool:
+    """Whether the intervals of each dimension ascend, and are neither empty nor adjacent."""
+    return all(_ascend(intervals) for intervals in region)
+
+
+def _ascend(intervals: Intervals) -> bool:
+    last = -1
+    for start, stop in intervals:
+        if not last < start < stop:
+            return False
+        last = stop
+    return True
+
+
+def covers(held: Region, part: Region) -> bool:
+    """Whether one region has all indices of another, dimension by dimension."""
+    return overlap(held, part) == part
+
+
+def format_region(region: Region) -> str:
+    """The text form of a region, as in `[0:4+8:12,0:64]`; an empty dimension is `0:0`."""
+    return f"[{','.join(map(_format_intervals, region))}]"
+
+
+def _format_intervals(intervals: Intervals) -> str:
+    return "+".join(f"{start}:{stop}" for start, stop in intervals) or "0:0"
+
+
 def overlap(one: Region, other: Region) -> Region:
     """The region that two have in common."""
     return tuple(_common(a, b) for a, b in zip(one, other, strict=True))

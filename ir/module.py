@@ -6,11 +6,11 @@ import enum
 from dataclasses import dataclass, field
 
 from .attributes import NO_SHARES, Effect, Shares
-from .compare import equal
 from .flops import NO_FLOPS, Flops
 from .location import Location
 from .ops import Op, Return, Value
 from .phases import Phase
+from .text.compare import equal
 from .types import Mesh, Place, ValueType
 
 
@@ -187,7 +187,7 @@ class Module:
         channels: communicators by id; empty before ASYNC.
         programs: one over all ranks before SCHEDULED, one for each rank from then on.
 
-    Modules are equal when their text forms are, locations aside (`compare.py`).
+    Modules are equal when their text forms are, locations aside (`text/compare.py`).
     """
 
     name: str

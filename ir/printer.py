@@ -12,9 +12,10 @@ from typing import Any
 
 from .attributes import Effect, ReduceOp, Shares, Stream, Symbol, Task
 from .flops import Flops
+from .layout import Region, format_region
 from .location import Location
 from .module import Channel, Function, FunctionKind, Module, Program, Vjp
-from .ops import OP_CLASSES, Op, Value, attribute_names
+from .ops import OP_CLASSES, Assemble, Op, Slice, Value, attribute_names
 from .types import Mesh, Place, Type, format_ranks
 
 _INDENT = "  "
@@ -95,9 +96,9 @@ class _OpPrinter:
         text = f"{op.opcode}({', '.join([name(v) for v in op.operands])})"
         if results:
             text = f"{', '.join([name(v) for v in results])} = {text}"
-        getter, prefixes = _GETTERS[type(op)]
+        getter, prefixes, formats = _GETTERS[type(op)]
         found = [
-            prefix + _FORMATS[type(value)](value)
+            prefix + formats[type(value)](value)
             for prefix, value in zip(prefixes, getter(op), strict=True)
             if value is not None
         ]
@@ -204,10 +205,26 @@ _FORMATS: dict[type, Callable[[Any], str]] = {
     Effect: _enum,
     FunctionKind: _enum,
 }
-_GETTERS: dict[type[Op], tuple[Callable[[Op], tuple[Any, ...]], tuple[str, ...]]] = {
+
+
+def _regions(regions: tuple[Region, ...]) -> str:
+    return "{" + ", ".join(map(format_region, regions)) + "}"
+
+
+_REGIONS: dict[type[Op], dict[type, Callable[[Any], str]]] = {
+    Slice: {tuple: format_region},
+    Assemble: {tuple: _regions},
+}
+"""The ops whose tuples are regions."""
+
+_GETTERS: dict[
+    type[Op],
+    tuple[Callable[[Op], tuple[Any, ...]], tuple[str, ...], dict[type, Callable[[Any], str]]],
+] = {
     cls: (
         attrgetter(*attribute_names(cls)),
         tuple(f"{name} = " for name in attribute_names(cls)),
+        _FORMATS | _REGIONS.get(cls, {}),
     )
     for cls in OP_CLASSES.values()
 }

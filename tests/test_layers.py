@@ -49,6 +49,7 @@ SAME_THING = {
     "fuse.py": "the pass, and the compiler that it asks for",
     "instance.py": "on the host and on devices",
     "instructions.py": "on the host and on devices",
+    "layout.py": "of a tensor over ranks, and of a rank's shared memory",
     "library.py": "the protocol, and NCCL and HCCL behind it",
     "pool.py": "in each transport between devices",
     "ports.py": "in each transport",

@@ -98,6 +98,8 @@ _KINDS = {
     "Symbol": "a symbol",
     "Place": "a set of ranks",
     "ReduceOp": "a reduction",
+    "Region": "a region",
+    "tuple[Region, ...]": "a set of regions",
 }
 
 

@@ -29,6 +29,7 @@ from .collectives import (
     Scatter,
 )
 from .rank_local import Alloc, Backward, Call, Constant, Copy, Free, Return, View, Wait
+from .regions import Assemble, Slice
 from .transfers import PointToPoint, Recv, Send, Transfer, batch_of
 
 Communication: TypeAlias = PointToPoint | Collective
@@ -40,6 +41,7 @@ __all__ = [
     "AllReduce",
     "AllToAll",
     "Alloc",
+    "Assemble",
     "Backward",
     "Barrier",
     "Broadcast",
@@ -59,6 +61,7 @@ __all__ = [
     "Return",
     "Scatter",
     "Send",
+    "Slice",
     "Transfer",
     "Value",
     "View",
@@ -76,6 +79,8 @@ OP_CLASSES: dict[str, type[Op]] = {
         View,
         Copy,
         Transfer,
+        Slice,
+        Assemble,
         Send,
         Recv,
         AllReduce,

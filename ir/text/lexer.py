@@ -25,6 +25,7 @@ _TOKEN = re.compile(
     rf"|-?(?:\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|inf{_END_OF_WORD})"
     r"|[A-Za-z_][\w.-]*"
     r"|->|\{[-\d.,>\s]*\d[-\d.,>\s]*\}"  # the last is a set of ranks, or of pairs
+    r"|\[[\d:+,\s]*\]|\{\s*\[[\[\]\d:+,\s]*\}"  # a region, or a set of regions
     r"|\{\s*\w+\s*:\s*\d[\w:,\s]*\}"  # counts by element type
     r"|\{\s*[A-Za-z_][\w.-]*\s*:\s*[a-z][\w.:,\s-]*\}"  # effects by actor
     r"|\S|\Z)"

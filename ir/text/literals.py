@@ -12,7 +12,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from ..attributes import Effect, ReduceOp, Shares, Symbol, Task
 from ..flops import Flops
-from ..layout import WHOLE, Cut, Layout
+from ..layout import WHOLE, Cut, Intervals, Layout, Region, is_region, merge
 from ..types import DType, FutureType, Mesh, ObjectType, Place, TensorType, Type, UnitType
 
 _TYPE = re.compile(
@@ -27,6 +27,9 @@ _PAIR = re.compile(r"(\d+)\s*->\s*(\d+)")
 _RUN = re.compile(r"(\d+)\s*(?:\.\.\s*(\d+))?")
 _COUNT = re.compile(rf"({'|'.join(dtype.value for dtype in DType)})\s*:\s*([0-9]{{1,30}})")
 _SHARE = re.compile(rf"([A-Za-z_][\w.-]*)\s*:\s*({'|'.join(effect.value for effect in Effect)})")
+_REGION = re.compile(r"\[([^\[\]]*)\]")
+_REGIONS = re.compile(rf"{_REGION.pattern}(?:\s*,\s*{_REGION.pattern})*+")
+_INTERVAL = re.compile(r"(\d+)\s*:\s*(\d+)")
 _PLAIN = re.compile(r"[\w.$-]+")
 
 Reader = Callable[[str], Any]
@@ -229,6 +232,32 @@ def _pairs(text: str) -> tuple[tuple[int, int], ...]:
     return tuple((int(one), int(other)) for one, other in pairs)
 
 
+def _region(text: str) -> Region:
+    match = _REGION.fullmatch(text)
+    if match is None:
+        raise ValueError(f"'{text}' is no region; {_REGION_HELP}")
+    return tuple(map(_intervals, match[1].split(","))) if match[1].strip() else ()
+
+
+def _intervals(text: str) -> Intervals:
+    found = [_INTERVAL.fullmatch(part.strip()) for part in text.split("+")]
+    pairs = [(int(match[1]), int(match[2])) for match in found if match is not None]
+    intervals = merge(pairs)
+    if len(pairs) < len(found) or not is_region((intervals,)):
+        raise ValueError(f"'{text.strip()}' is not the indices of a dimension; {_REGION_HELP}")
+    return intervals
+
+
+_REGION_HELP = "write [0:4,0:64], or [0:4+8:12] for several intervals, which ascend"
+
+
+def _regions(text: str) -> tuple[Region, ...]:
+    inner = text[1:-1].strip()
+    if (text[:1], text[-1:]) != ("{", "}") or (inner and not _REGIONS.fullmatch(inner)):
+        raise ValueError(f"'{text}' is not a set of regions; write {{[0:4,0:64], [4:8,0:64]}}")
+    return tuple(_region(match[0]) for match in _REGION.finditer(inner))
+
+
 def _flops(text: str) -> Flops:
     problem = "no count of operations by element type; write {bf16: 1024, f32: 8}"
     counts = _table(text, _COUNT, problem)
@@ -271,4 +300,6 @@ _READERS: dict[Any, Reader] = {
     Shares: _shares,
     tuple[int, ...]: parse_ranks,
     tuple[tuple[int, int], ...]: _pairs,
+    Region: _region,
+    tuple[Region, ...]: _regions,
 }

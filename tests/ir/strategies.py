@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
 
 from cg.ir.attributes import Action, Effect, ReduceOp, Shares, Stream, Symbol, Task
 from cg.ir.flops import Flops
+from cg.ir.layout import Cut, Layout, merge
 from cg.ir.location import Location
 from cg.ir.module import Channel, Function, FunctionKind, Module, Program, Vjp
 from cg.ir.ops import OP_CLASSES, Op, Value, attribute_names
 from cg.ir.phases import Phase
-from cg.ir.types import DType, FutureType, ObjectType, Place, TensorType, UnitType
+from cg.ir.types import (
+    DType,
+    FutureType,
+    Mesh,
+    ObjectType,
+    Place,
+    TensorType,
+    Type,
+    UnitType,
+    promised,
+    relocate,
+)
 
 small = st.integers(0, 9)
 names = st.one_of(
@@ -20,13 +34,44 @@ names = st.one_of(
 )
 words = st.one_of(st.sampled_from(["nccl", "mpi", "inf", "nan", "true", "unit", "f32"]), st.text())
 places = st.lists(small, min_size=1, max_size=4, unique=True).map(tuple).map(Place)
+axes = st.lists(st.sampled_from(["*", "dp", "tp", "kv"]), max_size=2).map(tuple)
+
+
+@st.composite
+def meshes(draw: st.DrawFn) -> Mesh:
+    """Meshes of a few names, with one to three axes."""
+    words = st.from_regex(r"[A-Za-z_][A-Za-z_0-9]{0,3}", fullmatch=True)
+    words = words.filter(lambda word: word != "ranks")
+    names = draw(st.lists(words, min_size=1, max_size=3, unique=True))
+    sizes = [draw(st.integers(1, 3)) for _ in names]
+    first = draw(small)
+    ranks = draw(st.permutations(range(first, first + math.prod(sizes))))
+    name = draw(st.sampled_from(["m", "grid", "a_1"]))
+    return Mesh(tuple(ranks), name, tuple(zip(names, sizes, strict=True)))
+
+
+@st.composite
+def tensor_types(draw: st.DrawFn) -> TensorType:
+    """Tensors with and without layouts, which need not fit their places."""
+    shape, cuts = [], []
+    for _ in range(draw(st.integers(0, 3))):
+        cut_axes = draw(axes)
+        blocks = draw(st.integers(1, 3)) if cut_axes else 1
+        shape.append(blocks * draw(small))
+        cuts.append(Cut(cut_axes, blocks))
+    summands = draw(axes)
+    reduce = draw(st.sampled_from(ReduceOp)) if summands else ReduceOp.SUM
+    layout = Layout.of(cuts, summands, reduce)
+    place = draw(st.none() | places | meshes())
+    return TensorType(draw(st.sampled_from(DType)), tuple(shape), place, layout)
+
+
+intervals = st.lists(st.integers(0, 99), max_size=6, unique=True).map(
+    lambda ends: merge(zip(sorted(ends)[::2], sorted(ends)[1::2], strict=False))
+)
+regions = st.lists(intervals, max_size=3).map(tuple)
 value_types = st.one_of(
-    st.builds(
-        TensorType,
-        st.sampled_from(DType),
-        st.lists(small, max_size=3).map(tuple),
-        st.none() | places,
-    ),
+    tensor_types(),
     st.builds(ObjectType, st.none() | places),
     st.builds(UnitType, st.none() | places),
 )
@@ -52,6 +97,8 @@ ATTRIBUTES: dict[str, st.SearchStrategy[Any]] = {
     "group": places,
     "at": st.none() | places,
     "op": st.sampled_from(ReduceOp),
+    "region": regions,
+    "regions": st.lists(regions, max_size=3).map(tuple),
 }
 
 flops = st.dictionaries(st.sampled_from(DType), st.integers(0, 10**15), max_size=3).map(Flops.of)
@@ -119,4 +166,22 @@ def modules(draw: st.DrawFn, phase: Phase) -> Module:
         module.programs = [draw(programs(phase, name, rank)) for rank in range(module.world)]
     else:
         module.programs = [draw(programs(phase, name, None))]
+    _declare_meshes(module)
     return module
+
+
+def _declare_meshes(module: Module) -> None:
+    """Declare the meshes that types name; of several that share a name, types take the first."""
+
+    def declared(type_: Type) -> Any:
+        place = promised(type_).place
+        if isinstance(place, Mesh):
+            place = module.meshes.setdefault(place.name, place)
+        return relocate(type_, place)
+
+    for name, f in module.functions.items():
+        inputs, outputs = (tuple(map(declared, types)) for types in (f.inputs, f.outputs))
+        module.functions[name] = replace(f, inputs=inputs, outputs=outputs)
+    for program in module.programs:
+        for value in (*program.params, *(v for op in program.ops for v in op.results)):
+            value.type = declared(value.type)

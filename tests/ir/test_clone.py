@@ -7,7 +7,7 @@ from cg.ir.clone import clone
 from cg.ir.module import Function, Module, Program
 from cg.ir.ops import Call, Return, Value
 from cg.ir.phases import Phase
-from cg.ir.types import DType, Place, TensorType
+from cg.ir.types import DType, Mesh, Place, TensorType
 
 
 def small() -> Module:
@@ -17,7 +17,8 @@ def small() -> Module:
     call = Call((x,), (y,), fn=Symbol("f"), mb=0)
     program = Program("step", [x], [call, Return((y,), at=Place((0,)))])
     functions = {"f": Function("f", (local,), (local,))}
-    return Module("step", Phase.TRACED, 1, functions=functions, programs=[program])
+    meshes = {"m": Mesh((0,), "m", (("dp", 1),))}
+    return Module("step", Phase.TRACED, 1, meshes, functions, programs=[program])
 
 
 def test_a_clone_is_equal() -> None:
@@ -31,5 +32,6 @@ def test_changing_a_clone_leaves_the_original_alone() -> None:
     other.program.params[0].name = "z"
     other.program.ops.pop()
     other.functions.clear()
+    other.meshes.clear()
     assert module == small()
     assert other.program.ops[0].operands[0] is other.program.params[0]

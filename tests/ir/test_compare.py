@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from cg.ir.compare import difference
 from cg.ir.module import Module
 from cg.ir.parser import parse_module
+from cg.ir.text.compare import difference
 
 TEXT = """
 module @m phase=scheduled world=2 {
+  mesh @g {dp = 2, ranks = {0..1}}
   function @f(f32[2]) -> (f32[2])
   vjp @v {backward = @f, forward = @f, grad_inputs = {0}, grad_outputs = {0}}
   channel 0 {ranks = {0,1}}
@@ -30,6 +31,7 @@ module @m phase=scheduled world=2 {
     [
         ("@m", "@n", "module: name: 'm' in the first, 'n' in the second"),
         ("world=2", "world=3", "module: world"),
+        ("mesh @g {dp", "mesh @g {tp", "mesh g"),
         ("@f(f32[2])", "@f(f32[3])", "function f"),
         ("  function @f(f32[2]) -> (f32[2])\n", "", "function f: only in the first"),
         ("grad_inputs = {0}", "grad_inputs = {}", "vjp v"),

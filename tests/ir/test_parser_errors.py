@@ -6,6 +6,7 @@ import pytest
 
 from cg.ir.diagnostics import IRError
 from cg.ir.parser import parse_module
+from cg.ir.printer import format_module
 
 TEXT = """module @m phase=traced world=2 {
   function @f(f32[2]) -> (f32[2]) {aliases = {0 -> 0}, effect = read}
@@ -128,3 +129,50 @@ def test_a_scheduled_program_is_named_by_its_rank(name: str) -> None:
 def test_a_task() -> None:
     message, *_ = failure(TEXT.replace("mb = 1", "task = 2G0"))
     assert "'2' is not a task; write stage, F|B|W, microbatch, as in 2F0" in message
+
+
+LAID_OUT = """module @m phase=placed world=2 {
+  mesh @g {dp = 2, ranks = {0..1}}
+  program @m(%x: f32[8/dp,4]@g) {
+    %p = slice(%x) {region = [0:4,0:4]} : f32[4,4]@0
+    %y = assemble(%p) {regions = {[0:4,0:4]}} : f32[4,4]@0
+    return()
+  }
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "column", "message", "help"),
+    [
+        ("{dp = 2, ranks", "{ranks", 2, 26, "has 2 ranks, which its axes are not: no axes", "the"),
+        ("dp = 2", "dp = 3", 2, 34, "mesh @g has 2 ranks, which its axes are not: dp = 3", "the"),
+        ("dp = 2", "dp = 2, dp = 1", 2, 42, "mesh @g has two axes of one name: dp, dp", "the"),
+        ("mesh @g", "mesh @ranks", 2, 38, "'ranks' is no name for a mesh or an axis", "the"),
+        ("/dp,4]@g", "/dp,4]@h", 3, 18, "the module declares no mesh @h; it has @g", ""),
+        ("8/dp", "2*4", 3, 18, "each with the axes that cut it behind a slash", ""),
+        ("8/dp", "0*4/dp", 3, 18, "has a dimension of 0 blocks", ""),
+        ("8/dp,4", "8/dp,4|tp", 3, 18, "has summands that are not of the form |+tp", ""),
+        ("8/dp,4", "8/dp,4|sub:tp", 3, 18, "'sub' is not one of sum, avg, prod, min, max", ""),
+        ("region = [0:4,0:4]", "region = {0..1}", 4, 30, "'{0..1}' is no region; write [0:4", ""),
+        ("[0:4,0:4]}", "[0:4,0]}", 4, 30, "'0' is not the indices of a dimension; write", ""),
+        ("[0:4,0:4]}", "[0:4,]}", 4, 30, "'' is not the indices of a dimension; write", ""),
+        ("[0:4,0:4]}", "[4:0,0:4]}", 4, 30, "'4:0' is not the indices of a dimension", ""),
+        ("[0:4,0:4]}", "[2:4+0:1,0:4]}", 4, 30, "'2:4+0:1' is not the indices of a dime", ""),
+        ("{[0:4,0:4]}", "[0:4,0:4]", 5, 34, "is not a set of regions; write {[0:4,0:64]", ""),
+        ("{[0:4,0:4]}", "{[0:4] [0:4]}", 5, 34, "is not a set of regions; write", ""),
+    ],
+)
+def test_errors_of_layouts_and_regions(
+    old: str, new: str, line: int, column: int, message: str, help: str
+) -> None:
+    assert old in LAID_OUT
+    text, at_line, at_column, helps = failure(LAID_OUT.replace(old, new, 1))
+    assert message in text
+    assert (at_line, at_column) == (line, column), text
+    assert help in helps
+
+
+def test_adjacent_and_empty_intervals_are_read_as_they_are_written() -> None:
+    text = LAID_OUT.replace("region = [0:4,0:4]", "region = [0:2+2:4, 1:1 ]")
+    assert "{region = [0:4,0:0]}" in format_module(parse_module(text))

@@ -103,7 +103,40 @@ SCHEDULED = f"""module @m phase=scheduled world=2 {{{DECLARATIONS}
 }}
 """
 
-VALID = {"traced": TRACED, "placed": PLACED, "async": ASYNC, "scheduled": SCHEDULED}
+# Rank r of 0..2 holds rows [0, 2), [2, 5) or [5, 8) of %x, and two of the blocks of %q.
+LAID_OUT = """module @m phase=placed world=4 {
+  mesh @a {dp = 3, ranks = {0..2}}
+  program @m(%x: f32[8/dp,4]@a, %q: f32[2*6/dp]@a, %z: f32[]@{0..3}) {
+    %x0 = slice(%x) {region = [0:2,0:4]} : f32[2,4]@0
+    %x1 = slice(%x) {region = [2:4,0:4]} : f32[2,4]@1
+    %x2 = slice(%x) {region = [4:5,0:4]} : f32[1,4]@1
+    %x3 = slice(%x) {region = [5:8,0:4]} : f32[3,4]@2
+    %p0 = transfer(%x0) : f32[2,4]@3
+    %p2 = transfer(%x2) : f32[1,4]@0
+    %p3 = transfer(%x3) : f32[3,4]@{1..2}
+    %y = assemble(%p0) {regions = {[0:2,0:4]}} : f32[2,4]@3
+    %y0 = transfer(%x0) : f32[2,4]@{0..1}
+    %y1 = transfer(%x1) : f32[2,4]@{0..1}
+    %y2 = transfer(%x2) : f32[1,4]@{0..1}
+    %y3 = transfer(%x3) : f32[3,4]@{0..1}
+    %w = assemble(%y0, %y3, %y1, %y2)
+      {regions = {[0:2,0:4], [5:8,0:4], [2:4,0:4], [4:5,0:4]}} : f32[8,4]@{0..1}
+    %q1 = slice(%q) {region = [2:4+8:10]} : f32[4]@1
+    %e = slice(%x) {region = [0:0,0:4]} : f32[0,4]@1
+    %z3 = slice(%z) {region = []} : f32[]@3
+    %none = assemble() {regions = {}} : f32[0/*,4]@{0..1}
+    return() {at = {0..3}}
+  }
+}
+"""
+
+VALID = {
+    "traced": TRACED,
+    "placed": PLACED,
+    "async": ASYNC,
+    "scheduled": SCHEDULED,
+    "laid out": LAID_OUT,
+}
 
 
 def errors(module: Module) -> str:

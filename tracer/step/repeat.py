@@ -17,10 +17,10 @@ from typing import Any
 from torch.utils._pytree import tree_leaves
 
 from ...ir.attributes import Symbol
-from ...ir.compare import program_difference
 from ...ir.location import Location
 from ...ir.module import Program
 from ...ir.ops import Constant
+from ...ir.text.compare import program_difference
 from ..actors.actors import ActorHandle
 from ..errors import TraceError, different
 from ..heap.reach import reach_all

@@ -1,7 +1,7 @@
 """Structural equality of modules: the same text form, locations aside.
 
-`module.py` imports this file for `Module.__eq__`, so this file must not import `module.py` when
-it runs.
+`ir/module.py` imports this file for `Module.__eq__`, so this file must not import that one when it
+runs.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from .ops import Op, Value, attribute_names
+from ..ops import Op, Value, attribute_names
 
 if TYPE_CHECKING:
-    from .module import Module, Program
+    from ..module import Module, Program
 
 
 def equal(a: Module, b: Module) -> bool:
@@ -29,8 +29,10 @@ def difference(a: Module, b: Module) -> str | None:
     for field in ("name", "phase", "world"):
         if found := _unlike(f"module: {field}", getattr(a, field), getattr(b, field)):
             return found
-    for kind in ("functions", "vjps", "channels"):
-        if found := _tables(kind.removesuffix("s"), getattr(a, kind), getattr(b, kind)):
+    for kind in ("meshes", "functions", "vjps", "channels"):
+        if found := _tables(
+            kind.removesuffix("es" if kind == "meshes" else "s"), getattr(a, kind), getattr(b, kind)
+        ):
             return found
     if found := _unlike("number of programs", len(a.programs), len(b.programs)):
         return found

@@ -1,0 +1,173 @@
+"""Ops on regions: take a part of a laid-out tensor, and put a tensor together from such parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from ..layout import (
+    Region,
+    covers,
+    format_region,
+    is_region,
+    overlap,
+    shape_of,
+    volume,
+    whole,
+)
+from ..phases import Phase
+from ..types import Place, TensorType
+from .base import Op, Value
+from .rules import Context, Problem, expect_operands, expect_results, expect_tensor, expect_type
+
+_PHASES = frozenset({Phase.PLACED, Phase.ASYNC, Phase.SCHEDULED})
+
+
+@dataclass(eq=False, slots=True)
+class Slice(Op):
+    """The part of a tensor that is in `region`, at one of the ranks that hold it.
+
+    `region` is in indices of the logical tensor, and within what the rank holds: for each dimension
+    the intervals `first:last`, with `+` between them, as in `[0:4,0:64]` and `[0:4+8:12]`. In a
+    rank's program it is in indices of the operand. The result may have the operand's storage.
+    """
+
+    opcode: ClassVar[str] = "slice"
+    takes: ClassVar[str] = "a tensor, however it is laid out"
+    gives: ClassVar[str] = "a tensor of the region's shape, at one rank"
+    phases: ClassVar[frozenset[Phase]] = _PHASES
+    remedy: ClassVar[str] = "lower-transfers makes it"
+    shares_operand: ClassVar[bool] = True
+    region: Region = field(default=(), kw_only=True)
+
+    def check(self, context: Context) -> None:
+        expect_operands(self, 1, "one operand")
+        expect_results(self, 1, "one result")
+        source = expect_tensor(self.operands[0], self)
+        _check_region(self, self.region, whole(source.shape), "the operand", self.operands[0])
+        made = TensorType(source.dtype, shape_of(self.region))
+        expect_type(self.result, made, "the region makes")
+
+    def check_places(self, context: Context) -> None:
+        place = self.result.type.place
+        assert place is not None, "before SCHEDULED a value has a place"
+        if not place.is_single:
+            raise Problem(
+                f"slice runs at one rank, %{self.result.name} is at {place}",
+                "take a slice at each rank",
+                self.result,
+            )
+
+    def check_operand_places(self, context: Context) -> None:
+        Op.check_operand_places(self, context)
+        (value,) = self.operands
+        place = self.result.type.place
+        assert place is not None, "before SCHEDULED a value has a place"
+        held = expect_tensor(value, self).region(place.rank)
+        _check_region(self, self.region, held, f"what rank {place.rank} holds", value)
+
+
+@dataclass(eq=False, slots=True)
+class Assemble(Op):
+    """The tensor whose parts are the operands: at each rank, those that are there.
+
+    `regions` has one region for each operand, in indices of the logical tensor. At each rank of the
+    result the regions of the operands that are there are disjoint, and together they are what the
+    rank holds of the result. In a rank's program the regions are in indices of its own result. The
+    result has storage of its own.
+    """
+
+    opcode: ClassVar[str] = "assemble"
+    takes: ClassVar[str] = "tensors, each of its region's shape"
+    gives: ClassVar[str] = "a tensor, however it is laid out"
+    phases: ClassVar[frozenset[Phase]] = _PHASES
+    remedy: ClassVar[str] = "lower-transfers makes it"
+    regions: tuple[Region, ...] = field(default=(), kw_only=True)
+
+    @property
+    def operand_places(self) -> tuple[Place | None, ...]:
+        return tuple([value.type.place for value in self.operands])
+
+    def at(self, rank: int) -> tuple[tuple[Value, Region], ...]:
+        """The operands of one rank, each with its region, of those of a program over all ranks."""
+        parts = zip(self.operands, self.regions, strict=True)
+        return tuple([part for part in parts if rank in _ranks(part[0])])
+
+    def check(self, context: Context) -> None:
+        expect_results(self, 1, "one result")
+        type_ = expect_tensor(self.result, self)
+        if len(self.operands) != len(self.regions):
+            raise Problem(
+                f"assemble has {len(self.operands)} operands and {len(self.regions)} regions",
+                "give one region for each operand",
+            )
+        for value, region in zip(self.operands, self.regions, strict=True):
+            expect_tensor(value, self)
+            _check_region(self, region, whole(type_.shape), f"%{self.result.name}", value)
+            expect_type(value, TensorType(type_.dtype, shape_of(region)), "its region has")
+        if context.phase is Phase.SCHEDULED:
+            _check_tiles(self, self.regions, whole(type_.shape), "the result")
+
+    def check_operand_places(self, context: Context) -> None:
+        type_ = expect_tensor(self.result, self)
+        assert type_.place is not None, "before SCHEDULED a value has a place"
+        for value in self.operands:
+            place = value.type.place
+            if place is not None and not type_.place.covers(place):
+                raise Problem(
+                    f"%{value.name} is at {place}, this assemble makes a tensor at {type_.place}",
+                    "an operand is at ranks of the result alone",
+                    value,
+                )
+        for rank in type_.place.ranks:
+            regions = [region for _, region in self.at(rank)]
+            _check_tiles(self, regions, type_.region(rank), f"the part of rank {rank}")
+
+
+def _ranks(value: Value) -> tuple[int, ...]:
+    place = value.type.place
+    return () if place is None else place.ranks
+
+
+def _check_region(op: Op, region: Region, held: Region, what: str, value: Value) -> None:
+    """Raise unless a region is one, and within another."""
+    text = format_region(region)
+    if not is_region(region):
+        raise Problem(
+            f"{text} is not a region: intervals ascend, and neither touch nor are empty",
+            "write 0:4+8:12; an empty dimension is 0:0",
+            value,
+        )
+    if len(region) != len(held):
+        problem = f"the region {text} has {len(region)} dimensions, {what} has {len(held)}"
+        raise Problem(problem, "write one for each dimension of the tensor", value)
+    if not covers(held, region):
+        raise Problem(
+            f"the region {text} is not within {what}, {format_region(held)}",
+            f"{op.opcode} takes indices of the logical tensor, and of a rank what it holds",
+            value,
+        )
+
+
+def _check_tiles(op: Op, regions: Sequence[Region], piece: Region, what: str) -> None:
+    """Raise unless regions within a piece are disjoint, and together all of it."""
+    for index, region in enumerate(regions):
+        if not covers(piece, region):
+            raise Problem(
+                f"the region {format_region(region)} is not within {what}, {format_region(piece)}",
+                "an operand is part of what its ranks hold of the result",
+            )
+        for other in regions[:index]:
+            if common := volume(overlap(region, other)):
+                raise Problem(
+                    f"the regions {format_region(other)} and {format_region(region)} of {what} "
+                    f"have {common} elements in common",
+                    "regions of one rank are disjoint",
+                )
+    missing = volume(piece) - sum(map(volume, regions))
+    if missing:
+        raise Problem(
+            f"{missing} elements of {what}, {format_region(piece)}, are in no region",
+            "regions of one rank are together all that it holds of the result",
+        )
