@@ -40,10 +40,13 @@ class Cut:
         axes: the axes that cut it, the major one first; none where it is whole.
         blocks: the dimension is so many blocks of equal size, and each of them is cut: a packed
             projection, say, of queries, keys and values.
+        unit: pieces begin at multiples of so many indices: 2 rows of 7 tokens, viewed as one
+            dimension of 14, are cut between the rows. A block has whole units.
     """
 
     axes: tuple[str, ...] = ()
     blocks: int = 1
+    unit: int = 1
 
     def __bool__(self) -> bool:
         """Whether the dimension is cut."""
@@ -56,7 +59,8 @@ class Cut:
             coordinate, length = position[axis]
             index, count = index * length + coordinate, count * length
         block = size // self.blocks
-        start, stop = index * block // count, (index + 1) * block // count
+        units = block // self.unit
+        start, stop = (at * units // count * self.unit for at in (index, index + 1))
         return merge((at + start, at + stop) for at in range(0, size, max(block, 1)))
 
     def __str__(self) -> str:

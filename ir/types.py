@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from .attributes import ReduceOp
-from .layout import Layout, Position, Region, shape_of, whole
+from .layout import Cut, Layout, Position, Region, shape_of, whole
 
 
 class DType(enum.Enum):
@@ -299,16 +299,24 @@ def tensor_bytes(type_: Type) -> int:
 
 
 def _layout(shape: tuple[int, ...], layout: Layout) -> str:
-    """The dimensions of a tensor with their cuts, then the axes of summands: `8/dp,3*64/tp|+ep`."""
+    """The dimensions of a tensor with their cuts, then the axes of summands.
+
+    `8/dp,3*64/tp|+ep`; `8x7/dp` is 8 units of 7.
+    """
     dims = []
     for size, cut in zip(shape, layout.cuts, strict=True):
-        packed = f"{cut.blocks}*{size // cut.blocks}" if cut.blocks > 1 else str(size)
-        dims.append(f"{packed}/{cut}" if cut else str(size))
+        dims.append(f"{_packed(size, cut)}/{cut}" if cut else str(size))
     text = ",".join(dims)
     if not layout.summands:
         return text
     sign = "+" if layout.reduce is ReduceOp.SUM else f"{layout.reduce.value}:"
     return f"{text}|{sign}{'.'.join(layout.summands)}"
+
+
+def _packed(size: int, cut: Cut) -> str:
+    block = size // cut.blocks
+    units = f"{block // cut.unit}x{cut.unit}" if cut.unit > 1 else str(block)
+    return f"{cut.blocks}*{units}" if cut.blocks > 1 else units
 
 
 def _suffix(place: Place | None) -> str:

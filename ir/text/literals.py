@@ -20,7 +20,10 @@ _TYPE = re.compile(
     r"(?:@(?P<place>(?P<rank>\d+)|\{.*\}|(?P<mesh>[A-Za-z_]\w*)))?",
     re.DOTALL,
 )
-_DIM = re.compile(r"(?:(?P<blocks>\d+)\s*\*\s*)?(?P<size>\d+)(?:\s*/\s*(?P<axes>[\w.*\s]+))?")
+_DIM = re.compile(
+    r"(?:(?P<blocks>\d+)\s*\*\s*)?(?P<size>\d+)(?:\s*x\s*(?P<unit>\d+))?"
+    r"(?:\s*/\s*(?P<axes>[\w.*\s]+))?"
+)
 _SUMMANDS = re.compile(r"\s*(?:\+|(?P<reduce>\w+)\s*:)(?P<axes>[\w.*\s]+)")
 _FUTURE = re.compile(r"future<(.*)>", re.DOTALL)
 _PAIR = re.compile(r"(\d+)\s*->\s*(\d+)")
@@ -85,16 +88,16 @@ def _dims(text: str, dims: str) -> tuple[tuple[int, ...], tuple[Cut, ...]]:
     shape, cuts = [], []
     for dim in dims.split(",") if dims.strip() else []:
         match = _DIM.fullmatch(dim.strip())
-        if match is None or (match["blocks"] and not match["axes"]):
+        if match is None or ((match["blocks"] or match["unit"]) and not match["axes"]):
             raise ValueError(
                 f"'{text}' is not a type: its shape is not numbers between commas, each with the "
-                "axes that cut it behind a slash, if any: 8, 8/dp, 64/tp.dp, 3*64/tp"
+                "axes that cut it behind a slash, if any: 8, 8/dp, 64/tp.dp, 3*64/tp, 8x7/dp"
             )
-        blocks = int(match["blocks"] or 1)
-        if not blocks:
-            raise ValueError(f"'{text}' has a dimension of 0 blocks")
-        shape.append(blocks * int(match["size"]))
-        cuts.append(Cut(_axes(match["axes"]), blocks) if match["axes"] else WHOLE)
+        blocks, unit = int(match["blocks"] or 1), int(match["unit"] or 1)
+        if not blocks or not unit:
+            raise ValueError(f"'{text}' has a dimension of 0 blocks, or of units of 0")
+        shape.append(blocks * int(match["size"]) * unit)
+        cuts.append(Cut(_axes(match["axes"]), blocks, unit) if match["axes"] else WHOLE)
     return tuple(shape), tuple(cuts)
 
 
