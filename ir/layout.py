@@ -195,14 +195,19 @@ def _within(part: Intervals, held: Intervals) -> Intervals:
     return merge(found)
 
 
-def share(region: Region, index: int, count: int) -> Region:
-    """Piece `index` of `count` of a region, which is cut along its longest dimension."""
+def share(region: Region, index: int, count: int, dim: int | None = None) -> Region:
+    """Piece `index` of `count` of a region, which is cut along `dim`, or its longest dimension."""
     lengths = shape_of(region)
-    dim = max(range(len(lengths)), key=lambda d: lengths[d], default=None)
+    if dim is None:
+        dim = max(range(len(lengths)), key=lambda d: lengths[d], default=None)
     if dim is None:  # a scalar has one piece
         return region
     size = lengths[dim]
-    wanted = (index * size // count, (index + 1) * size // count)
+    return entries(region, dim, (index * size // count, (index + 1) * size // count))
+
+
+def entries(region: Region, dim: int, wanted: Interval) -> Region:
+    """The part of a region at these positions of all its indices of a dimension."""
     return (*region[:dim], _entries(region[dim], wanted), *region[dim + 1 :])
 
 

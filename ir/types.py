@@ -10,6 +10,7 @@ Types are immutable and compare by value; their `str()` is the text form that th
 from __future__ import annotations
 
 import enum
+import itertools
 import math
 import re
 from dataclasses import dataclass, replace
@@ -128,6 +129,17 @@ class Place:
             index, coordinate = divmod(index, size)
             position[axis] = coordinate, size
         return position
+
+    @property
+    def positions(self) -> dict[int, Position]:
+        """For each rank its coordinate along each axis, and the axis's size."""
+        names = [axis for axis, _ in self.axes]
+        sizes = [size for _, size in self.axes]
+        grid = itertools.product(*map(range, sizes))
+        return {
+            rank: dict(zip(names, zip(coordinates, sizes, strict=True), strict=True))
+            for rank, coordinates in zip(self.ranks, grid, strict=True)
+        }
 
     def fibre(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
         """The ranks that differ from `rank` along `axes` only, in the order of the place."""

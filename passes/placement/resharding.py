@@ -1,0 +1,389 @@
+"""Planning of transfers between layouts: which ranks reduce, send, and gather what.
+
+Without summands each rank receives what it needs and does not hold, once. A tensor that is cut in p
+on some ranks, and in q on others, takes p + q - gcd(p, q) messages. Ranks that hold copies send
+equal shares; ranks that are to hold copies get a share each and gather the rest among themselves.
+Summands are combined in the order of their group, whatever combines them, so that their sum has the
+same bits on all ways.
+
+Sources: the intersection of index sets of Ramaswamy and Banerjee, "Automatic generation of
+efficient array redistribution routines for distributed memory multicomputers" (1995); messages and
+a local all-gather for copies, of Zhuang et al., "On optimizing the communication of model
+parallelism" (2023).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from ...ir.attributes import ReduceOp
+from ...ir.layout import Region, length, merge, overlap, shape_of, share, volume, whole
+from ...ir.types import TensorType
+from .resharding_messages import Holders
+from .resharding_plan import Combine, Fibre, Gather, Held, Message, Move, Plan, Reduce, Round
+
+
+def plan(source: TensorType, target: TensorType) -> Plan:
+    """How a tensor of one type becomes one of another, at other ranks or in another layout.
+
+    Args:
+        source: the type that it has; copies, cut, or summands.
+        target: the type that it is to have, of the same element type and logical shape. What
+            becomes a sum is kept by the first rank along the axes of summands, and the others
+            hold zeros; of a maximum or minimum each keeps a copy.
+
+    Raises:
+        ValueError: element types or shapes differ, or a type has no place.
+    """
+    if (source.dtype, source.shape) != (target.dtype, target.shape):
+        raise ValueError(f"a transfer keeps element type and shape: {source} is to be {target}")
+    if source.place is None or target.place is None:
+        raise ValueError(f"a transfer is between places: {source} is to be {target}")
+    if source == target:
+        return Plan(())
+    rounds: list[Round] = []
+    zeros: list[int] = []
+    for part in _parts(source, target):
+        found = list(part.rounds())
+        if not part.groups:
+            _check_bound(part, found)
+        rounds += found
+        zeros += part.zeros
+    _check_messages(rounds)
+    return Plan(tuple(rounds), tuple(zeros), _summed(source)[1])
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A transfer among ranks that need nothing of others.
+
+    Attributes:
+        held: what each rank holds, or has a summand of.
+        groups: ranks that hold summands of one another, in order; none where there are none.
+        needs: what each rank is to have.
+        zeros: ranks that are to hold zeros.
+    """
+
+    held: dict[int, Region]
+    groups: tuple[tuple[int, ...], ...]
+    needs: dict[int, Region]
+    zeros: tuple[int, ...]
+
+    def rounds(self) -> Iterator[Round]:
+        """The rounds of the plan."""
+        held: Held = self.held
+        if self.groups:
+            for step in _reduced(self.held, self.groups, self.needs):
+                held = {**held, **step.after}
+                yield step
+        yield from _redistributed(held, self.needs)
+
+
+def _parts(source: TensorType, target: TensorType) -> Iterator[_Part]:
+    """The transfer; or for summands that stay ones, a transfer among those of equal coordinates."""
+    assert source.place is not None, "a plan is between places"
+    assert target.place is not None, "a plan is between places"
+    summands, _ = _summed(source)
+    wanted, reduce = _summed(target)
+    kept = _kept(source, target)
+    held, needs = _regions(source), _regions(target)
+    groups = _fibres(source, [axis for axis in summands if axis not in kept])
+    zeros: list[int] = []
+    if reduce is ReduceOp.SUM:
+        fibres = _fibres(target, [axis for axis in wanted if axis not in kept])
+        zeros = [rank for fibre in fibres for rank in fibre[1:]]
+    for rank in zeros:
+        del needs[rank]
+    if not kept:
+        yield _Part(held, tuple(groups), needs, tuple(zeros))
+        return
+    others = [axis for axis, _ in source.place.axes if axis not in kept]
+    for ranks in map(set, _fibres(source, others) or [(rank,) for rank in held]):
+        yield _Part(
+            {rank: held[rank] for rank in held if rank in ranks},
+            tuple(group for group in groups if group[0] in ranks),
+            {rank: needs[rank] for rank in needs if rank in ranks},
+            tuple(rank for rank in zeros if rank in ranks),
+        )
+
+
+def _summed(type_: TensorType) -> tuple[tuple[str, ...], ReduceOp]:
+    if type_.layout is None:
+        return (), ReduceOp.SUM
+    return type_.layout.summands, type_.layout.reduce
+
+
+def _kept(source: TensorType, target: TensorType) -> frozenset[str]:
+    """The axes of one mesh along which there are summands before and after."""
+    assert source.place is not None, "a plan is between places"
+    assert target.place is not None, "a plan is between places"
+    same = (source.place.ranks, source.place.axes) == (target.place.ranks, target.place.axes)
+    (before, one), (after, other) = _summed(source), _summed(target)
+    return frozenset(before).intersection(after) if same and one is other else frozenset()
+
+
+def _regions(type_: TensorType) -> dict[int, Region]:
+    """The region of each rank of a type."""
+    assert type_.place is not None, "a plan is between places"
+    if type_.layout is None:
+        return dict.fromkeys(type_.place.ranks, whole(type_.shape))
+    layout, shape = type_.layout, type_.shape
+    return {rank: layout.region(shape, at) for rank, at in type_.place.positions.items()}
+
+
+def _fibres(type_: TensorType, axes: Sequence[str]) -> list[tuple[int, ...]]:
+    """The ranks that differ along some axes alone, in order; none if all are single ranks."""
+    assert type_.place is not None, "a plan is between places"
+    sizes = dict(type_.place.axes)
+    if all(sizes[axis] == 1 for axis in axes):
+        return []
+    fixed = [axis for axis in sizes if axis not in axes]
+    found: dict[tuple[int, ...], list[int]] = {}
+    for rank, position in type_.place.positions.items():
+        found.setdefault(tuple(position[axis][0] for axis in fixed), []).append(rank)
+    return [tuple(ranks) for ranks in found.values()]
+
+
+# Reductions
+
+
+def _reduced(
+    held: Mapping[int, Region], groups: Sequence[tuple[int, ...]], needs: Mapping[int, Region]
+) -> list[Round]:
+    """Combine the summands: to what is needed if the groups themselves need it, or else to shares.
+
+    Afterwards no rank holds a summand.
+    """
+    if held.keys() == needs.keys():
+        found = [_reduced_to_needs(group, held[group[0]], needs) for group in groups]
+        if None not in found:
+            return _combined([pair for pair in found if pair is not None])
+    alike: dict[Region, list[tuple[int, ...]]] = {}
+    for group in groups:
+        alike.setdefault(held[group[0]], []).append(group)
+    preferred = _cut_dims(needs.values())
+    return _combined(
+        [
+            pair
+            for region, copies in alike.items()
+            for pair in _reduced_to_shares(copies, region, preferred)
+        ]
+    )
+
+
+_Reduction = tuple[tuple[int, ...], Fibre | None, tuple[Region | None, ...]]
+"""A group, the collective that reduces its summands if one does, and what each rank then holds."""
+
+
+def _combined(reductions: Sequence[_Reduction]) -> list[Round]:
+    """A round of collectives, and one of messages for what these cannot do."""
+    fibres = tuple(fibre for _, fibre, _ in reductions if fibre is not None)
+    after: dict[int, Region | None] = {}
+    rest: dict[int, Region | None] = {}
+    groups, messages = [], []
+    for group, fibre, pieces in reductions:
+        (rest if fibre is None else after).update(zip(group, pieces, strict=True))
+        if fibre is None and any(piece is not None and volume(piece) for piece in pieces):
+            groups.append(group)
+            messages += [
+                Message(other, rank, piece)
+                for rank, piece in zip(group, pieces, strict=True)
+                if piece is not None and volume(piece)
+                for other in group
+                if other != rank
+            ]
+    found: list[Round] = []
+    if fibres:
+        found.append(Reduce(fibres, after))
+    if rest:
+        found.append(Combine(tuple(groups), tuple(messages), rest))
+    return found
+
+
+def _reduced_to_needs(
+    group: tuple[int, ...], region: Region, needs: Mapping[int, Region]
+) -> _Reduction | None:
+    """Each rank gets what it needs, if the group has it and no part is combined twice."""
+    wanted = tuple(needs[rank] for rank in group)
+    if any(overlap(need, region) != need for need in wanted):
+        return None
+    filled = [need for need in wanted if volume(need)]
+    if not filled:
+        return group, None, wanted
+    if len(filled) == len(group) and len(set(filled)) == 1:
+        return group, Fibre(group, filled[0]), wanted
+    if len(set(filled)) < len(filled):
+        return None
+    return group, _scattered(group, wanted), wanted
+
+
+def _scattered(group: tuple[int, ...], pieces: Sequence[Region]) -> Fibre | None:
+    """The reduce-scatter that gives these pieces, if there is one."""
+    first, last = pieces[0], pieces[-1]
+    dims = [dim for dim, (a, b) in enumerate(zip(first, last, strict=True)) if a != b]
+    if len(dims) != 1:
+        return None
+    (dim,) = dims
+    intervals = [interval for piece in pieces for interval in piece[dim]]
+    if any(a[1] > b[0] for a, b in pairwise(intervals)):
+        return None
+    fibre = Fibre(group, (*first[:dim], merge(intervals), *first[dim + 1 :]), dim)
+    return fibre if fibre.pieces == tuple(pieces) and _is_even(fibre) else None
+
+
+def _reduced_to_shares(
+    groups: Sequence[tuple[int, ...]], region: Region, preferred: Sequence[int]
+) -> Iterator[_Reduction]:
+    """Groups that hold copies of the same summands combine a share each; or the first does all."""
+    size, count = len(groups[0]), len(groups)
+    dim = _even_dim(region, size * count, preferred) if volume(region) else None
+    if dim is not None:
+        for index, group in enumerate(groups):
+            fibre = Fibre(group, share(region, index, count, dim), dim)
+            yield group, fibre, fibre.pieces
+        return
+    first, *others = groups
+    dim = _even_dim(region, size, preferred) if volume(region) else None
+    if dim is not None:
+        fibre = Fibre(first, region, dim)
+        yield first, fibre, fibre.pieces
+    elif region:
+        yield first, None, tuple(share(region, index, size) for index in range(size))
+    else:
+        yield first, None, (region, *(None,) * (size - 1))
+    for group in others:
+        yield group, None, (None,) * size
+
+
+# Messages and gathers
+
+
+def _redistributed(held: Held, needs: Mapping[int, Region]) -> Iterator[Round]:
+    """Bring parts to where they are needed; ranks that need the same share and gather it."""
+    if all(held.get(rank) == need for rank, need in needs.items()):
+        return
+    holders = Holders(held)
+    alike: dict[Region, list[int]] = {}
+    for rank, need in needs.items():
+        alike.setdefault(need, []).append(rank)
+    first: dict[int, Region] = {}
+    fibres: list[Fibre] = []
+    for region, ranks in alike.items():
+        own = {rank: _common(held.get(rank), region) for rank in ranks}
+        having = [rank for rank in ranks if own[rank] is not None]
+        lacking = [rank for rank in ranks if own[rank] is None]
+        first.update(dict.fromkeys(ranks, region))
+        for fibre in (*_complements(region, having, own), *_shared(region, lacking, holders)):
+            fibres.append(fibre)
+            first.update(zip(fibre.ranks, fibre.pieces, strict=True))
+    yield Move(holders.messages(first), first)
+    yield from _gathered(fibres)
+
+
+def _common(held: Region | None, region: Region) -> Region | None:
+    common = None if held is None else overlap(held, region)
+    return common if common is not None and volume(common) else None
+
+
+def _gathered(fibres: Sequence[Fibre]) -> Iterator[Round]:
+    """Collectives where pieces are equal, and messages for the others."""
+    even = [fibre for fibre in fibres if _is_even(fibre)]
+    if even:
+        yield Gather(tuple(even), _all_of(even))
+    uneven = [fibre for fibre in fibres if not _is_even(fibre)]
+    if uneven:
+        messages = [
+            message
+            for fibre in uneven
+            for message in Holders(dict(zip(fibre.ranks, fibre.pieces, strict=True))).messages(
+                dict.fromkeys(fibre.ranks, fibre.region)
+            )
+        ]
+        yield Move(tuple(messages), _all_of(uneven))
+
+
+def _all_of(fibres: Sequence[Fibre]) -> dict[int, Region]:
+    return {rank: fibre.region for fibre in fibres for rank in fibre.ranks}
+
+
+def _complements(
+    region: Region, ranks: Sequence[int], own: Mapping[int, Region | None]
+) -> list[Fibre]:
+    """All-gathers among ranks that hold equal pieces of a region, if they make it one by one."""
+    holders: dict[Region, list[int]] = {}
+    for rank in ranks:
+        piece = own[rank]
+        assert piece is not None, "these ranks hold a part"
+        holders.setdefault(piece, []).append(rank)
+    copies = {len(held) for held in holders.values()}
+    dims = _cut_dims(holders)
+    if len(holders) < 2 or len(copies) != 1 or len(dims) != 1:
+        return []
+    (dim,), (count,) = dims, copies
+    fibre = Fibre(tuple(range(len(holders))), region, dim)
+    if not _is_even(fibre) or set(fibre.pieces) != holders.keys():
+        return []
+    return [
+        Fibre(tuple(holders[piece][copy] for piece in fibre.pieces), region, dim)
+        for copy in range(count)
+    ]
+
+
+def _shared(region: Region, ranks: Sequence[int], holders: Holders) -> list[Fibre]:
+    """The pieces that ranks without any part of a region get by messages, to gather the rest."""
+    count = len(ranks)
+    if count < 2 or not volume(region):
+        return []
+    preferred = _cut_dims(common for _, common in holders.meeting(region))
+    dim = _even_dim(region, count, preferred)
+    if dim is None:
+        sizes = shape_of(region)
+        dim = max(range(len(sizes)), key=sizes.__getitem__, default=None)
+        if dim is None or sizes[dim] < count:
+            return []
+    return [Fibre(tuple(ranks), region, dim)]
+
+
+# Dimensions
+
+
+def _cut_dims(pieces: Iterable[Region]) -> list[int]:
+    """The dimensions in which pieces differ."""
+    columns = [set(column) for column in zip(*pieces, strict=True)]
+    return [dim for dim, found in enumerate(columns) if len(found) > 1]
+
+
+def _even_dim(region: Region, count: int, preferred: Sequence[int]) -> int | None:
+    """A dimension with a multiple of so many indices: a preferred one, or else the first."""
+    return next(
+        (dim for dim in (*preferred, *range(len(region))) if length(region[dim]) % count == 0),
+        None,
+    )
+
+
+def _is_even(fibre: Fibre) -> bool:
+    return fibre.dim is not None and length(fibre.region[fibre.dim]) % len(fibre.ranks) == 0
+
+
+# Checks
+
+
+def _check_bound(part: _Part, rounds: Sequence[Round]) -> None:
+    """Assert that each rank receives what it needs and does not hold, and no more."""
+    received = Plan(tuple(rounds)).received()
+    for rank, need in part.needs.items():
+        own = part.held.get(rank)
+        missing = volume(need) - (volume(overlap(need, own)) if own is not None else 0)
+        assert received[rank] == missing, f"rank {rank}: {received[rank]} of {missing} elements"
+    strangers = received.keys() - part.needs.keys()
+    assert not strangers, f"ranks {sorted(strangers)} receive what they do not need"
+
+
+def _check_messages(rounds: Sequence[Round]) -> None:
+    """Assert that no two messages of a round go from one rank to the same other one."""
+    for step in rounds:
+        if isinstance(step, Move | Combine):
+            ends = {(message.source, message.target) for message in step.messages}
+            assert len(ends) == len(step.messages), "two messages of a round have the same ends"

@@ -1,0 +1,153 @@
+"""The plan of a transfer: rounds of messages and collectives, and what ranks hold after each.
+
+All regions are in indices of the logical tensor.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ...ir.attributes import ReduceOp
+from ...ir.layout import Region, share, volume
+
+Held: TypeAlias = Mapping[int, Region | None]
+"""The region that each rank holds; None where it holds nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A region that one rank sends to another."""
+
+    source: int
+    target: int
+    region: Region
+
+
+@dataclass(frozen=True, slots=True)
+class Fibre:
+    """The ranks of a collective, in its order, and the region that it is about.
+
+    Attributes:
+        dim: the dimension along which each rank has an equal piece of the region before a gather,
+            or after a reduction; None: a reduction gives all of it to each rank.
+    """
+
+    ranks: tuple[int, ...]
+    region: Region
+    dim: int | None = None
+
+    @property
+    def pieces(self) -> tuple[Region, ...]:
+        """What each rank has of the region, in order."""
+        count = len(self.ranks)
+        if self.dim is None:
+            return (self.region,) * count
+        return tuple(share(self.region, index, count, self.dim) for index in range(count))
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """Collectives that combine summands: an all-reduce, or with a dimension a reduce-scatter."""
+
+    fibres: tuple[Fibre, ...]
+    after: Held
+
+    def received(self) -> Counter[int]:
+        """Elements that each rank receives from others."""
+        found: Counter[int] = Counter()
+        for fibre in self.fibres:
+            for rank, piece in zip(fibre.ranks, fibre.pieces, strict=True):
+                count = len(fibre.ranks)
+                if fibre.dim is None:  # a reduce-scatter and an all-gather
+                    found[rank] += 2 * volume(piece) * (count - 1) // count
+                else:
+                    found[rank] += volume(piece) * (count - 1)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Combine:
+    """Messages of summands. Each rank combines its own with those it gets, in the group's order.
+
+    Attributes:
+        groups: the ranks whose tensors are summands of one another, in order.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+    messages: tuple[Message, ...]
+    after: Held
+
+    def received(self) -> Counter[int]:
+        """Elements that each rank receives from others."""
+        return _received(self.messages)
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Messages of parts, which ranks put together with parts of what they hold."""
+
+    messages: tuple[Message, ...]
+    after: Held
+
+    def received(self) -> Counter[int]:
+        """Elements that each rank receives from others."""
+        return _received(self.messages)
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """All-gathers: each rank gives its piece of a region and gets all of it."""
+
+    fibres: tuple[Fibre, ...]
+    after: Held
+
+    def received(self) -> Counter[int]:
+        """Elements that each rank receives from others."""
+        found: Counter[int] = Counter()
+        for fibre in self.fibres:
+            for rank, piece in zip(fibre.ranks, fibre.pieces, strict=True):
+                found[rank] += volume(fibre.region) - volume(piece)
+        return found
+
+
+Round: TypeAlias = Reduce | Combine | Move | Gather
+"""`after` is what ranks hold when it is over; those that it does not name hold what they held."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a tensor gets from one type to another.
+
+    Attributes:
+        rounds: in order. Between two ranks there is at most one message of a round each way.
+        zeros: the ranks that hold zeros of the result, which is a sum.
+        reduce: what combines summands.
+    """
+
+    rounds: tuple[Round, ...]
+    zeros: tuple[int, ...] = ()
+    reduce: ReduceOp = ReduceOp.SUM
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """Those of all rounds."""
+        return tuple(
+            message
+            for step in self.rounds
+            if isinstance(step, Move | Combine)
+            for message in step.messages
+        )
+
+    def received(self) -> Counter[int]:
+        """Elements that each rank receives from others."""
+        return sum((step.received() for step in self.rounds), Counter[int]())
+
+
+def _received(messages: tuple[Message, ...]) -> Counter[int]:
+    found: Counter[int] = Counter()
+    for message in messages:
+        found[message.target] += volume(message.region)
+    return found
