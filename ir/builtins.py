@@ -6,10 +6,13 @@ form `builtin.add.f32.8x512`; the part after the first dot is its meaning.
 
 from __future__ import annotations
 
+from .attributes import ReduceOp
 from .module import Function, FunctionKind, Module
 from .types import TensorType
 
 ADD = "add"
+
+_REDUCTIONS = {ADD: ReduceOp.SUM}
 
 NAMES = frozenset({ADD})
 
@@ -22,6 +25,11 @@ def add(module: Module, type_: TensorType) -> Function:
     if name not in module.functions:
         module.functions[name] = Function(name, (local, local), (local,), kind=FunctionKind.BUILTIN)
     return module.functions[name]
+
+
+def reduction(function: Function) -> ReduceOp | None:
+    """The way in which a function combines two tensors elementwise, if it is such a builtin."""
+    return _REDUCTIONS[meaning(function)] if function.kind is FunctionKind.BUILTIN else None
 
 
 def meaning(function: Function) -> str:

@@ -115,6 +115,17 @@ def merge(intervals: Iterable[Interval]) -> Intervals:
     return tuple(merged)
 
 
+def _any_of(several: Iterable[Intervals]) -> Intervals:
+    """The indices that are in any of some intervals."""
+    found: list[Interval] = []
+    for start, stop in sorted(interval for intervals in several for interval in intervals):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(stop, found[-1][1]))
+        else:
+            found.append((start, stop))
+    return tuple(found)
+
+
 def whole(shape: tuple[int, ...]) -> Region:
     """The region of all of a tensor."""
     return tuple(((0, size),) if size else () for size in shape)
@@ -193,6 +204,19 @@ def _within(part: Intervals, held: Intervals) -> Intervals:
         found += [(at + a - start, at + b - start) for a, b in part if start <= a and b <= stop]
         at += stop - start
     return merge(found)
+
+
+def logical(part: Region, held: Region) -> Region:
+    """The region that `part` of a tensor that holds `held` is: what `within` undoes."""
+    return tuple(
+        merge(found for wanted in a for found in _entries(b, wanted))
+        for a, b in zip(part, held, strict=True)
+    )
+
+
+def union(regions: Iterable[Region]) -> Region:
+    """The smallest region that has all indices of some, dimension by dimension."""
+    return tuple(_any_of(intervals) for intervals in zip(*regions, strict=True))
 
 
 def share(region: Region, index: int, count: int, dim: int | None = None) -> Region:

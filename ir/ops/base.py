@@ -62,6 +62,8 @@ class Op:
         brings_operands: whether `insert-transfers` brings its operands to where it runs; before,
             they are taken from wherever they are.
         shares_operand: whether its result may have the storage of its first operand.
+        takes_layouts: whether its operands and results may be laid out.
+        takes_summands: whether these may be summands, too.
         synchronizes: whether it keeps ranks from going on, so that it is never moved or dropped.
         adjoint: how gradients flow through it; None if they do not.
         gradient_help: what to do where they do not.
@@ -82,6 +84,8 @@ class Op:
     remedy: ClassVar[str] = ""
     brings_operands: ClassVar[bool] = False
     shares_operand: ClassVar[bool] = False
+    takes_layouts: ClassVar[bool] = False
+    takes_summands: ClassVar[bool] = False
     synchronizes: ClassVar[bool] = False
     adjoint: ClassVar[Adjoint | None] = None
     gradient_help: ClassVar[str] = "take this value out of the loss"

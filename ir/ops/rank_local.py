@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from ..attributes import Symbol
 from ..phases import Phase
-from ..types import DType, Place, UnitType, promised
+from ..types import DType, Place, TensorType, UnitType, promised
 from .base import Adjoint, Op
 from .rules import (
     Context,
@@ -20,6 +20,7 @@ from .rules import (
     expect_tensor,
     expect_type,
     resized,
+    transferred,
 )
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class Constant(Op):
     opcode: ClassVar[str] = "constant"
     takes: ClassVar[str] = "none"
     gives: ClassVar[str] = "one; a tensor if `fill` is given"
+    takes_layouts: ClassVar[bool] = True
     fill: float | int | bool | None = field(default=None, kw_only=True)
     ref: Symbol | None = field(default=None, kw_only=True)
 
@@ -48,6 +50,11 @@ class Constant(Op):
             raise Problem(f"constant has {given}", "give exactly one of the two")
         if self.fill is not None:
             expect_tensor(self.result, self)
+        elif isinstance(self.result.type, TensorType) and self.result.type.layout is not None:
+            raise Problem(
+                f"%{self.result.name} is a constant by name, and laid out",
+                "give every rank a copy, and lay it out by a transfer",
+            )
 
 
 @dataclass(eq=False, slots=True)
@@ -62,6 +69,8 @@ class Call(Op):
     takes: ClassVar[str] = "the function's inputs"
     gives: ClassVar[str] = "the function's outputs"
     brings_operands: ClassVar[bool] = True
+    takes_layouts: ClassVar[bool] = True
+    takes_summands: ClassVar[bool] = True
     fn: Symbol = field(default=Symbol(""), kw_only=True)
     vjp: Symbol | None = field(default=None, kw_only=True)
     key: int | None = field(default=None, kw_only=True)
@@ -110,12 +119,16 @@ def _check_vjp(op: Call, name: Symbol, function: Function, module: Module) -> No
 
 @dataclass(eq=False, slots=True)
 class View(Op):
-    """A part of a tensor that shares its storage: `length` entries of `dim` from `start`."""
+    """A part of a tensor that shares its storage: `length` entries of `dim` from `start`.
+
+    Other dimensions may be cut, and stay so.
+    """
 
     opcode: ClassVar[str] = "view"
     takes: ClassVar[str] = "a tensor"
     gives: ClassVar[str] = "the tensor with `length` entries in `dim`"
     shares_operand: ClassVar[bool] = True
+    takes_layouts: ClassVar[bool] = True
     gradient_help: ClassVar[str] = (
         "split inputs of the step into microbatches, or slice the value with a torch operation"
     )
@@ -133,7 +146,15 @@ class View(Op):
         size, end = type_.shape[self.dim], self.start + self.length
         if min(self.start, self.length) < 0 or end > size:
             raise Problem(f"view of entries {self.start}..{end} of a dimension of {size}")
-        expect_type(self.result, resized(type_, self.dim, self.length), "this view makes")
+        if type_.layout is not None and type_.layout.cuts[self.dim]:
+            whole = transferred(self.operands[0], replace(type_, layout=None))
+            raise Problem(
+                f"view of dimension {self.dim} of {bare(type_)}, which is cut",
+                f"make it whole first: {whole}",
+                self.operands[0],
+            )
+        made = replace(resized(type_, self.dim, self.length), layout=type_.layout)
+        expect_type(self.result, made, "this view makes")
 
 
 @dataclass(eq=False, slots=True)
@@ -144,6 +165,7 @@ class Copy(Op):
     takes: ClassVar[str] = "a value"
     gives: ClassVar[str] = "a value of the same type"
     adjoint: ClassVar[Adjoint | None] = Adjoint.SAME
+    takes_layouts: ClassVar[bool] = True
 
     def check(self, context: Context) -> None:
         check_unchanged(self)

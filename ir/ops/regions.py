@@ -39,6 +39,8 @@ class Slice(Op):
     phases: ClassVar[frozenset[Phase]] = _PHASES
     remedy: ClassVar[str] = "lower-transfers makes it"
     shares_operand: ClassVar[bool] = True
+    takes_layouts: ClassVar[bool] = True
+    takes_summands: ClassVar[bool] = True
     region: Region = field(default=(), kw_only=True)
 
     def check(self, context: Context) -> None:
@@ -83,6 +85,8 @@ class Assemble(Op):
     gives: ClassVar[str] = "a tensor, however it is laid out"
     phases: ClassVar[frozenset[Phase]] = _PHASES
     remedy: ClassVar[str] = "lower-transfers makes it"
+    takes_layouts: ClassVar[bool] = True
+    takes_summands: ClassVar[bool] = True
     regions: tuple[Region, ...] = field(default=(), kw_only=True)
 
     @property

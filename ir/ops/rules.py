@@ -49,6 +49,18 @@ def same_but_place(a: Type, b: Type) -> bool:
     return type(a) is type(b) and not isinstance(a, TensorType | FutureType)
 
 
+def same_but_layout(a: Type, b: Type) -> bool:
+    """Whether two types are those of tensors of one shape, laid out differently or not."""
+    if not (isinstance(a, TensorType) and isinstance(b, TensorType)):
+        return False
+    return a.dtype is b.dtype and a.shape == b.shape
+
+
+def transferred(value: Value, type_: Type) -> str:
+    """The text of a transfer that gives a value another type, where it is."""
+    return f"%y = transfer(%{value.name}) : {relocate(type_, value.type.place)}"
+
+
 def bare(type_: Type) -> str:
     """The text of a type without its place."""
     return str(relocate(type_, None))
@@ -74,7 +86,11 @@ def expect_results(op: Op, count: int, what: str) -> None:
 def expect_type(value: Value, expected: Type, why: str) -> None:
     """Raise unless a value is of a type, places aside; `why` stands before the type."""
     if not same_but_place(value.type, expected):
-        raise Problem(f"%{value.name} is {bare(value.type)}, but {why} {bare(expected)}", "", value)
+        message = f"%{value.name} is {bare(value.type)}, but {why} {bare(expected)}"
+        help_ = ""
+        if same_but_layout(value.type, expected):
+            help_ = f"a transfer changes the layout: {transferred(value, expected)}"
+        raise Problem(message, help_, value)
 
 
 def expect_signature(values: Sequence[Value], types: Sequence[Type], what: str, noun: str) -> None:

@@ -6,35 +6,45 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from ..phases import Phase
-from ..types import FutureType, Place, UnitType
+from ..types import FutureType, Place, TensorType, Type, UnitType
 from .base import Adjoint, Op
 from .rank_local import check_unchanged
 from .rules import (
     Context,
     Problem,
+    bare,
     expect_future,
     expect_operands,
     expect_results,
     expect_type,
+    same_but_layout,
+    same_but_place,
 )
 
 
 @dataclass(eq=False, slots=True)
 class Transfer(Op):
-    """Bring a value to another place; `via` names the transport, and `why` says why that one.
+    """Bring a value to another place, or lay a tensor out in another way.
 
-    Without `via` it is what the run time has for every value. Before PLACED a transfer goes from a
-    place to the same place: it says how its operand is to travel to those who use the result.
+    `via` names the transport, and `why` says why that one. Without `via` it is what the run time
+    has for every value. Before PLACED a transfer of the same layout goes from a place to the same
+    place: it says how its operand is to travel to those who use the result.
+
+    Summands are combined, but for those that the result has along the same axes of the same mesh.
+    Copies may become summands: of a sum the first rank along the axes keeps its own, and the others
+    have zeros; of a maximum or minimum each keeps its own.
     """
 
     opcode: ClassVar[str] = "transfer"
     takes: ClassVar[str] = "a value"
-    gives: ClassVar[str] = "the same type at another place"
+    gives: ClassVar[str] = "the same type at another place, or of another layout"
     phases: ClassVar[frozenset[Phase]] = frozenset({Phase.TRACED, Phase.PLACED})
     remedy: ClassVar[str] = (
         "split-transfers turns it into send, recv and wait; before that, insert-transfers makes it"
     )
     adjoint: ClassVar[Adjoint | None] = Adjoint.TRAVELS
+    takes_layouts: ClassVar[bool] = True
+    takes_summands: ClassVar[bool] = True
     via: str | None = field(default=None, kw_only=True)
     why: str | None = field(default=None, kw_only=True)
 
@@ -46,8 +56,20 @@ class Transfer(Op):
                 ranks.update(dict.fromkeys(value.type.place.ranks))
         return Place(tuple(ranks)) if ranks else None
 
+    @property
+    def changes_layout(self) -> bool:
+        """Whether the result is laid out in another way than the operand."""
+        return not same_but_place(self.operands[0].type, self.result.type)
+
     def check(self, context: Context) -> None:
-        check_unchanged(self)
+        expect_operands(self, 1, "one operand")
+        expect_results(self, 1, "one result")
+        have, made = self.operands[0].type, self.result.type
+        if not same_but_layout(have, made):
+            check_unchanged(self)
+        _check_summands(self, have, made)
+        if self.changes_layout:
+            return
         if context.phase is not Phase.TRACED:
             return
         if self.result.type.place != self.operands[0].type.place or self.via is None:
@@ -63,6 +85,23 @@ class Transfer(Op):
 
     def check_operand_places(self, context: Context) -> None:
         """Nothing: it goes from any place to any place."""
+
+
+def _check_summands(op: Transfer, have: Type, made: Type) -> None:
+    """Raise where a transfer would make summands of what is cut, not of copies."""
+    old, new = (t.layout if isinstance(t, TensorType) else None for t in (have, made))
+    if old is None or new is None or not new.summands:
+        return
+    cut_axes = {axis for cut in old.cuts for axis in cut.axes}
+    if have.place == made.place:
+        cut_axes.intersection_update(new.summands)
+    if cut_axes:
+        raise Problem(
+            f"the transfer makes summands along {'.'.join(new.summands)} of {bare(have)}, which "
+            f"is cut along {'.'.join(sorted(cut_axes))}",
+            "summands are made of copies; make these first, by another transfer",
+            op.result,
+        )
 
 
 @dataclass(eq=False, slots=True)

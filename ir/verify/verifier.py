@@ -9,9 +9,11 @@ from ..module import Function, Module, Program, Vjp
 from ..ops import Call, Communication, Free, Op, Return, Value, Wait
 from ..ops.rules import Context, Problem, check_ranks
 from ..phases import Phase, has_futures, has_places
-from ..types import FutureType, Place, UnitType, ValueType
+from ..types import FutureType, Mesh, Place, TensorType, UnitType, ValueType
 from .batch_rules import check_batches
 from .channel_rules import check_channel, check_channel_op, unmatched
+from .layout_rules import check_mesh, check_op, check_signature, check_value
+from .summand_rules import check_summands
 
 
 def verify(module: Module) -> None:
@@ -22,18 +24,24 @@ def verify(module: Module) -> None:
             problem of each.
     """
     found = [*_declarations(module), *_programs(module)]
-    for program in module.programs:
-        found += _ProgramChecker(module, program).check()
+    checkers = [_ProgramChecker(module, program) for program in module.programs]
+    for checker in checkers:
+        found += checker.check()
     found += _actors(module)
     if not found and has_futures(module.phase):
         found += unmatched(module)
+    if not found and any(checker.laid_out for checker in checkers):
+        found += check_summands(module.program, module.functions)
     if found:
         raise IRError(*found)
 
 
 def _declarations(module: Module) -> Iterator[Diagnostic]:
+    for name, mesh in module.meshes.items():
+        if problem := check_mesh(name, mesh, module):
+            yield Diagnostic(problem, help="rename it, or give it ranks of the world")
     for name, function in module.functions.items():
-        if problem := _function(name, function):
+        if problem := _function(name, function) or check_signature(function, module.phase):
             yield Diagnostic(problem, loc=function.loc)
     for name, vjp in module.vjps.items():
         if problem := _vjp(name, vjp, module):
@@ -161,7 +169,11 @@ def _actors(module: Module) -> Iterator[Diagnostic]:
 
 
 class _ProgramChecker:
-    """Walks one program; keeps what is defined, where from, and what has been freed."""
+    """Walks one program; keeps what is defined, where from, and what has been freed.
+
+    Attributes:
+        laid_out: whether a value so far has a layout, or is at a mesh.
+    """
 
     def __init__(self, module: Module, program: Program) -> None:
         self._module = module
@@ -171,6 +183,8 @@ class _ProgramChecker:
         self._defined: dict[str, Value] = {}
         self._makers: dict[Value, Op] = {}
         self._freed: set[Value] = set()
+        self.laid_out = False
+        self._ill: set[Value] = set()
 
     def check(self) -> Iterator[Diagnostic]:
         for value in self._program.params:
@@ -206,6 +220,10 @@ class _ProgramChecker:
             raise Problem(f"{op.opcode} in phase {phase}", op.remedy)
         if isinstance(op, Return) and index != len(self._program.ops) - 1:
             raise Problem("return is not the last op", "move it to the end")
+        if self._ill and not self._ill.isdisjoint(op.operands):
+            return  # reported where they are made
+        if self.laid_out:
+            check_op(op, phase)
         op.check(self._context)
         if self._placed:
             op.check_places(self._context)
@@ -222,6 +240,13 @@ class _ProgramChecker:
             raise Problem(f"%{value.name} is defined twice", "give it another name", value)
         self._defined[value.name] = value
         _check_value_place(value, self._module)
+        type_ = value.type
+        inner = type_.value if type(type_) is FutureType else type_
+        if (type(inner) is TensorType and inner.layout is not None) or type(inner.place) is Mesh:
+            self.laid_out = True
+            self._ill.add(value)
+            check_value(value, self._module)
+            self._ill.remove(value)
 
     def _check_uses(self, op: Op) -> None:
         takes_futures = isinstance(op, Wait)

@@ -1,0 +1,315 @@
+"""Check summands: a slice of one is used up by reductions, and by nothing else.
+
+A slice of summands is itself one term of a sum, though its type does not say so. So the terms that
+each value has are followed through the program: messages and concatenations keep them, and
+reductions and sums of disjoint ones unite them. A value that has all terms is an ordinary one. A
+value that lacks some goes into no other op: a program that leaves out a reduction is refused.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ..attributes import ReduceOp
+from ..builtins import reduction
+from ..diagnostics import Diagnostic
+from ..layout import Layout, Region, format_region, logical, shape_of, share, union, volume
+from ..module import Function, Program
+from ..ops import (
+    AllGather,
+    Assemble,
+    Broadcast,
+    Call,
+    Collective,
+    Constant,
+    Copy,
+    Op,
+    Recv,
+    Send,
+    Slice,
+    Transfer,
+    Value,
+    Wait,
+)
+from ..ops.rules import Problem
+from ..types import Place, TensorType
+
+_KEEPING = (Broadcast, Copy, Transfer, Wait)
+"""The ops whose results have the terms of their operand."""
+
+_NEUTRAL = {ReduceOp.SUM: 0, ReduceOp.PROD: 1}
+"""What ranks hold whose summand changes nothing. Of a maximum or minimum, copies change nothing."""
+
+_HELP = (
+    "reduce it first: all_reduce, reduce_scatter or an addition takes the slices of one region, "
+    "one for each rank along the axes of the summands"
+)
+
+_Term = tuple[int, ...]
+"""Coordinates along the axes of summands: the ranks that have them hold the same summand."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some terms of a region of a value that is held as summands.
+
+    Attributes:
+        source: the value.
+        region: in its logical indices.
+        terms: those that are combined here.
+    """
+
+    source: Value
+    region: Region
+    terms: frozenset[_Term]
+
+    @property
+    def layout(self) -> Layout:
+        layout = _layout(self.source)
+        assert layout is not None, "summands are laid out"
+        return layout
+
+    @property
+    def all_terms(self) -> frozenset[_Term]:
+        """Those of all ranks."""
+        sizes = dict(_place(self.source).axes)
+        along = (range(sizes[axis]) for axis in self.layout.summands)
+        return frozenset(itertools.product(*along))
+
+    def at(self, region: Region) -> _Part:
+        """The same terms of another region."""
+        return replace(self, region=region)
+
+    def __str__(self) -> str:
+        where = f"{format_region(self.region)} of %{self.source.name}"
+        return f"{len(self.terms)} of the {len(self.all_terms)} summands of {where}"
+
+
+def check_summands(program: Program, functions: Mapping[str, Function]) -> Iterator[Diagnostic]:
+    """The problems with summands of a program over all ranks whose types fit.
+
+    Args:
+        program: placed or asynchronous; in one that is traced nothing takes summands apart.
+        functions: those of its module.
+    """
+    checker = _Checker(functions)
+    for op in program.ops:
+        try:
+            checker.visit(op)
+        except Problem as problem:
+            yield Diagnostic(problem.message, op, program, problem.value, problem.help)
+
+
+def _place(value: Value) -> Place:
+    assert value.type.place is not None, "before SCHEDULED a value has a place"
+    return value.type.place
+
+
+def _layout(value: Value) -> Layout | None:
+    return value.type.layout if isinstance(value.type, TensorType) else None
+
+
+class _Checker:
+    """The terms of the values so far; a value that is not here has all there are."""
+
+    def __init__(self, functions: Mapping[str, Function]) -> None:
+        self._functions = functions
+        self._parts: dict[Value, _Part] = {}
+        self._sent: dict[tuple[int, int], _Part] = {}
+        self._received: set[tuple[int, int]] = set()
+        self._fills: dict[Value, float] = {}
+
+    def visit(self, op: Op) -> None:
+        """Follow the terms of an op's operands.
+
+        Raises:
+            Problem: the op does not take them.
+        """
+        if isinstance(op, Slice):
+            self._slice(op)
+        elif isinstance(op, Recv):
+            self._received.add((op.chan, op.seq))
+            if part := self._sent.get((op.chan, op.seq)):
+                self._parts[op.result] = part
+        elif isinstance(op, Assemble):
+            self._assemble(op)
+        elif isinstance(op, Constant):
+            if op.fill is not None:
+                self._fills[op.result] = op.fill
+        elif any(value in self._parts for value in op.operands):
+            self._take(op)
+
+    def _take(self, op: Op) -> None:
+        first = next(value for value in op.operands if value in self._parts)
+        part = self._parts[first]
+        if isinstance(op, _KEEPING):
+            if op.results and _layout(op.result) is not None:
+                raise self._unreduced(op, first)
+            self._parts.update(dict.fromkeys(op.results, part))
+        elif isinstance(op, Send):
+            if (op.chan, op.seq) in self._received:
+                raise Problem(
+                    f"%{first.name}, {part}, is sent behind its receive",
+                    "put the receive behind the send",
+                    first,
+                )
+            self._sent[op.chan, op.seq] = part
+        elif isinstance(op, AllGather):
+            self._gather(op, self._alike(op, op.operands))
+        elif self._reduces(op, part.layout.reduce):
+            self._reduce(op, first)
+        else:
+            raise self._unreduced(op, first)
+
+    def _reduces(self, op: Op, reduce: ReduceOp) -> bool:
+        """Whether an op combines its operands in the way of their summands."""
+        if isinstance(op, Call):
+            return reduction(self._functions[op.fn.name]) is reduce
+        return isinstance(op, Collective) and op.exchange.reduce is reduce
+
+    def _slice(self, op: Slice) -> None:
+        (value,) = op.operands
+        layout = _layout(value)
+        if layout is not None and layout.summands:
+            term = _term(value, layout.summands, _place(op.result).rank)
+            self._note(op.result, _Part(value, op.region, frozenset({term})))
+        elif part := self._parts.get(value):
+            self._note(op.result, part.at(logical(op.region, part.region)))
+
+    def _reduce(self, op: Op, first: Value) -> None:
+        """Unite the terms of the operands, which are of one region."""
+        part = self._parts[first]
+        terms: set[_Term] = set()
+        for value in op.operands:
+            other = self._parts.get(value)
+            if other is None or (other.source, other.region) != (part.source, part.region):
+                raise self._unlike(op, first, value)
+            if not terms.isdisjoint(other.terms):
+                source = part.source.name
+                raise Problem(f"{op.opcode} takes a summand of %{source} twice", _HELP, value)
+            terms |= other.terms
+        united = replace(part, terms=frozenset(terms))
+        for index, value in enumerate(op.results):
+            region = part.region
+            if isinstance(op, Collective) and op.exchange.cut is not None:
+                region = share(region, index, len(op.exchange.members), op.exchange.cut)
+            self._note(value, united.at(region))
+
+    def _gather(self, op: AllGather, parts: Sequence[_Part]) -> None:
+        """Concatenate regions of the same terms."""
+        region = union(part.region for part in parts)
+        for index, (value, part) in enumerate(zip(op.operands, parts, strict=True)):
+            if part.region != share(region, index, len(parts), op.dim):
+                raise Problem(
+                    f"all_gather of %{value.name}, {part}, which is not part {index} of "
+                    f"{len(parts)} of {format_region(region)}",
+                    "gather equal parts in the order of their indices",
+                    value,
+                )
+        self._note(op.result, parts[0].at(region))
+
+    def _alike(self, op: Op, values: Sequence[Value]) -> list[_Part]:
+        """The parts that values are, which have the same terms."""
+        first = next(value for value in values if value in self._parts)
+        part = self._parts[first]
+        for value in values:
+            other = self._parts.get(value)
+            if other is None or (other.source, other.terms) != (part.source, part.terms):
+                raise self._unlike(op, first, value)
+        return [self._parts[value] for value in values]
+
+    def _note(self, value: Value, part: _Part) -> None:
+        if part.terms != part.all_terms:
+            self._parts[value] = part
+
+    def _unreduced(self, op: Op, value: Value) -> Problem:
+        return Problem(
+            f"{op.opcode} of %{value.name}, which is {self._parts[value]} alone", _HELP, value
+        )
+
+    def _unlike(self, op: Op, one: Value, other: Value) -> Problem:
+        what = self._parts.get(other, "which is no summand")
+        return Problem(
+            f"{op.opcode} of %{one.name}, {self._parts[one]}, and of %{other.name}, {what}",
+            _HELP,
+            other,
+        )
+
+    def _assemble(self, op: Assemble) -> None:
+        layout = _layout(op.result)
+        taken = [value for value in op.operands if value in self._parts]
+        if layout is not None and layout.summands:
+            self._make_summands(op, layout, taken)
+        elif taken and layout is not None:
+            raise self._unreduced(op, taken[0])
+        elif taken:
+            parts = self._alike(op, op.operands)
+            made = parts[0].at(union(part.region for part in parts))
+            for value, part, region in zip(op.operands, parts, op.regions, strict=True):
+                self._expect_region(op, value, logical(region, made.region), part)
+            if shape_of(made.region) != _shape(op.result):
+                raise self._unreduced(op, taken[0])
+            self._note(op.result, made)
+
+    def _expect_region(self, op: Op, value: Value, region: Region, part: _Part) -> None:
+        if part.region != region:
+            raise Problem(
+                f"{op.opcode} takes %{value.name}, {part}, as {format_region(region)}",
+                "a part of summands stays at its indices",
+                value,
+            )
+
+    def _make_summands(self, op: Assemble, layout: Layout, taken: Sequence[Value]) -> None:
+        """The ranks along the axes of summands have each term once."""
+        everything: frozenset[_Term] = frozenset({()})
+        if taken:
+            part = self._parts[taken[0]]
+            everything = part.all_terms
+            if part.layout.reduce is not layout.reduce:
+                raise self._unreduced(op, taken[0])
+            for value in taken:
+                if self._parts[value].source is not part.source:
+                    raise self._unlike(op, taken[0], value)
+        elif layout.reduce not in _NEUTRAL:
+            return  # copies, of which a maximum is taken
+        found: dict[tuple[object, ...], list[frozenset[_Term]]] = {}
+        place = _place(op.result)
+        fixed = tuple(axis for axis, _ in place.axes if axis not in layout.summands)
+        for rank in place.ranks:
+            held = self._held(op, rank, _NEUTRAL.get(layout.reduce), everything)
+            found.setdefault(_term(op.result, fixed, rank), []).append(held)
+        for terms in found.values():
+            if sum(map(len, terms)) != len(everything) or frozenset().union(*terms) != everything:
+                raise Problem(
+                    f"the ranks along {'.'.join(layout.summands)} do not have each summand of "
+                    f"%{op.result.name} once",
+                    "of summands each rank keeps its own; of copies the first rank does, and the "
+                    f"others have constant() {{fill = {_NEUTRAL.get(layout.reduce, 0)}}}",
+                    op.result,
+                )
+
+    def _held(
+        self, op: Assemble, rank: int, neutral: int | None, everything: frozenset[_Term]
+    ) -> frozenset[_Term]:
+        """The terms that a rank gets of an assembled value."""
+        filled = [(value, region) for value, region in op.at(rank) if volume(region)]
+        if neutral is not None and all(self._fills.get(value) == neutral for value, _ in filled):
+            return frozenset()
+        if not any(value in self._parts for value, _ in filled):
+            return everything
+        parts = self._alike(op, [value for value, _ in filled])
+        for (value, region), part in zip(filled, parts, strict=True):
+            self._expect_region(op, value, region, part)
+        return parts[0].terms
+
+
+def _term(value: Value, axes: Iterable[str], rank: int) -> _Term:
+    position = _place(value).position(rank)
+    return tuple(position[axis][0] for axis in axes)
+
+
+def _shape(value: Value) -> tuple[int, ...]:
+    assert isinstance(value.type, TensorType), "an assemble makes a tensor"
+    return value.type.shape
