@@ -11,17 +11,35 @@ from .module import Function, FunctionKind, Module
 from .types import TensorType
 
 ADD = "add"
+MULTIPLY = "multiply"
+MINIMUM = "minimum"
+MAXIMUM = "maximum"
 
-_REDUCTIONS = {ADD: ReduceOp.SUM}
+_REDUCTIONS = {
+    ADD: ReduceOp.SUM,
+    MULTIPLY: ReduceOp.PROD,
+    MINIMUM: ReduceOp.MIN,
+    MAXIMUM: ReduceOp.MAX,
+}
+_WORDS = {op: word for word, op in _REDUCTIONS.items()}
 
-NAMES = frozenset({ADD})
+NAMES = frozenset(_REDUCTIONS)
 
 
 def add(module: Module, type_: TensorType) -> Function:
     """Declare (once) and return the sum of two tensors of `type_`, for adding cotangents."""
+    return combine(module, type_, ReduceOp.SUM)
+
+
+def combine(module: Module, type_: TensorType, op: ReduceOp) -> Function:
+    """Declare (once) and return what combines two tensors of `type_` as a reduction does.
+
+    Raises:
+        KeyError: `op` is the average, which is none of two at a time.
+    """
     local = TensorType(type_.dtype, type_.shape)
     shape = "x".join(map(str, type_.shape)) or "scalar"
-    name = f"builtin.{ADD}.{type_.dtype}.{shape}"
+    name = f"builtin.{_WORDS[op]}.{type_.dtype}.{shape}"
     if name not in module.functions:
         module.functions[name] = Function(name, (local, local), (local,), kind=FunctionKind.BUILTIN)
     return module.functions[name]

@@ -21,6 +21,7 @@ from .order.schedule import SchedulePrograms
 from .placement.choose_transports import ChooseTransports
 from .placement.fabrics import Fabrics
 from .placement.insert_transfers import InsertTransfers
+from .placement.lower_transfers import LowerTransfers
 from .placement.place import PlaceReplicated
 from .placement.split_transfers import SplitTransfers
 from .registry import Switches
@@ -70,6 +71,8 @@ def default_pipeline(
         DeadCodeElimination(),
         # Places are final: what is used where it is not has to travel.
         InsertTransfers(),
+        # Layouts are final, too: from here on ranks exchange plain tensors.
+        LowerTransfers(),
         # A schedule can put other work between the start of a transfer and its end.
         SplitTransfers(),
         # Needs all communication in sight, to keep it in one order on all ranks.
@@ -109,6 +112,6 @@ def _for_devices(steps: list[Pass], fabrics: Fabrics, is_driven: bool) -> list[P
             found += order, AssignStreams(fabrics.rendezvous)
         else:
             found.append(step)
-        if isinstance(step, InsertTransfers):
+        if isinstance(step, LowerTransfers):
             found.append(ChooseTransports(fabrics.ranks, fabrics.reduces))
     return [*found, Capture(fabrics.ranks, is_driven, fabrics.rendezvous)]

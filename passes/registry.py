@@ -29,6 +29,7 @@ from .order.assign_stages import AssignStages
 from .order.schedule import SchedulePrograms
 from .placement.choose_transports import ChooseTransports
 from .placement.insert_transfers import InsertTransfers
+from .placement.lower_transfers import LowerTransfers
 from .placement.place import PlaceReplicated
 from .placement.split_transfers import SplitTransfers
 
@@ -75,6 +76,7 @@ for _pass in (
     SchedulePrograms,
     ChooseTransports,
     InsertTransfers,
+    LowerTransfers,
     PlaceReplicated,
     SplitTransfers,
 ):

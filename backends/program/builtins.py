@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,11 +12,19 @@ from ...ir.module import Function
 from ..base import Body
 
 
-def _add(left: Tensor, right: Tensor) -> Sequence[Tensor]:
-    return (torch.add(left, right),)
+def _body(function: Callable[[Tensor, Tensor], Tensor]) -> Body:
+    def run(left: Tensor, right: Tensor) -> Sequence[Tensor]:
+        return (function(left, right),)
+
+    return run
 
 
-IMPLEMENTATIONS: dict[str, Body] = {builtins.ADD: _add}
+IMPLEMENTATIONS: dict[str, Body] = {
+    builtins.ADD: _body(torch.add),
+    builtins.MULTIPLY: _body(torch.mul),
+    builtins.MINIMUM: _body(torch.minimum),
+    builtins.MAXIMUM: _body(torch.maximum),
+}
 
 
 def implementation(function: Function) -> Body:

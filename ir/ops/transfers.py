@@ -27,8 +27,8 @@ class Transfer(Op):
     """Bring a value to another place, or lay a tensor out in another way.
 
     `via` names the transport, and `why` says why that one. Without `via` it is what the run time
-    has for every value. Before PLACED a transfer of the same layout goes from a place to the same
-    place: it says how its operand is to travel to those who use the result.
+    has for every value. Before PLACED a transfer of copies goes from a place to the same place: it
+    says how its operand is to travel to those who use the result.
 
     Summands are combined, but for those that the result has along the same axes of the same mesh.
     Copies may become summands: of a sum the first rank along the axes keeps its own, and the others
@@ -68,7 +68,7 @@ class Transfer(Op):
         if not same_but_layout(have, made):
             check_unchanged(self)
         _check_summands(self, have, made)
-        if self.changes_layout:
+        if isinstance(have, TensorType) and (have.layout is not None or self.changes_layout):
             return
         if context.phase is not Phase.TRACED:
             return

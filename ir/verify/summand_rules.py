@@ -107,6 +107,11 @@ def _place(value: Value) -> Place:
     return value.type.place
 
 
+def _region(value: Value, rank: int) -> Region:
+    assert isinstance(value.type, TensorType), "summands are tensors"
+    return value.type.region(rank)
+
+
 def _layout(value: Value) -> Layout | None:
     return value.type.layout if isinstance(value.type, TensorType) else None
 
@@ -278,6 +283,8 @@ class _Checker:
         place = _place(op.result)
         fixed = tuple(axis for axis, _ in place.axes if axis not in layout.summands)
         for rank in place.ranks:
+            if not volume(_region(op.result, rank)):
+                continue
             held = self._held(op, rank, _NEUTRAL.get(layout.reduce), everything)
             found.setdefault(_term(op.result, fixed, rank), []).append(held)
         for terms in found.values():

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...ir.diagnostics import error
-from ...ir.module import Module
+from ...ir.module import Module, Program
 from ...ir.names import Names
 from ...ir.ops import Backward, Op, Return, Transfer, Value
 from ...ir.phases import Phase
-from ...ir.types import Place, relocate
+from ...ir.types import Place, TensorType, relocate
 from ..base import Pass
 
 
@@ -25,6 +25,9 @@ class InsertTransfers(Pass):
     is held by the ranks that had the value as well as by those that got it. A transfer belongs to
     the microbatch of the op that made the value; one that delivers an output of the step belongs
     to none, since outputs are delivered when all microbatches are done.
+
+    A transfer that changes the place or the layout stays. What is laid out is not brought
+    anywhere: how it is to be laid out there is for the program to say.
 
     Before::
 
@@ -64,13 +67,18 @@ class InsertTransfers(Pass):
         ops: list[Op] = []
         for op in program.ops:
             if isinstance(op, Transfer):
-                couriers.take_note(op)
+                if op.result.type == op.operands[0].type:
+                    couriers.take_note(op)
+                else:
+                    ops.append(couriers.explicit(op))
                 continue
             for index, need in _needs(op):
                 value = op.operands[index]
                 have = value.type.place
                 if have is None or (value not in couriers.routed and have == need):
                     continue
+                if have != need:
+                    _check_travels(value, need, op, program)
                 brought = couriers.bring(value, have, need, op, ops)
                 if brought is not value:
                     op.operands = (*op.operands[:index], brought, *op.operands[index + 1 :])
@@ -114,6 +122,14 @@ class _Couriers:
         (value,) = op.operands
         self.routed[op.result] = (self.routed.get(value, (value, None))[0], op.via)
 
+    def explicit(self, op: Transfer) -> Transfer:
+        """A transfer of the user's, which takes the value itself, and its transport."""
+        (value,) = op.operands
+        source, via = self.routed.get(value, (value, None))
+        op.operands = (source,)
+        op.via = op.via if op.via is not None else via
+        return op
+
     def bring(self, value: Value, have: Place, need: Place, user: Op, ops: list[Op]) -> Value:
         """A copy of `value` at all ranks of `need`; made, if there is none, by a new last op."""
         source, via = self.routed.get(value, (value, None))
@@ -139,6 +155,26 @@ class _Couriers:
         if need.is_single and not wide:
             return need
         return Place(tuple(sorted({*have.ranks, *need.ranks, *wide})))
+
+
+def _check_travels(value: Value, need: Place, user: Op, program: Program) -> None:
+    """A value that is laid out is used where it is.
+
+    Raises:
+        IRError: it is to be used elsewhere.
+    """
+    type_ = value.type
+    if not isinstance(type_, TensorType) or type_.layout is None:
+        return
+    copies = TensorType(type_.dtype, type_.shape, need)
+    raise error(
+        f"value '{value.name}' is laid out as {type_}, and used at {need}",
+        op=user,
+        program=program,
+        value=value,
+        help=f"bring it there by a transfer that says in which layout: "
+        f"transfer(%{value.name}) : {copies} gives each rank a copy",
+    )
 
 
 def _needs(op: Op) -> Iterator[tuple[int, Place]]:

@@ -9,7 +9,7 @@ from ...ir.attributes import Effect
 from ...ir.module import Function, FunctionKind, Module
 from ...ir.ops import Call, Constant, Copy, Op, Value, View
 from ...ir.phases import Phase
-from ...ir.types import Place, relocate
+from ...ir.types import Place, TensorType, relocate
 from ..base import Pass
 
 
@@ -18,7 +18,8 @@ class PlaceReplicated(Pass):
     """Narrow replicated ops to the ranks that use them, and make constants where they are used.
 
     Only work without effects and of values alone moves: constants, views, copies and calls of
-    pure functions that belong to no actor. What is wanted nowhere stays as it is, for `dce`.
+    pure functions that belong to no actor. What takes or makes a tensor that is laid out has to
+    run on all its ranks. What is wanted nowhere stays as it is, for `dce`.
 
     Before::
 
@@ -46,9 +47,15 @@ class PlaceReplicated(Pass):
 
 
 def _is_movable(module: Module, op: Op) -> bool:
+    if any(_is_laid_out(value) for value in (*op.results, *op.operands)):
+        return False
     if isinstance(op, Call):
         return _is_plain(module.functions[op.fn.name])
     return isinstance(op, (Constant, View, Copy))
+
+
+def _is_laid_out(value: Value) -> bool:
+    return isinstance(value.type, TensorType) and value.type.layout is not None
 
 
 def _is_plain(function: Function) -> bool:

@@ -22,7 +22,18 @@ from ...ir.attributes import ReduceOp
 from ...ir.layout import Region, length, merge, overlap, shape_of, share, volume, whole
 from ...ir.types import TensorType
 from .resharding_messages import Holders
-from .resharding_plan import Combine, Fibre, Gather, Held, Message, Move, Plan, Reduce, Round
+from .resharding_plan import (
+    NEUTRAL,
+    Combine,
+    Fibre,
+    Gather,
+    Held,
+    Message,
+    Move,
+    Plan,
+    Reduce,
+    Round,
+)
 
 
 def plan(source: TensorType, target: TensorType) -> Plan:
@@ -32,7 +43,7 @@ def plan(source: TensorType, target: TensorType) -> Plan:
         source: the type that it has; copies, cut, or summands.
         target: the type that it is to have, of the same element type and logical shape. What
             becomes a sum is kept by the first rank along the axes of summands, and the others
-            hold zeros; of a maximum or minimum each keeps a copy.
+            hold zeros; a product, ones. Of a maximum or minimum each keeps a copy.
 
     Raises:
         ValueError: element types or shapes differ, or a type has no place.
@@ -44,15 +55,15 @@ def plan(source: TensorType, target: TensorType) -> Plan:
     if source == target:
         return Plan(())
     rounds: list[Round] = []
-    zeros: list[int] = []
+    neutral: list[int] = []
     for part in _parts(source, target):
         found = list(part.rounds())
         if not part.groups:
             _check_bound(part, found)
         rounds += found
-        zeros += part.zeros
+        neutral += part.neutral
     _check_messages(rounds)
-    return Plan(tuple(rounds), tuple(zeros), _summed(source)[1])
+    return Plan(tuple(rounds), tuple(neutral), _summed(source)[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +74,15 @@ class _Part:
         held: what each rank holds, or has a summand of.
         groups: ranks that hold summands of one another, in order; none where there are none.
         needs: what each rank is to have.
-        zeros: ranks that are to hold zeros.
+        neutral: ranks whose summands are to change nothing.
+        gathers: whether ranks may gather what they are to have copies of.
     """
 
     held: dict[int, Region]
     groups: tuple[tuple[int, ...], ...]
     needs: dict[int, Region]
-    zeros: tuple[int, ...]
+    neutral: tuple[int, ...]
+    gathers: bool = True
 
     def rounds(self) -> Iterator[Round]:
         """The rounds of the plan."""
@@ -78,7 +91,7 @@ class _Part:
             for step in _reduced(self.held, self.groups, self.needs):
                 held = {**held, **step.after}
                 yield step
-        yield from _redistributed(held, self.needs)
+        yield from _redistributed(held, self.needs, self.gathers)
 
 
 def _parts(source: TensorType, target: TensorType) -> Iterator[_Part]:
@@ -90,14 +103,14 @@ def _parts(source: TensorType, target: TensorType) -> Iterator[_Part]:
     kept = _kept(source, target)
     held, needs = _regions(source), _regions(target)
     groups = _fibres(source, [axis for axis in summands if axis not in kept])
-    zeros: list[int] = []
-    if reduce is ReduceOp.SUM:
+    neutral: list[int] = []
+    if reduce in NEUTRAL:
         fibres = _fibres(target, [axis for axis in wanted if axis not in kept])
-        zeros = [rank for fibre in fibres for rank in fibre[1:]]
-    for rank in zeros:
+        neutral = [rank for fibre in fibres for rank in fibre[1:]]
+    for rank in neutral:
         del needs[rank]
     if not kept:
-        yield _Part(held, tuple(groups), needs, tuple(zeros))
+        yield _Part(held, tuple(groups), needs, tuple(neutral))
         return
     others = [axis for axis, _ in source.place.axes if axis not in kept]
     for ranks in map(set, _fibres(source, others) or [(rank,) for rank in held]):
@@ -105,7 +118,9 @@ def _parts(source: TensorType, target: TensorType) -> Iterator[_Part]:
             {rank: held[rank] for rank in held if rank in ranks},
             tuple(group for group in groups if group[0] in ranks),
             {rank: needs[rank] for rank in needs if rank in ranks},
-            tuple(rank for rank in zeros if rank in ranks),
+            tuple(rank for rank in neutral if rank in ranks),
+            # Summands are put together by what makes the result alone.
+            gathers=False,
         )
 
 
@@ -260,7 +275,7 @@ def _reduced_to_shares(
 # Messages and gathers
 
 
-def _redistributed(held: Held, needs: Mapping[int, Region]) -> Iterator[Round]:
+def _redistributed(held: Held, needs: Mapping[int, Region], gathers: bool) -> Iterator[Round]:
     """Bring parts to where they are needed; ranks that need the same share and gather it."""
     if all(held.get(rank) == need for rank, need in needs.items()):
         return
@@ -275,6 +290,8 @@ def _redistributed(held: Held, needs: Mapping[int, Region]) -> Iterator[Round]:
         having = [rank for rank in ranks if own[rank] is not None]
         lacking = [rank for rank in ranks if own[rank] is None]
         first.update(dict.fromkeys(ranks, region))
+        if not gathers:
+            continue
         for fibre in (*_complements(region, having, own), *_shared(region, lacking, holders)):
             fibres.append(fibre)
             first.update(zip(fibre.ranks, fibre.pieces, strict=True))

@@ -13,6 +13,9 @@ from typing import TypeAlias
 from ...ir.attributes import ReduceOp
 from ...ir.layout import Region, share, volume
 
+NEUTRAL: Mapping[ReduceOp, int] = {ReduceOp.SUM: 0, ReduceOp.PROD: 1}
+"""What changes nothing in a reduction. Equal copies change nothing in the others."""
+
 Held: TypeAlias = Mapping[int, Region | None]
 """The region that each rank holds; None where it holds nothing."""
 
@@ -123,12 +126,13 @@ class Plan:
 
     Attributes:
         rounds: in order. Between two ranks there is at most one message of a round each way.
-        zeros: the ranks that hold zeros of the result, which is a sum.
+        neutral: the ranks whose summand of the result changes nothing: zeros of a sum, ones of a
+            product.
         reduce: what combines summands.
     """
 
     rounds: tuple[Round, ...]
-    zeros: tuple[int, ...] = ()
+    neutral: tuple[int, ...] = ()
     reduce: ReduceOp = ReduceOp.SUM
 
     @property

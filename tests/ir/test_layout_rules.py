@@ -89,7 +89,6 @@ SENT = "%t = transfer(%s) {via = cpu} : f32[8,4|+dp.tp]@a"
         (SENT, "%t = transfer(%z) : f64[8,4]@a", "%t is f64[8,4], but transfer keeps the"),
         (SENT, "%t = transfer(%z) : f32[8,4|+dp.tp]@a",
          "the transfer makes summands along dp.tp of f32[8/dp,4], which is cut along dp"),
-        (SENT, "%t = transfer(%z) : f32[8/dp,4]@b", "a transfer in phase traced only says how"),
         (SENT, "%t = transfer(%x) : f32[8,4]@0", "a transfer in phase traced only says how"),
     ],
 )  # fmt: skip

@@ -5,14 +5,18 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
-from cg.ir.attributes import ReduceOp
+from cg.ir.attributes import Effect, ReduceOp, Symbol
 from cg.ir.layout import Cut, Layout, Region
-from cg.ir.types import DType, Mesh, Place, TensorType
+from cg.ir.module import Function, Module, Program
+from cg.ir.ops import Call, Return, Transfer, Value
+from cg.ir.phases import Phase
+from cg.ir.types import DType, Mesh, Place, TensorType, UnitType
 from cg.passes.placement.resharding_plan import Combine, Gather, Move, Plan, Reduce
 
 WORLD = 8
@@ -20,9 +24,13 @@ GRIDS = ((1,), (2,), (3,), (4,), (5,), (2, 2), (2, 3), (3, 2), (4, 2), (2, 1, 2)
 NAMES = ("dp", "cp", "tp")
 COMBINE: Mapping[ReduceOp, Any] = {
     ReduceOp.SUM: np.add,
+    ReduceOp.PROD: np.multiply,
     ReduceOp.MAX: np.maximum,
     ReduceOp.MIN: np.minimum,
 }
+
+Types = tuple[TensorType, TensorType]
+"""Of a tensor before a transfer, and after it."""
 
 shapes = st.lists(st.sampled_from((0, 1, 2, 3, 4, 5, 6, 8, 12)), max_size=3).map(tuple)
 
@@ -50,16 +58,23 @@ def layouts(draw: Any, shape: tuple[int, ...], place: Place, sums: bool) -> Layo
             cuts[draw(st.integers(0, len(shape) - 1))].append(axis)
         elif kind == "sum" and sums:
             summed.add(axis)
-    blocks = [draw(st.sampled_from([n for n in (1, 2, 3) if not size % n])) for size in shape]
     return Layout.of(
-        (Cut(tuple(cut), n if cut else 1) for cut, n in zip(cuts, blocks, strict=True)),
+        [_cut(draw, tuple(cut), size) for cut, size in zip(cuts, shape, strict=True)],
         tuple(axis for axis, _ in place.axes if axis in summed),
         draw(st.sampled_from(tuple(COMBINE))) if summed else ReduceOp.SUM,
     )
 
 
+def _cut(draw: Any, axes: tuple[str, ...], size: int) -> Cut:
+    if not axes:
+        return Cut()
+    blocks = draw(st.sampled_from([n for n in (1, 2, 3) if not size % n]))
+    units = draw(st.sampled_from([n for n in (1, 1, 2) if not size // blocks % n]))
+    return Cut(axes, blocks, units)
+
+
 @st.composite
-def transfers(draw: Any, before: bool = True, after: bool = True) -> tuple[TensorType, TensorType]:
+def transfers(draw: Any, before: bool = True, after: bool = True) -> Types:
     """The type of a tensor before a transfer, and after it.
 
     Args:
@@ -71,6 +86,39 @@ def transfers(draw: Any, before: bool = True, after: bool = True) -> tuple[Tenso
         TensorType(DType.F32, shape, source, draw(layouts(shape, source, before))),
         TensorType(DType.F32, shape, target, draw(layouts(shape, target, after))),
     )
+
+
+def is_valid(types: Types) -> bool:
+    """Whether a program may have the transfer, and a layout has to do with it.
+
+    What is cut does not become a sum where the cut is.
+    """
+    source, target = types
+    if source.layout is None or not summands(target):
+        return source.layout is not None or target.layout is not None
+    cut = {axis for dim in source.layout.cuts for axis in dim.axes}
+    return cut.isdisjoint(summands(target)) if source.place == target.place else not cut
+
+
+def as_module(types: Types, phase: Phase = Phase.PLACED) -> Module:
+    """A step that makes a tensor, transfers it, and takes the result."""
+    source, target = types
+    module = Module("step", phase, WORLD)
+    for place in (source.place, target.place):
+        if isinstance(place, Mesh):
+            module.meshes[place.name] = place
+    made, taken = replace(source, place=None), replace(target, place=None)
+    module.functions["make"] = Function("make", (), (made,), effect=Effect.WRITE)
+    module.functions["take"] = Function("take", (taken,), (UnitType(),), effect=Effect.WRITE)
+    x, y, done = Value("x", source), Value("y", target), Value("done", UnitType(target.place))
+    ops = [
+        Call((), (x,), fn=Symbol("make")),
+        Transfer((x,), (y,)),
+        Call((y,), (done,), fn=Symbol("take")),
+        Return((), (), at=Place.of(0)),
+    ]
+    module.programs.append(Program("step", [], ops))
+    return module
 
 
 def ranks_of(type_: TensorType) -> tuple[int, ...]:
@@ -106,7 +154,7 @@ def initial(type_: TensorType, seed: int, whole_numbers: bool = False) -> dict[i
         if key not in tensors:
             values = rng.standard_normal(type_.shape) * 10.0 ** rng.integers(-6, 6, type_.shape)
             if whole_numbers:
-                values = rng.integers(-50, 50, type_.shape)
+                values = rng.integers(-5, 6, type_.shape)
             tensors[key] = np.asarray(values, np.float32)
         found[rank] = restricted(tensors[key], type_.region(rank))
     return found
@@ -142,7 +190,7 @@ class Interpreter:
         received: elements that each rank has received from others.
     """
 
-    def __init__(self, plan: Plan, held: Mapping[int, Any]) -> None:
+    def __init__(self, plan: Plan, held: Mapping[int, Any], neutral: int = 0) -> None:
         self.held = dict(held)
         self.received: Counter[int] = Counter()
         self._combine = COMBINE[plan.reduce]
@@ -160,8 +208,8 @@ class Interpreter:
                 self.held[rank] = restricted(after.get(rank, self._nothing()), region)
                 if region is not None:
                     self.part(rank, region)
-        for rank in plan.zeros:
-            self.held[rank] = np.zeros(self._shape, np.float32)
+        for rank in plan.neutral:
+            self.held[rank] = np.full(self._shape, neutral, np.float32)
 
     def _nothing(self) -> Any:
         return np.full(self._shape, np.nan, np.float32)

@@ -15,20 +15,20 @@ from cg.ir.layout import Cut, Layout, overlap, volume
 from cg.ir.types import DType, Mesh, Place, TensorType
 from cg.passes.placement import resharding, resharding_messages
 from cg.passes.placement.resharding import plan
-from cg.passes.placement.resharding_plan import Combine, Gather, Move, Reduce
+from cg.passes.placement.resharding_plan import NEUTRAL, Combine, Gather, Move, Reduce
 
 from ..sampling import examples
 from .random_transfers import (
     Interpreter,
+    Types,
     initial,
     logical,
     ranks_of,
+    reduction,
     selected,
     summands,
     transfers,
 )
-
-Types = tuple[TensorType, TensorType]
 
 
 def tensor(
@@ -93,7 +93,7 @@ def test_what_becomes_a_sum_stays_the_same_tensor(types: Types, seed: int) -> No
     source, target = types
     assume(summands(target))
     held = initial(source, seed, whole_numbers=True)
-    run = Interpreter(plan(source, target), held)
+    run = Interpreter(plan(source, target), held, NEUTRAL.get(reduction(target), 0))
     for rank in ranks_of(target):
         run.part(rank, target.region(rank))
     np.testing.assert_array_equal(logical(target, run.held), logical(source, held))
@@ -181,13 +181,13 @@ def test_copies_are_cut_where_they_are(target: TensorType) -> None:
 def test_copies_become_a_sum_without_messages() -> None:
     found = plan(tensor((8,), ranks(0, 3)), tensor((8,), ranks(0, 3), summed=SUM))
     assert found.rounds == ()
-    assert found.zeros == (1, 2)
+    assert found.neutral == (1, 2)
 
 
 def test_copies_become_a_maximum_as_they_are() -> None:
     target = tensor((8,), ranks(0, 3), summed=SUM, reduce=ReduceOp.MAX)
     found = plan(tensor((8,), ranks(0, 3)), target)
-    assert (found.rounds, found.zeros) == ((), ())
+    assert (found.rounds, found.neutral) == ((), ())
 
 
 @pytest.mark.parametrize("size", [8, 9, 1])

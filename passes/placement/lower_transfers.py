@@ -1,0 +1,314 @@
+"""Write transfers that change a layout as messages and collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ...ir import builtins
+from ...ir.attributes import Symbol
+from ...ir.layout import Region, overlap, shape_of, volume, within
+from ...ir.module import Module
+from ...ir.names import Names
+from ...ir.ops import (
+    AllGather,
+    AllReduce,
+    Assemble,
+    Call,
+    Collective,
+    Constant,
+    Op,
+    ReduceScatter,
+    Slice,
+    Transfer,
+    Value,
+)
+from ...ir.phases import Phase
+from ...ir.types import Mesh, Place, TensorType
+from ..base import Pass
+from .resharding import plan
+from .resharding_plan import NEUTRAL, Combine, Fibre, Gather, Message, Move, Plan, Reduce
+
+
+@dataclass(frozen=True)
+class LowerTransfers(Pass):
+    """Replace transfers of laid-out tensors by messages and collectives between single ranks.
+
+    `resharding.py` plans which: each rank receives what it needs and does not hold, once. Slices
+    take what is sent out of what ranks hold, and an `assemble` makes the result. The ops have the
+    microbatch and the transport of the transfer. Other transfers stay, but for copies that go from
+    several ranks to several others of a mesh: the ranks share the sending, too.
+
+    Before::
+
+        mesh @m {tp = 2, ranks = {0..1}}
+        %y = transfer(%x) {mb = 0} : f32[8]@2        // %x : f32[8/tp]@m
+
+    After::
+
+        %x.part = slice(%x) {mb = 0, region = [0:4]} : f32[4]@0
+        %x.at2 = transfer(%x.part) {mb = 0} : f32[4]@2
+        %x.part.1 = slice(%x) {mb = 0, region = [4:8]} : f32[4]@1
+        %x.at2.1 = transfer(%x.part.1) {mb = 0} : f32[4]@2
+        %y = assemble(%x.at2, %x.at2.1) {mb = 0, regions = {[0:4], [4:8]}} : f32[8]@2
+
+    Before::
+
+        %y = transfer(%x) : f32[8]@m                 // %x : f32[8|+tp]@m
+
+    After::
+
+        %x.part = slice(%x) {region = [0:8]} : f32[8]@0
+        %x.part.1 = slice(%x) {region = [0:8]} : f32[8]@1
+        %x.reduced = all_reduce(%x.part, %x.part.1) {group = {0..1}, op = sum} : f32[8]@{0..1}
+        %y = assemble(%x.reduced) {regions = {[0:8]}} : f32[8]@m
+    """
+
+    name: ClassVar[str] = "lower-transfers"
+    requires: ClassVar[tuple[Phase, ...]] = (Phase.PLACED,)
+
+    def run(self, module: Module) -> bool:
+        program = module.program
+        if not any(_is_laid_out(op) for op in program.ops):
+            return False
+        names, ops = Names.of(program), list[Op]()
+        renamed: dict[Value, Value] = {}
+        for op in program.ops:
+            if renamed:
+                op.operands = tuple([renamed.get(value, value) for value in op.operands])
+            if isinstance(op, Transfer) and _is_laid_out(op):
+                lowering = _Lowering(module, names, op)
+                made = lowering.run()
+                ops += lowering.ops
+                if made is not op.result:
+                    renamed[op.result] = made
+            else:
+                ops.append(op)
+        program.ops[:] = ops
+        return True
+
+
+def _is_laid_out(op: Op) -> bool:
+    """Whether an op is a transfer in which layouts matter."""
+    if type(op) is not Transfer:
+        return False
+    have, made = op.operands[0].type, op.result.type
+    if not isinstance(have, TensorType) or not isinstance(made, TensorType):
+        return False
+    if have.layout is not None or made.layout is not None:
+        return True
+    source, target = have.place, made.place
+    if not isinstance(source, Mesh) and not isinstance(target, Mesh):
+        return False
+    assert source is not None, "a placed program says where values are"
+    assert target is not None, "a placed program says where values are"
+    return not (source.is_single or target.is_single or source.covers(target))
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A region of the logical tensor at a rank, and the value that has it.
+
+    Attributes:
+        has: all that the value has at this rank.
+    """
+
+    value: Value
+    has: Region
+    region: Region
+
+
+class _Lowering:
+    """The ops that a transfer becomes.
+
+    Attributes:
+        ops: those made so far, in order.
+    """
+
+    def __init__(self, module: Module, names: Names, op: Transfer) -> None:
+        self.ops: list[Op] = []
+        self._module = module
+        self._names = names
+        self._op = op
+        (self._source,) = op.operands
+        have, made = self._source.type, op.result.type
+        assert isinstance(have, TensorType), "only tensors have layouts"
+        assert isinstance(made, TensorType), "a transfer keeps the element type"
+        self._have, self._made = have, made
+        self._slices: dict[tuple[Value, int, Region], Value] = {}
+        self._held: dict[int, list[_Part]] = {}
+
+    def run(self) -> Value:
+        """Make the ops; return the value that is the result."""
+        assert self._have.place is not None, "a placed program says where values are"
+        if self._have == self._made:
+            return self._source
+        for rank in self._have.place.ranks:
+            region = self._have.region(rank)
+            self._held[rank] = _filled([_Part(self._source, region, region)])
+        found = plan(self._have, self._made)
+        for step in found.rounds:
+            if isinstance(step, Reduce):
+                self._reduce(step, found)
+            elif isinstance(step, Combine):
+                self._combine(step, found)
+            elif isinstance(step, Gather):
+                self._gather(step)
+            else:
+                self._move(step)
+        self._fill(found.neutral)
+        return self._assembled()
+
+    # Rounds
+
+    def _move(self, step: Move) -> None:
+        received = self._send(step.messages)
+        self._keep(step.after)
+        for message, value in received:
+            self._held[message.target].append(_Part(value, message.region, message.region))
+
+    def _gather(self, step: Gather) -> None:
+        for fibre in step.fibres:
+            operands = self._operands(fibre, fibre.pieces)
+            assert fibre.dim is not None, "a gather is along a dimension"
+            place = Place(fibre.ranks)
+            result = self._new("all", fibre.region, place)
+            self._emit(AllGather(operands, (result,), group=place, dim=fibre.dim))
+            self._hold(fibre.ranks, result, fibre.region)
+
+    def _reduce(self, step: Reduce, found: Plan) -> None:
+        for fibre in step.fibres:
+            operands = self._operands(fibre, (fibre.region,) * len(fibre.ranks))
+            place = Place(fibre.ranks)
+            if fibre.dim is None:
+                result = self._new("reduced", fibre.region, place)
+                self._emit(AllReduce(operands, (result,), group=place, op=found.reduce))
+                self._hold(fibre.ranks, result, fibre.region)
+                continue
+            pairs = list(zip(fibre.ranks, fibre.pieces, strict=True))
+            results = tuple([self._new("reduced", piece, Place.of(rank)) for rank, piece in pairs])
+            self._emit(
+                ReduceScatter(operands, results, group=place, op=found.reduce, dim=fibre.dim)
+            )
+            for (rank, piece), value in zip(pairs, results, strict=True):
+                self._hold((rank,), value, piece)
+
+    def _combine(self, step: Combine, found: Plan) -> None:
+        received = {(m.source, m.target): value for m, value in self._send(step.messages)}
+        made: dict[int, list[_Part]] = {rank: [] for rank in step.after}
+        members = [(rank, ranks) for ranks in step.groups for rank in ranks]
+        for rank, group in members:
+            region = step.after[rank]
+            if region is None or not volume(region):
+                continue
+            first, *others = (
+                self._part(rank, region) if other == rank else received[other, rank]
+                for other in group
+            )
+            for other in others:
+                first = self._combined(first, other, region, Place.of(rank), found)
+            made[rank] = [_Part(first, region, region)]
+        self._held.update(made)
+
+    def _combined(self, a: Value, b: Value, region: Region, place: Place, found: Plan) -> Value:
+        result = self._new("reduced", region, place)
+        type_ = TensorType(self._made.dtype, shape_of(region))
+        function = builtins.combine(self._module, type_, found.reduce)
+        self._emit(Call((a, b), (result,), fn=Symbol(function.name)))
+        return result
+
+    def _fill(self, ranks: Iterable[int]) -> None:
+        """Let ranks hold summands that change nothing."""
+        for rank in ranks:
+            assert self._made.layout is not None, "summands are laid out"
+            region, fill = self._made.region(rank), NEUTRAL[self._made.layout.reduce]
+            self._held[rank] = []
+            if volume(region):
+                value = self._new("neutral", region, Place.of(rank))
+                number = float(fill) if self._made.dtype.is_differentiable else fill
+                self._emit(Constant((), (value,), fill=number))
+                self._hold((rank,), value, region)
+
+    def _assembled(self) -> Value:
+        """The result, of what its ranks hold."""
+        assert self._made.place is not None, "a placed program says where values are"
+        parts: dict[Value, Region] = {}
+        for rank in self._made.place.ranks:
+            for part in self._held.get(rank, ()):
+                is_all = part.value is not self._source and part.has == part.region
+                value = part.value if is_all else self._slice(part, rank, part.region)
+                parts[value] = part.region
+        if [value.type for value in parts] == [self._made]:
+            return next(iter(parts))
+        regions = tuple(parts.values())
+        self._emit(Assemble(tuple(parts), (self._op.result,), regions=regions))
+        return self._op.result
+
+    # Parts
+
+    def _send(self, messages: Iterable[Message]) -> list[tuple[Message, Value]]:
+        found = []
+        for message in messages:
+            part = self._part(message.source, message.region)
+            target = Place.of(message.target)
+            value = self._new(f"at{message.target}", message.region, target)
+            self._emit(Transfer((part,), (value,)))
+            found.append((message, value))
+        return found
+
+    def _operands(self, fibre: Fibre, regions: Iterable[Region]) -> tuple[Value, ...]:
+        pairs = zip(fibre.ranks, regions, strict=True)
+        return tuple([self._part(rank, region) for rank, region in pairs])
+
+    def _keep(self, after: Mapping[int, Region | None]) -> None:
+        """Let ranks hold no more than this of what they hold."""
+        for rank, region in after.items():
+            held = self._held.get(rank, []) if region is not None else []
+            self._held[rank] = _filled(_restricted(held, region or ()))
+
+    def _hold(self, ranks: Iterable[int], value: Value, region: Region) -> None:
+        for rank in ranks:
+            self._held[rank] = [_Part(value, region, region)]
+
+    def _part(self, rank: int, region: Region) -> Value:
+        """A value at one rank that has a region of the logical tensor."""
+        parts = _filled(_restricted(self._held[rank], region))
+        if len(parts) == 1:
+            return self._slice(parts[0], rank, region)
+        values = tuple([self._slice(part, rank, part.region) for part in parts])
+        result = self._new(f"at{rank}", region, Place.of(rank))
+        regions = tuple([within(part.region, region) for part in parts])
+        self._emit(Assemble(values, (result,), regions=regions))
+        return result
+
+    def _slice(self, part: _Part, rank: int, region: Region) -> Value:
+        value, type_ = part.value, part.value.type
+        assert isinstance(type_, TensorType), "parts are tensors"
+        if type_ == TensorType(type_.dtype, shape_of(region), Place.of(rank)):
+            return value
+        key = value, rank, region
+        if key not in self._slices:
+            self._slices[key] = self._new("part", region, Place.of(rank))
+            taken = region if value is self._source else within(region, part.has)
+            self._emit(Slice((value,), (self._slices[key],), region=taken))
+        return self._slices[key]
+
+    def _new(self, what: str, region: Region, place: Place) -> Value:
+        type_ = TensorType(self._made.dtype, shape_of(region), place)
+        return Value(self._names.fresh(f"{self._source.name}.{what}"), type_)
+
+    def _emit(self, op: Op) -> None:
+        op.loc, op.mb, op.task = self._op.loc, self._op.mb, self._op.task
+        if isinstance(op, Transfer | Collective):
+            op.via, op.why = self._op.via, self._op.why
+        self.ops.append(op)
+
+
+def _restricted(parts: Iterable[_Part], region: Region) -> Iterator[_Part]:
+    return (_Part(part.value, part.has, overlap(part.region, region)) for part in parts)
+
+
+def _filled(parts: Iterable[_Part]) -> list[_Part]:
+    """The parts that have elements."""
+    return [part for part in parts if volume(part.region)]

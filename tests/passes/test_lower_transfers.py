@@ -1,0 +1,103 @@
+"""Lowered transfers: what they keep, and that no op of them can be left out."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from cg.ir.clone import clone
+from cg.ir.diagnostics import IRError
+from cg.ir.location import Location
+from cg.ir.module import Module
+from cg.ir.ops import AllGather, AllReduce, Assemble, Call, Op, ReduceScatter, Transfer
+from cg.ir.types import Place
+from cg.ir.verify.verifier import verify
+from cg.passes.placement.lower_transfers import LowerTransfers
+from cg.passes.placement.resharding import plan
+
+from ..sampling import examples, scale
+from .random_transfers import Types, as_module, is_valid, transfers
+
+LINE = Location("step.py", 7, "y = cg.transfer(x)")
+
+
+def lowered(types: Types, via: str | None = None) -> Module:
+    """A placed module with one transfer, after the pass."""
+    module = as_module(types)
+    (transfer,) = (op for op in module.program.ops if isinstance(op, Transfer))
+    transfer.loc, transfer.mb, transfer.via = LINE, 3, via
+    verify(module)
+    assert LowerTransfers().run(module)
+    return module
+
+
+@examples(300, shrinks=True)
+@given(types=transfers(), via=st.sampled_from((None, "nccl")))
+def test_a_lowered_transfer_is_a_program_of_the_planned_messages(
+    types: Types, via: str | None
+) -> None:
+    assume(is_valid(types))
+    module = lowered(types, via)
+    verify(module)
+    found = plan(*types)
+    made = [op for op in module.program.ops if isinstance(op, Transfer)]
+    assert [(op.operands[0].type.place, op.result.type.place) for op in made] == [
+        (Place.of(message.source), Place.of(message.target)) for message in found.messages
+    ]
+    for op in new_ops(module):
+        assert (op.loc, op.mb) == (LINE, 3)
+        if isinstance(op, Transfer | AllGather | AllReduce | ReduceScatter):
+            assert op.via == via
+
+
+def new_ops(module: Module) -> list[Op]:
+    """The ops that stand for the transfer."""
+    return [op for op in module.program.ops if op.mb == 3]
+
+
+REMOVED = (AllReduce, AllGather, ReduceScatter, Assemble, Call)
+"""What a mutant lacks one op of: reductions, by collectives or calls, and gathers."""
+WANTED = 300
+"""Mutants of a default run."""
+
+
+def test_a_program_that_lacks_a_reduction_or_a_gather_is_refused() -> None:
+    count: Counter[str] = Counter()
+
+    @examples(400)
+    @given(types=transfers(), seed=st.integers(0, 10**6))
+    def judge(types: Types, seed: int) -> None:
+        assume(is_valid(types))
+        module = lowered(types)
+        candidates = [
+            index
+            for index, op in enumerate(module.program.ops)
+            if op.mb == 3 and isinstance(op, REMOVED) and op.operands[1:]
+        ]
+        assume(candidates)
+        index = random.Random(seed).choice(candidates)
+        mutant = clone(module)
+        kind = without(mutant, index, seed)
+        if kind is None:
+            return
+        count[kind] += 1
+        with pytest.raises(IRError):
+            verify(mutant)
+
+    judge()
+    assert count.total() >= WANTED * scale(), count
+
+
+def without(module: Module, index: int, seed: int) -> str | None:
+    """Use an operand of an op in the place of each of its results; None if that is the same."""
+    op = module.program.ops.pop(index)
+    if not op.operands:
+        return None
+    operand = random.Random(seed).choice(op.operands)
+    for other in module.program.ops:
+        other.operands = tuple(operand if v in op.results else v for v in other.operands)
+    return op.opcode
