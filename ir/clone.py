@@ -9,7 +9,10 @@ from .ops import OP_CLASSES, Op, Value
 
 
 def clone(module: Module) -> Module:
-    """A module of its own ops and values; types, declarations and locations are shared."""
+    """A module of its own ops and values; types, declarations and locations are shared.
+
+    Bodies of functions are declarations, too: no pass changes them.
+    """
     return Module(
         module.name,
         module.phase,
@@ -17,6 +20,7 @@ def clone(module: Module) -> Module:
         meshes=dict(module.meshes),
         functions=dict(module.functions),
         vjps=dict(module.vjps),
+        bodies=dict(module.bodies),
         channels=dict(module.channels),
         programs=[_clone_program(program) for program in module.programs],
     )

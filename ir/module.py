@@ -19,16 +19,18 @@ class FunctionKind(enum.Enum):
 
     GRAPH is a traced torch.fx graph. OPAQUE is a Python method that is called as it is. BUILTIN
     is one of the few functions that every backend knows and passes may call (`builtins.py`).
+    PROGRAM is a program of the module (`Module.bodies`), which `inline` puts in the place of calls.
     """
 
     GRAPH = "graph"
     OPAQUE = "opaque"
     BUILTIN = "builtin"
+    PROGRAM = "program"
 
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """The declaration of a function; its body lives outside the IR.
+    """The declaration of a function; its body lives outside the IR, unless it is a program.
 
     Attributes:
         name: unique in the module, without the `@`.
@@ -184,6 +186,8 @@ class Module:
         world: number of ranks.
         meshes: those that types name, by name.
         functions, vjps: declarations by name.
+        bodies: the programs of functions of kind PROGRAM, by the function's name. Their types have
+            no places: a body runs where it is called.
         channels: communicators by id; empty before ASYNC.
         programs: one over all ranks before SCHEDULED, one for each rank from then on.
 
@@ -196,6 +200,7 @@ class Module:
     meshes: dict[str, Mesh] = field(default_factory=dict)
     functions: dict[str, Function] = field(default_factory=dict)
     vjps: dict[str, Vjp] = field(default_factory=dict)
+    bodies: dict[str, Program] = field(default_factory=dict)
     channels: dict[int, Channel] = field(default_factory=dict)
     programs: list[Program] = field(default_factory=list)
 

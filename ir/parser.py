@@ -148,6 +148,7 @@ class _Parser:
             "mesh": self.mesh,
             "function": self.function,
             "vjp": self.vjp,
+            "body": self.body,
             "channel": self.channel,
             "program": self.program,
         }
@@ -235,7 +236,15 @@ class _Parser:
             if not name.isdigit():
                 self.fail(f"program @{name} is not named by a rank", "write @0", back=1)
             name, rank = module.name, int(name)
-        program = Program(name, rank=rank)
+        module.programs.append(self.ops_of(Program(name, rank=rank)))
+
+    def body(self, module: Module) -> None:
+        name = self.read(_symbol_name, "the name of the body's function")
+        self.unique(name, module.bodies, "body")
+        module.bodies[name] = self.ops_of(Program(name))
+
+    def ops_of(self, program: Program) -> Program:
+        """Read parameters and ops into a program."""
         self._values = {}
         self.expect("(", "the program's name")
         while not self.accept(")"):
@@ -248,7 +257,7 @@ class _Parser:
         self.expect("{", "the program's parameters")
         while not self.accept("}"):
             program.ops.append(self.op())
-        module.programs.append(program)
+        return program
 
     def op(self) -> Op:
         results: list[Value] = []

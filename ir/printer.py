@@ -35,6 +35,8 @@ def format_module(module: Module, locations: bool = False) -> str:
     lines += [_INDENT + _mesh(mesh) for mesh in module.meshes.values()]
     lines += [_INDENT + _function(f, locations) for f in module.functions.values()]
     lines += [_INDENT + _vjp(vjp) for vjp in module.vjps.values()]
+    for body in module.bodies.values():
+        lines += _program(body, _OpPrinter(locations), _INDENT, "body")
     lines += [_INDENT + _channel(channel) for channel in module.channels.values()]
     printer = _OpPrinter(locations)
     for program in module.programs:
@@ -69,11 +71,13 @@ def format_attribute(value: Any) -> str:
     return _FORMATS[type(value)](value)
 
 
-def _program(program: Program, printer: _OpPrinter, indent: str) -> list[str]:
+def _program(
+    program: Program, printer: _OpPrinter, indent: str, word: str = "program"
+) -> list[str]:
     name = _symbol(program.name) if program.rank is None else f"@{program.rank}"
     params = ", ".join(f"{printer.name(p)}: {printer.type(p.type)}" for p in program.params)
     inner = indent + _INDENT
-    lines = [f"{indent}program {name}({params}) {{"]
+    lines = [f"{indent}{word} {name}({params}) {{"]
     lines += [inner + printer.format(op) for op in program.ops]
     lines.append(f"{indent}}}")
     return lines

@@ -9,6 +9,7 @@ from .check.check_types import CheckTypes
 from .frontend.cse import CommonSubexpressionElimination
 from .frontend.dce import DeadCodeElimination
 from .frontend.differentiate import Differentiate
+from .frontend.inline import Inline
 from .lower.assign_streams import AssignStreams
 from .lower.batch_messages import BatchMessages
 from .lower.capture import Capture
@@ -63,6 +64,8 @@ def default_pipeline(
         DeadCodeElimination(),
         # Gradients come before any value is brought anywhere: cotangents travel, too.
         Differentiate(schedule.splits),
+        # Gradients are those of whole functions; the transfers inside of them are ops from here on.
+        Inline(),
         # The fewer values there are, the fewer travel.
         CommonSubexpressionElimination(),
         # Equal work is one by now, so what is wanted of it is known.

@@ -18,6 +18,7 @@ from .check.check_types import CheckTypes
 from .frontend.cse import CommonSubexpressionElimination
 from .frontend.dce import DeadCodeElimination
 from .frontend.differentiate import Differentiate
+from .frontend.inline import Inline
 from .lower.assign_streams import AssignStreams
 from .lower.batch_messages import BatchMessages
 from .lower.capture import Capture
@@ -65,6 +66,7 @@ for _pass in (
     CommonSubexpressionElimination,
     DeadCodeElimination,
     Differentiate,
+    Inline,
     Fuse,
     FuseAccumulation,
     AssignStreams,

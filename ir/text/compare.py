@@ -29,11 +29,15 @@ def difference(a: Module, b: Module) -> str | None:
     for field in ("name", "phase", "world"):
         if found := _unlike(f"module: {field}", getattr(a, field), getattr(b, field)):
             return found
-    for kind in ("meshes", "functions", "vjps", "channels"):
-        if found := _tables(
-            kind.removesuffix("es" if kind == "meshes" else "s"), getattr(a, kind), getattr(b, kind)
-        ):
+    tables = {"mesh": "meshes", "function": "functions", "vjp": "vjps", "channel": "channels"}
+    for kind, table in tables.items():
+        if found := _tables(kind, getattr(a, table), getattr(b, table)):
             return found
+    if found := _unlike("bodies", sorted(a.bodies), sorted(b.bodies)):
+        return found
+    for name, body in a.bodies.items():
+        if found := program_difference(body, b.bodies[name]):
+            return f"body {found}"
     if found := _unlike("number of programs", len(a.programs), len(b.programs)):
         return found
     for one, other in zip(a.programs, b.programs, strict=True):

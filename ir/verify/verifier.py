@@ -11,6 +11,7 @@ from ..ops.rules import Context, Problem, check_ranks
 from ..phases import Phase, has_futures, has_places
 from ..types import FutureType, Mesh, Place, TensorType, UnitType, ValueType
 from .batch_rules import check_batches
+from .body_rules import check_bodies
 from .channel_rules import check_channel, check_channel_op, unmatched
 from .layout_rules import check_mesh, check_op, check_signature, check_value
 from .summand_rules import check_summands
@@ -25,8 +26,10 @@ def verify(module: Module) -> None:
     """
     found = [*_declarations(module), *_programs(module)]
     checkers = [_ProgramChecker(module, program) for program in module.programs]
-    for checker in checkers:
+    bodies = [_ProgramChecker(module, body) for body in module.bodies.values()]
+    for checker in (*bodies, *checkers):
         found += checker.check()
+    found += check_bodies(module)
     found += _actors(module)
     if not found and has_futures(module.phase):
         found += unmatched(module)
@@ -179,7 +182,8 @@ class _ProgramChecker:
         self._module = module
         self._program = program
         self._context = Context(module, program)
-        self._placed = has_places(module.phase)
+        self._is_body = program.name in module.bodies and program not in module.programs
+        self._placed = has_places(module.phase) and not self._is_body
         self._defined: dict[str, Value] = {}
         self._makers: dict[Value, Op] = {}
         self._freed: set[Value] = set()
@@ -239,7 +243,7 @@ class _ProgramChecker:
         if value.name in self._defined:
             raise Problem(f"%{value.name} is defined twice", "give it another name", value)
         self._defined[value.name] = value
-        _check_value_place(value, self._module)
+        _check_value_place(value, self._module, self._is_body)
         type_ = value.type
         inner = type_.value if type(type_) is FutureType else type_
         if (type(inner) is TensorType and inner.layout is not None) or type(inner.place) is Mesh:
@@ -281,10 +285,17 @@ class _ProgramChecker:
             )
 
 
-def _check_value_place(value: Value, module: Module) -> None:
+def _check_value_place(value: Value, module: Module, is_body: bool) -> None:
     """A type has a place before SCHEDULED and none from then on; its ranks are of the world."""
     place = value.type.place
-    if has_places(module.phase):
+    if is_body:
+        if place is not None:
+            raise Problem(
+                f"the type of %{value.name} has a place, in the body of a function",
+                "a body runs where its function is called; leave the place out",
+                value,
+            )
+    elif has_places(module.phase):
         if place is None:
             raise Problem(
                 f"the type of %{value.name} has no place",

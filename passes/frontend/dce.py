@@ -71,6 +71,10 @@ def _drop_declarations(module: Module) -> bool:
     functions = {op.fn.name for op in calls}
     for name in vjps:
         functions.update(module.vjps[name].functions)
+    for name in module.bodies.keys() - functions:
+        del module.bodies[name]
+    for body in module.bodies.values():
+        functions.update(op.fn.name for op in body.ops if isinstance(op, Call))
     before = len(module.functions) + len(module.vjps)
     for name in module.vjps.keys() - vjps:
         del module.vjps[name]
