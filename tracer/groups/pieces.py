@@ -1,0 +1,112 @@
+"""Keep of an actor's tensors the pieces of one rank, and remember what they are pieces of."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+from ...ir.layout import Intervals, Layout, Region
+from ...ir.types import Mesh
+from ..actors.actor_state import StateTensor, collect
+from .plan import Plan, Sharding, whole
+
+
+@dataclass(frozen=True, slots=True)
+class LogicalTensor:
+    """What a tensor of an actor's state is a piece of.
+
+    Attributes:
+        path: where it hangs, from the actor.
+        shape: of the whole tensor.
+        layout: over the actor's mesh; None if every rank holds a copy.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    layout: Layout | None
+
+
+def lay_out(instance: object, plan: Plan, store: Sharding, mesh: Mesh) -> tuple[LogicalTensor, ...]:
+    """The layouts of an actor's tensors, in the order of `collect`.
+
+    Args:
+        instance: the actor, with whole tensors; they may be on the meta device.
+        plan: says how tensors are cut where they are used.
+        store: cuts those that are trained further, where they rest; scalars stay as they are.
+        mesh: the ranks that hold it.
+
+    Raises:
+        ValueError: a layout does not fit the tensor or the mesh; two names of one tensor have
+            different shardings; or a tensor that is cut shares memory with another.
+    """
+    tensors = collect(instance).tensors
+    storages = Counter(_storage(each.tensor) for each in tensors)
+    found = []
+    for each in tensors:
+        sharding = _sharding(each, plan)
+        if each.is_trained and each.tensor.dim():  # a scalar has no dimension to cut
+            sharding = sharding & store
+        what = f"'{each.path}'"
+        layout = sharding.layout(mesh, tuple(each.tensor.shape), what)
+        if layout is not None and storages[_storage(each.tensor)] > 1:
+            raise ValueError(
+                f"{what} is cut, and shares memory with another tensor of the actor; "
+                "give each its own memory, or leave it whole"
+            )
+        found.append(LogicalTensor(each.path, tuple(each.tensor.shape), layout))
+    return tuple(found)
+
+
+def _sharding(tensor: StateTensor, plan: Plan) -> Sharding:
+    """The sharding that the plan gives a tensor by whichever of its names."""
+    found = [(slot.path, plan.of_tensor(slot.path)) for slot in tensor.slots]
+    named = [(path, sharding) for path, sharding in found if sharding is not None]
+    for path, sharding in named[1:]:
+        if sharding != named[0][1]:
+            raise ValueError(
+                f"'{named[0][0]}' and '{path}' are one tensor, and the plan cuts them "
+                f"differently; write '{named[0][0]}|{path}'"
+            )
+    return named[0][1] if named else whole
+
+
+def _storage(tensor: torch.Tensor) -> object:
+    """What two tensors have in common if they share memory."""
+    return tensor.untyped_storage()._cdata
+
+
+def keep_pieces(
+    instance: object, logical: tuple[LogicalTensor, ...], mesh: Mesh, rank: int
+) -> None:
+    """Put a rank's pieces in the place of an actor's whole tensors, gradients included.
+
+    The tensors stay the objects that they are, so an optimizer still has them.
+
+    Args:
+        logical: what `lay_out` has returned for it.
+    """
+    position = mesh.position(rank)
+    for each, kept in zip(collect(instance).tensors, logical, strict=True):
+        if kept.layout is None:
+            continue
+        region = kept.layout.region(kept.shape, position)
+        tensor, grad = each.tensor, each.tensor.grad
+        tensor.grad = None  # of another shape than the tensor will have
+        tensor.data = piece(tensor.data, region)
+        tensor.grad = None if grad is None else piece(grad, region)
+
+
+def piece(tensor: torch.Tensor, region: Region) -> torch.Tensor:
+    """A copy of a region of a tensor, in memory of its own."""
+    for dim, intervals in enumerate(region):
+        tensor = _entries(tensor, dim, intervals)
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _entries(tensor: torch.Tensor, dim: int, intervals: Intervals) -> torch.Tensor:
+    parts = [tensor.narrow(dim, start, stop - start) for start, stop in intervals]
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts, dim) if parts else tensor.narrow(dim, 0, 0)

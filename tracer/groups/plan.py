@@ -1,0 +1,175 @@
+"""Sharding plans: which tensors of an actor are cut, and along which axes of its mesh."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import TypeAlias
+
+from ...ir.layout import WHOLE, Cut, Layout
+from ...ir.types import Mesh
+from .mesh import describe
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """The cuts of a tensor whose number of dimensions is not known yet.
+
+    Attributes:
+        cuts: by dimension; a negative one counts from the last.
+    """
+
+    cuts: tuple[tuple[int, Cut], ...] = ()
+
+    def __and__(self, other: Sharding) -> Sharding:
+        """Both: `cut(0, "tp") & cut(1, "dp")`."""
+        return Sharding(self.cuts + other.cuts)
+
+    def layout(self, mesh: Mesh, shape: tuple[int, ...], what: str) -> Layout | None:
+        """The layout of a tensor of `shape` over a mesh; None if every rank holds a copy.
+
+        Axes of size 1 cut nothing. A dimension that is cut twice is cut along the axes of the
+        first cut, and each piece along those of the second.
+
+        Args:
+            what: the tensor in words, for messages.
+
+        Raises:
+            ValueError: the mesh lacks an axis, an axis is used twice, there is no such dimension,
+                or the blocks of one are not of equal size.
+        """
+        sizes = dict(mesh.grid)
+        found = [WHOLE] * len(shape)
+        used: set[str] = set()
+        for dim, cut in self.cuts:
+            if not -len(shape) <= dim < len(shape):
+                raise ValueError(
+                    f"{what} has {len(shape)} dimensions, so dimension {dim} cannot be cut; "
+                    f"those that can are {list(range(len(shape)))}"
+                )
+            for axis in cut.axes:
+                if axis not in sizes:
+                    raise ValueError(f"{what} is cut along '{axis}', but {describe(mesh)} has none")
+                if axis in used:
+                    raise ValueError(f"{what} is cut along '{axis}' twice")
+                used.add(axis)
+            if shape[dim] % cut.blocks:
+                raise ValueError(
+                    f"{what} has {shape[dim]} entries in dimension {dim}, which are not "
+                    f"{cut.blocks} blocks of equal size"
+                )
+            found[dim] = _both(found[dim], cut, sizes, what, dim)
+        return Layout.of(found)
+
+
+def _both(first: Cut, second: Cut, sizes: Mapping[str, int], what: str, dim: int) -> Cut:
+    """A cut along the axes of one, then those of another, without axes of size 1."""
+    if first and second.blocks not in (1, first.blocks):
+        raise ValueError(
+            f"{what} is cut in {first.blocks} blocks along {first}, then in {second.blocks} "
+            f"along {second}, in dimension {dim}; give the blocks with the first cut"
+        )
+    axes = first.axes + tuple(axis for axis in second.axes if sizes[axis] > 1)
+    return Cut(axes, first.blocks if first else second.blocks) if axes else WHOLE
+
+
+whole = Sharding()
+"""Every rank of the mesh holds a copy."""
+
+
+def cut(dim: int, *axes: str, blocks: int = 1) -> Sharding:
+    """Cut a dimension along axes of the mesh, the major one first.
+
+    Args:
+        dim: the dimension; a negative one counts from the last.
+        axes: names of axes of the mesh.
+        blocks: the dimension is so many blocks of equal size, and each of them is cut, as in a
+            projection that makes queries, keys and values at once (3).
+
+    Raises:
+        ValueError: no axis is given, or `blocks` is not positive.
+    """
+    if not axes:
+        raise ValueError("cg.cut needs an axis of the mesh to cut along, as in cg.cut(0, 'dp')")
+    if blocks < 1:
+        raise ValueError(f"cg.cut: blocks is {blocks}; it is 1, or the number of packed blocks")
+    return Sharding(((dim, Cut(axes, blocks)),))
+
+
+Matches: TypeAlias = Callable[[str], bool]
+
+_ARGUMENT = re.compile(r"(?P<method>\w+)\((?P<argument>\w+)\)")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Shardings by pattern; the first pattern that matches counts, and what none matches is whole.
+
+    A pattern is the path of a tensor of the actor's state (`blocks.0.q.weight`) with `*` and `?` as
+    in file names, or an argument of a method (`forward(x)`), or several of these with `|` between.
+    """
+
+    items: tuple[tuple[str, Sharding], ...] = ()
+    _alternatives: tuple[tuple[str, str, Sharding], ...] = field(default=(), repr=False)
+
+    @staticmethod
+    def of(shardings: Mapping[str, Sharding]) -> Plan:
+        """Make a plan.
+
+        Raises:
+            TypeError: a value is no sharding.
+        """
+        for pattern, sharding in shardings.items():
+            if not isinstance(sharding, Sharding):
+                raise TypeError(
+                    f"the plan gives {sharding!r} for '{pattern}'; give cg.cut(...) or cg.whole"
+                )
+        items = tuple(shardings.items())
+        alternatives = tuple(
+            (alternative.strip(), pattern, sharding)
+            for pattern, sharding in items
+            for alternative in pattern.split("|")
+        )
+        return Plan(items, alternatives)
+
+    def of_tensor(self, path: str) -> Sharding | None:
+        """The sharding of a tensor of the actor's state; None if no pattern matches its path."""
+        return self._first(lambda form: not _is_argument(form) and fnmatchcase(path, form))
+
+    def of_argument(self, method: str, argument: str) -> Sharding:
+        """The sharding of a method's argument."""
+        return self._first(lambda form: form == f"{method}({argument})") or whole
+
+    def _first(self, matches: Matches) -> Sharding | None:
+        found = (sharding for form, _, sharding in self._alternatives if matches(form))
+        return next(found, None)
+
+    def check(self, cls: type, paths: Iterable[str], arguments: Iterable[tuple[str, str]]) -> None:
+        """Refuse patterns that match nothing: a misspelt one would leave a tensor whole.
+
+        Args:
+            cls: the actor's class, for messages.
+            paths: of all tensors of its state.
+            arguments: method and argument, of all its methods.
+
+        Raises:
+            ValueError: a pattern matches no tensor and no argument.
+        """
+        known, taken = tuple(paths), {f"{method}({name})" for method, name in arguments}
+        for form, pattern, _ in self._alternatives:
+            if form in taken or any(fnmatchcase(path, form) for path in known):
+                continue
+            part = "" if form == pattern else f" of '{pattern}'"
+            have = sorted(taken) if _is_argument(form) else list(known)
+            shown = ", ".join(have[:8]) + (", ..." if len(have) > 8 else "") if have else "none"
+            kind = "arguments" if _is_argument(form) else "tensors"
+            raise ValueError(
+                f"the plan's pattern '{form}'{part} matches nothing of {cls.__name__}; "
+                f"its {kind} are {shown}"
+            )
+
+
+def _is_argument(form: str) -> bool:
+    return _ARGUMENT.fullmatch(form) is not None
