@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from ...ir import builtins
 from ...ir.attributes import Symbol
-from ...ir.layout import Region, overlap, shape_of, volume, within
+from ...ir.layout import Region, overlap, shape_of, share, volume, whole, within
 from ...ir.module import Module
 from ...ir.names import Names
 from ...ir.ops import (
@@ -175,7 +175,21 @@ class _Lowering:
             place = Place(fibre.ranks)
             result = self._new("all", fibre.region, place)
             self._emit(AllGather(operands, (result,), group=place, dim=fibre.dim))
-            self._hold(fibre.ranks, result, fibre.region)
+            if fibre.is_dense:
+                self._hold(fibre.ranks, result, fibre.region)
+            else:
+                self._take_apart(result, fibre, fibre.dim)
+
+    def _take_apart(self, gathered: Value, fibre: Fibre, dim: int) -> None:
+        """Let ranks hold the pieces of a tensor that has them one behind the other."""
+        everything, count = whole(shape_of(fibre.region)), len(fibre.ranks)
+        for rank in fibre.ranks:
+            self._held[rank] = []
+            for index, piece in enumerate(fibre.pieces):
+                value = self._new("part", piece, Place.of(rank))
+                region = share(everything, index, count, dim)
+                self._emit(Slice((gathered,), (value,), region=region))
+                self._held[rank].append(_Part(value, piece, piece))
 
     def _reduce(self, step: Reduce, found: Plan) -> None:
         for fibre in step.fibres:

@@ -228,7 +228,7 @@ def _reduced_to_needs(
     if not filled:
         return group, None, wanted
     if len(filled) == len(group) and len(set(filled)) == 1:
-        return group, Fibre(group, filled[0]), wanted
+        return group, Fibre(group, filled[0], wanted), wanted
     if len(set(filled)) < len(filled):
         return None
     return group, _scattered(group, wanted), wanted
@@ -244,8 +244,8 @@ def _scattered(group: tuple[int, ...], pieces: Sequence[Region]) -> Fibre | None
     intervals = [interval for piece in pieces for interval in piece[dim]]
     if any(a[1] > b[0] for a, b in pairwise(intervals)):
         return None
-    fibre = Fibre(group, (*first[:dim], merge(intervals), *first[dim + 1 :]), dim)
-    return fibre if fibre.pieces == tuple(pieces) and _is_even(fibre) else None
+    fibre = Fibre.shared(group, (*first[:dim], merge(intervals), *first[dim + 1 :]), dim)
+    return fibre if fibre.pieces == tuple(pieces) and fibre.is_even else None
 
 
 def _reduced_to_shares(
@@ -256,13 +256,13 @@ def _reduced_to_shares(
     dim = _even_dim(region, size * count, preferred) if volume(region) else None
     if dim is not None:
         for index, group in enumerate(groups):
-            fibre = Fibre(group, share(region, index, count, dim), dim)
+            fibre = Fibre.shared(group, share(region, index, count, dim), dim)
             yield group, fibre, fibre.pieces
         return
     first, *others = groups
     dim = _even_dim(region, size, preferred) if volume(region) else None
     if dim is not None:
-        fibre = Fibre(first, region, dim)
+        fibre = Fibre.shared(first, region, dim)
         yield first, fibre, fibre.pieces
     elif region:
         yield first, None, tuple(share(region, index, size) for index in range(size))
@@ -306,10 +306,10 @@ def _common(held: Region | None, region: Region) -> Region | None:
 
 def _gathered(fibres: Sequence[Fibre]) -> Iterator[Round]:
     """Collectives where pieces are equal, and messages for the others."""
-    even = [fibre for fibre in fibres if _is_even(fibre)]
+    even = [fibre for fibre in fibres if fibre.is_even]
     if even:
         yield Gather(tuple(even), _all_of(even))
-    uneven = [fibre for fibre in fibres if not _is_even(fibre)]
+    uneven = [fibre for fibre in fibres if not fibre.is_even]
     if uneven:
         messages = [
             message
@@ -334,18 +334,17 @@ def _complements(
         piece = own[rank]
         assert piece is not None, "these ranks hold a part"
         holders.setdefault(piece, []).append(rank)
-    copies = {len(held) for held in holders.values()}
     dims = _cut_dims(holders)
-    if len(holders) < 2 or len(copies) != 1 or len(dims) != 1:
+    if len(holders) < 2 or len({len(held) for held in holders.values()}) != 1 or len(dims) != 1:
         return []
-    (dim,), (count,) = dims, copies
-    fibre = Fibre(tuple(range(len(holders))), region, dim)
-    if not _is_even(fibre) or set(fibre.pieces) != holders.keys():
-        return []
-    return [
-        Fibre(tuple(holders[piece][copy] for piece in fibre.pieces), region, dim)
-        for copy in range(count)
+    (dim,) = dims
+    pieces = tuple(sorted(holders, key=lambda piece: piece[dim]))
+    fibres = [
+        Fibre(group, region, pieces, dim)
+        for group in zip(*(holders[piece] for piece in pieces), strict=True)
     ]
+    is_all = sum(map(volume, pieces)) == volume(region)
+    return fibres if is_all and fibres[0].is_even else []
 
 
 def _shared(region: Region, ranks: Sequence[int], holders: Holders) -> list[Fibre]:
@@ -360,7 +359,7 @@ def _shared(region: Region, ranks: Sequence[int], holders: Holders) -> list[Fibr
         dim = max(range(len(sizes)), key=sizes.__getitem__, default=None)
         if dim is None or sizes[dim] < count:
             return []
-    return [Fibre(tuple(ranks), region, dim)]
+    return [Fibre.shared(tuple(ranks), region, dim)]
 
 
 # Dimensions
@@ -378,10 +377,6 @@ def _even_dim(region: Region, count: int, preferred: Sequence[int]) -> int | Non
         (dim for dim in (*preferred, *range(len(region))) if length(region[dim]) % count == 0),
         None,
     )
-
-
-def _is_even(fibre: Fibre) -> bool:
-    return fibre.dim is not None and length(fibre.region[fibre.dim]) % len(fibre.ranks) == 0
 
 
 # Checks

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ...ir.attributes import ReduceOp
-from ...ir.layout import Region, share, volume
+from ...ir.layout import Region, shape_of, share, volume
 
 NEUTRAL: Mapping[ReduceOp, int] = {ReduceOp.SUM: 0, ReduceOp.PROD: 1}
 """What changes nothing in a reduction. Equal copies change nothing in the others."""
@@ -34,21 +34,30 @@ class Fibre:
     """The ranks of a collective, in its order, and the region that it is about.
 
     Attributes:
-        dim: the dimension along which each rank has an equal piece of the region before a gather,
-            or after a reduction; None: a reduction gives all of it to each rank.
+        pieces: what each rank has of the region before a gather, or after a reduction.
+        dim: the dimension along which they are pieces; None: each rank has all.
     """
 
     ranks: tuple[int, ...]
     region: Region
+    pieces: tuple[Region, ...]
     dim: int | None = None
 
+    @staticmethod
+    def shared(ranks: tuple[int, ...], region: Region, dim: int) -> Fibre:
+        """Each rank has a share, one behind the other."""
+        count = len(ranks)
+        return Fibre(ranks, region, tuple(share(region, k, count, dim) for k in range(count)), dim)
+
     @property
-    def pieces(self) -> tuple[Region, ...]:
-        """What each rank has of the region, in order."""
-        count = len(self.ranks)
-        if self.dim is None:
-            return (self.region,) * count
-        return tuple(share(self.region, index, count, self.dim) for index in range(count))
+    def is_even(self) -> bool:
+        """Whether the pieces are of one shape, as those of a collective are."""
+        return len({shape_of(piece) for piece in self.pieces}) == 1
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the region is its pieces, one behind the other."""
+        return self.dim is not None and self == Fibre.shared(self.ranks, self.region, self.dim)
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,6 +165,21 @@ def test_a_gather_is_one_for_each_fibre_in_the_order_of_the_pieces() -> None:
     assert [fibre.ranks for step in gathers for fibre in step.fibres] == [(5, 4), (1, 0)]
 
 
+def test_packed_blocks_are_gathered_too() -> None:
+    """The pieces of a rank are then not in a row: two rows of each of three blocks."""
+    mesh = Mesh((0, 1, 2, 3), "m", (("dp", 2), ("tp", 2)))
+    source, target = (
+        TensorType(DType.F32, (24,), mesh, Layout((Cut(axes, 3),)))
+        for axes in (("tp", "dp"), ("tp",))
+    )
+    found = plan(source, target)
+    gathers = [step for step in found.rounds if isinstance(step, Gather)]
+    assert [fibre.ranks for step in gathers for fibre in step.fibres] == [(0, 2), (1, 3)]
+    assert not any(fibre.is_dense for step in gathers for fibre in step.fibres)
+    assert found.messages == ()
+    assert set(found.received().values()) == {6}
+
+
 def test_cut_to_another_cut_is_an_exchange_of_all_with_all() -> None:
     found = plan(tensor((8, 8), ranks(0, 4), ROWS), tensor((8, 8), ranks(0, 4), COLUMNS))
     assert len(found.messages) == 12
