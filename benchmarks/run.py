@@ -24,6 +24,7 @@ HERE = Path(__file__).resolve().parent
 BENCHMARKS = {
     "executor_overhead": ["executor_overhead.py", "--json", "FILE"],
     "round_trip": ["-m", "cg.launch", "-n", "2", "round_trip.py", "--json", "FILE"],
+    "all_reduce": ["-m", "cg.launch", "-n", "2", "all_reduce.py", "--json", "FILE"],
     "cpu_transport": ["-m", "cg.launch", "-n", "2", "cpu_transport.py", "--json", "FILE"],
     "idle": ["-m", "cg.launch", "-n", "4", "idle.py", "--json", "FILE"],
     "compile_time": ["compile_time.py", "--json", "FILE"],
