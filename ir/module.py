@@ -47,6 +47,8 @@ class Function:
         flops: floating-point operations of a call, those of matrix products, convolutions and
             attention; none as well where nothing is known of them.
         shares: what it does to state that other actors of the rank hold as well.
+        ranks: in scheduled modules, the ranks that its actor is on where these are several.
+        body: the function whose body it has, at shapes of its own; None: a body of its own name.
     """
 
     name: str
@@ -62,6 +64,13 @@ class Function:
     adds_products: bool = False
     flops: Flops = NO_FLOPS
     shares: Shares = NO_SHARES
+    ranks: tuple[int, ...] = ()
+    body: str | None = None
+
+    @property
+    def body_name(self) -> str:
+        """The name under which its body is found."""
+        return self.name if self.body is None else self.body
 
     @property
     def touches(self) -> tuple[tuple[str | None, Effect], ...]:

@@ -248,6 +248,14 @@ class TensorType:
         assert self.place is not None, "a type with a layout has a place"
         return self.layout.region(self.shape, self.place.position(rank))
 
+    def regions(self) -> dict[int, Region]:
+        """For each rank of its place, the part of the tensor that it holds, or has a summand of."""
+        assert self.place is not None, "a type without a place has no ranks"
+        if self.layout is None:
+            return dict.fromkeys(self.place.ranks, whole(self.shape))
+        layout, positions = self.layout, self.place.positions
+        return {rank: layout.region(self.shape, at) for rank, at in positions.items()}
+
     def local(self, rank: int) -> TensorType:
         """The type, without a place, of what a rank holds."""
         if self.layout is None:

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from ...ir.module import Function, FunctionKind, Program
-from ...ir.ops import Call, Op, Value, View, Wait
+from ...ir.ops import Call, Op, Slice, Value, View, Wait
 from ...ir.types import DType, FutureType, TensorType, Type
 from ..base import Body, GraphBody
 from ..dtypes import TORCH_DTYPES
 from ..program import builtins
 from ..program.linked import LinkedProgram
+from ..program.tensor_regions import taking
 from .base import Device
 
 Output = tuple[str, int]
@@ -85,8 +86,8 @@ class _Rehearsal:
         if function.kind is FunctionKind.BUILTIN:
             body: Body = builtins.implementation(function)
             outputs = body(*map(self._value, call.operands))
-        elif function.kind is FunctionKind.GRAPH and name in self._linked.bodies:
-            body = self._linked.bodies[name]
+        elif function.kind is FunctionKind.GRAPH and function.body_name in self._linked.bodies:
+            body = self._linked.bodies[function.body_name]
             if isinstance(body, GraphBody) and body.rebinds:
                 return  # what it puts in the place of buffers would stay
             outputs = _run_and_put_back(body, function, [*map(self._value, call.operands)])
@@ -97,7 +98,9 @@ class _Rehearsal:
     def _output(self, value: Value) -> Output | None:
         """The function that makes a value, looking through views and from stream to stream."""
         op = self._producers.get(value)
-        if isinstance(op, View) or (isinstance(op, Wait) and not _is_future(op.operands[0])):
+        if isinstance(op, View | Slice) or (
+            isinstance(op, Wait) and not _is_future(op.operands[0])
+        ):
             return self._output(op.operands[0])
         return (op.fn.name, op.results.index(value)) if isinstance(op, Call) else None
 
@@ -106,6 +109,9 @@ class _Rehearsal:
         op = self._producers.get(value)
         if isinstance(op, View):
             return self._value(op.operands[0]).narrow(op.dim, op.start, op.length)
+        if isinstance(op, Slice):
+            source = self._value(op.operands[0])
+            return taking(op.region, tuple(source.shape))(source)
         if isinstance(op, Wait) and not _is_future(op.operands[0]):
             return self._value(op.operands[0])
         output = self._output(value)

@@ -34,7 +34,7 @@ def failure_at(
         location=op.loc,
         source=source,
         traceback=traceback_text(error),
-        raised=_raised(op, error, bodies or {}),
+        raised=_raised(op, module, error, bodies or {}),
     )
 
 
@@ -49,8 +49,10 @@ def note_departure(error: BaseException, failure: Failure) -> None:
         error.add_note(note)
 
 
-def _raised(op: Op, error: BaseException, bodies: Mapping[str, Body]) -> Location | None:
-    body = bodies.get(op.fn.name) if isinstance(op, Call) else None
+def _raised(
+    op: Op, module: Module, error: BaseException, bodies: Mapping[str, Body]
+) -> Location | None:
+    body = bodies.get(module.functions[op.fn.name].body_name) if isinstance(op, Call) else None
     return body.locate(error.__traceback__) if isinstance(body, GraphBody) else None
 
 

@@ -18,6 +18,7 @@ from ...ir.diagnostics import Diagnostic
 from ...ir.module import Channel, Function, FunctionKind
 from ...ir.ops import (
     Alloc,
+    Assemble,
     Call,
     Collective,
     Constant,
@@ -27,6 +28,7 @@ from ...ir.ops import (
     Recv,
     Return,
     Send,
+    Slice,
     Value,
     View,
     Wait,
@@ -43,6 +45,7 @@ from .instructions import Instruction
 from .linked import LinkedProgram
 from .random import seeded
 from .registers import Layout, lay_out
+from .tensor_regions import assembling, taking
 from .type_checks import checked, expected_tensors, misfit
 from .value_copies import duplicate_object
 
@@ -221,6 +224,27 @@ class Binder:
             InstructionInfo(Role.COMPUTE, (source,), (target,)),
         )
 
+    def _bind_slice(self, op: Slice) -> None:
+        source, target = self._register(op.operands[0]), self._register(op.result)
+        type_ = op.operands[0].type
+        assert isinstance(type_, TensorType), "a slice is of a tensor"
+        self._emit(
+            instructions.apply(
+                self._code.registers, source, target, taking(op.region, type_.shape)
+            ),
+            InstructionInfo(Role.COMPUTE, (source,), (target,)),
+        )
+
+    def _bind_assemble(self, op: Assemble) -> None:
+        sources, target = tuple(map(self._register, op.operands)), self._register(op.result)
+        type_ = op.result.type
+        assert isinstance(type_, TensorType), "an assemble makes a tensor"
+        assemble = assembling(type_, op.regions, self._target)
+        self._emit(
+            instructions.gathered(self._code.registers, sources, target, assemble),
+            InstructionInfo(Role.COMPUTE, sources, (target,)),
+        )
+
     # -- calls ------------------------------------------------------------------------------
 
     def _bind_call(self, op: Call) -> None:
@@ -229,11 +253,11 @@ class Binder:
         if function.kind is FunctionKind.BUILTIN:
             body = builtins.implementation(function)
         else:
-            body = self._bodies.get(function.name)
+            body = self._bodies.get(function.body_name)
             body = body.run if isinstance(body, GraphBody) else body
         if body is None:
             owner = f"; actor {function.actor} must live on this rank" if function.actor else ""
-            self._fail(op, f"there is no body for @{function.name}{owner}")
+            self._fail(op, f"there is no body for @{function.body_name}{owner}")
         if (len(op.operands), len(op.results)) != (len(function.inputs), len(function.outputs)):
             self._fail(
                 op,
@@ -371,6 +395,8 @@ _BINDERS: dict[type[Op], Callable[[Binder, Any], None]] = {
     Constant: lambda binder, op: binder._bind_constant(op),
     View: lambda binder, op: binder._bind_view(op),
     Copy: lambda binder, op: binder._bind_copy(op),
+    Slice: lambda binder, op: binder._bind_slice(op),
+    Assemble: lambda binder, op: binder._bind_assemble(op),
     Call: lambda binder, op: binder._bind_call(op),
     Send: lambda binder, op: binder._bind_send(op),
     Recv: lambda binder, op: binder._bind_recv(op),

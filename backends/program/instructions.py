@@ -51,6 +51,22 @@ def apply(
     return run
 
 
+def gathered(
+    registers: Registers,
+    sources: Sequence[int],
+    target: int,
+    function: Callable[[Sequence[Any]], Any],
+) -> Instruction:
+    """Write `function` of several registers to another."""
+    get = getter(sources)
+
+    def run() -> bool:
+        registers[target] = function(get(registers))
+        return True
+
+    return run
+
+
 def both(first: Instruction, second: Instruction) -> Instruction:
     """Two instructions that never wait, as one."""
 

@@ -17,7 +17,8 @@ class LinkedModule:
 
     Attributes:
         module: scheduled; declares functions and channels.
-        bodies: for every function that their programs call, by name; builtins need none.
+        bodies: for every function that their programs call, by `Function.body_name`; builtins need
+            none.
         constants: the values that `constant` ops refer to, by name.
         seed: of all random numbers; the same on all ranks.
         fallbacks: hears of graphs that are not replayed; made by whoever needs it if None.
@@ -51,7 +52,8 @@ class LinkedProgram:
     Attributes:
         module: what the program is part of, scheduled; declares functions and channels.
         rank: whose program.
-        bodies: for every function that the program calls, by name; builtins need none.
+        bodies: for every function that the program calls, by `Function.body_name`; builtins need
+            none.
         constants: the values that `constant` ops refer to, by name.
         communicators: for every channel that the program uses, by channel id.
         seed: of all random numbers; the same on all ranks.

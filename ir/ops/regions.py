@@ -93,10 +93,15 @@ class Assemble(Op):
     def operand_places(self) -> tuple[Place | None, ...]:
         return tuple([value.type.place for value in self.operands])
 
-    def at(self, rank: int) -> tuple[tuple[Value, Region], ...]:
-        """The operands of one rank, each with its region, of those of a program over all ranks."""
-        parts = zip(self.operands, self.regions, strict=True)
-        return tuple([part for part in parts if rank in _ranks(part[0])])
+    def by_rank(self) -> dict[int, list[tuple[Value, Region]]]:
+        """Of a program over all ranks: the operands of each rank, each with its region."""
+        assert self.place is not None, "before SCHEDULED a value has a place"
+        found: dict[int, list[tuple[Value, Region]]] = {rank: [] for rank in self.place.ranks}
+        for value, region in zip(self.operands, self.regions, strict=True):
+            assert value.type.place is not None, "before SCHEDULED a value has a place"
+            for rank in value.type.place.ranks:
+                found[rank].append((value, region))
+        return found
 
     def check(self, context: Context) -> None:
         expect_results(self, 1, "one result")
@@ -124,14 +129,10 @@ class Assemble(Op):
                     "an operand is at ranks of the result alone",
                     value,
                 )
-        for rank in type_.place.ranks:
-            regions = [region for _, region in self.at(rank)]
-            _check_tiles(self, regions, type_.region(rank), f"the part of rank {rank}")
-
-
-def _ranks(value: Value) -> tuple[int, ...]:
-    place = value.type.place
-    return () if place is None else place.ranks
+        pieces = type_.regions()
+        for rank, parts in self.by_rank().items():
+            regions = [region for _, region in parts]
+            _check_tiles(self, regions, pieces[rank], f"the part of rank {rank}")
 
 
 def _check_region(op: Op, region: Region, held: Region, what: str, value: Value) -> None:

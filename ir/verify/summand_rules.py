@@ -107,11 +107,6 @@ def _place(value: Value) -> Place:
     return value.type.place
 
 
-def _region(value: Value, rank: int) -> Region:
-    assert isinstance(value.type, TensorType), "summands are tensors"
-    return value.type.region(rank)
-
-
 def _layout(value: Value) -> Layout | None:
     return value.type.layout if isinstance(value.type, TensorType) else None
 
@@ -282,13 +277,14 @@ class _Checker:
         found: dict[tuple[object, ...], list[frozenset[_Term]]] = {}
         place = _place(op.result)
         fixed = tuple(axis for axis, _ in place.axes if axis not in layout.summands)
-        for rank in place.ranks:
-            if not volume(_region(op.result, rank)):
+        for rank, parts in op.by_rank().items():
+            if not parts:
                 continue
-            held = self._held(op, rank, _NEUTRAL.get(layout.reduce), everything)
+            held = self._held(op, parts, _NEUTRAL.get(layout.reduce), everything)
             found.setdefault(_term(op.result, fixed, rank), []).append(held)
         for terms in found.values():
-            if sum(map(len, terms)) != len(everything) or frozenset().union(*terms) != everything:
+            twice = layout.reduce in _NEUTRAL and sum(map(len, terms)) > len(everything)
+            if twice or frozenset().union(*terms) != everything:
                 raise Problem(
                     f"the ranks along {'.'.join(layout.summands)} do not have each summand of "
                     f"%{op.result.name} once",
@@ -298,10 +294,14 @@ class _Checker:
                 )
 
     def _held(
-        self, op: Assemble, rank: int, neutral: int | None, everything: frozenset[_Term]
+        self,
+        op: Assemble,
+        found: Sequence[tuple[Value, Region]],
+        neutral: int | None,
+        everything: frozenset[_Term],
     ) -> frozenset[_Term]:
-        """The terms that a rank gets of an assembled value."""
-        filled = [(value, region) for value, region in op.at(rank) if volume(region)]
+        """The terms that a rank gets of an assembled value, by what it gets."""
+        filled = [(value, region) for value, region in found if volume(region)]
         if neutral is not None and all(self._fills.get(value) == neutral for value, _ in filled):
             return frozenset()
         if not any(value in self._parts for value, _ in filled):

@@ -160,7 +160,7 @@ def _actors(module: Module) -> Iterator[Diagnostic]:
             function = module.functions.get(op.fn.name)
             if function is None or function.actor is None:
                 continue
-            at = op.place if has_places(module.phase) else Place((program.rank or 0,))
+            at = op.place if has_places(module.phase) else _home(function, program)
             where, first_program, first_op = first.setdefault(function.actor, (at, program, op))
             if where != at:
                 yield Diagnostic(
@@ -169,6 +169,12 @@ def _actors(module: Module) -> Iterator[Diagnostic]:
                     program,
                     notes=(Diagnostic("an earlier call is here", first_op, first_program),),
                 )
+
+
+def _home(function: Function, program: Program) -> Place:
+    """Where the actor of a function lives that a rank's program calls, by what this call says."""
+    rank = program.rank or 0
+    return Place(function.ranks) if rank in function.ranks else Place((rank,))
 
 
 class _ProgramChecker:

@@ -8,7 +8,7 @@ from typing import cast
 
 from ...backends.base import Body, World
 from ...backends.program.fuse import FuseError, fuser
-from ...ir.module import Module
+from ...ir.module import Function, Module
 from ...ir.ops import Call
 from ...passes.lower.fuse import refusal
 from ...tracer.codegen.codegen import GraphBody
@@ -19,7 +19,7 @@ class Fused:
     """The bodies that the ranks of this process run.
 
     Attributes:
-        bodies: by function, as the trace has them but for those that are made anew.
+        bodies: by `Function.body_name`, as the trace has them but for those that are made anew.
         reasons: for each function that a program of this process calls, why it is not compiled;
             empty if it is. Nothing is in here if the step asks for no compiler.
     """
@@ -50,9 +50,9 @@ class Fusing:
     def plain(self, module: Module, world: World) -> Fused:
         """The bodies of a scheduled module that asks for no compiler."""
         adding = {
-            name: self._adding(name)
-            for name in _called(module, world)
-            if module.functions[name].adds_products and name in self._bodies
+            function.body_name: self._adding(function.body_name)
+            for function in _called(module, world)
+            if function.adds_products and function.body_name in self._bodies
         }
         return Fused({**self._bodies, **adding})
 
@@ -74,15 +74,14 @@ class Fusing:
 
     def _apply(self, module: Module, world: World) -> Fused:
         bodies, reasons = dict(self.plain(module, world).bodies), {}
-        for name in _called(module, world):
-            function = module.functions[name]
+        for function in _called(module, world):
             if function.fuse is None:
-                reasons[name] = refusal(function) or "nothing asks for it"
+                reasons[function.name] = refusal(function) or "nothing asks for it"
                 continue
-            made = self._compiled(name, function.fuse)
-            reasons[name] = made if isinstance(made, str) else ""
+            made = self._compiled(function.body_name, function.fuse)
+            reasons[function.name] = made if isinstance(made, str) else ""
             if not isinstance(made, str):
-                bodies[name] = made
+                bodies[function.body_name] = made
         return Fused(bodies, reasons)
 
     def _adding(self, name: str) -> Body:
@@ -103,15 +102,16 @@ class Fusing:
         return known
 
 
-def _called(module: Module, world: World) -> dict[str, None]:
+def _called(module: Module, world: World) -> list[Function]:
     """The functions that programs of this process call."""
-    return dict.fromkeys(
+    names = dict.fromkeys(
         op.fn.name
         for program in module.programs
         if world.plays(program.rank or 0)
         for op in program.ops
         if isinstance(op, Call)
     )
+    return [module.functions[name] for name in names]
 
 
 def _compiled(body: Body | None, by: str) -> Body | str:

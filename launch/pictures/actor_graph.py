@@ -9,7 +9,21 @@ from typing import TypeAlias
 
 from ...ir.attributes import Effect
 from ...ir.module import Channel, Module, Program
-from ...ir.ops import Broadcast, Call, Collective, Copy, Op, Recv, Return, Send, Value, View, Wait
+from ...ir.ops import (
+    Assemble,
+    Broadcast,
+    Call,
+    Collective,
+    Copy,
+    Op,
+    Recv,
+    Return,
+    Send,
+    Slice,
+    Value,
+    View,
+    Wait,
+)
 from ...ir.types import FutureType
 from .model import Kind
 from .op_boxes import OpBoxes
@@ -188,7 +202,11 @@ class _Maker:
             if isinstance(op, Recv | Broadcast):
                 channel = self._module.channels.get(op.chan or 0)
                 rank, value = self._sent[op.chan or 0, op.seq or 0]
-            elif isinstance(op, Wait | View | Copy) and op.operands:
+            elif isinstance(op, Assemble):
+                for part in op.operands:
+                    yield from self._origins(rank, part)
+                return
+            elif isinstance(op, Wait | View | Copy | Slice) and op.operands:
                 value = op.operands[0]
             else:
                 return  # a constant, or nothing but the fact that something has happened

@@ -19,6 +19,7 @@ from ...ir.ops import (
     Recv,
     Return,
     Send,
+    Slice,
     Value,
     View,
     Wait,
@@ -140,7 +141,8 @@ class _Checker:
                 for value in op.operands:
                     yield from self._read(index, value)
                 self._make(index, op)
-                if isinstance(op, View) or (isinstance(op, Constant) and op.ref is not None):
+                is_part = isinstance(op, View | Slice)
+                if is_part or (isinstance(op, Constant) and op.ref is not None):
                     self._pass_on(op)
             for value in op.results:
                 self._makers[value] = index
@@ -157,7 +159,7 @@ class _Checker:
 
     def _make(self, index: int, op: Op) -> None:
         """Note what an op makes anew: not what it makes of its operands."""
-        if isinstance(op, View | Send | Collective):
+        if isinstance(op, View | Slice | Send | Collective):
             return
         shared: set[int] = set()
         if isinstance(op, Call):

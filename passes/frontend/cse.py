@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from ...ir.attributes import Effect
 from ...ir.module import Function, FunctionKind, Module, Program
-from ...ir.ops import Call, Constant, Op, Return, Value, View, attributes
+from ...ir.ops import Call, Constant, Op, Return, Slice, Value, View, attributes
 from ...ir.phases import Phase
 from ..base import Pass
 
@@ -78,7 +78,7 @@ def _key(module: Module, op: Op, versions: dict[str | None, int]) -> Hashable | 
             return None
         if function.effect is Effect.READ:
             version = sum(versions.get(state, 0) for state, _ in function.touches)
-    elif not isinstance(op, (Constant, View)):
+    elif not isinstance(op, Constant | View | Slice):
         return None
     types = tuple([value.type for value in op.results])
     # `repr` tells 1, 1.0 and true apart, and 0.0 from -0.0, which compare equal.
@@ -95,7 +95,7 @@ def _escaping(module: Module, program: Program) -> set[Value]:
     """Values whose storage the user may get hold of."""
     found: set[Value] = set()
     for op in reversed(program.ops):
-        if isinstance(op, Return) or (isinstance(op, View) and op.result in found):
+        if isinstance(op, Return) or (isinstance(op, View | Slice) and op.result in found):
             found.update(op.operands)
         elif isinstance(op, Call):
             found.update(_escaping_operands(module.functions[op.fn.name], op, found))

@@ -11,6 +11,7 @@ from ...ir.attributes import Effect, Stream
 from ...ir.module import FunctionKind, Module, Program
 from ...ir.ops import (
     Alloc,
+    Assemble,
     Call,
     Collective,
     Communication,
@@ -19,6 +20,7 @@ from ...ir.ops import (
     Op,
     Recv,
     Return,
+    Slice,
     Value,
     Wait,
     batch_of,
@@ -279,7 +281,8 @@ def _least(messages: bool) -> int:
 
 def _work(ops: Iterable[Op]) -> int:
     """The number of ops that the host would have to put on streams."""
-    return sum(isinstance(op, Call | Copy | Communication | Constant) for op in ops)
+    work = Call | Copy | Slice | Assemble | Communication | Constant
+    return sum(isinstance(op, work) for op in ops)
 
 
 def _reason(op: Op, module: Module, fabrics: Fabrics, hosts: set[Value]) -> str | None:

@@ -13,6 +13,7 @@ from ...ir.ops import (
     Op,
     Recv,
     Return,
+    Slice,
     Value,
     View,
     Wait,
@@ -84,7 +85,9 @@ class Storages:
         elif isinstance(op, Return):
             self._escape(op.operands)
         else:
-            is_given = isinstance(op, View) or (isinstance(op, Constant) and op.ref is not None)
+            is_given = isinstance(op, View | Slice) or (
+                isinstance(op, Constant) and op.ref is not None
+            )
             for value in op.results:
                 self._make(value, index, owner=not is_given)
 

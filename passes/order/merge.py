@@ -10,6 +10,7 @@ from ...ir.attributes import Action, Effect, Task
 from ...ir.diagnostics import Diagnostic, IRError, error
 from ...ir.module import Module, Program
 from ...ir.ops import (
+    Assemble,
     Call,
     Collective,
     Constant,
@@ -17,6 +18,7 @@ from ...ir.ops import (
     Recv,
     Return,
     Send,
+    Slice,
     Value,
     View,
     Wait,
@@ -35,9 +37,9 @@ class Work:
     """The ops of a program over all ranks, sorted by what decides when they run.
 
     A *node* has its place in the global order: a call, a collective, or a send with its receive.
-    A *lazy* op costs nothing, or depends on no node: each rank runs it just before its first
-    use. An *early* send or collective depends on no node either; it is issued a little before its
-    first use. All else goes with another op: a receive with its send, a wait with its future.
+    A *lazy* op costs next to nothing, or depends on no node: each rank runs it just before its
+    first use. An *early* send or collective depends on no node either; it is issued a little before
+    its first use. All else goes with another op: a receive with its send, a wait with its future.
 
     Attributes:
         program: where the ops are.
@@ -105,7 +107,7 @@ def _classify(work: Work, module: Module, index: int, op: Op, follows: Sequence[
     """Enter an op into its set; return whether it is a node."""
     if isinstance(op, Recv | Return):
         return False
-    if isinstance(op, Wait | View | Constant):
+    if isinstance(op, Wait | View | Slice | Assemble | Constant):
         work.lazy.add(index)
         return False
     actor = module.functions[op.fn.name].actor if isinstance(op, Call) else None

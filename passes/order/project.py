@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 from ...ir.attributes import Task
 from ...ir.clone import copy_op
+from ...ir.layout import Region, volume, whole, within
 from ...ir.module import Module, Program
-from ...ir.ops import Collective, Op, Recv, Return, Send, Value, Wait
+from ...ir.ops import Assemble, Call, Collective, Op, Recv, Return, Send, Slice, Value, Wait
 from ...ir.phases import Phase
 from ...ir.types import TensorType, Type, promised, relocate
+from .local_functions import LocalFunctions
 from .merge import Work
 
 
@@ -20,6 +22,9 @@ def project(module: Module, work: Work, order: Sequence[int]) -> None:
     as the wait for a receive, stands before its first use on the rank. So the message of a wait
     that blocks is always one that both ranks have posted or are about to, and no rank waits
     for what comes later in the global order: the programs cannot deadlock.
+
+    A rank's types are those of the pieces that it holds. A slice of all that it holds, and what is
+    assembled of one part, are that value itself.
     """
     projector = _Projector(module, work)
     for index in order:
@@ -41,6 +46,8 @@ class _Projector:
     def __init__(self, module: Module, work: Work) -> None:
         ranks = range(module.world)
         self._ops = work.program.ops
+        self._functions = LocalFunctions(module)
+        self._parts: dict[Assemble, dict[int, list[tuple[Value, Region]]]] = {}
         self._types: dict[object, Type] = {}
         self._futures: dict[object, Type] = {}
         self._sequence: dict[int, int] = {}
@@ -62,6 +69,8 @@ class _Projector:
                 self._recvs[op.chan, op.seq] = op
             elif op.task is not None:
                 self._tasks.update(dict.fromkeys(op.results, op.task))
+            elif isinstance(op, Slice) and op.operands[0] in self._tasks:
+                self._tasks[op.result] = self._tasks[op.operands[0]]
         for value in work.program.params:
             place = value.type.place
             for rank in ranks if place is None else place.ranks:
@@ -74,7 +83,10 @@ class _Projector:
         elif isinstance(op, Collective):
             self._add_collective(op)
         elif op.place is not None:
-            for rank in op.place.ranks:
+            ranks = op.place.ranks
+            if len(ranks) > 1 and isinstance(op, Call):
+                self._functions.note(op)
+            for rank in ranks:
                 self._append(op, rank, op.task)
 
     def finish(self) -> None:
@@ -89,6 +101,7 @@ class _Projector:
                 if future in self._waits:
                     self._append(self._waits[future], rank, None)
             program.append(Return(taken, loc=closing.loc))
+        self._functions.finish()
 
     def _add_message(self, op: Send) -> None:
         recv = self._recvs[op.chan, op.seq]
@@ -134,6 +147,9 @@ class _Projector:
             here = values.get(value)
             operands.append(self._take(value, rank, task) if here is None else here)
         made = copy_op(op, tuple(operands), self._define(rank, op.results))
+        if type(op) is Call and self._functions.are_needed:
+            assert isinstance(made, Call), "a copy is of the same class"
+            made.fn = self._functions.of(op, rank)
         if type(op) is Wait:
             promise = self._pending[rank].pop(op.operands[0], None)
             if promise is not None and promise.task is None:
@@ -152,26 +168,72 @@ class _Projector:
                 stack.pop()
                 continue
             maker = self._lazy[top]
-            missing = [operand for operand in maker.operands if operand not in values]
+            needed = maker.operands
+            if isinstance(maker, Assemble):
+                needed = tuple([operand for operand, _ in self._parts_at(maker, rank)])
+            missing = [operand for operand in needed if operand not in values]
             if missing:
                 stack += missing
+            elif isinstance(maker, Slice):
+                self._append_slice(maker, rank, task)
+            elif isinstance(maker, Assemble):
+                self._append_assemble(maker, rank, task)
             else:
                 self._append(maker, rank, task)
         return values[value]
+
+    def _append_slice(self, op: Slice, rank: int, task: Task | None) -> None:
+        (source,) = op.operands
+        assert isinstance(source.type, TensorType), "a slice is of a tensor"
+        held = self._values[rank][source]
+        region = within(op.region, source.type.region(rank))
+        if region == whole(_shape(held)):
+            self._values[rank][op.result] = held
+            return
+        made = copy_op(op, (held,), self._define(rank, op.results))
+        assert isinstance(made, Slice), "a copy is of the same class"
+        made.region, made.task = region, task
+        self.programs[rank].append(made)
+
+    def _append_assemble(self, op: Assemble, rank: int, task: Task | None) -> None:
+        assert isinstance(op.result.type, TensorType), "an assemble makes a tensor"
+        piece = op.result.type.region(rank)
+        parts = [(value, within(region, piece)) for value, region in self._parts_at(op, rank)]
+        values = self._values[rank]
+        if len(parts) == 1:  # all there is
+            values[op.result] = values[parts[0][0]]
+            return
+        operands = tuple([values[value] for value, _ in parts])
+        made = copy_op(op, operands, self._define(rank, op.results))
+        assert isinstance(made, Assemble), "a copy is of the same class"
+        made.regions, made.task = tuple([region for _, region in parts]), task
+        self.programs[rank].append(made)
+
+    def _parts_at(self, op: Assemble, rank: int) -> list[tuple[Value, Region]]:
+        """The operands of a rank that are not empty, each with its region."""
+        found = self._parts.get(op)
+        if found is None:
+            found = self._parts[op] = {
+                at: [part for part in parts if volume(part[1])]
+                for at, parts in op.by_rank().items()
+            }
+        return found[rank]
 
     def _define(self, rank: int, originals: Sequence[Value]) -> tuple[Value, ...]:
         values = self._values[rank]
         made = []
         for value in originals:
-            new = values[value] = Value(value.name, self._bare(value.type))
+            new = values[value] = Value(value.name, self._bare(value.type, rank))
             made.append(new)
         return tuple(made)
 
-    def _bare(self, type_: Type) -> Type:
-        """A type without its place; equal ones are one, and hashing whole types is avoided."""
+    def _bare(self, type_: Type, rank: int) -> Type:
+        """The type of what a rank has; equal ones are one, and hashing whole types is avoided."""
         inner = promised(type_)
         key: object = type(inner)
         if isinstance(inner, TensorType):
+            if inner.layout is not None:  # of a value, as nothing laid out is promised
+                type_ = inner = inner.local(rank)
             # A dtype is the only one of its kind, and its identity hashes fast.
             key = (id(inner.dtype), inner.shape)
         table = self._types if inner is type_ else self._futures
@@ -179,3 +241,8 @@ class _Projector:
         if found is None:
             found = table[key] = relocate(type_, None)
         return found
+
+
+def _shape(value: Value) -> tuple[int, ...]:
+    assert isinstance(value.type, TensorType), "a slice is of a tensor"
+    return value.type.shape

@@ -4,9 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...ir.ops import Collective, Constant, Copy, Op, Recv, Send, Transfer, View, Wait
+from ...ir.ops import (
+    Assemble,
+    Collective,
+    Constant,
+    Copy,
+    Op,
+    Recv,
+    Send,
+    Slice,
+    Transfer,
+    View,
+    Wait,
+)
 
-_TRANSPARENT = (Constant, View, Copy, Transfer, Send, Recv, Wait, Collective)
+_MOVING = (Copy, Transfer, Slice, Assemble, Send, Recv, Wait, Collective)
+_TRANSPARENT = (Constant, View, *_MOVING)
 
 
 class Rounds:

@@ -119,6 +119,8 @@ functions = st.builds(
     st.dictionaries(
         st.from_regex(r"[a-z_][\w.-]*", fullmatch=True), st.sampled_from(Effect), max_size=3
     ).map(Shares.of),
+    indices,
+    st.none() | words,
 )
 maybe = st.none() | names
 vjps = st.builds(Vjp, names, names, names, indices, indices, maybe, maybe, indices)

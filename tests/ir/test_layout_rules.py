@@ -374,3 +374,30 @@ def test_summands_that_are_partly_reduced(old: str, new: str, message: str) -> N
     valid = PARTLY.replace("    %k3 =", zero)
     verify(parse_module(valid))
     assert message in broken(valid, old, new)
+
+
+GROUP = """module @m phase=scheduled world=3 {
+  function @f() -> (unit) {actor = a, effect = write, ranks = {0..1}}
+  program @0() {
+    %u = call() {fn = @f} : unit
+    return()
+  }
+  program @1() {
+    %u = call() {fn = @f} : unit
+    return()
+  }
+  program @2() {
+    return()
+  }
+}
+"""
+
+
+def test_an_actor_of_scheduled_programs_may_be_on_several_ranks() -> None:
+    verify(parse_module(GROUP))
+    alone = GROUP.replace(", ranks = {0..1}", "")
+    message = "a call on actor a at @1, which lives at @0"
+    assert message in broken(alone, "phase", "phase")
+    stranger = GROUP.replace("@2() {", "@2() {\n    %u = call() {fn = @f} : unit")
+    message = "a call on actor a at @2, which lives at @{0..1}"
+    assert message in broken(stranger, "phase", "phase")

@@ -18,7 +18,19 @@ from torch import Tensor
 
 from ....ir.attributes import Stream
 from ....ir.module import Function, FunctionKind
-from ....ir.ops import Call, Collective, Copy, Op, Recv, Send, Value, Wait, batch_of
+from ....ir.ops import (
+    Assemble,
+    Call,
+    Collective,
+    Copy,
+    Op,
+    Recv,
+    Send,
+    Slice,
+    Value,
+    Wait,
+    batch_of,
+)
 from ....ir.types import FutureType, TensorType, UnitType
 from ...base import Body, Port
 from ...driven.ticket_locks import Tickets
@@ -110,7 +122,8 @@ class DeviceBinder(Binder):
 
     def _bind_op(self, op: Op, arena: Tensor) -> None:
         stream = stream_of(op)
-        if isinstance(op, Call | Copy) and stream is not Stream.COMPUTE:
+        computes = isinstance(op, Call | Copy | Slice | Assemble)
+        if computes and stream is not Stream.COMPUTE:
             self._fail(
                 op, f"`{op.opcode}` is on stream {stream.value}", "calls run on the compute stream"
             )

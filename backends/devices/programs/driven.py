@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from ....ir.attributes import Stream
 from ....ir.module import Channel
 from ....ir.ops import (
+    Assemble,
     Barrier,
     Call,
     Collective,
@@ -29,6 +30,7 @@ from ....ir.ops import (
     Op,
     Recv,
     Send,
+    Slice,
     Value,
     View,
     Wait,
@@ -207,7 +209,7 @@ class DrivenBinder(DeviceBinder):
         return len(self._code.template) - 1
 
 
-_WORK = (Call, Constant, Copy, View, Wait, Send, Recv, Collective)
+_WORK = (Call, Constant, Copy, View, Slice, Assemble, Wait, Send, Recv, Collective)
 """The ops that are put on streams, or may ask for what is there."""
 
 

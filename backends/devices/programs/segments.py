@@ -68,8 +68,8 @@ class SegmentMaker:
         ops = (linked.program.ops[info.op] for info in self._code.infos[first:last])
         called = dict.fromkeys(op.fn.name for op in ops if isinstance(op, Call))
         functions = linked.module.functions
-        kinds = {name: functions[name].kind for name in called}
-        return [linked.bodies[name] for name in called if kinds[name] is FunctionKind.GRAPH]
+        traced = [functions[name] for name in called if functions[name].kind is FunctionKind.GRAPH]
+        return [linked.bodies[name] for name in dict.fromkeys(f.body_name for f in traced)]
 
     def __call__(
         self,

@@ -1,0 +1,109 @@
+"""Declare functions at the shapes of the pieces that ranks hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from ...ir.attributes import Symbol
+from ...ir.module import Function, Module
+from ...ir.ops import Call
+from ...ir.types import Place, TensorType, ValueType
+
+
+class LocalFunctions:
+    """What a call of a function with laid-out inputs or outputs calls at each of its ranks.
+
+    A function has one declaration for each signature that it has at some rank. The first keeps the
+    name. The others have names of their own, and name the first as that of their body. Functions of
+    actors that are on several ranks say on which.
+    """
+
+    def __init__(self, module: Module) -> None:
+        self._module = module
+        self._laid_out = {
+            name: function
+            for name, function in module.functions.items()
+            if any(map(_is_laid_out, (*function.inputs, *function.outputs)))
+        }
+        self._found: dict[str, dict[tuple[tuple[ValueType, ...], ...], Function]] = {}
+        self._symbols: dict[tuple[str, Place, int], Symbol] = {}
+        self._names = set(module.functions)
+        self._ranks: dict[str, tuple[int, ...]] = {}
+
+    @property
+    def are_needed(self) -> bool:
+        """Whether any function has laid-out inputs or outputs."""
+        return bool(self._laid_out)
+
+    def of(self, op: Call, rank: int) -> Symbol:
+        """What a rank calls for a call of a program over all ranks."""
+        function = self._laid_out.get(op.fn.name)
+        if function is None:
+            return op.fn
+        assert op.place is not None, "before SCHEDULED a call has a place"
+        key = (function.name, op.place, rank)
+        found = self._symbols.get(key)
+        if found is None:
+            found = self._symbols[key] = self._declared(function, op.place, rank)
+        return found
+
+    def note(self, op: Call) -> None:
+        """Take note of a call that runs on several ranks."""
+        function = self._module.functions[op.fn.name]
+        if function.actor is not None and op.place is not None:
+            self._ranks[function.name] = op.place.ranks
+
+    def finish(self) -> None:
+        """Put the declarations into the module, in the place of those of logical shapes."""
+        for name, ranks in self._ranks.items():
+            if name not in self._laid_out:
+                declared = self._module.functions[name]
+                self._module.functions[name] = replace(declared, ranks=ranks)
+        if not self._laid_out:
+            return
+        functions = dict(self._module.functions)
+        self._module.functions.clear()
+        for name, function in functions.items():
+            if name in self._laid_out:
+                made = self._found.get(name, {}).values()
+                self._module.functions.update((each.name, each) for each in made)
+            else:
+                self._module.functions[name] = function
+        for name, vjp in list(self._module.vjps.items()):
+            if not self._laid_out.keys().isdisjoint(vjp.functions):
+                del self._module.vjps[name]  # its functions have other shapes at each rank
+
+    def _declared(self, function: Function, place: Place, rank: int) -> Symbol:
+        inputs = _at(function.inputs, place, rank)
+        outputs = _at(function.outputs, place, rank)
+        known = self._found.setdefault(function.name, {})
+        if (inputs, outputs) not in known:
+            ranks = self._ranks.get(function.name, ())
+            made = replace(function, inputs=inputs, outputs=outputs, ranks=ranks)
+            if known:
+                made = replace(made, name=self._fresh(function.name), body=function.body_name)
+            known[inputs, outputs] = made
+        return Symbol(known[inputs, outputs].name)
+
+    def _fresh(self, name: str) -> str:
+        number = 1
+        while f"{name}.{number}" in self._names:
+            number += 1
+        self._names.add(f"{name}.{number}")
+        return f"{name}.{number}"
+
+
+def _is_laid_out(type_: ValueType) -> bool:
+    return isinstance(type_, TensorType) and type_.layout is not None
+
+
+def _at(types: Iterable[ValueType], place: Place, rank: int) -> tuple[ValueType, ...]:
+    """Types of a signature, as they are at a rank of the place of a call."""
+    return tuple(_local(type_, place, rank) for type_ in types)
+
+
+def _local(type_: ValueType, place: Place, rank: int) -> ValueType:
+    if not isinstance(type_, TensorType) or type_.layout is None:
+        return type_
+    return replace(type_, place=place).local(rank)
