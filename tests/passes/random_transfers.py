@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from cg.ir.attributes import Effect, ReduceOp, Symbol
 from cg.ir.layout import Cut, Layout, Region
-from cg.ir.module import Function, Module, Program
+from cg.ir.module import Function, FunctionKind, Module, Program
 from cg.ir.ops import Call, Return, Transfer, Value
 from cg.ir.phases import Phase
 from cg.ir.types import DType, Mesh, Place, TensorType, UnitType
@@ -36,14 +37,14 @@ shapes = st.lists(st.sampled_from((0, 1, 2, 3, 4, 5, 6, 8, 12)), max_size=3).map
 
 
 @st.composite
-def places(draw: Any, name: str) -> Place:
+def places(draw: Any, name: str, world: int) -> Place:
     """A bare place, or a mesh of some name; its ranks may be in any order."""
-    ranks = tuple(draw(st.permutations(range(WORLD))))
+    ranks = tuple(draw(st.permutations(range(world))))
     if draw(st.booleans()):
         return Place(ranks[: draw(st.integers(1, 5))])
-    sizes = draw(st.sampled_from(GRIDS))
+    sizes = draw(st.sampled_from([grid for grid in GRIDS if math.prod(grid) <= world]))
     grid = tuple(zip(NAMES, sizes, strict=False))
-    return Mesh(ranks[: int(np.prod(sizes))], name, grid)
+    return Mesh(ranks[: math.prod(sizes)], name, grid)
 
 
 @st.composite
@@ -74,14 +75,15 @@ def _cut(draw: Any, axes: tuple[str, ...], size: int) -> Cut:
 
 
 @st.composite
-def transfers(draw: Any, before: bool = True, after: bool = True) -> Types:
+def transfers(draw: Any, before: bool = True, after: bool = True, world: int = WORLD) -> Types:
     """The type of a tensor before a transfer, and after it.
 
     Args:
         before, after: whether ranks may hold summands.
+        world: the number of ranks that there are.
     """
-    shape, source = draw(shapes), draw(places("m"))
-    target = draw(st.just(source) | places("n"))
+    shape, source = draw(shapes), draw(places("m", world))
+    target = draw(st.just(source) | places("n", world))
     return (
         TensorType(DType.F32, shape, source, draw(layouts(shape, source, before))),
         TensorType(DType.F32, shape, target, draw(layouts(shape, target, after))),
@@ -100,25 +102,39 @@ def is_valid(types: Types) -> bool:
     return cut.isdisjoint(summands(target)) if source.place == target.place else not cut
 
 
-def as_module(types: Types, phase: Phase = Phase.PLACED) -> Module:
-    """A step that makes a tensor, transfers it, and takes the result."""
+def as_module(types: Types, phase: Phase = Phase.PLACED, world: int = WORLD) -> Module:
+    """A step that transfers its input, and calls a function with the result and the rank."""
     source, target = types
-    module = Module("step", phase, WORLD)
+    module = Module("step", phase, world)
     for place in (source.place, target.place):
         if isinstance(place, Mesh):
             module.meshes[place.name] = place
-    made, taken = replace(source, place=None), replace(target, place=None)
-    module.functions["make"] = Function("make", (), (made,), effect=Effect.WRITE)
-    module.functions["take"] = Function("take", (taken,), (UnitType(),), effect=Effect.WRITE)
-    x, y, done = Value("x", source), Value("y", target), Value("done", UnitType(target.place))
+    number = TensorType(DType.I64, ())
+    taken = (replace(target, place=None), number)
+    module.functions["take"] = Function(
+        "take", taken, (UnitType(),), kind=FunctionKind.OPAQUE, effect=Effect.WRITE
+    )
+    x, y = Value("x", source), Value("y", target)
+    rank = Value("rank", replace(number, place=target.place))
+    done = Value("done", UnitType(target.place))
     ops = [
-        Call((), (x,), fn=Symbol("make")),
         Transfer((x,), (y,)),
-        Call((y,), (done,), fn=Symbol("take")),
+        Call((y, rank), (done,), fn=Symbol("take")),
         Return((), (), at=Place.of(0)),
     ]
-    module.programs.append(Program("step", [], ops))
+    module.programs.append(Program("step", [x, rank], ops))
     return module
+
+
+def inputs_of(types: Types, held: Mapping[int, Any], rank: int) -> list[Any]:
+    """What a rank is given as inputs of the step."""
+    source, target = types
+    found = []
+    if rank in ranks_of(source):
+        found.append(held[rank][selected(source.region(rank))])
+    if rank in ranks_of(target):
+        found.append(np.asarray(rank))
+    return found
 
 
 def ranks_of(type_: TensorType) -> tuple[int, ...]:
@@ -282,3 +298,22 @@ class Interpreter:
         return [
             self.part(rank, piece) for rank, piece in zip(fibre.ranks, fibre.pieces, strict=True)
         ]
+
+
+def check(types: Types, held: Mapping[int, Any], found: Mapping[int, Any]) -> None:
+    """What some ranks hold after a transfer is what they are to hold, to the bit.
+
+    Args:
+        held: of each rank before, as `initial` makes it.
+        found: the parts of these ranks; of summands, those of all ranks.
+    """
+    source, target = types
+    whole = logical(source, held)
+    if not summands(target):
+        for rank, value in found.items():
+            np.testing.assert_array_equal(value, whole[selected(target.region(rank))])
+        return
+    after = {rank: np.full(target.shape, np.nan, np.float32) for rank in found}
+    for rank, value in found.items():
+        after[rank][selected(target.region(rank))] = value
+    np.testing.assert_array_equal(logical(target, after), whole)
