@@ -70,7 +70,7 @@ class LowerTransfers(Pass):
 
     def run(self, module: Module) -> bool:
         program = module.program
-        if not any(_is_laid_out(op) for op in program.ops):
+        if not any(_is_laid_out(op) for op in program.ops if type(op) is Transfer):
             return False
         names, ops = Names.of(program), list[Op]()
         renamed: dict[Value, Value] = {}
@@ -89,10 +89,8 @@ class LowerTransfers(Pass):
         return True
 
 
-def _is_laid_out(op: Op) -> bool:
-    """Whether an op is a transfer in which layouts matter."""
-    if type(op) is not Transfer:
-        return False
+def _is_laid_out(op: Transfer) -> bool:
+    """Whether layouts matter to a transfer."""
     have, made = op.operands[0].type, op.result.type
     if not isinstance(have, TensorType) or not isinstance(made, TensorType):
         return False

@@ -283,20 +283,20 @@ def _redistributed(held: Held, needs: Mapping[int, Region], gathers: bool) -> It
     alike: dict[Region, list[int]] = {}
     for rank, need in needs.items():
         alike.setdefault(need, []).append(rank)
-    first: dict[int, Region] = {}
-    fibres: list[Fibre] = []
-    for region, ranks in alike.items():
+    stages: dict[int, list[Fibre]] = {}
+    for region, ranks in alike.items() if gathers else ():
         own = {rank: _common(held.get(rank), region) for rank in ranks}
-        having = [rank for rank in ranks if own[rank] is not None]
+        having = {rank: piece for rank, piece in own.items() if piece is not None}
         lacking = [rank for rank in ranks if own[rank] is None]
-        first.update(dict.fromkeys(ranks, region))
-        if not gathers:
-            continue
-        for fibre in (*_complements(region, having, own), *_shared(region, lacking, holders)):
-            fibres.append(fibre)
-            first.update(zip(fibre.ranks, fibre.pieces, strict=True))
+        for found in (_complements(region, having), _shared(region, lacking, holders)):
+            for stage, fibres in enumerate(found):
+                stages.setdefault(stage, []).extend(fibres)
+    first = dict(needs)
+    for fibre in stages.get(0, ()):
+        first.update(zip(fibre.ranks, fibre.pieces, strict=True))
     yield Move(holders.messages(first), first)
-    yield from _gathered(fibres)
+    for fibres in stages.values():
+        yield from _gathered(fibres)
 
 
 def _common(held: Region | None, region: Region) -> Region | None:
@@ -325,29 +325,43 @@ def _all_of(fibres: Sequence[Fibre]) -> dict[int, Region]:
     return {rank: fibre.region for fibre in fibres for rank in fibre.ranks}
 
 
-def _complements(
-    region: Region, ranks: Sequence[int], own: Mapping[int, Region | None]
-) -> list[Fibre]:
-    """All-gathers among ranks that hold equal pieces of a region, if they make it one by one."""
-    holders: dict[Region, list[int]] = {}
-    for rank in ranks:
-        piece = own[rank]
-        assert piece is not None, "these ranks hold a part"
-        holders.setdefault(piece, []).append(rank)
-    dims = _cut_dims(holders)
-    if len(holders) < 2 or len({len(held) for held in holders.values()}) != 1 or len(dims) != 1:
+def _complements(region: Region, own: Mapping[int, Region]) -> list[list[Fibre]]:
+    """All-gathers among ranks that hold equal pieces of a region, one after the other.
+
+    Each is along one dimension: first along the last one that is cut. There are none if pieces are
+    uneven, or one has more copies than another.
+    """
+    dims = _cut_dims(set(own.values()))
+    if not dims:
         return []
-    (dim,) = dims
+    dim = dims[-1]
+    alike: dict[Region, dict[Region, list[int]]] = {}
+    for rank, piece in own.items():
+        wider = (*piece[:dim], region[dim], *piece[dim + 1 :])
+        alike.setdefault(wider, {}).setdefault(piece, []).append(rank)
+    fibres = [fibre for wider, holders in alike.items() for fibre in _gathers(wider, holders, dim)]
+    made = _all_of(fibres)
+    if made.keys() != own.keys():
+        return []
+    if set(made.values()) == {region}:
+        return [fibres]
+    later = _complements(region, made)
+    return [fibres, *later] if later else []
+
+
+def _gathers(region: Region, holders: Mapping[Region, list[int]], dim: int) -> list[Fibre]:
+    """One for each copy of the pieces of a region, if they can be gathered along a dimension."""
     pieces = tuple(sorted(holders, key=lambda piece: piece[dim]))
-    fibres = [
-        Fibre(group, region, pieces, dim)
-        for group in zip(*(holders[piece] for piece in pieces), strict=True)
-    ]
-    is_all = sum(map(volume, pieces)) == volume(region)
-    return fibres if is_all and fibres[0].is_even else []
+    if sum(map(volume, pieces)) != volume(region):
+        return []
+    if len({len(ranks) for ranks in holders.values()}) != 1:
+        return []
+    groups = zip(*(holders[piece] for piece in pieces), strict=True)
+    fibres = [Fibre(group, region, pieces, dim) for group in groups]
+    return fibres if fibres[0].is_even else []
 
 
-def _shared(region: Region, ranks: Sequence[int], holders: Holders) -> list[Fibre]:
+def _shared(region: Region, ranks: Sequence[int], holders: Holders) -> list[list[Fibre]]:
     """The pieces that ranks without any part of a region get by messages, to gather the rest."""
     count = len(ranks)
     if count < 2 or not volume(region):
@@ -359,7 +373,7 @@ def _shared(region: Region, ranks: Sequence[int], holders: Holders) -> list[Fibr
         dim = max(range(len(sizes)), key=sizes.__getitem__, default=None)
         if dim is None or sizes[dim] < count:
             return []
-    return [Fibre.shared(tuple(ranks), region, dim)]
+    return [[Fibre.shared(tuple(ranks), region, dim)]]
 
 
 # Dimensions

@@ -165,6 +165,18 @@ def test_a_gather_is_one_for_each_fibre_in_the_order_of_the_pieces() -> None:
     assert [fibre.ranks for step in gathers for fibre in step.fibres] == [(5, 4), (1, 0)]
 
 
+def test_two_dimensions_are_gathered_one_after_the_other() -> None:
+    mesh = Mesh((0, 1, 2, 3), "m", (("dp", 2), ("tp", 2)))
+    found = plan(tensor((4, 6), mesh, {0: ("dp",), 1: ("tp",)}), tensor((4, 6), mesh))
+    gathers = [step for step in found.rounds if isinstance(step, Gather)]
+    assert [[fibre.ranks for fibre in step.fibres] for step in gathers] == [
+        [(0, 1), (2, 3)],
+        [(0, 2), (1, 3)],
+    ]
+    assert found.messages == ()
+    assert set(found.received().values()) == {24 * 3 // 4}
+
+
 def test_packed_blocks_are_gathered_too() -> None:
     """The pieces of a rank are then not in a row: two rows of each of three blocks."""
     mesh = Mesh((0, 1, 2, 3), "m", (("dp", 2), ("tp", 2)))
