@@ -43,6 +43,11 @@ class Slice(Op):
     takes_summands: ClassVar[bool] = True
     region: Region = field(default=(), kw_only=True)
 
+    @property
+    def copies(self) -> bool:
+        """Whether a rank copies what it takes: a dimension has several intervals."""
+        return any(len(intervals) > 1 for intervals in self.region)
+
     def check(self, context: Context) -> None:
         expect_operands(self, 1, "one operand")
         expect_results(self, 1, "one result")

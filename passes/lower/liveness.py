@@ -29,7 +29,8 @@ class Storage:
     Attributes:
         owners: values that may have brought in storage which the program can give back, in the
             order in which they were made. Views and waits between streams bring in none, and
-            parameters and constants of the step are not the program's to give back.
+            parameters and constants of the step are not the program's to give back. A slice may be
+            a copy.
         last: index of the last op that needs it: that makes or takes it, or that waits for a
             communication which reads it.
         reads: units that say that a communication has read it.
@@ -58,6 +59,7 @@ class Storages:
         self._makers: dict[Value, Op] = {}
         # Futures of communications that read a value and have not been waited for.
         self._reading: dict[Value, Value] = {}
+        self._given = set(program.params)
         for value in program.params:
             self._make(value, -1, owner=False)
         for index, op in enumerate(program.ops):
@@ -85,11 +87,17 @@ class Storages:
         elif isinstance(op, Return):
             self._escape(op.operands)
         else:
-            is_given = isinstance(op, View | Slice) or (
-                isinstance(op, Constant) and op.ref is not None
-            )
+            is_given = self._is_given(op)
+            if is_given:
+                self._given.update(op.results)
             for value in op.results:
-                self._make(value, index, owner=not is_given)
+                self._make(value, index, owner=not is_given and not isinstance(op, View))
+
+    def _is_given(self, op: Op) -> bool:
+        """Whether an op makes what the program has been given, or a part of that."""
+        if isinstance(op, View | Slice):
+            return self._given.issuperset(op.operands)
+        return isinstance(op, Constant) and op.ref is not None
 
     def _visit_wait(self, op: Wait, index: int) -> None:
         (source,) = op.operands

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...ir.module import Function, Module
-from ...ir.ops import Call, Constant, Free, Op, Recv, Value
+from ...ir.ops import Call, Constant, Free, Op, Recv, Slice, Value
 from ...ir.storage import SharedStorage
 from ...ir.types import tensor_bytes
 
@@ -75,4 +75,6 @@ def _brings(op: Op, functions: dict[str, Function]) -> list[Value]:
         return [value for number, value in enumerate(op.results) if number not in shared]
     is_slot = isinstance(op, Recv) and op.slot is not None
     is_given = isinstance(op, Constant) and op.ref is not None
+    if isinstance(op, Slice) and op.copies:
+        return [op.result]
     return [] if is_slot or is_given or (op.shares_operand and op.operands) else list(op.results)

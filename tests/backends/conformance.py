@@ -155,6 +155,7 @@ def messages(world: int) -> Iterator[Case]:
     yield pipeline("pipeline", world, 6)
     yield exchange(world)
     yield ring(world)
+    yield columns(world)
 
 
 def one_way(
@@ -264,6 +265,38 @@ def ring(ranks: int) -> Case:
             ]
         lines += [f"    return(%v{ranks}, %v1)", "  }"]
     return Case("ring", "\n".join([*lines, "}"]))
+
+
+def columns(world: int) -> Case:
+    """Each two ranks have rows, and put uneven columns of both together; a packed part as well."""
+    lines = [f"module @m phase=scheduled world={world} {{"]
+    lines += [f"  channel {rank} {{ranks = {{{rank},{rank ^ 1}}}}}" for rank in range(world)]
+    for rank in range(world):
+        peer = rank ^ 1
+        widths, parts = (2, 3), ("0:2", "2:5")
+        mine, theirs = rank % 2, peer % 2
+        width, top = widths[mine], "0:3" if not mine else "3:6"
+        rest = "3:6" if not mine else "0:3"
+        lines += [
+            f"  program @{rank}(%x: f32[3,5]) {{",
+            f"    %r = recv() {{chan = {peer}, peer = {peer}, seq = 0}} : future<f32[3,{width}]>",
+            f"    %p = slice(%x) {{region = [0:3,{parts[theirs]}]}} : f32[3,{widths[theirs]}]",
+            f"    %s = send(%p) {{chan = {rank}, peer = {peer}, seq = 0}} : future<unit>",
+            f"    %own = slice(%x) {{region = [0:3,{parts[mine]}]}} : f32[3,{width}]",
+            f"    %v = wait(%r) : f32[3,{width}]",
+            f"    %y = assemble(%own, %v) {{regions = {{[{top},0:{width}], [{rest},0:{width}]}}}}"
+            f" : f32[6,{width}]",
+            "    wait(%s)",
+            f"    %q = slice(%y) {{region = [0:2+3:5,0:{width}]}} : f32[4,{width}]",
+            f"    %r1 = recv() {{chan = {peer}, peer = {peer}, seq = 1}}"
+            f" : future<f32[4,{widths[theirs]}]>",
+            f"    %s1 = send(%q) {{chan = {rank}, peer = {peer}, seq = 1}} : future<unit>",
+            f"    %v1 = wait(%r1) : f32[4,{widths[theirs]}]",
+            "    wait(%s1)",
+            "    return(%y, %v1)",
+            "  }",
+        ]
+    return Case("columns", "\n".join([*lines, "}"]))
 
 
 _REDUCED = (DType.F64, DType.F32, DType.F16, DType.BF16, DType.I64, DType.I32, DType.I8, DType.U8)

@@ -96,6 +96,23 @@ def test_memory_counts_inputs_slots_and_values(read: Read) -> None:
     assert second.peak == 24
 
 
+def test_memory_counts_what_slices_copy_and_what_is_assembled(read: Read) -> None:
+    module = read(
+        """
+        module @step phase=scheduled world=1 {
+          program @0(%x: f32[8]) {
+            %view = slice(%x) {region = [0:4]} : f32[4]
+            %copy = slice(%x) {region = [0:2+4:6]} : f32[4]
+            %y = assemble(%view, %copy) {regions = {[0:4], [4:8]}} : f32[8]
+            return(%y)
+          }
+        }
+        """
+    )
+    plan = memory_plan(module, 0)
+    assert (plan.inputs, plan.values, plan.outputs) == (32, 16 + 32, 32)
+
+
 def test_buffers_are_planned_once(pipeline_module: Make) -> None:
     module = compiled(pipeline_module(2, 2), "1f1b")
     (report,) = PassManager(parse_pipeline("plan-buffers"), check=True).run(module)
