@@ -190,21 +190,24 @@ class _Lowering:
                 self._held[rank].append(_Part(value, piece, piece))
 
     def _reduce(self, step: Reduce, found: Plan) -> None:
+        made: dict[int, list[_Part]] = {rank: [] for rank in step.after}
         for fibre in step.fibres:
             operands = self._operands(fibre, (fibre.region,) * len(fibre.ranks))
             place = Place(fibre.ranks)
+            collective: Collective
             if fibre.dim is None:
-                result = self._new("reduced", fibre.region, place)
-                self._emit(AllReduce(operands, (result,), group=place, op=found.reduce))
-                self._hold(fibre.ranks, result, fibre.region)
-                continue
-            pairs = list(zip(fibre.ranks, fibre.pieces, strict=True))
-            results = tuple([self._new("reduced", piece, Place.of(rank)) for rank, piece in pairs])
-            self._emit(
-                ReduceScatter(operands, results, group=place, op=found.reduce, dim=fibre.dim)
-            )
-            for (rank, piece), value in zip(pairs, results, strict=True):
-                self._hold((rank,), value, piece)
+                results = (self._new("reduced", fibre.region, place),) * len(fibre.ranks)
+                collective = AllReduce(operands, results[:1], group=place, op=found.reduce)
+            else:
+                pairs = zip(fibre.pieces, fibre.ranks, strict=True)
+                results = tuple([self._new("reduced", p, Place.of(rank)) for p, rank in pairs])
+                collective = ReduceScatter(
+                    operands, results, group=place, op=found.reduce, dim=fibre.dim
+                )
+            self._emit(collective)
+            for rank, piece, value in zip(fibre.ranks, fibre.pieces, results, strict=True):
+                made[rank].append(_Part(value, piece, piece))
+        self._held.update(made)
 
     def _combine(self, step: Combine, found: Plan) -> None:
         received = {(m.source, m.target): value for m, value in self._send(step.messages)}

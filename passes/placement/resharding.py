@@ -14,12 +14,11 @@ parallelism" (2023).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from ...ir.attributes import ReduceOp
-from ...ir.layout import Region, length, merge, overlap, shape_of, share, volume, whole
+from ...ir.layout import Region, overlap, shape_of, volume, whole
 from ...ir.types import TensorType
 from .resharding_messages import Holders
 from .resharding_plan import (
@@ -28,12 +27,11 @@ from .resharding_plan import (
     Fibre,
     Gather,
     Held,
-    Message,
     Move,
     Plan,
-    Reduce,
     Round,
 )
+from .resharding_sums import cut_dims, even_dim, reduced
 
 
 def plan(source: TensorType, target: TensorType) -> Plan:
@@ -88,7 +86,7 @@ class _Part:
         """The rounds of the plan."""
         held: Held = self.held
         if self.groups:
-            for step in _reduced(self.held, self.groups, self.needs):
+            for step in reduced(self.held, self.groups, self.needs):
                 held = {**held, **step.after}
                 yield step
         yield from _redistributed(held, self.needs, self.gathers)
@@ -161,117 +159,6 @@ def _fibres(type_: TensorType, axes: Sequence[str]) -> list[tuple[int, ...]]:
     return [tuple(ranks) for ranks in found.values()]
 
 
-# Reductions
-
-
-def _reduced(
-    held: Mapping[int, Region], groups: Sequence[tuple[int, ...]], needs: Mapping[int, Region]
-) -> list[Round]:
-    """Combine the summands: to what is needed if the groups themselves need it, or else to shares.
-
-    Afterwards no rank holds a summand.
-    """
-    if held.keys() == needs.keys():
-        found = [_reduced_to_needs(group, held[group[0]], needs) for group in groups]
-        if None not in found:
-            return _combined([pair for pair in found if pair is not None])
-    alike: dict[Region, list[tuple[int, ...]]] = {}
-    for group in groups:
-        alike.setdefault(held[group[0]], []).append(group)
-    preferred = _cut_dims(needs.values())
-    return _combined(
-        [
-            pair
-            for region, copies in alike.items()
-            for pair in _reduced_to_shares(copies, region, preferred)
-        ]
-    )
-
-
-_Reduction = tuple[tuple[int, ...], Fibre | None, tuple[Region | None, ...]]
-"""A group, the collective that reduces its summands if one does, and what each rank then holds."""
-
-
-def _combined(reductions: Sequence[_Reduction]) -> list[Round]:
-    """A round of collectives, and one of messages for what these cannot do."""
-    fibres = tuple(fibre for _, fibre, _ in reductions if fibre is not None)
-    after: dict[int, Region | None] = {}
-    rest: dict[int, Region | None] = {}
-    groups, messages = [], []
-    for group, fibre, pieces in reductions:
-        (rest if fibre is None else after).update(zip(group, pieces, strict=True))
-        if fibre is None and any(piece is not None and volume(piece) for piece in pieces):
-            groups.append(group)
-            messages += [
-                Message(other, rank, piece)
-                for rank, piece in zip(group, pieces, strict=True)
-                if piece is not None and volume(piece)
-                for other in group
-                if other != rank
-            ]
-    found: list[Round] = []
-    if fibres:
-        found.append(Reduce(fibres, after))
-    if rest:
-        found.append(Combine(tuple(groups), tuple(messages), rest))
-    return found
-
-
-def _reduced_to_needs(
-    group: tuple[int, ...], region: Region, needs: Mapping[int, Region]
-) -> _Reduction | None:
-    """Each rank gets what it needs, if the group has it and no part is combined twice."""
-    wanted = tuple(needs[rank] for rank in group)
-    if any(overlap(need, region) != need for need in wanted):
-        return None
-    filled = [need for need in wanted if volume(need)]
-    if not filled:
-        return group, None, wanted
-    if len(filled) == len(group) and len(set(filled)) == 1:
-        return group, Fibre(group, filled[0], wanted), wanted
-    if len(set(filled)) < len(filled):
-        return None
-    return group, _scattered(group, wanted), wanted
-
-
-def _scattered(group: tuple[int, ...], pieces: Sequence[Region]) -> Fibre | None:
-    """The reduce-scatter that gives these pieces, if there is one."""
-    first, last = pieces[0], pieces[-1]
-    dims = [dim for dim, (a, b) in enumerate(zip(first, last, strict=True)) if a != b]
-    if len(dims) != 1:
-        return None
-    (dim,) = dims
-    intervals = [interval for piece in pieces for interval in piece[dim]]
-    if any(a[1] > b[0] for a, b in pairwise(intervals)):
-        return None
-    fibre = Fibre.shared(group, (*first[:dim], merge(intervals), *first[dim + 1 :]), dim)
-    return fibre if fibre.pieces == tuple(pieces) and fibre.is_even else None
-
-
-def _reduced_to_shares(
-    groups: Sequence[tuple[int, ...]], region: Region, preferred: Sequence[int]
-) -> Iterator[_Reduction]:
-    """Groups that hold copies of the same summands combine a share each; or the first does all."""
-    size, count = len(groups[0]), len(groups)
-    dim = _even_dim(region, size * count, preferred) if volume(region) else None
-    if dim is not None:
-        for index, group in enumerate(groups):
-            fibre = Fibre.shared(group, share(region, index, count, dim), dim)
-            yield group, fibre, fibre.pieces
-        return
-    first, *others = groups
-    dim = _even_dim(region, size, preferred) if volume(region) else None
-    if dim is not None:
-        fibre = Fibre.shared(first, region, dim)
-        yield first, fibre, fibre.pieces
-    elif region:
-        yield first, None, tuple(share(region, index, size) for index in range(size))
-    else:
-        yield first, None, (region, *(None,) * (size - 1))
-    for group in others:
-        yield group, None, (None,) * size
-
-
 # Messages and gathers
 
 
@@ -331,7 +218,7 @@ def _complements(region: Region, own: Mapping[int, Region]) -> list[list[Fibre]]
     Each is along one dimension: first along the last one that is cut. There are none if pieces are
     uneven, or one has more copies than another.
     """
-    dims = _cut_dims(set(own.values()))
+    dims = cut_dims(set(own.values()))
     if not dims:
         return []
     dim = dims[-1]
@@ -366,31 +253,14 @@ def _shared(region: Region, ranks: Sequence[int], holders: Holders) -> list[list
     count = len(ranks)
     if count < 2 or not volume(region):
         return []
-    preferred = _cut_dims(common for _, common in holders.meeting(region))
-    dim = _even_dim(region, count, preferred)
+    preferred = cut_dims(common for _, common in holders.meeting(region))
+    dim = even_dim(region, count, preferred)
     if dim is None:
         sizes = shape_of(region)
         dim = max(range(len(sizes)), key=sizes.__getitem__, default=None)
         if dim is None or sizes[dim] < count:
             return []
     return [[Fibre.shared(tuple(ranks), region, dim)]]
-
-
-# Dimensions
-
-
-def _cut_dims(pieces: Iterable[Region]) -> list[int]:
-    """The dimensions in which pieces differ."""
-    columns = [set(column) for column in zip(*pieces, strict=True)]
-    return [dim for dim, found in enumerate(columns) if len(found) > 1]
-
-
-def _even_dim(region: Region, count: int, preferred: Sequence[int]) -> int | None:
-    """A dimension with a multiple of so many indices: a preferred one, or else the first."""
-    return next(
-        (dim for dim in (*preferred, *range(len(region))) if length(region[dim]) % count == 0),
-        None,
-    )
 
 
 # Checks

@@ -271,14 +271,14 @@ class Interpreter:
         return list(itertools.accumulate(parts, self._combine))[-1]
 
     def _reduce(self, step: Reduce) -> dict[int, Any]:
-        after = {}
+        after: dict[int, Any] = {}
         for fibre in step.fibres:
             index = selected(fibre.region)
             total = self._nothing()
             total[index] = self._total([self.part(rank, fibre.region) for rank in fibre.ranks])
             count = len(fibre.ranks)
             for rank, piece in zip(fibre.ranks, fibre.pieces, strict=True):
-                after[rank] = restricted(total, piece)
+                after.setdefault(rank, self._nothing())[selected(piece)] = total[selected(piece)]
                 doubled = 2 if fibre.dim is None else 1
                 self.received[rank] += doubled * total[index].size * (count - 1) // count
         return after

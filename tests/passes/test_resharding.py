@@ -241,6 +241,17 @@ def test_summands_to_an_uneven_cut_are_sent() -> None:
     assert found.received() == {0: 6, 1: 9, 2: 6, 3: 9}
 
 
+def test_summands_of_packed_blocks_take_a_reduce_scatter_for_each() -> None:
+    source = tensor((24,), ranks(0, 4), summed=SUM)
+    found = plan(source, TensorType(DType.F32, (24,), ranks(0, 4), Layout((Cut(("*",), 3),))))
+    (step,) = found.rounds
+    assert isinstance(step, Reduce)
+    assert [fibre.region for fibre in step.fibres] == [
+        (((start, start + 8),),) for start in (0, 8, 16)
+    ]
+    assert set(found.received().values()) == {24 * 3 // 4}
+
+
 def test_summands_along_two_axes_are_those_of_one_fibre() -> None:
     mesh = Mesh((3, 2, 1, 0), "m", (("dp", 2), ("tp", 2)))
     found = plan(tensor((8,), mesh, summed=("dp", "tp")), tensor((8,), mesh))

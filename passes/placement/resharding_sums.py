@@ -1,0 +1,148 @@
+"""Reductions of a transfer: which ranks combine which summands, by collectives or by messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+
+from ...ir.layout import Region, length, merge, overlap, share, volume
+from .resharding_plan import Combine, Fibre, Message, Reduce, Round
+
+
+def reduced(
+    held: Mapping[int, Region], groups: Sequence[tuple[int, ...]], needs: Mapping[int, Region]
+) -> list[Round]:
+    """Combine the summands: to what is needed if the groups themselves need it, or else to shares.
+
+    Afterwards no rank holds a summand.
+
+    Args:
+        held: the region that each rank has a summand of.
+        groups: the ranks that hold summands of one another, in the order of the sum.
+        needs: the region that each rank is to have.
+    """
+    if held.keys() == needs.keys():
+        found = [_reduced_to_needs(group, held[group[0]], needs) for group in groups]
+        if None not in found:
+            return _combined([pair for pair in found if pair is not None])
+    alike: dict[Region, list[tuple[int, ...]]] = {}
+    for group in groups:
+        alike.setdefault(held[group[0]], []).append(group)
+    preferred = cut_dims(needs.values())
+    return _combined(
+        [
+            pair
+            for region, copies in alike.items()
+            for pair in _reduced_to_shares(copies, region, preferred)
+        ]
+    )
+
+
+_Reduction = tuple[tuple[int, ...], tuple[Fibre, ...], tuple[Region | None, ...]]
+"""A group, the collectives that reduce its summands if any do, and what each rank then holds."""
+
+_MOST_BLOCKS = 4
+"""Blocks of a dimension with a reduce-scatter each; more than that are sent."""
+
+
+def _combined(reductions: Sequence[_Reduction]) -> list[Round]:
+    """A round of collectives, and one of messages for what these cannot do."""
+    fibres = tuple(fibre for _, found, _ in reductions for fibre in found)
+    after: dict[int, Region | None] = {}
+    rest: dict[int, Region | None] = {}
+    groups, messages = [], []
+    for group, found, pieces in reductions:
+        (after if found else rest).update(zip(group, pieces, strict=True))
+        if not found and any(piece is not None and volume(piece) for piece in pieces):
+            groups.append(group)
+            messages += [
+                Message(other, rank, piece)
+                for rank, piece in zip(group, pieces, strict=True)
+                if piece is not None and volume(piece)
+                for other in group
+                if other != rank
+            ]
+    rounds: list[Round] = []
+    if fibres:
+        rounds.append(Reduce(fibres, after))
+    if rest:
+        rounds.append(Combine(tuple(groups), tuple(messages), rest))
+    return rounds
+
+
+def _reduced_to_needs(
+    group: tuple[int, ...], region: Region, needs: Mapping[int, Region]
+) -> _Reduction | None:
+    """Each rank gets what it needs, if the group has it and no part is combined twice."""
+    wanted = tuple(needs[rank] for rank in group)
+    if any(overlap(need, region) != need for need in wanted):
+        return None
+    filled = [need for need in wanted if volume(need)]
+    if not filled:
+        return group, (), wanted
+    if len(filled) == len(group) and len(set(filled)) == 1:
+        return group, (Fibre(group, filled[0], wanted),), wanted
+    if len(set(filled)) < len(filled):
+        return None
+    return group, _scattered(group, wanted), wanted
+
+
+def _scattered(group: tuple[int, ...], pieces: Sequence[Region]) -> tuple[Fibre, ...]:
+    """The reduce-scatters that give these pieces, one for each block of a dimension.
+
+    There are none if pieces are uneven, or not in the order of the group.
+    """
+    dims = cut_dims(pieces)
+    counts = {len(piece[dim]) for piece in pieces for dim in dims}
+    if len(dims) != 1 or len(counts) != 1 or not counts <= set(range(1, _MOST_BLOCKS + 1)):
+        return ()
+    (dim,), (count,) = dims, counts
+    fibres = []
+    for block in range(count):
+        intervals = [piece[dim][block] for piece in pieces]
+        if any(before[1] > after[0] for before, after in pairwise(intervals)):
+            return ()
+        first = pieces[0]
+        fibre = Fibre.shared(group, (*first[:dim], merge(intervals), *first[dim + 1 :]), dim)
+        if [piece[dim] for piece in fibre.pieces] != [(each,) for each in intervals]:
+            return ()
+        fibres.append(fibre)
+    return tuple(fibres) if all(fibre.is_even for fibre in fibres) else ()
+
+
+def _reduced_to_shares(
+    groups: Sequence[tuple[int, ...]], region: Region, preferred: Sequence[int]
+) -> Iterator[_Reduction]:
+    """Groups that hold copies of the same summands combine a share each; or the first does all."""
+    size, count = len(groups[0]), len(groups)
+    dim = even_dim(region, size * count, preferred) if volume(region) else None
+    if dim is not None:
+        for index, group in enumerate(groups):
+            fibre = Fibre.shared(group, share(region, index, count, dim), dim)
+            yield group, (fibre,), fibre.pieces
+        return
+    first, *others = groups
+    dim = even_dim(region, size, preferred) if volume(region) else None
+    if dim is not None:
+        fibre = Fibre.shared(first, region, dim)
+        yield first, (fibre,), fibre.pieces
+    elif region:
+        yield first, (), tuple(share(region, index, size) for index in range(size))
+    else:
+        yield first, (), (region, *(None,) * (size - 1))
+    for group in others:
+        yield group, (), (None,) * size
+
+
+def cut_dims(pieces: Iterable[Region]) -> list[int]:
+    """The dimensions in which pieces differ."""
+    columns = [set(column) for column in zip(*pieces, strict=True)]
+    return [dim for dim, found in enumerate(columns) if len(found) > 1]
+
+
+def even_dim(region: Region, count: int, preferred: Sequence[int]) -> int | None:
+    """A dimension with a multiple of so many indices: a preferred one, or else the first."""
+    return next(
+        (dim for dim in (*preferred, *range(len(region))) if length(region[dim]) % count == 0),
+        None,
+    )
