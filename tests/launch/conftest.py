@@ -14,11 +14,15 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
 import cg
 from cg.launch.job.ancestors import above
+
+from ..mpi import jobs as mpi
+from ..mpi import warm as interpreting
 
 PROGRAMS = Path(__file__).parent / "programs"
 LIMIT = 60.0
@@ -153,12 +157,45 @@ def start() -> Iterator[Start]:
             kill_all(job)
 
 
+class Launch(Protocol):
+    """Starts a program of `programs/` by our launcher, on so many ranks."""
+
+    def __call__(
+        self,
+        ranks: int,
+        name: str,
+        *arguments: str,
+        options: Sequence[str] = (),
+        warm: bool = False,
+        **variables: str,
+    ) -> Job:
+        """With `warm`, ranks are forks (`mpi/warm.py`): of no use where processes are looked at."""
+        ...
+
+
 @pytest.fixture
-def launch(start: Start) -> Start:
+def launch(start: Start) -> Launch:
     """Starts a program of `programs/` by our launcher: `launch(ranks, "name", "arg")`."""
 
-    def begin(ranks: int, name: str, *arguments: str, options: Sequence[str] = ()) -> Job:
+    def begin(
+        ranks: int,
+        name: str,
+        *arguments: str,
+        options: Sequence[str] = (),
+        warm: bool = False,
+        **variables: str,
+    ) -> Job:
         launcher = [sys.executable, "-m", "cg.launch", "-n", str(ranks), *options]
-        return start([*launcher, PROGRAMS / name, *arguments])
+        program: list[str | Path] = [PROGRAMS / name, *arguments]
+        if warm:
+            program.insert(0, interpreting.__file__)
+            variables |= of_interpreters()
+        return start([*launcher, *program], **variables)
 
     return begin
+
+
+def of_interpreters() -> dict[str, str]:
+    """The variables with which `mpi/warm.py` finds interpreters of which to fork ranks."""
+    addresses = (each.address for each in mpi.interpreters())
+    return {interpreting.INTERPRETERS: os.pathsep.join(addresses)}

@@ -1,4 +1,8 @@
-"""Whole jobs under the launcher: whatever a rank does, the job ends, with its code and message."""
+"""Whole jobs under the launcher: whatever a rank does, the job ends, with its code and message.
+
+Ranks are forks of an interpreter that has imported torch where a test says nothing of signals, of
+process managers, of ports or of what a job leaves behind.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,8 @@ import pytest
 
 from cg.launch.job.launcher import Flavour, find
 
-from .conftest import PROGRAMS, Job, Start
+from ..mpi import warm as interpreting
+from .conftest import PROGRAMS, Job, Launch, Start, of_interpreters
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -26,7 +31,7 @@ def mpi_launcher() -> tuple[Path, Flavour]:
     return launcher.path, launcher.flavour
 
 
-def test_ranks_talk_and_leave_nothing(launch: Start) -> None:
+def test_ranks_talk_and_leave_nothing(launch: Launch) -> None:
     job = launch(3, "behave.py", "talk", "3")
     assert job.finish() == 0, job.output
     assert job.segments() == []
@@ -35,15 +40,15 @@ def test_ranks_talk_and_leave_nothing(launch: Start) -> None:
 
 
 @pytest.mark.parametrize("mode", ["early", "early_asleep", "in_collective", "asleep"])
-def test_an_exception_on_one_rank_ends_the_job(launch: Start, mode: str) -> None:
-    job = launch(2, "behave.py", mode)
+def test_an_exception_on_one_rank_ends_the_job(launch: Launch, mode: str) -> None:
+    job = launch(2, "behave.py", mode, warm="asleep" not in mode)
     assert job.finish() == 1, job.output
     assert re.search(FAILURE, job.output)
     assert "behave.py" in job.output
     assert "[rank 0]" not in job.output
 
 
-def test_a_rank_that_ends_with_code_0_in_the_middle_ends_the_job(launch: Start) -> None:
+def test_a_rank_that_ends_with_code_0_in_the_middle_ends_the_job(launch: Launch) -> None:
     job = launch(2, "behave.py", "vanish")
     assert job.finish() != 0, job.output
     in_the_middle = (
@@ -54,33 +59,33 @@ def test_a_rank_that_ends_with_code_0_in_the_middle_ends_the_job(launch: Start) 
     assert re.search(in_the_middle, job.output) or any(word in job.output for word in noticed)
 
 
-def test_an_exception_in_a_thread_ends_the_job(launch: Start) -> None:
-    job = launch(2, "behave.py", "in_thread")
+def test_an_exception_in_a_thread_ends_the_job(launch: Launch) -> None:
+    job = launch(2, "behave.py", "in_thread", warm=True)
     assert job.finish() == 1, job.output
     assert "[rank 1] in thread helper:" in job.output
     assert re.search(FAILURE, job.output)
 
 
-def test_an_exception_ends_the_job_where_the_program_has_its_own_hook(launch: Start) -> None:
-    job = launch(2, "behave.py", "hook_replaced")
+def test_an_exception_ends_the_job_where_the_program_has_its_own_hook(launch: Launch) -> None:
+    job = launch(2, "behave.py", "hook_replaced", warm=True)
     assert job.finish() == 1, job.output
     assert "ValueError: this rank is bad" in job.output
 
 
 @pytest.mark.parametrize("mode", ["exit_three", "exit_three_early", "raise_exit"])
-def test_the_code_of_one_ranks_exit_is_the_jobs(launch: Start, mode: str) -> None:
-    job = launch(2, "behave.py", mode)
+def test_the_code_of_one_ranks_exit_is_the_jobs(launch: Launch, mode: str) -> None:
+    job = launch(2, "behave.py", mode, warm=True)
     assert job.finish() == 3, job.output
 
 
-def test_an_exit_that_is_caught_does_not_end_the_job(launch: Start) -> None:
-    job = launch(2, "behave.py", "catch")
+def test_an_exit_that_is_caught_does_not_end_the_job(launch: Launch) -> None:
+    job = launch(2, "behave.py", "catch", warm=True)
     assert job.finish() == 0, job.output
     assert job.output.count("caught=3") == 2
 
 
-def test_a_rank_that_leaves_early_is_named(launch: Start) -> None:
-    job = launch(2, "behave.py", "leave")
+def test_a_rank_that_leaves_early_is_named(launch: Launch) -> None:
+    job = launch(2, "behave.py", "leave", warm=True)
     assert job.finish() == 1, job.output
     assert re.search(
         r"rank 0 waits in barrier at \S+behave.py:\d+, but the program of rank 1 has ended. "
@@ -89,15 +94,15 @@ def test_a_rank_that_leaves_early_is_named(launch: Start) -> None:
     )
 
 
-def test_ranks_in_different_calls_are_told_so(launch: Start) -> None:
-    job = launch(2, "behave.py", "diverge", options=["--timeout", "4"])
+def test_ranks_in_different_calls_are_told_so(launch: Launch) -> None:
+    job = launch(2, "behave.py", "diverge", options=["--timeout", "4"], warm=True)
     assert job.finish() == 1, job.output
     assert re.search(r"barrier at \S+behave.py:\d+", job.output)
     assert "Every rank must make the same calls in the same order" in job.output
 
 
-def test_a_rank_that_does_not_come_is_named(launch: Start) -> None:
-    job = launch(3, "behave.py", "late", options=["--timeout", "2"])
+def test_a_rank_that_does_not_come_is_named(launch: Launch) -> None:
+    job = launch(3, "behave.py", "late", options=["--timeout", "2"], warm=True)
     assert job.finish() == 1, job.output
     assert re.search(
         r"gave up barrier at \S+behave.py:\d+ after 2 s: rank 1 did not come. Look at what is "
@@ -106,52 +111,55 @@ def test_a_rank_that_does_not_come_is_named(launch: Start) -> None:
     )
 
 
-def test_a_rank_that_outstays_the_others_is_an_error(launch: Start) -> None:
-    job = launch(2, "behave.py", "outstay", options=["--timeout", "2"])
+def test_a_rank_that_outstays_the_others_is_an_error(launch: Launch) -> None:
+    job = launch(2, "behave.py", "outstay", options=["--timeout", "2"], warm=True)
     assert job.finish() == 1, job.output
     assert "[rank 0] the program of rank 0 ended 2 s ago, but another rank's still" in job.output
 
 
-def test_a_rank_that_never_starts_is_waited_for_no_longer_than_the_deadline(launch: Start) -> None:
-    job = launch(2, "behave.py", "never_start", options=["--timeout", "3"])
+def test_a_rank_that_never_starts_is_waited_for_no_longer_than_the_deadline(launch: Launch) -> None:
+    job = launch(2, "behave.py", "never_start", options=["--timeout", "3"], warm=True)
     assert job.finish() == 1, job.output
     # Open MPI's launcher sees by itself that a rank has ended without initialising.
     assert "_initialise_on_every_rank" in job.output or "init" in job.output
 
 
-def test_ranks_that_see_an_accelerator_of_their_own_each_take_it(launch: Start) -> None:
-    job = launch(2, "behave.py", "see_one", "a", "b", options=["--device", "cuda"])
+def test_ranks_that_see_an_accelerator_of_their_own_each_take_it(launch: Launch) -> None:
+    job = launch(2, "behave.py", "see_one", "a", "b", options=["--device", "cuda"], warm=True)
     assert job.finish() == 0, job.output
     assert job.output.count("device=cuda:0") == 2, job.output
     assert "CG_DEVICE" not in job.output
 
 
 def test_ranks_that_see_the_same_accelerator_stay_on_the_host_and_one_says_so(
-    launch: Start,
+    launch: Launch,
 ) -> None:
-    job = launch(2, "behave.py", "see_one", "a", "a", options=["--device", "auto"])
+    job = launch(2, "behave.py", "see_one", "a", "a", options=["--device", "auto"], warm=True)
     assert job.finish() == 0, job.output
     assert job.output.count("device=None") == 2, job.output
     assert job.output.count("[rank 0] CG_DEVICE=auto leaves actors on the host: 2 ranks") == 1
     assert job.output.count("CG_DEVICE=auto") == 1, job.output
 
 
-def test_ranks_may_end_at_different_times(launch: Start) -> None:
-    job = launch(2, "behave.py", "skew")
+def test_ranks_may_end_at_different_times(launch: Launch) -> None:
+    job = launch(2, "behave.py", "skew", warm=True)
     assert job.finish() == 0, job.output
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_to_the_launcher_ends_the_job(launch: Start, number: signal.Signals) -> None:
-    job = launch(3, "behave.py", "wait")
-    job.wait_for("ready", 3)
+def test_a_signal_to_the_launcher_ends_the_job(launch: Launch, number: signal.Signals) -> None:
+    job = launch(2, "behave.py", "wait")
+    job.wait_for("ready", 2)
     job.process.send_signal(number)
     assert job.finish() == 128 + number, job.output
-    assert f"cg.launch: {number.name} ended all 3 ranks" in job.output
+    assert f"cg.launch: {number.name} ended all 2 ranks" in job.output
 
 
-def plain(start: Start, *program: str | Path, **variables: str) -> Job:
-    """Start a program by the MPI's own launcher."""
+def plain(start: Start, *program: str | Path, warm: bool = False, **variables: str) -> Job:
+    """Start a program by the MPI's own launcher; `warm` as for `launch`."""
+    if warm:
+        program = (sys.executable, interpreting.__file__, *program)
+        variables |= of_interpreters()
     path, flavour = mpi_launcher()
     root = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
     options = ["--map-by", ":OVERSUBSCRIBE"] if flavour is Flavour.OPEN_MPI else []
@@ -165,10 +173,10 @@ def test_ctrl_c_reaches_ranks_under_plain_mpirun(start: Start) -> None:
     assert job.finish() != 0, job.output
 
 
-def test_a_rank_that_is_killed_ends_the_job(launch: Start) -> None:
-    job = launch(3, "behave.py", "wait")
-    job.wait_for("ready", 3)
-    victim = re.search(r"process=2:(\d+)", job.output)
+def test_a_rank_that_is_killed_ends_the_job(launch: Launch) -> None:
+    job = launch(2, "behave.py", "wait")
+    job.wait_for("ready", 2)
+    victim = re.search(r"process=0:(\d+)", job.output)
     assert victim is not None
     os.kill(int(victim[1]), signal.SIGKILL)
     assert job.finish() in (9, 137), job.output
@@ -176,7 +184,7 @@ def test_a_rank_that_is_killed_ends_the_job(launch: Start) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
 def test_a_process_manager_that_is_killed_ends_the_job(
-    launch: Start, number: signal.Signals
+    launch: Launch, number: signal.Signals
 ) -> None:
     job = launch(2, "behave.py", "with_child")
     job.wait_for("ready", 2)
@@ -196,11 +204,13 @@ def test_a_process_manager_that_is_killed_ends_the_job_under_plain_mpirun(
     assert job.finish() != 0, job.output
 
 
-def test_nohup_keeps_the_launcher_from_the_end_of_a_terminal(launch: Start, tmp_path: Path) -> None:
+def test_nohup_keeps_the_launcher_from_the_end_of_a_terminal(
+    launch: Launch, tmp_path: Path
+) -> None:
     end = tmp_path / "end"
     previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        job = launch(2, "behave.py", "until", str(end))
+        job = launch(2, "behave.py", "until", str(end), warm=True)
     finally:
         signal.signal(signal.SIGHUP, previous)
     job.wait_for("ready", 2)
@@ -211,7 +221,7 @@ def test_nohup_keeps_the_launcher_from_the_end_of_a_terminal(launch: Start, tmp_
 
 @pytest.mark.parametrize("by", ["cg.launch", "mpirun"])
 def test_garbage_at_every_port_neither_ends_nor_stalls_a_job(
-    launch: Start, start: Start, tmp_path: Path, by: str
+    launch: Launch, start: Start, tmp_path: Path, by: str
 ) -> None:
     end = tmp_path / "end"
     program = [sys.executable, "-u", PROGRAMS / "behave.py", "until", end]
@@ -233,8 +243,8 @@ def test_garbage_at_every_port_neither_ends_nor_stalls_a_job(
         link.close()
 
 
-def test_the_jobs_folder_and_its_files_are_the_users_own(launch: Start) -> None:
-    job = launch(2, "behave.py", "modes")
+def test_the_jobs_folder_and_its_files_are_the_users_own(launch: Launch) -> None:
+    job = launch(2, "behave.py", "modes", warm=True)
     assert job.finish() == 0, job.output
     assert job.output.count("mode=700\n") == 2, job.output
     assert job.output.count("mode=600\n") == 4, job.output
@@ -267,20 +277,19 @@ def test_one_process_of_torchrun_is_a_world(start: Start, tmp_path: Path) -> Non
 
 def test_the_variables_of_torch_in_a_job_of_mpi_mean_nothing(start: Start, tmp_path: Path) -> None:
     variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
-    program = [sys.executable, PROGRAMS / "copies.py", "alone", tmp_path, "2"]
-    job = plain(start, *program, **variables)
+    job = plain(start, PROGRAMS / "copies.py", "alone", tmp_path, "2", warm=True, **variables)
     assert job.finish() == 0, job.output
     assert job.output.count("size=2\n") == 2, job.output
 
 
-def test_ranks_that_are_asked_for_late_are_refused(launch: Start, tmp_path: Path) -> None:
-    job = launch(2, "copies.py", "late", str(tmp_path), "2")
+def test_ranks_that_are_asked_for_late_are_refused(launch: Launch, tmp_path: Path) -> None:
+    job = launch(2, "copies.py", "late", str(tmp_path), "2", warm=True)
     assert job.finish() == 0, job.output
     assert job.output.count("size=2\n") == 2
     assert job.output.count("refused: CG_RANKS=3 has been set after the world had begun") == 2
 
 
-def test_killing_the_launcher_ends_the_job(launch: Start) -> None:
+def test_killing_the_launcher_ends_the_job(launch: Launch) -> None:
     job = launch(2, "behave.py", "wait")
     job.wait_for("ready", 2)
     job.process.kill()
@@ -303,17 +312,13 @@ def test_plain_python_plays_the_ranks_that_it_is_told_to(start: Start) -> None:
 
 
 def test_virtual_ranks_under_an_mpi_launcher_are_an_error(start: Start) -> None:
-    path, _ = mpi_launcher()
-    root = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
-    variables = {**dict.fromkeys(root, "1"), "CG_RANKS": "5"}
-    job = start([path, "-n", "2", sys.executable, PROGRAMS / "behave.py", "talk"], **variables)
+    job = plain(start, PROGRAMS / "behave.py", "talk", warm=True, CG_RANKS="5")
     assert job.finish() == 1, job.output
     assert "CG_RANKS=5 asks for ranks in one process" in job.output
 
 
-def test_a_library_that_does_not_exist_is_an_error(launch: Start, start: Start) -> None:
-    command = [sys.executable, "-m", "cg.launch", "-n", "2", PROGRAMS / "behave.py", "talk", "2"]
-    job = start(command, MPI4PY_LIBMPI="/nowhere/libmpi.so")
+def test_a_library_that_does_not_exist_is_an_error(launch: Launch) -> None:
+    job = launch(2, "behave.py", "talk", "2", warm=True, MPI4PY_LIBMPI="/nowhere/libmpi.so")
     assert job.finish() == 1, job.output
     assert "but MPI cannot be loaded" in job.output
     assert "pip install mpi4py mpich" in job.output
