@@ -48,6 +48,7 @@ def is_installed(file: str) -> bool:
     return "site-packages" in file or "dist-packages" in file
 
 
+@functools.cache
 def is_own_file(file: str) -> bool:
     """True if a source file is the user's own, and of no installed package."""
     return is_user_file(file) and not is_installed(file)

@@ -8,7 +8,6 @@ execution.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -222,7 +221,7 @@ class Instance:
         """Send a report when all else is done; await those of others."""
         await_reports(self._code, self.program, reports)
         if reports.send is not None:
-            last = replace(KEEP, op=last_op(self.program))
+            last = KEEP._replace(op=last_op(self.program))
             self._code.insert(None, partial(self._report, reports.send), last)
             self._code.insert(None, reports.send.poll, last)
 

@@ -7,8 +7,7 @@ need no instruction at all.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 import torch
 from torch import Tensor
@@ -78,6 +77,8 @@ class Binder:
         self._execution = lambda: code.execution
         self._ports: dict[Value, Port] = {}
         self._indices: dict[Value, int] = {}
+        self._found: dict[str, Body | None] = {}
+        self._holding: dict[type[Port], bool] = {}
         self._copies: dict[int, int] = {}
         self._returned: frozenset[Value] = frozenset()
         self._at = 0
@@ -128,7 +129,7 @@ class Binder:
         self, instruction: Instruction, info: InstructionInfo, awaited: int | None = None
     ) -> None:
         self._code.instructions.append(instruction)
-        self._code.infos.append(replace(info, op=self._at, awaited=awaited))
+        self._code.infos.append(info._replace(op=self._at, awaited=awaited))
 
     def _register(self, value: Value) -> int:
         return self._layout.registers[value]
@@ -249,12 +250,9 @@ class Binder:
 
     def _bind_call(self, op: Call) -> None:
         function = self._module.functions[op.fn.name]
-        body: Body | None
-        if function.kind is FunctionKind.BUILTIN:
-            body = builtins.implementation(function)
-        else:
-            body = self._bodies.get(function.body_name)
-            body = body.run if isinstance(body, GraphBody) else body
+        if function.name not in self._found:
+            self._found[function.name] = self._body(function)
+        body = self._found[function.name]
         if body is None:
             owner = f"; actor {function.actor} must live on this rank" if function.actor else ""
             self._fail(op, f"there is no body for @{function.body_name}{owner}")
@@ -280,6 +278,13 @@ class Binder:
         info = InstructionInfo(Role.COMPUTE, tuple(inputs), tuple(targets), function=function)
         self._emit(run, info)
 
+    def _body(self, function: Function) -> Body | None:
+        """What a call of a function runs."""
+        if function.kind is FunctionKind.BUILTIN:
+            return builtins.implementation(function)
+        body = self._bodies.get(function.body_name)
+        return body.run if isinstance(body, GraphBody) else body
+
     def _adapted(self, body: Body, function: Function) -> Body:
         """A body as it is called; what an opaque one returns is checked."""
         return checked(body, function) if function.kind is FunctionKind.OPAQUE else body
@@ -304,7 +309,7 @@ class Binder:
         type_ = op.operands[0].type
         assert not isinstance(type_, FutureType)
         port = communicator.send_port(op, channel, type_)
-        if isinstance(port, OwningPort) and self._may_change(op.operands[0]):
+        if self._may_change(op.operands[0]) and isinstance(port, OwningPort):
             port.own()
         self._issue(op, port)
 
@@ -352,9 +357,17 @@ class Binder:
 
     def _release(self, future: Value) -> None:
         port = self._ports.pop(future)
-        holds = not isinstance(port, HoldingPort) or port.holds
-        if holds and not isinstance(_promised(future), UnitType):
+        if isinstance(_promised(future), UnitType):
+            return
+        if not self._says_whether_it_holds(port) or port.holds:
             self._emit(instructions.release(port), KEEP)
+
+    def _says_whether_it_holds(self, port: Port) -> TypeGuard[HoldingPort]:
+        """Whether it is a `HoldingPort`: asked once of a class, for Python takes long to say so."""
+        kind = type(port)
+        if kind not in self._holding:
+            self._holding[kind] = isinstance(port, HoldingPort)
+        return self._holding[kind]
 
     def _bind_return(self, op: Return) -> None:
         self._code.outputs = tuple(map(self._output, op.operands))

@@ -7,7 +7,7 @@ something has failed goes on by these descriptions (`failures/error_propagation.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ...ir.module import Function
 from ..base import Port
@@ -27,9 +27,8 @@ class Role(enum.Enum):
     KEEP = "keep"
 
 
-@dataclass(frozen=True, slots=True)
-class InstructionInfo:
-    """The facts about one instruction.
+class InstructionInfo(NamedTuple):
+    """The facts about one instruction; a tuple, since that is made fast, for each of thousands.
 
     Attributes:
         role: what it does.

@@ -30,8 +30,11 @@ class VirtualFabric:
 
     def place(self, channel: Channel) -> Place:
         """The place where the ends of a channel's messages, or its group, meet."""
-        kind = Meeting if channel.collective else Edge
-        return self._places.setdefault(channel.id, kind(channel, self.traffic, self._poison))
+        place = self._places.get(channel.id)
+        if place is None:
+            kind = Meeting if channel.collective else Edge
+            place = self._places[channel.id] = kind(channel, self.traffic, self._poison)
+        return place
 
     def let_go(self) -> bool:
         """Let the message that is held complete; whether there was one."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from torch import nn
 
 import cg
 from cg.tracer.errors import TraceError
+from cg.tracer.methods.fake_types import real_kinds
 
 from .function_tools import check_equal, trace
 
@@ -130,3 +133,13 @@ def test_classes_and_names_are_as_before_after_an_error() -> None:
     assert dict(vars(Fails)) == before[0]
     assert dict(vars(nn.Module)) == before[1]
     assert "type" not in globals()
+
+
+def test_modules_of_the_user_are_found_whenever_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(2):  # a new one, then another in its place
+        module = ModuleType("late")
+        module.__file__ = __file__
+        monkeypatch.setitem(sys.modules, "late", module)
+        with real_kinds({}, {}):
+            assert "type" in vars(module)
+        assert "type" not in vars(module)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -224,7 +223,7 @@ class DeviceOnlyInstance(DeviceInstance):
     def _add_reports(self, reports: Reports) -> None:
         """The report goes ahead of the work, which cannot fail."""
         code, gates, send = self._code, self._binder.gates, reports.send
-        last = replace(KEEP, op=last_op(self.program))
+        last = KEEP._replace(op=last_op(self.program))
         if send is not None:
             code.insert(gates, partial(self._report, send), KEEP)
         code.insert(gates, self._begin, KEEP)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from torch import Tensor
 
@@ -35,7 +34,7 @@ def cut(code: Code, binder: DeviceBinder) -> None:
     for number, first, last in runs:
         if number is None:
             instructions += [_fork(binder.order), *code.instructions[first:last]]
-            infos += [replace(KEEP, op=code.infos[first].op), *code.infos[first:last]]
+            infos += [KEEP._replace(op=code.infos[first].op), *code.infos[first:last]]
             continue
         behind = StreamEvent(binder.order) if several else None
         segment = make(number, first, last, range(first, last), behind)
