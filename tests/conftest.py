@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -66,6 +67,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if starts_jobs(item.nodeid):
             item.add_marker(pytest.mark.mpi)
+
+
+def pytest_collection_finish() -> None:
+    """Spare the collector what lives as long as the process: torch, and the tests themselves.
+
+    A search through all that is left is rarer, too: together they took an eighth of the time.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(700, 10, 100)
 
 
 def starts_jobs(nodeid: str) -> bool:
