@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import ClassVar
 
 from ..layout import (
@@ -162,13 +163,14 @@ def _check_region(op: Op, region: Region, held: Region, what: str, value: Value)
 
 def _check_tiles(op: Op, regions: Sequence[Region], piece: Region, what: str) -> None:
     """Raise unless regions within a piece are disjoint, and together all of it."""
+    disjoint = _are_rows(regions)
     for index, region in enumerate(regions):
         if not covers(piece, region):
             raise Problem(
                 f"the region {format_region(region)} is not within {what}, {format_region(piece)}",
                 "an operand is part of what its ranks hold of the result",
             )
-        for other in regions[:index]:
+        for other in () if disjoint else regions[:index]:
             if common := volume(overlap(region, other)):
                 raise Problem(
                     f"the regions {format_region(other)} and {format_region(region)} of {what} "
@@ -181,3 +183,12 @@ def _check_tiles(op: Op, regions: Sequence[Region], piece: Region, what: str) ->
             f"{missing} elements of {what}, {format_region(piece)}, are in no region",
             "regions of one rank are together all that it holds of the result",
         )
+
+
+def _are_rows(regions: Sequence[Region]) -> bool:
+    """Whether regions differ in one dimension alone, in which they are disjoint."""
+    columns = [column for column in zip(*regions, strict=True) if len(set(column)) > 1]
+    if len(columns) != 1:
+        return False
+    intervals = sorted(interval for column in columns[0] for interval in column)
+    return all(one[1] <= other[0] for one, other in pairwise(intervals))

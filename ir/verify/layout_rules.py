@@ -56,7 +56,9 @@ def check_mesh(name: str, mesh: Mesh, module: Module) -> str | None:
 
 
 def check_signature(function: Function, phase: Phase) -> str | None:
-    """The problem with the layouts of a function's inputs and outputs, if there is one."""
+    """The problem with the layouts of a function's inputs and outputs, or with its ranks."""
+    if function.ranks and has_places(phase):
+        return f"function @{function.name} has ranks, in phase {phase}; its calls say where it runs"
     for type_ in (*function.inputs, *function.outputs):
         tensor = laid_out(type_)
         if tensor is None:

@@ -9,6 +9,7 @@ value that lacks some goes into no other op: a program that leaves out a reducti
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -78,13 +79,19 @@ class _Part:
         along = (range(sizes[axis]) for axis in self.layout.summands)
         return frozenset(itertools.product(*along))
 
+    @property
+    def count(self) -> int:
+        """The number of all terms."""
+        sizes = dict(_place(self.source).axes)
+        return math.prod(sizes[axis] for axis in self.layout.summands)
+
     def at(self, region: Region) -> _Part:
         """The same terms of another region."""
         return replace(self, region=region)
 
     def __str__(self) -> str:
         where = f"{format_region(self.region)} of %{self.source.name}"
-        return f"{len(self.terms)} of the {len(self.all_terms)} summands of {where}"
+        return f"{len(self.terms)} of the {self.count} summands of {where}"
 
 
 def check_summands(program: Program, functions: Mapping[str, Function]) -> Iterator[Diagnostic]:
@@ -221,7 +228,7 @@ class _Checker:
         return [self._parts[value] for value in values]
 
     def _note(self, value: Value, part: _Part) -> None:
-        if part.terms != part.all_terms:
+        if len(part.terms) < part.count:
             self._parts[value] = part
 
     def _unreduced(self, op: Op, value: Value) -> Problem:

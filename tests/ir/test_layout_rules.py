@@ -59,6 +59,8 @@ SENT = "%t = transfer(%s) {via = cpu} : f32[8,4|+dp.tp]@a"
          "%w has summands along tp.dp, not in the order of @a"),
         ("{2..3}}", "{3..4}}", "mesh @b has ranks (3, 4), the world has 4"),
         ("@next(f32[8/dp,4])", "@next(f32[8/dp,4/dp])", "function @next has a layout that uses an"),
+        ("effect = accumulate", "effect = accumulate, ranks = {0..3}",
+         "function @add has ranks, in phase traced; its calls say where it runs"),
         ("@next(f32[8/dp,4])", "@next(f32[8,4]@a)", "function @next has a place in its signature"),
         # calls take the layouts of their functions
         ("call(%x0, %w0)", "call(%x, %w0)", "%x is f32[8,4], but @up takes as input 0 f32[8/dp,4]"),

@@ -13,6 +13,8 @@ import torch
 import cg
 from cg.backends.virtual.world import VirtualWorld
 from cg.ir.module import Module
+from cg.ir.parser import parse_module
+from cg.ir.verify.verifier import verify
 from cg.launch.api.compiled import Compiled
 from cg.launch.pictures.actor_graph import ActorGraph, actor_graph
 from cg.launch.pictures.actor_graph_svg import graph_svg
@@ -109,6 +111,38 @@ def test_microbatches_are_one_and_backwards_have_names() -> None:
     assert len(states) == 2
     for (source, target), _ in graph.edges.items():
         assert graph.nodes[source].layer < graph.nodes[target].layer
+
+
+LAID_OUT = """module @step phase=scheduled world=2 {
+  function @a.up() -> (f32[2]) {actor = a, effect = write, ranks = {0..1}}
+  function @b.take(f32[4]) -> (unit) {actor = b, effect = write}
+  channel 0 {ranks = {1,0}}
+  program @0() {
+    %h = call() {fn = @a.up} : f32[2]
+    %r = recv() {chan = 0, peer = 1, seq = 0} : future<f32[2]>
+    %v = wait(%r) : f32[2]
+    %y = assemble(%h, %v) {regions = {[0:2], [2:4]}} : f32[4]
+    %u = call(%y) {fn = @b.take} : unit
+    return()
+  }
+  program @1() {
+    %h = call() {fn = @a.up} : f32[2]
+    %p = slice(%h) {region = [0:2]} : f32[2]
+    %s = send(%p) {chan = 0, peer = 0, seq = 0} : future<unit>
+    wait(%s)
+    return()
+  }
+}
+"""
+
+
+def test_what_is_assembled_comes_from_all_its_parts() -> None:
+    module = parse_module(LAID_OUT)
+    verify(module)
+    assert flows(graph_of(module)) == {
+        ("a up", "b take", "f32[4]", ""),
+        ("a up", "b take", "f32[4]", "channel (1, 0)"),
+    }
 
 
 def test_the_picture_has_a_band_for_each_rank_and_a_box_for_each_call() -> None:
