@@ -51,6 +51,7 @@ SAME_THING = {
     "instructions.py": "on the host and on devices",
     "layout.py": "of a tensor over ranks, and of a rank's shared memory",
     "library.py": "the protocol, and NCCL and HCCL behind it",
+    "partition.py": "cuts a graph: into forward and backward, and where ranks exchange something",
     "pool.py": "in each transport between devices",
     "ports.py": "in each transport",
     "registry.py": "of passes, and of transports",

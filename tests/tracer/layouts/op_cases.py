@@ -1,0 +1,283 @@
+"""Ops with small tensors, on which their rules are tried in all layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+ATEN = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class OpCase:
+    """A function of tensors.
+
+    Attributes:
+        function: it.
+        tensors: what it is called with.
+        summands: which of them may be sums over ranks: those that are not indices.
+        tolerance: 0 where sums are exact.
+    """
+
+    function: Callable[..., Any]
+    tensors: Sequence[torch.Tensor]
+    summands: tuple[bool, ...] = ()
+    tolerance: float = 0.0
+
+
+def ints(*shape: int) -> torch.Tensor:
+    """Small integers, so that sums are exact in any order."""
+    generator = torch.Generator().manual_seed(sum(shape) + len(shape))
+    return torch.randint(-3, 4, shape, generator=generator).double()
+
+
+def indices(high: int, *shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(high)
+    return torch.randint(high, shape, generator=generator)
+
+
+def case(function: Callable[..., Any], *tensors: torch.Tensor, tolerance: float = 0.0) -> OpCase:
+    floating = tuple(tensor.is_floating_point() for tensor in tensors)
+    return OpCase(function, tensors, floating, tolerance)
+
+
+def attention_backward(g: torch.Tensor, *qkv: torch.Tensor) -> Any:
+    out, statistics = ATEN._scaled_dot_product_flash_attention_for_cpu(*qkv, 0.0, True)
+    return ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
+        g, *qkv, out, statistics, 0.0, True
+    )
+
+
+def nll(reduction: int) -> Callable[..., Any]:
+    return lambda x, t, w: ATEN.nll_loss_forward(x, t, w, reduction, 2)
+
+
+def nll_backward(reduction: int) -> Callable[..., Any]:
+    return lambda g, x, t, w: ATEN.nll_loss_backward(g, x, t, w, reduction, 2, w.sum())
+
+
+CASES: dict[str, OpCase] = {
+    # pointwise
+    "add": case(torch.add, ints(4, 6), ints(4, 6)),
+    "add broadcast": case(torch.add, ints(4, 6), ints(6)),
+    "add middle": case(lambda x, y: x[:, None] + y, ints(3, 4), ints(5, 4)),
+    "add scalar": case(lambda x: x + 1, ints(3, 5)),
+    "sub": case(torch.sub, ints(3, 2), ints(1, 2)),
+    "mul": case(torch.mul, ints(4, 3), ints(4, 3)),
+    "mul itself": case(lambda x: x * x, ints(4, 3)),
+    "mul scalar": case(lambda x: x * 3, ints(5)),
+    "div": case(lambda x, y: x / (y.abs() + 1), ints(4, 3), ints(3), tolerance=1e-12),
+    "div scalar": case(lambda x: x / 2, ints(4, 3)),
+    "div mode": case(lambda x: torch.div(x, 2, rounding_mode="floor"), ints(4, 3)),
+    "neg": case(torch.neg, ints(4, 3)),
+    "clone": case(torch.clone, ints(4, 3)),
+    "cast": case(lambda x: x.float().long(), ints(4, 3)),
+    "where": case(lambda x, y: torch.where(x > 0, x, y), ints(4, 3), ints(4, 1)),
+    "masked fill": case(lambda x, y: x.masked_fill(y > 0, 0), ints(4, 3), ints(4, 1)),
+    "masked fill 1": case(lambda x, y: x.masked_fill(y > 0, 1), ints(4, 3), ints(4, 1)),
+    "relu": case(torch.relu, ints(4, 3)),
+    "relu backward": case(lambda g, x: ATEN.threshold_backward(g, x, 0), ints(4, 3), ints(4, 3)),
+    "gelu backward": case(lambda g, x: ATEN.gelu_backward(g, x), ints(4), ints(4), tolerance=1e-12),
+    "comparison": case(lambda x, y: (x > y) & (x != 0), ints(4, 3), ints(3)),
+    "scalar": case(lambda x, y: x * y, ints(4, 3), ints()),
+    "in place": case(lambda x, y: x.clone().mul_(2), ints(4, 3), ints(4, 3)),
+    # creation
+    "full like": case(lambda x: x + torch.full_like(x, 2), ints(4, 3)),
+    "zeros": case(lambda x: x - torch.zeros(4, 3, dtype=torch.float64), ints(4, 3)),
+    "arange": case(lambda x: x + torch.arange(5.0, dtype=torch.float64), ints(3, 5)),
+    "arange step": case(lambda x: x * torch.arange(1, 9, 2), ints(3, 4)),
+    "new ones": case(lambda x: x * x.new_ones(5, 3).sum(0), ints(5, 3)),
+    "eye": case(lambda x: x + torch.eye(4, dtype=torch.float64), ints(4, 4)),
+    # views
+    "view split": case(lambda x: x.view(3, 2, 4, 2), ints(6, 8)),
+    "view merge": case(lambda x: x.view(6, 20) * 2, ints(3, 2, 4, 5)),
+    "view flat": case(lambda x: x.view(-1), ints(3, 4)),
+    "view other": case(lambda x: x.view(4, 6), ints(6, 4)),
+    "view ones": case(lambda x: x.view(1, 6, 1, 4), ints(6, 4)),
+    "view back": case(lambda x: x.view(15, 4).view(3, 5, 2, 2), ints(3, 5, 4)),
+    "view empty": case(lambda x: x.view(0, 6), ints(2, 0, 3)),
+    "permute": case(lambda x: x.permute(2, 0, 1), ints(2, 3, 4)),
+    "transpose": case(lambda x: x.transpose(-1, 0), ints(2, 3, 4)),
+    "t": case(lambda x: ATEN.t(x), ints(3, 4)),
+    "unsqueeze": case(lambda x: x.unsqueeze(-1), ints(3, 4)),
+    "squeeze": case(lambda x: x.squeeze(), ints(3, 1, 4, 1)),
+    "squeeze dim": case(lambda x: x.squeeze(1), ints(3, 1, 4)),
+    "expand": case(lambda x: x.expand(5, 3, 4), ints(3, 1)),
+    "expand back": case(lambda x: x.expand(-1, 4, -1).reshape(3, 8) * 1, ints(3, 1, 2)),
+    "repeat": case(lambda x: x.repeat(2, 1, 2), ints(3, 4)),
+    "select": case(lambda x: x.select(1, -1), ints(3, 4)),
+    "select backward": case(lambda g: ATEN.select_backward(g, [3, 5, 4], 1, 2), ints(3, 4)),
+    "slice": case(lambda x: x[:, 1:5:2], ints(3, 6)),
+    "slice all": case(lambda x: x[:, :6], ints(3, 6)),
+    "slice backward": case(lambda g: ATEN.slice_backward(g, [3, 8], 1, 2, 6, 1), ints(3, 4)),
+    "slice backward all": case(lambda g: ATEN.slice_backward(g, [3, 4], 1, 0, 9, 1), ints(3, 4)),
+    "flip": case(lambda x: x.flip(0), ints(3, 4)),
+    "roll": case(lambda x: x.roll(1, 0), ints(3, 4)),
+    "pad": case(lambda x: torch.nn.functional.pad(x, (1, 2)), ints(3, 4)),
+    "pad 1": case(lambda x: torch.nn.functional.pad(x, (1, -1), value=1.0), ints(3, 4)),
+    "tril": case(lambda x: x.tril(1), ints(5, 6)),
+    "triu": case(lambda x: x.triu(-1), ints(2, 4, 5)),
+    # joining
+    "cat": case(lambda x, y: torch.cat([x, y], 1), ints(3, 4), ints(3, 4)),
+    "cat uneven": case(lambda x, y: torch.cat([x, y], 1), ints(3, 4), ints(3, 2)),
+    "stack": case(lambda x, y: torch.stack([x, y], 1), ints(3, 4), ints(3, 4)),
+    "split": case(lambda x: x.split(3, 1), ints(2, 9)),
+    "split uneven": case(lambda x: x.split([2, 3], 1), ints(4, 5)),
+    "split twice": case(lambda x: [p.relu() for p in torch.cat([x, x], 0).split(2)], ints(2, 3)),
+    "unbind": case(lambda x: x.unbind(1), ints(3, 2)),
+    "rotate": case(lambda x: torch.cat([-x[..., 2:], x[..., :2]], -1) + x, ints(3, 4)),
+    "halves of a packed one": case(
+        lambda x, y: torch.cat([x, y], 1)[:, 4:] * 2, ints(2, 4), ints(2, 4)
+    ),
+    "packed backward": case(lambda g: ATEN.slice_backward(g, [2, 12], 1, 4, 8, 1) * 2, ints(2, 4)),
+    # contractions
+    "mm": case(torch.mm, ints(4, 6), ints(6, 3)),
+    "bmm": case(torch.bmm, ints(3, 4, 2), ints(3, 2, 5)),
+    "mv": case(torch.mv, ints(4, 6), ints(6)),
+    "dot": case(torch.dot, ints(6), ints(6)),
+    "addmm": case(torch.addmm, ints(3), ints(4, 6), ints(6, 3)),
+    "addmm scaled": case(
+        lambda b, x, w: torch.addmm(b, x, w, beta=2, alpha=3), ints(4, 3), ints(4, 2), ints(2, 3)
+    ),
+    "baddbmm": case(torch.baddbmm, ints(3, 4, 5), ints(3, 4, 2), ints(3, 2, 5)),
+    "linear": case(torch.nn.functional.linear, ints(3, 2, 4), ints(6, 4), ints(6)),
+    "einsum": case(lambda x, y: torch.einsum("bsd,bde->bse", x, y), ints(2, 3, 4), ints(2, 4, 3)),
+    # reductions
+    "sum": case(torch.sum, ints(4, 6)),
+    "sum dim": case(lambda x: x.sum(1), ints(4, 6)),
+    "sum keep": case(lambda x: x.sum((0, 2), keepdim=True), ints(2, 3, 4)),
+    "mean": case(torch.mean, ints(4, 6), tolerance=1e-12),
+    "mean dim": case(lambda x: x.mean(-1, keepdim=True), ints(3, 5), tolerance=1e-12),
+    "amax": case(lambda x: x.amax(1), ints(4, 6)),
+    "amin": case(lambda x: x.amin((0, 1)), ints(4, 6)),
+    "max": case(torch.max, ints(4, 6)),
+    "prod": case(lambda x: x.prod(1), ints(3, 4)),
+    "var": case(lambda x: x.var(1), ints(3, 5), tolerance=1e-12),
+    "std": case(lambda x: x.std(0, correction=0, keepdim=True), ints(4, 3), tolerance=1e-12),
+    "norm": case(lambda x: torch.linalg.vector_norm(x), ints(4, 3), tolerance=1e-12),
+    "norm 3": case(lambda x: torch.linalg.vector_norm(x, 3, 1), ints(4, 3), tolerance=1e-12),
+    "norm inf": case(lambda x: torch.linalg.vector_norm(x, float("inf")), ints(4, 3)),
+    "logsumexp": case(lambda x: torch.logsumexp(x, 1), ints(4, 3), tolerance=1e-12),
+    "argmax": case(lambda x: x.argmax(1), ints(4, 5)),
+    "max dim": case(lambda x: x.max(0), ints(4, 5)),
+    "any": case(lambda x: (x > 2).any(1), ints(4, 5)),
+    "cumsum": case(lambda x: x.cumsum(1), ints(4, 5)),
+    "sort": case(lambda x: x.sort(dim=1, stable=True)[0], ints(4, 5)),
+    "topk": case(lambda x: x.topk(2, 1)[0], ints(4, 5)),
+    # softmax and losses
+    "softmax": case(lambda x: x.softmax(-1), ints(3, 5), tolerance=1e-12),
+    "softmax middle": case(lambda x: x.softmax(1), ints(2, 4, 3), tolerance=1e-12),
+    "log softmax": case(lambda x: x.log_softmax(-1), ints(3, 5), tolerance=1e-12),
+    "softmax backward": case(
+        lambda g, y: ATEN._softmax_backward_data(g, y, -1, torch.float64),
+        *(ints(3, 5), ints(3, 5)),
+        tolerance=1e-12,
+    ),
+    "log softmax backward": case(
+        lambda g, y: ATEN._log_softmax_backward_data(g, y, -1, torch.float64),
+        *(ints(3, 5), ints(3, 5)),
+        tolerance=1e-12,
+    ),
+    "cross entropy": case(
+        lambda x, t: torch.nn.functional.cross_entropy(x, t, ignore_index=3),
+        *(ints(5, 7), indices(7, 5)),
+        tolerance=1e-12,
+    ),
+    **{
+        f"nll {name}": case(
+            nll(r),
+            *(ints(5, 4), indices(4, 5), ints(4).abs() + 1),
+            tolerance=1e-12,
+        )
+        for r, name in enumerate(("none", "mean", "sum"))
+    },
+    "nll of one": case(
+        lambda x, t: ATEN.nll_loss_forward(x, t, None, 1, -100), ints(4), indices(4)
+    ),
+    **{
+        f"nll backward {name}": case(
+            nll_backward(r),
+            *((ints(5) if r == 0 else ints()), ints(5, 4), indices(4, 5), ints(4).abs() + 1),
+            tolerance=1e-12,
+        )
+        for r, name in enumerate(("none", "mean", "sum"))
+    },
+    # normalizations
+    "layer norm": case(
+        lambda x, w, b: ATEN.native_layer_norm(x, [4], w, b, 1e-5),
+        *(ints(3, 2, 4), ints(4), ints(4)),
+        tolerance=1e-12,
+    ),
+    "layer norm backward": case(
+        lambda g, x, w, b: ATEN.native_layer_norm_backward(
+            *(g, x, [4], x.mean(-1, keepdim=True), x.amax(-1, keepdim=True), w, b),
+            [True, True, True],
+        ),
+        *(ints(3, 2, 4), ints(3, 2, 4), ints(4), ints(4)),
+        tolerance=1e-11,
+    ),
+    "rms norm": case(
+        lambda x, w: ATEN._fused_rms_norm(x, [4], w, 1e-5), ints(3, 4), ints(4), tolerance=1e-12
+    ),
+    "group norm": case(
+        lambda x, w, b: ATEN.native_group_norm(x, w, b, 4, 2, 6, 2, 1e-5),
+        *(ints(4, 2, 6), ints(2), ints(2)),
+        tolerance=1e-12,
+    ),
+    # attention
+    "attention": case(
+        lambda q, k, v: ATEN._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True),
+        *(ints(2, 4, 3, 8), ints(2, 4, 3, 8), ints(2, 4, 3, 8)),
+        tolerance=1e-12,
+    ),
+    "attention of groups": case(
+        lambda q, k, v, m: ATEN._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=m),
+        *(ints(2, 4, 3, 8), ints(2, 2, 3, 8), ints(2, 2, 3, 8), ints(2, 1, 3, 3)),
+        tolerance=1e-12,
+    ),
+    "attention backward": case(
+        lambda g, q, k, v: attention_backward(g, q, k, v),
+        *(ints(2, 4, 3, 8), ints(2, 4, 3, 8), ints(2, 4, 3, 8), ints(2, 4, 3, 8)),
+        tolerance=1e-11,
+    ),
+    # indices
+    "embedding": case(ATEN.embedding.default, ints(7, 3), indices(7, 4, 2)),
+    "embedding backward": case(
+        lambda g, i: ATEN.embedding_dense_backward(g, i, 7, 2, False),
+        ints(4, 2, 3),
+        indices(7, 4, 2),
+    ),
+    "embedding gradient": case(
+        lambda g, i, w: ATEN.embedding_dense_backward(g, i, 7, -1, False) + w,
+        *(ints(4, 2, 3), indices(7, 4, 2), ints(7, 3)),
+    ),
+    "index": case(lambda x, i: x[:, i], ints(3, 4, 2), indices(4, 5)),
+    "index two": case(lambda x, i, j: x[i, :, j], ints(3, 4, 2), indices(3, 2, 1), indices(2, 3)),
+    "index rows": case(lambda x, i: x[torch.arange(4), i], ints(4, 5, 2), indices(5, 4)),
+    "index put": case(
+        lambda x, i, v: ATEN.index_put(x, [i], v, True), ints(4, 3), indices(4, 5), ints(5, 3)
+    ),
+    "index put rows": case(
+        lambda g, i: ATEN.index_put(g.new_zeros(4, 5, 2), [torch.arange(4), i], g, True),
+        *(ints(4, 2), indices(5, 4)),
+    ),
+    "gather": case(lambda x, i: x.gather(1, i), ints(4, 5), indices(5, 4, 2)),
+    "gather part": case(lambda x, i: x.gather(1, i), ints(4, 5), indices(5, 3, 2)),
+    "scatter add": case(
+        lambda x, i, v: x.scatter_add(1, i, v), ints(4, 5), indices(5, 4, 2), ints(4, 2)
+    ),
+    "scatter value": case(lambda x, i: x.scatter(1, i, 1.0), ints(4, 5), indices(5, 4, 2)),
+    "index select": case(lambda x, i: x.index_select(1, i), ints(3, 4), indices(4, 5)),
+    "index add": case(lambda x, i, v: x.index_add(0, i, v), ints(4, 3), indices(4, 5), ints(5, 3)),
+    # random draws
+    "dropout": case(lambda x: ATEN.native_dropout(x, 0.5, True), ints(4, 3)),
+    "bernoulli": case(lambda x: x * torch.empty_like(x).bernoulli_(0.5), ints(4, 3)),
+    "uniform": case(lambda x: x + torch.empty_like(x).uniform_(), ints(4, 3)),
+    "rand like": case(lambda x: x * torch.rand_like(x), ints(4, 3), tolerance=1e-12),
+    "randn": case(
+        lambda x: x * torch.randn(4, 3, dtype=torch.float64), ints(4, 3), tolerance=1e-12
+    ),
+}

@@ -1,0 +1,102 @@
+"""Every rule in all layouts: what ranks compute on pieces is the piece of what the op computes."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from cg.ir.layout import Layout
+from cg.ir.types import Place
+from cg.tracer.layouts.change import DEFAULT
+
+from ...sampling import scale
+from .op_cases import CASES, OpCase
+from .simulation import check, cuts, layout, mesh, trace
+
+MESHES = {"3": mesh(tp=3), "2 x 2": mesh(dp=2, tp=2), "5": mesh(tp=5)}
+"""Of which 3 makes uneven pieces of most dimensions, and 5 empty ones."""
+
+MOST = 12
+"""Layouts of an op that a default run tries on a mesh, spread over all of them."""
+
+
+def layouts(op: OpCase, place: Place) -> Iterator[tuple[Layout, ...]]:
+    every = [
+        list(cuts(tensor.dim(), place, summands))
+        for tensor, summands in zip(op.tensors, op.summands, strict=True)
+    ]
+    found = list(itertools.product(*every))
+    if len(found) > MOST * scale():
+        found = random.Random(0).sample(found, MOST * scale())
+    yield from found
+
+
+@pytest.mark.parametrize("axes", MESHES)
+@pytest.mark.parametrize("name", CASES)
+def test_all_layouts(name: str, axes: str) -> None:
+    op, place = CASES[name], MESHES[axes]
+    traced = trace(op.function, *op.tensors)
+    for given in layouts(op, place):
+        check(op.function, op.tensors, given, place, traced=traced, tolerance=op.tolerance)
+
+
+NOTHING: list[str] = []
+REDUCE = ["reduce"]
+EXPECTED = [
+    ("add", "dp,tp", "dp,tp", "dp,tp", NOTHING),
+    ("add", "-,-|tp", "-,-|tp", "-,-|tp", NOTHING),
+    ("add", "-,-|tp", "-,-", "-,-", REDUCE),
+    ("add", "-,-|tp", "tp,-", "tp,-", REDUCE),
+    ("add", "dp,-", "-,-", "dp,-", ["slice"]),
+    ("add broadcast", "dp,tp", "tp", "dp,tp", NOTHING),
+    ("add scalar", "-,-|tp", "-,-", REDUCE),
+    ("mul", "-,-|tp", "dp,-", "dp,-|tp", ["slice"]),
+    ("mul", "-,-|tp", "-,-|tp", "-,-|tp", REDUCE),
+    ("where", "dp,-", "dp,-", "dp,-", NOTHING),
+    ("in place", "-,tp", "-,-", "-,tp", NOTHING),
+    ("view split", "-,tp", "-,-,tp,-", NOTHING),
+    ("view merge", "-,-,tp,-", "-,tp", NOTHING),
+    ("view merge", "-,dp,-,-", "3*dp,-", NOTHING),
+    ("permute", "dp,-,tp", "tp,dp,-", NOTHING),
+    ("split", "-,3*tp", "-,tp", NOTHING),
+    ("cat", "-,tp", "-,tp", "-,2*tp", NOTHING),
+    ("mm", "dp,-", "-,tp", "dp,tp", NOTHING),
+    ("mm", "dp,tp", "tp,-", "dp,-|tp", NOTHING),
+    ("mm", "dp,-|tp", "-,-", "dp,-|tp", NOTHING),
+    ("mm", "dp,tp", "-,-", "dp,-|tp", ["slice"]),
+    ("bmm", "tp,dp,-", "tp,-,-", "tp,dp,-", NOTHING),
+    ("addmm", "-", "dp,tp", "tp,-", "dp,-", REDUCE),
+    ("linear", "dp,-,-", "tp,-", "tp", "dp,-,tp", NOTHING),
+    ("sum", "dp,tp", "|dp.tp", NOTHING),
+    ("sum dim", "dp,tp", "dp|tp", NOTHING),
+    ("mean", "dp,-", "|dp", NOTHING),
+    ("softmax", "dp,-", "dp,-", NOTHING),
+    ("softmax", "-,tp", "-,tp", ["reduce", "reduce"]),
+    ("cross entropy", "dp,-", "dp", "|dp", REDUCE),
+    ("layer norm", "dp,-,-", "-", "-", "dp,-,-", NOTHING),
+    ("attention", "dp,tp,-,-", "dp,tp,-,-", "dp,tp,-,-", "dp,tp,-,-", NOTHING),
+    ("attention of groups", "-,tp,-,-", "-,tp,-,-", "-,tp,-,-", "-,-,-,-", "-,tp,-,-", NOTHING),
+    ("embedding", "tp,-", "dp,-", "dp,-,-|tp", NOTHING),
+    ("embedding gradient", "dp,-,-", "dp,-", "tp,-|dp", "tp,-|dp", NOTHING),
+    ("index rows", "dp,-,-", "dp", "dp,-", NOTHING),
+    ("gather", "-,tp", "-,-", "-,-|tp", NOTHING),
+    ("dropout", "dp,tp", "dp,tp", NOTHING),
+    ("zeros", "dp,-", "dp,-", NOTHING),
+]
+
+
+@pytest.mark.parametrize("row", EXPECTED, ids=lambda row: " ".join(map(str, row)))
+def test_layouts_that_follow(row: tuple[object, ...]) -> None:
+    """The last two columns: the layout of the first result, and the transfers."""
+    name, *given, expected, changes = row
+    op = CASES[str(name)]
+    assert isinstance(changes, list)
+    layouts = [layout(str(text)) for text in given]
+    run = check(
+        op.function, op.tensors, layouts, mesh(dp=2, tp=2), tolerance=op.tolerance, allowed=DEFAULT
+    )
+    assert run.outputs[0] == layout(str(expected))
+    assert [change.value for change in run.changes] == changes

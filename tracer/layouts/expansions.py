@@ -1,0 +1,62 @@
+"""Trace what an op is expanded to, and put it in the place of the op."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ..autodiff.subgraphs import simplify
+from .cases import Case, Expansion, Operand
+
+
+def constant_of(graph: fx.Graph, node: fx.Node) -> Any:
+    """The fake of a constant, for which make_fx keeps none."""
+    assert isinstance(node.target, str)
+    value = operator.attrgetter(node.target)(graph.owning_module)
+    mode = fake_mode_of(other.meta.get("val") for other in graph.nodes)
+    return mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+
+
+def traced(case: Case, expansion: Expansion) -> fx.Graph:
+    """The graph of an expansion; its placeholders are the operands of the case."""
+    fakes = [operand.node.meta["val"] for operand in case.operands]
+
+    def function(*given: torch.Tensor) -> Any:
+        values = iter(given)
+        arguments = {
+            name: next(values) if isinstance(value, Operand) else value
+            for name, value in case.arguments.items()
+        }
+        return expansion.function(**arguments)
+
+    with torch.no_grad(), fake_mode_of(fakes):
+        graph = make_fx(function, _allow_non_fake_inputs=False)(*fakes).graph
+    simplify(graph)
+    return graph
+
+
+def fake_mode_of(values: Iterable[Any]) -> FakeTensorMode:
+    """The mode in which fakes have been computed; a new one where there is none."""
+    for value in values:
+        if isinstance(value, FakeTensor):
+            return value.fake_mode
+    return FakeTensorMode()
+
+
+def replace_by(node: fx.Node, made: Any) -> None:
+    """Let the users of a node use what was made instead."""
+    if isinstance(made, fx.Node):
+        node.replace_all_uses_with(made)
+        return
+    for user in list(node.users):
+        assert user.target is operator.getitem
+        index = user.args[1]
+        assert isinstance(index, int)
+        user.replace_all_uses_with(made[index])
+        user.graph.erase_node(user)

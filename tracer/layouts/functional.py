@@ -1,0 +1,63 @@
+"""Replace ops that write in place to values of their own by ops that make a new tensor.
+
+An op cannot write in place to a value that is transferred first. Nobody sees the difference where
+the value has been made by an op, and no view of it is taken.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+_ATEN = torch.ops.aten
+
+
+def without_writes(graph: fx.Graph) -> None:
+    """Replace them where there is another form, in place."""
+    for node in list(graph.nodes):
+        form = _other_form(node.target)
+        first = node.args[0] if node.args else None
+        if form is None or not isinstance(first, fx.Node) or not _is_own(first):
+            continue
+        node.target = form
+        passed = False
+        for user in list(graph.nodes):
+            if passed and first in user.all_input_nodes:
+                user.replace_input_with(first, node)
+            passed = passed or user is node
+
+
+def _other_form(target: object) -> torch._ops.OpOverload | None:
+    """The op that computes the same as one that writes in place, if that draws nothing."""
+    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+        return None
+    name = target._schema.name.removeprefix("aten::")
+    if not name.endswith("_") or torch.Tag.nondeterministic_seeded in target.tags:
+        return None
+    packet = getattr(_ATEN, name.removesuffix("_"), None)
+    return getattr(packet, target._overloadname, None)
+
+
+def _is_own(node: fx.Node) -> bool:
+    """Whether an op has made a value, and nothing else refers to its memory."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    if any(returned.alias_info is not None for returned in target._schema.returns):
+        return False
+    if len(target._schema.returns) != 1 or target is _ATEN._unsafe_view.default:
+        return False
+    return not any(_takes_view(user, node) for user in node.users)
+
+
+def _takes_view(user: fx.Node, node: fx.Node) -> bool:
+    """Whether a user's result shares memory with what it takes, other than by writing to it."""
+    target = user.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return user.op != "output"
+    if target is _ATEN._unsafe_view.default:
+        return True
+    aliased = any(
+        r.alias_info is not None and not r.alias_info.is_write for r in target._schema.returns
+    )
+    return aliased and user.args[:1] == (node,)

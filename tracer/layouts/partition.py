@@ -1,0 +1,324 @@
+"""Cut a graph wherever ranks exchange something, into parts that each rank runs by itself.
+
+A part has all ops that can run after the same number of exchanges in a row. Parts of equal
+structure, such as those of equal layers, share their graphs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...ir.layout import Region
+from ..autodiff.subgraphs import has_effect
+from .local_graphs import build
+from .propagate import Propagation, Transfer, Version
+
+
+@dataclass(frozen=True)
+class Graphs:
+    """The graphs of a part, for all ranks.
+
+    Attributes:
+        graphs: those that differ. Placeholders are the part's inputs; the output is a tuple.
+        of_rank: for each rank of the place, in order, the index of its graph.
+    """
+
+    graphs: tuple[fx.Graph, ...]
+    of_rank: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Ops between two exchanges.
+
+    Attributes:
+        nodes: of the graph that is partitioned.
+        inputs: what the part takes, contiguous.
+        outputs: what it gives.
+        key: a hash of its structure; parts with the same one have the same `bodies`.
+        bodies: the graphs of the ranks.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[Version, ...]
+    outputs: tuple[Version, ...]
+    key: str
+    bodies: Graphs
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A graph as parts and transfers.
+
+    Attributes:
+        steps: parts, each followed by the transfers of what it and those before it give.
+        inputs: what the first parts take.
+        outputs: what the graph gives; None for what is no tensor.
+    """
+
+    steps: tuple[tuple[Part, tuple[Transfer, ...]], ...]
+    inputs: tuple[Version, ...]
+    outputs: tuple[Version | None, ...]
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return tuple(part for part, _ in self.steps)
+
+
+def partition(
+    propagation: Propagation,
+    nodes: Collection[fx.Node] | None = None,
+    outputs: Sequence[Version | None] | None = None,
+) -> Partition:
+    """Cut a graph that has layouts.
+
+    Args:
+        propagation: the graph.
+        nodes: those to partition, such as the ones of a forward; what they take of others are
+            inputs. None: all.
+        outputs: what is to be given; None: the outputs of the graph.
+    """
+    return _Cutter(propagation, nodes, outputs).all()
+
+
+class _Cutter:
+    """One partition."""
+
+    def __init__(
+        self,
+        propagation: Propagation,
+        nodes: Collection[fx.Node] | None,
+        outputs: Sequence[Version | None] | None,
+    ) -> None:
+        self.propagation = propagation
+        chosen = propagation.graph.nodes if nodes is None else nodes
+        self.nodes = [
+            n for n in propagation.graph.nodes if n in propagation.layouts and n in chosen
+        ]
+        self.outputs = tuple(propagation.outputs if outputs is None else outputs)
+        self.transfers = {t.after: t for t in propagation.transfers}
+        self.ops = self._live()
+        own = set(self.ops)
+        self.level: dict[fx.Node, int] = {}
+        self.needed: dict[int, dict[Version, None]] = {}
+        for node in self.ops:
+            found = [
+                self.available(v) for v in self.reads(node) if v.node in own or v in self.transfers
+            ]
+            self.level[node] = max(found, default=0)
+
+    def _live(self) -> list[fx.Node]:
+        """The ops that an output needs, or that have an effect, with what they need."""
+        live = {version.node for version in self.outputs if version is not None}
+        ops = [node for node in self.nodes if _is_op(node, self.propagation)]
+        for node in reversed(ops):
+            if node in live or has_effect(node):
+                live.add(node)
+                if node.target is operator.getitem:
+                    live.update(node.all_input_nodes)
+                else:
+                    live.update(version.node for version in self.propagation.reads[node])
+        return [node for node in ops if node in live]
+
+    def reads(self, node: fx.Node) -> Iterable[Version]:
+        """The versions that a node takes."""
+        if node.target is operator.getitem:
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            return [Version(source, _NO_LAYOUT)] if source in self.level else []
+        return self.propagation.reads[node]
+
+    def available(self, version: Version) -> int:
+        """The number of exchanges after which a version can be read."""
+        transfer = self.transfers.get(version)
+        if transfer is None:
+            return self.level.get(version.node, 0)
+        return self.available(transfer.before) + transfer.change.communicates
+
+    def all(self) -> Partition:
+        self._demand()
+        last = max([*self.level.values(), *self.needed], default=0)
+        graphs: dict[str, Graphs] = {}
+        steps = []
+        for level in range(last + 1):
+            part = self._part(level, graphs)
+            follow = [
+                t
+                for t in self.propagation.transfers
+                if t.change.communicates
+                and t.after in self.wanted
+                and self.available(t.after) == level + 1
+            ]
+            steps.append((part, tuple(follow)))
+        given = {v: None for part, _ in steps for v in part.inputs if self._is_given(v)}
+        for output in [*self.outputs, *self.wanted]:
+            if output is not None and self._is_given(output):
+                given[output] = None
+        return Partition(tuple(steps), tuple(given), self.outputs)
+
+    def _is_given(self, version: Version) -> bool:
+        return version not in self.transfers and version.node not in self.level
+
+    def _demand(self) -> None:
+        """Find what goes from part to part, into transfers, and out."""
+        self.wanted: dict[Version, None] = {}
+        for node in self.ops:
+            if node.target is not operator.getitem:
+                for version in self.propagation.reads[node]:
+                    self._want(version, self.level[node])
+        for output in self.outputs:
+            if output is not None:
+                self._want(output, None)
+
+    def _want(self, version: Version, level: int | None) -> None:
+        """Note that a version is read in the part of a level, or outside of all (None)."""
+        self.wanted[version] = None
+        transfer = self.transfers.get(version)
+        at = self.available(version)
+        if transfer is not None and transfer.change.communicates:
+            self._want(transfer.before, None)
+            return
+        is_const = version.node.op == "get_attr"
+        if transfer is not None:  # made where it is read; a value that is given out, at once
+            self._want(transfer.before, at if level is None else level)
+            if level is None:
+                self.needed.setdefault(at, {})[version] = None
+            return
+        made = version.node in self.level
+        if (made or is_const) and (level is None or (level != at and made)):
+            self.needed.setdefault(at, {})[version] = None
+
+    def _part(self, level: int, graphs: dict[str, Graphs]) -> Part:
+        nodes = [node for node in self.ops if self.level[node] == level]
+        outputs = tuple(self.needed.get(level, {}))
+        inputs = tuple(self._inputs(level, nodes, outputs))
+        names = _names(inputs, nodes)
+        key = self._key(names, inputs, nodes, outputs)
+        if key not in graphs:
+            graphs[key] = self._graphs(inputs, nodes, outputs)
+        return Part(tuple(nodes), inputs, outputs, key, graphs[key])
+
+    def _inputs(
+        self, level: int, nodes: Sequence[fx.Node], outputs: Iterable[Version]
+    ) -> Iterator[Version]:
+        """The versions that come from outside of a part, each once."""
+        read = [
+            version
+            for node in nodes
+            if node.target is not operator.getitem
+            for version in self.propagation.reads[node]
+        ]
+        seen: set[Version] = set()
+        for version in (*read, *outputs):
+            source = self._source(version)
+            local = source not in self.transfers and self.level.get(source.node) == level
+            if not local and source.node.op != "get_attr" and source not in seen:
+                seen.add(source)
+                yield source
+
+    def _source(self, version: Version) -> Version:
+        """The version that a slice, or a slice of one, is taken of."""
+        transfer = self.transfers.get(version)
+        while transfer is not None and not transfer.change.communicates:
+            version = transfer.before
+            transfer = self.transfers.get(version)
+        return version
+
+    def _graphs(
+        self, inputs: Sequence[Version], nodes: Sequence[fx.Node], outputs: Sequence[Version]
+    ) -> Graphs:
+        found: dict[str, int] = {}
+        graphs: list[fx.Graph] = []
+        of_rank: list[int] = []
+        place = self.propagation.place
+        for rank in place.ranks:
+            graph = build(self.propagation, place.position(rank), inputs, nodes, outputs)
+            text = _text(graph)
+            if text not in found:
+                found[text] = len(graphs)
+                graphs.append(graph)
+            of_rank.append(found[text])
+        return Graphs(tuple(graphs), tuple(of_rank))
+
+    def _key(
+        self,
+        names: Mapping[fx.Node, str],
+        inputs: Sequence[Version],
+        nodes: Sequence[fx.Node],
+        outputs: Sequence[Version],
+    ) -> str:
+        lines = [f"in {self._version(v, names)}" for v in inputs]
+        for node in nodes:
+            arguments = fx.node.map_arg(
+                (node.args, dict(node.kwargs)), lambda n: _Name(names.get(n, n.name))
+            )
+            layouts = self.propagation.layouts[node]
+            reads = [self._version(v, names) for v in self.propagation.reads.get(node, ())]
+            lines.append(
+                f"{names[node]} = {node.target}{arguments} {layouts} {reads} {_kind(node)}"
+            )
+        lines += [f"out {self._version(v, names)}" for v in outputs]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+    def _version(self, version: Version, names: Mapping[fx.Node, str]) -> str:
+        """A version, and what it is cut from, in words that do not depend on names."""
+        transfer = self.transfers.get(version)
+        name = names.get(version.node, version.node.name)
+        text = f"{name} {version.layout} {_kind(version.node)}"
+        if transfer is None or transfer.change.communicates:
+            return text
+        return f"{text} from {self._version(transfer.before, names)}"
+
+
+class _Name(str):
+    """Stands for a node in a text."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+_NO_LAYOUT: Any = None
+
+
+def _is_op(node: fx.Node, propagation: Propagation) -> bool:
+    return node in propagation.answers or node.target is operator.getitem
+
+
+def _kind(node: fx.Node) -> str:
+    val = node.meta.get("val")
+    values = val if isinstance(val, (tuple, list)) else (val,)
+    return ", ".join(
+        f"{v.dtype}{list(v.shape)}{list(v.stride())}" if isinstance(v, torch.Tensor) else str(v)
+        for v in values
+    )
+
+
+def _names(inputs: Sequence[Version], nodes: Sequence[fx.Node]) -> dict[fx.Node, str]:
+    """Numbers for the nodes of a part."""
+    names: dict[fx.Node, str] = {}
+    for node in (*(v.node for v in inputs), *nodes):
+        names.setdefault(node, f"%{len(names)}")
+    return names
+
+
+def _text(graph: fx.Graph) -> str:
+    """A graph in words that are the same for equal graphs."""
+    names = {node: _Name(f"%{i}") for i, node in enumerate(graph.nodes)}
+    return "\n".join(
+        f"{node.op} {node.target if node.op != 'placeholder' else ''} "
+        f"{fx.node.map_arg((node.args, dict(node.kwargs)), names.__getitem__)} {_kind(node)}"
+        for node in graph.nodes
+    )
+
+
+def regions(part: Part, propagation: Propagation, rank: int) -> tuple[Region, ...]:
+    """What a rank holds of each input of a part."""
+    position = propagation.place.position(rank)
+    return tuple(v.layout.region(tuple(v.node.meta["val"].shape), position) for v in part.inputs)

@@ -1,0 +1,428 @@
+"""Give each value of a graph a layout, in the order in which they are computed.
+
+Inputs and pins have given layouts; what follows from them is decided by the rules of the ops.
+Where an op cannot take a value as it is, the value is transferred: summands are reduced, a copy is
+sliced. Anything more is an error, unless the caller allows it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+
+from ...ir.layout import Cut, Layout
+from ...ir.location import Location
+from ...ir.types import Place, TensorType
+from ..step.specs import ir_dtype
+from .cases import Answer, Case, Expansion, LayoutError, Operand, Results, tensors, whole
+from .change import DEFAULT, ORDER, Change, change_between
+from .expansions import constant_of, replace_by, traced
+from .functional import without_writes
+from .rules.table import rule_of
+
+
+@dataclass(frozen=True)
+class Version:
+    """A value in one of its layouts.
+
+    Attributes:
+        node: computes the value.
+        layout: of this version.
+    """
+
+    node: fx.Node
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A change of a value's layout.
+
+    Attributes:
+        before, after: the value as it is, and as it is wanted.
+        change: what it takes.
+        user: the op that wanted it first; None for an output of the graph, or a pin.
+    """
+
+    before: Version
+    after: Version
+    change: Change
+    user: fx.Node | None
+
+
+@dataclass(frozen=True)
+class End:
+    """How an output of the graph is to be laid out.
+
+    Attributes:
+        layout: its cuts; None: as it comes.
+        summands: whether it may stay a sum over ranks, along axes that do not cut it.
+    """
+
+    layout: Layout | None = None
+    summands: bool = False
+
+
+_ARANGE = torch.ops.aten.arange.default
+
+Locations: TypeAlias = Mapping[str, Location]
+
+
+@dataclass(frozen=True)
+class Propagation:
+    """A graph with a layout for each value.
+
+    Attributes:
+        graph: a copy of the graph, with ops replaced by those that they were expanded to.
+        place: the ranks, and the axes of their mesh.
+        copies: the nodes that stand for those of the graph that was given.
+        layouts: of the results of each node.
+        answers: of the rules, for ops.
+        reads: the versions that an op takes, in the order of its tensors.
+        transfers: in the order in which they are wanted.
+        outputs: of the graph; None for what is no tensor.
+        locations: the user's line of each node.
+    """
+
+    graph: fx.Graph
+    place: Place
+    copies: Mapping[fx.Node, fx.Node]
+    layouts: Mapping[fx.Node, Results]
+    answers: Mapping[fx.Node, Answer]
+    reads: Mapping[fx.Node, tuple[Version, ...]]
+    transfers: tuple[Transfer, ...]
+    outputs: tuple[Version | None, ...]
+    locations: Mapping[fx.Node, Location]
+
+    def layout(self, node: fx.Node) -> Layout:
+        """The layout in which a node of the copied graph computes its tensor."""
+        (layout,) = self.layouts[node]
+        assert layout is not None
+        return layout
+
+
+def propagate(
+    graph: fx.Graph,
+    place: Place,
+    given: Mapping[fx.Node, Layout],
+    *,
+    ends: Sequence[End] = (),
+    pins: Mapping[fx.Node, Layout] | None = None,
+    allowed: frozenset[Change] = DEFAULT,
+    locations: Locations | None = None,
+) -> Propagation:
+    """Lay out a graph of aten ops at logical shapes.
+
+    Args:
+        graph: what is traced; nodes have fake tensors in `meta["val"]`. It stays as it is.
+        place: the ranks that compute it.
+        given: layouts of placeholders, and of other nodes that stand for inputs, such as
+            cotangents. A placeholder that is not named is a copy on each rank.
+        ends: one for each output, flattened; an output without one is not left a sum over ranks.
+        pins: layouts that values have from where they are computed; any transfer may make them.
+        allowed: what transfers that no pin asks for may do.
+        locations: the user's line of nodes, by name.
+
+    Raises:
+        LayoutError: an op has no rule, or layouts that contradict each other.
+    """
+    run = _Run(graph, place, given, pins or {}, allowed, locations or {})
+    return run.all(ends)
+
+
+def text_of(version: Version) -> str:
+    """A version in words, such as `%mm f32[8/dp,64|+tp]`."""
+    fake = version.node.meta["val"]
+    layout = version.layout if version.layout.axes else None
+    type_ = TensorType(ir_dtype(fake.dtype), tuple(fake.shape), None, layout)
+    return f"%{version.node.name} {type_}"
+
+
+class _Run:
+    """One propagation."""
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        place: Place,
+        given: Mapping[fx.Node, Layout],
+        pins: Mapping[fx.Node, Layout],
+        allowed: frozenset[Change],
+        names: Locations,
+    ) -> None:
+        self.place = place
+        self.sizes = dict(place.axes)
+        self.allowed = allowed
+        self.graph = fx.Graph()
+        self.copies: dict[fx.Node, fx.Node] = {}
+        self.locations: dict[fx.Node, Location] = {}
+        self._copy(graph, names)
+        without_writes(self.graph)
+        self.given = {self.copies[node]: layout for node, layout in given.items()}
+        self.pins = {self.copies[node]: layout for node, layout in pins.items()}
+        self.asked: dict[fx.Node, tuple[Cut, ...]] = {}
+        self.layouts: dict[fx.Node, Results] = {}
+        self.answers: dict[fx.Node, Answer] = {}
+        self.reads: dict[fx.Node, tuple[Version, ...]] = {}
+        self.transfers: list[Transfer] = []
+        self.versions: dict[fx.Node, list[Version]] = {}
+        """For each value, the versions that transfers start from, the one to offer last."""
+        self.made: dict[Version, Version] = {}
+        """For a version that was asked for, the one that it is read from."""
+
+    def _copy(self, graph: fx.Graph, names: Locations) -> None:
+        for node in graph.nodes:
+            copy = self.graph.node_copy(node, self.copies.__getitem__)
+            self.copies[node] = copy
+            if node.op == "get_attr" and "val" not in node.meta:
+                copy.meta["val"] = constant_of(graph, node)
+            if node.name in names:
+                self.locations[copy] = names[node.name]
+
+    def all(self, ends: Sequence[End]) -> Propagation:
+        node = next(iter(self.graph.nodes))
+        while node.op != "output":
+            node = self._visit(node)
+        outputs = tuple(self._outputs(node, ends))
+        return Propagation(
+            self.graph,
+            self.place,
+            self.copies,
+            self.layouts,
+            self.answers,
+            self.reads,
+            tuple(self.transfers),
+            outputs,
+            self.locations,
+        )
+
+    def _visit(self, node: fx.Node) -> fx.Node:
+        """Lay out a node; gives the next one, which is new if the node has been expanded."""
+        if node in self.given or node.op in ("placeholder", "get_attr"):
+            fake = node.meta.get("val")
+            rank = fake.dim() if isinstance(fake, torch.Tensor) else 0
+            self._lay_out(node, (self._checked(node, rank),))
+        elif node.target is operator.getitem:
+            source, index = node.args
+            assert isinstance(source, fx.Node)
+            assert isinstance(index, int)
+            self._lay_out(node, (self.layouts[source][index],))
+        else:
+            case = self._case(node)
+            answer = rule_of(node.target, case.loc)(case)
+            if isinstance(answer, Expansion):
+                return self._expand(node, case, answer)
+            self._take(node, case, answer)
+        if node in self.pins:
+            self._offer(node, self.pins[node])
+        return node.next
+
+    def _checked(self, node: fx.Node, rank: int) -> Layout:
+        layout = self.given.get(node, whole(rank))
+        unknown = [axis for axis in layout.axes if axis not in self.sizes]
+        if len(layout.cuts) == rank and not unknown and len(set(layout.axes)) == len(layout.axes):
+            return layout
+        if unknown:
+            reason = f"names the axis {unknown[0]}, and {self.place} has {', '.join(self.sizes)}"
+        elif len(layout.cuts) != rank:
+            reason = f"has cuts of {len(layout.cuts)} dimensions, and the tensor has {rank}"
+        else:
+            reason = "names an axis twice"
+        raise LayoutError(
+            f"the layout that is given for %{node.name} {reason}",
+            loc=self.locations.get(node),
+            remedy="give each dimension one cut, along axes of the mesh, each of them once",
+        )
+
+    def _lay_out(self, node: fx.Node, layouts: Results) -> None:
+        self.layouts[node] = layouts
+        if isinstance(node.meta.get("val"), torch.Tensor) and layouts[0] is not None:
+            self.versions[node] = [Version(node, layouts[0])]
+
+    def _offer(self, node: fx.Node, layout: Layout) -> None:
+        """Let all users of a value have it in a layout that was asked for by name."""
+        pinned = self._version(node, layout, None, "", allowed=frozenset(Change))
+        found = self.versions[node]
+        if pinned in found:
+            found.remove(pinned)
+        found.append(pinned)
+
+    def _case(self, node: fx.Node) -> Case:
+        target = node.target
+        loc = self.locations.get(node)
+        if not isinstance(target, torch._ops.OpOverload):
+            rule_of(target, loc)
+            raise AssertionError("only operators have rules")
+        asked = self.asked.get(node)
+        given: dict[str, Any] = {}
+        for index, argument in enumerate(target._schema.arguments):
+            default = argument.default_value
+            value = (
+                node.args[index]
+                if index < len(node.args)
+                else node.kwargs.get(argument.name, default)
+            )
+            given[argument.name] = fx.node.map_arg(value, self._operand)
+        operands = tuple(each for value in given.values() for each in tensors(value))
+        val = node.meta["val"]
+        results = val if isinstance(val, (tuple, list)) else (val,)
+        shapes = tuple(tuple(v.shape) if isinstance(v, torch.Tensor) else None for v in results)
+        return Case(target, given, operands, shapes, self.sizes, asked, loc)
+
+    def _operand(self, node: fx.Node) -> Any:
+        fake = node.meta["val"]
+        if node not in self.versions:
+            return fake
+        layout = self.versions[node][-1].layout
+        return Operand(node, tuple(fake.shape), fake.dtype, layout)
+
+    def _take(self, node: fx.Node, case: Case, answer: Answer) -> None:
+        reads = []
+        for index, (operand, wanted) in enumerate(zip(case.operands, answer.wanted, strict=True)):
+            reason = answer.reasons.get(index, "")
+            reads.append(self._version(operand.node, wanted, node, reason))
+        self._check_in_place(case, answer)
+        self.answers[node], self.reads[node] = answer, tuple(reads)
+        self._lay_out(node, answer.results)
+
+    def _check_in_place(self, case: Case, answer: Answer) -> None:
+        """Refuse to write in place to a value that is transferred first: that would be lost."""
+        if not case.target._schema.is_mutable:
+            return
+        for operand, wanted in zip(case.operands, answer.wanted, strict=True):
+            first = case.arguments[case.target._schema.arguments[0].name]
+            if operand is first and (
+                wanted != operand.layout or len(self.versions[operand.node]) > 1
+            ):
+                raise case.error(
+                    f"it writes in place to %{operand.node.name}, which is not laid out as the op "
+                    "needs it",
+                    "use the form of the op that makes a new tensor",
+                )
+
+    def _version(
+        self,
+        node: fx.Node,
+        wanted: Layout,
+        user: fx.Node | None,
+        reason: str,
+        allowed: frozenset[Change] | None = None,
+    ) -> Version:
+        """A value in a layout, by a transfer if it has another."""
+        target = Version(node, wanted)
+        if target in self.versions[node]:
+            return target
+        if target in self.made:
+            return self.made[target]
+        before, change = self._cheapest(node, wanted)
+        if change not in (self.allowed if allowed is None else allowed):
+            raise self._refusal(before, target, change, user, reason)
+        instead = self._remade(before, wanted) if change is Change.SLICE else None
+        if instead is None:
+            self.transfers.append(Transfer(before, target, change, user))
+        self.made[target] = instead or target
+        if change is Change.REDUCE:
+            self.versions[node].append(target)
+        elif change.communicates:  # others still prefer what there was before
+            self.versions[node].insert(0, target)
+        return self.made[target]
+
+    def _cheapest(self, node: fx.Node, wanted: Layout) -> tuple[Version, Change]:
+        shape = tuple(node.meta["val"].shape)
+        found = []
+        for version in self.versions[node]:
+            if set(wanted.summands) <= set(version.layout.summands):
+                change = change_between(version.layout, wanted, shape, self.place)
+                found.append((version, change))
+        return min(found, key=lambda pair: ORDER.index(pair[1]))
+
+    def _remade(self, before: Version, wanted: Layout) -> Version | None:
+        """The value made in pieces at once, by a copy of its op, if the op can do so at no cost."""
+        node = before.node
+        answer = self.answers.get(node)
+        if answer is None or wanted.summands != before.layout.summands:
+            return None
+        changed = {d for d, cut in enumerate(wanted.cuts) if cut != before.layout.cuts[d]}
+        if before.layout != answer.results[0] or not changed <= answer.free:
+            return None
+        case = self._case(node)
+        operands = tuple(
+            Operand(o.node, o.shape, o.dtype, version.layout)
+            for o, version in zip(case.operands, self.reads[node], strict=True)
+        )
+        swapped = dict(zip(map(id, case.operands), operands, strict=True))
+        arguments = {name: swapped.get(id(value), value) for name, value in case.arguments.items()}
+        again = Case(
+            case.target, arguments, operands, case.shapes, self.sizes, wanted.cuts, case.loc
+        )
+        new = rule_of(node.target, case.loc)(again)
+        if isinstance(new, Expansion) or new.results[0] != wanted:
+            return None
+        if new.wanted != tuple(operand.layout for operand in operands):
+            return None
+        with self.graph.inserting_after(node):
+            copy = self.graph.node_copy(node)
+        self.answers[copy], self.reads[copy] = new, self.reads[node]
+        self._lay_out(copy, new.results)
+        if node in self.locations:
+            self.locations[copy] = self.locations[node]
+        return Version(copy, wanted)
+
+    def _refusal(
+        self, before: Version, after: Version, change: Change, user: fx.Node | None, reason: str
+    ) -> LayoutError:
+        who = str(user.target).removesuffix(".default") if user is not None else "the result"
+        what = "gathered" if change is Change.GATHER else "moved between ranks"
+        because = f": {reason}" if reason else ""
+        return LayoutError(
+            f"{who} needs {text_of(after)}, but it is {text_of(before)}, and would have to be "
+            f"{what}{because}",
+            loc=self.locations.get(user) if user is not None else None,
+            remedy="cut another dimension, or leave it whole; or give the value the layout that "
+            "is needed by cg.layout, which gathers it there",
+        )
+
+    def _expand(self, node: fx.Node, case: Case, expansion: Expansion) -> fx.Node:
+        """Put the ops of an expansion in the place of a node; gives the first of them."""
+        inner = traced(case, expansion)
+        nodes: dict[fx.Node, fx.Node] = {}
+        sources = iter(case.operands)
+        first: fx.Node | None = None
+        with self.graph.inserting_before(node):
+            for each in inner.nodes:
+                if each.op == "placeholder":
+                    nodes[each] = next(sources).node
+                elif each.op != "output":
+                    copy = nodes[each] = self.graph.node_copy(each, nodes.__getitem__)
+                    first = first or copy
+                    if each.target is _ARANGE and expansion.counted is not None:
+                        self.asked[copy] = (expansion.counted,)
+                    if node in self.locations:
+                        self.locations[copy] = self.locations[node]
+        (made,) = inner.output_node().args
+        replace_by(node, fx.node.map_arg(made, nodes.__getitem__))
+        following = node.next
+        self.graph.erase_node(node)
+        return first or following
+
+    def _outputs(self, output: fx.Node, ends: Sequence[End]) -> Iterator[Version | None]:
+        flat: list[Any] = []
+        fx.node.map_arg(output.args, flat.append)
+        for index, node in enumerate(flat):
+            if node not in self.versions:
+                yield None
+                continue
+            end = ends[index] if index < len(ends) else End()
+            yield self._version(node, self._final(node, end), None, "")
+
+    def _final(self, node: fx.Node, end: End) -> Layout:
+        offered = self.versions[node][-1].layout
+        cuts = offered.cuts if end.layout is None else end.layout.cuts
+        used = {axis for cut in cuts for axis in cut.axes}
+        kept = [axis for axis in offered.summands if end.summands and axis not in used]
+        return Layout(cuts, tuple(kept), offered.reduce) if kept else Layout(cuts)

@@ -1,0 +1,5 @@
+"""What each aten op does with layouts: a module for each family of ops, a table of all of them.
+
+In: a `Case`, an op and the layouts of its operands. Out: an `Answer`, or an `Expansion` into ops
+that have answers. `table.py` finds the rule of an op.
+"""

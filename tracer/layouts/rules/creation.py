@@ -1,0 +1,73 @@
+"""Rules of ops that make a tensor from numbers: whole, or in pieces where that is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ....ir.layout import Layout
+from ..cases import Answer, Case, Local, LocalOp, Rule, whole
+from ..cuts import canonical
+
+_ATEN = torch.ops.aten
+
+
+def made(case: Case, sizes: Mapping[str, int], local: Local | None = None) -> Answer:
+    """Any layout, if asked for; else copies. Operands, if any, only lend their type."""
+    rank = len(case.shape())
+    result = whole(rank)
+    if case.asked is not None:
+        pairs = zip(case.asked, case.shape(), strict=True)
+        result = Layout(tuple(canonical(cut, size, case.sizes) for cut, size in pairs))
+    wanted = tuple(operand.layout for operand in case.operands)
+    return Answer(wanted, (result,), sizes, local, frozenset(range(rank)))
+
+
+def whole_then_piece(op: LocalOp) -> Any:
+    """Make the whole tensor, and take the rank's piece of it."""
+    region = op.results[0]
+    assert region is not None
+    return op.piece(op.run(), region)
+
+
+def _filled(case: Case) -> Answer:
+    return made(case, {"size": 0})
+
+
+def _counted(case: Case) -> Answer:
+    return made(case, {}, whole_then_piece)
+
+
+def _like(case: Case) -> Answer:
+    """Cut as the tensor that it is made like, whose values do not matter."""
+    (operand,) = case.operands
+    return Answer((operand.layout,), (Layout(operand.cuts),))
+
+
+RULES: Mapping[object, Rule] = {
+    **dict.fromkeys(
+        (
+            *(_ATEN.full.default, _ATEN.zeros.default, _ATEN.ones.default),
+            *(_ATEN.empty.memory_format, _ATEN.new_zeros.default, _ATEN.new_ones.default),
+            *(_ATEN.new_full.default, _ATEN.new_empty.default),
+        ),
+        _filled,
+    ),
+    **dict.fromkeys(
+        (
+            *(_ATEN.arange.default, _ATEN.arange.start, _ATEN.arange.start_step),
+            *(_ATEN.scalar_tensor.default, _ATEN.eye.default, _ATEN.eye.m),
+            _ATEN.linspace.default,
+        ),
+        _counted,
+    ),
+    **dict.fromkeys(
+        (
+            *(_ATEN.zeros_like.default, _ATEN.ones_like.default, _ATEN.full_like.default),
+            _ATEN.empty_like.default,
+        ),
+        _like,
+    ),
+}

@@ -1,0 +1,296 @@
+"""Rules of ops that take entries by tensors of indices: embeddings, gather, index, scatter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from ....ir.layout import shape_of
+from ..cases import Answer, Case, Expansion, LocalOp, Operand, Rule, Shape, dim_of
+from ..factors import Dim, Dims, Factors, each, jointly, solve
+from .views import named
+
+_ATEN = torch.ops.aten
+
+
+def _embedding(case: Case) -> Answer:
+    """Of a cut vocabulary, a rank has the rows that are its own, and zeros for the others."""
+    inner = named(case["indices"].shape, "i")
+    sizes = {"v": case["weight"].shape[0], "d": case["weight"].shape[1]}
+    sizes |= {f"i{n}": size for n, size in enumerate(case["indices"].shape)}
+    operands = ((("v",), ("d",)), inner)
+    keep = {"v": "is packed"} if case["weight"].cuts[0].blocks > 1 else {}
+    factors = Factors(operands, ((*inner, ("d",)),), sizes, each(0), keep)
+    return solve(case, factors, local=partial(_local_embedding, sizes["v"]))
+
+
+def _rows(intervals: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """The first row of a piece, and their number."""
+    return (intervals[0][0], intervals[0][1] - intervals[0][0]) if intervals else (0, 0)
+
+
+def _local_embedding(vocabulary: int, op: LocalOp) -> Any:
+    first, count = _rows(op.operands[0][0])
+    if count == vocabulary:
+        return op.run()
+    region = op.results[0]
+    assert region is not None
+    weight, indices = op.arguments["weight"], op.arguments["indices"]
+    if not count:
+        return op.emit(_ATEN.new_zeros.default, weight, list(shape_of(region)))
+    safe, inside = _within(op, indices, first, count)
+    found = op.emit(_ATEN.embedding.default, weight, safe)
+    mask = op.emit(_ATEN.unsqueeze.default, inside, -1)
+    return op.emit(_ATEN.where.ScalarOther, mask, found, 0)
+
+
+def _within(op: LocalOp, indices: Any, first: int, count: int) -> tuple[Any, Any]:
+    """Indices into a rank's rows, 0 where they are of another's, and which are its own."""
+    own = op.emit(_ATEN.sub.Tensor, indices, first)
+    above = op.emit(_ATEN.ge.Scalar, own, 0)
+    below = op.emit(_ATEN.lt.Scalar, own, count)
+    inside = op.emit(_ATEN.logical_and.default, above, below)
+    return op.emit(_ATEN.where.ScalarOther, inside, own, 0), inside
+
+
+def _embedding_backward(case: Case) -> Answer:
+    """Rows of the gradient; each rank makes those that are asked of it."""
+    inner = named(case["indices"].shape, "i")
+    sizes = {"v": case.shape()[0], "d": case.shape()[1]}
+    sizes |= {f"i{n}": size for n, size in enumerate(case["indices"].shape)}
+    keep = {}
+    if case["scale_grad_by_freq"]:
+        keep = {f"i{n}": "is counted" for n in range(len(inner))}
+    operands = ((*inner, ("d",)), inner)
+    factors = Factors(operands, ((("v",), ("d",)),), sizes, each(0), keep)
+    return solve(case, factors, local=_local_embedding_backward, free={0: "v"})
+
+
+def _local_embedding_backward(op: LocalOp) -> Any:
+    region, shape = op.results[0], op.shapes[0]
+    assert region is not None
+    assert shape is not None
+    first, count = _rows(region[0])
+    if count == shape[0]:
+        return op.run()
+    grad, indices = op.arguments["grad_output"], op.arguments["indices"]
+    if not count:
+        return op.emit(_ATEN.new_zeros.default, grad, list(shape_of(region)))
+    safe, inside = _within(op, indices, first, count)
+    if op.arguments["padding_idx"] >= 0:
+        counted = op.emit(_ATEN.ne.Scalar, indices, op.arguments["padding_idx"])
+        inside = op.emit(_ATEN.logical_and.default, inside, counted)
+    mask = op.emit(_ATEN.unsqueeze.default, inside, -1)
+    own = op.emit(_ATEN.where.ScalarOther, mask, grad, 0)
+    return op.run(grad_output=own, indices=safe, num_weights=count, padding_idx=-1)
+
+
+@dataclass(frozen=True)
+class _Indexed:
+    """The dimensions of an op that indexes some dimensions of a tensor.
+
+    Attributes:
+        source: the tensor's.
+        result: those of what is taken.
+        indices: of each index that is given.
+        counts: indices that count all of a dimension: in a piece they count its entries.
+        sizes, keep: of the factors.
+    """
+
+    source: Dims
+    result: Dims
+    indices: tuple[Dims, ...]
+    counts: frozenset[int]
+    sizes: dict[str, int]
+    keep: dict[str, str]
+
+
+def _indexed(case: Case) -> _Indexed:
+    shape = case["self"].shape
+    given = [(k, index) for k, index in enumerate(case["indices"]) if index is not None]
+    common = torch.broadcast_shapes(  # type: ignore[no-untyped-call]
+        *(index.shape for _, index in given)
+    )
+    made: Dims = tuple((f"i{n}",) for n in range(len(common)))
+    source: list[Dim] = list(named(shape))
+    sizes = {f"d{n}": size for n, size in enumerate(shape)}
+    sizes |= {f"i{n}": size for n, size in enumerate(common)}
+    keep, counts = {}, set()
+    for place, (k, index) in enumerate(given):
+        if index.dtype in (torch.bool, torch.uint8):
+            raise case.error(
+                "it selects entries by a mask, so the size of the result depends on values",
+                "use torch.where, which keeps all entries",
+            )
+        if _counts(index, shape[k]) and common[-1] == shape[k] and made[-1] not in source:
+            source[k] = made[-1]
+            counts.add(place)
+        else:
+            keep[f"d{k}"] = "is indexed by a tensor"
+    places = [k for k, _ in given]
+    rest = [dim for k, dim in enumerate(source) if k not in places]
+    ahead = places[0] if places == list(range(places[0], places[-1] + 1)) else 0
+    result = (*rest[:ahead], *made, *rest[ahead:])
+    indices = tuple(_aligned(index.shape, common) for _, index in given)
+    return _Indexed(tuple(source), result, indices, frozenset(counts), sizes, keep)
+
+
+def _aligned(shape: Shape, common: Shape) -> Dims:
+    first = len(common) - len(shape)
+    return tuple(
+        (f"i{first + n}",) if size == common[first + n] else () for n, size in enumerate(shape)
+    )
+
+
+def _counts(index: Operand, size: int) -> bool:
+    """Whether an index is `arange(size)`."""
+    node = index.node
+    if node.target is _ATEN.arange.default:
+        return node.args == (size,)
+    if node.target is _ATEN.arange.start:
+        return node.args == (0, size)
+    return node.target is _ATEN.arange.start_step and node.args in ((0, size), (0, size, 1))
+
+
+def _index(case: Case) -> Answer:
+    found = _indexed(case)
+    operands = (found.source, *found.indices)
+    passive = frozenset(1 + n for n in found.counts)
+    factors = Factors(
+        operands, (found.result,), found.sizes, each(0), found.keep, moves=True, passive=passive
+    )
+    return solve(case, factors, local=partial(_local_indices, found))
+
+
+def _index_put(case: Case) -> Answer:
+    found = _indexed(case)
+    values = case["values"].shape
+    result = [found.sizes[dim[0]] for dim in found.result]
+    first = len(result) - len(values)
+    given = tuple(
+        found.result[first + n] if size == result[first + n] else ()
+        for n, size in enumerate(values)
+    )
+    keep = dict(found.keep)
+    for dims in found.indices:
+        for dim in dims:
+            if dim and dim not in found.source:
+                keep[dim[0]] = "says where values go"
+    number = len(found.indices)
+    passive = frozenset(1 + n for n in found.counts)
+    factors = Factors(
+        (found.source, *found.indices, given),
+        (found.source,),
+        found.sizes,
+        jointly(0, number + 1),
+        keep,
+        passive=passive,
+    )
+    return solve(case, factors, local=partial(_local_indices, found))
+
+
+def _local_indices(found: _Indexed, op: LocalOp) -> Any:
+    """Indices that count a dimension count the piece's entries."""
+    indices = list(op.arguments["indices"])
+    source = shape_of(op.operands[0])
+    places = [k for k, index in enumerate(indices) if index is not None]
+    for place, k in enumerate(places):
+        if place in found.counts:
+            like = indices[k].meta["val"]
+            counted = {"dtype": like.dtype, "device": like.device}
+            indices[k] = op.emit(_ATEN.arange.default, source[k], **counted)
+    return op.run(indices=indices)
+
+
+def _gather(case: Case) -> Answer | Expansion:
+    """Along a cut dimension: comparisons with all indices, which pieces add up to."""
+    source, index = case["self"].shape, case["index"].shape
+    dim = dim_of(case["dim"], len(source))
+    others_agree = source[:dim] + source[dim + 1 :] == index[:dim] + index[dim + 1 :]
+    if source and case.has_cut(case["self"], dim) and others_agree:
+        return Expansion(partial(_gathered, dim), case["self"].cuts[dim])
+    dims, sizes, keep = _beside(source, index, dim)
+    given = tuple((f"d{n}",) for n in range(len(source)))
+    return solve(case, Factors((given, dims), (dims,), sizes, each(0), keep, moves=True))
+
+
+def _gathered(along: int, *, self: torch.Tensor, index: torch.Tensor, **_: Any) -> torch.Tensor:
+    last = self.movedim(along, -1).unsqueeze(-2)
+    wanted = index.movedim(along, -1).unsqueeze(-1)
+    chosen = wanted == torch.arange(self.shape[along], device=self.device)
+    return torch.where(chosen, last, 0).sum(-1).movedim(-1, along)
+
+
+def _beside(source: Shape, index: Shape, dim: int) -> tuple[Dims, dict[str, int], dict[str, str]]:
+    """The dimensions of an index into one dimension, which otherwise lies beside the tensor."""
+    sizes = {f"d{n}": size for n, size in enumerate(source)}
+    sizes |= {f"x{n}": size for n, size in enumerate(index)}
+    keep = {f"d{dim}": "is indexed by a tensor"}
+    dims = []
+    for n, size in enumerate(index):
+        same = n != dim and size == source[n]
+        dims.append((f"d{n}",) if same else (f"x{n}",))
+        if not same and n != dim:
+            keep[f"d{n}"] = keep[f"x{n}"] = "has an index of another length"
+    return tuple(dims), sizes, keep
+
+
+def _scatter(case: Case) -> Answer:
+    source, index = case["self"].shape, case["index"].shape
+    dim = dim_of(case["dim"], len(source))
+    dims, sizes, keep = _beside(source, index, dim)
+    keep[f"x{dim}"] = "says where values go"
+    given = tuple((f"d{n}",) for n in range(len(source)))
+    values = case.arguments.get("src")
+    operands: tuple[Dims, ...] = (given, dims)
+    if values is not None:
+        operands = (*operands, dims if values.shape == index else _own(values, sizes, keep))
+    linear = jointly(0, 2) if values is not None else ()
+    return solve(case, Factors(operands, (given,), sizes, linear, keep))
+
+
+def _own(values: Operand, sizes: dict[str, int], keep: dict[str, str]) -> Dims:
+    """Dimensions of a tensor of which the op takes a corner."""
+    for n, size in enumerate(values.shape):
+        sizes[f"v{n}"], keep[f"v{n}"] = size, "is longer than the index"
+    return named(values.shape, "v")
+
+
+def _index_select(case: Case) -> Answer:
+    source = case["self"].shape
+    dim = dim_of(case["dim"], len(source))
+    dims = named(source)
+    sizes = {f"d{n}": size for n, size in enumerate(source)} | {"i": case.shape()[dim]}
+    result = (*dims[:dim], ("i",), *dims[dim + 1 :])
+    keep = {f"d{dim}": "is indexed by a tensor"}
+    factors = Factors((dims, (("i",),)), (result,), sizes, each(0), keep, moves=True)
+    return solve(case, factors)
+
+
+def _index_add(case: Case) -> Answer:
+    source = case["self"].shape
+    dim = dim_of(case["dim"], len(source))
+    dims = named(source)
+    sizes = {f"d{n}": size for n, size in enumerate(source)}
+    sizes["i"] = case["source"].shape[dim]
+    given = (*dims[:dim], ("i",), *dims[dim + 1 :])
+    keep = dict.fromkeys((f"d{dim}", "i"), "is indexed by a tensor")
+    factors = Factors((dims, (("i",),), given), (dims,), sizes, jointly(0, 2), keep)
+    return solve(case, factors)
+
+
+RULES: Mapping[object, Rule] = {
+    _ATEN.embedding.default: _embedding,
+    _ATEN.embedding_dense_backward.default: _embedding_backward,
+    **dict.fromkeys((_ATEN.index.Tensor, _ATEN._unsafe_index.Tensor), _index),
+    **dict.fromkeys((_ATEN.index_put.default, _ATEN._unsafe_index_put.default), _index_put),
+    _ATEN.gather.default: _gather,
+    **dict.fromkeys((_ATEN.scatter_add.default, _ATEN.scatter.src), _scatter),
+    _ATEN.scatter.value: _scatter,
+    _ATEN.index_select.default: _index_select,
+    _ATEN.index_add.default: _index_add,
+}

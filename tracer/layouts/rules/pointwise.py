@@ -1,0 +1,143 @@
+"""Rules of ops that work entry by entry, with broadcasting.
+
+All ops that torch tags as pointwise have the one rule; the table says which of them are linear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from ..cases import Answer, Case, Operand, Rule, Shape
+from ..factors import NOT_LINEAR, Dims, Factors, Linear, each, jointly, solve
+
+_ATEN = torch.ops.aten
+
+
+def broadcast(shapes: Sequence[Shape], result: Shape) -> tuple[tuple[Dims, ...], Dims]:
+    """The dimensions of operands that are broadcast to a result, and those of the result."""
+    made = tuple((f"d{i}",) for i in range(len(result)))
+    return tuple(_aligned(shape, result) for shape in shapes), made
+
+
+def _aligned(shape: Shape, result: Shape) -> Dims:
+    first = len(result) - len(shape)
+    return tuple(
+        (f"d{first + i}",) if size == result[first + i] else () for i, size in enumerate(shape)
+    )
+
+
+def pointwise(case: Case, linear: Linear = NOT_LINEAR, moves: bool = False) -> Answer:
+    """Cut as any operand is; the others are cut alike, which costs nothing where they are whole."""
+    result = case.shape()
+    given, made = broadcast([operand.shape for operand in case.operands], result)
+    sizes = {f"d{i}": size for i, size in enumerate(result)}
+    results = tuple(None if shape is None else made for shape in case.shapes)
+    return solve(case, Factors(given, results, sizes, linear, moves=moves))
+
+
+def _sum_of_tensors(case: Case) -> Linear:
+    return jointly(0, 1) if len(case.operands) == 2 else NOT_LINEAR
+
+
+def _product(case: Case) -> Linear:
+    return each(*range(len(case.operands)))
+
+
+def _first(case: Case) -> Linear:
+    return each(0)
+
+
+def _scaled(case: Case) -> Linear:
+    return each(0) if _rounds_nowhere(case) else NOT_LINEAR
+
+
+def _rounds_nowhere(case: Case) -> bool:
+    return case.arguments.get("rounding_mode") is None
+
+
+def _choice(case: Case) -> Linear:
+    return jointly(1, 2)
+
+
+def _masked(case: Case) -> Linear:
+    return each(0) if case["value"] == 0 else NOT_LINEAR
+
+
+def _cast(case: Case) -> Linear:
+    """A cast between floating types; summands are rounded where it is to a smaller one."""
+    to: torch.dtype | None = case["dtype"]
+    (operand,) = case.operands
+    floats = to is None or to.is_floating_point or to.is_complex
+    return each(0) if floats and operand.is_floating else NOT_LINEAR
+
+
+_MOVES = frozenset({_ATEN.clone.default, _ATEN.alias.default, _ATEN.detach.default})
+
+_LINEAR: Mapping[object, Callable[[Case], Linear]] = {
+    _ATEN.add.Tensor: _sum_of_tensors,
+    _ATEN.sub.Tensor: _sum_of_tensors,
+    _ATEN.rsub.Tensor: _sum_of_tensors,
+    _ATEN.mul.Tensor: _product,
+    _ATEN.mul.Scalar: _first,
+    _ATEN.div.Tensor: _scaled,
+    _ATEN.div.Scalar: _scaled,
+    _ATEN.div.Tensor_mode: _scaled,
+    _ATEN.add_.Tensor: _sum_of_tensors,
+    _ATEN.mul_.Tensor: _first,
+    _ATEN.mul_.Scalar: _first,
+    _ATEN.div_.Tensor: _scaled,
+    _ATEN.div_.Scalar: _scaled,
+    _ATEN.neg.default: _first,
+    _ATEN.clone.default: _first,
+    _ATEN.alias.default: _first,
+    _ATEN.detach.default: _first,
+    _ATEN._to_copy.default: _cast,
+    _ATEN.where.self: _choice,
+    _ATEN.masked_fill.Scalar: _masked,
+    _ATEN.native_dropout_backward.default: _first,
+    _ATEN.sigmoid_backward.default: _first,
+    _ATEN.tanh_backward.default: _first,
+    _ATEN.silu_backward.default: _first,
+    _ATEN.gelu_backward.default: _first,
+    _ATEN.threshold_backward.default: _first,
+    _ATEN.hardtanh_backward.default: _first,
+    _ATEN.leaky_relu_backward.default: _first,
+    _ATEN.elu_backward.default: _first,
+    _ATEN.hardswish_backward.default: _first,
+    _ATEN.hardsigmoid_backward.default: _first,
+    _ATEN.softplus_backward.default: _first,
+}
+
+_UNTAGGED = (
+    *(_ATEN._to_copy.default, _ATEN.alias.default, _ATEN.detach.default, _ATEN.copy_.default),
+    *(_ATEN.masked_fill.Tensor, _ATEN.fill.Scalar, _ATEN.fill_.Scalar, _ATEN.zero_.default),
+    *(_ATEN.hardtanh_backward.default, _ATEN.hardswish_backward.default),
+    *(_ATEN.leaky_relu_backward.default, _ATEN.elu_backward.default, _ATEN.rsub.Tensor),
+    *(_ATEN.softplus_backward.default, _ATEN.hardsigmoid_backward.default, _ATEN.polar.default),
+    *(_ATEN.complex.default, _ATEN.floor_divide.default, _ATEN.native_dropout_backward.default),
+)
+"""Ops that work entry by entry, but have no such tag."""
+
+
+def rule(case: Case) -> Answer:
+    """The rule of ops that work entry by entry."""
+    linear = _LINEAR.get(case.target)
+    kinds = NOT_LINEAR if linear is None else linear(case)
+    return pointwise(case, kinds, case.target in _MOVES)
+
+
+def is_pointwise(target: torch._ops.OpOverload) -> bool:
+    """Whether torch says that an op works entry by entry, and it draws no random numbers."""
+    tags = target.tags
+    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+
+
+RULES: Mapping[object, Rule] = dict.fromkeys(_UNTAGGED, rule)
+
+
+def operand(case: Case, name: str) -> Operand | None:
+    """An argument that is a tensor, if it is given."""
+    value = case.arguments[name]
+    return value if isinstance(value, Operand) else None

@@ -1,0 +1,210 @@
+"""Rules of reductions: over a dimension that is cut, a sum leaves summands, a maximum maxima."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from ....ir.attributes import ReduceOp
+from ....ir.layout import shape_of, volume
+from ..cases import Answer, Case, Expansion, LocalOp, Rule, dim_of, dims_of
+from ..factors import NOT_LINEAR, Dims, Factors, Linear, each, solve
+from .views import named
+
+_ATEN = torch.ops.aten
+
+
+def reduced(
+    case: Case,
+    dims: tuple[int, ...],
+    reduce: ReduceOp | None,
+    linear: Linear = NOT_LINEAR,
+    why: str = "is reduced",
+) -> Answer:
+    """Reduce dimensions of the one operand; all results have the same shape."""
+    shape = case.operands[0].shape
+    given = named(shape)
+    keepdim = len(case.shape()) == len(shape)
+    made: Dims = tuple(
+        () if i in dims else dim for i, dim in enumerate(given) if keepdim or i not in dims
+    )
+    keep = {given[i][0]: why for i in dims} if reduce is None else {}
+    sizes = {f"d{i}": size for i, size in enumerate(shape)}
+    results = (made,) * len(case.shapes)
+    return solve(case, Factors((given,), results, sizes, linear, keep, reduce))
+
+
+def _dims(case: Case) -> tuple[int, ...]:
+    return dims_of(case.arguments.get("dim"), len(case.operands[0].shape))
+
+
+def _sum(case: Case) -> Answer:
+    return reduced(case, _dims(case), ReduceOp.SUM, each(0))
+
+
+def _extreme(reduce: ReduceOp, case: Case) -> Answer:
+    return replace(reduced(case, _dims(case), reduce), local=partial(_local_extreme, reduce))
+
+
+def _multiplied(case: Case) -> Answer:
+    return reduced(case, _dims(case), ReduceOp.PROD)
+
+
+def _local_extreme(reduce: ReduceOp, op: LocalOp) -> Any:
+    """Of an empty piece: what changes nothing in the extreme of all pieces."""
+    region = op.results[0]
+    assert region is not None
+    if volume(op.operands[0]) or not volume(region):
+        return op.run()
+    tensor = op.arguments["self"]
+    limit = _least if reduce is ReduceOp.MAX else _greatest
+    value = limit(tensor.meta["val"].dtype)
+    return op.emit(_ATEN.new_full.default, tensor, list(shape_of(region)), value)
+
+
+def _least(dtype: torch.dtype) -> float | int:
+    if dtype.is_floating_point:
+        return -math.inf
+    return 0 if dtype is torch.bool else torch.iinfo(dtype).min
+
+
+def _greatest(dtype: torch.dtype) -> float | int:
+    if dtype.is_floating_point:
+        return math.inf
+    return 1 if dtype is torch.bool else torch.iinfo(dtype).max
+
+
+def _mean(case: Case) -> Answer | Expansion:
+    """Over a cut dimension: the sum, divided by the count of the whole."""
+    dims = _dims(case)
+    (operand,) = case.operands
+    if case.has_cut(operand, *dims):
+        count = math.prod(operand.shape[i] for i in dims)
+        return Expansion(partial(_mean_of, dims, count, len(case.shape()) == len(operand.shape)))
+    return reduced(case, dims, ReduceOp.SUM, each(0))
+
+
+def _mean_of(
+    dims: tuple[int, ...], count: int, keep: bool, *, self: torch.Tensor, dtype: Any, **_: Any
+) -> torch.Tensor:
+    if not dims:
+        return self.clone()
+    return self.sum(list(dims), keepdim=keep, dtype=dtype) / count
+
+
+def _variance(case: Case) -> Answer | Expansion:
+    """Over a cut dimension: two passes, over the mean and over the squares."""
+    dims = _dims(case)
+    (operand,) = case.operands
+    if case.has_cut(operand, *dims):
+        keepdim = len(case.shape()) == len(operand.shape)
+        return Expansion(partial(_variance_of, dims, keepdim, case.target))
+    return reduced(case, dims, None)
+
+
+def _variance_of(
+    dims: tuple[int, ...], keep: bool, target: Any, *, self: torch.Tensor, correction: Any, **_: Any
+) -> Any:
+    count = math.prod(self.shape[i] for i in dims)
+    mean = self.sum(dims, keepdim=True) / count
+    squares = (self - mean).square().sum(dims, keepdim=keep)
+    variance = squares / max(count - (1 if correction is None else correction), 0)
+    return variance.sqrt() if target is _ATEN.std.correction else variance
+
+
+def _norm(case: Case) -> Answer | Expansion:
+    """Over a cut dimension: the root of a sum of powers."""
+    dims = _dims(case)
+    (operand,) = case.operands
+    order = case["ord"]
+    if case.has_cut(operand, *dims) and 0 < order < math.inf:
+        return Expansion(partial(_norm_of, dims, len(case.shape()) == len(operand.shape)))
+    if order != math.inf:
+        return reduced(case, dims, None)
+    return replace(reduced(case, dims, ReduceOp.MAX), local=_local_highest)
+
+
+def _local_highest(op: LocalOp) -> Any:
+    region = op.results[0]
+    assert region is not None
+    if volume(op.operands[0]) or not volume(region):
+        return op.run()
+    return op.emit(_ATEN.new_zeros.default, op.arguments["self"], list(shape_of(region)))
+
+
+def _norm_of(
+    dims: tuple[int, ...], keep: bool, *, self: torch.Tensor, ord: float, dtype: Any, **_: Any
+) -> torch.Tensor:
+    given = self if dtype is None else self.to(dtype)
+    if ord == 2:
+        return given.square().sum(dims, keepdim=keep).sqrt()
+    return given.abs().pow(ord).sum(dims, keepdim=keep).pow(1 / ord)
+
+
+def _logsumexp(case: Case) -> Answer | Expansion:
+    dims = _dims(case)
+    (operand,) = case.operands
+    if case.has_cut(operand, *dims):
+        return Expansion(partial(_logsumexp_of, dims, len(case.shape()) == len(operand.shape)))
+    return reduced(case, dims, None)
+
+
+def _logsumexp_of(
+    dims: tuple[int, ...], keep: bool, *, self: torch.Tensor, **_: Any
+) -> torch.Tensor:
+    highest = self.amax(dims, keepdim=True)
+    total = (self - highest).exp().sum(dims, keepdim=True).log() + highest
+    return total if keep else total.squeeze(dims)
+
+
+def _along(case: Case) -> Answer:
+    """An op whose results depend on the order of, or on all, entries along a dimension."""
+    shape = case.operands[0].shape
+    dims = named(shape)
+    dim = dim_of(case["dim"], len(shape))
+    linear = each(0) if case.target is _ATEN.cumsum.default else NOT_LINEAR
+    sizes = {f"d{i}": size for i, size in enumerate(shape)}
+    keep = {f"d{dim}": "is needed whole, since the op works along it"}
+    results = []
+    for number, made in enumerate(case.shapes):
+        assert made is not None
+        own = dims if made[dim : dim + 1] == shape[dim : dim + 1] else _other(dims, dim, number)
+        sizes[f"r{number}"] = made[dim] if made else 1
+        results.append(own)
+    if not shape:
+        results = [() for _ in case.shapes]
+    return solve(case, Factors((dims,), tuple(results), sizes, linear, keep))
+
+
+def _other(dims: Dims, dim: int, number: int) -> Dims:
+    return (*dims[:dim], (f"r{number}",), *dims[dim + 1 :])
+
+
+def _chosen(case: Case) -> Answer:
+    """An extreme and where it is: the dimension is needed whole."""
+    return reduced(case, _dims(case), None, why="is needed whole, to find the index in it")
+
+
+RULES: Mapping[object, Rule] = {
+    **dict.fromkeys((_ATEN.sum.default, _ATEN.sum.dim_IntList), _sum),
+    **dict.fromkeys((_ATEN.mean.default, _ATEN.mean.dim), _mean),
+    **dict.fromkeys((_ATEN.amax.default, _ATEN.max.default), partial(_extreme, ReduceOp.MAX)),
+    **dict.fromkeys((_ATEN.amin.default, _ATEN.min.default), partial(_extreme, ReduceOp.MIN)),
+    **dict.fromkeys((_ATEN.prod.default, _ATEN.prod.dim_int), _multiplied),
+    **dict.fromkeys((_ATEN.var.correction, _ATEN.std.correction), _variance),
+    _ATEN.linalg_vector_norm.default: _norm,
+    _ATEN.logsumexp.default: _logsumexp,
+    **dict.fromkeys((_ATEN.argmax.default, _ATEN.argmin.default), _chosen),
+    **dict.fromkeys((_ATEN.max.dim, _ATEN.min.dim), _chosen),
+    **dict.fromkeys((_ATEN.any.default, _ATEN.any.dim, _ATEN.any.dims), _chosen),
+    **dict.fromkeys((_ATEN.all.default, _ATEN.all.dim, _ATEN.all.dims), _chosen),
+    **dict.fromkeys((_ATEN.cumsum.default, _ATEN.cumprod.default), _along),
+    **dict.fromkeys(
+        (_ATEN.sort.default, _ATEN.sort.stable, _ATEN.topk.default, _ATEN.argsort.default), _along
+    ),
+}
