@@ -18,13 +18,21 @@ TINY = "--layers 8 --width 12 --batch 4 --microbatches 2 --rate 1e-2"
 
 
 def train(
-    ranks: int, folder: Path, options: str, *, steps: int = 2, virtual: int | None = None
+    ranks: int,
+    folder: Path,
+    options: str,
+    *,
+    steps: int = 2,
+    virtual: int | None = None,
+    warm: bool = True,
 ) -> Ended:
-    """Train on so many MPI ranks, of which 3 start as users start them; 0: on `virtual` ranks."""
+    """Train on so many MPI ranks, forked unless not `warm`; 0: on `virtual` ranks."""
     given = [*TINY.split(), "--steps", str(steps), "--out", str(folder), *options.split()]
     variables = {} if virtual is None else {"CG_RANKS": str(virtual)}
-    program, warm = [SCRIPT, *given], ranks not in (0, 3)
-    return run(ranks, program, variables=variables, folder=folder.parent, seconds=120, warm=warm)
+    warm = warm and ranks > 0
+    return run(
+        ranks, [SCRIPT, *given], variables=variables, folder=folder.parent, seconds=120, warm=warm
+    )
 
 
 def figures(folder: Path) -> dict[str, Any]:
@@ -69,7 +77,8 @@ def test_one_process(plain: tuple[Path, list[float]]) -> None:
 @pytest.mark.parametrize("ranks", [pytest.param(n, marks=needs_mpi) for n in (1, 3, 8)])
 def test_mpi_ranks(ranks: int, plain: tuple[Path, list[float]], tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    ended = train(ranks, folder, f"--sample {8 if ranks == 3 else 0}")
+    as_users_do = ranks == 3
+    ended = train(ranks, folder, f"--sample {8 if ranks == 3 else 0}", warm=not as_users_do)
     assert check_written(folder, ended, ranks) == pytest.approx(plain[1], rel=1e-4)
     assert ended.output.count("--- sample ---") == (ranks == 3)
 

@@ -159,7 +159,7 @@ def test_the_end_of_a_program_says_which_rank_it_waits_for(tmp_path: Path) -> No
         "import time\nimport cg\n\nif cg.rank() == 1:\n    time.sleep(3600)  # it does not end\n"
     )
     variables = {"CG_TIMEOUT": "2"}
-    ended = run(2, [str(program)], seconds=SECONDS, variables=variables)
+    ended = run(2, [str(program)], seconds=SECONDS, variables=variables, warm=True)
     assert ended.code != 0
     assert "the program of rank 0 ended 2 s ago, but another rank's still runs" in ended.output
     line = r"its Python is at \S+late\.py:5, in <module>: time\.sleep\(3600\)  # it does not end"
