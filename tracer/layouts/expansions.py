@@ -49,14 +49,17 @@ def fake_mode_of(values: Iterable[Any]) -> FakeTensorMode:
     return FakeTensorMode()
 
 
-def replace_by(node: fx.Node, made: Any) -> None:
-    """Let the users of a node use what was made instead."""
+def replace_by(node: fx.Node, made: Any) -> dict[fx.Node, fx.Node]:
+    """Let the users of a node use what was made instead; gives what stands for what."""
     if isinstance(made, fx.Node):
         node.replace_all_uses_with(made)
-        return
+        return {node: made}
+    replaced = {}
     for user in list(node.users):
         assert user.target is operator.getitem
         index = user.args[1]
         assert isinstance(index, int)
         user.replace_all_uses_with(made[index])
+        replaced[user] = made[index]
         user.graph.erase_node(user)
+    return replaced

@@ -121,19 +121,16 @@ class _Solution:
         self._asked = {free[dim]: cut for dim, cut in enumerate(cuts) if cut and dim in free}
 
     def answer(self, sizes: Mapping[str, int], local: Local | None, free: frozenset[int]) -> Answer:
-        while True:
+        self._claim()
+        while self._refuses():
             self._claim()
-            results = [self._joined(dims) for dims in self.factors.results]
-            operands = [self._joined(dims) for dims in self.factors.operands]
-            if not self._refused([*results, *operands]):
-                break
         wanted = tuple(
-            self._wanted(i, tuple(cut for cut in cuts or () if cut is not None))
-            for i, cuts in enumerate(operands)
+            self._wanted(index, self._joined(dims))
+            for index, dims in enumerate(self.factors.operands)
         )
         made = tuple(
-            None if cuts is None else self._result(i, tuple(c for c in cuts if c is not None))
-            for i, cuts in enumerate(results)
+            None if dims is None else self._result(index, self._joined(dims))
+            for index, dims in enumerate(self.factors.results)
         )
         return Answer(wanted, made, sizes, local, free, self.reasons)
 
@@ -196,25 +193,15 @@ class _Solution:
     def _cannot(self, index: int, reason: str) -> None:
         self.reasons.setdefault(index, reason)
 
-    def _joined(self, dims: Dims | None) -> list[Cut | None] | None:
-        if dims is None:
-            return None
+    def _joined(self, dims: Dims) -> tuple[Cut, ...]:
         sizes = self.factors.sizes
-        return [
+        return tuple(
             join([self.cuts.get(f, WHOLE) for f in dim], [sizes[f] for f in dim], self.case.sizes)
             for dim in dims
-        ]
+        )
 
-    def _refused(self, joined: Sequence[list[Cut | None] | None]) -> bool:
+    def _refuses(self) -> bool:
         """Whether a factor has to be whole that was cut until now."""
-        dims = (*self.factors.results, *self.factors.operands)
-        for given, cuts in zip(dims, joined, strict=True):
-            for dim, cut in zip(given or (), cuts or (), strict=True):
-                if cut is None:
-                    minor = next(f for f in reversed(dim) if self.cuts.get(f))
-                    self.keep[minor] = "would be cut within a dimension that others cut, too"
-                    self._asked.pop(minor, None)
-                    return True
         if self.factors.reduce is None:
             for factor in self.cuts:
                 if self._is_contracted(factor):

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...ir.layout import Region
 from ..autodiff.subgraphs import has_effect
+from ..methods.dispatch_modes import is_random
 from .local_graphs import build
 from .propagate import Propagation, Transfer, Version
 
@@ -108,11 +108,14 @@ class _Cutter:
         own = set(self.ops)
         self.level: dict[fx.Node, int] = {}
         self.needed: dict[int, dict[Version, None]] = {}
+        drawn = 0
         for node in self.ops:
             found = [
                 self.available(v) for v in self.reads(node) if v.node in own or v in self.transfers
             ]
             self.level[node] = max(found, default=0)
+            if is_random(node.target, node.args, node.kwargs):  # they draw in the graph's order
+                drawn = self.level[node] = max(self.level[node], drawn)
 
     def _live(self) -> list[fx.Node]:
         """The ops that an output needs, or that have an effect, with what they need."""
@@ -316,9 +319,3 @@ def _text(graph: fx.Graph) -> str:
         f"{fx.node.map_arg((node.args, dict(node.kwargs)), names.__getitem__)} {_kind(node)}"
         for node in graph.nodes
     )
-
-
-def regions(part: Part, propagation: Propagation, rank: int) -> tuple[Region, ...]:
-    """What a rank holds of each input of a part."""
-    position = propagation.place.position(rank)
-    return tuple(v.layout.region(tuple(v.node.meta["val"].shape), position) for v in part.inputs)

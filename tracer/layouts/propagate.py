@@ -112,6 +112,7 @@ def propagate(
     given: Mapping[fx.Node, Layout],
     *,
     ends: Sequence[End] = (),
+    like: Mapping[fx.Node, fx.Node] | None = None,
     pins: Mapping[fx.Node, Layout] | None = None,
     allowed: frozenset[Change] = DEFAULT,
     locations: Locations | None = None,
@@ -124,6 +125,7 @@ def propagate(
         given: layouts of placeholders, and of other nodes that stand for inputs, such as
             cotangents. A placeholder that is not named is a copy on each rank.
         ends: one for each output, flattened; an output without one is not left a sum over ranks.
+        like: nodes that stand for inputs, and are cut as another value is: cotangents.
         pins: layouts that values have from where they are computed; any transfer may make them.
         allowed: what transfers that no pin asks for may do.
         locations: the user's line of nodes, by name.
@@ -131,7 +133,7 @@ def propagate(
     Raises:
         LayoutError: an op has no rule, or layouts that contradict each other.
     """
-    run = _Run(graph, place, given, pins or {}, allowed, locations or {})
+    run = _Run(graph, place, given, like or {}, pins or {}, allowed, locations or {})
     return run.all(ends)
 
 
@@ -151,6 +153,7 @@ class _Run:
         graph: fx.Graph,
         place: Place,
         given: Mapping[fx.Node, Layout],
+        like: Mapping[fx.Node, fx.Node],
         pins: Mapping[fx.Node, Layout],
         allowed: frozenset[Change],
         names: Locations,
@@ -164,6 +167,7 @@ class _Run:
         self._copy(graph, names)
         without_writes(self.graph)
         self.given = {self.copies[node]: layout for node, layout in given.items()}
+        self.like = {self.copies[node]: self.copies[other] for node, other in like.items()}
         self.pins = {self.copies[node]: layout for node, layout in pins.items()}
         self.asked: dict[fx.Node, tuple[Cut, ...]] = {}
         self.layouts: dict[fx.Node, Results] = {}
@@ -203,6 +207,8 @@ class _Run:
 
     def _visit(self, node: fx.Node) -> fx.Node:
         """Lay out a node; gives the next one, which is new if the node has been expanded."""
+        if node in self.like:
+            self.given[node] = Layout(self.versions[self.like[node]][-1].layout.cuts)
         if node in self.given or node.op in ("placeholder", "get_attr"):
             fake = node.meta.get("val")
             rank = fake.dim() if isinstance(fake, torch.Tensor) else 0
@@ -405,7 +411,10 @@ class _Run:
                     if node in self.locations:
                         self.locations[copy] = self.locations[node]
         (made,) = inner.output_node().args
-        replace_by(node, fx.node.map_arg(made, nodes.__getitem__))
+        replaced = replace_by(node, fx.node.map_arg(made, nodes.__getitem__))
+        self.copies = {old: replaced.get(new, new) for old, new in self.copies.items()}
+        self.like = {new: replaced.get(other, other) for new, other in self.like.items()}
+        self.pins = {replaced.get(new, new): layout for new, layout in self.pins.items()}
         following = node.next
         self.graph.erase_node(node)
         return first or following

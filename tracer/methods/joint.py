@@ -56,7 +56,7 @@ class Joint:
         cotangents: nodes that stand for the cotangents of `Wanted.outputs`.
         outputs: nodes of the value outputs.
         rebinds: slots that the call has given a new tensor, with its node.
-        wanted_inputs: `Wanted.inputs`.
+        wanted_outputs, wanted_inputs: those of `Wanted`.
         input_grads: their cotangents; None where no wanted output depends on one.
         state_grads: gradients of the trained state, where there is one.
         forward: names of the nodes that exist without the backward.
@@ -73,6 +73,7 @@ class Joint:
     cotangents: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
     rebinds: tuple[tuple[Rebind, fx.Node], ...]
+    wanted_outputs: tuple[int, ...]
     wanted_inputs: tuple[int, ...]
     input_grads: tuple[fx.Node | None, ...]
     state_grads: tuple[tuple[StateTensor, fx.Node], ...]
@@ -336,6 +337,7 @@ class _Run:
             cotangents=tuple(nodes[name] for name in self.cotangents),
             outputs=outputs,
             rebinds=rebinds,
+            wanted_outputs=self.wanted.outputs if self.wanted is not None else (),
             wanted_inputs=wanted,
             input_grads=input_grads,
             state_grads=tuple((self.call.state.tensors[i], next(returned)) for i in self.graded),

@@ -243,7 +243,29 @@ CASES: dict[str, OpCase] = {
         *(ints(2, 4, 3, 8), ints(2, 4, 3, 8), ints(2, 4, 3, 8), ints(2, 4, 3, 8)),
         tolerance=1e-11,
     ),
+    # convolutions
+    "convolution": case(torch.conv2d, ints(3, 2, 4, 4), ints(6, 2, 3, 3), ints(6)),
+    "convolution 1d": case(lambda x, w: torch.conv1d(x, w, stride=2), ints(3, 4, 7), ints(2, 4, 3)),
+    "convolution of groups": case(
+        lambda x, w, b: torch.conv1d(x, w, b, groups=4), ints(2, 8, 5), ints(4, 2, 3), ints(4)
+    ),
+    "convolution backward": case(
+        lambda g, x, w: ATEN.convolution_backward(
+            *(g, x, w, [6], [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [True, True, True])
+        ),
+        *(ints(3, 6, 2, 2), ints(3, 2, 4, 4), ints(6, 2, 3, 3)),
+    ),
+    "average pooling": case(lambda x: torch.nn.functional.avg_pool2d(x, 2), ints(3, 2, 4, 4)),
+    "maximal pooling": case(
+        lambda x: torch.nn.functional.max_pool2d(x, 2, return_indices=True), ints(3, 2, 4, 4)
+    ),
     # indices
+    "index by counting": case(
+        lambda x, i: x[torch.arange(4)[:, None, None], i], ints(4, 5), indices(5, 2, 3)
+    ),
+    "products of rows and heads": case(
+        lambda x: (x.view(12, 2, 2) @ x.view(12, 2, 2)).view(4, 3, 2, 2), ints(4, 3, 2, 2)
+    ),
     "embedding": case(ATEN.embedding.default, ints(7, 3), indices(7, 4, 2)),
     "embedding backward": case(
         lambda g, i: ATEN.embedding_dense_backward(g, i, 7, 2, False),

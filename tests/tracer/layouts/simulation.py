@@ -17,7 +17,7 @@ from cg.ir.attributes import ReduceOp
 from cg.ir.layout import WHOLE, Cut, Layout, Region, within
 from cg.ir.types import Mesh, Place
 from cg.tracer.layouts.change import Change
-from cg.tracer.layouts.partition import Partition, partition
+from cg.tracer.layouts.partition import Part, Partition, partition
 from cg.tracer.layouts.propagate import End, Propagation, Transfer, Version, propagate
 
 ALL = frozenset(Change)
@@ -159,25 +159,35 @@ def run(
     held: dict[Version, Pieces] = {
         version: distribute(given[version.node], version.layout, place) for version in cut.inputs
     }
+    seed = torch.get_rng_state()
+    states = [seed] * len(place.ranks)
     for part, transfers in cut.steps:
-        made = [run_rank(part, owner, i, held) for i in range(len(place.ranks))]
+        made = [run_rank(part, owner, i, held, states) for i in range(len(place.ranks))]
         for index, version in enumerate(part.outputs):
             held[version] = [results[index] for results in made]
         for transfer in transfers:
             held[transfer.after] = transferred(held[transfer.before], transfer, place)
+    torch.set_rng_state(seed)
     return [
         None if v is None else collect(held[v], v.layout, tuple(v.node.meta["val"].shape), place)
         for v in cut.outputs
     ]
 
 
-def run_rank(part: Any, owner: torch.nn.Module, index: int, held: Mapping[Version, Pieces]) -> Any:
+def run_rank(
+    part: Part,
+    owner: torch.nn.Module,
+    index: int,
+    held: Mapping[Version, Pieces],
+    states: list[torch.Tensor],
+) -> Any:
+    """A part on one rank, whose random numbers go on where they were."""
     graph = part.bodies.graphs[part.bodies.of_rank[index]]
-    with torch.random.fork_rng():
-        torch.manual_seed(5)
-        return fx.GraphModule(owner, graph)(
-            *(held[version][index].clone() for version in part.inputs)
-        )
+    torch.set_rng_state(states[index])
+    given = [held[version][index].clone() for version in part.inputs]
+    result = fx.GraphModule(owner, graph)(*given)
+    states[index] = torch.get_rng_state()
+    return result
 
 
 def trace(function: Callable[..., Any], *tensors: torch.Tensor) -> fx.GraphModule:
@@ -227,7 +237,9 @@ def check(
         torch.manual_seed(5)
         expected = function(*(tensor.clone() for tensor in tensors))
     expected = list(expected) if isinstance(expected, (tuple, list)) else [expected]
-    found = run(cut, propagation, owner, values)
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        found = run(cut, propagation, owner, values)
     wanted = [value for value in expected if isinstance(value, torch.Tensor)]
     made = [value for value in found if value is not None]
     for mine, theirs in zip(made, wanted, strict=True):

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from ....ir.layout import shape_of, volume
+from ....ir.layout import volume
 from ..cases import Answer, Case, LocalOp, Operand, Rule, Shape, whole
 from ..factors import Dim, Dims, Factors, each, solve
+from .creation import zeros
 
 _ATEN = torch.ops.aten
 
@@ -72,17 +73,7 @@ def _solved(
 
 def _local(op: LocalOp) -> Any:
     """The op; of an empty piece, empty tensors, since kernels divide by the number of heads."""
-    region = op.operands[0]
-    if volume(region):
-        return op.run()
-    tensor = op.arguments["query"]
-    dtypes = [value.dtype if isinstance(value, torch.Tensor) else None for value in op.fakes]
-    return tuple(
-        None
-        if result is None or dtype is None
-        else op.emit(_ATEN.new_zeros.default, tensor, list(shape_of(result)), dtype=dtype)
-        for result, dtype in zip(op.results, dtypes, strict=True)
-    )
+    return op.run() if volume(op.operands[0]) else zeros(op, op.arguments["query"])
 
 
 def _sizes(case: Case) -> dict[str, int]:

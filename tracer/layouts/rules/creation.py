@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import fx
 
-from ....ir.layout import Layout
+from ....ir.layout import Layout, shape_of
 from ..cases import Answer, Case, Local, LocalOp, Rule, whole
 from ..cuts import canonical
 
@@ -30,6 +31,17 @@ def whole_then_piece(op: LocalOp) -> Any:
     region = op.results[0]
     assert region is not None
     return op.piece(op.run(), region)
+
+
+def zeros(op: LocalOp, like: fx.Node) -> Any:
+    """Zeros for all results of an op, where kernels do not take an empty piece."""
+    found = tuple(
+        None
+        if region is None
+        else op.emit(_ATEN.new_zeros.default, like, list(shape_of(region)), dtype=fake.dtype)
+        for region, fake in zip(op.results, op.fakes, strict=True)
+    )
+    return found if len(found) > 1 else found[0]
 
 
 def _filled(case: Case) -> Answer:

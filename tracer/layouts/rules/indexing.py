@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch import fx
 
 from ....ir.layout import shape_of
 from ..cases import Answer, Case, Expansion, LocalOp, Operand, Rule, Shape, dim_of
+from ..cuts import is_interval
 from ..factors import Dim, Dims, Factors, each, jointly, solve
 from .views import named
 
@@ -23,7 +26,7 @@ def _embedding(case: Case) -> Answer:
     sizes = {"v": case["weight"].shape[0], "d": case["weight"].shape[1]}
     sizes |= {f"i{n}": size for n, size in enumerate(case["indices"].shape)}
     operands = ((("v",), ("d",)), inner)
-    keep = {"v": "is packed"} if case["weight"].cuts[0].blocks > 1 else {}
+    keep = {"v": "is packed"} if not is_interval(case["weight"].cuts[0]) else {}
     factors = Factors(operands, ((*inner, ("d",)),), sizes, each(0), keep)
     return solve(case, factors, local=partial(_local_embedding, sizes["v"]))
 
@@ -126,8 +129,9 @@ def _indexed(case: Case) -> _Indexed:
                 "it selects entries by a mask, so the size of the result depends on values",
                 "use torch.where, which keeps all entries",
             )
-        if _counts(index, shape[k]) and common[-1] == shape[k] and made[-1] not in source:
-            source[k] = made[-1]
+        along = _counts(index, shape[k], len(common))
+        if along is not None and made[along] not in source:
+            source[k] = made[along]
             counts.add(place)
         else:
             keep[f"d{k}"] = "is indexed by a tensor"
@@ -146,14 +150,23 @@ def _aligned(shape: Shape, common: Shape) -> Dims:
     )
 
 
-def _counts(index: Operand, size: int) -> bool:
-    """Whether an index is `arange(size)`."""
+def _counts(index: Operand, size: int, rank: int) -> int | None:
+    """The dimension of `rank` along which an index is `arange(size)`, if it is that."""
+    if size < 2 or math.prod(index.shape) != size:
+        return None
     node = index.node
-    if node.target is _ATEN.arange.default:
-        return node.args == (size,)
-    if node.target is _ATEN.arange.start:
-        return node.args == (0, size)
-    return node.target is _ATEN.arange.start_step and node.args in ((0, size), (0, size, 1))
+    while node.target is _ATEN.unsqueeze.default:
+        inner = node.args[0]
+        assert isinstance(inner, fx.Node)
+        node = inner
+    forms: dict[object, tuple[tuple[int, ...], ...]] = {
+        _ATEN.arange.default: ((size,),),
+        _ATEN.arange.start: ((0, size),),
+        _ATEN.arange.start_step: ((0, size), (0, size, 1)),
+    }
+    if node.args not in forms.get(node.target, ()):
+        return None
+    return rank - len(index.shape) + index.shape.index(size)
 
 
 def _index(case: Case) -> Answer:
@@ -202,7 +215,9 @@ def _local_indices(found: _Indexed, op: LocalOp) -> Any:
         if place in found.counts:
             like = indices[k].meta["val"]
             counted = {"dtype": like.dtype, "device": like.device}
-            indices[k] = op.emit(_ATEN.arange.default, source[k], **counted)
+            shape = [source[k] if size != 1 else 1 for size in like.shape]
+            numbers = op.emit(_ATEN.arange.default, source[k], **counted)
+            indices[k] = op.emit(_ATEN.view.default, numbers, shape)
     return op.run(indices=indices)
 
 

@@ -11,6 +11,7 @@ from ..cases import LayoutError, Rule
 from . import (
     attention,
     contractions,
+    convolution,
     creation,
     indexing,
     joining,
@@ -23,7 +24,7 @@ from . import (
 )
 
 _FAMILIES = (
-    *(attention, contractions, creation, indexing, joining, normalization, pointwise),
+    *(attention, contractions, convolution, creation, indexing, joining, normalization, pointwise),
     *(random_draws, reductions, softmax_and_losses, views),
 )
 

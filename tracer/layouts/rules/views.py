@@ -11,6 +11,7 @@ import torch
 
 from ....ir.layout import shape_of
 from ..cases import Answer, Case, LocalOp, Rule, Shape, dim_of, dims_of
+from ..cuts import is_interval
 from ..factors import Dim, Dims, Factors, each, solve
 
 _ATEN = torch.ops.aten
@@ -302,7 +303,7 @@ def _triangle(case: Case) -> Answer:
     packed = {
         dims[i][0]: "is packed, and its pieces have several diagonals"
         for i, cut in ((-2, rows), (-1, columns))
-        if cut.blocks > 1
+        if not is_interval(cut)
     }
     return moved(case, dims, dims, packed, local=_local_triangle)
 
