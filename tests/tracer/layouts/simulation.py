@@ -98,12 +98,14 @@ def collect(pieces: Pieces, layout: Layout, shape: tuple[int, ...], place: Place
     """The logical tensor; ranks that should hold the same must do so."""
     sums: dict[tuple[Any, ...], torch.Tensor] = {}
     seen: dict[tuple[Any, ...], torch.Tensor] = {}
+    # Not of the first piece: an op may give an empty one another dtype.
+    dtype = max(pieces, key=torch.Tensor.numel).dtype
     for rank, piece in zip(place.ranks, pieces, strict=True):
         region = layout.region(shape, place.position(rank))
         key = _summand(place, rank, layout)
         known = seen.setdefault((key, region), piece)
         torch.testing.assert_close(known, piece, rtol=0, atol=0, equal_nan=True)
-        put(sums.setdefault(key, torch.zeros(shape, dtype=piece.dtype)), region, piece)
+        put(sums.setdefault(key, torch.zeros(shape, dtype=dtype)), region, piece)
     total, *rest = sums.values()
     for other in rest:
         total = COMBINE[layout.reduce](total, other)
