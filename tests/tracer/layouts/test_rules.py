@@ -19,7 +19,7 @@ from .simulation import check, cuts, layout, mesh, trace
 MESHES = {"3": mesh(tp=3), "2 x 2": mesh(dp=2, tp=2), "5": mesh(tp=5)}
 """Of which 3 makes uneven pieces of most dimensions, and 5 empty ones."""
 
-MOST = 6
+MOST = 3
 """Layouts of an op that a default run tries on a mesh, spread over all of them."""
 
 
