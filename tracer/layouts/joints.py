@@ -11,7 +11,8 @@ from ...ir.types import Place
 from ..methods.joint import Joint
 from .cases import whole
 from .change import DEFAULT, Change
-from .propagate import End, Propagation, propagate
+from .propagate import propagate
+from .versions import End, Propagation
 
 
 def propagate_joint(

@@ -18,7 +18,7 @@ from ...ir.layout import Layout, Position, Region, overlap, shape_of, within
 from ...ir.layout import whole as whole_region
 from .cases import Answer, Shape
 from .expansions import fake_mode_of
-from .propagate import Propagation, Version
+from .versions import Propagation, Version
 
 _ATEN = torch.ops.aten
 

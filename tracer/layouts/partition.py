@@ -18,7 +18,7 @@ from torch import fx
 from ..autodiff.subgraphs import has_effect
 from ..methods.dispatch_modes import is_random
 from .local_graphs import build
-from .propagate import Propagation, Transfer, Version
+from .versions import Propagation, Transfer, Version
 
 
 @dataclass(frozen=True)

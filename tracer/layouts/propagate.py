@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -17,93 +16,17 @@ from torch import fx
 
 from ...ir.layout import Cut, Layout
 from ...ir.location import Location
-from ...ir.types import Place, TensorType
-from ..step.specs import ir_dtype
+from ...ir.types import Place
 from .cases import Answer, Case, Expansion, LayoutError, Operand, Results, tensors, whole
 from .change import DEFAULT, ORDER, Change, change_between
 from .expansions import constant_of, replace_by, traced
 from .functional import without_writes
-from .rules.table import rule_of
-
-
-@dataclass(frozen=True)
-class Version:
-    """A value in one of its layouts.
-
-    Attributes:
-        node: computes the value.
-        layout: of this version.
-    """
-
-    node: fx.Node
-    layout: Layout
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """A change of a value's layout.
-
-    Attributes:
-        before, after: the value as it is, and as it is wanted.
-        change: what it takes.
-        user: the op that wanted it first; None for an output of the graph, or a pin.
-    """
-
-    before: Version
-    after: Version
-    change: Change
-    user: fx.Node | None
-
-
-@dataclass(frozen=True)
-class End:
-    """How an output of the graph is to be laid out.
-
-    Attributes:
-        layout: its cuts; None: as it comes.
-        summands: whether it may stay a sum over ranks, along axes that do not cut it.
-    """
-
-    layout: Layout | None = None
-    summands: bool = False
-
+from .rules.table import VIEWS, rule_of
+from .versions import End, Propagation, Transfer, Version, text_of
 
 _ARANGE = torch.ops.aten.arange.default
 
 Locations: TypeAlias = Mapping[str, Location]
-
-
-@dataclass(frozen=True)
-class Propagation:
-    """A graph with a layout for each value.
-
-    Attributes:
-        graph: a copy of the graph, with ops replaced by those that they were expanded to.
-        place: the ranks, and the axes of their mesh.
-        copies: the nodes that stand for those of the graph that was given.
-        layouts: of the results of each node.
-        answers: of the rules, for ops.
-        reads: the versions that an op takes, in the order of its tensors.
-        transfers: in the order in which they are wanted.
-        outputs: of the graph; None for what is no tensor.
-        locations: the user's line of each node.
-    """
-
-    graph: fx.Graph
-    place: Place
-    copies: Mapping[fx.Node, fx.Node]
-    layouts: Mapping[fx.Node, Results]
-    answers: Mapping[fx.Node, Answer]
-    reads: Mapping[fx.Node, tuple[Version, ...]]
-    transfers: tuple[Transfer, ...]
-    outputs: tuple[Version | None, ...]
-    locations: Mapping[fx.Node, Location]
-
-    def layout(self, node: fx.Node) -> Layout:
-        """The layout in which a node of the copied graph computes its tensor."""
-        (layout,) = self.layouts[node]
-        assert layout is not None
-        return layout
 
 
 def propagate(
@@ -135,14 +58,6 @@ def propagate(
     """
     run = _Run(graph, place, given, like or {}, pins or {}, allowed, locations or {})
     return run.all(ends)
-
-
-def text_of(version: Version) -> str:
-    """A version in words, such as `%mm f32[8/dp,64|+tp]`."""
-    fake = version.node.meta["val"]
-    layout = version.layout if version.layout.axes else None
-    type_ = TensorType(ir_dtype(fake.dtype), tuple(fake.shape), None, layout)
-    return f"%{version.node.name} {type_}"
 
 
 class _Run:
@@ -328,12 +243,16 @@ class _Run:
         before, change = self._cheapest(node, wanted)
         if change not in (self.allowed if allowed is None else allowed):
             raise self._refusal(before, target, change, user, reason)
-        instead = self._remade(before, wanted) if change is Change.SLICE else None
+        instead = None
+        if change is Change.SLICE:
+            instead = self._remade(before, wanted)
+        elif change is Change.REDUCE:
+            instead = self._reduced_before(before, wanted)
         if instead is None:
             self.transfers.append(Transfer(before, target, change, user))
         self.made[target] = instead or target
         if change is Change.REDUCE:
-            self.versions[node].append(target)
+            self.versions[node].append(self.made[target])
         elif change.communicates:  # others still prefer what there was before
             self.versions[node].insert(0, target)
         return self.made[target]
@@ -356,16 +275,35 @@ class _Run:
         changed = {d for d, cut in enumerate(wanted.cuts) if cut != before.layout.cuts[d]}
         if before.layout != answer.results[0] or not changed <= answer.free:
             return None
+        return self._again(node, self.reads[node], wanted, wanted.cuts)
+
+    def _reduced_before(self, before: Version, wanted: Layout) -> Version | None:
+        """A view of a sum that has been reduced, so that several views need one reduction."""
+        node = before.node
+        if node.target not in VIEWS or before.layout.cuts != wanted.cuts:
+            return None
+        (read,) = self.reads[node]
+        layout = read.layout
+        kept = tuple(axis for axis in layout.summands if axis in wanted.summands)
+        reduced = Layout(layout.cuts, kept, layout.reduce) if kept else Layout(layout.cuts)
+        return self._again(node, (self._version(read.node, reduced, node, ""),), wanted, None)
+
+    def _again(
+        self,
+        node: fx.Node,
+        reads: tuple[Version, ...],
+        wanted: Layout,
+        asked: tuple[Cut, ...] | None,
+    ) -> Version | None:
+        """A copy of an op that takes other versions and gives its result as it is wanted."""
         case = self._case(node)
         operands = tuple(
             Operand(o.node, o.shape, o.dtype, version.layout)
-            for o, version in zip(case.operands, self.reads[node], strict=True)
+            for o, version in zip(case.operands, reads, strict=True)
         )
         swapped = dict(zip(map(id, case.operands), operands, strict=True))
         arguments = {name: swapped.get(id(value), value) for name, value in case.arguments.items()}
-        again = Case(
-            case.target, arguments, operands, case.shapes, self.sizes, wanted.cuts, case.loc
-        )
+        again = Case(case.target, arguments, operands, case.shapes, self.sizes, asked, case.loc)
         new = rule_of(node.target, case.loc)(again)
         if isinstance(new, Expansion) or new.results[0] != wanted:
             return None
@@ -373,7 +311,7 @@ class _Run:
             return None
         with self.graph.inserting_after(node):
             copy = self.graph.node_copy(node)
-        self.answers[copy], self.reads[copy] = new, self.reads[node]
+        self.answers[copy], self.reads[copy] = new, reads
         self._lay_out(copy, new.results)
         if node in self.locations:
             self.locations[copy] = self.locations[node]

@@ -18,7 +18,8 @@ from cg.ir.layout import WHOLE, Cut, Layout, Region, within
 from cg.ir.types import Mesh, Place
 from cg.tracer.layouts.change import Change
 from cg.tracer.layouts.partition import Part, Partition, partition
-from cg.tracer.layouts.propagate import End, Propagation, Transfer, Version, propagate
+from cg.tracer.layouts.propagate import propagate
+from cg.tracer.layouts.versions import End, Propagation, Transfer, Version
 
 ALL = frozenset(Change)
 COMBINE: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {

@@ -158,6 +158,9 @@ def test_language_models(family: str, attention: str) -> None:
     inputs = [tokens, mask]
     run = compare(actor, "loss", plan, GRID, inputs, ["dp,-", "dp,-"], tolerance=1e-4)
     assert {change.value for change in run.changes} == {"reduce", "slice"}
+    whole = [t for t in run.propagation.transfers if t.after.node.meta["val"].numel() == 3 * 7 * 16]
+    # Megatron's count: two in each direction of a layer, and one each for embedding and head.
+    assert len(whole) == 2 * (2 * 2 + 1)
     keys = Counter(part.key for part in run.cut.parts)
     assert max(keys.values()) > 1, "equal layers have equal parts"
 

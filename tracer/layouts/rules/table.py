@@ -32,6 +32,9 @@ RULES: Mapping[object, Rule] = {
     op: rule for family in _FAMILIES for op, rule in family.RULES.items()
 }
 
+VIEWS = frozenset(views.RULES) - views.SELECTING
+"""Ops that give all entries of their operand, and nothing else."""
+
 
 def rule_of(target: object, loc: Location | None) -> Rule:
     """The rule of an op.

@@ -332,3 +332,12 @@ RULES: Mapping[object, Rule] = {
     _ATEN.constant_pad_nd.default: _pad,
     **dict.fromkeys((_ATEN.tril.default, _ATEN.triu.default), _triangle),
 }
+
+SELECTING: frozenset[object] = frozenset(
+    {
+        *(_ATEN.select.int, _ATEN.select_backward.default, _ATEN.slice.Tensor),
+        *(_ATEN.slice_backward.default, _ATEN.constant_pad_nd.default, _ATEN.tril.default),
+        *(_ATEN.triu.default, _ATEN.repeat.default),
+    }
+)
+"""Those that leave entries out, or add some."""
