@@ -73,7 +73,12 @@ def _cast(case: Case) -> Linear:
     return each(0) if floats and operand.is_floating else NOT_LINEAR
 
 
-_MOVES = frozenset({_ATEN.clone.default, _ATEN.alias.default, _ATEN.detach.default})
+_MOVES = frozenset(
+    {
+        *(_ATEN.clone.default, _ATEN.alias.default, _ATEN.detach.default),
+        _ATEN.lift_fresh_copy.default,  # a constant of the method; torch 2.11 traces it as a copy
+    }
+)
 
 _LINEAR: Mapping[object, Callable[[Case], Linear]] = {
     _ATEN.add.Tensor: _sum_of_tensors,
@@ -93,6 +98,7 @@ _LINEAR: Mapping[object, Callable[[Case], Linear]] = {
     _ATEN.clone.default: _first,
     _ATEN.alias.default: _first,
     _ATEN.detach.default: _first,
+    _ATEN.lift_fresh_copy.default: _first,
     _ATEN._to_copy.default: _cast,
     _ATEN.where.self: _choice,
     _ATEN.masked_fill.Scalar: _masked,
@@ -115,6 +121,7 @@ _UNTAGGED = (
     *(_ATEN.masked_fill.Tensor, _ATEN.fill.Scalar, _ATEN.fill_.Scalar, _ATEN.zero_.default),
     *(_ATEN.hardtanh_backward.default, _ATEN.hardswish_backward.default),
     *(_ATEN.leaky_relu_backward.default, _ATEN.elu_backward.default, _ATEN.rsub.Tensor),
+    _ATEN.lift_fresh_copy.default,
     *(_ATEN.softplus_backward.default, _ATEN.hardsigmoid_backward.default, _ATEN.polar.default),
     *(_ATEN.complex.default, _ATEN.floor_divide.default, _ATEN.native_dropout_backward.default),
 )
