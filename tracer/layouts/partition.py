@@ -167,7 +167,9 @@ class _Cutter:
         return Partition(tuple(steps), tuple(given), self.outputs)
 
     def _is_given(self, version: Version) -> bool:
-        return version not in self.transfers and version.node not in self.level
+        """Whether a version is an input of the whole; constants are in the graphs of parts."""
+        made = version in self.transfers or version.node in self.level
+        return not made and version.node.op != "get_attr"
 
     def _demand(self) -> None:
         """Find what goes from part to part, into transfers, and out."""

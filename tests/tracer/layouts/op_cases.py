@@ -91,6 +91,12 @@ CASES: dict[str, OpCase] = {
     "arange step": case(lambda x: x * torch.arange(1, 9, 2), ints(3, 4)),
     "new ones": case(lambda x: x * x.new_ones(5, 3).sum(0), ints(5, 3)),
     "eye": case(lambda x: x + torch.eye(4, dtype=torch.float64), ints(4, 4)),
+    "constant": case(lambda x: x * torch.tensor([1.0, 2, 3], dtype=torch.float64), ints(5, 3)),
+    "constant scalar": case(lambda x: x * torch.tensor(2.0, dtype=torch.float64), ints(5, 3)),
+    "constant copied": case(
+        lambda x: x.sum(0) + ATEN.lift_fresh_copy(torch.tensor([1.0, 2, 3], dtype=torch.float64)),
+        ints(5, 3),
+    ),
     # views
     "view split": case(lambda x: x.view(3, 2, 4, 2), ints(6, 8)),
     "view merge": case(lambda x: x.view(6, 20) * 2, ints(3, 2, 4, 5)),
