@@ -34,7 +34,7 @@ class Port(Protocol):
 
     Where the op has a `slot`, what `take` returns may live in that slot until `release`. Where it
     has none, the value is the receiver's own and outlives `release`. A port may do more than that:
-    see `HoldingPort`, `PeekingPort` and `OwningPort`.
+    see `ReleasingPort`, `PeekingPort` and `CopyingPort`.
     """
 
     def start(self, value: Any) -> None:
@@ -67,12 +67,12 @@ class Port(Protocol):
 
 
 @runtime_checkable
-class HoldingPort(Protocol):
-    """A port that says whether its `release` does anything; else it need not be called."""
+class ReleasingPort(Protocol):
+    """A port whose `release` may be left out where it says so; that of other ports is called."""
 
     @property
-    def holds(self) -> bool:
-        """Return whether it holds a buffer until `release`."""
+    def needs_release(self) -> bool:
+        """True if it holds a buffer until `release`, which therefore has to be called."""
 
 
 @runtime_checkable
@@ -84,10 +84,10 @@ class PeekingPort(Protocol):
 
 
 @runtime_checkable
-class OwningPort(Protocol):
+class CopyingPort(Protocol):
     """The port of a `send` whose operand may change before `poll` has returned true."""
 
-    def own(self) -> None:
+    def copy_on_start(self) -> None:
         """Let `start` copy what it does not send at once; called when the program is bound."""
 
 

@@ -46,7 +46,7 @@ class MpiWorld(World, Protocol):
         """Let `observer` hear of all later calls."""
 
     def at_end(self, is_done: Callable[[], bool]) -> None:
-        """When the programs of all ranks have ended, call `is_done` until it is true.
+        """Call `is_done` until it is true, once the programs of all ranks have ended.
 
         Only then does MPI end.
         """

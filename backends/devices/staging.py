@@ -151,7 +151,7 @@ class StagedPort:
         self._value: Any = None
         self._has_begun = True
         self._buffer = None if operand is None else _pinned(copies.device, operand)
-        self.holds = True
+        self.needs_release = True
 
     @property
     def landed(self) -> Event | None:

@@ -129,7 +129,7 @@ class Watchdog:
     def _run(self) -> None:
         while not self._stop.wait(INTERVAL):
             try:
-                trouble = self._look()
+                trouble = self.look()
             except Exception as error:
                 # Nobody would look any more, and the next hang would last for ever.
                 trouble = (
@@ -140,7 +140,8 @@ class Watchdog:
                 self._bark(trouble)
                 return
 
-    def _look(self) -> str | None:
+    def look(self) -> str | None:
+        """What has gone wrong by now, in words: with messages, on the host or on the device."""
         faults = self._faults()
         if faults:
             return "messages between devices have failed: " + "; ".join(faults)

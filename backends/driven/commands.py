@@ -14,7 +14,7 @@ from typing import Final, Protocol
 
 GRAPHS: Final = 1 << 18
 VARIANTS: Final = 1 << 10
-SEATS: Final = 1 << 10
+CONTEXTS: Final = 1 << 10
 BITS: Final = 40
 
 
@@ -33,25 +33,27 @@ class Command:
         kind: what to do.
         graph: with which graph, by its number in the world.
         variant: which of its variants to execute.
-        seat: on which of its instances.
+        context: in which execution context of the graph, by its index.
     """
 
     kind: Kind
     graph: int
     variant: int = 0
-    seat: int = 0
+    context: int = 0
 
     def pack(self) -> int:
         """The command as a number of `BITS` bits, not 0."""
-        return (((self.kind * GRAPHS) + self.graph) * VARIANTS + self.variant) * SEATS + self.seat
+        return (
+            ((self.kind * GRAPHS) + self.graph) * VARIANTS + self.variant
+        ) * CONTEXTS + self.context
 
     @staticmethod
     def unpack(number: int) -> Command:
         """The inverse of `pack`."""
-        rest, seat = divmod(number, SEATS)
+        rest, context = divmod(number, CONTEXTS)
         rest, variant = divmod(rest, VARIANTS)
         kind, graph = divmod(rest, GRAPHS)
-        return Command(Kind(kind), graph, variant, seat)
+        return Command(Kind(kind), graph, variant, context)
 
 
 class CommandTransport(Protocol):
@@ -81,7 +83,7 @@ class VirtualCommands:
         self._commands: dict[int, deque[int]] = {}
 
     def publisher(self, to: Sequence[int], wake: Sequence[int]) -> Callable[[int], None]:
-        """See `CommandTransport`."""
+        """Append commands to the lists of the ranks that they concern; nobody has to be woken."""
         lists = [self._of(rank) for rank in to]
 
         def put(command: int) -> None:
@@ -91,7 +93,7 @@ class VirtualCommands:
         return put
 
     def reader(self, rank: int) -> Callable[[], int]:
-        """See `CommandTransport`."""
+        """Take commands from the list of a rank."""
         commands = self._of(rank)
 
         def take() -> int:
@@ -100,7 +102,7 @@ class VirtualCommands:
         return take
 
     def mend(self) -> None:
-        """See `CommandTransport`; nothing can be half done."""
+        """Return: a command of a virtual world cannot be half done."""
 
     def _of(self, rank: int) -> deque[int]:
         return self._commands.setdefault(rank, deque())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .commands import SEATS, Command, Kind
+from .commands import CONTEXTS, Command, Kind
 from .executions import Executions
 from .futures import Future
 from .graphs import Graph
@@ -19,7 +19,7 @@ class Launcher:
         self._graph = graph
         self._publish = executions.publisher(graph)
         self._scheduler = executions.schedulers[graph.driver]
-        self._instances = [seat.instances for seat in graph.seats[graph.driver]]
+        self._instances = [context.instances for context in graph.contexts[graph.driver]]
         self._command = Command(Kind.EXECUTE, graph.number).pack()
         self._spare: list[Future] = []
 
@@ -45,13 +45,13 @@ class Launcher:
         try:
             number = graph.count
             graph.count = number + 1
-            seat = graph.free.pop()
+            context = graph.free.pop()
             # The others are told first: they come on their way while all else is done here.
-            self._publish(self._command + variant * SEATS + seat)
+            self._publish(self._command + variant * CONTEXTS + context)
             future = self._spare.pop() if self._spare else Future(executions, number)
             future.execution = number
-            graph.futures[seat] = future
-            self._scheduler.begin(self._instances[seat][variant], inputs, number)
+            graph.futures[context] = future
+            self._scheduler.begin(self._instances[context][variant], inputs, number)
         except BaseException as error:
             executions.in_doubt = True
             executions.judge(error)

@@ -151,7 +151,7 @@ class Executions:
         Raises:
             TransportError: a rank has ended.
         """
-        mine = [queue.rank for queue in self._queues if queue.rank in graph.seats]
+        mine = [queue.rank for queue in self._queues if queue.rank in graph.contexts]
         pause = self._waiting.pause
         polls, closings = 0, -1
         with self._waiting.serving():
@@ -184,7 +184,7 @@ class Executions:
         return self._commands[graph.driver].publisher(sorted(graph.participants), graph.wake)
 
     def turn(self) -> bool:
-        """As `Progress` says.
+        """Do the next commands, and go on with executions in flight; true if anything has moved.
 
         Raises:
             TransportError: an interruption has left executions in doubt that cannot start over.
@@ -213,7 +213,7 @@ class Executions:
         return moved
 
     def wait(self, future: Outcome, timeout: object) -> None:
-        """As `Progress` says."""
+        """Go on until a future is done, at most for a number of seconds; None: without a limit."""
         limit = None if timeout is None else seconds(timeout)
         if limit is not None:
             if not self._until(lambda: future.is_done, limit):
@@ -234,12 +234,12 @@ class Executions:
             self._waiting.rest()
 
     def later(self, future: Future) -> None:
-        """As `Progress` says."""
+        """Call the callbacks of a future that is done, as soon as no program is in the way."""
         self._due.append(future)
         self.has_due = True
 
     def watch(self, future: Future) -> Generator[Any, None, None]:
-        """As `Progress` says."""
+        """Let an event loop wait for a future, for `await`."""
         return self._waiting.watch(self._turn_and_peek, future)
 
     # -- moving on --------------------------------------------------------------------------
@@ -316,7 +316,7 @@ class Executions:
             self.call_back()
 
     def make_room(self, graph: Graph, block: bool) -> None:
-        """Return when the graph has a free seat.
+        """Return when the graph has a free execution context.
 
         Raises:
             CapacityError: it has none, or ranks start over, and `block` is false.
@@ -342,8 +342,8 @@ class Executions:
         if command.kind is Kind.CLOSE:
             return partial(self._close_here, command.graph, rank)
         graph = self.graphs[command.graph]
-        seat = graph.seats[rank][command.seat]
-        instance, siblings = seat.instances[command.variant], seat.instances
+        context = graph.contexts[rank][command.context]
+        instance, siblings = context.instances[command.variant], context.instances
         started, scheduler = graph.started, self.schedulers[rank]
 
         def begin() -> bool:
@@ -373,7 +373,7 @@ class Executions:
         for queue in self._queues:
             if queue.rank == rank:
                 queue.forget(graph.number)
-        if len(graph.closed) == len(graph.seats):
+        if len(graph.closed) == len(graph.contexts):
             del self.graphs[graph.number]
 
     def call_back(self) -> None:

@@ -10,7 +10,7 @@ from ..failures.poison import Poison
 from .instance import Instance
 from .outcomes import Outcome, resolve
 from .participants import participants, woken_by_command
-from .rank_scheduler import Seat
+from .rank_scheduler import ExecutionContext
 
 Rebuild = Callable[[Sequence[Any]], Any]
 """Makes what the step returns of what the driver's program returns."""
@@ -23,7 +23,7 @@ class Graph:
         name: of the step, for messages.
         driver: the rank that starts executions.
         modules: scheduled, one for each variant.
-        seats: for each rank that this process plays, where its executions run.
+        contexts: the execution contexts of each rank that this process plays.
         rebuilds: for each variant; None where the driver gets nothing.
 
     Attributes:
@@ -31,11 +31,11 @@ class Graph:
         world: number of ranks.
         participants: the ranks besides the driver that executions need.
         wake: those of them that a command has to wake.
-        free: the driver's seats that have no execution.
+        free: the driver's contexts that have no execution, by index.
         count: how many executions the driver has started.
         started: for each other rank, how many it has.
         closed: the ranks on which the graph is closed.
-        patience: seconds that the driver waits for a free seat; None for no limit.
+        patience: seconds that the driver waits for a free execution context; None for no limit.
         limit: seconds without a move, after which the driver waits no longer to close the graph,
             or for ranks to start over; None for no limit.
         overdue: whether it has waited that long to close it.
@@ -46,34 +46,36 @@ class Graph:
         name: str,
         driver: int,
         modules: Sequence[Module],
-        seats: Mapping[int, Sequence[Seat]],
+        contexts: Mapping[int, Sequence[ExecutionContext]],
         rebuilds: Sequence[Rebuild | None],
     ) -> None:
         self.name = name
         self.driver = driver
-        self.seats = seats
+        self.contexts = contexts
         self.number = -1
         self.world = modules[0].world
         self.participants = participants(modules, driver)
         self.wake = woken_by_command(modules, driver)
         self.count = 0
-        self.started = dict.fromkeys(seats, 0)
+        self.started = dict.fromkeys(contexts, 0)
         self.closed: set[int] = set()
         self.patience: float | None = None
         self.limit: float | None = None
         self.overdue = False
-        mine = seats.get(driver, ())
+        mine = contexts.get(driver, ())
         self.free = list(reversed(range(len(mine))))
         self.futures: list[Outcome | None] = [None] * len(mine)
-        for index, seat in enumerate(mine):
-            for instance, rebuild in zip(seat.instances, rebuilds, strict=True):
+        for index, context in enumerate(mine):
+            for instance, rebuild in zip(context.instances, rebuilds, strict=True):
                 instance.on_end = self._resolver(index, rebuild)
                 instance.on_failure = self._failer(index)
 
     @property
     def cannot_restart(self) -> bool:
         """True if something on its ranks cannot be brought back to its beginning."""
-        return any(seat.reset is None for seats in self.seats.values() for seat in seats)
+        return any(
+            context.reset is None for contexts in self.contexts.values() for context in contexts
+        )
 
     @property
     def in_flight(self) -> int:
@@ -82,7 +84,7 @@ class Graph:
 
     def is_idle(self, rank: int) -> bool:
         """True if no execution is in progress on a rank of this process."""
-        return not any(seat.busy for seat in self.seats[rank])
+        return not any(context.busy for context in self.contexts[rank])
 
     def go_on_from(self, execution: int, ranks: Iterable[int]) -> None:
         """Give the next execution this number; of the other ranks, on those of this process."""
@@ -92,29 +94,29 @@ class Graph:
 
     def release(self, rank: int) -> None:
         """Give back what the graph holds on a rank."""
-        for seat in self.seats[rank]:
-            seat.close()
+        for context in self.contexts[rank]:
+            context.close()
         self.closed.add(rank)  # last: an interrupted release is done again
 
-    def _resolver(self, seat: int, rebuild: Rebuild | None) -> Callable[[Instance], None]:
+    def _resolver(self, context: int, rebuild: Rebuild | None) -> Callable[[Instance], None]:
         futures, free = self.futures, self.free
 
         def end(instance: Instance) -> None:
-            future = futures[seat]
+            future = futures[context]
             assert future is not None
             if not future.is_done:
                 value = None if rebuild is None else rebuild(instance.outputs)
                 resolve(future, value, None, instance.delivery)
             instance.outputs = ()
             instance.delivery = None
-            futures[seat] = None  # a future that is not done can always be found
-            free.append(seat)
+            futures[context] = None  # a future that is not done can always be found
+            free.append(context)
 
         return end
 
-    def _failer(self, seat: int) -> Callable[[Poison], None]:
+    def _failer(self, context: int) -> Callable[[Poison], None]:
         def fail(poison: Poison) -> None:
-            future = self.futures[seat]
+            future = self.futures[context]
             assert future is not None
             resolve(future, None, poison)
 

@@ -16,8 +16,8 @@ _OLDEST: Final = 4
 
 
 @dataclass(slots=True)
-class Seat:
-    """The place on a rank where one execution of a graph runs at a time.
+class ExecutionContext:
+    """The resources of a rank for one execution of a graph at a time.
 
     Attributes:
         instances: one for each variant of the graph.

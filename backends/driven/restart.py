@@ -1,7 +1,7 @@
 """Start the executions of a world over after an interruption that leaves them in doubt.
 
 A signal's handler may raise between any two calls of this package. Where that cuts something in two
-that other ranks see, a message or a record, nobody can say how far it has come. So all executions
+that other ranks see, a message or a command, nobody can say how far it has come. So all executions
 in flight are given up, on all ranks, and what carries records and messages is brought back to its
 beginning. Ranks go through it in stages, and each stage can be begun again at any point: what it
 does may be done twice, and one store says that it is done.
@@ -68,18 +68,18 @@ def give_up(graph: Graph, why: str) -> None:
             resolve(future, None, _lost(graph, why))
         graph.futures[index] = None
     graph.free[:] = reversed(range(len(graph.futures)))
-    for rank, seats in graph.seats.items():
-        for seat in seats if rank not in graph.closed else ():
-            for instance in seat.instances:
+    for rank, contexts in graph.contexts.items():
+        for context in contexts if rank not in graph.closed else ():
+            for instance in context.instances:
                 instance.abandon()
 
 
 def reset(graph: Graph) -> None:
     """Forget the messages of a graph on the ranks of this process."""
-    for rank, seats in graph.seats.items():
-        for seat in seats if rank not in graph.closed else ():
-            if seat.reset is not None:
-                seat.reset()
+    for rank, contexts in graph.contexts.items():
+        for context in contexts if rank not in graph.closed else ():
+            if context.reset is not None:
+                context.reset()
 
 
 def _lost(graph: Graph, why: str) -> Poison:

@@ -96,7 +96,7 @@ class ErrorPropagation:
         return None
 
     def _state(self, info: InstructionInfo) -> Poison | None:
-        """Why the state that a call finds is not what it should be, if that is so."""
+        """The error that has made the state wrong that a call finds, if one has."""
         function = info.function
         if function is None:
             return None

@@ -12,7 +12,7 @@ from ...ir.module import Module
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a part of a program is not replayed.
+    """The reason why a part of a program is not replayed.
 
     Attributes:
         reason: in words.

@@ -29,7 +29,7 @@ def seconds(timeout: object) -> float | None:
 
 
 def is_full(graph: Graph) -> str:
-    """The message that a graph has no free seat."""
+    """The message that a graph has no free execution context."""
     return (
         f"{graph.in_flight} executions of '{graph.name}' are in flight, as many as it was compiled "
         "for"
@@ -37,7 +37,7 @@ def is_full(graph: Graph) -> str:
 
 
 def late_start(graph: Graph) -> str:
-    """The message that an execution has waited too long for a free seat, and what to do."""
+    """The message that an execution waited too long for a free context, and what to do."""
     return (
         f"execution {graph.count} has not started after {graph.patience:g} s, for "
         f"{is_full(graph)}. It was not sent: call execute again when one has ended, or compile the "

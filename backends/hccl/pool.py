@@ -11,8 +11,9 @@ from ...ir.attributes import Stream
 from ...ir.module import Channel
 from ..base import World
 from ..devices.base import Device, Queue
+from ..streams.groups import Group, Lease, Line
 from ..streams.library import CommunicationError, Message
-from ..streams.pool import FLOAT_BYTES, Group, Lease, Line, Pool
+from ..streams.pool import FLOAT_BYTES, Pool
 from .library import HcclLibrary
 
 LIMIT = 32

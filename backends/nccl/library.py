@@ -11,7 +11,7 @@ from ..streams.library import CommunicationError, Message, batch_in_words
 from .codes import BYTES
 
 CALL_SECONDS = 60.0
-"""How long a call that does not block may take to put its work on the stream. The first ones
+"""Seconds that a call that does not block may take to put its work on the stream. The first ones
 between two members also connect them."""
 
 YIELDS = 100

@@ -16,8 +16,9 @@ from ...ir.module import Channel
 from ...ir.types import DType
 from ..base import World
 from ..devices.base import Device
+from ..streams.groups import Group, Lease
 from ..streams.library import CommunicationError, Library
-from ..streams.pool import Group, Lease, Pool
+from ..streams.pool import Pool
 
 LIMIT = 32
 """Communicators that a rank may be a member of. Each takes some 500 MB of device memory and, while
@@ -26,7 +27,7 @@ of 64 ranks sends to each other one, it would have 126: such a plan is refused. 
 count together; those that only closed ones have used make room."""
 
 CONNECT_SECONDS = 120.0
-"""How long the members of a communicator have to join it. NCCL itself waits for ever."""
+"""Seconds that the members of a communicator have to join it. NCCL itself waits for ever."""
 
 ABORT_SECONDS = 10.0
 

@@ -33,7 +33,7 @@ from ...ir.ops import (
     Wait,
 )
 from ...ir.types import FutureType, TensorType, UnitType, ValueType
-from ..base import Body, Communicator, GraphBody, HoldingPort, OwningPort, Port
+from ..base import Body, Communicator, CopyingPort, GraphBody, Port, ReleasingPort
 from ..driven.ticket_locks import Tickets
 from ..dtypes import TORCH_DTYPES, describe
 from ..errors import BindError
@@ -78,7 +78,7 @@ class Binder:
         self._ports: dict[Value, Port] = {}
         self._indices: dict[Value, int] = {}
         self._found: dict[str, Body | None] = {}
-        self._holding: dict[type[Port], bool] = {}
+        self._releasing: dict[type[Port], bool] = {}
         self._copies: dict[int, int] = {}
         self._returned: frozenset[Value] = frozenset()
         self._at = 0
@@ -279,7 +279,7 @@ class Binder:
         self._emit(run, info)
 
     def _body(self, function: Function) -> Body | None:
-        """What a call of a function runs."""
+        """The Python that a call of a function runs; None if there is none on this rank."""
         if function.kind is FunctionKind.BUILTIN:
             return builtins.implementation(function)
         body = self._bodies.get(function.body_name)
@@ -309,8 +309,8 @@ class Binder:
         type_ = op.operands[0].type
         assert not isinstance(type_, FutureType)
         port = communicator.send_port(op, channel, type_)
-        if self._may_change(op.operands[0]) and isinstance(port, OwningPort):
-            port.own()
+        if self._may_change(op.operands[0]) and isinstance(port, CopyingPort):
+            port.copy_on_start()
         self._issue(op, port)
 
     def _may_change(self, value: Value) -> bool:
@@ -359,15 +359,15 @@ class Binder:
         port = self._ports.pop(future)
         if isinstance(_promised(future), UnitType):
             return
-        if not self._says_whether_it_holds(port) or port.holds:
+        if not self._is_releasing(port) or port.needs_release:
             self._emit(instructions.release(port), KEEP)
 
-    def _says_whether_it_holds(self, port: Port) -> TypeGuard[HoldingPort]:
-        """Whether it is a `HoldingPort`: asked once of a class, for Python takes long to say so."""
+    def _is_releasing(self, port: Port) -> TypeGuard[ReleasingPort]:
+        """True for a `ReleasingPort`; remembered for each class, since `isinstance` takes long."""
         kind = type(port)
-        if kind not in self._holding:
-            self._holding[kind] = isinstance(port, HoldingPort)
-        return self._holding[kind]
+        if kind not in self._releasing:
+            self._releasing[kind] = isinstance(port, ReleasingPort)
+        return self._releasing[kind]
 
     def _bind_return(self, op: Return) -> None:
         self._code.outputs = tuple(map(self._output, op.operands))

@@ -22,6 +22,7 @@ class LinkedModule:
         constants: the values that `constant` ops refer to, by name.
         seed: of all random numbers; the same on all ranks.
         fallbacks: hears of graphs that are not replayed; made by whoever needs it if None.
+        rank_bodies: bodies that some ranks have in the place of those, by rank and name.
     """
 
     module: Module
@@ -29,6 +30,12 @@ class LinkedModule:
     constants: Mapping[str, Any]
     seed: int = 0
     fallbacks: Fallbacks | None = None
+    rank_bodies: Mapping[int, Mapping[str, Body]] = field(default_factory=dict)
+
+    def bodies_of(self, rank: int) -> Mapping[str, Body]:
+        """The bodies of a rank, by `Function.body_name`."""
+        own = self.rank_bodies.get(rank)
+        return {**self.bodies, **own} if own else self.bodies
 
     def program(
         self, rank: int, communicators: Mapping[int, Communicator] | None = None
@@ -37,7 +44,7 @@ class LinkedModule:
         return LinkedProgram(
             self.module,
             rank,
-            self.bodies,
+            self.bodies_of(rank),
             self.constants,
             communicators or {},
             self.seed,

@@ -57,7 +57,7 @@ def assembling(
 
 
 def _boxes(region: Region) -> list[tuple[_Box, _Box]]:
-    """Where each block of a region is: in the whole tensor, and in a tensor of the region alone."""
+    """The indices of each block of a region: in the whole tensor, and in one of the region."""
     dims: list[list[tuple[slice, slice]]] = []
     for intervals in region:
         found, at = [], 0

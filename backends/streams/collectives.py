@@ -1,4 +1,4 @@
-"""How collectives are put in terms of a library: what comes before its call, and what after.
+"""Make collectives of a library's calls: prepare operands before a call, and results after it.
 
 Libraries put parts one behind the other. Along any other dimension than the first, parts are put in
 order before or after, on the compute stream.
@@ -29,8 +29,9 @@ from ...ir.ops import (
 from ...ir.types import DType, TensorType, ValueType
 from ..dtypes import TORCH_DTYPES
 from ..errors import BindError
+from .groups import Line
 from .library import Message
-from .pool import Line, Pool
+from .pool import Pool
 from .ports import maker
 
 Parts = tuple[
@@ -45,7 +46,7 @@ pointers; what comes after."""
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """How a library reduces elements of a type.
+    """A reduction in terms of a library.
 
     Attributes:
         op: the library's, by the IR's name.
@@ -97,7 +98,7 @@ class Collectives(ABC):
 
     @abstractmethod
     def reduction(self, op: ReduceOp, dtype: DType) -> Reduction:
-        """How to reduce elements of a type.
+        """The library's reduction of elements of a type.
 
         Raises:
             BindError: the library does not reduce the type, or not in this way.

@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain
 from threading import Lock, Timer
 from time import monotonic, sleep
@@ -22,68 +21,13 @@ import torch
 
 from ...ir.attributes import Stream
 from ...ir.module import Channel
-from ...ir.types import format_ranks
 from ..base import World
 from ..devices.base import Device, Queue
 from ..errors import BindError
+from .groups import Group, Lease, Line
 from .library import CommunicationError, Library
 
 FLOAT_BYTES = 4
-
-
-@dataclass(frozen=True)
-class Group:
-    """The ranks of a communicator: source and destination, or the members of a collective.
-
-    A rank's place in `ranks` is its number as a member.
-
-    Attributes:
-        width: the number of the device's multiprocessors that its operations may occupy; None
-            leaves the choice to the library.
-    """
-
-    ranks: tuple[int, ...]
-    collective: bool
-    width: int | None = None
-
-    def __str__(self) -> str:
-        if self.collective:
-            return f"the group {format_ranks(self.ranks)}"
-        return f"the edge from rank {self.ranks[0]} to rank {self.ranks[1]}"
-
-
-class Line:
-    """This rank's membership of a communicator; `comm` is another one after a reset."""
-
-    __slots__ = ("comm", "group", "member")
-
-    def __init__(self, group: Group, member: int) -> None:
-        self.group = group
-        self.member = member
-        self.comm: Any = None
-
-    @property
-    def peer(self) -> int:
-        """The other one of two members."""
-        return 1 - self.member
-
-
-class Lease:
-    """The communicators of a pool that an open plan uses.
-
-    Attributes:
-        lines: for each channel that this rank is part of, its membership.
-        step: the name of the plan's step, for messages; empty: not known.
-    """
-
-    def __init__(self, lines: Mapping[int, Line]) -> None:
-        self.lines = lines
-        self.step = ""
-
-    @property
-    def groups(self) -> dict[Group, None]:
-        """The groups of the communicators, each once, in the order of the channels."""
-        return dict.fromkeys(line.group for line in self.lines.values())
 
 
 class Holder(Protocol):

@@ -12,8 +12,8 @@ from ...ir.attributes import Stream
 from ...ir.types import TensorType
 from ..dtypes import TORCH_DTYPES
 from ..failures.poison import Poison
+from .groups import Line
 from .library import CommunicationError, Messenger
-from .pool import Line
 
 
 class _Port:
@@ -56,7 +56,7 @@ class _Port:
 class SendPort(_Port):
     """Sends a tensor's bytes."""
 
-    holds = False
+    needs_release = False
 
     def __init__(
         self, handle: Any, library: Messenger, line: Line, type_: TensorType, stream: Stream
@@ -109,7 +109,7 @@ class RecvPort(_Port):
         self._slot = slot
         self._make = maker(type_, device)
         self._value: Tensor | None = None
-        self.holds = slot is not None
+        self.needs_release = slot is not None
 
     def must_prepare(self, value: Tensor | None) -> bool:
         """True without a slot, since `prepare` then takes memory."""
@@ -146,7 +146,7 @@ class RecvPort(_Port):
 class CollectivePort(_Port):
     """A collective. Its result is in memory of its own."""
 
-    holds = False
+    needs_release = False
 
     def __init__(
         self,

@@ -55,16 +55,16 @@ class VirtualPort:
         self.value: Any = None
         self.done = False
         self._error: Exception | None = None
-        self._owns = False
+        self._copies = False
 
-    def own(self) -> None:
+    def copy_on_start(self) -> None:
         """Let `start` copy the operand."""
-        self._owns = True
+        self._copies = True
 
     def start(self, value: Any) -> None:
         """Come to the place with the operand, or with the tensor to receive into."""
         # Where values that are no more are spoilt, programs are to show that they need no copy.
-        is_copied = self._owns and not self.place.poison and not isinstance(value, Poison)
+        is_copied = self._copies and not self.place.poison and not isinstance(value, Poison)
         self.value = duplicate(value, self.type) if is_copied else value
         self.done = False
         self.place.join(self)

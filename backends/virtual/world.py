@@ -19,7 +19,7 @@ from ..base import Body
 from ..errors import DeadlockError
 from ..failures.flight import FlightRecord
 from ..program.executor import Executable
-from ..program.linked import LinkedProgram
+from ..program.linked import LinkedModule
 from .fabric import VirtualFabric
 
 T = TypeVar("T")
@@ -85,7 +85,7 @@ class VirtualExecutable:
 
     Args:
         module: a scheduled module.
-        bodies, constants, seed: as in `LinkedProgram`, for the functions of all ranks.
+        bodies, constants, seed, rank_bodies: as in `LinkedModule`.
         poison: fill a freed slot with NaN (integers: the largest), so that a use after free
             shows.
         shuffle: seed of a random order in which the ranks take turns, in small random numbers of
@@ -104,16 +104,17 @@ class VirtualExecutable:
         seed: int = 0,
         poison: bool = False,
         shuffle: int | None = None,
+        rank_bodies: Mapping[int, Mapping[str, Body]] | None = None,
     ) -> None:
         self._module = module
         self._fabric = VirtualFabric(poison)
         self._random = None if shuffle is None else random.Random(shuffle)
+        linked = LinkedModule(module, bodies, constants, seed, rank_bodies=rank_bodies or {})
         executables = []
         for rank in range(module.world):
             communicator = self._fabric.communicator(rank)
             serving = dict.fromkeys(module.channels, communicator)
-            linked = LinkedProgram(module, rank, bodies, constants, serving, seed)
-            executables.append(Executable(linked))
+            executables.append(Executable(linked.program(rank, serving)))
         self.executables: tuple[Executable, ...] = tuple(executables)
 
     def run(

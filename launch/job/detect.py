@@ -29,7 +29,7 @@ class Launch:
     local_rank: int | None = None
     """The rank's index among those on its machine."""
     local_size: int | None = None
-    """How many ranks are on its machine."""
+    """The number of ranks on its machine."""
     pmi_socket: int | None = None
     """The file descriptor that leads to a launcher that speaks PMI-1: Hydra, or Slurm's pmi2."""
 

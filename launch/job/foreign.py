@@ -21,7 +21,7 @@ class Foreign:
     rank: int
     size: int
     local_size: int | None
-    """How many of the processes are on this machine; None if the launcher does not say."""
+    """The number of the processes on this machine; None if the launcher does not say."""
     variables: Mapping[str, str]
     """Variables that differ between the processes, or that their launcher does not have."""
 

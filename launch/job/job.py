@@ -17,7 +17,7 @@ GRACE = 3.0
 """Seconds from the request to end the job to its end by force."""
 POLL = 0.05
 KILLS = 40
-"""How often to look for a process that is still there; one stuck in the kernel cannot be ended."""
+"""Looks for a process that is still there, at most; one stuck in the kernel cannot be ended."""
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)

@@ -27,12 +27,12 @@ from ..world.devices import fabrics_of, torch_device
 from .recording import record
 
 _MESSAGES = 12
-"""How many messages of one size go over an edge, back and forth."""
+"""The number of messages of one size that go over an edge, back and forth."""
 _PAUSE = 1e-3
 """Seconds between a message and its answer. The receiver has gone to sleep by then, as it has in a
 step where it waits, so that its waking up is part of the latency."""
-_SIDE = 2048
-"""Of the matrix that a device squares meanwhile, which takes one about as long."""
+SIDE = 2048
+"""Rows of the matrix that a device squares meanwhile, which takes one about as long."""
 _SMALL = 64
 _LARGE = 1 << 18
 """Bytes of the messages, if the step has no larger ones: bandwidth needs some difference."""
@@ -100,7 +100,7 @@ def _answer(made: Tensor, think: Callable[[], object]) -> Body:
 
 def _product(device: torch.device) -> Callable[[], object]:
     """Keeps a device busy for long enough that its host has put the next message on a stream."""
-    matrix = torch.zeros(_SIDE, _SIDE, device=device)
+    matrix = torch.zeros(SIDE, SIDE, device=device)
     return partial(torch.mm, matrix, matrix)
 
 

@@ -126,9 +126,9 @@ class Profile:
         """Record a step from its next execution on."""
         self._steps[watched.number] = watched
         for rank, programs in watched.bound.items():
-            for seat, program in enumerate(programs):
+            for context, program in enumerate(programs):
                 log = InstructionLog(program.program, self._budget, self._ranges)
-                self._logs[watched.number, seat, rank] = log
+                self._logs[watched.number, context, rank] = log
                 program.record(log)
 
     # -- pictures ---------------------------------------------------------------------------
@@ -228,8 +228,8 @@ class Profile:
 
     def _own(self) -> list[ProgramRecord]:
         return [
-            ProgramRecord(step, seat, rank, log.origins, log.events, log.left_out)
-            for (step, seat, rank), log in sorted(self._logs.items())
+            ProgramRecord(step, context, rank, log.origins, log.events, log.left_out)
+            for (step, context, rank), log in sorted(self._logs.items())
             if log.events or log.left_out
         ]
 

@@ -1,4 +1,4 @@
 """Bind a compiled module in a world.
 
-In: a scheduled module and its bodies. Out: a runtime of steps, or the seats of a driven graph.
+In: a scheduled module and its bodies. Out: a runtime of steps, or the contexts of a driven graph.
 """

@@ -1,4 +1,4 @@
-"""Make the graph of compiled variants: seats on every rank, opened in the world's executions."""
+"""Make a driven graph of compiled variants, and open it in the world's executions."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from weakref import WeakKeyDictionary, ref
 
 from ...backends.agreement.plan_hash import check_plan
 from ...backends.base import World
-from ...backends.cpu.control.record_ring import RecordRing
+from ...backends.cpu.control.command_ring import CommandRing
 from ...backends.cpu.control.restart_epochs import SharedStages
 from ...backends.cpu.node import MpiWorld
 from ...backends.cpu.waiting.serving import Serving
 from ...backends.devices.base import Device
-from ...backends.driven.commands import SEATS, VARIANTS
+from ...backends.driven.commands import CONTEXTS, VARIANTS
 from ...backends.driven.execution_launcher import Launcher
 from ...backends.driven.executions import Executions
 from ...backends.driven.futures import Future
 from ...backends.driven.graphs import Graph
-from ...backends.driven.rank_scheduler import Seat
+from ...backends.driven.rank_scheduler import ExecutionContext
 from ...backends.driven.shared_channels import share_channels
 from ...backends.errors import StepTimeout
 from ...backends.timing.statistics import Statistics
 from ...backends.virtual.virtual_executions import virtual_executions
 from ..world import failure
 from ..world.devices import fabrics_of
+from .execution_contexts import ContextFactory, GraphVariant, OnDevice
 from .runtime import is_in_step, transport_of
-from .seating import GraphVariant, OnDevice, Seating
 
 Launch = Callable[[int, Sequence[Any], bool], Future]
-"""Starts an execution of a variant with its inputs; waits for a free seat if the last is true."""
+"""Starts an execution of a variant with its inputs; waits for a free context if the last is set."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Made:
 
     @property
     def started(self) -> int:
-        """How many executions the driver has started, as far as this process knows."""
+        """The number of executions that the driver has started, as far as this process knows."""
         graph = self.graph
         others = [graph.started[rank] for rank in self.executions.schedulers]
         return graph.count if graph.driver in self.executions.schedulers else max(others)
@@ -200,8 +200,8 @@ def make_graph(
         UnknownCommunicator: a step names a transport that nobody has registered.
         BindError: a transport cannot carry what it is to carry.
     """
-    if not 1 <= capacity <= SEATS:
-        raise ValueError(f"max_inflight={capacity}: it is at least 1, and at most {SEATS}")
+    if not 1 <= capacity <= CONTEXTS:
+        raise ValueError(f"max_inflight={capacity}: it is at least 1, and at most {CONTEXTS}")
     if len(variants) > VARIANTS:
         raise ValueError(f"{len(variants)} variants: a graph has at most {VARIANTS}")
     modules = [variant.linked.module for variant in variants]
@@ -214,20 +214,20 @@ def make_graph(
     on_device = None
     if world.device is not None:
         on_device = OnDevice(world, world.device, executions.schedulers[world.rank], timeout)
-    seating = Seating(world, variants, channels, driver, on_device)
+    factory = ContextFactory(world, variants, channels, driver, on_device)
     statistics = {rank: Statistics() for rank in executions.schedulers}
-    seats: dict[int, list[Seat]] = {rank: [] for rank in executions.schedulers}
+    contexts: dict[int, list[ExecutionContext]] = {rank: [] for rank in executions.schedulers}
     for _ in range(capacity):
-        connections = seating.connect()
+        connections = factory.connect()
         for rank, scheduler in executions.schedulers.items():
             try:
-                seats[rank].append(seating.seat(scheduler, connections[rank], statistics[rank]))
+                contexts[rank].append(factory.make(scheduler, connections[rank], statistics[rank]))
             except BaseException:
                 connections[rank].close()  # nobody else will
                 raise
     if on_device is not None:
         on_device.warm(variants)
-    graph = Graph(name, driver, modules, seats, [variant.rebuild for variant in variants])
+    graph = Graph(name, driver, modules, contexts, [variant.rebuild for variant in variants])
     executions.open(graph)
     recover = None
     if fabrics_of(world) is not None:
@@ -239,13 +239,13 @@ def _cpu_executions(world: MpiWorld) -> Executions:
     transport = transport_of(world)
     serving = Serving(transport.node, transport.control.hear)
 
-    def records(driver: int) -> RecordRing:
-        return RecordRing(transport.node, driver, serving.pause_simply)
+    def commands(driver: int) -> CommandRing:
+        return CommandRing(transport.node, driver, serving.pause_simply)
 
     spans = len(transport.node.leaders) > 1
     stages = None if spans else SharedStages(transport.node)
     executions = Executions(
-        (world.rank,), records, serving, stages, on_departure=failure.say_departure
+        (world.rank,), commands, serving, stages, on_departure=failure.say_departure
     )
     world.answer_by(executions.doing)
     return executions

@@ -66,7 +66,11 @@ class VirtualRuntime(Runtime):
     ) -> None:
         module = linked.module
         self._executable = VirtualExecutable(
-            module, linked.bodies, linked.constants, seed=linked.seed
+            module,
+            linked.bodies,
+            linked.constants,
+            seed=linked.seed,
+            rank_bodies=linked.rank_bodies,
         )
         self._picks = [pick(module, rank, parameters) for rank in range(module.world)]
         self._reader = _lowest_reader(module)

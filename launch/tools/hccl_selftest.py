@@ -211,7 +211,7 @@ def _round_trip(parts: Sequence[Any]) -> str:
 
 
 def _captured(compiled: Compiled) -> str:
-    """How much of this rank's program is replayed."""
+    """The part of this rank's program that is replayed."""
     executables = [e for r in compiled._runtimes if r is not None for e in r.bound[world().rank]]
     segments = [s for e in executables if isinstance(e, DeviceExecutable) for s in e.segments]
     reasons = sorted({segment.reason for segment in segments if segment.reason})

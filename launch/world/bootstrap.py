@@ -29,7 +29,7 @@ def prepare() -> Config:
         if settings.device != "cpu":
             preset = environment()
             export({name: value for name, value in VARIABLES.items() if name not in preset})
-        _keep_to_share(settings, settings.launch)
+        keep_to_share(settings, settings.launch)
         above = manager.find(settings.launch)
         if above is not None:
             manager.follow(above)  # by a thread, bound as this one is
@@ -38,7 +38,7 @@ def prepare() -> Config:
     return settings
 
 
-def _keep_to_share(settings: Config, launch: Launch) -> None:
+def keep_to_share(settings: Config, launch: Launch) -> None:
     """Bind this process to its cores and cap its threads, if settings and launcher allow it."""
     if launch.local_rank is None or launch.local_size is None:
         return

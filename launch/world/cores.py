@@ -60,7 +60,7 @@ def read_cores(allowed: Iterable[int], root: Path = Path("/")) -> tuple[Core, ..
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """How many CPUs' worth of time the control group of this process may use; None: no limit.
+    """The CPUs' worth of time the control group of this process may use; None: no limit.
 
     Reads version 2 (`cpu.max`) and version 1 (`cpu.cfs_quota_us`), of this process's group and
     of all groups around it; the least counts.
@@ -95,7 +95,7 @@ def allowed_cpus() -> frozenset[int]:
 
 
 def core_count(cores: Iterable[Core], quota: float | None) -> int:
-    """How many cores' worth of work can run at once, at least 1."""
+    """The number of cores' worth of work that can run at once, at least 1."""
     count = sum(1 for _ in cores)
     return max(1, count if quota is None else min(count, int(quota)))
 

@@ -28,10 +28,10 @@ INTERRUPTED = 128 + signal.SIGINT
 """Exit code of a job that Ctrl-C ended, as shells have it."""
 
 DRAIN_SECONDS = 0.1
-"""How long the launcher gets to forward what a failing rank wrote, before it kills the rank."""
+"""Seconds that the launcher gets to forward what a failing rank wrote, before it kills the rank."""
 
 KILL_SECONDS = 5.0
-"""How long the launcher gets to end the job that a rank has asked it to abort."""
+"""Seconds that the launcher gets to end the job that a rank has asked it to abort."""
 
 PMI_LINE = 1024
 """The longest line of PMI-1."""

@@ -34,7 +34,7 @@ SIGNAL: Final = signal.SIGURG
 """It does nothing in a process that has no handler for it, such as one that is about to end."""
 
 DUMP_SECONDS: Final = 0.25
-"""How long a signal's handler may take to write the stacks."""
+"""Seconds that a signal's handler may take to write the stacks."""
 
 _POLL: Final = 1e-3
 _STEADY: Final = 20

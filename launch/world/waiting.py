@@ -39,7 +39,7 @@ class Notice:
     """The call in which a rank has waited for a while, as it tells the others."""
 
     sequence: int
-    """How many collective calls the rank has made, this one included."""
+    """The number of collective calls that the rank has made, this one included."""
     call: str
     """The call in which it waits; empty: its program has ended."""
     where: str

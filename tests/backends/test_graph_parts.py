@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from cg.backends.driven.commands import (
     BITS,
+    CONTEXTS,
     GRAPHS,
-    SEATS,
     VARIANTS,
     Command,
     Kind,
@@ -81,10 +81,10 @@ def forked() -> Module:
     st.sampled_from(Kind),
     st.integers(0, GRAPHS - 1),
     st.integers(0, VARIANTS - 1),
-    st.integers(0, SEATS - 1),
+    st.integers(0, CONTEXTS - 1),
 )
-def test_commands_are_numbers(kind: Kind, graph: int, variant: int, seat: int) -> None:
-    command = Command(kind, graph, variant, seat)
+def test_commands_are_numbers(kind: Kind, graph: int, variant: int, context: int) -> None:
+    command = Command(kind, graph, variant, context)
     assert 0 < command.pack() < 1 << BITS
     assert Command.unpack(command.pack()) == command
 

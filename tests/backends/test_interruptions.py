@@ -11,8 +11,13 @@ from typing import Any
 import pytest
 
 import cg
+from cg.backends.driven.commands import VirtualCommands
 from cg.backends.driven.executions import Executions
 from cg.backends.failures.interruptions import is_interruption, leaves
+from cg.backends.virtual.virtual_executions import VirtualStages, VirtualWaiting
+from cg.backends.virtual.world import VirtualWorld
+from cg.launch.runtime.driven_graphs import use_executions
+from cg.launch.world.world import use_world
 
 from .graph_tools import world
 
@@ -40,13 +45,18 @@ class Echo:
 @pytest.fixture
 def graph() -> Iterator[tuple[Executions, Any, Any]]:
     with world(2) as executions:
-        actor, other = Echo.on(0)(), Echo.on(1)()
+        yield executions, *echoing()
 
-        @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
-        def step(x):
-            return actor.echo(other.echo(x))
 
-        yield executions, step.lower(cg.object).compile(max_inflight=2), actor
+def echoing() -> tuple[Any, Any]:
+    """A graph over two ranks, and its actor on the driver."""
+    actor, other = Echo.on(0)(), Echo.on(1)()
+
+    @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
+    def step(x):
+        return actor.echo(other.echo(x))
+
+    return step.lower(cg.object).compile(max_inflight=2), actor
 
 
 def test_executions_in_doubt_are_lost_and_later_ones_are_not(graph: Any) -> None:
@@ -96,7 +106,7 @@ def test_ranks_that_do_not_start_over_are_not_waited_for_without_end(
     opened.limit = 0.0
     executions.in_doubt = True
     with monkeypatch.context() as patch:
-        patch.setattr(executions._stages, "missing", lambda stage: [1], raising=False)
+        patch.setattr(VirtualStages, "missing", lambda self, stage: [1])
         with pytest.raises(cg.StepTimeout, match=r"has not (started after|been closed)"):
             compiled.close() if ask == "close" else compiled.execute(2)
     with pytest.raises(cg.ExecutionLost):
@@ -105,15 +115,19 @@ def test_ranks_that_do_not_start_over_are_not_waited_for_without_end(
     compiled.close()
 
 
-def test_where_nobody_can_start_over_everything_says_so(graph: Any) -> None:
-    executions, compiled, _ = graph
-    future = compiled.execute(1)
-    executions.in_doubt = True
-    stages, executions._stages = executions._stages, None
-    for ask in (future.result, future.done, partial(compiled.execute, 2), compiled.close):
-        with pytest.raises(cg.TransportError, match="start the job again"):
-            ask()
-    executions._stages = stages
+def test_where_nobody_can_start_over_everything_says_so() -> None:
+    made = VirtualWorld(2)
+    executions = Executions(range(2), lambda driver: VirtualCommands(), VirtualWaiting(), None)
+    use_executions(made, executions)
+    with use_world(made):
+        compiled, _ = echoing()
+        future = compiled.execute(1)
+        executions.in_doubt = True
+        for ask in (future.result, future.done, partial(compiled.execute, 2), compiled.close):
+            with pytest.raises(cg.TransportError, match="start the job again"):
+                ask()
+        executions.in_doubt = False  # nothing was half done
+        compiled.close()
 
 
 def test_ranks_count_executions_alike_when_a_method_was_interrupted() -> None:

@@ -28,11 +28,19 @@ def broken(world: World, channels: Sequence[Channel]) -> Communicator:
 
 
 def test_create_calls_the_factory() -> None:
+    made: list[tuple[World, Sequence[Channel], Communicator]] = []
+
+    def noted(world: World, channels: Sequence[Channel]) -> Communicator:
+        made.append((world, channels, make(world, channels)))
+        return made[-1][-1]
+
     known = Registry("cg.test.none")
-    known.register("mine", make)
-    known.register("mine", make)
+    known.register("mine", noted)
+    known.register("mine", noted)
     assert known.names() == ("mine",)
-    assert known.create("mine", VirtualWorld(2), CHANNELS)._rank == 1  # type: ignore[attr-defined]
+    world = VirtualWorld(2)
+    communicator = known.create("mine", world, CHANNELS)
+    assert made == [(world, CHANNELS, communicator)]
 
 
 def test_a_factorys_error_is_the_users_to_see() -> None:

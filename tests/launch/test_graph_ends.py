@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from weakref import ref
 
 import pytest
 
@@ -35,10 +37,15 @@ def test_who_leaves_open_graphs_says_so(
     executions: Any = SimpleNamespace(graphs=opened, schedulers={0: None}, close=close)
     transport = SimpleNamespace(close=lambda deserts: told.append(deserts))
     monkeypatch.setattr(graphs, "transport_of", lambda world: transport)
-    monkeypatch.setitem(graphs._worlds, world, executions)
+    at_exit: list[Callable[[], None]] = []
+    monkeypatch.setattr(
+        atexit, "register", lambda hook, *args: at_exit.append(partial(hook, *args))
+    )
+    graphs.use_executions(world, executions)
+    (hook,) = at_exit
     if fails:
         with pytest.raises(RuntimeError, match="interrupted"):
-            graphs._close_all(ref(world))
+            hook()
     else:
-        graphs._close_all(ref(world))
+        hook()
     assert told == said

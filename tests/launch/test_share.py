@@ -44,7 +44,7 @@ def effects(monkeypatch: pytest.MonkeyPatch) -> Effects:
 
 def keep(config: Config, local_rank: int | None = 1, local_size: int | None = 2) -> None:
     launch = Launch("Open MPI", "OMPI_COMM_WORLD_RANK", 1, 2, local_rank, local_size)
-    bootstrap._keep_to_share(config, launch)
+    bootstrap.keep_to_share(config, launch)
 
 
 def test_a_rank_gets_its_cores_and_as_many_threads(effects: Effects) -> None:

@@ -223,8 +223,10 @@ def graphs() -> None:
                 here = [each.cpu() for each in found]
                 assert all(map(torch.allclose, here, expected)), (here, expected)
             assert len(kept) == 16
-        seats = graph._made.graph.seats[cg.rank()]
-        segments = [s for seat in seats for each in seat.instances for s in each._graphs.segments]
+        contexts = graph._made.graph.contexts[cg.rank()]
+        segments = [
+            s for context in contexts for each in context.instances for s in each._graphs.segments
+        ]
         assert all(each.reason is None for each in segments), [each.reason for each in segments]
         replays = sum(each.replays for each in segments)
         assert replays > 4, f"{replays} replays of {len(segments)} graphs"

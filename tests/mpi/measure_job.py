@@ -11,7 +11,7 @@ from tests.properties.pipelines import Pipe, Stage, inputs, make_step
 
 def main() -> None:
     torch.set_num_threads(1)
-    edges._SIDE = 64  # a fake device is no faster than its host
+    edges.SIDE = 64  # a fake device is no faster than its host
     pipe = Pipe(tuple(range(cg.world_size())), 4, schedule="zb-h1")
     stages = [Stage.on(rank)(rank) for rank in pipe.ranks]
     lowered = cg.trace(make_step(pipe, stages)).lower(*inputs(pipe))

@@ -39,13 +39,13 @@ def sealed() -> None:
                 random.Random(1).shuffle(futures)
                 by_number = {each.execution: each.result(timeout=30) for each in futures}
                 kept = [[each.cpu() for each in by_number[i]] for i in sorted(by_number)]
-            seats = graph._made.graph.seats[cg.rank()]
-            found = [each for seat in seats for each in seat.instances]
+            contexts = graph._made.graph.contexts[cg.rank()]
+            found = [each for context in contexts for each in context.instances]
             is_whole = not passes and not is_ordered
             assert {isinstance(each, DeviceOnlyInstance) for each in found} == {is_whole}, found
             segments = [s for each in found if is_whole for s in each.segments]
             assert all(each.reason is None for each in segments), [s.reason for s in segments]
-            # Each seat that was used has run twice as it is.
+            # Each context that was used has run twice as it is.
             replays = sum(each.replays for each in segments)
             assert 24 - 3 * 2 <= replays <= 24 - 2 if is_whole else replays == 0, replays
         return kept

@@ -85,7 +85,7 @@ class Group:
 class CollectivePort:
     """The port of one collective. Its result is the receiver's own."""
 
-    holds = False
+    needs_release = False
 
     def __init__(
         self, op: Collective, group: Group, operand: ValueType | None, result: ValueType

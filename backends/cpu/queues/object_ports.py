@@ -62,7 +62,7 @@ class ObjectRecvPort(InPlaceRecvPort):
 
     __slots__ = ("_get", "_kept", "_last_full", "_last_number", "_memory", "_payload", "_room")
 
-    holds = False
+    needs_release = False
 
     def __init__(self, queue: LocalReceiver) -> None:
         super().__init__(queue)

@@ -23,7 +23,7 @@ class SendPort:
         self._queue = queue
         self._message = message
 
-    def own(self) -> None:
+    def copy_on_start(self) -> None:
         self._message.keeps = True
 
     def start(self, value: Any) -> None:

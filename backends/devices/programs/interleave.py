@@ -90,6 +90,6 @@ def interleave(code: Code, binder: DrivenBinder) -> Interleaved:
 
 
 def _operators(body: Body) -> int:
-    """How many operators a traced function calls."""
+    """The number of operators that a traced function calls."""
     nodes = body.graph.nodes if isinstance(body, GraphBody) else ()
     return sum(node.op == "call_function" for node in nodes)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cg.backends.cpu.control.control import Control
-from cg.backends.cpu.control.rank_status import Barrier, State
+from cg.backends.cpu.control.rank_status import Barrier, Rows, State
 from cg.backends.cpu.node import Node
 from cg.backends.errors import Failure, PlanMismatch, RemoteError, StepTimeout, TransportError
 from cg.backends.failures.flight import Position
@@ -272,8 +272,15 @@ def test_a_rank_that_has_ended_is_an_error_not_a_hang() -> None:
 def test_what_a_far_rank_tells_of_its_end_says_what_it_has_ended_before() -> None:
     """The leader of its machine says that, too, but by messages that may come later."""
 
-    def body(control: Control, world: ThreadWorld) -> list[int] | None:
-        rows = control._rows
+    def body(world: ThreadWorld) -> list[int] | None:
+        node = Node(world)
+        try:
+            return reached(Rows(node), world)
+        finally:
+            world.barrier()
+            node.close()
+
+    def reached(rows: Rows, world: ThreadWorld) -> list[int] | None:
         if world.rank == 1:
             told = []
             for epoch, state in ((2, State.RUNNING), (3, State.EXITED)):
@@ -295,7 +302,7 @@ def test_what_a_far_rank_tells_of_its_end_says_what_it_has_ended_before() -> Non
             seen.append(rows.reached(1, Barrier.COMMIT))
         return seen
 
-    assert run_controls(2, body)[0] == [3, 3, 3]
+    assert run_ranks(2, body)[0] == [3, 3, 3]
 
 
 def test_nothing_is_told_after_the_last_word() -> None:
@@ -319,14 +326,20 @@ def test_nothing_is_told_after_the_last_word() -> None:
 
 
 def test_a_rank_that_gives_up_while_the_others_go_on_is_named() -> None:
+    def late() -> None:
+        raise StepTimeout("in the same moment")
+
     def body(control: Control, world: ThreadWorld) -> str | None:
         control.begin(PLAN, at(world.rank))
         if world.rank == 1:
-            control._rows.reach(Barrier.COMMIT, 1)
+            with pytest.raises(StepTimeout):
+                control.commit([late])
+            world.barrier()
             world.barrier()
             control.fail(StepTimeout("in the same moment"))
             world.barrier()
             return None
+        world.barrier()
         control.commit()
         world.barrier()
         world.barrier()

@@ -171,7 +171,7 @@ class FakeGraph:
 
 
 class FakeDevice:
-    """See `cg.backends.devices.base.Device`."""
+    """A `Device` on the host: its streams are queues of work, run at once or by threads."""
 
     def __init__(self, index: int = 0, delay: float = 0.0) -> None:
         self.kind = "cpu"
@@ -186,6 +186,7 @@ class FakeDevice:
         self.recorded_of: list[FakeComm] = []
         self.pool = Pool()
         self.queues: dict[Stream, FakeQueue] = {}
+        self.events: list[FakeEvent] = []
         self.current: FakeQueue | None = None
         self._depth = 0
         self._raw: dict[int, FakeQueue] = {}
@@ -202,7 +203,8 @@ class FakeDevice:
         return self._raw[raw]
 
     def event(self) -> FakeEvent:
-        return FakeEvent()
+        self.events.append(FakeEvent())
+        return self.events[-1]
 
     def timer(self) -> FakeTimer:
         return FakeTimer()
@@ -351,7 +353,7 @@ _REDUCE: dict[int, Any] = {0: numpy.add, 1: numpy.multiply, 2: numpy.maximum, 3:
 
 
 class FakeLibrary:
-    """See `cg.backends.streams.library.Library`, with the numbers of NCCL.
+    """A `Library` of this process, with the numbers of NCCL.
 
     Works between threads and between processes.
     """
@@ -381,7 +383,7 @@ class FakeLibrary:
         def work() -> None:
             comm.peers[peer].send_bytes(ctypes.string_at(pointer, nbytes))
 
-        self._put(f"send {nbytes}", stream, comm, work)
+        self.put(f"send {nbytes}", stream, comm, work)
 
     def recv(self, pointer: int, nbytes: int, peer: int, comm: FakeComm, stream: int) -> None:
         def work() -> None:
@@ -389,7 +391,7 @@ class FakeLibrary:
             assert len(content) == nbytes, "both ends must agree"
             ctypes.memmove(pointer, content, nbytes)
 
-        self._put(f"recv {nbytes}", stream, comm, work)
+        self.put(f"recv {nbytes}", stream, comm, work)
 
     def all_reduce(
         self, source: int, target: int, count: int, type_: int, op: int, comm: Any, stream: int
@@ -398,7 +400,7 @@ class FakeLibrary:
             total = self._reduced(source, count, type_, op, comm)
             ctypes.memmove(target, total.tobytes(), total.nbytes)
 
-        self._put(f"all_reduce {count}", stream, comm, work)
+        self.put(f"all_reduce {count}", stream, comm, work)
 
     def reduce_scatter(
         self, source: int, target: int, count: int, type_: int, op: int, comm: Any, stream: int
@@ -408,14 +410,14 @@ class FakeLibrary:
             part = total[comm.member * count : (comm.member + 1) * count]
             ctypes.memmove(target, part.tobytes(), part.nbytes)
 
-        self._put(f"reduce_scatter {count}", stream, comm, work)
+        self.put(f"reduce_scatter {count}", stream, comm, work)
 
     def all_gather(self, source: int, target: int, nbytes: int, comm: Any, stream: int) -> None:
         def work() -> None:
             everything = b"".join(comm.exchange(ctypes.string_at(source, nbytes)))
             ctypes.memmove(target, everything, len(everything))
 
-        self._put(f"all_gather {nbytes}", stream, comm, work)
+        self.put(f"all_gather {nbytes}", stream, comm, work)
 
     def broadcast(
         self, source: int, target: int, nbytes: int, root: int, comm: Any, stream: int
@@ -424,7 +426,7 @@ class FakeLibrary:
             mine = ctypes.string_at(source, nbytes) if comm.member == root else b""
             ctypes.memmove(target, comm.exchange(mine)[root], nbytes)
 
-        self._put(f"broadcast {nbytes}", stream, comm, work)
+        self.put(f"broadcast {nbytes}", stream, comm, work)
 
     def batch(self, messages: Sequence[Message], comm: Any, stream: int) -> None:
         def work() -> None:
@@ -445,7 +447,7 @@ class FakeLibrary:
             for thread in sends:
                 thread.join()
 
-        self._put("batch", stream, comm, work)
+        self.put("batch", stream, comm, work)
 
     def error(self, comm: FakeComm) -> str | None:
         return self.fault
@@ -470,7 +472,7 @@ class FakeLibrary:
             assert time.monotonic() < deadline, "a graph still has operations of the communicator"
             time.sleep(0.002)
 
-    def _put(self, what: str, stream: int, comm: FakeComm, work: Callable[[], None]) -> None:
+    def put(self, what: str, stream: int, comm: FakeComm, work: Callable[[], None]) -> None:
         if self.device.recording is not None:
             self.device.recorded_of.append(comm)
         self.calls.append(what)

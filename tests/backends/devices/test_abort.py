@@ -12,19 +12,38 @@ import pytest
 from cg.backends.nccl import pool as nccl
 from cg.backends.nccl.pool import NcclPool
 from cg.backends.streams.library import CommunicationError
-from cg.backends.streams.pool import Group, Line
+from cg.ir.module import Channel
 
 from .fakes import FakeDevice
 
+THERE, ELSEWHERE = Channel(0, (0, 1)), Channel(1, (0, 2))
 
-class Broken:
+
+class Connecting:
+    """A library that joins communicators, and carries their first messages to nowhere."""
+
+    def unique_id(self) -> bytes:
+        return b""
+
+    def connect(self, size: int, unique: bytes, rank: int, width: int | None) -> object:
+        return object()
+
+    def is_ready(self, comm: object) -> bool:
+        return True
+
+    def send(self, *message: object) -> None: ...
+
+    recv = send
+
+
+class Broken(Connecting):
     """A library whose communicators cannot be given up."""
 
     def abort(self, comm: object) -> None:
         raise CommunicationError("unhandled cuda error")
 
 
-class Slow:
+class Slow(Connecting):
     """A library that is not done with it while a test looks."""
 
     def __init__(self) -> None:
@@ -35,7 +54,9 @@ class Slow:
 
 
 class Alone:
-    """A world of one."""
+    """A world of which one rank is here."""
+
+    rank = 0
 
     def allgather(self, value: Any) -> list[Any]:
         return [value]
@@ -45,10 +66,7 @@ def joined(library: Any) -> NcclPool:
     """A pool with one communicator."""
     world: Any = Alone()
     pool = NcclPool(world, FakeDevice(), library)
-    group = Group((0, 1), collective=False)
-    line = Line(group, 0)
-    line.comm = object()
-    pool._groups[group] = line
+    pool.join([THERE])
     return pool
 
 
@@ -79,7 +97,7 @@ def test_it_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> No
     library.over.set()
 
 
-class Strict:
+class Strict(Connecting):
     """A library that may be asked about communicators that there are, and about no others.
 
     The first question is answered when `answer` is set.
@@ -130,15 +148,11 @@ def test_one_that_goes_between_two_questions_is_left_out() -> None:
     library = Strict()
     library.answer.set()
     pool = joined(library)
-    line = next(iter(pool._groups.values()))
-    other = Group((1, 0), collective=False)
-    pool._groups[other] = Line(other, 0)
-    pool._groups[other].comm = object()  # type: ignore[union-attr]
-    assert line is not None
+    other = pool.join([ELSEWHERE]).lines[ELSEWHERE.id]
     said = library.error
 
     def error(comm: object) -> str | None:
-        pool._groups[other].comm = None  # type: ignore[union-attr]
+        other.comm = None
         return said(comm)
 
     library.error = error  # type: ignore[method-assign]

@@ -180,7 +180,7 @@ def test_a_message_that_cannot_be_captured() -> None:
         PassManager((Capture("fake+fake"),)).run(module)
         executable = bound(world, module)
         library, device = world.library, world.device
-        put, comms = library._put, list[Any]()
+        put, comms = library.put, list[Any]()
 
         def fail_at_second(*arguments: Any) -> None:
             if device.recording is not None and device.recorded_of:
@@ -188,7 +188,7 @@ def test_a_message_that_cannot_be_captured() -> None:
                 raise CommunicationError("no more is captured")
             put(*arguments)
 
-        library._put = fail_at_second
+        library.put = fail_at_second
         for i in range(WARM_UPS + 2):
             at = i % len(expected)
             outputs = executable.run(case.inputs(at)[world.rank], pause)

@@ -46,7 +46,11 @@ class Bound:
     def __init__(self) -> None:
         self.device = FakeDevice()
         self.order = StreamOrder(self.device)  # type: ignore[arg-type]
-        self.events = {index: StreamEvent(self.order) for index in (FIRST, SECOND, SENT)}
+        self.events: dict[int, StreamEvent] = {}
+        self.on_device: dict[int, FakeEvent] = {}
+        for index in (FIRST, SECOND, SENT):
+            self.events[index] = StreamEvent(self.order)
+            self.on_device[index] = self.device.events[-1]
         self.gates: list[threading.Event] = []
         self.execution = 5
 
@@ -61,7 +65,7 @@ class Bound:
     def end(self, gate: threading.Event, index: int) -> None:
         """Let a message end."""
         gate.set()
-        self.events[index]._event.synchronize()
+        self.on_device[index].synchronize()
 
     def unfinished(self, *segments: Any) -> str:
         work = Work(
@@ -146,7 +150,7 @@ def test_a_device_that_has_failed_says_nothing(bound: Bound) -> None:
     def query() -> bool:
         raise RuntimeError("device-side assert triggered")
 
-    bound.events[FIRST]._event.query = query  # type: ignore[method-assign]
+    bound.on_device[FIRST].query = query  # type: ignore[method-assign]
     assert "since the device has failed: device-side assert triggered" in bound.unfinished()
 
 

@@ -38,9 +38,11 @@ class Noting(FakeLibrary):
     def __init__(self, device: FakeDevice) -> None:
         super().__init__(device)
         self.made: list[FakeComm] = []
+        self.widths: list[int | None] = []
         self.gone: list[int] = []
 
     def connect(self, size: int, unique: bytes, rank: int, width: int | None = None) -> FakeComm:
+        self.widths.append(width)
         self.made.append(super().connect(size, unique, rank, width))
         return self.made[-1]
 
@@ -90,7 +92,7 @@ def test_both_ends_find_one_width_though_torch_is_set_up_otherwise_on_each() -> 
 
     def play(rank: Rank) -> list[int | None]:
         rank.open("step", edge)
-        return [group.width for group in rank.pool._groups]
+        return rank.library.widths
 
     for settings, width in (([False, False], 8), ([True, False], None)):
         with mock.patch("cg.backends.nccl.pool.may_round_to_tf32", side_effect=settings):
@@ -196,20 +198,20 @@ def test_faults_are_asked_for_while_communicators_are_given_up() -> None:
     class Asking(Noting):
         def destroy(self, comm: FakeComm) -> None:
             super().destroy(comm)
-            assert not any(line.comm is comm for line in pools[self].values() if line is not None)
+            assert not any(line.comm is comm for line in lines[self])
 
         def error(self, comm: FakeComm) -> str | None:
             assert self.made.index(comm) not in self.gone
             return None
 
-    pools: dict[Asking, Any] = {}
+    lines: dict[Asking, Any] = {}
 
     def play(world: ThreadWorld) -> list[str]:
         device = FakeDevice(world.rank)
         library = Asking(device)
         pool = Small(world, device, library)
         lease = pool.join([THERE, BACK])
-        pools[library] = dict(pool._groups)
+        lines[library] = list(lease.lines.values())
         pool.leave(lease)
         pool.join([ALL])
         return pool.errors()

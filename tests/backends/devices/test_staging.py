@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -153,11 +154,14 @@ def test_what_may_change_is_read_in_the_order_of_the_compute_stream() -> None:
 def test_a_tensor_is_held_until_it_has_been_read() -> None:
     rig = Rig()
     gate, port = rig.stop(Stream.COPY), rig.sender()
-    port.start(torch.ones(4))
-    assert port._value is not None
+    value = torch.ones(4)
+    lives = weakref.ref(value)
+    port.start(value)
+    del value
+    assert lives() is not None
     gate.set()
     until(port.poll)
-    assert port._value is None
+    assert lives() is None
 
 
 def test_the_compute_stream_waits_for_what_comes_and_the_host_does_not() -> None:

@@ -171,7 +171,7 @@ class Watching:
         """What it sees once the device has done so many executions in all."""
         self.now += seconds
         self.queue.done = done
-        return self.dog._look()
+        return self.dog.look()
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from cg.backends.streams.groups import Group, Line
 from cg.backends.streams.library import CommunicationError, Library, Message
-from cg.backends.streams.pool import Group, Line
 from cg.backends.streams.ports import CollectivePort, RecvPort, SendPort
 from cg.ir.attributes import Stream
 from cg.ir.types import DType, TensorType

@@ -30,15 +30,15 @@ for _name in ("mockEventRecord", "mockStreamWaitEvent"):
 for _name in ("mockStreamSynchronize", "mockEventQuery", "mockEventSynchronize"):
     getattr(_library, _name).argtypes = [ctypes.c_void_p]
 
-_tasks: list[tuple[Any, tuple[Any, ...]]] = []
+tasks: list[tuple[Any, tuple[Any, ...]]] = []
 drained = 0
 
 
 def _drain() -> None:
     global drained
     drained += 1
-    while _tasks:
-        call, arguments = _tasks.pop(0)
+    while tasks:
+        call, arguments = tasks.pop(0)
         _checked(call(*arguments))
 
 
@@ -85,7 +85,7 @@ class Stream:
         elif self is _state["current"]:
             event.synchronize()
         else:
-            _tasks.append((_library.mockStreamWaitEvent, (self._raw, event.raw)))
+            tasks.append((_library.mockStreamWaitEvent, (self._raw, event.raw)))
 
     def synchronize(self) -> None:
         _not_while_capturing()
@@ -106,7 +106,7 @@ class Event:
             branch = graph.branch(stream)
             graph.steps.append(lambda: self.record(branch))
         else:
-            _tasks.append((_library.mockEventRecord, (self.raw, stream._raw)))
+            tasks.append((_library.mockEventRecord, (self.raw, stream._raw)))
 
     def query(self) -> bool:
         _not_while_capturing()

@@ -1,7 +1,7 @@
-"""The records of the driver: rings in shared memory, messages between machines.
+"""Carry the commands of the driver: ring buffers in shared memory, messages between machines.
 
 A ring has one writer, the driver, and one reader. Each word carries its own number beside the
-record, so a reader looks at one word only. It says how far it is a few times a round, so that the
+command, so a reader looks at one word only. It says how far it is a few times a round, so that the
 writer does not overtake it.
 """
 
@@ -16,19 +16,19 @@ from ..memory.layout import WORDS
 from ..node import Node
 
 SLOTS: Final = 1024
-"""Records in a ring; a power of two."""
+"""Commands in a ring; a power of two."""
 
 _RING: Final = SLOTS + WORDS
-"""Words of a ring; behind its records is how far its reader says to be."""
+"""Words of a ring; behind its commands is how far its reader says to be."""
 
 _TELL_EVERY: Final = SLOTS // 4
-_RECORD_MASK: Final = (1 << BITS) - 1
+_COMMAND_MASK: Final = (1 << BITS) - 1
 _NUMBER_MASK: Final = (1 << (64 - BITS)) - 1
 _MOST_UNDER_WAY: Final = 4 * _TELL_EVERY
 
 
-class RecordRing:
-    """The records of one driver, in a ring for each other rank; implements `CommandTransport`.
+class CommandRing:
+    """Carries the commands of one driver, as a `CommandTransport`: a ring for each other rank.
 
     Making one is collective.
 
@@ -52,7 +52,7 @@ class RecordRing:
         nbytes = max(len(near), 1) * 8 * _RING
         own = {driver: nbytes} if node.rank == driver else {}
         theirs = {driver: (driver, nbytes)} if node.rank in near else {}
-        memory = node.share(own, theirs, "the records of a graph")
+        memory = node.share(own, theirs, "the commands of a graph")
         self._words = memory.get(driver, memoryview(bytearray())).cast("Q")
         self._near: dict[int, _Near] = {}
         self._far: dict[int, _Far] = {}
@@ -74,18 +74,18 @@ class RecordRing:
         far = [self._far[rank] for rank in to if rank in self._far]
         sleepers = [(node.waiting(rank), rank) for rank in wake if rank in self._near]
 
-        def put(record: int) -> None:
+        def put(command: int) -> None:
             if order is not None:
                 order()
             for ring in near:
-                ring.put(record)
+                ring.put(command)
             if sleepers:
                 fence()
                 for word, rank in sleepers:
                     if waiting[word]:
                         node.ring(rank)
             for other in far:
-                other.put(record)
+                other.put(command)
 
         return put
 
@@ -114,7 +114,7 @@ class RecordRing:
             count += 1
             if not count % _TELL_EVERY:
                 words[cursor] = count
-            return word & _RECORD_MASK
+            return word & _COMMAND_MASK
 
         return take
 
@@ -127,9 +127,9 @@ class RecordRing:
         def take() -> int:
             if not request.Test():
                 return 0
-            record = int.from_bytes(content, "little")
+            command = int.from_bytes(content, "little")
             request.Start()
-            return record
+            return command
 
         return take
 
@@ -163,16 +163,16 @@ class _Near:
         self._pause = pause
         self._count = self._floor = 0
 
-    def put(self, record: int) -> None:
-        """Write a record; waits for a reader that is a whole round behind."""
+    def put(self, command: int) -> None:
+        """Write a command; waits for a reader that is a whole round behind."""
         count = self._count
         if count - self._floor == SLOTS:
             self._wait()
-        self._words[self._base + count % SLOTS] = ((count + 1) & _NUMBER_MASK) << BITS | record
+        self._words[self._base + count % SLOTS] = ((count + 1) & _NUMBER_MASK) << BITS | command
         self._count = count + 1
 
     def mend(self) -> None:
-        """Count a record that was written and not counted."""
+        """Count a command that was written and not counted."""
         count = self._count
         word = self._words[self._base + count % SLOTS]
         if word >> BITS == (count + 1) & _NUMBER_MASK:
@@ -202,12 +202,12 @@ class _Far:
         self._count = 0
         self._under_way: deque[Any] = deque()
 
-    def put(self, record: int) -> None:
-        """Send a record. A synchronous message now and then keeps the reader in step."""
+    def put(self, command: int) -> None:
+        """Send a command. A synchronous message now and then keeps the reader in step."""
         comm, under_way = self._comm, self._under_way
         self._count += 1
         send = comm.Isend if self._count % _TELL_EVERY else comm.Issend
-        under_way.append(send(record.to_bytes(8, "little"), self._rank, self._tag))
+        under_way.append(send(command.to_bytes(8, "little"), self._rank, self._tag))
         polls = 0
         while under_way and under_way[0].Test():
             under_way.popleft()

@@ -1,4 +1,4 @@
-"""Make the seats of a graph: where its executions run on each rank, and their channels."""
+"""Make the execution contexts of a driven graph, and connect them to those of other ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ...backends.driven.arrange import Reports
 from ...backends.driven.graphs import Rebuild
 from ...backends.driven.instance import Guard, Instance
 from ...backends.driven.participants import is_device_only, participants
-from ...backends.driven.rank_scheduler import RankScheduler, Seat
+from ...backends.driven.rank_scheduler import ExecutionContext, RankScheduler
 from ...backends.driven.ticket_locks import Tickets
 from ...backends.failures.flight import FlightRecord, Position
 from ...backends.failures.unobserved_failures import unobserved_ranks
@@ -53,7 +53,7 @@ class GraphVariant:
 
 @dataclass(frozen=True)
 class Connections:
-    """The communicators of one seat of a rank.
+    """The communicators of one execution context of a rank.
 
     Attributes:
         host: serves what goes from host to host, all that is said about messages included.
@@ -72,7 +72,7 @@ class Connections:
 
 
 class OnDevice:
-    """The device of a rank, as the seats of a graph share it.
+    """The device of a rank, as the execution contexts of a graph share it.
 
     Args:
         world: all ranks.
@@ -94,8 +94,8 @@ class OnDevice:
         self._watchdog = Watchdog(device, timeout, faults, self.give_up, self._putting)
         self.watch = self._watchdog.watch
 
-    def seat(self, instances: Sequence[Instance], connections: Connections) -> Seat:
-        """A seat; what it holds is given back once the device has nothing to do."""
+    def make(self, instances: Sequence[Instance], connections: Connections) -> ExecutionContext:
+        """A context, whose resources are given back once the device has nothing to do."""
         self._streams += connections.streams
         whole = [each for each in instances if isinstance(each, DeviceOnlyInstance)]
         self._whole += whole
@@ -109,10 +109,10 @@ class OnDevice:
                 instance.drop_graphs()
             connections.close()
 
-        return Seat(tuple(instances), close)
+        return ExecutionContext(tuple(instances), close)
 
     def warm(self, variants: Sequence[GraphVariant]) -> None:
-        """Run what the programs call, once for all seats; see `warm`."""
+        """Run what the programs call, once for all contexts; see `warm`."""
         for variant in variants:
             program = variant.linked.program(self._world.rank)
             self._cold.update(warm(program, self.device))
@@ -144,8 +144,8 @@ class OnDevice:
         self._world.end_job(said + cold(self._cold) + advice(logs_of(self._streams)))
 
 
-class Seating:
-    """Makes the seats of a graph; the first of a world is collective.
+class ContextFactory:
+    """Makes the execution contexts of a graph; the first of a world is collective.
 
     Args:
         world: all ranks.
@@ -190,7 +190,7 @@ class Seating:
         self._hosts += [*self._announcing.values(), *self._reporting.values()]
 
     def connect(self) -> Mapping[int, Connections]:
-        """The connections of one seat of each rank that this process plays; collective."""
+        """The connections of one context of each rank that this process plays; collective."""
         world = self._world
         modules = [variant.linked.module for variant in self._variants]
         if world.is_virtual:
@@ -210,10 +210,10 @@ class Seating:
         streams = [c for one in connected for c in one.streams]
         return {world.rank: Connections(host, [one.serving for one in connected], streams)}
 
-    def seat(
+    def make(
         self, scheduler: RankScheduler, connections: Connections, statistics: Statistics
-    ) -> Seat:
-        """A seat on one rank."""
+    ) -> ExecutionContext:
+        """An execution context of one rank."""
         instances = []
         host, rank = connections.host, scheduler.rank
         told = {channel.id: host for channel in self._announcing.values()}
@@ -227,11 +227,11 @@ class Seating:
             shared = (statistics, guards, reports)
             instances.append(self._instance(linked, Tickets(scheduler.locks), shared, host))
         if self._on_device is not None:
-            return self._on_device.seat(instances, connections)
+            return self._on_device.make(instances, connections)
 
         # What others have made may be reset, but perhaps not be interrupted in that.
         reset = None if connections.streams else host.reset
-        return Seat(tuple(instances), connections.close, reset)
+        return ExecutionContext(tuple(instances), connections.close, reset)
 
     def _instance(
         self,

@@ -1,4 +1,4 @@
-"""The rings of records: rounds, readers that lag behind, a driver that waits; ranks are threads."""
+"""The ring of commands: rounds, readers that lag behind, a driver that waits; ranks are threads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from cg.backends.cpu.control.record_ring import SLOTS, RecordRing
+from cg.backends.cpu.control.command_ring import SLOTS, CommandRing
 from cg.backends.cpu.node import Node
 from cg.backends.driven.commands import BITS
 
@@ -26,12 +26,12 @@ def never(polls: int) -> None:
 @contextlib.contextmanager
 def rings(
     size: int, driver: int = 0, pause: Callable[[int], None] = never
-) -> Iterator[tuple[list[RecordRing], list[Node]]]:
+) -> Iterator[tuple[list[CommandRing], list[Node]]]:
     """Every rank's end of the rings, and its node; all are the caller's from then on."""
 
-    def make(world: ThreadWorld) -> tuple[RecordRing, Node]:
+    def make(world: ThreadWorld) -> tuple[CommandRing, Node]:
         node = Node(world)
-        return RecordRing(node, driver, pause), node
+        return CommandRing(node, driver, pause), node
 
     made = run_ranks(size, make)
     try:
@@ -47,33 +47,33 @@ def is_rung(node: Node) -> bool:
 
 @pytest.mark.parametrize("burst", [1, 3, TELL_EVERY, SLOTS - TELL_EVERY, SLOTS])
 @pytest.mark.parametrize("driver", [0, 1, 2])
-def test_records_come_in_order_over_several_rounds(driver: int, burst: int) -> None:
+def test_commands_come_in_order_over_several_rounds(driver: int, burst: int) -> None:
     with rings(3, driver) as (ends, _):
         others = [rank for rank in range(3) if rank != driver]
         put = ends[driver].publisher(others, ())
         readers = [ends[rank].reader(rank) for rank in others]
-        first = (1 << BITS) - 1 - 4 * SLOTS  # of records that need all their bits
+        first = (1 << BITS) - 1 - 4 * SLOTS  # of commands that need all their bits
         for begin in range(first, first + 3 * SLOTS + 1, burst):
-            records = list(range(begin, begin + burst))
-            for record in records:
-                put(record)
+            commands = list(range(begin, begin + burst))
+            for command in commands:
+                put(command)
             for take in readers:
-                assert [take() for _ in records] == records
+                assert [take() for _ in commands] == commands
                 assert take() == 0
 
 
-def test_the_numbers_of_records_start_again() -> None:
+def test_the_numbers_of_commands_start_again() -> None:
     with rings(2) as (ends, _):
         near = ends[0]._near[1]
         near._count = near._floor = ends[1]._words[SLOTS] = NUMBERS - 2 * SLOTS
         put, take = ends[0].publisher((1,), ()), ends[1].reader(1)
-        for record in range(1, 4 * SLOTS):
-            put(record)
-            assert take() == record
+        for command in range(1, 4 * SLOTS):
+            put(command)
+            assert take() == command
             assert take() == 0
 
 
-def test_a_record_goes_to_the_ranks_that_it_concerns() -> None:
+def test_a_command_goes_to_the_ranks_that_it_concerns() -> None:
     with rings(4) as (ends, _):
         to_some, to_all = ends[0].publisher((1, 3), ()), ends[0].publisher((1, 2, 3), ())
         readers = [ends[rank].reader(rank) for rank in (1, 2, 3)]
@@ -91,12 +91,12 @@ def test_a_rank_that_lags_behind_holds_up_its_own_ring_alone() -> None:
     with rings(3) as (ends, _):
         to_both, to_other = ends[0].publisher((1, 2), ()), ends[0].publisher((2,), ())
         lagging, other = ends[1].reader(1), ends[2].reader(2)
-        for record in range(1, SLOTS + 1):
-            to_both(record)
-            assert other() == record
-        for record in range(1, 3 * SLOTS):
-            to_other(record)
-            assert other() == record
+        for command in range(1, SLOTS + 1):
+            to_both(command)
+            assert other() == command
+        for command in range(1, 3 * SLOTS):
+            to_other(command)
+            assert other() == command
         with pytest.raises(AssertionError, match="the driver waits"):
             to_both(1)
         assert [lagging() for _ in range(SLOTS)] == list(range(1, SLOTS + 1))
@@ -108,7 +108,7 @@ def test_the_driver_waits_for_a_reader_that_is_a_whole_round_behind() -> None:
     told: list[bool] = []
 
     def pause(count: int) -> None:
-        """Let the reader go on: it says where it is with the last record of a quarter."""
+        """Let the reader go on: it says where it is with the last command of a quarter."""
         polls.append(count)
         told.append(is_rung(nodes[1]))
         taken.extend(take() for _ in range(TELL_EVERY - 1 if count == 1 else 1))
@@ -116,14 +116,14 @@ def test_the_driver_waits_for_a_reader_that_is_a_whole_round_behind() -> None:
     with rings(2, pause=pause) as (ends, nodes):
         put, take = ends[0].publisher((1,), ()), ends[1].reader(1)
         nodes[0].words[nodes[0].waiting(1)] = 1  # it sleeps, and no publisher is to wake it
-        for record in range(1, SLOTS + 1):
-            put(record)
+        for command in range(1, SLOTS + 1):
+            put(command)
         assert not polls
         put(SLOTS + 1)
         assert polls == [1, 2]
         assert all(told)
-        for record in range(SLOTS + 2, SLOTS + TELL_EVERY + 1):
-            put(record)
+        for command in range(SLOTS + 2, SLOTS + TELL_EVERY + 1):
+            put(command)
         assert polls == [1, 2]
         put(SLOTS + TELL_EVERY + 1)
         assert polls == [1, 2, 1, 2]
@@ -146,17 +146,17 @@ def test_a_driver_and_readers_at_the_same_time() -> None:
     def run(world: ThreadWorld) -> list[int]:
         node = Node(world)
         try:
-            ring = RecordRing(node, 0, lambda polls: time.sleep(0))
+            ring = CommandRing(node, 0, lambda polls: time.sleep(0))
             taken: list[int] = []
             if world.rank == 0:
                 put = ring.publisher((1, 2), ())
-                for record in range(1, count + 1):
-                    put(record)
+                for command in range(1, count + 1):
+                    put(command)
             else:
                 take = ring.reader(world.rank)
                 while len(taken) < count:
-                    if record := take():
-                        taken.append(record)
+                    if command := take():
+                        taken.append(command)
                     else:
                         time.sleep(0)
             world.barrier()

@@ -1,0 +1,64 @@
+"""Groups of ranks that communicators join: what a rank has of them, and what a plan uses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...ir.types import format_ranks
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks of a communicator: source and destination, or the members of a collective.
+
+    A rank's place in `ranks` is its number as a member.
+
+    Attributes:
+        width: the number of the device's multiprocessors that its operations may occupy; None
+            leaves the choice to the library.
+    """
+
+    ranks: tuple[int, ...]
+    collective: bool
+    width: int | None = None
+
+    def __str__(self) -> str:
+        if self.collective:
+            return f"the group {format_ranks(self.ranks)}"
+        return f"the edge from rank {self.ranks[0]} to rank {self.ranks[1]}"
+
+
+class Line:
+    """This rank's membership of a communicator; `comm` is another one after a reset."""
+
+    __slots__ = ("comm", "group", "member")
+
+    def __init__(self, group: Group, member: int) -> None:
+        self.group = group
+        self.member = member
+        self.comm: Any = None
+
+    @property
+    def peer(self) -> int:
+        """The other one of two members."""
+        return 1 - self.member
+
+
+class Lease:
+    """The communicators of a pool that an open plan uses.
+
+    Attributes:
+        lines: for each channel that this rank is part of, its membership.
+        step: the name of the plan's step, for messages; empty: not known.
+    """
+
+    def __init__(self, lines: Mapping[int, Line]) -> None:
+        self.lines = lines
+        self.step = ""
+
+    @property
+    def groups(self) -> dict[Group, None]:
+        """The groups of the communicators, each once, in the order of the channels."""
+        return dict.fromkeys(line.group for line in self.lines.values())
