@@ -26,11 +26,11 @@ class Effect(enum.Enum):
 
     @property
     def changes_state(self) -> bool:
-        """Whether a call may leave state behind that later calls read; gradients aside."""
+        """True if a call may leave state behind that later calls read; gradients aside."""
         return self in (Effect.UPDATE, Effect.WRITE)
 
     def conflicts_with(self, other: Effect) -> bool:
-        """Whether two calls on one actor with these effects must keep their program order."""
+        """True if two calls on one actor with these effects must keep their program order."""
         pair = (self, other)
         if Effect.PURE in pair:
             return False
@@ -53,7 +53,7 @@ class Shares:
         return Shares(tuple(sorted(effects.items(), key=lambda pair: pair[0])))
 
     def __bool__(self) -> bool:
-        """Whether there are any."""
+        """True if any state is shared."""
         return bool(self.effects)
 
     def __str__(self) -> str:

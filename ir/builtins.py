@@ -1,7 +1,8 @@
 """Functions that passes may call and every backend provides.
 
 A builtin is declared in a module like any other function, with kind BUILTIN and a name of the
-form `builtin.add.f32.8x512`; the part after the first dot is its meaning.
+form `builtin.add.f32.8x512`, or `8-dpx512` of a tensor that is laid out; the part after the first
+dot is its meaning.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ _REDUCTIONS = {
 }
 _WORDS = {op: word for word, op in _REDUCTIONS.items()}
 
+_IN_NAMES = str.maketrans({",": "x", "/": "-", "*": "$", "|": "-", "+": "-"})
+"""What stands in names for the signs of a type's text."""
+
 NAMES = frozenset(_REDUCTIONS)
 
 
@@ -37,9 +41,9 @@ def combine(module: Module, type_: TensorType, op: ReduceOp) -> Function:
     Raises:
         KeyError: `op` is the average, which is none of two at a time.
     """
-    local = TensorType(type_.dtype, type_.shape)
-    shape = "x".join(map(str, type_.shape)) or "scalar"
-    name = f"builtin.{_WORDS[op]}.{type_.dtype}.{shape}"
+    local = TensorType(type_.dtype, type_.shape, None, type_.layout)
+    _, _, shape = str(local).rstrip("]").partition("[")
+    name = f"builtin.{_WORDS[op]}.{type_.dtype}.{shape.translate(_IN_NAMES) or 'scalar'}"
     if name not in module.functions:
         module.functions[name] = Function(name, (local, local), (local,), kind=FunctionKind.BUILTIN)
     return module.functions[name]

@@ -218,7 +218,7 @@ class Progress:
         return queue[0] if queue else None
 
     def posted(self, message: Message, rank: int) -> bool:
-        """Whether a rank has come to its end of a message."""
+        """True if a rank has come to its end of a message."""
         op = message.ends[rank]
         return any(event[2] is op for event in self.events[rank][: self.at[rank]])
 
@@ -358,7 +358,7 @@ class Progress:
         self._free_at.update(dict.fromkeys(streams, end))
 
     def _can_complete(self, message: Message) -> bool:
-        """Whether nothing is in the way of a message but, perhaps, the others of its unit."""
+        """True if nothing is in the way of a message but, perhaps, the others of its unit."""
         if message.missing or (message.previous is not None and not message.previous.freed):
             return False
         return all(self._queues[stream][0] in message.unit for stream in self._streams(message))

@@ -38,7 +38,7 @@ class Flops:
         return Flops.of({dtype: n * numerator // denominator for dtype, n in self.counts})
 
     def __bool__(self) -> bool:
-        """Whether there are any."""
+        """True if there are any operations."""
         return bool(self.counts)
 
     def __str__(self) -> str:

@@ -49,7 +49,7 @@ class Cut:
     unit: int = 1
 
     def __bool__(self) -> bool:
-        """Whether the dimension is cut."""
+        """True if the dimension is cut."""
         return bool(self.axes)
 
     def piece(self, size: int, position: Position) -> Intervals:
@@ -97,6 +97,12 @@ class Layout:
         """The axes that it uses: those of the cuts, then those of summands."""
         return (*(axis for cut in self.cuts for axis in cut.axes), *self.summands)
 
+    def keeping(self, summands: Iterable[str]) -> Layout:
+        """The same cuts, and of its summands those along these axes."""
+        wanted = set(summands)
+        kept = tuple(axis for axis in self.summands if axis in wanted)
+        return Layout(self.cuts, kept, self.reduce) if kept else Layout(self.cuts)
+
     def region(self, shape: tuple[int, ...], position: Position) -> Region:
         """The part of a tensor of `shape` that the rank at `position` holds, copy or summand."""
         return tuple(cut.piece(size, position) for cut, size in zip(self.cuts, shape, strict=True))
@@ -133,7 +139,10 @@ def whole(shape: tuple[int, ...]) -> Region:
 
 def length(intervals: Intervals) -> int:
     """The number of indices."""
-    return sum(stop - start for start, stop in intervals)
+    if len(intervals) == 1:
+        ((start, stop),) = intervals
+        return stop - start
+    return sum([stop - start for start, stop in intervals])
 
 
 def shape_of(region: Region) -> tuple[int, ...]:
@@ -147,7 +156,7 @@ def volume(region: Region) -> int:
 
 
 def is_region(region: Region) -> bool:
-    """Whether the intervals of each dimension ascend, and are neither empty nor adjacent."""
+    """True if the intervals of each dimension ascend, and are neither empty nor adjacent."""
     return all(_ascend(intervals) for intervals in region)
 
 
@@ -161,7 +170,7 @@ def _ascend(intervals: Intervals) -> bool:
 
 
 def covers(held: Region, part: Region) -> bool:
-    """Whether one region has all indices of another, dimension by dimension."""
+    """True if one region has all indices of another, dimension by dimension."""
     return overlap(held, part) == part
 
 
@@ -180,6 +189,8 @@ def overlap(one: Region, other: Region) -> Region:
 
 
 def _common(one: Intervals, other: Intervals) -> Intervals:
+    if one == other:
+        return one
     found, left, right = [], 0, 0
     while left < len(one) and right < len(other):
         start = max(one[left][0], other[right][0])

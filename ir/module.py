@@ -88,7 +88,7 @@ class Function:
         return (own, *pairs)
 
     def conflicts_with(self, other: Function) -> bool:
-        """Whether a call of this function and one of another must keep their program order."""
+        """True if a call of this function and one of another must keep their program order."""
         theirs = dict(other.touches)
         return any(
             name in theirs and effect.conflicts_with(theirs[name]) for name, effect in self.touches

@@ -23,10 +23,10 @@ class Phase(enum.Enum):
 
 
 def has_futures(phase: Phase) -> bool:
-    """Whether communication is asynchronous in this phase: its results are futures."""
+    """True if communication is asynchronous in this phase: its results are futures."""
     return phase in (Phase.ASYNC, Phase.SCHEDULED)
 
 
 def has_places(phase: Phase) -> bool:
-    """Whether types say where a value is; a scheduled program implies it."""
+    """True if types say where a value is; a scheduled program implies it."""
     return phase is not Phase.SCHEDULED

@@ -166,7 +166,7 @@ def _declared(declaration: Function | Vjp | Channel, skip: set[str]) -> str:
 
 
 def _is_absent(field: Field[Any], value: Any) -> bool:
-    """Whether a field holds its default and the default says that there is nothing to say."""
+    """True if a field holds its default and the default says that there is nothing to say."""
     return field.default is not MISSING and value == field.default and not value
 
 

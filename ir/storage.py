@@ -25,7 +25,9 @@ class SharedStorage:
 
     def of(self, value: Value) -> Value:
         """The value that stands for the group of `value`."""
-        root = value
+        root = self._parents.get(value)
+        if root is None:
+            return value
         while (parent := self._parents.get(root)) is not None:
             root = parent
         while value is not root:

@@ -13,7 +13,8 @@ import enum
 import itertools
 import math
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from .attributes import ReduceOp
@@ -48,7 +49,7 @@ class DType(enum.Enum):
 
     @property
     def is_differentiable(self) -> bool:
-        """Whether a value of this type can have a gradient (floating or complex)."""
+        """True if a value of this type can have a gradient (floating or complex)."""
         return self.value[0] in "fc" or self is DType.BF16
 
     def __str__(self) -> str:
@@ -84,6 +85,9 @@ class Place:
     """
 
     ranks: tuple[int, ...]
+    _positions: dict[int, Position] | None = field(
+        init=False, repr=False, compare=False, default=None
+    )
 
     def __post_init__(self) -> None:
         if not self.ranks:
@@ -124,34 +128,45 @@ class Place:
         Raises:
             ValueError: the rank is not of this place.
         """
-        index, position = self.ranks.index(rank), {}
-        for axis, size in reversed(self.axes):
-            index, coordinate = divmod(index, size)
-            position[axis] = coordinate, size
-        return position
+        found = self.positions.get(rank)
+        if found is None:
+            raise ValueError(f"rank {rank} is not of the place {self}")
+        return found
 
     @property
-    def positions(self) -> dict[int, Position]:
+    def positions(self) -> Mapping[int, Position]:
         """For each rank its coordinate along each axis, and the axis's size."""
-        names = [axis for axis, _ in self.axes]
-        sizes = [size for _, size in self.axes]
-        grid = itertools.product(*map(range, sizes))
-        return {
-            rank: dict(zip(names, zip(coordinates, sizes, strict=True), strict=True))
-            for rank, coordinates in zip(self.ranks, grid, strict=True)
-        }
+        if self._positions is None:
+            names = [axis for axis, _ in self.axes]
+            sizes = [size for _, size in self.axes]
+            grid = itertools.product(*map(range, sizes))
+            found = {
+                rank: dict(zip(names, zip(coordinates, sizes, strict=True), strict=True))
+                for rank, coordinates in zip(self.ranks, grid, strict=True)
+            }
+            # Derived of the rest, and made once: a rank is asked for its position again and again.
+            object.__setattr__(self, "_positions", found)
+            return found
+        return self._positions
 
     def fibre(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
-        """The ranks that differ from `rank` along `axes` only, in the order of the place."""
+        """The ranks that differ from `rank` along `axes` only, in the order of the place.
+
+        Raises:
+            ValueError: the rank is not of this place.
+        """
         here = self.position(rank)
-        fixed = here.keys() - set(axes)
-        positions = ((other, self.position(other)) for other in self.ranks)
-        return tuple(
-            other for other, there in positions if all(there[axis] == here[axis] for axis in fixed)
-        )
+        first, stride, offsets = 0, 1, [0]
+        for axis, size in reversed(self.axes):
+            if axis in axes:
+                offsets = [k * stride + offset for k in range(size) for offset in offsets]
+            else:
+                first += here[axis][0] * stride
+            stride *= size
+        return tuple([self.ranks[first + offset] for offset in offsets])
 
     def covers(self, other: Place) -> bool:
-        """Whether every rank of `other` is one of this place's ranks."""
+        """True if every rank of `other` is one of this place's ranks."""
         return set(other.ranks) <= set(self.ranks)
 
     def __contains__(self, rank: int) -> bool:
@@ -194,6 +209,38 @@ class Mesh(Place):
                 f"mesh @{self.name} has {len(self.ranks)} ranks, which its axes are not: {sizes}"
             )
 
+    @staticmethod
+    def of_grid(ranks: tuple[int, ...], grid: tuple[tuple[str, int], ...]) -> Mesh:
+        """A mesh whose name says all of it, so that equal meshes have equal names."""
+        name = "_".join(f"{axis}{size}" for axis, size in grid)
+        first = ranks[0]
+        if ranks == tuple(range(first, first + len(ranks))):
+            suffix = f"_at{first}" if first else ""
+        else:
+            suffix = "_at" + "_".join(map(str, ranks))
+        return Mesh(ranks, f"{name}{suffix}", grid)
+
+    def unbind(self, axis: str) -> tuple[Mesh, ...]:
+        """The meshes along an axis, without it: of pp = 2, tp = 4 two of four ranks.
+
+        Raises:
+            ValueError: the mesh has no such axis, or no other.
+        """
+        sizes = dict(self.grid)
+        axes = ", ".join(f"{name} = {size}" for name, size in self.grid)
+        if axis not in sizes:
+            raise ValueError(f"the mesh {{{axes}}} has no axis '{axis}'")
+        rest = tuple((name, size) for name, size in self.grid if name != axis)
+        if not rest:
+            raise ValueError(
+                f"the mesh {{{axes}}} has no axis but '{axis}'; its parts are single ranks: "
+                f"{list(self.ranks)}"
+            )
+        parts: list[list[int]] = [[] for _ in range(sizes[axis])]
+        for rank in self.ranks:
+            parts[self.position(rank)[axis][0]].append(rank)
+        return tuple(Mesh.of_grid(tuple(part), rest) for part in parts)
+
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
         return self.grid
@@ -231,6 +278,7 @@ class TensorType:
     shape: tuple[int, ...]
     place: Place | None = None
     layout: Layout | None = None
+    _regions: dict[int, Region] | None = field(init=False, repr=False, compare=False, default=None)
 
     @property
     def numel(self) -> int:
@@ -245,16 +293,20 @@ class TensorType:
         """The part of the tensor that a rank of its place holds, or has a summand of."""
         if self.layout is None:
             return whole(self.shape)
-        assert self.place is not None, "a type with a layout has a place"
-        return self.layout.region(self.shape, self.place.position(rank))
+        return self.regions()[rank]
 
-    def regions(self) -> dict[int, Region]:
+    def regions(self) -> Mapping[int, Region]:
         """For each rank of its place, the part of the tensor that it holds, or has a summand of."""
         assert self.place is not None, "a type without a place has no ranks"
         if self.layout is None:
             return dict.fromkeys(self.place.ranks, whole(self.shape))
-        layout, positions = self.layout, self.place.positions
-        return {rank: layout.region(self.shape, at) for rank, at in positions.items()}
+        if self._regions is None:
+            layout, positions = self.layout, self.place.positions
+            found = {rank: layout.region(self.shape, at) for rank, at in positions.items()}
+            # Derived of the rest, and made once, as most tensors of a step have few types.
+            object.__setattr__(self, "_regions", found)
+            return found
+        return self._regions
 
     def local(self, rank: int) -> TensorType:
         """The type, without a place, of what a rank holds."""

@@ -7,6 +7,7 @@ follow from it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -60,23 +61,25 @@ class Exchange:
         Raises:
             ValueError: a member neither gives nor receives, and others do.
         """
+        if self.senders is self.members or self.receivers is self.members:
+            return
         idle = set(self.members).difference(self.senders, self.receivers)
         if idle and (self.senders or self.receivers):
             raise ValueError(f"ranks {sorted(idle)} of {self.members} neither give nor receive")
 
     @property
-    def is_uniform(self) -> bool:
-        """Whether all members get results of one type."""
+    def has_one_result_type(self) -> bool:
+        """True if all members get results of one type."""
         return self.receivers in ((), self.members)
 
     @property
     def is_shared(self) -> bool:
-        """Whether all members get the same value."""
-        return self.cut is None and self.is_uniform
+        """True if all members get the same value."""
+        return self.cut is None and self.has_one_result_type
 
     @property
     def is_whole(self) -> bool:
-        """Whether receivers get what a sender gives, neither cut nor combined."""
+        """True if receivers get what a sender gives, neither cut nor combined."""
         return self.cut is None and self.reduce is None and self.concat is None
 
     @property
@@ -130,17 +133,24 @@ class Collective(Op):
             return (self.group,)
         return tuple([Place((rank,)) for rank in self.group.ranks])
 
-    def at(self, rank: int) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
-        """Operands and results of one rank, of those of a program over all ranks."""
+    def by_rank(self) -> Mapping[int, tuple[tuple[Value, ...], tuple[Value, ...]]]:
+        """Of a program over all ranks: the operands and the results of each rank of the group."""
         exchange = self.exchange
-        operands = [v for r, v in zip(exchange.senders, self.operands, strict=True) if r == rank]
+        given = {
+            rank: (value,) for rank, value in zip(exchange.senders, self.operands, strict=True)
+        }
         if exchange.is_shared:
-            return tuple(operands), self.results
-        return tuple(operands), (self.results[exchange.members.index(rank)],)
+            made = dict.fromkeys(exchange.members, self.results)
+        else:
+            pairs = zip(exchange.members, self.results, strict=True)
+            made = {rank: (value,) for rank, value in pairs}
+        return {rank: (given.get(rank, ()), made[rank]) for rank in exchange.members}
 
     def check(self, context: Context) -> None:
         exchange = self.exchange
         for preposition, ends in (("from", exchange.senders), ("to", exchange.receivers)):
+            if ends is exchange.members:
+                continue
             for stranger in set(ends).difference(exchange.members):
                 raise Problem(
                     f"{self.opcode} {preposition} rank {stranger}, which is not of the group "
@@ -160,7 +170,7 @@ class Collective(Op):
         piece = self._piece(exchange, made[0])
         ranks = (context.program.rank,) if one_rank else exchange.members
         for rank, value, type_ in zip(ranks, self.results, made, strict=False):
-            gets = rank in exchange.receivers or exchange.is_uniform
+            gets = rank in exchange.receivers or exchange.has_one_result_type
             expected = piece if gets else UnitType()
             if not same_but_place(type_, expected):
                 raise Problem(

@@ -46,7 +46,7 @@ class Slice(Op):
 
     @property
     def copies(self) -> bool:
-        """Whether a rank copies what it takes: a dimension has several intervals."""
+        """True if a rank copies what it takes: a dimension has several intervals."""
         return any(len(intervals) > 1 for intervals in self.region)
 
     def check(self, context: Context) -> None:
@@ -143,19 +143,20 @@ class Assemble(Op):
 
 def _check_region(op: Op, region: Region, held: Region, what: str, value: Value) -> None:
     """Raise unless a region is one, and within another."""
-    text = format_region(region)
     if not is_region(region):
         raise Problem(
-            f"{text} is not a region: intervals ascend, and neither touch nor are empty",
+            f"{format_region(region)} is not a region: intervals ascend, and neither touch nor are "
+            "empty",
             "write 0:4+8:12; an empty dimension is 0:0",
             value,
         )
     if len(region) != len(held):
+        text = format_region(region)
         problem = f"the region {text} has {len(region)} dimensions, {what} has {len(held)}"
         raise Problem(problem, "write one for each dimension of the tensor", value)
     if not covers(held, region):
         raise Problem(
-            f"the region {text} is not within {what}, {format_region(held)}",
+            f"the region {format_region(region)} is not within {what}, {format_region(held)}",
             f"{op.opcode} takes indices of the logical tensor, and of a rank what it holds",
             value,
         )
@@ -186,7 +187,7 @@ def _check_tiles(op: Op, regions: Sequence[Region], piece: Region, what: str) ->
 
 
 def _are_rows(regions: Sequence[Region]) -> bool:
-    """Whether regions differ in one dimension alone, in which they are disjoint."""
+    """True if regions differ in one dimension alone, in which they are disjoint."""
     columns = [column for column in zip(*regions, strict=True) if len(set(column)) > 1]
     if len(columns) != 1:
         return False

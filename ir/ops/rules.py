@@ -39,7 +39,7 @@ class Context:
 
 
 def same_but_place(a: Type, b: Type) -> bool:
-    """Whether two types are equal, places aside."""
+    """True if two types are equal, places aside."""
     if a is b:
         return True
     if type(a) is TensorType and type(b) is TensorType:
@@ -50,7 +50,7 @@ def same_but_place(a: Type, b: Type) -> bool:
 
 
 def same_but_layout(a: Type, b: Type) -> bool:
-    """Whether two types are those of tensors of one shape, laid out differently or not."""
+    """True if two types are those of tensors of one shape, laid out differently or not."""
     if not (isinstance(a, TensorType) and isinstance(b, TensorType)):
         return False
     return a.dtype is b.dtype and a.shape == b.shape
@@ -98,7 +98,8 @@ def expect_signature(values: Sequence[Value], types: Sequence[Type], what: str, 
     if len(values) != len(types):
         raise Problem(f"{what} {len(types)} {noun}s, this call has {len(values)}")
     for index, (value, type_) in enumerate(zip(values, types, strict=True)):
-        expect_type(value, type_, f"{what} as {noun} {index}")
+        if not same_but_place(value.type, type_):
+            expect_type(value, type_, f"{what} as {noun} {index}")
 
 
 def expect_tensor(value: Value, op: Op) -> TensorType:

@@ -58,7 +58,7 @@ class Transfer(Op):
 
     @property
     def changes_layout(self) -> bool:
-        """Whether the result is laid out in another way than the operand."""
+        """True if the result is laid out in another way than the operand."""
         return not same_but_place(self.operands[0].type, self.result.type)
 
     def check(self, context: Context) -> None:

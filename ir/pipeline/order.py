@@ -81,7 +81,7 @@ _INDEX = {action: index for index, action in enumerate(ACTIONS)}
 
 
 def splits_backward(order: Order) -> bool:
-    """Whether an order has W of its own, so that B is the gradient of the inputs alone."""
+    """True if an order has W of its own, so that B is the gradient of the inputs alone."""
     for tasks in order.values():
         if isinstance(tasks, Row):
             split = max(tasks.numbers, default=0) >= 2 * tasks.stages * tasks.microbatches

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def equal(a: Module, b: Module) -> bool:
-    """Whether two modules have the same text form, locations aside."""
+    """True if two modules have the same text form, locations aside."""
     return difference(a, b) is None
 
 

@@ -13,7 +13,15 @@ from typing import TypeAlias
 
 from ..diagnostics import Diagnostic
 from ..module import Channel, Module, Program
-from ..ops import Collective, Communication, PointToPoint, Recv, Send, attributes
+from ..ops import (
+    OP_CLASSES,
+    Collective,
+    Communication,
+    PointToPoint,
+    Recv,
+    Send,
+    attribute_names,
+)
 from ..ops.rules import Problem, bare, same_but_place
 from ..phases import Phase, has_futures
 from ..types import promised
@@ -176,7 +184,7 @@ def _unlike_group(
                 yield _absent(other, channel.ranks[0])
             elif one is not None and other is None:
                 yield _absent(one, rank)
-            elif one is not None and other is not None and _meaning(one[1]) != _meaning(other[1]):
+            elif one is not None and other is not None and not _mean_the_same(one[1], other[1]):
                 yield _disagreement(one, other)
 
 
@@ -204,14 +212,26 @@ def _disagreement(one: _End, other: _End) -> Diagnostic:
 
 
 _LOCAL = frozenset({"mb", "task", "stream", "graph"})
+_SHARED = {
+    cls: tuple(name for name in attribute_names(cls) if name not in _LOCAL)
+    for cls in OP_CLASSES.values()
+}
+"""The attributes that the ranks of a collective agree on."""
 
 
-def _meaning(op: Communication) -> tuple[object, ...]:
-    found = {name: value for name, value in attributes(op).items() if name not in _LOCAL}
+def _mean_the_same(one: Communication, other: Communication) -> bool:
+    """Whether two ranks' ops may be the same collective."""
+    if type(one) is not type(other):
+        return False
+    for name in _SHARED[type(one)]:
+        if getattr(one, name) != getattr(other, name):
+            return False
     # Every member of a group gives or gets, so that operands or results say the type.
-    uniform = not isinstance(op, Collective) or op.exchange.is_uniform
-    values = op.results if uniform else op.operands
-    return op.opcode, found, [bare(value.type) for value in values]
+    one_type = not isinstance(one, Collective) or one.exchange.has_one_result_type
+    mine, theirs = (one.results, other.results) if one_type else (one.operands, other.operands)
+    return len(mine) == len(theirs) and all(
+        same_but_place(a.type, b.type) for a, b in zip(mine, theirs, strict=True)
+    )
 
 
 def _seq(op: Communication) -> int:

@@ -41,7 +41,7 @@ _KEEPING = (Broadcast, Copy, Transfer, Wait)
 """The ops whose results have the terms of their operand."""
 
 _NEUTRAL = {ReduceOp.SUM: 0, ReduceOp.PROD: 1}
-"""What ranks hold whose summand changes nothing. Of a maximum or minimum, copies change nothing."""
+"""The neutral element of each reduction. Of a maximum or minimum, copies change nothing."""
 
 _HELP = (
     "reduce it first: all_reduce, reduce_scatter or an addition takes the slices of one region, "
@@ -171,7 +171,7 @@ class _Checker:
             raise self._unreduced(op, first)
 
     def _reduces(self, op: Op, reduce: ReduceOp) -> bool:
-        """Whether an op combines its operands in the way of their summands."""
+        """True if an op combines its operands in the way of their summands."""
         if isinstance(op, Call):
             return reduction(self._functions[op.fn.name]) is reduce
         return isinstance(op, Collective) and op.exchange.reduce is reduce

@@ -153,16 +153,20 @@ def _programs(module: Module) -> Iterator[Diagnostic]:
 def _actors(module: Module) -> Iterator[Diagnostic]:
     """All calls of an actor's functions are where the actor lives."""
     first: dict[str, tuple[object, Program, Op]] = {}
+    placed = has_places(module.phase)
     for program in module.programs:
+        homes: dict[str, Place] = {}
         for op in program.ops:
             if not isinstance(op, Call):
                 continue
             function = module.functions.get(op.fn.name)
             if function is None or function.actor is None:
                 continue
-            at = op.place if has_places(module.phase) else _home(function, program)
+            at = op.place if placed else homes.get(function.name)
+            if at is None and not placed:
+                at = homes[function.name] = _home(function, program)
             where, first_program, first_op = first.setdefault(function.actor, (at, program, op))
-            if where != at:
+            if where is not at and where != at:
                 yield Diagnostic(
                     f"a call on actor {function.actor} at {at}, which lives at {where}",
                     op,
@@ -172,7 +176,7 @@ def _actors(module: Module) -> Iterator[Diagnostic]:
 
 
 def _home(function: Function, program: Program) -> Place:
-    """Where the actor of a function lives that a rank's program calls, by what this call says."""
+    """The place of the actor whose function a rank's program calls, by what this call says."""
     rank = program.rank or 0
     return Place(function.ranks) if rank in function.ranks else Place((rank,))
 
@@ -195,6 +199,7 @@ class _ProgramChecker:
         self._freed: set[Value] = set()
         self.laid_out = False
         self._ill: set[Value] = set()
+        self._admitted: dict[type[Op], bool] = {}
 
     def check(self) -> Iterator[Diagnostic]:
         for value in self._program.params:
@@ -226,14 +231,17 @@ class _ProgramChecker:
                 self._define(value)
                 self._makers[value] = op
         phase = self._module.phase
-        if phase not in op.phases:
+        admitted = self._admitted.get(type(op))
+        if admitted is None:
+            admitted = self._admitted[type(op)] = phase in op.phases
+        if not admitted:
             raise Problem(f"{op.opcode} in phase {phase}", op.remedy)
         if isinstance(op, Return) and index != len(self._program.ops) - 1:
             raise Problem("return is not the last op", "move it to the end")
         if self._ill and not self._ill.isdisjoint(op.operands):
             return  # reported where they are made
-        if self.laid_out:
-            check_op(op, phase)
+        if self.laid_out and not (self._is_body and isinstance(op, Return)):
+            check_op(op, phase)  # what a body returns has the layouts of its function
         op.check(self._context)
         if self._placed:
             op.check_places(self._context)

@@ -125,7 +125,7 @@ _ONE_BY_ONE = (
 
 
 def _why(progress: Progress, message: Message) -> _Step:
-    """Why a message is not complete when nothing moves any more."""
+    """The obstacle to a message that is not complete when nothing moves any more."""
     steps = (step for part in message.unit if (step := _obstacle(progress, part)) is not None)
     found = next(steps, None)
     assert found is not None, "a message with no reason to wait is complete"

@@ -80,7 +80,7 @@ _SHOWN = 16
 
 
 class _Proof:
-    """Whether ops are over: by the rank's own clocks, or else by all that is known of all ranks."""
+    """Proves that ops are over: by the rank's own clocks, or by what is known of all ranks."""
 
     def __init__(self, module: Module, blocking: bool) -> None:
         self.blocking = blocking

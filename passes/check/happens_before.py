@@ -88,14 +88,14 @@ class Clocks:
         return clocks
 
     def is_done(self, earlier: int, later: int) -> bool:
-        """Whether an op is surely done when a later one of the program starts."""
+        """True if an op is surely done when a later one of the program starts."""
         line = self.lines[earlier]
         if line == self.lines[later]:
             return not self._are_together(earlier, later)
         return self.known[later].get(line, -1) >= earlier
 
     def _are_together(self, one: int, other: int) -> bool:
-        """Whether two ops are in one batch, so that neither follows the other."""
+        """True if two ops are in one batch, so that neither follows the other."""
         batch = self._batches.get(one)
         return batch is not None and batch == self._batches.get(other)
 
@@ -131,7 +131,7 @@ class Order:
             self._read(rank, program)
 
     def is_done(self, rank: int, earlier: int, later: int) -> bool:
-        """Whether an op of a rank is surely done when a later one of that rank starts.
+        """True if an op of a rank is surely done when a later one of that rank starts.
 
         A communication starts when its own rank has come to it, wherever the others are.
         """

@@ -7,11 +7,14 @@ the result, and the cotangent of an operand of `all_gather` is its part of that 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ...ir.attributes import ReduceOp
 from ...ir.diagnostics import error
+from ...ir.layout import Layout
 from ...ir.module import Program
 from ...ir.ops import Adjoint, AllGather, Collective, Op, Transfer, Value, View
-from ...ir.types import Place, TensorType, UnitType, relocate
+from ...ir.types import Place, TensorType, Type, UnitType, relocate
 from .cotangents import Cotangents
 
 Pairs = list[tuple[Value, Value]]
@@ -48,10 +51,23 @@ def pull_back(op: Op, program: Program, cotangents: Cotangents) -> Pairs:
     total = cotangents.total(op.result, op)
     if op.adjoint is Adjoint.TRAVELS:
         assert isinstance(op, Transfer), "nothing else travels"
-        made = cotangents.new(op.operands[0], total.type)
+        made = cotangents.new(op.operands[0], _returning(op, total.type))
         cotangents.ops.append(Transfer((total,), (made,), via=op.via, loc=op.loc, mb=op.mb))
         total = made
     return [(operand, total) for operand in op.operands]
+
+
+def _returning(op: Transfer, held: Type) -> Type:
+    """The type that the cotangent of a transfer's operand has: copies stay where they are.
+
+    What is laid out goes back to the layout of the operand; a sum has the cotangent of its terms
+    on all of their ranks.
+    """
+    primal = op.operands[0].type
+    if not isinstance(primal, TensorType) or not (primal.layout or op.changes_layout):
+        return held
+    cuts = primal.layout.cuts if primal.layout is not None else ()
+    return replace(primal, layout=Layout.of(cuts))
 
 
 def _parts(op: AllGather, cotangents: Cotangents) -> Pairs:

@@ -39,7 +39,7 @@ class Cotangents:
         self._arrived.setdefault(primal, []).append(cotangent)
 
     def has(self, primal: Value) -> bool:
-        """Whether any cotangent of `primal` has arrived."""
+        """True if any cotangent of `primal` has arrived."""
         return primal in self._arrived
 
     def total(self, primal: Value, maker: Op) -> Value:

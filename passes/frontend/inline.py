@@ -22,8 +22,9 @@ class Inline(Pass):
     A function is a program where the layout of a value changes inside of it: calls of its parts,
     with transfers in between. It is one call until its gradients are derived, and from here on its
     transfers are ops of the step, which are placed, scheduled and proven like all others. The ops
-    belong to the microbatch and the task of the call. Each part that draws random numbers gets a
-    key of its own.
+    belong to the microbatch and the task of the call. The first part that draws random numbers gets
+    the key of the call, so it draws what the function draws where all of it is one part. Each other
+    one gets a key of its own.
 
     Before::
 
@@ -89,9 +90,21 @@ class _Inliner:
                 values[inner] = result
             else:  # an operand, or a value that is returned twice
                 self.renamed[result] = values[inner]
+        key = call.key
         for op in body.ops:
-            if not isinstance(op, Return):
-                yield self._copy(op, call, values)
+            if isinstance(op, Return):
+                continue
+            copy = self._copy(op, call, values)
+            if isinstance(copy, Call) and self._module.functions[copy.fn.name].random:
+                copy.key, key = self._key(key), None
+            yield copy
+
+    def _key(self, given: int | None) -> int:
+        """A key that is given, or else a new one."""
+        if given is not None:
+            return given
+        self._next_key += 1
+        return self._next_key - 1
 
     def _copy(self, op: Op, call: Call, values: dict[Value, Value]) -> Op:
         for value in op.results:
@@ -101,7 +114,4 @@ class _Inliner:
         operands = tuple([values[value] for value in op.operands])
         copy = copy_op(op, operands, tuple([values[value] for value in op.results]))
         copy.mb, copy.task, copy.loc = call.mb, call.task, op.loc or call.loc
-        if isinstance(copy, Call) and self._module.functions[copy.fn.name].random:
-            copy.key = self._next_key
-            self._next_key += 1
         return copy

@@ -123,7 +123,7 @@ def cuts(module: Module, program: Program, fabrics: Fabrics, messages: bool = Tr
 
 
 def _needs_no_host(module: Module, fabrics: Fabrics) -> bool:
-    """Whether each rank's device can do all of its program in one go, and changes no state."""
+    """True if each rank's device can do all of its program in one go, and changes no state."""
     if any(map(fabrics.is_one_by_one, module.channels.values())):
         return False  # their operations are in one order with those that hosts announce
     for program in module.programs:
@@ -286,7 +286,7 @@ def _work(ops: Iterable[Op]) -> int:
 
 
 def _reason(op: Op, module: Module, fabrics: Fabrics, hosts: set[Value]) -> str | None:
-    """Why the host has to do an op; None if it has not. `hosts` are futures of hosts' messages."""
+    """The reason why the host has to do an op, or None. `hosts`: futures of hosts' messages."""
     if isinstance(op, Call):
         if module.functions[op.fn.name].kind is FunctionKind.OPAQUE:
             return f"{op.fn} is opaque"

@@ -46,7 +46,7 @@ class Fuse(Pass):
 
 
 def refusal(function: Function) -> str | None:
-    """Why a function is not compiled as a whole, in words; None if it may be."""
+    """The reason why a function is not compiled as a whole, in words; None if it may be."""
     if function.kind is FunctionKind.OPAQUE:
         return "it is opaque"
     if function.kind is FunctionKind.BUILTIN:

@@ -75,8 +75,10 @@ class Storages:
         return self._storage.values()
 
     def _visit(self, op: Op, index: int) -> None:
+        storages, group_of = self._storage, self._group_of
         for value in op.operands:
-            if (storage := self.of(value)) is not None:
+            storage = storages.get(group_of(value))
+            if storage is not None:
                 storage.last = index
         if isinstance(op, Wait):
             self._visit_wait(op, index)
@@ -94,7 +96,7 @@ class Storages:
                 self._make(value, index, owner=not is_given and not isinstance(op, View))
 
     def _is_given(self, op: Op) -> bool:
-        """Whether an op makes what the program has been given, or a part of that."""
+        """True if an op makes what the program has been given, or a part of that."""
         if isinstance(op, View | Slice):
             return self._given.issuperset(op.operands)
         return isinstance(op, Constant) and op.ref is not None

@@ -140,7 +140,7 @@ def _beside_receives(
 
 
 def _computes(op: Call, module: Module) -> bool:
-    """Whether a call does more than to hand on what it gets."""
+    """True if a call does more than to hand on what it gets."""
     function = module.functions[op.fn.name]
     return function.effect is not Effect.PURE or len(function.aliases) < len(function.outputs)
 
@@ -183,7 +183,7 @@ def _not_worth_moving(
 
 
 def _is_small(op: Send | Recv, module: Module) -> bool:
-    """Whether a message between devices is small."""
+    """True if a message between devices is small."""
     type_ = op.operands[0].type if isinstance(op, Send) else op.result.type
     is_tensor = isinstance(promised(type_), TensorType)
     return is_by_stream(module.channels[op.chan]) and is_tensor and tensor_bytes(type_) <= SMALL
@@ -217,7 +217,7 @@ def _wait_late(ops: Sequence[Op], lookahead: int, stays: Set[Op]) -> list[Op]:
 
 
 def _only_gives(op: Send | Collective) -> bool:
-    """Whether an op gives something away, and gets nothing but the word that this has gone."""
+    """True if an op gives something away, and gets nothing but the word that this has gone."""
     type_ = op.result.type
     return bool(op.operands) and isinstance(type_, FutureType) and isinstance(type_.value, UnitType)
 

@@ -126,7 +126,7 @@ def _copy_escaping(
 
 
 def _may_be_private(recv: Recv, module: Module) -> bool:
-    """Whether a message may as well come into memory that is the receiver's own."""
+    """True if a message may as well come into memory that is the receiver's own."""
     return is_by_stream(module.channels[recv.chan]) or tensor_bytes(recv.result.type) >= LARGE
 
 

@@ -10,6 +10,7 @@ from ...ir.diagnostics import Diagnostic, IRError, error
 from ...ir.module import Module
 from ...ir.ops import Call, Op, Value
 from ...ir.phases import Phase
+from ...ir.types import Mesh, TensorType, format_ranks
 from ..base import Pass
 
 
@@ -17,12 +18,13 @@ from ..base import Pass
 class AssignStages(Pass):
     """Cut the step into stages, and label each forward call with stage and microbatch.
 
-    A stage is a maximal run of one actor's work in a microbatch. A call joins the latest stage of
-    its actor unless an operand comes from a later stage, in which case it opens a new one. A call
-    without an actor joins the stage of its latest operand if that stage is on its rank; replicated
-    work on inputs alone belongs to no stage. All microbatches go through the same stages.
-    `differentiate` labels the
-    backward of a call with the same stage; `schedule` orders the work by these labels.
+    A stage is a maximal run of one actor's work in a microbatch, on one rank or on a group of them.
+    A call joins the latest stage of its actor unless an operand comes from a later stage, in which
+    case it opens a new one. A call without an actor joins the stage of its latest operand if that
+    stage is on one of its ranks, and otherwise opens one on its rank or its group; replicated work
+    on inputs alone belongs to no stage. A group is a mesh, or the ranks of a tensor that is laid
+    out. All microbatches go through the same stages. `differentiate` labels the backward of a call
+    with the same stage; `schedule` orders the work by these labels.
 
     Before::
 
@@ -54,14 +56,17 @@ class AssignStages(Pass):
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """A stage as one microbatch opens it: the actor (or, without one, the rank) and the loop."""
+    """A stage as one microbatch opens it: the actor (or, without one, the ranks) and the loop."""
 
     actor: str | None
-    rank: int
+    ranks: tuple[int, ...]
     loop: int
 
     def __str__(self) -> str:
-        return f"rank {self.rank}" if self.actor is None else f"actor {self.actor}"
+        if self.actor is not None:
+            return f"actor {self.actor}"
+        one = len(self.ranks) == 1
+        return f"rank {self.ranks[0]}" if one else f"ranks {format_ranks(self.ranks)}"
 
 
 class _Labeller:
@@ -139,11 +144,11 @@ class _Labeller:
         if place is None:
             return None
         if actor is None and latest is not None:
-            if self._stages[latest].rank in place.ranks:
+            if any(rank in place.ranks for rank in self._stages[latest].ranks):
                 return latest
-            if not place.is_single:
+            if not place.is_single and not _is_of_group(op):
                 return None
-        stage = _Stage(actor, place.ranks[0], self._loop)
+        stage = _Stage(actor, place.ranks, self._loop)
         known = self._latest.get((mb, stage))
         if known is None or (latest is not None and latest > known):
             known = self._open(op, mb, stage)
@@ -186,3 +191,10 @@ class _Labeller:
             "what differs out of cg.microbatches, or into a method of the actor",
             notes=(Diagnostic("compare this call of the other microbatch", op=reference),),
         )
+
+
+def _is_of_group(op: Call) -> bool:
+    """Whether a call on several ranks is the work of a group, and not the same work on each."""
+    types = [value.type for value in (*op.operands, *op.results)]
+    laid_out = any(isinstance(type_, TensorType) and type_.layout is not None for type_ in types)
+    return laid_out or isinstance(op.place, Mesh)

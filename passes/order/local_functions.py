@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 from ...ir.attributes import Symbol
@@ -12,7 +11,7 @@ from ...ir.types import Place, TensorType, ValueType
 
 
 class LocalFunctions:
-    """What a call of a function with laid-out inputs or outputs calls at each of its ranks.
+    """Makes the local functions that calls with laid-out inputs or outputs become at each rank.
 
     A function has one declaration for each signature that it has at some rank. The first keeps the
     name. The others have names of their own, and name the first as that of their body. Functions of
@@ -27,25 +26,30 @@ class LocalFunctions:
             if any(map(_is_laid_out, (*function.inputs, *function.outputs)))
         }
         self._found: dict[str, dict[tuple[tuple[ValueType, ...], ...], Function]] = {}
-        self._symbols: dict[tuple[str, Place, int], Symbol] = {}
+        self._symbols: dict[tuple[str, Place], dict[int, Symbol]] = {}
+        self._placed: dict[tuple[ValueType, Place], ValueType] = {}
+        self._latest: tuple[Call | None, dict[int, Symbol]] = None, {}
         self._names = set(module.functions)
         self._ranks: dict[str, tuple[int, ...]] = {}
 
     @property
     def are_needed(self) -> bool:
-        """Whether any function has laid-out inputs or outputs."""
+        """True if any function has laid-out inputs or outputs."""
         return bool(self._laid_out)
 
     def of(self, op: Call, rank: int) -> Symbol:
-        """What a rank calls for a call of a program over all ranks."""
+        """The function that a rank calls, for a call of a program over all ranks."""
         function = self._laid_out.get(op.fn.name)
         if function is None:
             return op.fn
         assert op.place is not None, "before SCHEDULED a call has a place"
-        key = (function.name, op.place, rank)
-        found = self._symbols.get(key)
+        latest, symbols = self._latest
+        if latest is not op:  # a call is asked for at one rank after the other
+            symbols = self._symbols.setdefault((function.name, op.place), {})
+            self._latest = op, symbols
+        found = symbols.get(rank)
         if found is None:
-            found = self._symbols[key] = self._declared(function, op.place, rank)
+            found = symbols[rank] = self._declared(function, op.place, rank)
         return found
 
     def note(self, op: Call) -> None:
@@ -75,8 +79,8 @@ class LocalFunctions:
                 del self._module.vjps[name]  # its functions have other shapes at each rank
 
     def _declared(self, function: Function, place: Place, rank: int) -> Symbol:
-        inputs = _at(function.inputs, place, rank)
-        outputs = _at(function.outputs, place, rank)
+        inputs = tuple([self._local(type_, place, rank) for type_ in function.inputs])
+        outputs = tuple([self._local(type_, place, rank) for type_ in function.outputs])
         known = self._found.setdefault(function.name, {})
         if (inputs, outputs) not in known:
             ranks = self._ranks.get(function.name, ())
@@ -85,6 +89,16 @@ class LocalFunctions:
                 made = replace(made, name=self._fresh(function.name), body=function.body_name)
             known[inputs, outputs] = made
         return Symbol(known[inputs, outputs].name)
+
+    def _local(self, type_: ValueType, place: Place, rank: int) -> ValueType:
+        """A type of a signature, as it is at a rank of the place of a call."""
+        if not isinstance(type_, TensorType) or type_.layout is None:
+            return type_
+        placed = self._placed.get((type_, place))
+        if placed is None:
+            placed = self._placed[type_, place] = replace(type_, place=place)
+        assert isinstance(placed, TensorType), "a type stays a tensor's"
+        return placed.local(rank)
 
     def _fresh(self, name: str) -> str:
         number = 1
@@ -96,14 +110,3 @@ class LocalFunctions:
 
 def _is_laid_out(type_: ValueType) -> bool:
     return isinstance(type_, TensorType) and type_.layout is not None
-
-
-def _at(types: Iterable[ValueType], place: Place, rank: int) -> tuple[ValueType, ...]:
-    """Types of a signature, as they are at a rank of the place of a call."""
-    return tuple(_local(type_, place, rank) for type_ in types)
-
-
-def _local(type_: ValueType, place: Place, rank: int) -> ValueType:
-    if not isinstance(type_, TensorType) or type_.layout is None:
-        return type_
-    return replace(type_, place=place).local(rank)

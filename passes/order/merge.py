@@ -3,137 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
-from ...ir.attributes import Action, Effect, Task
+from ...ir.attributes import Action, Task
 from ...ir.diagnostics import Diagnostic, IRError, error
-from ...ir.module import Module, Program
-from ...ir.ops import (
-    Assemble,
-    Call,
-    Collective,
-    Constant,
-    Op,
-    Recv,
-    Return,
-    Send,
-    Slice,
-    Value,
-    View,
-    Wait,
-)
+from ...ir.ops import Call, Op, Recv, Return, Send, Value
 from ...ir.pipeline.order import splits_backward
-from ..frontend.effect_order import dependencies, effect_of
+from ...ir.types import format_ranks
 from ..schedules import Order, Pipeline, Schedule
-from .rounds import Rounds
+from .work import Work
 
 _LEAD = 2
 """Units of time between sending a value that needs no work and its first use."""
 
 
-@dataclass(slots=True)
-class Work:
-    """The ops of a program over all ranks, sorted by what decides when they run.
-
-    A *node* has its place in the global order: a call, a collective, or a send with its receive.
-    A *lazy* op costs next to nothing, or depends on no node: each rank runs it just before its
-    first use. An *early* send or collective depends on no node either; it is issued a little before
-    its first use. All else goes with another op: a receive with its send, a wait with its future.
-
-    Attributes:
-        program: where the ops are.
-        nodes: indices of the nodes, ascending.
-        follows: for each op the nodes that it follows; of these, the schedule's order apart.
-        lazy: indices of the lazy ops.
-        early: indices of the early ops, ascending.
-        anchors: the nodes of each task that the schedule pins down, ascending: the calls of actors.
-        stages: for each stage its round and its rank.
-        costs: for each call of an actor, how many units of time it takes.
-        actors: for each call of an actor, which.
-    """
-
-    program: Program
-    nodes: list[int] = field(default_factory=list)
-    follows: list[Sequence[int]] = field(default_factory=list)
-    lazy: set[int] = field(default_factory=set)
-    early: list[int] = field(default_factory=list)
-    anchors: dict[Task, list[int]] = field(default_factory=dict)
-    stages: dict[int, tuple[int, int]] = field(default_factory=dict)
-    costs: dict[int, int] = field(default_factory=dict)
-    actors: dict[int, str] = field(default_factory=dict)
-
-
-def sort_work(module: Module) -> Work:
-    """Classify the ops of a module in phase ASYNC."""
-    program = module.program
-    work = Work(program)
-    rounds = Rounds()
-    sends: dict[tuple[int, int], int] = {}
-    # For each op, the nodes that its users have to follow.
-    reach: list[Sequence[int]] = []
-    edges = dependencies(program.ops, module.functions)
-    for index, op in enumerate(program.ops):
-        before = edges[index]
-        if type(op) is Send:
-            sends[op.chan, op.seq] = index
-        elif type(op) is Recv:
-            before = (*before, sends[op.chan, op.seq])
-        task = op.task
-        forward = task is not None and task.action is Action.FORWARD
-        round_ = rounds.enter(op, before, forward)
-        if task is not None and forward:
-            _note_stage(work, op, task, round_)
-        if len(before) == 1:
-            follows = reach[before[0]]
-        else:
-            follows = list({node for other in before for node in reach[other]})
-        work.follows.append(follows)
-        is_node = _classify(work, module, index, op, follows)
-        reach.append((index,) if is_node else follows)
-    for anchors in work.anchors.values():
-        # A task takes one unit however many calls it has.
-        work.costs.update(dict.fromkeys(anchors[:-1], 0))
-    return work
-
-
-def _note_stage(work: Work, op: Op, task: Task, round_: int) -> None:
-    if op.place is not None:
-        known, rank = work.stages.get(task.stage, (round_, op.place.ranks[0]))
-        work.stages[task.stage] = (max(known, round_), rank)
-
-
-def _classify(work: Work, module: Module, index: int, op: Op, follows: Sequence[int]) -> bool:
-    """Enter an op into its set; return whether it is a node."""
-    if isinstance(op, Recv | Return):
-        return False
-    if isinstance(op, Wait | View | Slice | Assemble | Constant):
-        work.lazy.add(index)
-        return False
-    actor = module.functions[op.fn.name].actor if isinstance(op, Call) else None
-    if not follows and actor is None and not op.synchronizes:
-        if isinstance(op, Send | Collective):
-            work.early.append(index)
-            return False
-        if effect_of(op, module.functions) is Effect.PURE:
-            work.lazy.add(index)
-            return False
-    work.nodes.append(index)
-    if actor is not None:
-        work.costs[index] = 1
-        work.actors[index] = actor
-        if op.task is not None:
-            work.anchors.setdefault(op.task, []).append(index)
-    return True
-
-
 def global_order(work: Work, schedule: Schedule) -> list[int]:
     """Indices of nodes and early ops in an order that every rank can follow.
 
-    Every rank runs its tasks in the order of `schedule`, each round for itself. Work outside of
-    the tasks runs as soon as what it follows has run, but gives way to a task that could start
-    at the same time. Time is counted in units: a task takes one, and so does an actor's call
-    outside of tasks.
+    Every rank runs its tasks in the order of `schedule`, each round for itself. The ranks of a
+    group run a stage together, and are one rank to the schedule. Work outside of the tasks runs as
+    soon as what it follows has run, but gives way to a task that could start at the same time. Time
+    is counted in units: a task takes one, and so does an actor's call outside of tasks.
 
     Raises:
         IRError: the schedule contradicts the step; the message shows tasks in a circle.
@@ -143,7 +33,7 @@ def global_order(work: Work, schedule: Schedule) -> list[int]:
     times = _list_schedule(work, chained)
     if len(times) < len(work.nodes):
         raise _circle(work, chained, times, schedule)
-    order = list(times)
+    order = _put_off(work, times) if work.late else list(times)
     return _insert_early(work, order, times) if work.early else order
 
 
@@ -233,6 +123,25 @@ def _list_schedule(work: Work, chained: dict[int, int]) -> dict[int, int]:
     return times
 
 
+def _put_off(work: Work, times: Iterable[int]) -> list[int]:
+    """Put each late collective just before the first node that follows it, if one does."""
+    used = {other for node in work.nodes for other in work.follows[node]}
+    waiting = work.late & used
+    order: list[int] = []
+
+    def issue(node: int) -> None:
+        for other in sorted(waiting.intersection(work.follows[node])):
+            if other in waiting:
+                waiting.remove(other)
+                issue(other)
+        order.append(node)
+
+    for node in times:
+        if node not in waiting:
+            issue(node)
+    return order
+
+
 def _insert_early(work: Work, order: list[int], times: dict[int, int]) -> list[int]:
     """Put each early op a little before its first use; one that has none is dropped."""
     needed = _needed(work, times)
@@ -317,7 +226,7 @@ def _carried(ops: Sequence[Op], circle: Sequence[Op]) -> tuple[Diagnostic, ...]:
 
 
 def _why(work: Work, one: int, other: int, chained: bool, schedule: Schedule) -> str:
-    """Why a node follows another."""
+    """The reason why a node follows another, in words."""
     if chained and other not in work.follows[one]:
         return f"by the order of '{schedule.name}'"
     ops = work.program.ops
@@ -368,4 +277,7 @@ def _describe(op: Op) -> str:
     what = str(op.task) if op.task is not None else op.opcode
     if op.task is None and isinstance(op, Call):
         what = f"call of {op.fn}"
-    return what if op.place is None else f"{what} on rank {op.place.ranks[0]}"
+    if op.place is None:
+        return what
+    ranks = op.place.ranks
+    return f"{what} on rank {ranks[0]}" if len(ranks) == 1 else f"{what} on {format_ranks(ranks)}"

@@ -12,7 +12,7 @@ from ...ir.ops import Assemble, Call, Collective, Op, Recv, Return, Send, Slice,
 from ...ir.phases import Phase
 from ...ir.types import TensorType, Type, promised, relocate
 from .local_functions import LocalFunctions
-from .merge import Work
+from .work import Work
 
 
 def project(module: Module, work: Work, order: Sequence[int]) -> None:
@@ -50,6 +50,10 @@ class _Projector:
         self._parts: dict[Assemble, dict[int, list[tuple[Value, Region]]]] = {}
         self._types: dict[object, Type] = {}
         self._futures: dict[object, Type] = {}
+        # By identity, as types and regions that are equal are mostly one; with what has it.
+        self._local: dict[tuple[int, int], tuple[TensorType, Type]] = {}
+        self._within: dict[tuple[int, int], tuple[Region, Region, Region]] = {}
+        self._whole: dict[tuple[int, ...], Region] = {}
         self._sequence: dict[int, int] = {}
         self.programs: list[list[Op]] = [[] for _ in ranks]
         self.params: list[list[Value]] = [[] for _ in ranks]
@@ -71,6 +75,7 @@ class _Projector:
                 self._tasks.update(dict.fromkeys(op.results, op.task))
             elif isinstance(op, Slice) and op.operands[0] in self._tasks:
                 self._tasks[op.result] = self._tasks[op.operands[0]]
+        _unite_types(self._ops)
         for value in work.program.params:
             place = value.type.place
             for rank in ranks if place is None else place.ranks:
@@ -122,8 +127,7 @@ class _Projector:
         number = self._sequence.get(op.chan, 0)
         self._sequence[op.chan] = number + 1
         receivers = op.exchange.receivers
-        for rank in op.group.ranks:
-            operands, results = op.at(rank)
+        for rank, (operands, results) in op.by_rank().items():
             taken = tuple([self._take(value, rank, op.task) for value in operands])
             made = copy_op(op, taken, self._define(rank, results))
             assert isinstance(made, Collective)
@@ -186,8 +190,8 @@ class _Projector:
         (source,) = op.operands
         assert isinstance(source.type, TensorType), "a slice is of a tensor"
         held = self._values[rank][source]
-        region = within(op.region, source.type.region(rank))
-        if region == whole(_shape(held)):
+        region = self._placed_in(op.region, self._region(source.type, rank))
+        if region == self._all_of(_shape(held)):
             self._values[rank][op.result] = held
             return
         made = copy_op(op, (held,), self._define(rank, op.results))
@@ -197,8 +201,9 @@ class _Projector:
 
     def _append_assemble(self, op: Assemble, rank: int, task: Task | None) -> None:
         assert isinstance(op.result.type, TensorType), "an assemble makes a tensor"
-        piece = op.result.type.region(rank)
-        parts = [(value, within(region, piece)) for value, region in self._parts_at(op, rank)]
+        piece = self._region(op.result.type, rank)
+        found = self._parts_at(op, rank)
+        parts = [(value, self._placed_in(region, piece)) for value, region in found]
         values = self._values[rank]
         if len(parts) == 1:  # all there is
             values[op.result] = values[parts[0][0]]
@@ -208,6 +213,23 @@ class _Projector:
         assert isinstance(made, Assemble), "a copy is of the same class"
         made.regions, made.task = tuple([region for _, region in parts]), task
         self.programs[rank].append(made)
+
+    def _region(self, type_: TensorType, rank: int) -> Region:
+        """The part of a tensor that a rank holds."""
+        return self._all_of(type_.shape) if type_.layout is None else type_.region(rank)
+
+    def _all_of(self, shape: tuple[int, ...]) -> Region:
+        found = self._whole.get(shape)
+        if found is None:
+            found = self._whole[shape] = whole(shape)
+        return found
+
+    def _placed_in(self, part: Region, held: Region) -> Region:
+        """The region of a rank's tensor that a part of the logical one is."""
+        found = self._within.get((id(part), id(held)))
+        if found is None:
+            found = self._within[id(part), id(held)] = part, held, within(part, held)
+        return found[2]
 
     def _parts_at(self, op: Assemble, rank: int) -> list[tuple[Value, Region]]:
         """The operands of a rank that are not empty, each with its region."""
@@ -233,14 +255,29 @@ class _Projector:
         key: object = type(inner)
         if isinstance(inner, TensorType):
             if inner.layout is not None:  # of a value, as nothing laid out is promised
-                type_ = inner = inner.local(rank)
+                known = self._local.get((id(inner), rank))
+                if known is None:
+                    made = inner.local(rank)
+                    local = self._types.setdefault((id(made.dtype), made.shape), made)
+                    known = self._local[id(inner), rank] = inner, local
+                return known[1]
             # A dtype is the only one of its kind, and its identity hashes fast.
             key = (id(inner.dtype), inner.shape)
-        table = self._types if inner is type_ else self._futures
+        table = self._futures if inner is not type_ else self._types
         found = table.get(key)
         if found is None:
             found = table[key] = relocate(type_, None)
         return found
+
+
+def _unite_types(ops: Sequence[Op]) -> None:
+    """Give values of equal laid-out types one type, which is asked for its regions once."""
+    known: dict[Type, Type] = {}
+    for op in ops:
+        for value in op.results:
+            type_ = value.type
+            if type(type_) is TensorType and type_.layout is not None:
+                value.type = known.setdefault(type_, type_)
 
 
 def _shape(value: Value) -> tuple[int, ...]:

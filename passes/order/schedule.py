@@ -10,8 +10,9 @@ from ...ir.module import Module
 from ...ir.phases import Phase
 from .. import schedules
 from ..base import OptionError, Pass
-from .merge import global_order, sort_work
+from .merge import global_order
 from .project import project
+from .work import sort_work
 
 
 @dataclass(frozen=True)

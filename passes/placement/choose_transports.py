@@ -59,7 +59,7 @@ class ChooseTransports(Pass):
 
 
 def _stays(op: Transfer | Collective) -> bool:
-    """Whether a transfer goes to where the value is."""
+    """True if a transfer goes to where the value is."""
     if not isinstance(op, Transfer):
         return False
     have, need = op.operands[0].type.place, op.result.type.place

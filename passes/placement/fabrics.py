@@ -16,7 +16,7 @@ HOST_NAMES = (None, HOST, "mpi")
 
 
 def is_by_stream(channel: Channel) -> bool:
-    """Whether a channel's messages go by what joins devices."""
+    """True if a channel's messages go by what joins devices."""
     return channel.via not in HOST_NAMES
 
 
@@ -58,13 +58,13 @@ class Fabrics:
         return tuple(rank for rank in place.ranks if self.of_rank(rank) is None)
 
     def knows(self, name: str) -> bool:
-        """Whether any device is joined to others by a transport of that name."""
+        """True if any device is joined to others by a transport of that name."""
         return name in self.ranks.split("+")
 
     def is_one_by_one(self, channel: Channel) -> bool:
-        """Whether a rank does the operations of a channel's transport one after the other."""
+        """True if a rank does the operations of a channel's transport one after the other."""
         return channel.via is not None and channel.via in self.rendezvous.split("+")
 
     def can_reduce(self, dtype: DType) -> bool:
-        """Whether the transports reduce elements of a type."""
+        """True if the transports reduce elements of a type."""
         return dtype.value in self.reduces.split("+")

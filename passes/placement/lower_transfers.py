@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from ...ir import builtins
 from ...ir.attributes import Symbol
+from ...ir.clone import copy_op
 from ...ir.layout import Region, overlap, shape_of, share, volume, whole, within
 from ...ir.module import Module
 from ...ir.names import Names
@@ -25,7 +26,7 @@ from ...ir.ops import (
     Value,
 )
 from ...ir.phases import Phase
-from ...ir.types import Mesh, Place, TensorType
+from ...ir.types import Mesh, Place, TensorType, Type
 from ..base import Pass
 from .resharding import plan
 from .resharding_plan import NEUTRAL, Combine, Fibre, Gather, Message, Move, Plan, Reduce
@@ -74,13 +75,16 @@ class LowerTransfers(Pass):
             return False
         names, ops = Names.of(program), list[Op]()
         renamed: dict[Value, Value] = {}
+        # Each microbatch has the same transfers.
+        recipes: dict[tuple[Type, Type], _Recipe] = {}
         for op in program.ops:
             if renamed:
                 op.operands = tuple([renamed.get(value, value) for value in op.operands])
             if isinstance(op, Transfer) and _is_laid_out(op):
-                lowering = _Lowering(module, names, op)
-                made = lowering.run()
-                ops += lowering.ops
+                types = op.operands[0].type, op.result.type
+                if types not in recipes:
+                    recipes[types] = _Lowering(module, op).run()
+                made = recipes[types].apply(op, names, ops)
                 if made is not op.result:
                     renamed[op.result] = made
             else:
@@ -90,7 +94,7 @@ class LowerTransfers(Pass):
 
 
 def _is_laid_out(op: Transfer) -> bool:
-    """Whether layouts matter to a transfer."""
+    """True if layouts matter to a transfer."""
     have, made = op.operands[0].type, op.result.type
     if not isinstance(have, TensorType) or not isinstance(made, TensorType):
         return False
@@ -117,17 +121,46 @@ class _Part:
     region: Region
 
 
-class _Lowering:
-    """The ops that a transfer becomes.
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    """The ops that a transfer becomes, and with it all others between values of its types.
 
     Attributes:
-        ops: those made so far, in order.
+        transfer: the one that it was made for.
+        values: those that are new, with what their names say, in the order of these names.
+        made: the value that is the result.
     """
 
-    def __init__(self, module: Module, names: Names, op: Transfer) -> None:
-        self.ops: list[Op] = []
+    transfer: Transfer
+    values: tuple[tuple[Value, str], ...]
+    ops: tuple[Op, ...]
+    made: Value
+
+    def apply(self, op: Transfer, names: Names, ops: list[Op]) -> Value:
+        """Append the ops that another transfer becomes; return the value that is its result."""
+        (known,), (source,) = self.transfer.operands, op.operands
+        # Equal types become one, which knows its regions.
+        source.type, op.result.type = known.type, self.transfer.result.type
+        values = {known: source, self.transfer.result: op.result}
+        for value, what in self.values:
+            values[value] = Value(names.fresh(f"{source.name}.{what}"), value.type)
+        for each in self.ops:
+            operands = tuple([values[value] for value in each.operands])
+            made = copy_op(each, operands, tuple([values[value] for value in each.results]))
+            made.loc, made.mb, made.task = op.loc, op.mb, op.task
+            if isinstance(made, Transfer | Collective):
+                made.via, made.why = op.via, op.why
+            ops.append(made)
+        return values[self.made]
+
+
+class _Lowering:
+    """Makes the ops that a transfer becomes."""
+
+    def __init__(self, module: Module, op: Transfer) -> None:
+        self._ops: list[Op] = []
+        self._values: list[tuple[Value, str]] = []
         self._module = module
-        self._names = names
         self._op = op
         (self._source,) = op.operands
         have, made = self._source.type, op.result.type
@@ -137,11 +170,14 @@ class _Lowering:
         self._slices: dict[tuple[Value, int, Region], Value] = {}
         self._held: dict[int, list[_Part]] = {}
 
-    def run(self) -> Value:
-        """Make the ops; return the value that is the result."""
+    def run(self) -> _Recipe:
+        """Make the ops."""
+        made = self._source if self._have == self._made else self._lowered()
+        return _Recipe(self._op, tuple(self._values), tuple(self._ops), made)
+
+    def _lowered(self) -> Value:
+        """The value that is the result."""
         assert self._have.place is not None, "a placed program says where values are"
-        if self._have == self._made:
-            return self._source
         for rank in self._have.place.ranks:
             region = self._have.region(rank)
             self._held[rank] = _filled([_Part(self._source, region, region)])
@@ -172,7 +208,7 @@ class _Lowering:
             assert fibre.dim is not None, "a gather is along a dimension"
             place = Place(fibre.ranks)
             result = self._new("all", fibre.region, place)
-            self._emit(AllGather(operands, (result,), group=place, dim=fibre.dim))
+            self._ops.append(AllGather(operands, (result,), group=place, dim=fibre.dim))
             if fibre.is_dense:
                 self._hold(fibre.ranks, result, fibre.region)
             else:
@@ -186,7 +222,7 @@ class _Lowering:
             for index, piece in enumerate(fibre.pieces):
                 value = self._new("part", piece, Place.of(rank))
                 region = share(everything, index, count, dim)
-                self._emit(Slice((gathered,), (value,), region=region))
+                self._ops.append(Slice((gathered,), (value,), region=region))
                 self._held[rank].append(_Part(value, piece, piece))
 
     def _reduce(self, step: Reduce, found: Plan) -> None:
@@ -204,7 +240,7 @@ class _Lowering:
                 collective = ReduceScatter(
                     operands, results, group=place, op=found.reduce, dim=fibre.dim
                 )
-            self._emit(collective)
+            self._ops.append(collective)
             for rank, piece, value in zip(fibre.ranks, fibre.pieces, results, strict=True):
                 made[rank].append(_Part(value, piece, piece))
         self._held.update(made)
@@ -230,7 +266,7 @@ class _Lowering:
         result = self._new("reduced", region, place)
         type_ = TensorType(self._made.dtype, shape_of(region))
         function = builtins.combine(self._module, type_, found.reduce)
-        self._emit(Call((a, b), (result,), fn=Symbol(function.name)))
+        self._ops.append(Call((a, b), (result,), fn=Symbol(function.name)))
         return result
 
     def _fill(self, ranks: Iterable[int]) -> None:
@@ -242,7 +278,7 @@ class _Lowering:
             if volume(region):
                 value = self._new("neutral", region, Place.of(rank))
                 number = float(fill) if self._made.dtype.is_differentiable else fill
-                self._emit(Constant((), (value,), fill=number))
+                self._ops.append(Constant((), (value,), fill=number))
                 self._hold((rank,), value, region)
 
     def _assembled(self) -> Value:
@@ -257,7 +293,7 @@ class _Lowering:
         if [value.type for value in parts] == [self._made]:
             return next(iter(parts))
         regions = tuple(parts.values())
-        self._emit(Assemble(tuple(parts), (self._op.result,), regions=regions))
+        self._ops.append(Assemble(tuple(parts), (self._op.result,), regions=regions))
         return self._op.result
 
     # Parts
@@ -268,7 +304,7 @@ class _Lowering:
             part = self._part(message.source, message.region)
             target = Place.of(message.target)
             value = self._new(f"at{message.target}", message.region, target)
-            self._emit(Transfer((part,), (value,)))
+            self._ops.append(Transfer((part,), (value,)))
             found.append((message, value))
         return found
 
@@ -294,7 +330,7 @@ class _Lowering:
         values = tuple([self._slice(part, rank, part.region) for part in parts])
         result = self._new(f"at{rank}", region, Place.of(rank))
         regions = tuple([within(part.region, region) for part in parts])
-        self._emit(Assemble(values, (result,), regions=regions))
+        self._ops.append(Assemble(values, (result,), regions=regions))
         return result
 
     def _slice(self, part: _Part, rank: int, region: Region) -> Value:
@@ -306,18 +342,14 @@ class _Lowering:
         if key not in self._slices:
             self._slices[key] = self._new("part", region, Place.of(rank))
             taken = region if value is self._source else within(region, part.has)
-            self._emit(Slice((value,), (self._slices[key],), region=taken))
+            self._ops.append(Slice((value,), (self._slices[key],), region=taken))
         return self._slices[key]
 
     def _new(self, what: str, region: Region, place: Place) -> Value:
         type_ = TensorType(self._made.dtype, shape_of(region), place)
-        return Value(self._names.fresh(f"{self._source.name}.{what}"), type_)
-
-    def _emit(self, op: Op) -> None:
-        op.loc, op.mb, op.task = self._op.loc, self._op.mb, self._op.task
-        if isinstance(op, Transfer | Collective):
-            op.via, op.why = self._op.via, self._op.why
-        self.ops.append(op)
+        value = Value(what, type_)
+        self._values.append((value, what))
+        return value
 
 
 def _restricted(parts: Iterable[_Part], region: Region) -> Iterator[_Part]:

@@ -18,24 +18,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...ir.attributes import ReduceOp
-from ...ir.layout import Region, overlap, shape_of, volume, whole
+from ...ir.layout import Region, overlap, shape_of, volume
 from ...ir.types import TensorType
 from .resharding_messages import Holders
 from .resharding_plan import (
     NEUTRAL,
-    Combine,
     Fibre,
     Gather,
     Held,
     Move,
     Plan,
+    PointToPoint,
     Round,
 )
 from .resharding_sums import cut_dims, even_dim, reduced
 
 
 def plan(source: TensorType, target: TensorType) -> Plan:
-    """How a tensor of one type becomes one of another, at other ranks or in another layout.
+    """Plan the transfer of a tensor to another type: at other ranks, or in another layout.
 
     Args:
         source: the type that it has; copies, cut, or summands.
@@ -99,7 +99,7 @@ def _parts(source: TensorType, target: TensorType) -> Iterator[_Part]:
     summands, _ = _summed(source)
     wanted, reduce = _summed(target)
     kept = _kept(source, target)
-    held, needs = _regions(source), _regions(target)
+    held, needs = dict(source.regions()), dict(target.regions())
     groups = _fibres(source, [axis for axis in summands if axis not in kept])
     neutral: list[int] = []
     if reduce in NEUTRAL:
@@ -135,15 +135,6 @@ def _kept(source: TensorType, target: TensorType) -> frozenset[str]:
     same = (source.place.ranks, source.place.axes) == (target.place.ranks, target.place.axes)
     (before, one), (after, other) = _summed(source), _summed(target)
     return frozenset(before).intersection(after) if same and one is other else frozenset()
-
-
-def _regions(type_: TensorType) -> dict[int, Region]:
-    """The region of each rank of a type."""
-    assert type_.place is not None, "a plan is between places"
-    if type_.layout is None:
-        return dict.fromkeys(type_.place.ranks, whole(type_.shape))
-    layout, shape = type_.layout, type_.shape
-    return {rank: layout.region(shape, at) for rank, at in type_.place.positions.items()}
 
 
 def _fibres(type_: TensorType, axes: Sequence[str]) -> list[tuple[int, ...]]:
@@ -280,6 +271,6 @@ def _check_bound(part: _Part, rounds: Sequence[Round]) -> None:
 def _check_messages(rounds: Sequence[Round]) -> None:
     """Assert that no two messages of a round go from one rank to the same other one."""
     for step in rounds:
-        if isinstance(step, Move | Combine):
+        if isinstance(step, PointToPoint):
             ends = {(message.source, message.target) for message in step.messages}
             assert len(ends) == len(step.messages), "two messages of a round have the same ends"

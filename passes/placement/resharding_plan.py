@@ -14,7 +14,7 @@ from ...ir.attributes import ReduceOp
 from ...ir.layout import Region, shape_of, share, volume
 
 NEUTRAL: Mapping[ReduceOp, int] = {ReduceOp.SUM: 0, ReduceOp.PROD: 1}
-"""What changes nothing in a reduction. Equal copies change nothing in the others."""
+"""The neutral element of each reduction. Equal copies change nothing in the others."""
 
 Held: TypeAlias = Mapping[int, Region | None]
 """The region that each rank holds; None where it holds nothing."""
@@ -51,12 +51,12 @@ class Fibre:
 
     @property
     def is_even(self) -> bool:
-        """Whether the pieces are of one shape, as those of a collective are."""
+        """True if the pieces are of one shape, as those of a collective are."""
         return len({shape_of(piece) for piece in self.pieces}) == 1
 
     @property
     def is_dense(self) -> bool:
-        """Whether the region is its pieces, one behind the other."""
+        """True if the region is its pieces, one behind the other."""
         return self.dim is not None and self == Fibre.shared(self.ranks, self.region, self.dim)
 
 
@@ -81,7 +81,22 @@ class Reduce:
 
 
 @dataclass(frozen=True, slots=True)
-class Combine:
+class PointToPoint:
+    """Messages of regions between ranks; `after` is what ranks hold when all have come."""
+
+    messages: tuple[Message, ...]
+    after: Held
+
+    def received(self) -> Counter[int]:
+        """Elements that each rank receives from others."""
+        found: Counter[int] = Counter()
+        for message in self.messages:
+            found[message.target] += volume(message.region)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Combine(PointToPoint):
     """Messages of summands. Each rank combines its own with those it gets, in the group's order.
 
     Attributes:
@@ -89,24 +104,11 @@ class Combine:
     """
 
     groups: tuple[tuple[int, ...], ...]
-    messages: tuple[Message, ...]
-    after: Held
-
-    def received(self) -> Counter[int]:
-        """Elements that each rank receives from others."""
-        return _received(self.messages)
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class Move(PointToPoint):
     """Messages of parts, which ranks put together with parts of what they hold."""
-
-    messages: tuple[Message, ...]
-    after: Held
-
-    def received(self) -> Counter[int]:
-        """Elements that each rank receives from others."""
-        return _received(self.messages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +133,7 @@ Round: TypeAlias = Reduce | Combine | Move | Gather
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a tensor gets from one type to another.
+    """The rounds of a transfer that brings a tensor from one type to another.
 
     Attributes:
         rounds: in order. Between two ranks there is at most one message of a round each way.
@@ -150,17 +152,10 @@ class Plan:
         return tuple(
             message
             for step in self.rounds
-            if isinstance(step, Move | Combine)
+            if isinstance(step, PointToPoint)
             for message in step.messages
         )
 
     def received(self) -> Counter[int]:
         """Elements that each rank receives from others."""
         return sum((step.received() for step in self.rounds), Counter[int]())
-
-
-def _received(messages: tuple[Message, ...]) -> Counter[int]:
-    found: Counter[int] = Counter()
-    for message in messages:
-        found[message.target] += volume(message.region)
-    return found

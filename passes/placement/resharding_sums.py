@@ -66,7 +66,7 @@ def _combined(reductions: Sequence[_Reduction]) -> list[Round]:
     if fibres:
         rounds.append(Reduce(fibres, after))
     if rest:
-        rounds.append(Combine(tuple(groups), tuple(messages), rest))
+        rounds.append(Combine(tuple(messages), rest, tuple(groups)))
     return rounds
 
 

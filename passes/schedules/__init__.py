@@ -109,7 +109,7 @@ def auto(max_activations: float | None = None, costs: Costs | None = None) -> Sc
 
 
 def is_search(schedule: Schedule) -> bool:
-    """Whether a schedule searches for an order, as `auto` does."""
+    """True if a schedule searches for an order, as `auto` does."""
     return schedule.order is auto_order
 
 

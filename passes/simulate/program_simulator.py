@@ -37,11 +37,12 @@ def simulate_programs(module: Module, costs: Costs) -> ProgramSimulation:
 
     A call takes what `costs.functions` says of its function. If that says nothing, an actor's
     call takes its share of the time of its task, which is `tf`, `tb` or `tw` over the number of
-    such calls; a W without B, as the first stage has it, is all of a backward and takes `tb + tw`.
+    such calls on its rank: each rank of a group does all of them. A W without B, as the first stage
+    has it, is all of a backward and takes `tb + tw`.
     After each call its rank is idle for `costs.overhead`, and before each send or collective for
     `costs.post`. All other ops take no time. A message takes what the link of its channel, or else
-    `costs.link`, says of its bytes; without these, one that a task sends takes `tcomm`, and others
-    no time.
+    `costs.link`, says of its bytes; without these, one that a task sends to ranks of another stage
+    takes `tcomm`, and others no time.
 
     Raises:
         IRError: the programs wait for each other for ever, or their ends do not match.
@@ -83,20 +84,23 @@ def _times(module: Module, rank: int, spans: Sequence[Span], stalls: Sequence[St
 
 def _work(module: Module, costs: Costs) -> dict[int, float]:
     """The time of each op that takes any, by identity."""
-    calls: list[Call] = [
-        op for program in module.programs for op in program.ops if isinstance(op, Call)
-    ]
-    functions = module.functions
-    tasks = {call.task for call in calls if call.task and functions[call.fn.name].actor is not None}
-    split = any(task.action is Action.WEIGHT for task in tasks)
-    sharing = [call for call in calls if _shares(module, costs, call)]
-    counts = Counter(call.task for call in sharing)
-    work = {
-        id(call): costs.functions[call.fn.name] for call in calls if call.fn.name in costs.functions
+    calls = [[op for op in program.ops if isinstance(op, Call)] for program in module.programs]
+    tasks = {
+        call.task
+        for each in calls
+        for call in each
+        if call.task and module.functions[call.fn.name].actor is not None
     }
-    for call in sharing:
-        if call.task is not None:
-            work[id(call)] = _time(costs, call.task, split, tasks) / counts[call.task]
+    split = any(task.action is Action.WEIGHT for task in tasks)
+    work: dict[int, float] = {}
+    for each in calls:
+        known = costs.functions
+        work.update((id(call), known[call.fn.name]) for call in each if call.fn.name in known)
+        sharing = [call for call in each if _shares(module, costs, call)]
+        counts = Counter(call.task for call in sharing)
+        for call in sharing:
+            if call.task is not None:
+                work[id(call)] = _time(costs, call.task, split, tasks) / counts[call.task]
     return work
 
 
@@ -120,19 +124,21 @@ def _occupied(work: Mapping[int, float], costs: Costs) -> Callable[[Op], float]:
 
 
 def _shares(module: Module, costs: Costs, call: Call) -> bool:
-    """Whether a call takes its share of the time of its task."""
+    """True if a call takes its share of the time of its task."""
     if call.task is None or call.fn.name in costs.functions:
         return False
     return module.functions[call.fn.name].actor is not None
 
 
 def _transfer(module: Module, costs: Costs) -> Callable[[Message], float]:
+    hosts = _hosts(module)
+
     def time(message: Message) -> float:
         op = next(op for op in message.ends.values() if not isinstance(op, Recv))
         link = costs.channels.get(message.chan, costs.link)
         if link is not None:
             return link.time(_volume(message))
-        if op.task is None:
+        if op.task is None or hosts[op.task.stage].issuperset(message.ends):
             return 0.0
         stage = op.task.stage
         if op.task.action is Action.FORWARD:
@@ -140,6 +146,16 @@ def _transfer(module: Module, costs: Costs) -> Callable[[Message], float]:
         return costs.between(stage - 1) if stage else 0.0
 
     return time
+
+
+def _hosts(module: Module) -> Mapping[int, set[int]]:
+    """The ranks of each stage."""
+    found: dict[int, set[int]] = defaultdict(set)
+    for program in module.programs:
+        for op in program.ops:
+            if isinstance(op, Call) and op.task is not None:
+                found[op.task.stage].add(program.rank or 0)
+    return found
 
 
 def _volume(message: Message) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -114,6 +115,30 @@ def test_pieces_tile_a_dimension(mesh: Mesh, data: st.DataObject) -> None:
         assert {pieces[other] for other in copies} == {pieces[rank]}
     units = [len(indices(piece)) // cut.unit for piece in pieces.values()]
     assert max(units) - min(units) <= cut.blocks
+
+
+@given(meshes(), st.data())
+def test_a_fibre_has_the_ranks_that_differ_along_its_axes_only(
+    mesh: Mesh, data: st.DataObject
+) -> None:
+    names = [axis for axis, _ in mesh.grid]
+    axes = tuple(data.draw(st.permutations(names)))[: data.draw(st.integers(0, len(names)))]
+    fixed = [axis for axis in names if axis not in axes]
+    rank = data.draw(st.sampled_from(mesh.ranks))
+    here = mesh.position(rank)
+    assert mesh.fibre(rank, axes) == tuple(
+        other
+        for other in mesh.ranks
+        if all(mesh.position(other)[axis] == here[axis] for axis in fixed)
+    )
+
+
+def test_a_rank_elsewhere_has_no_position() -> None:
+    mesh = Mesh((3, 5), "m", (("dp", 2),))
+    with pytest.raises(ValueError, match=r"rank 4 is not of the place @m"):
+        mesh.position(4)
+    with pytest.raises(ValueError, match=r"rank 4 is not of the place @m"):
+        mesh.fibre(4, ("dp",))
 
 
 @given(meshes(), st.data())

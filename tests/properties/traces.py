@@ -13,14 +13,20 @@ from typing import Any
 import torch
 
 from cg.ir.location import Location
-from cg.ir.module import Function
 from cg.tracer.functions.functions import Functions
-from cg.tracer.functions.interface import MethodTarget, Target, TracedFunction, TracedVjp, Write
+from cg.tracer.functions.interface import (
+    MethodTarget,
+    Target,
+    TracedFunction,
+    TracedPart,
+    TracedVjp,
+    Write,
+)
 from cg.tracer.step.specs import Tree
 
 
 class SharedTraces:
-    """Implements `FunctionTracer` by the real one; for actors that stay as they were traced."""
+    """A `FunctionTracer` that traces each method once; for actors that stay as they were traced."""
 
     def __init__(self) -> None:
         self._tracer = Functions()
@@ -59,8 +65,10 @@ class SharedTraces:
         made = self._vjps[key]
         old = made.vjp.name
 
-        def renamed(function: Function) -> Function:
-            return replace(function, name=_rename(function.name, old, name))
+        def renamed(part: TracedPart) -> TracedPart:
+            function = part.declaration
+            declaration = replace(function, name=_rename(function.name, old, name))
+            return replace(part, declaration=declaration)
 
         vjp = made.vjp
         return replace(
@@ -73,9 +81,9 @@ class SharedTraces:
                 input=vjp.input and _rename(vjp.input, old, name),
                 weight=vjp.weight and _rename(vjp.weight, old, name),
             ),
-            forward=renamed(made.forward),
-            backward=renamed(made.backward),
-            halves=tuple(replace(h, declaration=renamed(h.declaration)) for h in made.halves),
+            first=renamed(made.first),
+            second=renamed(made.second),
+            halves=tuple(map(renamed, made.halves)),
         )
 
 

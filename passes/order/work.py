@@ -1,0 +1,141 @@
+"""Sort the ops of a program over all ranks by what decides when they run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ...ir.attributes import Action, Effect, Task
+from ...ir.module import Module, Program
+from ...ir.ops import (
+    Assemble,
+    Call,
+    Collective,
+    Constant,
+    Op,
+    Recv,
+    Return,
+    Send,
+    Slice,
+    Value,
+    View,
+    Wait,
+)
+from ..frontend.effect_order import dependencies, effect_of
+from .rounds import Rounds
+from .stage_groups import StageGroups
+
+
+@dataclass(slots=True)
+class Work:
+    """The ops of a program over all ranks, sorted by what decides when they run.
+
+    A *node* has its place in the global order: a call, a collective, or a send with its receive.
+    A *lazy* op costs next to nothing, or depends on no node: each rank runs it just before its
+    first use. An *early* send or collective depends on no node either; it is issued a little before
+    its first use. A *late* collective takes what has been received, as a gather does at the end of
+    a transfer to a group; it is issued just before its first use, for its ranks wait for the
+    messages there. All else goes with another op: a receive with its send, a wait with its future.
+
+    Attributes:
+        program: where the ops are.
+        nodes: indices of the nodes, ascending.
+        follows: for each op the nodes that it follows; of these, the schedule's order apart.
+        lazy: indices of the lazy ops.
+        early: indices of the early ops, ascending.
+        late: indices of the late collectives, which are nodes.
+        anchors: the nodes of each task that the schedule pins down, ascending: the calls of actors.
+        stages: for each stage its round, and the rank that stands for its group.
+        costs: for each call of an actor, how many units of time it takes.
+        actors: for each call of an actor, which.
+    """
+
+    program: Program
+    nodes: list[int] = field(default_factory=list)
+    follows: list[Sequence[int]] = field(default_factory=list)
+    lazy: set[int] = field(default_factory=set)
+    early: list[int] = field(default_factory=list)
+    late: set[int] = field(default_factory=set)
+    anchors: dict[Task, list[int]] = field(default_factory=dict)
+    stages: dict[int, tuple[int, int]] = field(default_factory=dict)
+    costs: dict[int, int] = field(default_factory=dict)
+    actors: dict[int, str] = field(default_factory=dict)
+
+
+def sort_work(module: Module) -> Work:
+    """Classify the ops of a module in phase ASYNC."""
+    program = module.program
+    work = Work(program)
+    rounds, groups = Rounds(), StageGroups()
+    sends: dict[tuple[int, int], int] = {}
+    # For each op, the nodes that its users have to follow.
+    reach: list[Sequence[int]] = []
+    edges = dependencies(program.ops, module.functions)
+    for index, op in enumerate(program.ops):
+        before = edges[index]
+        if type(op) is Send:
+            sends[op.chan, op.seq] = index
+        elif type(op) is Recv:
+            before = (*before, sends[op.chan, op.seq])
+        task = op.task
+        forward = task is not None and task.action is Action.FORWARD
+        round_ = rounds.enter(op, before, forward)
+        if task is not None and forward:
+            groups.enter(task.stage, op, module.functions, round_)
+        if len(before) == 1:
+            follows = reach[before[0]]
+        else:
+            follows = list({node for other in before for node in reach[other]})
+        work.follows.append(follows)
+        is_node = _classify(work, module, index, op, follows)
+        reach.append((index,) if is_node else follows)
+    work.stages = groups.stages()
+    work.late = _late(program.ops).intersection(work.nodes)
+    for anchors in work.anchors.values():
+        # A task takes one unit however many calls it has.
+        work.costs.update(dict.fromkeys(anchors[:-1], 0))
+    return work
+
+
+def _late(ops: Sequence[Op]) -> set[int]:
+    """The collectives that take what has been received."""
+    futures: set[Value] = set()
+    received: set[Value] = set()
+    found: set[int] = set()
+    for index, op in enumerate(ops):
+        if isinstance(op, Recv):
+            futures.update(op.results)
+        elif isinstance(op, Wait):
+            if op.operands[0] in futures:
+                received.update(op.results)
+        elif isinstance(op, Slice | Assemble):
+            if not received.isdisjoint(op.operands):
+                received.update(op.results)
+        elif isinstance(op, Collective) and not received.isdisjoint(op.operands):
+            found.add(index)
+            futures.update(op.results)
+    return found
+
+
+def _classify(work: Work, module: Module, index: int, op: Op, follows: Sequence[int]) -> bool:
+    """Enter an op into its set; return whether it is a node."""
+    if isinstance(op, Recv | Return):
+        return False
+    if isinstance(op, Wait | View | Slice | Assemble | Constant):
+        work.lazy.add(index)
+        return False
+    actor = module.functions[op.fn.name].actor if isinstance(op, Call) else None
+    if not follows and actor is None and not op.synchronizes:
+        if isinstance(op, Send | Collective):
+            work.early.append(index)
+            return False
+        if effect_of(op, module.functions) is Effect.PURE:
+            work.lazy.add(index)
+            return False
+    work.nodes.append(index)
+    if actor is not None:
+        work.costs[index] = 1
+        work.actors[index] = actor
+        if op.task is not None:
+            work.anchors.setdefault(op.task, []).append(index)
+    return True
