@@ -1,4 +1,4 @@
-"""What a rule is asked, and what it answers: an op with the layouts of its operands."""
+"""The input and the output of a layout rule: an op with the layouts of its operands, an answer."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Case:
         return shape
 
     def has_cut(self, operand: Operand | None, *dims: int) -> bool:
-        """Whether one of these dimensions of an operand is cut."""
+        """True if one of these dimensions of an operand is cut."""
         return operand is not None and any(operand.cuts[dim] for dim in dims)
 
     def error(self, reason: str, remedy: str) -> LayoutError:
@@ -140,7 +140,7 @@ a tuple of nodes."""
 
 @dataclass(frozen=True)
 class Answer:
-    """What an op needs and gives.
+    """The layouts that an op takes and makes, and the op that each rank runs.
 
     Attributes:
         wanted: for each operand the layout in which the op takes it.

@@ -1,4 +1,4 @@
-"""What a change of layout takes: nothing, a reduction of summands, or more."""
+"""Classify changes of layout: by nothing, by a reduction of summands, or by more."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .cases import Shape
 
 
 class Change(enum.Enum):
-    """What ranks have to do to have a tensor in another layout.
+    """The work of ranks in a change of a tensor's layout.
 
     NONE: nothing. SLICE: each takes a part of what it holds. REDUCE: summands are combined.
     GATHER: ranks get parts that they do not hold. RESHARD: they lose some, too.
@@ -25,7 +25,7 @@ class Change(enum.Enum):
 
     @property
     def communicates(self) -> bool:
-        """Whether ranks exchange anything."""
+        """True if ranks exchange anything."""
         return self not in (Change.NONE, Change.SLICE)
 
 
@@ -33,12 +33,12 @@ ORDER = tuple(Change)
 """From the least to the most that has to be done."""
 
 DEFAULT = frozenset({Change.NONE, Change.SLICE, Change.REDUCE})
-"""What a graph may do without having been asked to."""
+"""The changes that a graph may make without having been asked to."""
 
 
 @functools.lru_cache(maxsize=4096)
 def change_between(before: Layout, after: Layout, shape: Shape, place: Place) -> Change:
-    """What it takes to go from one layout of a tensor to another.
+    """The work that leads from one layout of a tensor to another.
 
     Raises:
         ValueError: ranks would have to hold summands where they do not.

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ...ir.layout import WHOLE, Cut, Intervals, Position, merge
+from ...ir.layout import WHOLE, Cut, Intervals, Layout, Position, merge
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class Product(Cut):
     """The cut of a dimension of which several factors are cut, each by itself.
 
     Rows and heads, both cut and then viewed as one dimension, are such a product. No type has it:
-    it lives between two views.
+    it lives between two views, and goes from part to part as its factors (`unmerged`).
 
     Attributes:
         parts: the factors, the major one first, with their sizes.
@@ -36,8 +36,20 @@ class Product(Cut):
         return merge((index, index + 1) for index in indices)
 
 
+def unmerged(layout: Layout, shape: Sequence[int]) -> tuple[Layout, tuple[int, ...]]:
+    """A layout and a shape in which each product of factors is as many dimensions.
+
+    A rank's piece is the same run of numbers in both: it is row-major over its pieces of the
+    factors.
+    """
+    dims: list[tuple[int, Cut]] = []
+    for size, cut in zip(shape, layout.cuts, strict=True):
+        dims += cut.parts if isinstance(cut, Product) else ((size, cut),)
+    return replace(layout, cuts=tuple(cut for _, cut in dims)), tuple(size for size, _ in dims)
+
+
 def is_interval(cut: Cut) -> bool:
-    """Whether each piece is one run of indices."""
+    """True if each piece is one run of indices."""
     return cut.blocks == 1 and not isinstance(cut, Product)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -29,16 +29,21 @@ def traced(case: Case, expansion: Expansion) -> fx.Graph:
 
     def function(*given: torch.Tensor) -> Any:
         values = iter(given)
-        arguments = {
-            name: next(values) if isinstance(value, Operand) else value
-            for name, value in case.arguments.items()
-        }
-        return expansion.function(**arguments)
+        return expansion.function(**{n: _given(v, values) for n, v in case.arguments.items()})
 
     with torch.no_grad(), fake_mode_of(fakes):
         graph = make_fx(function, _allow_non_fake_inputs=False)(*fakes).graph
     simplify(graph)
     return graph
+
+
+def _given(argument: Any, values: Iterator[torch.Tensor]) -> Any:
+    """An argument with the next values in the place of its operands."""
+    if isinstance(argument, Operand):
+        return next(values)
+    if isinstance(argument, (list, tuple)):
+        return [_given(each, values) for each in argument]
+    return argument
 
 
 def fake_mode_of(values: Iterable[Any]) -> FakeTensorMode:

@@ -7,6 +7,7 @@ get summands. As in Shardy's op sharding rules and einops.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -14,7 +15,7 @@ from typing import TypeAlias
 from ...ir.attributes import ReduceOp
 from ...ir.layout import WHOLE, Cut, Layout
 from .cases import Answer, Case, Local, Operand, Shape
-from .cuts import canonical, join, spread
+from .cuts import canonical, count, join, spread
 
 Factor: TypeAlias = str
 Dim: TypeAlias = tuple[Factor, ...]
@@ -138,9 +139,14 @@ class _Solution:
         """Give each factor the cut that its largest operand has, if no axis has another task."""
         self.cuts, self.by, self.reasons = dict(self._asked), {}, {}
         operands = [*enumerate(self.case.operands)]
-        for index, operand in sorted(operands, key=lambda pair: -_numel(pair[1].shape)):
+        for index, operand in sorted(operands, key=lambda pair: self._rank(pair[1])):
             if index not in self.factors.passive:
                 self._claim_operand(index, operand)
+
+    def _rank(self, operand: Operand) -> tuple[int, int]:
+        """The larger operand first; of equal ones that of more pieces, for the other is sliced."""
+        pieces = math.prod(count(cut, self.case.sizes) for cut in operand.cuts)
+        return -math.prod(operand.shape), -pieces
 
     def _claim_operand(self, index: int, operand: Operand) -> None:
         dims = self.factors.operands[index]
@@ -201,7 +207,7 @@ class _Solution:
         )
 
     def _refuses(self) -> bool:
-        """Whether a factor has to be whole that was cut until now."""
+        """True if a factor has to be whole that was cut until now."""
         if self.factors.reduce is None:
             for factor in self.cuts:
                 if self._is_contracted(factor):
@@ -229,7 +235,7 @@ class _Solution:
         return frozenset(), set()
 
     def _is_one_sum(self, group: frozenset[int], contracts: bool) -> bool:
-        """Whether what combines the operands' summands combines those of the result, too."""
+        """True if what combines the operands' summands combines those of the result, too."""
         kinds = {self.case.operands[index].layout.reduce for index in group}
         if contracts and kinds != {self.factors.reduce}:
             return False
@@ -267,13 +273,6 @@ class _Solution:
 
 def _has(dims: Dims, factor: Factor) -> bool:
     return any(factor in dim for dim in dims)
-
-
-def _numel(shape: Shape) -> int:
-    numel = 1
-    for size in shape:
-        numel *= size
-    return numel
 
 
 def _name(operand: Operand) -> str:

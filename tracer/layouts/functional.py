@@ -6,6 +6,9 @@ the value has been made by an op, and no view of it is taken.
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterable, Mapping
+
 import torch
 from torch import fx
 
@@ -15,9 +18,12 @@ _ATEN = torch.ops.aten
 def without_writes(graph: fx.Graph) -> None:
     """Replace them where there is another form, in place."""
     for node in list(graph.nodes):
-        form = _other_form(node.target)
+        view = _VIEWS.get(node.target)
+        form = view or _other_form(node.target)
         first = node.args[0] if node.args else None
-        if form is None or not isinstance(first, fx.Node) or not _is_own(first):
+        if form is None or not isinstance(first, fx.Node):
+            continue
+        if view is None and not _is_own(first):
             continue
         node.target = form
         passed = False
@@ -25,6 +31,28 @@ def without_writes(graph: fx.Graph) -> None:
             if passed and first in user.all_input_nodes:
                 user.replace_input_with(first, node)
             passed = passed or user is node
+
+
+def read_later(made: Iterable[fx.Node], place: fx.Node) -> None:
+    """Let what follows a place read what ops before it have written, from the ops' results."""
+    for node in made:
+        target = node.target
+        if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+            continue
+        written, following = node.args[0], place.next
+        assert isinstance(written, fx.Node)
+        while following.op != "root":
+            following.replace_input_with(written, node)
+            following = following.next
+
+
+_VIEWS: Mapping[object, torch._ops.OpOverload] = {
+    _ATEN.transpose_.default: _ATEN.transpose.int,
+    _ATEN.t_.default: _ATEN.t.default,
+    _ATEN.squeeze_.dim: _ATEN.squeeze.dim,
+    _ATEN.unsqueeze_.default: _ATEN.unsqueeze.default,
+}
+"""Forms of ops that write no memory in place: they change how a tensor regards its own."""
 
 
 def _other_form(target: object) -> torch._ops.OpOverload | None:
@@ -39,8 +67,13 @@ def _other_form(target: object) -> torch._ops.OpOverload | None:
 
 
 def _is_own(node: fx.Node) -> bool:
-    """Whether an op has made a value, and nothing else refers to its memory."""
+    """True if an op has made a value, and nothing else refers to its memory."""
     target = node.target
+    if target is operator.getitem:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        made = source.target is _ATEN.unsafe_split.Tensor  # its caller is to write to no other
+        return made and not any(_takes_view(user, node) for user in node.users)
     if not isinstance(target, torch._ops.OpOverload):
         return False
     if any(returned.alias_info is not None for returned in target._schema.returns):
@@ -51,7 +84,7 @@ def _is_own(node: fx.Node) -> bool:
 
 
 def _takes_view(user: fx.Node, node: fx.Node) -> bool:
-    """Whether a user's result shares memory with what it takes, other than by writing to it."""
+    """True if a user's result shares memory with what it takes, other than by writing to it."""
     target = user.target
     if not isinstance(target, torch._ops.OpOverload):
         return user.op != "output"

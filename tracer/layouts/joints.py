@@ -28,8 +28,8 @@ def propagate_joint(
     """Lay out a method and its derivative.
 
     The cotangent of an output is laid out as the output; where that was a sum over ranks, it is a
-    copy on each of them. A gradient ends in the layout of its tensor, and may be a sum over
-    ranks along the axes that do not cut it.
+    copy on each of them. A gradient ends in the layout of its tensor; that of a parameter may be a
+    sum over ranks along the axes that do not cut it.
 
     Args:
         joint: the graph.
@@ -51,12 +51,13 @@ def propagate_joint(
     ends += [End() for _ in joint.rebinds]
     sources = [joint.inputs[i] for i in joint.wanted_inputs]
     graded = zip(sources, joint.input_grads, strict=True)
-    ends += [_like(given, node) for node, gradient in graded if gradient is not None]
+    ends += [End(_like(given, node)) for node, gradient in graded if gradient is not None]
     by_path = {tensor.path: node for node, tensor in joint.state}
-    ends += [_like(given, by_path[tensor.path]) for tensor, _ in joint.state_grads]
+    graded_state = (by_path[tensor.path] for tensor, _ in joint.state_grads)
+    ends += [End(_like(given, node), summands=True) for node in graded_state]
     locations = joint.recorder.locations
     return propagate(
-        joint.owner.graph,
+        joint.graph,
         place,
         given,
         ends=ends,
@@ -67,6 +68,6 @@ def propagate_joint(
     )
 
 
-def _like(given: Mapping[fx.Node, Layout], node: fx.Node) -> End:
-    """The end of a gradient of a tensor."""
-    return End(given.get(node, whole(node.meta["val"].dim())), summands=True)
+def _like(given: Mapping[fx.Node, Layout], node: fx.Node) -> Layout:
+    """The layout of a tensor that a gradient is of."""
+    return given.get(node, whole(node.meta["val"].dim()))

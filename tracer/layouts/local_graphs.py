@@ -16,11 +16,15 @@ from torch import fx
 
 from ...ir.layout import Layout, Position, Region, overlap, shape_of, within
 from ...ir.layout import whole as whole_region
+from ...ir.location import Location
+from ..methods.dispatch_modes import storage_key
 from .cases import Answer, Shape
+from .cuts import unmerged
 from .expansions import fake_mode_of
 from .versions import Propagation, Version
 
 _ATEN = torch.ops.aten
+_VIEWS = frozenset({_ATEN.view.default, _ATEN._unsafe_view.default})
 
 
 def build(
@@ -38,13 +42,17 @@ def build(
         inputs: what the placeholders are, in order; their pieces are contiguous.
         nodes: in the order of the graph.
         outputs: what is returned, in order, as a tuple.
+
+    Dimensions that are products of cut factors come in and go out as their factors (`unmerged`).
+
+    The user's line of an op is in `meta["loc"]` of the nodes that it becomes.
     """
     builder = Builder(propagation, position)
     for version in inputs:
         builder.placeholder(version)
     for node in nodes:
         builder.add(node)
-    builder.graph.output(tuple(builder.value(version) for version in outputs))
+    builder.graph.output(tuple(builder.given_out(version) for version in outputs))
     return builder.graph
 
 
@@ -59,6 +67,7 @@ class Builder:
         self._tuples: dict[fx.Node, Any] = {}
         self._mode = fake_mode_of(node.meta.get("val") for node in propagation.graph.nodes)
         self._before = {t.after: t.before for t in propagation.transfers}
+        self._loc: Location | None = None
 
     def placeholder(self, version: Version) -> None:
         node = version.node
@@ -66,10 +75,22 @@ class Builder:
         if any(other.node is node for other in self._values):  # in another layout
             name = f"{name}_{len(self._values)}"
         new = self.graph.placeholder(name)
-        fake = node.meta["val"]
+        layout, shape = unmerged(version.layout, tuple(node.meta["val"].shape))
         with self._mode:
-            new.meta["val"] = fake.new_empty(shape_of(self.region(version)))
-        self._values[version] = new
+            new.meta["val"] = node.meta["val"].new_empty(
+                shape_of(layout.region(shape, self.position))
+            )
+        self._values[version] = self._shaped(new, shape_of(self.region(version)))
+
+    def given_out(self, version: Version) -> fx.Node:
+        """The node of a version as other parts and ranks take it: no type has merged factors."""
+        layout, shape = unmerged(version.layout, tuple(version.node.meta["val"].shape))
+        return self._shaped(self.value(version), shape_of(layout.region(shape, self.position)))
+
+    def _shaped(self, node: fx.Node, shape: Shape) -> fx.Node:
+        if tuple(node.meta["val"].shape) == shape:
+            return node
+        return self.emit(_ATEN.view.default, (node, list(shape)), {})
 
     def region(self, version: Version) -> Region:
         """What the rank holds of a version."""
@@ -98,6 +119,7 @@ class Builder:
 
     def add(self, node: fx.Node) -> None:
         """Add the rank's form of an op."""
+        self._loc = self._propagation.locations.get(node)
         if node.op == "get_attr":
             return
         if node.target is operator.getitem:
@@ -143,11 +165,24 @@ class Builder:
 
     def emit(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.Node:
         """Add an op, and compute its fake."""
+        if target in _VIEWS and not self._is_viewable(*args):
+            args = (self._contiguous(args[0]), *args[1:])
         node = self.graph.call_function(target, args, dict(kwargs))
+        if self._loc is not None:
+            node.meta["loc"] = self._loc
         fakes, named = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         with self._mode:
             node.meta["val"] = target(*fakes, **named)
         return node
+
+    def _is_viewable(self, node: fx.Node, shape: Sequence[int]) -> bool:
+        """Whether a piece can be viewed so; its strides need not be as those of the whole are."""
+        fake = node.meta["val"]
+        with self._mode:
+            return storage_key(fake.reshape(shape)) == storage_key(fake)
+
+    def _contiguous(self, node: fx.Node) -> fx.Node:
+        return self.emit(_ATEN.clone.default, (node,), {"memory_format": torch.contiguous_format})
 
     def piece(self, node: fx.Node, region: Region) -> fx.Node:
         """A region of a tensor, with memory of its own."""
@@ -163,9 +198,7 @@ class Builder:
             ]
             node = parts[0] if len(parts) == 1 else self.emit(_ATEN.cat.default, (parts, dim), {})
         if node.target is _ATEN.slice.Tensor:
-            node = self.emit(
-                _ATEN.clone.default, (node,), {"memory_format": torch.contiguous_format}
-            )
+            node = self._contiguous(node)
         return node
 
 

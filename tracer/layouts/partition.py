@@ -17,6 +17,7 @@ from torch import fx
 
 from ..autodiff.subgraphs import has_effect
 from ..methods.dispatch_modes import is_random
+from .cuts import Product
 from .local_graphs import build
 from .versions import Propagation, Transfer, Version
 
@@ -27,11 +28,15 @@ class Graphs:
 
     Attributes:
         graphs: those that differ. Placeholders are the part's inputs; the output is a tuple.
-        of_rank: for each rank of the place, in order, the index of its graph.
+        of_rank: the index of each rank's graph.
     """
 
     graphs: tuple[fx.Graph, ...]
-    of_rank: tuple[int, ...]
+    of_rank: Mapping[int, int]
+
+    def at(self, rank: int) -> fx.Graph:
+        """The graph of a rank."""
+        return self.graphs[self.of_rank[rank]]
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,9 @@ def partition(
     propagation: Propagation,
     nodes: Collection[fx.Node] | None = None,
     outputs: Sequence[Version | None] | None = None,
+    given: Collection[Version] = (),
+    state: Collection[fx.Node] = (),
+    ranks: Collection[int] | None = None,
 ) -> Partition:
     """Cut a graph that has layouts.
 
@@ -84,8 +92,23 @@ def partition(
         nodes: those to partition, such as the ones of a forward; what they take of others are
             inputs. None: all.
         outputs: what is to be given; None: the outputs of the graph.
+        given: versions that a transfer outside of `nodes` makes; these are inputs as well.
+        state: placeholders that each part reads where they live, and that are not handed on.
+        ranks: those whose graphs are made; None: all.
     """
-    return _Cutter(propagation, nodes, outputs).all()
+    chosen = propagation.place.ranks if ranks is None else tuple(ranks)
+    return _Cutter(propagation, nodes, outputs, given, state, chosen).all()
+
+
+def exchanged(
+    propagation: Propagation,
+    nodes: Collection[fx.Node],
+    outputs: Sequence[Version],
+    state: Collection[fx.Node],
+) -> frozenset[Version]:
+    """The versions that are there because some nodes, or what they give, need an exchange."""
+    cutter = _Cutter(propagation, nodes, outputs, (), state, ())
+    return frozenset(transfer.after for transfer in cutter.exchanges())
 
 
 class _Cutter:
@@ -96,14 +119,20 @@ class _Cutter:
         propagation: Propagation,
         nodes: Collection[fx.Node] | None,
         outputs: Sequence[Version | None] | None,
+        given: Collection[Version],
+        state: Collection[fx.Node],
+        ranks: Sequence[int],
     ) -> None:
         self.propagation = propagation
+        self.given = frozenset(given)
+        self.ranks = ranks
+        self.state = frozenset(state)
         chosen = propagation.graph.nodes if nodes is None else nodes
         self.nodes = [
             n for n in propagation.graph.nodes if n in propagation.layouts and n in chosen
         ]
         self.outputs = tuple(propagation.outputs if outputs is None else outputs)
-        self.transfers = {t.after: t for t in propagation.transfers}
+        self.transfers = {t.after: t for t in propagation.transfers if t.after not in given}
         self.ops = self._live()
         own = set(self.ops)
         self.level: dict[fx.Node, int] = {}
@@ -116,6 +145,21 @@ class _Cutter:
             self.level[node] = max(found, default=0)
             if is_random(node.target, node.args, node.kwargs):  # they draw in the graph's order
                 drawn = self.level[node] = max(self.level[node], drawn)
+        self._put_off()
+
+    def _put_off(self) -> None:
+        """Compute values that go to no other part, since no type says so, where they are read."""
+        latest: dict[fx.Node, int] = {}
+        for node in reversed(self.ops):
+            random = is_random(node.target, node.args, node.kwargs)
+            if _is_product(node, self.propagation) and not random and not has_effect(node):
+                self.level[node] = max(self.level[node], latest.get(node, 0))
+            for version in self.reads(node):
+                if version in self.given or version.node not in self.level:
+                    continue
+                exchanges = self.available(version) - self.level[version.node]
+                bound = self.level[node] - exchanges
+                latest[version.node] = min(latest.get(version.node, bound), bound)
 
     def _live(self) -> list[fx.Node]:
         """The ops that an output needs, or that have an effect, with what they need."""
@@ -142,23 +186,27 @@ class _Cutter:
         """The number of exchanges after which a version can be read."""
         transfer = self.transfers.get(version)
         if transfer is None:
-            return self.level.get(version.node, 0)
+            return 0 if version in self.given else self.level.get(version.node, 0)
         return self.available(transfer.before) + transfer.change.communicates
 
-    def all(self) -> Partition:
+    def exchanges(self) -> list[Transfer]:
+        """The transfers that ranks exchange something for."""
         self._demand()
-        last = max([*self.level.values(), *self.needed], default=0)
+        return [
+            t
+            for t in self.propagation.transfers
+            if t.change.communicates and t.after in self.transfers and t.after in self.wanted
+        ]
+
+    def all(self) -> Partition:
+        exchanges = self.exchanges()
+        after = [self.available(t.after) - 1 for t in exchanges]
+        last = max([*self.level.values(), *self.needed, *after], default=0)
         graphs: dict[str, Graphs] = {}
         steps = []
         for level in range(last + 1):
             part = self._part(level, graphs)
-            follow = [
-                t
-                for t in self.propagation.transfers
-                if t.change.communicates
-                and t.after in self.wanted
-                and self.available(t.after) == level + 1
-            ]
+            follow = [t for t, at in zip(exchanges, after, strict=True) if at == level]
             steps.append((part, tuple(follow)))
         given = {v: None for part, _ in steps for v in part.inputs if self._is_given(v)}
         for output in [*self.outputs, *self.wanted]:
@@ -167,9 +215,17 @@ class _Cutter:
         return Partition(tuple(steps), tuple(given), self.outputs)
 
     def _is_given(self, version: Version) -> bool:
-        """Whether a version is an input of the whole; constants are in the graphs of parts."""
-        made = version in self.transfers or version.node in self.level
-        return not made and version.node.op != "get_attr"
+        """Whether a version is an input of the whole; each part has constants and state itself."""
+        made = version in self.transfers or self._is_computed(version)
+        return not made and not self._is_at_hand(version.node)
+
+    def _is_computed(self, version: Version) -> bool:
+        """Whether an op of these nodes gives a version, or what it is cut from."""
+        return version.node in self.level and version not in self.given
+
+    def _is_at_hand(self, node: fx.Node) -> bool:
+        """Whether any part can have a value without being given it."""
+        return node.op == "get_attr" or node in self.state
 
     def _demand(self) -> None:
         """Find what goes from part to part, into transfers, and out."""
@@ -190,13 +246,13 @@ class _Cutter:
         if transfer is not None and transfer.change.communicates:
             self._want(transfer.before, None)
             return
-        is_const = version.node.op == "get_attr"
+        is_const = self._is_at_hand(version.node)
         if transfer is not None:  # made where it is read; a value that is given out, at once
             self._want(transfer.before, at if level is None else level)
             if level is None:
                 self.needed.setdefault(at, {})[version] = None
             return
-        made = version.node in self.level
+        made = self._is_computed(version)
         if (made or is_const) and (level is None or (level != at and made)):
             self.needed.setdefault(at, {})[version] = None
 
@@ -223,7 +279,8 @@ class _Cutter:
         seen: set[Version] = set()
         for version in (*read, *outputs):
             source = self._source(version)
-            local = source not in self.transfers and self.level.get(source.node) == level
+            at_level = self._is_computed(source) and self.level[source.node] == level
+            local = source not in self.transfers and at_level
             if not local and source.node.op != "get_attr" and source not in seen:
                 seen.add(source)
                 yield source
@@ -241,16 +298,16 @@ class _Cutter:
     ) -> Graphs:
         found: dict[str, int] = {}
         graphs: list[fx.Graph] = []
-        of_rank: list[int] = []
+        of_rank: dict[int, int] = {}
         place = self.propagation.place
-        for rank in place.ranks:
+        for rank in self.ranks:
             graph = build(self.propagation, place.position(rank), inputs, nodes, outputs)
             text = _text(graph)
             if text not in found:
                 found[text] = len(graphs)
                 graphs.append(graph)
-            of_rank.append(found[text])
-        return Graphs(tuple(graphs), tuple(of_rank))
+            of_rank[rank] = found[text]
+        return Graphs(tuple(graphs), of_rank)
 
     def _key(
         self,
@@ -294,6 +351,12 @@ _NO_LAYOUT: Any = None
 
 def _is_op(node: fx.Node, propagation: Propagation) -> bool:
     return node in propagation.answers or node.target is operator.getitem
+
+
+def _is_product(node: fx.Node, propagation: Propagation) -> bool:
+    """Whether a dimension of a result is cut as its factors are, which no type says."""
+    layouts = (layout for layout in propagation.layouts[node] if layout is not None)
+    return any(isinstance(cut, Product) for layout in layouts for cut in layout.cuts)
 
 
 def _kind(node: fx.Node) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -20,9 +21,9 @@ from ...ir.types import Place
 from .cases import Answer, Case, Expansion, LayoutError, Operand, Results, tensors, whole
 from .change import DEFAULT, ORDER, Change, change_between
 from .expansions import constant_of, replace_by, traced
-from .functional import without_writes
-from .rules.table import VIEWS, rule_of
-from .versions import End, Propagation, Transfer, Version, text_of
+from .functional import read_later, without_writes
+from .rules.table import LINEAR, rule_of
+from .versions import End, Propagation, Transfer, Version, rewire, text_of
 
 _ARANGE = torch.ops.aten.arange.default
 
@@ -108,6 +109,7 @@ class _Run:
         while node.op != "output":
             node = self._visit(node)
         outputs = tuple(self._outputs(node, ends))
+        rewire(self.reads, self.versions, node, outputs)
         return Propagation(
             self.graph,
             self.place,
@@ -190,7 +192,7 @@ class _Run:
             )
             given[argument.name] = fx.node.map_arg(value, self._operand)
         operands = tuple(each for value in given.values() for each in tensors(value))
-        val = node.meta["val"]
+        val = node.meta.setdefault("val", None)  # an op that only writes, or checks, gives nothing
         results = val if isinstance(val, (tuple, list)) else (val,)
         shapes = tuple(tuple(v.shape) if isinstance(v, torch.Tensor) else None for v in results)
         return Case(target, given, operands, shapes, self.sizes, asked, loc)
@@ -278,15 +280,35 @@ class _Run:
         return self._again(node, self.reads[node], wanted, wanted.cuts)
 
     def _reduced_before(self, before: Version, wanted: Layout) -> Version | None:
-        """A view of a sum that has been reduced, so that several views need one reduction."""
-        node = before.node
-        if node.target not in VIEWS or before.layout.cuts != wanted.cuts:
+        """A cheap linear op of a sum that has been reduced, so that several need one reduction."""
+        node, read = before.node, self._sum(before)
+        if read is None or before.layout.cuts != wanted.cuts:
             return None
-        (read,) = self.reads[node]
-        layout = read.layout
-        kept = tuple(axis for axis in layout.summands if axis in wanted.summands)
-        reduced = Layout(layout.cuts, kept, layout.reduce) if kept else Layout(layout.cuts)
-        return self._again(node, (self._version(read.node, reduced, node, ""),), wanted, None)
+        reduced = Version(read.node, read.layout.keeping(wanted.summands))
+        is_longer = read.node.meta["val"].numel() > node.meta["val"].numel()
+        if is_longer and not self._is_there(reduced):
+            return None
+        made = self._version(reduced.node, reduced.layout, node, "")
+        reads = tuple(made if each is read else each for each in self.reads[node])
+        return self._again(node, reads, wanted, None)
+
+    def _sum(self, version: Version) -> Version | None:
+        """The one sum over ranks that a cheap linear op takes."""
+        reads = self.reads.get(version.node, ()) if version.node.target in LINEAR else ()
+        sums = [read for read in reads if read.layout.summands]
+        if len(sums) == 1 and sums[0].layout.summands == version.layout.summands:
+            return sums[0]
+        return None
+
+    def _is_there(self, version: Version) -> bool:
+        """Whether a reduced value, or the one that it follows from, has been reduced already."""
+        node, layout = version.node, version.layout
+        if version in self.made or version in self.versions[node]:
+            return True
+        read = self._sum(self.versions[node][0])
+        return read is not None and self._is_there(
+            Version(read.node, read.layout.keeping(layout.summands))
+        )
 
     def _again(
         self,
@@ -326,7 +348,7 @@ class _Run:
         return LayoutError(
             f"{who} needs {text_of(after)}, but it is {text_of(before)}, and would have to be "
             f"{what}{because}",
-            loc=self.locations.get(user) if user is not None else None,
+            loc=self.locations.get(before.node if user is None else user),
             remedy="cut another dimension, or leave it whole; or give the value the layout that "
             "is needed by cg.layout, which gathers it there",
         )
@@ -348,6 +370,7 @@ class _Run:
                         self.asked[copy] = (expansion.counted,)
                     if node in self.locations:
                         self.locations[copy] = self.locations[node]
+        read_later(nodes.values(), node)
         (made,) = inner.output_node().args
         replaced = replace_by(node, fx.node.map_arg(made, nodes.__getitem__))
         self.copies = {old: replaced.get(new, new) for old, new in self.copies.items()}
@@ -372,4 +395,4 @@ class _Run:
         cuts = offered.cuts if end.layout is None else end.layout.cuts
         used = {axis for cut in cuts for axis in cut.axes}
         kept = [axis for axis in offered.summands if end.summands and axis not in used]
-        return Layout(cuts, tuple(kept), offered.reduce) if kept else Layout(cuts)
+        return replace(offered, cuts=cuts).keeping(kept)

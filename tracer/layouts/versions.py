@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import fx
 
 from ...ir.layout import Layout
@@ -46,7 +48,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class End:
-    """How an output of the graph is to be laid out.
+    """The layout that an output of the graph is to have.
 
     Attributes:
         layout: its cuts; None: as it comes.
@@ -96,3 +98,34 @@ def text_of(version: Version) -> str:
     layout = version.layout if version.layout.axes else None
     type_ = TensorType(ir_dtype(fake.dtype), tuple(fake.shape), None, layout)
     return f"%{version.node.name} {type_}"
+
+
+def rewire(
+    reads: Mapping[fx.Node, Sequence[Version]],
+    values: Container[fx.Node],
+    output: fx.Node,
+    outputs: Iterable[Version | None],
+) -> None:
+    """Let nodes take the copies of others that they read, in place.
+
+    Args:
+        reads: what ops read, in the order of their tensors.
+        values: nodes that have versions.
+        output: of the graph.
+        outputs: what it gives; None for what is no tensor.
+    """
+
+    def taken(argument: Any, versions: Iterator[Version]) -> Any:
+        return fx.node.map_arg(argument, lambda n: next(versions).node if n in values else n)
+
+    for node, versions in reads.items():
+        target, left = node.target, iter(versions)
+        assert isinstance(target, torch._ops.OpOverload)
+        args, kwargs = list(node.args), dict(node.kwargs)
+        for index, argument in enumerate(target._schema.arguments):  # in the order of `reads`
+            if index < len(args):
+                args[index] = taken(args[index], left)
+            elif argument.name in kwargs:
+                kwargs[argument.name] = taken(kwargs[argument.name], left)
+        node.args, node.kwargs = tuple(args), kwargs
+    output.args = taken(output.args, (version for version in outputs if version is not None))

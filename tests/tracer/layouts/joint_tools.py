@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 from cg.ir.layout import Layout
-from cg.ir.types import Place
+from cg.ir.types import Mesh
 from cg.tracer.actors.actor_state import collect
 from cg.tracer.functions.interface import Call
+from cg.tracer.groups.pieces import lay_out
+from cg.tracer.groups.plan import Plan, whole
 from cg.tracer.layouts.change import DEFAULT, Change
 from cg.tracer.layouts.joints import propagate_joint
 from cg.tracer.layouts.partition import partition
@@ -37,8 +39,11 @@ def joint_of(actor: nn.Module, method: str, inputs: tuple[int, ...], *args: Any)
     return settled(call, Wanted((0,), inputs))[1]
 
 
-def layouts_of(actor: nn.Module, plan: Mapping[str, str]) -> dict[str, Layout]:
+def layouts_of(actor: nn.Module, plan: Mapping[str, str] | Plan, place: Mesh) -> dict[str, Layout]:
     """The layouts of parameters: of the first pattern that fits."""
+    if isinstance(plan, Plan):
+        laid_out = lay_out(actor, plan, whole, place)
+        return {each.path: each.layout for each in laid_out if each.layout is not None}
     found = {}
     for name, _ in actor.named_parameters():
         for pattern, text in plan.items():
@@ -51,8 +56,8 @@ def layouts_of(actor: nn.Module, plan: Mapping[str, str]) -> dict[str, Layout]:
 def compare(
     actor: nn.Module,
     method: str,
-    plan: Mapping[str, str],
-    place: Place,
+    plan: Mapping[str, str] | Plan,
+    place: Mesh,
     args: Sequence[torch.Tensor],
     given: Sequence[str],
     *,
@@ -62,7 +67,7 @@ def compare(
     """Forward and backward on all ranks equal eager: results, gradients of inputs and state."""
     wanted = tuple(i for i, value in enumerate(args) if value.is_floating_point())
     joint = joint_of(actor, method, wanted, *(value.detach() for value in args))
-    state = layouts_of(actor, plan)
+    state = layouts_of(actor, plan, place)
     propagation = propagate_joint(
         joint, place, state, [layout(text) for text in given], allowed=allowed
     )

@@ -165,7 +165,7 @@ def run(
     seed = torch.get_rng_state()
     states = [seed] * len(place.ranks)
     for part, transfers in cut.steps:
-        made = [run_rank(part, owner, i, held, states) for i in range(len(place.ranks))]
+        made = [run_rank(part, owner, i, rank, held, states) for i, rank in enumerate(place.ranks)]
         for index, version in enumerate(part.outputs):
             held[version] = [results[index] for results in made]
         for transfer in transfers:
@@ -181,11 +181,12 @@ def run_rank(
     part: Part,
     owner: torch.nn.Module,
     index: int,
+    rank: int,
     held: Mapping[Version, Pieces],
     states: list[torch.Tensor],
 ) -> Any:
     """A part on one rank, whose random numbers go on where they were."""
-    graph = part.bodies.graphs[part.bodies.of_rank[index]]
+    graph = part.bodies.at(rank)
     torch.set_rng_state(states[index])
     given = [held[version][index].clone() for version in part.inputs]
     result = fx.GraphModule(owner, graph)(*given)

@@ -21,6 +21,12 @@ X = ints(4, 6)
 
 CASES: dict[str, tuple[Callable[..., Any], list[str], str]] = {
     "no rule": (torch.linalg.inv, ["dp,-"], r"aten.linalg_inv_ex has no rule"),
+    "strides": (
+        lambda x: x.as_strided((3, 6), (3, 1)),
+        ["dp,-"],
+        r"aten.as_strided: it takes strides \[3, 1\] of memory, of which ranks hold pieces",
+    ),
+    "windows": (lambda x: x.unfold(1, 2, 2), ["-,tp"], r"has windows taken along it"),
     "a gather": (
         lambda x: x.sort(1)[0],
         ["-,tp"],
@@ -75,3 +81,9 @@ def test_layouts_that_are_given_fit_the_tensor(given: Layout, message: str) -> N
     placeholder = next(iter(owner.graph.nodes))
     with pytest.raises(LayoutError, match=message):
         propagate(owner.graph, GRID, {placeholder: given})
+
+
+def test_an_op_without_a_rule_runs_on_copies() -> None:
+    run = check(torch.linalg.inv, [ints(3, 3) + 9 * torch.eye(3)], [layout("-,-|tp")], GRID)
+    assert [change.value for change in run.changes] == ["reduce"]
+    assert run.outputs == [layout("-,-")]

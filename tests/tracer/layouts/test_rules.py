@@ -13,9 +13,11 @@ from cg.ir.types import Place
 from cg.tracer.layouts.change import DEFAULT
 
 from ...sampling import scale
-from .op_cases import CASES, OpCase
+from . import layer_cases, op_cases
+from .op_cases import OpCase
 from .simulation import check, cuts, layout, mesh, trace
 
+CASES = {**op_cases.CASES, **layer_cases.CASES}
 MESHES = {"3": mesh(tp=3), "2 x 2": mesh(dp=2, tp=2), "5": mesh(tp=5)}
 """Of which 3 makes uneven pieces of most dimensions, and 5 empty ones."""
 

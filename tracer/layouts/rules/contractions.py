@@ -52,7 +52,7 @@ def _sum_with_product(
 
 
 def _gives_summands(one: Operand, other: Operand, text: str) -> bool:
-    """Whether a contracted dimension is cut, or a factor is a summand."""
+    """True if a contracted dimension is cut, or a factor is a summand."""
     if one.layout.summands or other.layout.summands:
         return True
     (first, second), (result,) = letters(text)

@@ -1,20 +1,22 @@
-"""Rules of convolutions and of pooling: rows and channels may be cut, pixels may not."""
+"""Rules of convolutions, pooling and windows: rows and channels may be cut, pixels may not."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
 from ....ir.layout import Layout, shape_of, volume
-from ..cases import Answer, Case, Expansion, LocalOp, Rule
+from ..cases import Answer, Case, Expansion, LocalOp, Rule, Shape, dim_of
 from ..factors import Dims, Factors, each, solve
 from .creation import zeros
 from .pointwise import operand
+from .views import moved, named
 
 _ATEN = torch.ops.aten
 _PIXELS = "has pixels, of which neighbours are needed"
@@ -114,39 +116,105 @@ def _empty_backward(op: LocalOp) -> Any:
 
 
 def _local_pooling(op: LocalOp) -> Any:
+    region = op.results[0]
+    assert region is not None
     if all(map(volume, op.operands)):
-        return op.run()
+        has_shape = "input_size" in op.arguments
+        return op.run(input_size=list(shape_of(region))) if has_shape else op.run()
     first = next(value for value in op.arguments.values() if isinstance(value, fx.Node))
     return zeros(op, first)
 
 
-def _pooling(case: Case) -> Answer:
+def _pooling(case: Case, pixels: int = 2) -> Answer:
     """Rows and channels lie beside each other in all operands and results."""
     sizes: dict[str, int] = {}
 
     def dims(prefix: str, shape: tuple[int, ...]) -> Dims:
-        pixels = tuple(f"{prefix}{d}" for d in range(len(shape) - 2, len(shape)))
-        sizes.update(zip(pixels, shape[-2:], strict=True))
-        sizes.update({f"d{d}": size for d, size in enumerate(shape[:-2])})
-        return (*((f"d{d}",) for d in range(len(shape) - 2)), *((name,) for name in pixels))
+        batch = len(shape) - pixels
+        names = (*(f"d{d}" for d in range(batch)), *(f"{prefix}{d}" for d in range(pixels)))
+        sizes.update(zip(names, shape, strict=True))
+        return tuple((name,) for name in names)
 
     operands = tuple(dims(f"p{i}_", o.shape) for i, o in enumerate(case.operands))
     results = tuple(dims(f"q{i}_", case.shape(i)) for i in range(len(case.shapes)))
     keep = {factor: _PIXELS for factor in sizes if factor[0] in "pq"}
-    linear = each(0) if case.target in _LINEAR else ()
+    linear = each(0) if case.target in _LINEAR | _LINEAR_3D else ()
     return solve(case, Factors(operands, results, sizes, linear, keep), local=_local_pooling)
 
 
-_LINEAR = frozenset(
+def _blocks(case: Case) -> Answer:
+    """Blocks of pixels as columns: the rows of a batch are taken apart one by one."""
+    given, made = case.operands[0].shape, case.shape()
+    batch: Dims = (("n",),) if max(len(given), len(made)) == 4 else ()
+    sizes = {"n": given[0]}
+
+    def dims(prefix: str, shape: tuple[int, ...]) -> Dims:
+        names = [f"{prefix}{d}" for d in range(len(batch), len(shape))]
+        sizes.update(zip(names, shape[len(batch) :], strict=True))
+        return (*batch, *((name,) for name in names))
+
+    operands, results = (dims("p", given),), (dims("q", made),)
+    keep = {factor: _PIXELS for factor in sizes if factor != "n"}
+    return solve(case, Factors(operands, results, sizes, each(0), keep), local=_local_pooling)
+
+
+def _unfold(case: Case) -> Answer:
+    given = case.operands[0].shape
+    windows = _windows(given, dim_of(case["dimension"], len(given)))
+    dims = named(given)
+    keep = {dims[dim_of(case["dimension"], len(given))][0]: "has windows taken along it"}
+    return moved(case, dims, windows, keep)
+
+
+def _windows(shape: Shape, dim: int) -> Dims:
+    """The dimensions of windows along a dimension: their number there, and last their length."""
+    dims = named(shape)
+    return (*dims[:dim], ("n",), *dims[dim + 1 :], ("w",))
+
+
+def _unfold_backward(case: Case) -> Answer:
+    (grad,), made = case.operands, case.shape()
+    given = _windows(made, dim_of(case["dim"], len(made)))
+    sizes = {dim[0]: size for dim, size in zip(given, grad.shape, strict=True)}
+    sizes |= {f"d{i}": size for i, size in enumerate(made)}
+    keep = dict.fromkeys(("n", "w"), "is of windows")
+    factors = Factors((given,), (named(made),), sizes, each(0), keep)
+    return solve(case, factors, sizes={"input_sizes": 0})
+
+
+_LINEAR: frozenset[object] = frozenset(
     {
         *(_ATEN.avg_pool2d.default, _ATEN._adaptive_avg_pool2d.default),
         *(_ATEN.avg_pool2d_backward.default, _ATEN._adaptive_avg_pool2d_backward.default),
-        _ATEN.max_pool2d_with_indices_backward.default,
+        *(_ATEN.max_pool2d_with_indices_backward.default, _ATEN.upsample_nearest2d.default),
+        *(_ATEN.adaptive_max_pool2d_backward.default, _ATEN.upsample_nearest2d_backward.default),
+        *(_ATEN.upsample_bilinear2d.default, _ATEN.upsample_bilinear2d_backward.default),
+        *(_ATEN.upsample_bicubic2d.default, _ATEN.upsample_bicubic2d_backward.default),
+        *(_ATEN.reflection_pad2d.default, _ATEN.reflection_pad2d_backward.default),
+        *(_ATEN.replication_pad2d.default, _ATEN.replication_pad2d_backward.default),
+    }
+)
+_LINEAR_3D: frozenset[object] = frozenset(
+    {
+        *(_ATEN.avg_pool3d.default, _ATEN.avg_pool3d_backward.default),
+        _ATEN.max_pool3d_with_indices_backward.default,
     }
 )
 
 RULES: Mapping[object, Rule] = {
     _ATEN.convolution.default: _convolution,
     _ATEN.convolution_backward.default: _convolution_backward,
-    **dict.fromkeys((*_LINEAR, _ATEN.max_pool2d_with_indices.default), _pooling),
+    **dict.fromkeys(
+        (
+            *(*_LINEAR, _ATEN.max_pool2d_with_indices.default),
+            _ATEN.adaptive_max_pool2d.default,
+        ),
+        _pooling,
+    ),
+    **dict.fromkeys(
+        (*_LINEAR_3D, _ATEN.max_pool3d_with_indices.default), partial(_pooling, pixels=3)
+    ),
+    **dict.fromkeys((_ATEN.im2col.default, _ATEN.col2im.default), _blocks),
+    _ATEN.unfold.default: _unfold,
+    _ATEN.unfold_backward.default: _unfold_backward,
 }

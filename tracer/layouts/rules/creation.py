@@ -58,6 +58,19 @@ def _like(case: Case) -> Answer:
     return Answer((operand.layout,), (Layout(operand.cuts),))
 
 
+def _filled_strided(case: Case) -> Answer:
+    return made(case, {}, _local_strided)
+
+
+def _local_strided(op: LocalOp) -> Any:
+    """A piece needs no gaps between its rows."""
+    (region,), (like,) = op.results, op.fakes
+    assert region is not None
+    return op.emit(
+        _ATEN.empty.memory_format, list(shape_of(region)), dtype=like.dtype, device=like.device
+    )
+
+
 RULES: Mapping[object, Rule] = {
     **dict.fromkeys(
         (
@@ -74,6 +87,9 @@ RULES: Mapping[object, Rule] = {
             _ATEN.linspace.default,
         ),
         _counted,
+    ),
+    **dict.fromkeys(
+        (_ATEN.empty_strided.default, _ATEN.new_empty_strided.default), _filled_strided
     ),
     **dict.fromkeys(
         (

@@ -14,7 +14,7 @@ from torch import fx
 from ....ir.layout import shape_of
 from ..cases import Answer, Case, Expansion, LocalOp, Operand, Rule, Shape, dim_of
 from ..cuts import is_interval
-from ..factors import Dim, Dims, Factors, each, jointly, solve
+from ..factors import Dim, Dims, Factors, Linear, each, jointly, solve
 from .views import named
 
 _ATEN = torch.ops.aten
@@ -265,7 +265,8 @@ def _scatter(case: Case) -> Answer:
     operands: tuple[Dims, ...] = (given, dims)
     if values is not None:
         operands = (*operands, dims if values.shape == index else _own(values, sizes, keep))
-    linear = jointly(0, 2) if values is not None else ()
+    adds = values is not None and case.target is not _ATEN.scatter_reduce.two
+    linear = jointly(0, 2) if adds else ()
     return solve(case, Factors(operands, (given,), sizes, linear, keep))
 
 
@@ -299,6 +300,32 @@ def _index_add(case: Case) -> Answer:
     return solve(case, factors)
 
 
+def _index_fill(case: Case) -> Answer:
+    """Of a tensor's entries along a dimension, some are replaced: by a number, or by rows."""
+    source = case["self"].shape
+    dim = dim_of(case["dim"], len(source))
+    dims = named(source)
+    sizes = {f"d{n}": size for n, size in enumerate(source)} | {"i": case["index"].shape[0]}
+    keep = dict.fromkeys((f"d{dim}", "i"), "is indexed by a tensor")
+    given = [dims, (("i",),)]
+    linear: Linear = ()
+    if "source" in case.arguments:
+        given.append((*dims[:dim], ("i",), *dims[dim + 1 :]))
+        linear = jointly(0, 2)
+    elif isinstance(case["value"], Operand):
+        given.append(())
+    return solve(case, Factors(tuple(given), (dims,), sizes, linear, keep))
+
+
+def _bucketize(case: Case) -> Answer:
+    """Where each entry lies among boundaries, which are whole."""
+    dims = named(case.shape())
+    sizes = {f"d{n}": size for n, size in enumerate(case.shape())}
+    sizes["b"] = case["boundaries"].shape[0]
+    keep = {"b": "is searched"}
+    return solve(case, Factors((dims, (("b",),)), (dims,), sizes, (), keep))
+
+
 RULES: Mapping[object, Rule] = {
     _ATEN.embedding.default: _embedding,
     _ATEN.embedding_dense_backward.default: _embedding_backward,
@@ -309,4 +336,8 @@ RULES: Mapping[object, Rule] = {
     _ATEN.scatter.value: _scatter,
     _ATEN.index_select.default: _index_select,
     _ATEN.index_add.default: _index_add,
+    **dict.fromkeys((_ATEN.index_fill.int_Scalar, _ATEN.index_fill.int_Tensor), _index_fill),
+    _ATEN.index_copy.default: _index_fill,
+    _ATEN.scatter_reduce.two: _scatter,
+    _ATEN.bucketize.Tensor: _bucketize,
 }

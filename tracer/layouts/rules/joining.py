@@ -95,9 +95,57 @@ def _unbind(case: Case) -> Answer:
     return solve(case, Factors((dims,), results, sizes, each(0), keep, moves=True))
 
 
+def _gated(case: Case) -> Answer:
+    """Halves of a dimension, of which one gates the other: it may be cut as two blocks."""
+    return _halves(case, (True,), False)
+
+
+def _gated_backward(case: Case) -> Answer:
+    return _halves(case, (False, True), True)
+
+
+def _halves(case: Case, both: Sequence[bool], result: bool) -> Answer:
+    """Operands and a result that have two halves, or are of one."""
+    shape = case.operands[-1].shape
+    dim = dim_of(case["dim"], len(shape))
+    dims = named(shape)
+    forms = {
+        True: (*dims[:dim], ("n", "b"), *dims[dim + 1 :]),
+        False: (*dims[:dim], ("b",), *dims[dim + 1 :]),
+    }
+    sizes = {f"d{i}": size for i, size in enumerate(shape)} | {"n": 2, "b": shape[dim] // 2}
+    linear = each(0) if result else ()
+    given = tuple(forms[each_] for each_ in both)
+    keep = {"n": "is two halves"}
+    return solve(case, Factors(given, (forms[result],), sizes, linear, keep))
+
+
+def _select_scatter(case: Case) -> Answer:
+    dims, dim = named(case.shape()), dim_of(case["dim"], len(case.shape()))
+    sizes = {f"d{i}": size for i, size in enumerate(case.shape())}
+    keep = {dims[dim][0]: "has one index replaced"}
+    given = (dims, (*dims[:dim], *dims[dim + 1 :]))
+    return solve(case, Factors(given, (dims,), sizes, jointly(0, 1), keep, moves=True))
+
+
+def _slice_scatter(case: Case) -> Answer:
+    dims, dim = named(case.shape()), dim_of(case["dim"], len(case.shape()))
+    sizes = {f"d{i}": size for i, size in enumerate(case.shape())}
+    sizes["s"] = case["src"].shape[dim]
+    keep = dict.fromkeys((dims[dim][0], "s"), "has a slice replaced")
+    given = (dims, (*dims[:dim], ("s",), *dims[dim + 1 :]))
+    return solve(case, Factors(given, (dims,), sizes, jointly(0, 1), keep, moves=True))
+
+
 RULES: Mapping[object, Rule] = {
     _ATEN.cat.default: _cat,
     _ATEN.stack.default: _stack,
-    **dict.fromkeys((_ATEN.split.Tensor, _ATEN.split_with_sizes.default), _split),
+    **dict.fromkeys(
+        (_ATEN.split.Tensor, _ATEN.split_with_sizes.default, _ATEN.unsafe_split.Tensor), _split
+    ),
     _ATEN.unbind.int: _unbind,
+    _ATEN.glu.default: _gated,
+    _ATEN.glu_backward.default: _gated_backward,
+    _ATEN.select_scatter.default: _select_scatter,
+    _ATEN.slice_scatter.default: _slice_scatter,
 }

@@ -49,6 +49,10 @@ def _first(case: Case) -> Linear:
     return each(0)
 
 
+def _last(case: Case) -> Linear:
+    return each(len(case.operands) - 1)
+
+
 def _scaled(case: Case) -> Linear:
     return each(0) if _rounds_nowhere(case) else NOT_LINEAR
 
@@ -114,6 +118,10 @@ _LINEAR: Mapping[object, Callable[[Case], Linear]] = {
     _ATEN.hardswish_backward.default: _first,
     _ATEN.hardsigmoid_backward.default: _first,
     _ATEN.softplus_backward.default: _first,
+    _ATEN.mish_backward.default: _first,
+    _ATEN.softshrink_backward.default: _first,
+    _ATEN.hardshrink_backward.default: _first,
+    _ATEN._prelu_kernel_backward.default: _last,
 }
 
 _UNTAGGED = (
@@ -124,6 +132,10 @@ _UNTAGGED = (
     _ATEN.lift_fresh_copy.default,
     *(_ATEN.softplus_backward.default, _ATEN.hardsigmoid_backward.default, _ATEN.polar.default),
     *(_ATEN.complex.default, _ATEN.floor_divide.default, _ATEN.native_dropout_backward.default),
+    *(_ATEN.mish_backward.default, _ATEN.softshrink_backward.default, _ATEN.hardswish.default),
+    *(_ATEN.hardshrink_backward.default, _ATEN._prelu_kernel.default, _ATEN._conj.default),
+    *(_ATEN._prelu_kernel_backward.default, _ATEN.fill_.Tensor, _ATEN.masked_fill_.Scalar),
+    *(_ATEN.masked_fill_.Tensor, _ATEN.copy.default),
 )
 """Ops that work entry by entry, but have no such tag."""
 
@@ -136,7 +148,7 @@ def rule(case: Case) -> Answer:
 
 
 def is_pointwise(target: torch._ops.OpOverload) -> bool:
-    """Whether torch says that an op works entry by entry, and it draws no random numbers."""
+    """True if torch says that an op works entry by entry, and it draws no random numbers."""
     tags = target.tags
     return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
 

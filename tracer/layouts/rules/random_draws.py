@@ -91,7 +91,11 @@ RULES: Mapping[object, Rule] = {
         (_ATEN.rand_like.default, _ATEN.randn_like.default, _ATEN.randint_like.default), _like
     ),
     **dict.fromkeys(
-        (_ATEN.bernoulli_.float, _ATEN.uniform_.default, _ATEN.normal_.default), _in_place
+        (
+            *(_ATEN.bernoulli_.float, _ATEN.uniform_.default, _ATEN.normal_.default),
+            _ATEN.exponential_.default,
+        ),
+        _in_place,
     ),
     _ATEN.native_dropout.default: _dropout,
 }

@@ -114,7 +114,14 @@ def _variance_of(
     mean = self.sum(dims, keepdim=True) / count
     squares = (self - mean).square().sum(dims, keepdim=keep)
     variance = squares / max(count - (1 if correction is None else correction), 0)
-    return variance.sqrt() if target is _ATEN.std.correction else variance
+    found = variance.sqrt() if target in _DEVIATIONS else variance
+    if target in _WITH_MEAN:
+        return found, mean if keep else mean.squeeze(dims)
+    return found
+
+
+_DEVIATIONS = (_ATEN.std.correction, _ATEN.std_mean.correction)
+_WITH_MEAN = (_ATEN.var_mean.correction, _ATEN.std_mean.correction)
 
 
 def _norm(case: Case) -> Answer | Expansion:
@@ -197,13 +204,18 @@ RULES: Mapping[object, Rule] = {
     **dict.fromkeys((_ATEN.amin.default, _ATEN.min.default), partial(_extreme, ReduceOp.MIN)),
     **dict.fromkeys((_ATEN.prod.default, _ATEN.prod.dim_int), _multiplied),
     **dict.fromkeys((_ATEN.var.correction, _ATEN.std.correction), _variance),
+    **dict.fromkeys((_ATEN.var_mean.correction, _ATEN.std_mean.correction), _variance),
     _ATEN.linalg_vector_norm.default: _norm,
     _ATEN.logsumexp.default: _logsumexp,
     **dict.fromkeys((_ATEN.argmax.default, _ATEN.argmin.default), _chosen),
-    **dict.fromkeys((_ATEN.max.dim, _ATEN.min.dim), _chosen),
+    **dict.fromkeys((_ATEN.max.dim, _ATEN.min.dim, _ATEN.aminmax.default), _chosen),
+    **dict.fromkeys((_ATEN.median.dim, _ATEN.mode.default, _ATEN.kthvalue.default), _chosen),
     **dict.fromkeys((_ATEN.any.default, _ATEN.any.dim, _ATEN.any.dims), _chosen),
     **dict.fromkeys((_ATEN.all.default, _ATEN.all.dim, _ATEN.all.dims), _chosen),
     **dict.fromkeys((_ATEN.cumsum.default, _ATEN.cumprod.default), _along),
+    **dict.fromkeys(
+        (_ATEN.cummax.default, _ATEN.cummin.default, _ATEN.logcumsumexp.default), _along
+    ),
     **dict.fromkeys(
         (_ATEN.sort.default, _ATEN.sort.stable, _ATEN.topk.default, _ATEN.argsort.default), _along
     ),

@@ -13,19 +13,21 @@ from . import (
     contractions,
     convolution,
     creation,
+    decomposed,
     indexing,
     joining,
+    losses,
     normalization,
     pointwise,
     random_draws,
     reductions,
-    softmax_and_losses,
+    softmax,
     views,
 )
 
 _FAMILIES = (
-    *(attention, contractions, convolution, creation, indexing, joining, normalization, pointwise),
-    *(random_draws, reductions, softmax_and_losses, views),
+    *(attention, contractions, convolution, creation, indexing, joining, losses, normalization),
+    *(pointwise, random_draws, reductions, softmax, views),
 )
 
 RULES: Mapping[object, Rule] = {
@@ -35,22 +37,30 @@ RULES: Mapping[object, Rule] = {
 VIEWS = frozenset(views.RULES) - views.SELECTING
 """Ops that give all entries of their operand, and nothing else."""
 
+LINEAR: frozenset[object] = VIEWS | {
+    torch.ops.aten.mul.Tensor,
+    torch.ops.aten.mul.Scalar,
+    torch.ops.aten.div.Tensor,
+    torch.ops.aten.div.Scalar,
+    torch.ops.aten.neg.default,
+    torch.ops.aten.sum.dim_IntList,
+}
+"""Ops that cost little, and are linear in each tensor that may be a sum over ranks."""
+
 
 def rule_of(target: object, loc: Location | None) -> Rule:
     """The rule of an op.
 
     Raises:
-        LayoutError: it has none.
+        LayoutError: what is called is no op.
     """
     rule = RULES.get(target)
     if rule is not None:
         return rule
-    if isinstance(target, torch._ops.OpOverload) and pointwise.is_pointwise(target):
-        return pointwise.rule
-    name = str(target).removesuffix(".default")
+    if isinstance(target, torch._ops.OpOverload):
+        return pointwise.rule if pointwise.is_pointwise(target) else decomposed.rule
     raise LayoutError(
-        f"{name} has no rule that says what it does with tensors that are cut",
+        f"{target} is no operator of torch, so nothing says what it does with tensors that are cut",
         loc=loc,
-        remedy="call it where its operands are whole; or add a rule for it to a module of "
-        "tracer/layouts/rules, whose RULES name its op",
+        remedy="call it in a method of an actor that is on one rank",
     )

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from ....ir.layout import shape_of
-from ..cases import Answer, Case, LocalOp, Rule, Shape, dim_of, dims_of
+from ..cases import Answer, Case, Expansion, LocalOp, Rule, Shape, dim_of, dims_of
 from ..cuts import is_interval
 from ..factors import Dim, Dims, Factors, each, solve
 
@@ -314,6 +315,56 @@ def _local_triangle(op: LocalOp) -> Any:
     return op.run(diagonal=op.arguments["diagonal"] + row - column)
 
 
+def _diagonal(case: Case) -> Answer:
+    given = case.operands[0].shape
+    dims, diagonal, gone = _diagonals(case, given)
+    keep = {dims[i][0]: "has its diagonal taken" for i in gone}
+    return moved(case, dims, diagonal, keep)
+
+
+def _diagonal_backward(case: Case) -> Answer:
+    dims, diagonal, _ = _diagonals(case, case.shape())
+    return moved(case, diagonal, dims, {"n": "is a diagonal"}, sizes={"input_sizes": 0})
+
+
+def _diagonals(case: Case, shape: Shape) -> tuple[Dims, Dims, tuple[int, int]]:
+    """The dimensions of a tensor and of its diagonals, which are the last one; those of these."""
+    gone = dim_of(case["dim1"], len(shape)), dim_of(case["dim2"], len(shape))
+    dims = named(shape)
+    return dims, (*(d for i, d in enumerate(dims) if i not in gone), ("n",)), gone
+
+
+def _strided(case: Case) -> Answer | Expansion:
+    """Strides of a tensor without gaps, in another order: a reshape and a permutation."""
+    (operand,) = case.operands
+    given = operand.node.meta["val"]
+    size, stride = list(case["size"]), list(case["stride"])
+    order = sorted(range(len(size)), key=lambda i: (-stride[i], -size[i]))
+    dense = [math.prod(size[j] for j in order[n + 1 :]) for n in range(len(order))]
+    fits = all(size[i] == 1 or stride[i] == dense[n] for n, i in enumerate(order))
+    offset = case["storage_offset"]
+    if not given.is_contiguous() or offset or math.prod(size) != given.numel() or not fits:
+        raise case.error(
+            f"it takes strides {stride} of memory, of which ranks hold pieces",
+            "use view, permute or slices, which say what they take in indices",
+        )
+    back = [order.index(i) for i in range(len(order))]
+    return Expansion(partial(_reshaped, [size[i] for i in order], back))
+
+
+def _reshaped(shape: list[int], order: list[int], *, self: torch.Tensor, **_: Any) -> torch.Tensor:
+    return self.view(shape).permute(order)
+
+
+def _view_as_real(case: Case) -> Answer:
+    return moved(case, dims := named(case.operands[0].shape), (*dims, ("parts",)))
+
+
+def _view_as_complex(case: Case) -> Answer:
+    dims = named(case.operands[0].shape)
+    return moved(case, dims, dims[:-1], {dims[-1][0]: "has real and imaginary parts"})
+
+
 RULES: Mapping[object, Rule] = {
     **dict.fromkeys((_ATEN.view.default, _ATEN._unsafe_view.default, _ATEN.reshape.default), view),
     _ATEN.permute.default: _permute,
@@ -331,13 +382,19 @@ RULES: Mapping[object, Rule] = {
     _ATEN.roll.default: _roll,
     _ATEN.constant_pad_nd.default: _pad,
     **dict.fromkeys((_ATEN.tril.default, _ATEN.triu.default), _triangle),
+    _ATEN.diagonal.default: _diagonal,
+    _ATEN.diagonal_backward.default: _diagonal_backward,
+    _ATEN.as_strided.default: _strided,
+    _ATEN.view_as_real.default: _view_as_real,
+    _ATEN.view_as_complex.default: _view_as_complex,
 }
 
 SELECTING: frozenset[object] = frozenset(
     {
         *(_ATEN.select.int, _ATEN.select_backward.default, _ATEN.slice.Tensor),
         *(_ATEN.slice_backward.default, _ATEN.constant_pad_nd.default, _ATEN.tril.default),
-        *(_ATEN.triu.default, _ATEN.repeat.default),
+        *(_ATEN.triu.default, _ATEN.repeat.default, _ATEN.diagonal.default),
+        _ATEN.diagonal_backward.default,
     }
 )
 """Those that leave entries out, or add some."""

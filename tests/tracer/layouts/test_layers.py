@@ -1,0 +1,85 @@
+"""Layers whose statistics are of the whole batch, and what they write to their buffers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cg.tracer.layouts.cases import LayoutError
+
+from .joint_tools import compare
+from .op_cases import ATEN, ints
+from .simulation import check, layout, mesh
+
+GRID = mesh(dp=2, tp=2)
+STATISTICS = (ints(4), ints(4).abs() + 1)
+
+
+def running(x: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor) -> Any:
+    """What a batch norm in training gives, and the statistics that it has updated."""
+    made = ATEN.native_batch_norm(x, None, None, mean, variance, True, 0.25, 1e-5)
+    return made[0], mean * 1, variance * 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "statistics", "reductions"),
+    [("dp,-,-", "-", 2), ("dp.tp,-,-", "-", 2), ("dp,tp,-", "tp", 2), ("-,-,tp", "-", 2)],
+)
+def test_a_batch_norm_is_one_of_the_whole_batch(
+    rows: str, statistics: str, reductions: int
+) -> None:
+    given = [layout(rows), layout(statistics), layout(statistics)]
+    run = check(running, [ints(6, 4, 3), *STATISTICS], given, GRID, tolerance=1e-12)
+    assert [change.value for change in run.changes].count("reduce") == reductions
+
+
+def test_statistics_that_a_batch_norm_updates_are_cut_as_its_channels() -> None:
+    given = [layout("dp,tp,-"), layout("-"), layout("-")]
+    message = r"channels are cut along tp, and %mean_1, which it updates, is not laid out like that"
+    with pytest.raises(LayoutError, match=message) as caught:
+        check(running, [ints(6, 4, 3), *STATISTICS], given, GRID)
+    assert (
+        caught.value.remedy == "give running_mean and running_var the cut of the channels in "
+        "the plan"
+    )
+
+
+class Convolutional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        self.groups, self.head = nn.GroupNorm(2, 4), nn.Linear(4, 3)
+        self.double()
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        made = torch.nn.functional.max_pool2d(self.norm(self.stem(x)).relu(), 2)
+        made = self.groups(made).mean((2, 3))
+        return nn.functional.mse_loss(self.head(made), target)
+
+
+@pytest.mark.parametrize("rows", [4, 3])
+def test_a_convolutional_model_of_a_cut_batch(rows: int) -> None:
+    args = [ints(rows, 3, 6, 6), ints(rows, 3)]
+    run = compare(Convolutional(), "forward", {}, GRID, args, ["dp,-,-,-", "dp,-"], tolerance=1e-9)
+    # The loss; mean and variance; and in the backward the two sums of the norm.
+    assert [change.value for change in run.changes].count("reduce") == 5
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.cells = kind(5, 4, batch_first=True).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.cells(x)[0]
+        return made
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_of_a_cut_batch(kind: type[nn.Module]) -> None:
+    actor = Recurrent(kind)
+    run = compare(actor, "forward", {}, GRID, [ints(3, 2, 5)], ["dp,-,-"], tolerance=1e-9)
+    assert {change.value for change in run.changes} <= {"slice"}

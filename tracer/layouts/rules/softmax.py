@@ -1,0 +1,88 @@
+"""Rules of softmax, along a dimension that may be cut.
+
+Where it is, an op is expanded to a maximum, a sum of exponentials and what lies between them; each
+becomes a reduction over ranks. As in Megatron-LM's vocabulary-parallel cross entropy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..cases import Answer, Case, Expansion, Rule, dim_of
+from ..factors import Factors, solve
+from .views import named
+
+_ATEN = torch.ops.aten
+
+
+def _along(case: Case, expanded: Any) -> Answer | Expansion:
+    """An op along a dimension; over a cut one, it is expanded."""
+    first = case.operands[0]
+    dim = dim_of(case["dim"], len(first.shape))
+    if any(case.has_cut(operand, dim) for operand in case.operands if operand.shape):
+        return Expansion(expanded)
+    dims = named(first.shape)
+    sizes = {f"d{i}": size for i, size in enumerate(first.shape)}
+    keep = {f"d{dim}": "is normalized"}
+    return solve(case, Factors((dims,) * len(case.operands), (dims,), sizes, (), keep))
+
+
+def _softmax(case: Case) -> Answer | Expansion:
+    return _along(case, _softmax_of)
+
+
+def _softmax_of(*, self: torch.Tensor, dim: int, half_to_float: bool = False) -> torch.Tensor:
+    given = self.float() if half_to_float else self
+    powers = (given - given.amax(dim, keepdim=True)).exp()
+    return powers / powers.sum(dim, keepdim=True)
+
+
+def _log_softmax(case: Case) -> Answer | Expansion:
+    return _along(case, _log_softmax_of)
+
+
+def _log_softmax_of(*, self: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
+    given = self.float() if half_to_float else self
+    shifted = given - given.amax(dim, keepdim=True)
+    return shifted - shifted.exp().sum(dim, keepdim=True).log()
+
+
+def _softmax_backward(case: Case) -> Answer | Expansion:
+    return _along(case, _softmax_backward_of)
+
+
+def _softmax_backward_of(
+    *, grad_output: torch.Tensor, output: torch.Tensor, dim: int, input_dtype: torch.dtype
+) -> torch.Tensor:
+    product = grad_output * output
+    return (product - output * product.sum(dim, keepdim=True)).to(input_dtype)
+
+
+def _log_softmax_backward(case: Case) -> Answer | Expansion:
+    return _along(case, _log_softmax_backward_of)
+
+
+def _log_softmax_backward_of(
+    *, grad_output: torch.Tensor, output: torch.Tensor, dim: int, input_dtype: torch.dtype
+) -> torch.Tensor:
+    total = grad_output.sum(dim, keepdim=True)
+    return (grad_output - output.exp() * total).to(input_dtype)
+
+
+def _safe_softmax(case: Case) -> Answer | Expansion:
+    dims = named(case.operands[0].shape)
+    sizes = {f"d{i}": size for i, size in enumerate(case.shape())}
+    dim = dim_of(case["dim"], len(dims))
+    return solve(case, Factors((dims,), (dims,), sizes, (), {f"d{dim}": "is normalized"}))
+
+
+RULES: Mapping[object, Rule] = {
+    _ATEN._softmax.default: _softmax,
+    _ATEN._log_softmax.default: _log_softmax,
+    _ATEN._softmax_backward_data.default: _softmax_backward,
+    _ATEN._log_softmax_backward_data.default: _log_softmax_backward,
+    _ATEN._safe_softmax.default: _safe_softmax,
+}
