@@ -17,7 +17,7 @@ _OURS = tuple(
     for room in ("ir", "tracer", "passes", "backends", "launch")
 )
 _COMPILED = os.path.join("build", "mypyc", "source", "cg") + os.sep
-"""Where machine code says in tracebacks that it comes from: the copy that `setup.py` compiles."""
+"""The folder that tracebacks name for machine code: the copy that `setup.py` compiles."""
 _TORCH = find_spec("torch")  # found, not imported: this is needed before that, too
 _TORCH_FILES = tuple(
     os.path.abspath(room) + os.sep for room in (_TORCH and _TORCH.submodule_search_locations) or ()

@@ -24,7 +24,12 @@ from cg.ir.printer import format_op
 from cg.ir.types import ObjectType, Place
 from cg.tracer.actors.factory import ActorFactory
 from cg.tracer.errors import TraceError
-from cg.tracer.functions.interface import MethodTarget, TracedFunction, TracedVjp
+from cg.tracer.functions.interface import (
+    MethodTarget,
+    TracedFunction,
+    TracedPart,
+    TracedVjp,
+)
 from cg.tracer.step.specs import ObjectSpec, Static, TensorSpec, Tree
 from cg.tracer.step.step import trace_step
 from cg.tracer.step.trace import Trace
@@ -75,7 +80,7 @@ class _Random(TorchDispatchMode):
 
 
 class EagerTracer:
-    """Implements `FunctionTracer`; counts what it traces in `traced`."""
+    """A `FunctionTracer` that counts what it traces in `traced`."""
 
     def __init__(self) -> None:
         self.traced: list[str] = []
@@ -169,7 +174,9 @@ class EagerTracer:
             return [gradient.clone() for gradient in found[: len(grad_inputs)]]
 
         vjp = Vjp(name, forward.name, backward.name, grad_outputs, grad_inputs)
-        return TracedVjp(vjp, forward, backward, forward_body, backward_body)
+        return TracedVjp(
+            vjp, TracedPart(forward, forward_body), TracedPart(backward, backward_body)
+        )
 
 
 class Opaque:

@@ -30,10 +30,10 @@ def causal_lm(family: str, **config: Any) -> nn.Module:
     torch.manual_seed(0)
     if family == "gpt2":
         gpt2 = transformers.GPT2Config(
-            vocab_size=31, n_embd=16, n_layer=2, n_head=4, n_positions=32, **config
+            vocab_size=31, n_embd=16, n_head=4, n_positions=32, **{"n_layer": 2, **config}
         )
         return transformers.GPT2LMHeadModel(gpt2)
-    name = {"qwen2": "Qwen2", "llama": "Llama"}[family]
+    name = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama", "mistral": "Mistral"}[family]
     built = getattr(transformers, f"{name}Config")(**{**TINY, **config})
     return getattr(transformers, f"{name}ForCausalLM")(built)  # type: ignore[no-any-return]
 

@@ -75,14 +75,24 @@ def _replaced(old: Any, within: tuple[int, ...], value: Any) -> Any:
 
 @dataclass(eq=False, slots=True)
 class StateTensor:
-    """One tensor of the state with all the slots that hold it (several: a tied tensor)."""
+    """One tensor of the state with all the slots that hold it (several: a tied tensor).
+
+    Attributes:
+        whole: the shape of the logical tensor, where `tensor` is a piece of one.
+    """
 
     tensor: torch.Tensor
     slots: list[Slot]
+    whole: tuple[int, ...] | None = None
 
     @property
     def path(self) -> str:
         return self.slots[0].path
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the logical tensor."""
+        return tuple(self.tensor.shape) if self.whole is None else self.whole
 
     @property
     def is_trained(self) -> bool:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
 
+from ...ir.module import FunctionKind
 from ...ir.types import Place
 from ..errors import TraceError
 from ..functions.calls import find_or_declare, record
 from ..functions.interface import MethodTarget, Peers
+from ..groups.gradient_sums import reduce_gradients
+from ..groups.group import Group, GroupActor
+from ..groups.group_calls import bring, gather
+from ..groups.mesh import describe
 from ..source import caller_location
 from ..step.arguments import take_apart
 from ..step.session import Session, recording
@@ -38,13 +43,13 @@ class ActorHandle(NotAValue):
 
     Attributes:
         name: the name of the actor's class in lower case, and a number.
-        rank: where it lives.
+        place: the rank where it lives, or the mesh whose ranks hold its pieces.
         cls: its class.
     """
 
     __slots__ = (
-        *("__weakref__", "_actors", "_instance", "_member", "_methods", "_peers"),
-        *("cls", "name", "place", "rank"),
+        *("__weakref__", "_actors", "_group", "_instance", "_member", "_methods", "_peers"),
+        *("_rank", "cls", "name", "place"),
     )
 
     what_it_is = "an actor, which is not a value"
@@ -57,36 +62,66 @@ class ActorHandle(NotAValue):
         peers: Peers,
         instance: object,
         actors: Actors | None = None,
+        group: GroupActor | None = None,
     ) -> None:
         self.name = name
-        self.rank = rank
         self.cls = cls
-        self.place = Place.of(rank)
+        self.place: Place = Place.of(rank) if group is None else group.mesh
+        self._rank = rank
+        self._group = group
         self._peers = peers
         self._instance = instance
         self._methods: dict[str, ActorMethod] = {}
         self._actors = Actors(member_of) if actors is None else actors
-        self._member = Member(name, rank, peers, (instance,) if self.is_local else ())
+        held = (instance,) if self.is_local else ()
+        self._member = Member(name, rank, peers, held, group=group)
         self._actors.enter(self._member)
 
     @property
+    def rank(self) -> int:
+        """The rank where it lives.
+
+        Raises:
+            ActorError: it is on a mesh of several ranks.
+        """
+        if not self.place.is_single:
+            raise ActorError(f"{self.name} is on {self._where}; ask for {self.name}.place.ranks")
+        return self._rank
+
+    @property
+    def instances(self) -> Mapping[int, Any]:
+        """The objects of the ranks that this process plays, by rank: with all, or with pieces."""
+        if self._group is not None:
+            return self._group.instances
+        return {self._rank: self._instance} if self.is_local else {}
+
+    @property
     def is_local(self) -> bool:
-        """True if this process holds the instance."""
+        """True if this process holds the instance, or that of a rank of its mesh."""
         return self._instance is not ELSEWHERE
 
     @property
     def local(self) -> Any:
-        """The instance itself.
+        """The instance itself; of an actor on a mesh, the one with this rank's pieces.
 
         Raises:
-            ActorError: another process holds it.
+            ActorError: another process holds it, or this one plays several ranks of its mesh.
         """
         if self._instance is ELSEWHERE:
             raise ActorError(
-                f"{self.name} lives on rank {self.rank}, this is rank {self._peers.rank}; "
+                f"{self.name} lives on {self._where}, this is rank {self._peers.rank}; "
                 f"ask for {self.name}.local only where {self.name}.is_local"
             )
+        if self._group is not None and len(self._group.instances) > 1:
+            raise ActorError(
+                f"this process plays ranks {list(self._group.instances)} of {self.name}, each with "
+                f"pieces of its own; ask for {self.name}.instances[rank]"
+            )
         return self._instance
+
+    @property
+    def _where(self) -> str:
+        return f"rank {self._rank}" if self._group is None else describe(self._group.mesh)
 
     def __getattr__(self, name: str) -> ActorMethod:
         methods = self._methods
@@ -104,7 +139,7 @@ class ActorHandle(NotAValue):
         return AttributeError(
             f"{what} the actor {self.name}; the methods of {self.cls.__name__} are: {methods}. "
             "Attributes live with the instance: read them in a method, or, outside of steps and "
-            f"on rank {self.rank}, from {self.name}.local"
+            f"on {self._where}, from {self.name}.local"
         )
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -118,7 +153,7 @@ class ActorHandle(NotAValue):
 
     def __repr__(self) -> str:
         where = "here" if self.is_local else "elsewhere"
-        return f"<actor {self.name}: {self.cls.__name__} on rank {self.rank}, {where}>"
+        return f"<actor {self.name}: {self.cls.__name__} on {self._where}, {where}>"
 
     def __copy__(self) -> ActorHandle:
         return self
@@ -133,7 +168,7 @@ class ActorHandle(NotAValue):
         )
 
 
-RESERVED = {"name", "rank", "cls", "place", "local", "is_local"}
+RESERVED = {"name", "rank", "cls", "place", "local", "is_local", "instances"}
 
 
 class ActorMethod(NotAValue):
@@ -178,9 +213,14 @@ class ActorMethod(NotAValue):
         handle = self.handle
         if not handle.is_local:
             raise ActorError(
-                f"{self.shown} was called outside of a step, but {handle.name} lives on rank "
-                f"{handle.rank} and this is rank {handle._peers.rank}; call it in a step "
+                f"{self.shown} was called outside of a step, but {handle.name} lives on "
+                f"{handle._where} and this is rank {handle._peers.rank}; call it in a step "
                 f"(@cg.trace), or only where {handle.name}.is_local"
+            )
+        if not handle.place.is_single:
+            raise ActorError(
+                f"{self.shown} was called outside of a step, but {handle.name} is on "
+                f"{handle._where}, and no rank holds all of it; call it in a step (@cg.trace)"
             )
         if self.function is not None:
             return self.function(handle.local, *args, **kwargs)
@@ -259,25 +299,53 @@ def _call(
     session.ambient.check(method.shown, loc)
     with torch._C.DisableTorchFunction():
         arguments = take_apart(session, args, kwargs, method.shown, loc)
-    callee = find_or_declare(session, method, arguments, lambda: _subject(session, method), loc)
+    group = None
+    if handle._group is None and session.module.meshes:
+        with torch._C.DisableTorchFunction():
+            arguments = gather(session, handle.place, arguments, loc)
+    elif handle._group is not None:
+        with torch._C.DisableTorchFunction():
+            named = _named(method)
+            arguments, layouts = bring(session, handle._group, named, arguments, loc)
+        group = handle._group.group(layouts)
+    called = (method, None if group is None else group.inputs)
+    callee = find_or_declare(
+        session, called, arguments, lambda: _subject(session, method, group), loc
+    )
+    if callee.declaration.kind is FunctionKind.OPAQUE:
+        reduce_gradients(session, handle.name, loc)
     return record(session, callee, arguments, handle.place, loc)
 
 
-def _subject(session: Session, method: ActorMethod) -> tuple[MethodTarget | None, int, str]:
+def _named(method: ActorMethod) -> tuple[str, Callable[..., Any]]:
+    """A method's name as a plan knows it, and its function."""
+    if method.function is not None:
+        return method.name, method.function
+    cls = method.handle.cls
+    if method.name == "__call__" and issubclass(cls, torch.nn.Module):
+        return "forward", cls.forward
+    return method.name, getattr(cls, method.name)
+
+
+def _subject(
+    session: Session, method: ActorMethod, group: Group | None
+) -> tuple[MethodTarget | None, tuple[int, ...], str]:
     """A method to be traced, as `find_or_declare` takes it."""
     handle = method.handle
+    owner = handle.place.ranks
     if session.sharing is None:
         with torch._C.DisableTorchFunction():
             session.sharing = find_sharing(handle._actors, session.peers)
     if not handle.is_local:
-        return None, handle.rank, method.shown
+        return None, owner, method.shown
     target = MethodTarget(
         handle.name,
-        handle.local,
+        handle._instance,
         method.name,
         method.remat,
         method.function,
         session.sharing.together.get(handle.name, ()),
         session.sharing.uses.get(handle.name),
+        group,
     )
-    return target, handle.rank, method.shown
+    return target, owner, method.shown

@@ -16,6 +16,7 @@ from weakref import ref
 import torch
 
 from ...ir.module import FunctionKind
+from ..codegen.codegen import wrapped
 from ..errors import TraceError
 from ..functions.interface import Body
 from ..heap.snapshot import MISSING, Snapshot
@@ -122,7 +123,8 @@ def _watch(session: Session, sharing: Sharing, actor: str, uses: dict[str, Use])
         return
     for name, function in session.module.functions.items():
         if function.actor == actor and function.kind is FunctionKind.OPAQUE:
-            session.bodies[name] = _checking(session.bodies[name], name, tensors, objects)
+            check = functools.partial(_checking, name=name, tensors=tensors, objects=objects)
+            session.bodies[name] = wrapped(session.bodies[name], check)
 
 
 def _checking(

@@ -5,16 +5,21 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 
+from ...ir.types import Mesh
 from ..errors import note_refusal
 from ..functions.interface import Peers
+from ..groups.construct import Constructor
+from ..groups.group_calls import as_plan
+from ..groups.mesh import describe
+from ..groups.plan import Plan, Sharding, whole
 from ..source import caller_location
 from ..step.session import is_tracing
-from .actor_state import collect
+from .actor_state import collect, reach
 from .actors import ELSEWHERE, RESERVED, ActorError, ActorHandle, member_of
 from .holdings import Actors
 from .sharing import plays_all
@@ -65,20 +70,46 @@ class ActorFactory:
         setattr(cls, "on", _On(self))  # noqa: B010 - not an attribute that type checkers know
         return cls
 
-    def place(self, cls: type[Any], rank: int) -> Make:
-        """Choose the rank of an actor of class `cls`; call the result to make it.
+    def place(
+        self,
+        cls: type[Any],
+        where: int | Mesh,
+        *,
+        plan: Plan | Mapping[str, Sharding] | None = None,
+        store: Sharding = whole,
+        init: Literal["whole", "meta"] = "whole",
+    ) -> Make:
+        """Choose the rank of an actor of class `cls`, or its mesh; call the result to make it.
+
+        An actor on a mesh is one object: the constructor runs on each rank of the mesh, from the
+        same random numbers, and each rank keeps its pieces of the tensors. All ranks of the world
+        make it together.
+
+        Args:
+            where: a rank, or a mesh.
+            plan: on a mesh, how tensors and arguments are laid out; what it does not name is whole.
+            store: on a mesh, how the trained tensors are cut further where they rest.
+            init: "meta": the constructor runs on the meta device, and each module is filled by its
+                `reset_parameters()`, so that no rank ever holds the whole object.
 
         Raises:
             ActorError: the world has no such rank, a step is being traced, or a method of `cls`
                 has a name that handles use themselves.
+            ValueError: the plan fits neither the class nor the mesh.
         """
         peers = self._world()
-        shown = f"{cls.__name__}.on({rank!r})"
+        shown = f"{cls.__name__}.on({where!r})"
+        if isinstance(where, Mesh):
+            shown = f"{cls.__name__}.on({describe(where)})"
         if is_tracing():
             error = ActorError(f"{shown} inside a step; make actors before the step is traced")
             note_refusal(error)
             raise error
-        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < peers.size:
+        if isinstance(where, Mesh):
+            ranks = where.ranks
+        else:
+            ranks = (where,) if type(where) is int else ()
+        if not ranks or not all(0 <= rank < peers.size for rank in ranks):
             raise ActorError(
                 f"{shown}: the world has ranks 0..{peers.size - 1}; start more of them (mpirun -n, "
                 "or CG_RANKS without MPI), or place the actor on an existing one, as in "
@@ -91,10 +122,12 @@ class ActorFactory:
                     "own attribute; rename the method"
                 )
 
-        def make(*args: Any, **kwargs: Any) -> ActorHandle:
-            return self._make(cls, rank, peers, args, kwargs)
-
-        return make
+        if isinstance(where, Mesh):
+            mesh, chosen, on_meta = where, as_plan(plan), init == "meta"
+            return lambda *a, **k: self._make_group(cls, mesh, chosen, store, on_meta, peers, a, k)
+        if plan is not None or store != whole or init != "whole":
+            raise ActorError(f"{shown}: a plan is of an actor on a mesh, as cg.mesh(dp=2) makes it")
+        return lambda *a, **k: self._make(cls, ranks[0], peers, a, k)
 
     def _make(
         self, cls: type[Any], rank: int, peers: Peers, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -105,11 +138,57 @@ class ActorFactory:
         """
         name = self.new_name(cls)
         instance = self._instance(cls, args, kwargs) if peers.plays(rank) else ELSEWHERE
+        if instance is not ELSEWHERE:
+            self._refuse_shared(name, instance, peers)
         handle = ActorHandle(name, rank, cls, peers, instance, self.actors)
+        return self._entered(handle, peers, (args, kwargs))
+
+    def _make_group(
+        self,
+        cls: type[Any],
+        mesh: Mesh,
+        plan: Plan,
+        store: Sharding,
+        on_meta: bool,
+        peers: Peers,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> ActorHandle:
+        """Make an actor on a mesh; collective."""
+        name = self.new_name(cls)
+
+        def check(instance: Any) -> None:
+            self._refuse_shared(name, instance, peers, is_group=True)
+
+        constructor = Constructor(name, cls, mesh, plan, store, on_meta, peers, check)
+        group = constructor.make(lambda: cls(*args, **kwargs), self.device())
+        instance = group.instances[group.first] if group.instances else ELSEWHERE
+        handle = ActorHandle(name, mesh.ranks[0], cls, peers, instance, self.actors, group)
+        return self._entered(handle, peers, (args, kwargs))
+
+    def _refuse_shared(
+        self, name: str, instance: Any, peers: Peers, is_group: bool = False
+    ) -> None:
+        """Refuse that an actor on a mesh, which cuts its tensors, shares one with another actor."""
+        others = [m for m in self.actors.local(peers) if is_group or m.group is not None]
+        if not others:
+            return
+        mine = {id(each.tensor): each.path for each in collect(instance).tensors}
+        for other in others:
+            for each in reach(other.held).tensors:
+                if id(each.tensor) in mine:
+                    raise ActorError(
+                        f"{name} and {other.name} hold one tensor, '{mine[id(each.tensor)]}', and "
+                        "an actor on a mesh cuts its tensors; make one actor of the two, or give "
+                        "each its own by copy.deepcopy"
+                    )
+
+    def _entered(self, handle: ActorHandle, peers: Peers, given: Any) -> ActorHandle:
+        """The handle, of which is noted where it was made, and of what."""
         member = handle._member
-        member.made = caller_location()
+        member.made = caller_location(2)
         if not plays_all(peers):
-            self.actors.note_given(member, (args, kwargs))
+            self.actors.note_given(member, given)
         return handle
 
     def _instance(self, cls: type[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -141,5 +220,5 @@ class _On:
     def __init__(self, factory: ActorFactory) -> None:
         self._factory = factory
 
-    def __get__(self, instance: object, owner: type[Any]) -> Callable[[int], Make]:
+    def __get__(self, instance: object, owner: type[Any]) -> Callable[..., Make]:
         return functools.partial(self._factory.place, owner)

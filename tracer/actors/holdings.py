@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from ...ir.location import Location
+from ..groups.group import GroupActor
 from ..heap.kinds import is_foreign
 from ..methods.dispatch_modes import storage_key
 from .actor_state import ActorState, reach
@@ -179,6 +180,7 @@ class Member:
         met: later actors of other ranks that were made of what it holds, as (what it holds, their
             name, path in what they were made of).
         use: what the functions of earlier steps do to its memory.
+        group: what is known of it if it is on a mesh; `rank` is then one of those.
     """
 
     name: str
@@ -191,6 +193,7 @@ class Member:
     kept: dict[str, str] = field(default_factory=dict)
     met: list[tuple[Held, str, str]] = field(default_factory=list)
     use: Use = field(default_factory=Use)
+    group: GroupActor | None = None
 
     def at(self, path: str) -> Held:
         """Return what it holds there."""

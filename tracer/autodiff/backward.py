@@ -52,7 +52,7 @@ class Cut:
         self._state = {n: i for i, (n, _) in enumerate(joint.state)}
         self._rebound = {id(r.tensor) for r, _ in joint.rebinds}
         self._volatile = volatile
-        graph = joint.owner.graph
+        graph = joint.graph
         self._views = not reshapes_in_place(graph)
         self._forward = joint.forward
         roots = self.results()

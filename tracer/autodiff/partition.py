@@ -36,7 +36,7 @@ class Split:
 def split(joint: Joint, volatile: Collection[int] = (), recompute: bool = False) -> Split:
     """Cut a joint graph that was traced with a derivative; arguments as those of `Cut`."""
     cut = Cut(joint, volatile, recompute)
-    saved = tuple(n for n in joint.owner.graph.nodes if n in cut.saved)
+    saved = tuple(n for n in joint.graph.nodes if n in cut.saved)
     whole = Part(cut.body, (*saved, *joint.cotangents), returns=True, gradients=joint.state_grads)
     backward = backward_piece(joint, cut, whole)
     halves = halve(joint, cut, whole, backward)
@@ -47,7 +47,7 @@ def forward_piece(
     joint: Joint, saved: Sequence[fx.Node] = (), volatile: Collection[int] = ()
 ) -> Piece:
     """The forward of a joint graph, with the values of `saved` after its outputs."""
-    graph = joint.owner.graph
+    graph = joint.graph
     rebound = [node for _, node in joint.rebinds]
     live = live_nodes(graph, [*joint.outputs, *rebound, *saved])
     state = [(n, t) for n, t in joint.state if n in live]

@@ -58,10 +58,10 @@ def halve(joint: Joint, cut: Cut, whole: Part, backward: Piece) -> SplitBackward
     if not joint.wanted_inputs:
         kept = tuple(range(backward.inputs))
         return SplitBackward(None, backward, kept, ()) if backward.gradients else None
-    sides = _sides(joint, cut)
-    if sides is None:
+    found = sides(joint, cut)
+    if found is None:
         return None
-    first, second = sides
+    first, second = found
     sources = {s for node in second for s in node.all_input_nodes if s not in second}
     used = set(map(cut.origin, sources))
     kept = tuple(i for i, node in enumerate(whole.inputs) if node in used)
@@ -94,14 +94,14 @@ def _mask(node: fx.Node, side: set[fx.Node]) -> list[bool]:
     return [bool(wanted) and index in used for index, wanted in enumerate(mask)]
 
 
-def _sides(joint: Joint, cut: Cut) -> tuple[set[fx.Node], set[fx.Node]] | None:
+def sides(joint: Joint, cut: Cut) -> tuple[set[fx.Node], set[fx.Node]] | None:
     """The nodes of the first half and of the second; masked operators may be in both.
 
     None if the backward cannot be cut, or nothing of it can be put off.
     """
     results = [n for n in joint.input_grads if n is not None]
     written = _written_memory(cut.body)
-    if not results or written is None or reshapes_in_place(joint.owner.graph):
+    if not results or written is None or reshapes_in_place(joint.graph):
         return None
     body = set(cut.body)
     first = _ancestors(results, body, set())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -75,6 +75,17 @@ class Piece:
     aliases: tuple[tuple[int, int], ...]
     state_outputs: tuple[int, ...]
     locations: dict[fx.Node, Location]
+
+
+def piece_on(piece: Piece, tensors: Sequence[StateTensor]) -> Piece:
+    """The piece for another instance of its actor, which has these tensors."""
+    of = {slot.path: (tensor, slot) for tensor in tensors for slot in tensor.slots}
+    return replace(
+        piece,
+        state=tuple(of[each.path][0] for each in piece.state),
+        rebinds=tuple(of[slot.path][1] for slot in piece.rebinds),
+        gradients=tuple(replace(g, tensor=of[g.tensor.path][0]) for g in piece.gradients),
+    )
 
 
 def results(graph: fx.Graph) -> Sequence[fx.Node]:

@@ -60,20 +60,21 @@ def with_versions(
         inputs = (*function.inputs[:at], type_, *function.inputs[at:])
         aliases = tuple((output, i + (i >= at)) for output, i in function.aliases)
         taking = replace(function, inputs=inputs, aliases=aliases)
-        return TracedPart(taking, wrapped(part.body, wrap))
+        return TracedPart(taking, wrapped(part.only_body, wrap))
 
-    vjp = traced.vjp
+    vjp, first = traced.vjp, traced.first
     kept = tuple(i for i in vjp.kept if i < at)
     kept_after = tuple(i + 1 for i in vjp.kept if i >= at)
     places = {vjp.backward: at, vjp.input: at}
-    backward = checking(TracedPart(traced.backward, traced.backward_body), at)
-    return TracedVjp(
-        replace(vjp, kept=(*kept, at, *kept_after) if vjp.weight is not None else ()),
-        replace(traced.forward, outputs=(*traced.forward.outputs, type_)),
-        backward.declaration,
-        wrapped(traced.forward_body, noting),
-        backward.body,
-        tuple(checking(h, places.get(h.declaration.name, len(kept))) for h in traced.halves),
+    outputs = (*first.declaration.outputs, type_)
+    return replace(
+        traced,
+        vjp=replace(vjp, kept=(*kept, at, *kept_after) if vjp.weight is not None else ()),
+        first=TracedPart(
+            replace(first.declaration, outputs=outputs), wrapped(first.only_body, noting)
+        ),
+        second=checking(traced.second, at),
+        halves=tuple(checking(h, places.get(h.declaration.name, len(kept))) for h in traced.halves),
     )
 
 

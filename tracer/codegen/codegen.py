@@ -26,7 +26,7 @@ from ...ir.location import Location
 from ..actors.actor_state import Slot
 from ..autodiff.products import Product, add_product, find_products, is_expanded_for_products
 from ..autodiff.subgraphs import Piece, memory_of, results
-from ..functions.interface import Body
+from ..functions.interface import Bodies, Body, RankBodies
 from ..step.torch_modes import is_autocast_on
 from .fusible import Fusible, make_fusible
 
@@ -115,11 +115,32 @@ def _make(writer: _Writer, name: str) -> GraphBody:
     )
 
 
-def wrapped(body: Body, wrap: Callable[[Body], Body]) -> Body:
+def wrapped(body: Bodies, wrap: Callable[[Body], Body]) -> Bodies:
     """The body with code around it: `wrap` takes what runs it, and returns what runs instead."""
+    return each_body(body, lambda each: _wrapped(each, wrap))
+
+
+def each_body(body: Bodies, change: Callable[[Body], Body]) -> Bodies:
+    """What becomes of a body, or of that of each rank."""
+    if isinstance(body, RankBodies):
+        return RankBodies({rank: change(each) for rank, each in body.of_rank.items()})
+    return change(body)
+
+
+def _wrapped(body: Body, wrap: Callable[[Body], Body]) -> Body:
     if isinstance(body, GraphBody):
         return body.wrapped(wrap)
     return functools.wraps(body)(wrap(body))
+
+
+def returning_unit(body: Body) -> Body:
+    """The body of a function whose results are of type unit."""
+
+    def run(*inputs: Any) -> Sequence[Any]:
+        body(*inputs)
+        return (None,)
+
+    return run
 
 
 class _Locator:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch.utils._pytree import tree_structure, tree_unflatten
 
 from ...ir.attributes import Effect, Symbol
+from ...ir.flops import NO_FLOPS
 from ...ir.location import Location
-from ...ir.module import Function, FunctionKind
+from ...ir.module import Function, FunctionKind, Module, Program
 from ...ir.ops import Call
+from ...ir.phases import Phase
+from ...ir.printer import format_module
 from ...ir.types import Place, UnitType
-from ..codegen.codegen import wrapped
+from ..codegen.codegen import returning_unit, wrapped
 from ..errors import TraceError
 from ..source import traceback_location
 from ..step.arguments import Arguments
@@ -25,11 +30,13 @@ from ..step.session import Session
 from ..step.specs import TensorSpec, Tree
 from ..step.values import ObjectValue, TracedTensor, share, storage_of
 from .interface import (
-    Body,
+    Bodies,
     Callee,
+    Owner,
     Peers,
     Target,
     TracedFunction,
+    TracedPart,
     Write,
     requires_grad,
     value_leaves,
@@ -38,7 +45,7 @@ from .interface import (
 L = TypeVar("L")
 P = TypeVar("P")
 
-Subject: TypeAlias = Callable[[], tuple[Target | None, int | None, str]]
+Subject: TypeAlias = Callable[[], tuple[Target | None, Owner, str]]
 
 
 def find_or_declare(
@@ -48,7 +55,7 @@ def find_or_declare(
 
     Args:
         called: what is called; two calls of it with equal arguments have one function.
-        subject: gives its target, None if another process plays the actor; the rank that traces
+        subject: gives its target, None if another process plays the actor; the ranks that trace
             it, None if every rank does; and its name, before it is made unique.
 
     Raises:
@@ -66,7 +73,7 @@ def find_or_declare(
 def _declare(
     session: Session,
     target: Target | None,
-    owner: int | None,
+    owner: Owner,
     base: str,
     signature: Tree,
     grad: bool,
@@ -83,13 +90,16 @@ def _declare(
         results = traced.results
         skeleton = tree_unflatten(list(range(len(results.leaves))), results.spec)
         views = tuple(dict.fromkeys((*traced.declaration.aliases, *traced.views)))
-        public = (traced.declaration, results.leaves, skeleton, traced.state_outputs, views)
+        part = TracedPart(traced.declaration, traced.body, traced.program)
+        called = tuple(map(public_part, (part, *traced.parts)))
+        public = (called, results.leaves, skeleton, traced.state_outputs, views)
         return traced, public
 
     types = ", ".join(map(str, signature.types()))
-    mine, public = agree(session.peers, owner, trace, name, loc, types)
-    declaration, leaves, skeleton, state_outputs, views = public
-    declaration = enter(session, declaration, None if mine is None else mine.body)
+    mine, public = agree(session.peers, owner, trace, name, loc, types, itemgetter(0))
+    called, leaves, skeleton, state_outputs, views = public
+    bodies = [] if mine is None else [mine.body, *(part.body for part in mine.parts)]
+    declaration = enter(session, called, bodies)
     if mine is not None and mine.guard is not None:
         session.guards[name] = mine.guard
     results = Tree(leaves, tree_structure(skeleton))
@@ -142,20 +152,26 @@ def tracing(session: Session, name: str, loc: Location | None) -> Iterator[None]
 
 def agree(
     peers: Peers,
-    owner: int | None,
+    owner: Owner,
     make: Callable[[], tuple[L, P]],
     name: str,
     loc: Location | None,
     types: str = "",
+    parts_of: Callable[[P], Sequence[PublicPart]] = lambda public: (),
 ) -> tuple[L | None, P]:
-    """Make something where its owner is, and tell every rank the public part of it.
+    """Make something where its owners are, and tell every rank the public part of it.
+
+    Where there are several owners, each makes its own, and all hear of the first one's. What the
+    public parts say has to be the same.
 
     Args:
+        owner: the ranks that make it; None: every rank, for itself.
         make: makes it, and its public part, which can be pickled.
         types: of what it is to be made for, where ranks may differ in them.
+        parts_of: gives the functions in a public part, which several owners compare.
 
     Returns:
-        What was made, or None on the other ranks; and its public part.
+        What was made, or None on the other ranks; and the public part of the first owner's.
 
     Raises:
         TraceError: it could not be made; the same on every rank. Or the owner has come to another
@@ -165,31 +181,66 @@ def agree(
         return make()
     mine: tuple[L, P] | None = None
     answer: Any = None
-    if peers.plays(owner):
+    if any(map(peers.plays, owner)):
         try:
             mine = make()
-            answer = _packed((name, types, mine[1]), name, loc)
+            digest = _digest(parts_of(mine[1])) if len(owner) > 1 else ""
+            answer = _packed((name, types, mine[1]), name, loc), digest
         except TraceError as error:
             answer = error
-    heard = peers.broadcast(answer, owner)
+    heard = peers.broadcast(answer, owner[0])
+    if len(owner) > 1:
+        _compare(peers, owner, answer, heard, name, loc)
     if isinstance(answer, TraceError):
         raise answer
     if isinstance(heard, TraceError):
         raise heard
-    if mine is not None:
+    if mine is not None and len(owner) == 1:
         return mine
-    named, given, public = _unpacked(heard)
+    named, given, public = _unpacked(heard[0])
     if (named, given) != (name, types):
         alike = named == name
         raise TraceError(
             f"this rank has come to the call of @{name}{f' for {types}' if alike else ''}, and "
-            f"rank {owner} to that of @{named}{f' for {given}' if alike else ''}",
+            f"rank {owner[0]} to that of @{named}{f' for {given}' if alike else ''}",
             loc=loc,
             remedy="make the same actors, and the same calls in the step, on all ranks: look for a "
             "branch that depends on the rank, on time, on unseeded random numbers, or on the order "
             "of a set, and for an actor that one rank alone has made, or in another order",
         )
-    return None, public
+    return None if mine is None else mine[0], public
+
+
+def _compare(
+    peers: Peers, owner: tuple[int, ...], answer: Any, heard: Any, name: str, loc: Location | None
+) -> None:
+    """Compare what the owners of something have made of it.
+
+    Raises:
+        TraceError: one could not make it, or has made something else; the same on every rank.
+    """
+    failed = answer if isinstance(answer, TraceError) else None
+    differs = isinstance(answer, tuple) and isinstance(heard, tuple) and answer[1] != heard[1]
+    told = peers.allgather((failed, peers.rank if differs else None))
+    for error, _ in told:
+        if error is not None:
+            raise error if failed is None else failed
+    others = [rank for _, rank in told if rank is not None]
+    if others:
+        raise TraceError(
+            f"rank {others[0]} has traced @{name} to another function than rank {owner[0]}",
+            loc=loc,
+            remedy="let the ranks of a mesh make the same object, and change its attributes alike: "
+            "look for a branch that depends on the rank, on time, or on unseeded random numbers",
+        )
+
+
+def _digest(parts: Sequence[PublicPart]) -> str:
+    """What functions that ranks trace for themselves have in common; pieces may be uneven."""
+    functions = {f.name: replace(f, flops=NO_FLOPS) for f, _ in parts}
+    bodies = {f.name: program for f, program in parts if program is not None}
+    module = Module("parts", Phase.TRACED, 1, functions=functions, bodies=bodies)
+    return hashlib.sha256(format_module(module).encode()).hexdigest() if parts else ""
 
 
 def _unpacked(content: bytes) -> Any:
@@ -211,24 +262,36 @@ def _packed(value: object, name: str, loc: Location | None) -> bytes:
         ) from error
 
 
-def enter(session: Session, declaration: Function, body: Body | None) -> Function:
-    """Enter a function into the module, and its body, if it can run here, beside it."""
-    if not declaration.outputs:
-        # A call has at least one result, which says where it runs.
-        declaration = replace(declaration, outputs=(UnitType(),))
-        body = None if body is None else wrapped(body, _returning_unit)
-    session.module.functions[declaration.name] = declaration
-    if body is not None:
-        session.bodies[declaration.name] = body
-    return declaration
+PublicPart: TypeAlias = tuple[Function, Program | None]
+"""A function, and its body if it is a program: what all ranks are told of it."""
 
 
-def _returning_unit(body: Body) -> Body:
-    def run(*inputs: Any) -> Sequence[Any]:
-        body(*inputs)
-        return (None,)
+def public_part(part: TracedPart) -> PublicPart:
+    """What all ranks are told of a function."""
+    return part.declaration, part.program
 
-    return run
+
+def enter(
+    session: Session, parts: Sequence[PublicPart], bodies: Sequence[Bodies | None]
+) -> Function:
+    """Enter functions into the module, and what can run here, beside it; the first of them.
+
+    Args:
+        parts: a function, and those that it calls.
+        bodies: of each; none at all where nothing of them can run here.
+    """
+    for index, (declaration, program) in enumerate(parts):
+        body = bodies[index] if bodies else None
+        if not declaration.outputs:
+            # A call has at least one result, which says where it runs.
+            declaration = replace(declaration, outputs=(UnitType(),))
+            body = None if body is None else wrapped(body, returning_unit)
+        session.module.functions[declaration.name] = declaration
+        if program is not None:
+            session.module.bodies[declaration.name] = program
+        if body is not None:
+            session.bodies[declaration.name] = body
+    return session.module.functions[parts[0][0].name]
 
 
 def record(

@@ -7,12 +7,12 @@ given what its forward has saved of it; an update that comes second has to be a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from ...ir.attributes import Effect
-from ..autodiff.subgraphs import Piece
+from ..actors.actor_state import StateTensor
 from ..methods.dispatch_modes import storage_key
 from ..methods.joint import Joint
 from .interface import Write
@@ -50,13 +50,13 @@ class Effects:
         """Those writes of which only the run can tell what they change: of opaque functions."""
         return [write for write in between if write.function not in self._written_by]
 
-    def of_forward(self, joint: Joint, piece: Piece, name: str) -> Effect:
+    def of_forward(self, joint: Joint, state: Sequence[StateTensor], name: str) -> Effect:
         """The effect of the forward `name`: it reads state, updates some of it, or writes."""
         written, replaced = written_state(joint), replaced_state(joint)
         self._written_by[name], self._replaced_by[name] = memory_of(written), memory_of(replaced)
         changed = written + replaced
         if not changed:
-            return Effect.READ if piece.state else Effect.PURE
+            return Effect.READ if state else Effect.PURE
         memory = memory_of(changed)
         parameters = any(isinstance(t, torch.nn.Parameter) or t.requires_grad for t in changed)
         if parameters or memory & self._read_by_backwards:
@@ -64,13 +64,15 @@ class Effects:
         self._updated |= memory
         return Effect.UPDATE
 
-    def of_backward(self, joint: Joint, piece: Piece) -> Effect:
+    def of_backward(
+        self, joint: Joint, state: Sequence[StateTensor], graded: Sequence[StateTensor]
+    ) -> Effect:
         """The effect of a backward: it accumulates gradients, or, where it must, writes."""
         if joint.backward_written:
             return Effect.WRITE
-        if not piece.state and not piece.gradients:
+        if not state and not graded:
             return Effect.PURE
-        memory = memory_of(state.tensor for state in piece.state)
+        memory = memory_of(each.tensor for each in state)
         self._read_by_backwards |= memory
         return Effect.WRITE if memory & self._updated else Effect.ACCUMULATE
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 
 from ...ir.attributes import Effect, Shares
+from ...ir.layout import WHOLE, Layout
 from ...ir.location import Location
 from ...ir.module import Function, FunctionKind, Vjp
 from ...ir.types import TensorType
@@ -21,10 +22,12 @@ from ..actors.actor_state import ActorState, StateTensor, collect
 from ..actors.sharing import shares_of
 from ..autodiff.partition import forward_piece, split
 from ..autodiff.split_backward import SplitBackward
-from ..autodiff.subgraphs import Piece, fake_of, sharing
+from ..autodiff.subgraphs import Piece, fake_of, piece_on, sharing
 from ..autodiff.version_counters import CHANGE_AFTER, changed_between, with_versions
 from ..codegen.codegen import make_body
 from ..errors import TraceError
+from ..groups.group import Group
+from ..groups.pieces_only import watching_norms
 from ..guards.guard import build_guard
 from ..intrinsics.opaque import OpaqueMark, opaque_mark
 from ..methods.dispatch_modes import storage_key
@@ -35,9 +38,12 @@ from ..methods.watch import UsesGradients
 from ..step.binding import check_arguments, definition, innermost
 from ..step.specs import ObjectSpec, Tree, ir_dtype
 from .effects import Effects, memory_of, replaced_state, written_state
+from .group_methods import GroupMethods
 from .interface import (
+    Bodies,
     Call,
     MethodTarget,
+    RankBodies,
     Target,
     TracedFunction,
     TracedPart,
@@ -45,7 +51,7 @@ from .interface import (
     Write,
     given_objects,
 )
-from .opaque_calls import opaque_body, opaque_results, strictly
+from .opaque_calls import calls_of_ranks, opaque_body, opaque_results, refuse_tensors, strictly
 
 
 class Functions:
@@ -93,8 +99,10 @@ class Functions:
             return self._opaque(target, call, OpaqueMark(), name)
         if isinstance(target, MethodTarget):
             refuse_hidden_state(call, joint)
+        if target.group is not None and target.group.has_layouts:
+            return self._trace_group(target, target.group, call, joint, name)
         piece = forward_piece(joint)
-        _refuse_history(call, piece)
+        _refuse_history(call, piece.state)
         declaration = self._declare(target, call, joint, piece, name)
         guard = None
         if isinstance(target, MethodTarget):
@@ -104,9 +112,29 @@ class Functions:
             declaration,
             joint.results,
             piece.state_outputs,
-            make_body(piece, name),
+            _body(target, piece, name),
             guard,
             views=sharing(joint.outputs, joint.inputs),
+        )
+
+    def _trace_group(
+        self, target: Target, group: Group, call: Call, joint: Joint, name: str
+    ) -> TracedFunction:
+        """A function that ranks call together, each on its pieces."""
+        methods = GroupMethods(target, group, call, self._effects_on(target))
+        made = methods.forward(joint, name)
+        guard = None
+        if isinstance(target, MethodTarget):
+            who, state = type(target.instance).__qualname__, methods.read(joint)
+            guard = build_guard(call, joint.reads, state, who, target.method)
+        return TracedFunction(
+            made.declaration,
+            joint.results,
+            (),
+            None,
+            guard,
+            program=made.program,
+            parts=made.parts,
         )
 
     def trace_vjp(
@@ -143,15 +171,18 @@ class Functions:
         if target.remat:
             _refuse_remat(call, joint)
         effects = self._effects_on(target)
+        if target.group is not None and target.group.has_layouts:
+            methods = GroupMethods(target, target.group, call, effects)
+            return methods.derivative(joint, name, between)
         parts = split(joint, effects.volatile(joint, between), target.remat)
-        _refuse_history(call, parts.forward)
+        _refuse_history(call, parts.forward.state)
         _refuse_written(call, parts.backward, effects, between)
         forward = self._declare(target, call, joint, parts.forward, f"{name}.forward", parts.saved)
         backward = Function(
             f"{name}.backward",
             inputs=tuple(map(_type, (*parts.saved, *joint.cotangents))),
             outputs=tuple(forward.inputs[i] for i in grad_inputs),
-            effect=effects.of_backward(joint, parts.backward),
+            effect=_of_backward(effects, joint, parts.backward),
             actor=target.actor,
             aliases=parts.backward.aliases,
             loc=forward.loc,
@@ -164,11 +195,10 @@ class Functions:
             vjp, halves = _trace_halves(target, vjp, parts.halves, backward, joint, effects)
         traced = TracedVjp(
             vjp,
-            forward,
-            backward,
-            make_body(parts.forward, forward.name),
-            make_body(parts.backward, backward.name),
+            TracedPart(forward, _body(target, parts.forward, forward.name)),
+            TracedPart(backward, _body(target, parts.backward, backward.name)),
             halves,
+            gradients={} if target.group is None else _whole_gradients(parts.backward),
         )
         unknown = effects.unknown(between)
         if unknown and parts.backward.state:
@@ -179,6 +209,9 @@ class Functions:
         """The call, with the state of its actor as it is now."""
         given = given_objects(call.signature) if isinstance(target, MethodTarget) else ()
         state = collect(target.instance, given) if isinstance(target, MethodTarget) else call.state
+        if target.group is not None and target.group.actor is not None:
+            actor = target.group.actor
+            state.tensors = actor.whole(state.tensors, actor.first)
         device = self.device
         if device is None:
             device = state.tensors[0].tensor.device if state.tensors else call.device
@@ -193,7 +226,7 @@ class Functions:
         name: str,
         saved: Sequence[torch.fx.Node] = (),
     ) -> Function:
-        effect = self._effects_on(target).of_forward(joint, piece, name)
+        effect = self._effects_on(target).of_forward(joint, piece.state, name)
         return Function(
             name,
             inputs=call.signature.types(),
@@ -218,6 +251,7 @@ class Functions:
         call = replace(call, device=self.device or call.device)
         instance = target.instance if isinstance(target, MethodTarget) else None
         results = opaque_results(mark, instance, call)
+        refuse_tensors(target, call, results)
         declaration = Function(
             name,
             inputs=call.signature.types(),
@@ -228,8 +262,13 @@ class Functions:
             loc=call.blame,
             shares=Shares.of({each.other: Effect.WRITE for each in target.shared}),
         )
-        body = opaque_body(call, mark, results)
-        strict = opaque_body(strictly(call), mark, results)
+        calls = calls_of_ranks(target, call)
+        body = RankBodies.of({rank: opaque_body(c, mark, results) for rank, c in calls.items()})
+        strict = RankBodies.of(
+            {rank: opaque_body(strictly(c), mark, results) for rank, c in calls.items()}
+        )
+        if target.group is not None and target.group.actor is not None:
+            body = watching_norms(body, target.group.actor, name)
         return TracedFunction(declaration, results, (), body, None, strict)
 
 
@@ -246,6 +285,29 @@ def _call_of(target: Target, signature: Tree, loc: Location | None) -> Call:
     home = definition(function) if isinstance(target, MethodTarget) else None
     host = torch.device("cpu")
     return Call(target.name, function, ActorState(), signature, host, loc, home)
+
+
+def _body(target: Target, piece: Piece, name: str) -> Bodies:
+    """The body of a piece, for each rank that this process plays."""
+    actor = target.group.actor if target.group is not None else None
+    if actor is None or len(actor.instances) == 1:
+        return make_body(piece, name)
+    return RankBodies(
+        {
+            rank: make_body(piece_on(piece, actor.state(rank).tensors), name)
+            for rank in actor.instances
+        }
+    )
+
+
+def _whole_gradients(piece: Piece) -> dict[str, Layout]:
+    """What a backward adds to `.grad` where every rank does the same."""
+    return {g.tensor.path: Layout((WHOLE,) * g.tensor.tensor.dim()) for g in piece.gradients}
+
+
+def _of_backward(effects: Effects, joint: Joint, piece: Piece) -> Effect:
+    graded = [gradient.tensor for gradient in piece.gradients]
+    return effects.of_backward(joint, piece.state, graded)
 
 
 def _type(node: torch.fx.Node) -> TensorType:
@@ -293,7 +355,7 @@ def _trace_halves(
         backward,
         name=f"{vjp.name}.input",
         outputs=backward.outputs + left,
-        effect=effects.of_backward(joint, halves.input),
+        effect=_of_backward(effects, joint, halves.input),
         aliases=halves.input.aliases,
         flops=count_flops(halves.input.graph),
     )
@@ -302,13 +364,14 @@ def _trace_halves(
         name=f"{vjp.name}.weight",
         inputs=tuple(backward.inputs[i] for i in halves.kept) + left,
         outputs=(),
-        effect=effects.of_backward(joint, halves.weight),
+        effect=_of_backward(effects, joint, halves.weight),
         aliases=(),
         flops=count_flops(halves.weight.graph),
     )
     pieces = ((input_, halves.input), (weight, halves.weight))
     made = tuple(
-        TracedPart(_with_shares(f, target, piece), make_body(piece, f.name)) for f, piece in pieces
+        TracedPart(_with_shares(f, target, piece), _body(target, piece, f.name))
+        for f, piece in pieces
     )
     return replace(vjp, input=input_.name, weight=weight.name, kept=halves.kept), made
 
@@ -337,9 +400,9 @@ def _no_derivative(call: Call) -> TraceError:
     )
 
 
-def _refuse_history(call: Call, piece: Piece) -> None:
+def _refuse_history(call: Call, used: Iterable[StateTensor]) -> None:
     """Refuse state that carries gradient history from outside of the step."""
-    for state in piece.state:
+    for state in used:
         if state.tensor.requires_grad and not state.tensor.is_leaf:
             raise call.refusal(
                 f"it uses '{state.path}', which carries gradient history from outside the step",

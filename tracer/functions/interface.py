@@ -7,7 +7,7 @@ what became of it in the module.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar, cast
@@ -17,12 +17,14 @@ import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...ir.attributes import Symbol
+from ...ir.layout import Layout
 from ...ir.location import Location
-from ...ir.module import Function, Vjp
+from ...ir.module import Function, Program, Vjp
 from ...ir.types import Place, Type, relocate
 from ..actors.actor_state import ActorState
 from ..actors.holdings import Shared, Use
 from ..errors import TraceError
+from ..groups.group import Group
 from ..heap.kinds import SCALARS, is_plain, is_walked
 from ..step.specs import Leaf, ObjectSpec, Static, TensorSpec, Tree, ir_dtype
 
@@ -30,6 +32,26 @@ T = TypeVar("T")
 
 Body = Callable[..., Sequence[Any]]
 """Takes a function's inputs, returns all its outputs in a sequence."""
+
+
+@dataclass(frozen=True)
+class RankBodies:
+    """The bodies of a function for the ranks that this process plays, where these differ."""
+
+    of_rank: Mapping[int, Body]
+
+    @staticmethod
+    def of(bodies: Mapping[int, Body]) -> Bodies:
+        """The bodies of some ranks; the one body, if it is one rank."""
+        return RankBodies(bodies) if len(bodies) > 1 else next(iter(bodies.values()))
+
+    def at(self, rank: int) -> Body:
+        """The body of a rank."""
+        return self.of_rank[rank]
+
+
+Bodies: TypeAlias = Body | RankBodies
+"""What runs a function in this process."""
 
 Guard = Callable[[], str | None]
 """Checked before each execution: None, or how the actor has changed since it was traced."""
@@ -60,6 +82,7 @@ class MethodTarget:
         function: what is called with the instance, if not its own method of that name.
         shared: what the actor shares with other actors of its rank.
         use: notes what its functions do to its memory.
+        group: the ranks that call it together; None where one rank calls it.
     """
 
     actor: str
@@ -69,6 +92,7 @@ class MethodTarget:
     function: Callable[..., Any] | None = None
     shared: tuple[Shared, ...] = ()
     use: Use | None = None
+    group: Group | None = None
 
     @property
     def callable(self) -> Any:
@@ -89,6 +113,7 @@ class TorchTarget:
 
     callable: Callable[..., Any]
     name: str
+    group: Group | None = None
 
     actor: ClassVar[None] = None
     remat: ClassVar[bool] = False
@@ -119,7 +144,8 @@ class TracedFunction:
         results: the pytree that a call returns; its value leaves are the declaration's outputs.
         state_outputs: indices of the outputs that eager Python would return as live references
             to the actor's parameters or buffers.
-        body: what to run (not sent to other ranks).
+        body: what to run (not sent to other ranks); None of a program.
+        program, parts: the body of a program, and the functions that it calls.
         guard: what the trace relied on (not sent to other ranks).
         strict: of an opaque function, a body that raises where a result requires a gradient, for
             calls that a loss depends on (not sent to other ranks).
@@ -130,40 +156,78 @@ class TracedFunction:
     declaration: Function
     results: Tree
     state_outputs: tuple[int, ...]
-    body: Body
+    body: Bodies | None
     guard: Guard | None
-    strict: Body | None = None
+    strict: Bodies | None = None
     views: tuple[tuple[int, int], ...] = ()
+    program: Program | None = None
+    parts: tuple[TracedPart, ...] = ()
 
 
 @dataclass(frozen=True)
 class TracedPart:
-    """A function of a derivative, such as a half of a backward."""
+    """A function of a derivative, or of a program: a half of a backward, say.
+
+    `body` is None, and `program` its body, where it is a program.
+    """
 
     declaration: Function
-    body: Body
+    body: Bodies | None
+    program: Program | None = None
+
+    @property
+    def only_body(self) -> Body:
+        """The body that all ranks run."""
+        assert self.body is not None
+        assert not isinstance(self.body, RankBodies)
+        return self.body
 
 
 @dataclass(frozen=True)
 class TracedVjp:
     """The derivative of a traced function for one choice of outputs and inputs.
 
-    `forward` and `backward` are the declarations that `vjp` names, `halves` those of its further
-    functions; the bodies stay in the process that traced them.
+    The bodies stay in the process that traced them.
+
+    Attributes:
+        vjp: names its functions.
+        first, second: the forward and the backward.
+        halves: those of the backward.
+        called: the functions that these call, where they are programs.
+        gradients: of an actor on a mesh, what the backward adds to `.grad` of its tensors, by path.
     """
 
     vjp: Vjp
-    forward: Function
-    backward: Function
-    forward_body: Body
-    backward_body: Body
+    first: TracedPart
+    second: TracedPart
     halves: tuple[TracedPart, ...] = ()
+    called: tuple[TracedPart, ...] = ()
+    gradients: Mapping[str, Layout] = field(default_factory=dict)
+
+    @property
+    def forward(self) -> Function:
+        """The declaration of the forward."""
+        return self.first.declaration
+
+    @property
+    def backward(self) -> Function:
+        """The declaration of the backward."""
+        return self.second.declaration
+
+    @property
+    def forward_body(self) -> Body:
+        """The body of the forward, where there is one for all ranks."""
+        return self.first.only_body
+
+    @property
+    def backward_body(self) -> Body:
+        """The body of the backward, where there is one for all ranks."""
+        return self.second.only_body
 
     @property
     def parts(self) -> tuple[TracedPart, ...]:
-        """All its functions: the forward, the backward, and the halves of that."""
-        forward = TracedPart(self.forward, self.forward_body)
-        return (forward, TracedPart(self.backward, self.backward_body), *self.halves)
+        """All its functions."""
+        return (self.first, self.second, *self.halves, *self.called)
 
 
 class FunctionTracer(Protocol):
@@ -276,6 +340,9 @@ def argument_name(signature: Tree, index: int) -> str:
     return f"argument {pytree.keystr((where,))[1:-1]}{within}"
 
 
+Owner: TypeAlias = tuple[int, ...] | None
+"""The ranks that trace a function, the first of which tells the others; None: every rank."""
+
 VjpKey: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[str, ...]]
 
 
@@ -289,7 +356,7 @@ class Callee:
         state_outputs: indices of the outputs that are live references to the actor's state.
         signature: the pytree `(args, kwargs)` that it was traced with.
         target: what to trace; None if another process plays the actor.
-        owner: the rank that traces it; None if every rank does.
+        owner: the ranks that trace it; None if every rank does.
         specs: the results that are values.
         needed: which of its operands require a gradient.
         differentiable: whether any of its results requires one.
@@ -313,7 +380,7 @@ class Callee:
     state_outputs: tuple[int, ...]
     signature: Tree
     target: Target | None
-    owner: int | None
+    owner: Owner
     specs: tuple[TensorSpec | ObjectSpec, ...]
     needed: tuple[bool, ...]
     differentiable: bool
@@ -325,7 +392,7 @@ class Callee:
     shares: bool
     views: tuple[tuple[int, int], ...]
     vjps: dict[VjpKey, Symbol] = field(default_factory=dict)
-    strict_body: Body | None = None
+    strict_body: Bodies | None = None
     strict: Symbol | None = None
     _types: dict[Place, tuple[Type, ...]] = field(default_factory=dict)
 

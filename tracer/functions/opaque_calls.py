@@ -15,7 +15,7 @@ from ..errors import TraceError, Verbatim
 from ..intrinsics.opaque import OpaqueMark
 from ..step.inputs import show_type
 from ..step.specs import Leaf, ObjectSpec, TensorSpec, Tree, filler
-from .interface import Body, Call, result_spec
+from .interface import Body, Call, MethodTarget, Target, result_spec
 
 
 def opaque_results(mark: OpaqueMark, instance: Any, call: Call) -> Tree:
@@ -43,6 +43,32 @@ def opaque_results(mark: OpaqueMark, instance: Any, call: Call) -> Tree:
             ) from error
     leaves, spec = pytree.tree_flatten(result)
     return Tree(tuple(_promised(leaf, call) for leaf in leaves), spec)
+
+
+def refuse_tensors(target: Target, call: Call, results: Tree) -> None:
+    """Refuse an opaque method of pieces that returns tensors: ranks would return different ones."""
+    if target.group is None or not target.group.has_layouts:
+        return
+    if any(isinstance(leaf, TensorSpec) for leaf in results.leaves):
+        raise TraceError(
+            f"{call.what} is opaque and returns tensors, and each rank of {target.actor} calls it "
+            "with pieces of its own, so nothing says what the whole result is",
+            loc=call.loc,
+            remedy="let a traced method compute what the step goes on with; an opaque method of an "
+            "actor on a mesh may change state, and return objects",
+        )
+
+
+def calls_of_ranks(target: Target, call: Call) -> dict[int, Call]:
+    """The call for the instance of each rank that this process plays."""
+    actor = target.group.actor if target.group is not None else None
+    if actor is None or not isinstance(target, MethodTarget):
+        return {0: call}
+    of_rank = {
+        rank: replace(target, instance=instance).callable
+        for rank, instance in actor.instances.items()
+    }
+    return {rank: replace(call, function=function) for rank, function in of_rank.items()}
 
 
 def _promised(leaf: Any, call: Call) -> Leaf:

@@ -2,3 +2,7 @@
 
 In: a mesh, a plan, and an actor's tensors. Out: layouts, and tensors that hold one rank's pieces.
 """
+
+from . import plans
+
+__all__ = ["plans"]

@@ -11,7 +11,8 @@ from ...ir.types import Mesh, format_ranks
 def mesh(ranks: Sequence[int] | None = None, /, **axes: int) -> Mesh:
     """Make a mesh; of the axes the last varies fastest.
 
-    `mesh(dp=2, tp=4)` is ranks 0 to 7, and ranks 0 to 3 differ along `tp` alone.
+    `mesh(dp=2, tp=4)` is ranks 0 to 7, and ranks 0 to 3 differ along `tp` alone; its
+    `unbind("dp")` is two meshes of four ranks.
 
     Args:
         ranks: in the order of the grid; by default as many as there are, from 0.
@@ -33,42 +34,10 @@ def mesh(ranks: Sequence[int] | None = None, /, **axes: int) -> Mesh:
         raise ValueError(
             f"{shown} is a grid of {count} ranks, and {len(chosen)} are given: {list(chosen)}"
         )
-    return _named(chosen, tuple(axes.items()))
-
-
-def unbind(whole: Mesh, axis: str) -> tuple[Mesh, ...]:
-    """The meshes along an axis, without it: `unbind(mesh(pp=2, tp=4), "pp")` is two of four ranks.
-
-    Raises:
-        ValueError: the mesh has no such axis, or no other.
-    """
-    sizes = dict(whole.grid)
-    if axis not in sizes:
-        raise ValueError(f"{describe(whole)} has no axis '{axis}'")
-    rest = tuple((name, size) for name, size in whole.grid if name != axis)
-    if not rest:
-        raise ValueError(
-            f"{describe(whole)} has no axis but '{axis}'; its parts are single ranks: "
-            f"{list(whole.ranks)}"
-        )
-    parts: list[list[int]] = [[] for _ in range(sizes[axis])]
-    for rank in whole.ranks:
-        parts[whole.position(rank)[axis][0]].append(rank)
-    return tuple(_named(tuple(part), rest) for part in parts)
+    return Mesh.of_grid(chosen, tuple(axes.items()))
 
 
 def describe(mesh: Mesh) -> str:
     """A mesh in words, for messages: `the mesh dp=2, tp=4 of ranks {0..7}`."""
     axes = ", ".join(f"{name}={size}" for name, size in mesh.grid)
     return f"the mesh {axes} of ranks {format_ranks(mesh.ranks)}"
-
-
-def _named(ranks: tuple[int, ...], grid: tuple[tuple[str, int], ...]) -> Mesh:
-    """A mesh whose name says all of it, so that equal meshes have equal names."""
-    name = "_".join(f"{axis}{size}" for axis, size in grid)
-    first = ranks[0]
-    if ranks == tuple(range(first, first + len(ranks))):
-        suffix = f"_at{first}" if first else ""
-    else:
-        suffix = "_at" + "_".join(map(str, ranks))
-    return Mesh(ranks, f"{name}{suffix}", grid)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...ir.layout import Intervals, Layout, Region
+from ...ir.layout import Intervals, Layout, Region, shape_of
 from ...ir.types import Mesh
 from ..actors.actor_state import StateTensor, collect
 from .plan import Plan, Sharding, whole
@@ -21,11 +21,19 @@ class LogicalTensor:
         path: where it hangs, from the actor.
         shape: of the whole tensor.
         layout: over the actor's mesh; None if every rank holds a copy.
+        used: the layout to which it is gathered where it is used; None if a whole copy is.
     """
 
     path: str
     shape: tuple[int, ...]
     layout: Layout | None
+    used: Layout | None
+
+    def local(self, mesh: Mesh, rank: int) -> tuple[int, ...]:
+        """The shape of a rank's piece."""
+        if self.layout is None:
+            return self.shape
+        return shape_of(self.layout.region(self.shape, mesh.position(rank)))
 
 
 def lay_out(instance: object, plan: Plan, store: Sharding, mesh: Mesh) -> tuple[LogicalTensor, ...]:
@@ -45,17 +53,17 @@ def lay_out(instance: object, plan: Plan, store: Sharding, mesh: Mesh) -> tuple[
     storages = Counter(_storage(each.tensor) for each in tensors)
     found = []
     for each in tensors:
-        sharding = _sharding(each, plan)
+        sharding = used = _sharding(each, plan)
         if each.is_trained and each.tensor.dim():  # a scalar has no dimension to cut
             sharding = sharding & store
-        what = f"'{each.path}'"
-        layout = sharding.layout(mesh, tuple(each.tensor.shape), what)
+        what, shape = f"'{each.path}'", tuple(each.tensor.shape)
+        layout = sharding.layout(mesh, shape, what)
         if layout is not None and storages[_storage(each.tensor)] > 1:
             raise ValueError(
                 f"{what} is cut, and shares memory with another tensor of the actor; "
                 "give each its own memory, or leave it whole"
             )
-        found.append(LogicalTensor(each.path, tuple(each.tensor.shape), layout))
+        found.append(LogicalTensor(each.path, shape, layout, used.layout(mesh, shape, what)))
     return tuple(found)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -14,18 +15,41 @@ from .mesh import describe
 
 
 @dataclass(frozen=True, slots=True)
+class Parts:
+    """Parts of a tensor none of which may be cut, such as heads.
+
+    Attributes:
+        axes: that cut the tensor between its parts.
+        count: of the parts.
+        what: they are, in words.
+        remedy: what to do where ranks would have less than one, or not whole ones.
+    """
+
+    axes: tuple[str, ...]
+    count: int
+    what: str
+    remedy: str
+
+
+@dataclass(frozen=True, slots=True)
 class Sharding:
     """The cuts of a tensor whose number of dimensions is not known yet.
 
     Attributes:
         cuts: by dimension; a negative one counts from the last.
+        parts: what the cuts must leave whole.
     """
 
     cuts: tuple[tuple[int, Cut], ...] = ()
+    parts: tuple[Parts, ...] = ()
 
     def __and__(self, other: Sharding) -> Sharding:
         """Both: `cut(0, "tp") & cut(1, "dp")`."""
-        return Sharding(self.cuts + other.cuts)
+        return Sharding(self.cuts + other.cuts, self.parts + other.parts)
+
+    def of_parts(self, parts: Parts) -> Sharding:
+        """The same sharding of a tensor that consists of parts."""
+        return Sharding(self.cuts, (*self.parts, parts))
 
     def layout(self, mesh: Mesh, shape: tuple[int, ...], what: str) -> Layout | None:
         """The layout of a tensor of `shape` over a mesh; None if every rank holds a copy.
@@ -61,6 +85,13 @@ class Sharding:
                     f"{cut.blocks} blocks of equal size"
                 )
             found[dim] = _both(found[dim], cut, sizes, what, dim)
+        for parts in self.parts:
+            pieces = math.prod(sizes[axis] for axis in parts.axes)
+            if parts.count % pieces:
+                raise ValueError(
+                    f"{what} has {parts.count} {parts.what}, which cannot be cut to {pieces} equal "
+                    f"pieces along {', '.join(parts.axes)}; {parts.remedy}"
+                )
         return Layout.of(found)
 
 
@@ -73,6 +104,21 @@ def _both(first: Cut, second: Cut, sizes: Mapping[str, int], what: str, dim: int
         )
     axes = first.axes + tuple(axis for axis in second.axes if sizes[axis] > 1)
     return Cut(axes, first.blocks if first else second.blocks) if axes else WHOLE
+
+
+def plan(shardings: Mapping[str, Sharding]) -> Plan:
+    """Make a sharding plan: which tensors and arguments of an actor on a mesh are cut, and how.
+
+    Args:
+        shardings: `cut` or `whole` by pattern, of which the first that matches counts. A pattern is
+            the path of a tensor of the actor's state (`blocks.0.q.weight`) with `*` and `?` as in
+            file names, an argument of a method (`forward(x)`), or several with `|` between. What
+            no pattern matches is whole.
+
+    Raises:
+        TypeError: a value is no sharding.
+    """
+    return Plan.of(shardings)
 
 
 whole = Sharding()
@@ -113,10 +159,16 @@ class Plan:
 
     items: tuple[tuple[str, Sharding], ...] = ()
     _alternatives: tuple[tuple[str, str, Sharding], ...] = field(default=(), repr=False)
+    _optional: tuple[tuple[str, frozenset[str]], ...] = field(default=(), repr=False)
 
     @staticmethod
-    def of(shardings: Mapping[str, Sharding]) -> Plan:
+    def of(shardings: Mapping[str, Sharding], optional: str | None = None) -> Plan:
         """Make a plan.
+
+        Args:
+            shardings: by pattern.
+            optional: the model whose plan this is, of which an actor may have a part: patterns may
+                match nothing, but not all of them.
 
         Raises:
             TypeError: a value is no sharding.
@@ -132,15 +184,24 @@ class Plan:
             for pattern, sharding in items
             for alternative in pattern.split("|")
         )
-        return Plan(items, alternatives)
+        kept = () if optional is None else ((optional, frozenset(shardings)),)
+        return Plan(items, alternatives, kept)
+
+    def __or__(self, other: Plan) -> Plan:
+        """Both; where both name a tensor or an argument, this one counts."""
+        return Plan(
+            self.items + other.items,
+            self._alternatives + other._alternatives,
+            self._optional + other._optional,
+        )
 
     def of_tensor(self, path: str) -> Sharding | None:
         """The sharding of a tensor of the actor's state; None if no pattern matches its path."""
         return self._first(lambda form: not _is_argument(form) and fnmatchcase(path, form))
 
-    def of_argument(self, method: str, argument: str) -> Sharding:
-        """The sharding of a method's argument."""
-        return self._first(lambda form: form == f"{method}({argument})") or whole
+    def of_argument(self, method: str, argument: str) -> Sharding | None:
+        """The sharding of a method's argument; None if no pattern names it."""
+        return self._first(lambda form: form == f"{method}({argument})")
 
     def _first(self, matches: Matches) -> Sharding | None:
         found = (sharding for form, _, sharding in self._alternatives if matches(form))
@@ -158,8 +219,13 @@ class Plan:
             ValueError: a pattern matches no tensor and no argument.
         """
         known, taken = tuple(paths), {f"{method}({name})" for method, name in arguments}
+        optional = {pattern for _, patterns in self._optional for pattern in patterns}
+        used: set[str] = set()
         for form, pattern, _ in self._alternatives:
             if form in taken or any(fnmatchcase(path, form) for path in known):
+                used.add(pattern)
+                continue
+            if pattern in optional:
                 continue
             part = "" if form == pattern else f" of '{pattern}'"
             have = sorted(taken) if _is_argument(form) else list(known)
@@ -169,6 +235,12 @@ class Plan:
                 f"the plan's pattern '{form}'{part} matches nothing of {cls.__name__}; "
                 f"its {kind} are {shown}"
             )
+        for model, patterns in self._optional:
+            if not used & {p for p in patterns if not _is_argument(p)}:
+                raise ValueError(
+                    f"the plan of {model} matches no tensor of {cls.__name__}; its tensors are "
+                    f"{', '.join(known[:8])}; make the plan of the model that the actor has"
+                )
 
 
 def _is_argument(form: str) -> bool:

@@ -22,7 +22,7 @@ from .flat import Flat
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where a value differs, in words: `path` was `before` and is `after`.
+    """A difference of a value from what was traced: `path` was `before` and is `after`.
 
     `after` is `MISSING` where an attribute is no longer there.
     """
@@ -59,7 +59,7 @@ class GuardNode:
     may_move: ClassVar[bool] = False
 
     def differ(self, now: Any, path: str, met: Comparison) -> Difference | None:
-        """How the value that is there now differs; None if it does not."""
+        """The difference of the value that is there now; None if there is none."""
         raise NotImplementedError
 
     def flatten(self, now: Any, flat: Flat) -> None:

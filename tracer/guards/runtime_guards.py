@@ -64,7 +64,8 @@ def watch_arguments(session: Session) -> None:
                 if isinstance(value.type, TensorType) and uses[value] > 1:
                     watched.setdefault(op.fn.name, set()).add(index)
     for name, indices in watched.items():
-        session.bodies[name] = _leaving(session.bodies[name], tuple(sorted(indices)), name)
+        leaving = functools.partial(_leaving, indices=tuple(sorted(indices)), name=name)
+        session.bodies[name] = wrapped(session.bodies[name], leaving)
 
 
 def _leaving(body: Body, indices: Sequence[int], name: str) -> Body:

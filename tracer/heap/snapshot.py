@@ -149,7 +149,7 @@ def _differences(value: Any, path: str, kind: Kind, copy: Any, now: Any) -> Iter
 
 @dataclass(frozen=True, eq=False)
 class Kind:
-    """How values of a kind hold what they hold.
+    """Reads, restores and compares the contents of values of one kind.
 
     Attributes:
         read: what a value holds now; a container itself, else a copy.

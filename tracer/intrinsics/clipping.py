@@ -19,8 +19,10 @@ from ..actors.actor_state import collect, reach
 from ..actors.actors import ActorHandle, library_method
 from ..actors.holdings import Member
 from ..errors import TraceError
+from ..groups import gradient_norms as groups
+from ..groups.group import GroupActor
 from ..source import caller_location
-from ..step.session import recording
+from ..step.session import Session, recording
 from ..step.values import TracedTensor
 from .opaque import opaque
 
@@ -52,7 +54,7 @@ def clip_grad_norm(
     _check(actors, max_norm)
     with torch.no_grad():
         holders = Holders(tuple(actor._member for actor in actors))
-        norms = [library_method(actor, gradient_norms)(norm_type, holders) for actor in actors]
+        norms = [_norms(session, actor, norm_type, holders) for actor in actors]
         total: Tensor = torch.linalg.vector_norm(torch.cat(norms), norm_type)
         # As torch does it, so that the bits are the same.
         coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
@@ -64,6 +66,17 @@ def clip_grad_norm(
         for actor in actors:
             library_method(actor, scale_gradients)(coefficient, holders)
     return total
+
+
+def _norms(
+    session: Session | None, actor: ActorHandle, norm_type: float, holders: Holders
+) -> Tensor:
+    """Norms of an actor's gradients, [parameters]."""
+    group = actor._member.group
+    if session is not None and group is not None:
+        return groups.gradient_norms(session, group, norm_type, caller_location(3))
+    norms: Tensor = library_method(actor, gradient_norms)(norm_type, holders)
+    return norms
 
 
 def _check(actors: Sequence[Any], max_norm: float) -> None:
@@ -102,8 +115,14 @@ class Holders:
 
     members: tuple[Member, ...]
 
+    @property
+    def _groups(self) -> Iterator[GroupActor]:
+        return (member.group for member in self.members if member.group is not None)
+
     def left_to_others(self, actor: Any) -> set[int]:
         """The parameters of a local actor, by identity, that count elsewhere."""
+        if any(actor in group.instances.values() for group in self._groups):
+            return set()  # an actor on a mesh shares no tensor
         here = [(i, member) for i, member in enumerate(self.members) if member.held]
         at = next(i for i, member in here if member.held[0] is actor)
         left: set[int] = set()

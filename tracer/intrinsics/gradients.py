@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import replace
+from operator import itemgetter
 
 import torch
 
 from ...ir.attributes import Symbol
+from ...ir.layout import Layout
 from ...ir.location import Location
-from ...ir.module import Function, Vjp
+from ...ir.module import Vjp
 from ...ir.ops import Backward, Value
 from ..autodiff.tape import Entry, Reached
 from ..errors import TraceError
-from ..functions.calls import agree, enter, tracing
+from ..functions.calls import PublicPart, agree, enter, public_part, tracing
 from ..functions.interface import Callee, TracedVjp, VjpKey, Write
+from ..groups.gradient_sums import note_gradients
 from ..source import caller_location
 from ..step.session import Session, recording
 from ..step.specs import TensorSpec
@@ -49,7 +53,9 @@ def backward(*losses: torch.Tensor) -> None:
     _derive(session, calls, loc)
     for reached in calls:
         key, _ = _key(session, reached)
-        reached.call.vjp = reached.callee.vjps[key]
+        vjp = reached.call.vjp = reached.callee.vjps[key]
+        if (actor := reached.callee.declaration.actor) in session.groups:
+            note_gradients(session, actor, session.gradients[vjp.name], loc)
     for call, callee in session.tape.opaque_sources(values):
         call.fn = _strict(session, callee)
     session.emit(op)
@@ -188,13 +194,15 @@ def _tell(
 ) -> None:
     """Enter a derivative into the module on every rank, and its bodies where it was traced."""
 
-    def made() -> tuple[TracedVjp, tuple[Vjp, list[Function]]]:
+    def made() -> tuple[TracedVjp, tuple[Vjp, list[PublicPart], Mapping[str, Layout]]]:
         assert traced is not None, "only the owner of an actor traces its methods"
         if isinstance(traced, TraceError):
             raise traced
-        return traced, (traced.vjp, [part.declaration for part in traced.parts])
+        return traced, (traced.vjp, list(map(public_part, traced.parts)), traced.gradients)
 
-    mine, (vjp, declarations) = agree(session.peers, callee.owner, made, name, loc)
+    mine, (vjp, parts, gradients) = agree(
+        session.peers, callee.owner, made, name, loc, parts_of=itemgetter(1)
+    )
     session.module.vjps[vjp.name] = vjp
-    for index, declaration in enumerate(declarations):
-        enter(session, declaration, None if mine is None else mine.parts[index].body)
+    session.gradients[vjp.name] = gradients
+    enter(session, parts, [] if mine is None else [part.body for part in mine.parts])

@@ -47,10 +47,11 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Joint:
-    """One graph of a call and its backward. Nodes are those of `owner.graph`, values are fakes.
+    """One graph of a call and its backward. Nodes are those of `graph`, values are fakes.
 
     Attributes:
-        owner: holds the graph and the constants that it refers to.
+        owner: holds the constants that the graph refers to.
+        graph: forward, then backward.
         state: placeholder and state tensor, for all state.
         inputs: placeholders of the value inputs.
         cotangents: nodes that stand for the cotangents of `Wanted.outputs`.
@@ -68,6 +69,7 @@ class Joint:
     """
 
     owner: fx.GraphModule
+    graph: fx.Graph
     state: tuple[tuple[fx.Node, StateTensor], ...]
     inputs: tuple[fx.Node, ...]
     cotangents: tuple[fx.Node, ...]
@@ -139,8 +141,7 @@ class _Run:
         self.call = call
         self.wanted = wanted
         self.mode = FakeTensorMode(allow_non_fake_inputs=False, shape_env=None)
-        real = [t.tensor if t.tensor.is_leaf else t.tensor.detach() for t in call.state.tensors]
-        self.state = [self.mode.from_tensor(tensor, static_shapes=True) for tensor in real]
+        self.state = [self._fake_state(tensor) for tensor in call.state.tensors]
         values = call.values()
         self.inputs = [self._fake_input(i, leaf, name) for i, (leaf, name) in enumerate(values)]
         named = {storage_key(t): name for t, (_, name) in zip(self.inputs, values, strict=True)}
@@ -169,6 +170,17 @@ class _Run:
         for change in self.initial:
             raise change.refusal()
         return self.recorder.log
+
+    def _fake_state(self, state: StateTensor) -> torch.Tensor:
+        """A fake of the logical tensor."""
+        real = state.tensor if state.tensor.is_leaf else state.tensor.detach()
+        if state.shape == tuple(real.shape):
+            return self.mode.from_tensor(real, static_shapes=True)
+        with self.mode:
+            fake = torch.empty(state.shape, dtype=real.dtype, device=real.device)
+            if isinstance(real, torch.nn.Parameter):
+                return torch.nn.Parameter(fake, real.requires_grad)
+            return fake.requires_grad_(real.requires_grad)
 
     @contextmanager
     def _fakes_in_place(self) -> Iterator[None]:
@@ -273,7 +285,7 @@ class _Run:
     def _check_state_metadata(self) -> None:
         for tensor, fake in zip(self.call.state.tensors, self.state, strict=True):
             real = tensor.tensor
-            if fake.shape != real.shape or fake.requires_grad != (
+            if tuple(fake.shape) != tensor.shape or fake.requires_grad != (
                 real.requires_grad and real.is_leaf
             ):
                 raise self.call.refusal(
@@ -332,6 +344,7 @@ class _Run:
         )
         return Joint(
             owner=owner,
+            graph=owner.graph,
             state=state,
             inputs=tuple(placeholders[len(state) :]),
             cotangents=tuple(nodes[name] for name in self.cotangents),

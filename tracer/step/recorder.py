@@ -21,6 +21,8 @@ from torch.overrides import TorchFunctionMode
 from ..errors import TraceError
 from ..functions.calls import find_or_declare, record
 from ..functions.interface import Callee, TorchTarget
+from ..groups.group import Group
+from ..groups.group_calls import group_of
 from ..intrinsics.constants import is_random, make_constants
 from ..source import caller_location
 from .arguments import Arguments, take_apart
@@ -111,10 +113,11 @@ def _compute(session: Session, call: TorchCall) -> Any:
     if is_random(call.name):
         kwargs = {name: value for name, value in kwargs.items() if name != "device"}
     arguments = _take_apart(session, call, kwargs)
-    callee = _find(session, call, call.func, arguments)
+    group = group_of(session, arguments.operands, call.shown, call.loc)
+    callee = _find(session, call, call.func, arguments, group)
     if not callee.specs:
         return callee.results.fill(())
-    place = placed(arguments.operands, session.everywhere)
+    place = placed(arguments.operands, session.everywhere) if group is None else group.place
     return record(session, callee, arguments, place, call.loc)
 
 
@@ -131,13 +134,16 @@ def _take_apart(session: Session, call: TorchCall, kwargs: dict[str, Any]) -> Ar
     return arguments
 
 
-def _find(session: Session, call: TorchCall, func: Function, arguments: Arguments) -> Callee:
+def _find(
+    session: Session, call: TorchCall, func: Function, arguments: Arguments, group: Group | None
+) -> Callee:
     def subject() -> tuple[TorchTarget, None, str]:
         dunder = call.name.startswith("__")
         name = f"torch.{call.name.strip('_') if dunder else call.name}"
-        return TorchTarget(func, name), None, name
+        return TorchTarget(func, name, group), None, name
 
-    return find_or_declare(session, func, arguments, subject, call.loc)
+    called = func if group is None else (func, group)
+    return find_or_declare(session, called, arguments, subject, call.loc)
 
 
 @dataclass(frozen=True)
@@ -197,7 +203,8 @@ def _write(session: Session, call: TorchCall) -> Any:
             remedy="make the tensor in the step, for example by torch.zeros",
         )
     _check_writable(target, call)
-    callee = _find(session, call, InPlace(call.func), arguments)
+    group = group_of(session, arguments.operands, call.shown, call.loc)
+    callee = _find(session, call, InPlace(call.func), arguments, group)
     before, after = target.traced.spec, callee.specs[0]
     assert isinstance(before, TensorSpec)
     assert isinstance(after, TensorSpec)
@@ -207,7 +214,7 @@ def _write(session: Session, call: TorchCall) -> Any:
             loc=call.loc,
             remedy="use the function that returns a new tensor, and its result",
         )
-    place = placed(arguments.operands, session.everywhere)
+    place = placed(arguments.operands, session.everywhere) if group is None else group.place
     written = record(session, callee, arguments, place, call.loc)
     session.rebind(target, written.traced.value, after)
     if after.requires_grad != before.requires_grad:

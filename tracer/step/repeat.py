@@ -116,7 +116,7 @@ class _Before:
 def _instance_of(value: Any) -> tuple[Any, ...] | None:
     if not isinstance(value, ActorHandle):
         return None
-    return (value.local,) if value.is_local else ()
+    return tuple(value.instances.values())
 
 
 @dataclass(frozen=True)

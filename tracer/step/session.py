@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ...ir.layout import Layout
 from ...ir.location import Location
 from ...ir.module import Module, Program
 from ...ir.names import Names
@@ -21,7 +22,8 @@ from ...ir.types import ObjectType, Place, Type
 from ..actors.sharing import Sharing
 from ..autodiff.tape import Tape
 from ..errors import TraceError, different
-from ..functions.interface import Body, Callee, FunctionTracer, Guard, Peers, Write
+from ..functions.interface import Bodies, Callee, FunctionTracer, Guard, Peers, Write
+from ..groups.group import GroupActor
 from ..source import caller_location, is_user_file
 from .specs import ObjectSpec, TensorSpec, Tree
 from .torch_modes import Ambient
@@ -62,12 +64,17 @@ class Session:
         optimistic: whether to assume that no gradients have to be clipped.
         assumptions: scalars that are true where that is so.
         results: the pytree that the step returned, once it has.
+        groups: the actors on meshes that the step has called, by name.
+        gradients: what each derivative adds to `.grad` of such an actor, by path.
+        unreduced: for each, what backwards have added that has not been reduced.
+        reduced: what has been reduced.
+        reductions: the functions that do so, by what they reduce.
     """
 
     peers: Peers
     tracer: FunctionTracer
     module: Module
-    bodies: dict[str, Body] = field(default_factory=dict)
+    bodies: dict[str, Bodies] = field(default_factory=dict)
     constants: dict[str, Any] = field(default_factory=dict)
     guards: dict[str, Guard] = field(default_factory=dict)
     tape: Tape = field(default_factory=Tape)
@@ -82,6 +89,11 @@ class Session:
     optimistic: bool = False
     assumptions: list[TracedTensor] = field(default_factory=list)
     results: Tree = field(init=False)
+    groups: dict[str, GroupActor] = field(default_factory=dict)
+    gradients: dict[str, Mapping[str, Layout]] = field(default_factory=dict)
+    unreduced: dict[str, dict[str, Layout]] = field(default_factory=dict)
+    reduced: dict[str, dict[str, Layout]] = field(default_factory=dict)
+    reductions: dict[Hashable, str] = field(default_factory=dict)
     function_names: Names = field(default_factory=Names)
     constant_names: Names = field(default_factory=Names)
     value_names: Names = field(default_factory=Names)
@@ -99,12 +111,15 @@ class Session:
         mine = self.module
         module = Module(mine.name, Phase.TRACED, mine.world, programs=[Program(mine.name)])
         module.functions, module.vjps = mine.functions, mine.vjps
+        module.meshes, module.bodies = mine.meshes, mine.bodies
         return Session(
             self.peers,
             self.tracer,
             module,
             bodies=self.bodies,
             callees=self.callees,
+            gradients=self.gradients,
+            reductions=self.reductions,
             sharing=self.sharing,
             optimistic=self.optimistic,
             ambient=self.ambient,

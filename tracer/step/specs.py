@@ -158,6 +158,11 @@ def ir_dtype(dtype: torch.dtype) -> DType:
         raise ValueError(f"{dtype} is not supported in a step") from None
 
 
+def torch_dtype(dtype: DType) -> torch.dtype:
+    """Torch's element type of the IR's name."""
+    return _TO_TORCH[dtype]
+
+
 _TO_TORCH: dict[DType, torch.dtype] = {
     DType.F64: torch.float64,
     DType.F32: torch.float32,

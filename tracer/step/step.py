@@ -19,6 +19,8 @@ from ...ir.verify.verifier import verify
 from ..actors.apart import refuse_apart
 from ..errors import TraceError, refusals_raised
 from ..functions.interface import Callee, FunctionTracer, MethodTarget, Peers
+from ..groups.gradient_sums import finish_gradients
+from ..groups.group_calls import layout_of, moved
 from ..guards.runtime_guards import recheck, watch_arguments
 from ..source import caller_location, traceback_location
 from .binding import definition
@@ -89,6 +91,7 @@ def trace_step(
         if optimistic:
             # Every rank must know whether to believe the result.
             result = (result, tuple(session.assumptions))
+        finish_gradients(session)
         session.results = _return(session, result, at, loc)
 
     at = session.everywhere if optimistic else target
@@ -229,6 +232,8 @@ def _return(session: Session, result: Any, at: Place, loc: Location | None) -> T
     for leaf in leaves:
         if isinstance(leaf, TracedTensor | ObjectValue):
             traced = session.use(leaf)
+            if isinstance(leaf, TracedTensor) and layout_of(traced) is not None:
+                traced = moved(session, leaf, at, None, loc).traced  # the caller gets all of it
             values.append(traced.value)
             specs.append(traced.spec)
         else:

@@ -9,7 +9,7 @@ from typing import Any
 from ...ir.location import Location
 from ...ir.module import Module
 from ...ir.types import Place
-from ..functions.interface import Body, Guard
+from ..functions.interface import Bodies, Guard
 from .inputs import InputSpec
 from .specs import Fill, Tree, filler
 
@@ -62,7 +62,7 @@ class Trace:
     """
 
     module: Module
-    bodies: dict[str, Body]
+    bodies: dict[str, Bodies]
     constants: dict[str, Any]
     inputs: InputSpec
     outputs: OutputSpec

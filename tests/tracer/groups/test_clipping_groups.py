@@ -1,0 +1,118 @@
+"""Test norms and clipping of the gradients of actors on meshes against one process."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import cg
+from cg.backends.virtual.world import VirtualWorld
+from cg.launch.world.world import use_world
+
+D = 6
+PLAN = {
+    "forward(x)": cg.cut(0, "dp"),
+    "up.*": cg.cut(0, "tp"),
+    "down.weight": cg.cut(1, "tp"),
+}
+X = torch.randn(5, D, generator=torch.Generator().manual_seed(0))
+
+
+class Layer(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.up = nn.Linear(D, 2 * D)
+        self.down = nn.Linear(2 * D, D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+@cg.actor
+class Actor(Layer):
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.opt = torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def update(self) -> None:
+        self.opt.step()
+        self.opt.zero_grad()
+
+    @cg.opaque(fake=lambda self: torch.empty(()))
+    def size(self) -> torch.Tensor:
+        return self.up.weight.norm()
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+def test_the_norm_of_pieces_is_the_norm_of_the_whole(norm_type: float) -> None:
+    with use_world(VirtualWorld(5)):
+        one = Actor.on(cg.mesh(dp=2, tp=2), plan=PLAN)(1)
+        other = Actor.on(4)(2)
+
+        @cg.trace
+        def step(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            loss = other.forward(one.forward(x)).square().mean()
+            cg.backward(loss)
+            norm = cg.clip_grad_norm([one, other], 0.1, norm_type)
+            one.update()
+            other.update()
+            return loss, norm
+
+        compiled = step.lower(X).compile()
+        mine = [compiled(X) for _ in range(3)]
+    first, second = Actor(1), Actor(2)
+    for loss, norm in mine:
+        right = second(first(X)).square().mean()
+        right.backward()
+        both = [*first.parameters(), *second.parameters()]
+        total = nn.utils.clip_grad_norm_(both, 0.1, norm_type)
+        first.update()
+        second.update()
+        torch.testing.assert_close(loss, right.detach())
+        torch.testing.assert_close(norm, total)
+
+
+def test_an_opaque_method_of_pieces_returns_no_tensor() -> None:
+    with use_world(VirtualWorld(4)):
+        actor = Actor.on(cg.mesh(dp=2, tp=2), plan=PLAN)(1)
+        step = cg.trace(lambda: actor.size())
+        with pytest.raises(cg.TraceError, match="calls it with pieces") as info:
+            step.lower()
+    assert "let a traced method compute" in str(info.value)
+
+
+def test_norms_of_pieces_are_refused() -> None:
+    class Clipping(Layer):
+        def __init__(self) -> None:
+            super().__init__(1)
+            self.opt = torch.optim.SGD(self.parameters(), lr=0.1)
+
+        def update(self) -> None:
+            nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+            self.opt.step()
+
+    with use_world(VirtualWorld(4)):
+        actor = cg.actor(Clipping).on(cg.mesh(dp=2, tp=2), plan=PLAN)()
+
+        @cg.trace
+        def step(x: torch.Tensor) -> None:
+            cg.backward(actor.forward(x).sum())
+            actor.update()
+
+        with pytest.raises(cg.RemoteError, match="takes the norm of a piece") as info:
+            step(X)
+    assert "cg.clip_grad_norm([actor], max_norm)" in str(info.value)
+
+
+def test_optimizers_of_whole_tensors_are_refused() -> None:
+    class Stepping(Layer):
+        def __init__(self) -> None:
+            super().__init__(1)
+            self.opt = torch.optim.Adafactor(self.parameters())
+
+    with use_world(VirtualWorld(4)), pytest.raises(ValueError, match="by Adafactor, which looks"):
+        cg.actor(Stepping).on(cg.mesh(dp=2, tp=2), plan=PLAN)()

@@ -1,0 +1,153 @@
+"""Sharding plans of models of transformers: what their plans say, and what cannot be."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from cg.ir.layout import Cut, Layout
+from cg.tracer.groups.mesh import mesh
+from cg.tracer.groups.pieces import lay_out
+from cg.tracer.groups.plan import Plan, cut, whole
+from cg.tracer.groups.plans import hf
+
+GRID = mesh(dp=2, tp=2)
+
+
+class Attention(nn.Module):
+    def __init__(self, heads: int, keys: int) -> None:
+        super().__init__()
+        self.q_proj, self.o_proj = nn.Linear(8, heads * 4), nn.Linear(heads * 4, 8)
+        self.k_proj, self.v_proj = nn.Linear(8, keys * 4), nn.Linear(8, keys * 4)
+
+
+class Layer(nn.Module):
+    def __init__(self, heads: int, keys: int) -> None:
+        super().__init__()
+        self.attention, self.norm = Attention(heads, keys), nn.LayerNorm(8)
+        self.gate_up, self.fused = nn.Linear(8, 12), nn.Linear(8, 6)
+        self.experts = nn.Parameter(torch.zeros(3, 12, 8))
+
+
+class Base(nn.Module):
+    def __init__(self, heads: int, keys: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.layers = nn.ModuleList(Layer(heads, keys) for _ in range(2))
+
+
+class Model(nn.Module):
+    """What a model of transformers has of its plans."""
+
+    base_model_prefix = "model"
+
+    def __init__(self, heads: int = 4, keys: int = 2, **more: str) -> None:
+        super().__init__()
+        self.model, self.head = Base(heads, keys), nn.Linear(8, 16)
+        self._tp_plan = {"head": "colwise_rep", "model.embed": "embedding_rowwise"}
+        projections = {f"layers.*.attention.{name}_proj": "colwise" for name in "qkv"}
+        own = {
+            **projections,
+            "layers.*.attention.o_proj": "rowwise",
+            "layers.*.gate_up": "packed_colwise",
+            "layers.*.fused": "colwise_gather_output",
+            "layers.*.norm": "replicated_with_grad_allreduce",
+            "layers.*.experts": "packed_colwise",
+            **more,
+        }
+        self.config = SimpleNamespace(
+            base_model_tp_plan=own, num_attention_heads=heads, num_key_value_heads=keys
+        )
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return input_ids
+
+
+def layouts(actor: nn.Module, plan: Plan, grid=GRID) -> dict[str, str]:
+    found = lay_out(actor, plan, whole, grid)
+    return {
+        each.path: ",".join(map(str, each.layout.cuts)) for each in found if each.layout is not None
+    }
+
+
+def test_styles() -> None:
+    found = layouts(Model(), hf(Model()))
+    tp, packed, none = (str(each) for each in (Cut(("tp",)), Cut(("tp",), 2), Cut()))
+    first = {
+        path.removeprefix("model.layers.0."): text
+        for path, text in found.items()
+        if not path.startswith("model.layers.1.")
+    }
+    assert first == {
+        **{f"attention.{name}_proj.weight": f"{tp},{none}" for name in "qkv"},
+        **{f"attention.{name}_proj.bias": tp for name in "qkv"},
+        "attention.o_proj.weight": f"{none},{tp}",
+        "gate_up.weight": f"{packed},{none}",
+        "gate_up.bias": packed,
+        "experts": f"{none},{packed},{none}",
+        "model.embed.weight": f"{tp},{none}",
+        "head.weight": f"{tp},{none}",
+        "head.bias": tp,
+    }
+    assert len(found) == 2 * len(first) - 3, "both layers are cut alike"
+
+
+def test_a_part_of_a_model_has_a_part_of_its_plan() -> None:
+    class Stage(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = Model().model.layers[1:]
+
+    plan = hf(Model())
+    names = [name for name, _ in Stage().named_parameters()]
+    plan.check(Stage, names, [("forward", "h")])
+    assert layouts(Stage(), plan)["layers.0.attention.q_proj.weight"] == f"{Cut(('tp',))},{Cut()}"
+    with pytest.raises(ValueError, match="the plan of Model matches no tensor of Linear; its tens"):
+        plan.check(nn.Linear, ["weight", "bias"], [("forward", "input_ids")])
+
+
+def test_plans_are_joined_and_the_first_counts() -> None:
+    plan = Plan.of({"head.*": whole, "loss(ids)": cut(0, "dp")}) | hf(Model(), batch="rows")
+    assert plan.of_tensor("head.weight") == whole
+    assert plan.of_tensor("actor.model.embed.weight") == cut(0, "tp")
+    assert plan.of_argument("loss", "ids") == cut(0, "dp")
+    assert plan.of_argument("forward", "input_ids") == cut(0, "rows")
+    assert (hf(Model(), batch=None)).of_argument("forward", "input_ids") in (None, whole)
+    with pytest.raises(ValueError, match="'loss\\(ids\\)' matches nothing of Model"):
+        plan.check(Model, ["head.weight"], [("forward", "input_ids")])
+
+
+def test_fewer_heads_of_keys_than_ranks() -> None:
+    model = Model(heads=4, keys=2)
+    with pytest.raises(
+        ValueError, match=r"k_proj.weight' has 2 heads of keys and values"
+    ) as caught:
+        layouts(model, hf(model), mesh(tp=4))
+    message = str(caught.value)
+    assert "cannot be cut to 4 equal pieces along tp" in message
+    assert "make two axes of 'tp', such as cg.mesh(kv=2, rep=...)" in message
+    assert 'cg.plans.hf(model, axis=("kv", "rep"))' in message
+    found = layouts(model, hf(model, axis=("kv", "rep")), mesh(kv=2, rep=2))
+    assert found["model.layers.0.attention.k_proj.bias"] == str(Cut(("kv",)))
+    assert found["model.layers.0.attention.q_proj.bias"] == str(Cut(("kv", "rep")))
+    with pytest.raises(ValueError, match="use an axis whose size divides the number of heads"):
+        layouts(Model(4, 3), hf(Model(4, 3)), mesh(tp=3))
+
+
+def test_heads_may_be_cut_further_where_they_rest() -> None:
+    plan = hf(Model(keys=2), batch=None)
+    found = lay_out(Model(keys=2), plan, cut(0, "dp"), mesh(tp=2, dp=4))
+    by_path = {each.path: each.layout for each in found}
+    assert by_path["model.layers.0.attention.k_proj.bias"] == Layout((Cut(("tp", "dp")),))
+
+
+def test_what_has_no_plan_or_a_style_that_is_not_known() -> None:
+    model = Model(**{"layers.*.fused": "moe_tp_experts"})
+    message = r"the plan of Model gives 'model.layers.\*.fused' the style 'moe_tp_experts', which"
+    with pytest.raises(ValueError, match=message):
+        hf(model)
+    with pytest.raises(ValueError, match=r"Linear brings no tensor parallel plan .* cg.plan"):
+        hf(nn.Linear(2, 2))

@@ -1,0 +1,361 @@
+"""Make functions of what ranks call together: programs of parts and transfers, and their bodies."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import fx
+
+from ...ir.attributes import Effect, Symbol
+from ...ir.flops import NO_FLOPS, Flops
+from ...ir.location import Location
+from ...ir.module import Function, FunctionKind, Program
+from ...ir.names import Names
+from ...ir.ops import Call as CallOp
+from ...ir.ops import Return, Value
+from ...ir.ops import Transfer as TransferOp
+from ...ir.types import DType, TensorType, UnitType
+from ..actors.actor_state import StateTensor
+from ..autodiff.subgraphs import Gradient, Piece, fake_of, memory_of
+from ..codegen.codegen import make_body, returning_unit
+from ..layouts.cases import LayoutError
+from ..layouts.cuts import unmerged
+from ..layouts.partition import Part, Partition
+from ..layouts.sections import Section
+from ..layouts.versions import Transfer, Version, text_of
+from ..methods.dispatch_modes import is_random
+from ..methods.flops import count_flops
+from ..step.specs import ir_dtype
+from .interface import Body, RankBodies, TracedPart
+
+Gradients: TypeAlias = Sequence[tuple[StateTensor, Version]]
+
+StateOf: TypeAlias = Mapping[int, Mapping[str, StateTensor]]
+"""The tensors of each played rank's instance, by path."""
+
+
+@dataclass(frozen=True)
+class GroupFunction:
+    """A function that ranks call together.
+
+    Attributes:
+        declaration: of the function, a program.
+        program: its body.
+        parts: the functions that it calls.
+    """
+
+    declaration: Function
+    program: Program
+    parts: tuple[TracedPart, ...]
+
+    @property
+    def part(self) -> TracedPart:
+        """The function, without those that it calls."""
+        return TracedPart(self.declaration, None, self.program)
+
+
+@dataclass(frozen=True)
+class Maker:
+    """Makes the functions of one section.
+
+    Attributes:
+        name: of the function.
+        actor: whose it is.
+        section: what it computes.
+        state: of the ranks whose graphs there are. The first one's operations are counted.
+        played: those of them that this process plays.
+        owner: holds the constants that graphs refer to.
+        effect: of the parts that touch state.
+        loc: the user's line.
+    """
+
+    name: str
+    actor: str | None
+    section: Section
+    state: StateOf
+    played: tuple[int, ...]
+    owner: torch.nn.Module
+    effect: Effect
+    loc: Location | None
+
+    def make(self) -> GroupFunction:
+        """The function."""
+        plans = list(self._plans())
+        made = [self._part(i, plan) if plan.is_needed else None for i, plan in enumerate(plans)]
+        program = self._program(plans, made)
+        parts = tuple(part for part in made if part is not None)
+        functions = [part.declaration for part in parts]
+        effects = {function.effect for function in functions}
+        declaration = Function(
+            self.name,
+            inputs=tuple(map(_type, self.section.takes)),
+            outputs=tuple(map(_type, self.section.gives)) or (UnitType(),),
+            kind=FunctionKind.PROGRAM,
+            effect=self.effect if self.effect in effects else Effect.PURE,
+            actor=self.actor,
+            random=any(function.random for function in functions),
+            loc=self.loc,
+            flops=functools.reduce(_total, (function.flops for function in functions), NO_FLOPS),
+        )
+        return GroupFunction(declaration, program, parts)
+
+    def _plans(self) -> Iterator[_PartPlan]:
+        """The parts that do something, each with what it returns and accumulates."""
+        section = self.section
+        left = list(section.gradients)
+        wanted = set(section.gives) | {t.before for t in _transfers(section.partition)}
+        wanted |= {v for part in section.partition.parts for v in part.inputs}
+        for part, _ in section.partition.steps:
+            gradients = [pair for pair in left if pair[1] in part.outputs]
+            left = [pair for pair in left if pair not in gradients]
+            returned = tuple(version for version in part.outputs if version in wanted)
+            yield _PartPlan(part, returned, gradients)
+        if left:  # those that are exchanged, or that are values of others
+            yield _PartPlan(None, (), left)
+
+    def _part(self, index: int, plan: _PartPlan) -> TracedPart:
+        bodies: dict[int, Body] = {}
+        name = f"{self.name}.part{index}"
+        flops = None
+        for rank in self.state:
+            piece = plan.piece(rank, self.section.state, self.state[rank], self.owner)
+            flops = count_flops(piece.graph) if flops is None else flops
+            if rank in self.played:
+                body = make_body(piece, name)
+                bodies[rank] = body if plan.returned else body.wrapped(returning_unit)
+        touches = plan.gradients or plan.reads(self.section.state)
+        function = Function(
+            name,
+            inputs=tuple(_type(v) for v in plan.inputs(self.section.state)),
+            outputs=tuple(map(_type, plan.returned)) or (UnitType(),),
+            effect=self.effect if touches else Effect.PURE,
+            actor=self.actor,
+            random=plan.is_random,
+            loc=self.loc,
+            flops=flops or NO_FLOPS,
+        )
+        return TracedPart(function, RankBodies.of(bodies) if bodies else None)
+
+    def _program(self, plans: Sequence[_PartPlan], parts: Sequence[TracedPart | None]) -> Program:
+        writer = _Writer(self.section.takes, self.loc)
+        steps = self.section.partition.steps
+        for index, (plan, part) in enumerate(zip(plans, parts, strict=True)):
+            if part is not None:
+                writer.call(part.declaration, plan.inputs(self.section.state), plan.returned)
+            if index < len(steps):
+                for transfer in steps[index][1]:
+                    writer.transfer(transfer.before, transfer.after)
+        return writer.end(self.name, self.section.gives)
+
+
+@dataclass(frozen=True)
+class _PartPlan:
+    """A part, what it returns, and what it adds to gradients; None: it does only that."""
+
+    part: Part | None
+    returned: tuple[Version, ...]
+    gradients: Gradients
+
+    @property
+    def is_needed(self) -> bool:
+        return bool(self.returned or self.gradients or (self.part and self.part.nodes))
+
+    @property
+    def is_random(self) -> bool:
+        nodes = self.part.nodes if self.part is not None else ()
+        return any(is_random(node.target, node.args, node.kwargs) for node in nodes)
+
+    @property
+    def versions(self) -> tuple[Version, ...]:
+        """What its graph takes, in the graph's order."""
+        if self.part is not None:
+            return self.part.inputs
+        return tuple(dict.fromkeys(version for _, version in self.gradients))
+
+    def inputs(self, state: Collection[Version]) -> tuple[Version, ...]:
+        """What it is given."""
+        return tuple(version for version in self.versions if version not in state)
+
+    def reads(self, state: Collection[Version]) -> tuple[Version, ...]:
+        """The state that it reads."""
+        return tuple(version for version in self.versions if version in state)
+
+    def piece(
+        self,
+        rank: int,
+        state: Mapping[Version, StateTensor],
+        own: Mapping[str, StateTensor],
+        owner: torch.nn.Module,
+    ) -> Piece:
+        """What a rank runs.
+
+        Args:
+            state: as it is held.
+            own: the rank's tensors, by path.
+        """
+        builder = _PieceBuilder()
+        reads, inputs = self.reads(state), self.inputs(state)
+        if self.part is not None:
+            source = self.part.bodies.at(rank)
+            given = dict(zip(self.versions, _placeholders(source), strict=True))
+            made = dict(zip(self.part.outputs, _returned(source), strict=True))
+            builder.copy(source, [given[version] for version in (*reads, *inputs)])
+        else:
+            made = {version: version.node for version in inputs}
+            builder.copy(None, list(made.values()))
+        builder.end(
+            [made[version] for version in self.returned],
+            [made[version] for _, version in self.gradients],
+        )
+        return Piece(
+            graph=builder.graph,
+            owner=owner,
+            state=tuple(own[state[version].path] for version in reads),
+            inputs=len(inputs),
+            dense=(True,) * len(inputs),
+            returned=len(self.returned),
+            rebinds=(),
+            gradients=tuple(
+                Gradient(own[tensor.path], owned)
+                for (tensor, _), owned in zip(self.gradients, builder.owned, strict=True)
+            ),
+            aliases=(),
+            state_outputs=(),
+            locations=builder.locations,
+        )
+
+
+class _PieceBuilder:
+    """Copies a rank's graph into one whose results have memory of their own.
+
+    Attributes:
+        graph: the copy.
+        locations: the user's line of its nodes.
+        owned: for each gradient, whether nobody else refers to its memory.
+    """
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+        self.locations: dict[fx.Node, Location] = {}
+        self.owned: tuple[bool, ...] = ()
+        self._copies: dict[fx.Node, fx.Node] = {}
+        self._taken: set[int | None] = set()
+
+    def copy(self, source: fx.Graph | None, placeholders: Sequence[fx.Node]) -> None:
+        """Copy a graph, with its placeholders in another order."""
+        for node in placeholders:
+            self._copies[node] = new = self.graph.placeholder(node.name)
+            new.meta["val"] = node.meta["val"]
+            self._taken.add(memory_of(new))
+        for node in source.nodes if source is not None else ():
+            if node.op in ("placeholder", "output"):
+                continue
+            new = self._copies[node] = self.graph.node_copy(node, self._copies.__getitem__)
+            if (loc := node.meta.get("loc")) is not None:
+                self.locations[new] = loc
+
+    def end(self, returned: Sequence[fx.Node], gradients: Sequence[fx.Node]) -> None:
+        """Return values and gradients: values are contiguous, and share memory with nothing."""
+        graded = [self._copies[node] for node in gradients]
+        given = {memory_of(node) for node in map(self._copies.__getitem__, returned)}
+        memory = [memory_of(node) for node in graded]
+        self.owned = tuple(
+            node.op == "call_function"
+            and memory.count(key) == 1
+            and key not in given
+            and key not in self._taken
+            for node, key in zip(graded, memory, strict=True)
+        )
+        values = tuple(self._own(self._copies[node]) for node in returned)
+        self.graph.output((*values, *graded))
+
+    def _own(self, node: fx.Node) -> fx.Node:
+        fake, memory = fake_of(node), memory_of(node)
+        plain = fake.is_contiguous() and not fake.is_conj() and not fake.is_neg()
+        if plain and node.op == "call_function" and memory not in self._taken:
+            self._taken.add(memory)
+            return node
+        return self.graph.call_function(
+            torch.ops.aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
+        )
+
+
+class _Writer:
+    """Writes the body of a function."""
+
+    def __init__(self, takes: Sequence[Version], loc: Location | None) -> None:
+        self._names = Names()
+        self._loc = loc
+        self._params = [self._value(version) for version in takes]
+        self._values = dict(zip(takes, self._params, strict=True))
+        self._done: Value | None = None
+        self._ops: list[CallOp | TransferOp | Return] = []
+
+    def _value(self, version: Version) -> Value:
+        return Value(self._names.fresh(version.node.name), _type(version))
+
+    def call(self, function: Function, takes: Iterable[Version], gives: Sequence[Version]) -> None:
+        results = tuple(self._value(version) for version in gives)
+        if not results:
+            self._done = Value(self._names.fresh("done"), UnitType())
+            results = (self._done,)
+        operands = tuple([self._values[version] for version in takes])
+        key = 0 if function.random else None
+        self._ops.append(
+            CallOp(operands, results, fn=Symbol(function.name), key=key, loc=self._loc)
+        )
+        self._values.update(zip(gives, results, strict=False))
+
+    def transfer(self, before: Version, after: Version) -> None:
+        result = self._values[after] = self._value(after)
+        if _type(before).shape != _type(after).shape:
+            raise LayoutError(
+                f"{text_of(before)} is exchanged to be {text_of(after)}, and a dimension of it is "
+                "cut as two factors of it are, which no type says",
+                loc=self._loc,
+                remedy="keep the factors apart where ranks exchange something: do not view two cut "
+                "dimensions as one",
+            )
+        self._ops.append(TransferOp((self._values[before],), (result,), loc=self._loc))
+
+    def end(self, name: str, gives: Sequence[Version]) -> Program:
+        """The program; one that gives nothing returns a unit."""
+        values = tuple([self._values[version] for version in gives])
+        if not values:
+            assert self._done is not None, "a function that gives nothing accumulates gradients"
+            values = (self._done,)
+        self._ops.append(Return(values, ()))
+        return Program(name, list(self._params), list(self._ops))
+
+
+def _total(one: Flops, other: Flops) -> Flops:
+    counts: Counter[DType] = Counter(dict(one.counts))
+    counts.update(dict(other.counts))
+    return Flops.of(counts)
+
+
+def _transfers(partition: Partition) -> Iterator[Transfer]:
+    for _, transfers in partition.steps:
+        yield from transfers
+
+
+def _placeholders(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op == "placeholder"]
+
+
+def _returned(graph: fx.Graph) -> Sequence[fx.Node]:
+    (values,) = graph.output_node().args
+    assert isinstance(values, tuple)
+    return values  # type: ignore[return-value]
+
+
+def _type(version: Version) -> TensorType:
+    """The type of a version, without a place; a product of cut factors is as many dimensions."""
+    fake = fake_of(version.node)
+    layout, shape = unmerged(version.layout, tuple(fake.shape))
+    return TensorType(ir_dtype(fake.dtype), shape, None, layout if layout.axes else None)
