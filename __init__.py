@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from .passes import schedules
     from .tracer.actors.actors import ActorError, ActorHandle, remat
     from .tracer.errors import TraceError
+    from .tracer.groups import plans
     from .tracer.intrinsics.clipping import clip_grad_norm
     from .tracer.intrinsics.collectives import (
         all_gather,
@@ -64,6 +65,11 @@ _HOMES = {
     "opaque": "tracer.intrinsics.opaque",
     "carry": "launch.api.carry",
     "remat": "tracer.actors.actors",
+    "mesh": "tracer.groups.mesh",
+    "plan": "tracer.groups.plan",
+    "plans": "tracer.groups:plans",
+    "cut": "tracer.groups.plan",
+    "whole": "tracer.groups.plan",
     "on": "launch.api.api",
     "object": "tracer.step.values:OBJECT",
     "microbatches": "tracer.intrinsics.microbatches",
@@ -83,6 +89,8 @@ _HOMES = {
     "world_size": "launch.world.world",
     "barrier": "launch.api.api",
     "allgather": "launch.api.api",
+    "save": "launch.checkpoints.tensor_files",
+    "load": "launch.checkpoints.tensor_files",
     # What compiling gives
     "schedules": "passes:schedules",
     "Step": "launch.api.step_function",
@@ -120,6 +128,11 @@ __all__ = [
     "opaque",
     "carry",
     "remat",
+    "mesh",
+    "plan",
+    "plans",
+    "cut",
+    "whole",
     "on",
     "object",
     "microbatches",
@@ -138,6 +151,8 @@ __all__ = [
     "world_size",
     "barrier",
     "allgather",
+    "save",
+    "load",
     "schedules",
     "Step",
     "Lowered",

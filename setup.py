@@ -42,7 +42,7 @@ COMPILED = (
     "backends/cpu/queues/messages.py",
     "backends/cpu/queues/object_ports.py",
     "backends/cpu/queues/ports.py",
-    "backends/cpu/control/record_ring.py",
+    "backends/cpu/control/command_ring.py",
     "backends/cpu/control/rank_status.py",
     "backends/cpu/waiting/serving.py",
     "backends/devices/accelerator.py",
@@ -66,7 +66,7 @@ class BuildPy(build_py):
     """Leaves this file out of the package, whose root is the checkout's."""
 
     def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
-        """See `build_py`."""
+        """The modules of a package, but for this file."""
         found = super().find_package_modules(package, package_dir)
         return [module for module in found if module[:2] != ("cg", "setup")]
 

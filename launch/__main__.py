@@ -185,7 +185,7 @@ def _variables(options: argparse.Namespace, inherited: Mapping[str, str]) -> dic
 
 
 def _beside() -> list[Path]:
-    """Where the scripts of this Python's packages are: of its virtual environment first."""
+    """The folders of the scripts of this Python's packages: its virtual environment's first."""
     python = Path(sys.executable)
     return list(dict.fromkeys([python.parent, python.resolve().parent]))
 

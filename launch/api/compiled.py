@@ -17,7 +17,7 @@ from ...tracer.step.session import is_tracing
 from ..measure.profiling import Watched, watch
 from ..measure.recording import Recording, record
 from ..runtime import driven_graphs as graphs
-from ..runtime import seating
+from ..runtime import execution_contexts
 from ..runtime.runtime import Runtime, make_runtime
 from ..world.agreement import call_text
 from ..world.comparison import CallFacts
@@ -372,7 +372,7 @@ class Compiled(Programs):
 
     def _make_graph(self, driver: int, max_inflight: int, patience: float | None) -> graphs.Made:
         variants = [
-            seating.GraphVariant(
+            execution_contexts.GraphVariant(
                 variant.linked(self._seed),
                 variant.trace.guards,
                 variant.trace.outputs.rebuild if driver in variant.trace.outputs.place else None,
@@ -384,8 +384,8 @@ class Compiled(Programs):
         )
         for index, variant in enumerate(self.variants):
             bound = {
-                rank: [seat.instances[index] for seat in seats]
-                for rank, seats in made.graph.seats.items()
+                rank: [context.instances[index] for context in contexts]
+                for rank, contexts in made.graph.contexts.items()
             }
             self._watched.append(watch(self._world, variant.module, bound))
         made.graph.patience = patience

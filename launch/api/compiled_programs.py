@@ -48,7 +48,10 @@ class Variant:
     def linked(self, seed: int) -> LinkedModule:
         """The module with the bodies, constants and seed that this process's ranks run it with."""
         constants = self.trace.constants
-        return LinkedModule(self.module, self.fused.bodies, constants, seed, self.fallbacks)
+        fused = self.fused
+        return LinkedModule(
+            self.module, fused.bodies, constants, seed, self.fallbacks, fused.rank_bodies
+        )
 
     @property
     def parameters(self) -> list[str]:
@@ -219,7 +222,7 @@ class Programs:
         write_compiled(module, timeline, self._transport_of, Path(path))
 
     def _transport_of(self, channel: Channel) -> str:
-        """How a channel's messages travel, in words."""
+        """The transport of a channel's messages, in words."""
         if channel.via is not None:
             return channel.via
         if self._world.is_virtual:

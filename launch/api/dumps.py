@@ -89,4 +89,4 @@ def make_dump(settings: Config, directory: Path | None, name: str, world: World)
 
 
 _seen: WeakKeyDictionary[World, Counter[tuple[Path, str]]] = WeakKeyDictionary()
-"""How often steps of a name have been compiled to a directory."""
+"""Counts the compilations of steps of a name to a directory."""

@@ -11,7 +11,8 @@ from ...backends.program.fuse import FuseError, fuser
 from ...ir.module import Function, Module
 from ...ir.ops import Call
 from ...passes.lower.fuse import refusal
-from ...tracer.codegen.codegen import GraphBody
+from ...tracer.codegen.codegen import GraphBody, each_body
+from ...tracer.functions.interface import Bodies, RankBodies
 
 
 @dataclass(frozen=True)
@@ -20,12 +21,27 @@ class Fused:
 
     Attributes:
         bodies: by `Function.body_name`, as the trace has them but for those that are made anew.
+        rank_bodies: by rank and name, those that ranks of this process have of their own.
         reasons: for each function that a program of this process calls, why it is not compiled;
             empty if it is. Nothing is in here if the step asks for no compiler.
     """
 
     bodies: Mapping[str, Body]
+    rank_bodies: Mapping[int, Mapping[str, Body]] = field(default_factory=dict)
     reasons: Mapping[str, str] = field(default_factory=dict)
+
+    @staticmethod
+    def of(bodies: Mapping[str, Bodies], reasons: Mapping[str, str]) -> Fused:
+        """The bodies of a trace, sorted by who runs them."""
+        common: dict[str, Body] = {}
+        of_rank: dict[int, dict[str, Body]] = {}
+        for name, body in bodies.items():
+            if isinstance(body, RankBodies):
+                for rank, own in body.of_rank.items():
+                    of_rank.setdefault(rank, {})[name] = own
+            else:
+                common[name] = body
+        return Fused(common, of_rank, reasons)
 
     def describe(self) -> str:
         """A line for each function."""
@@ -43,18 +59,21 @@ class Fusing:
         bodies: of the trace, by function.
     """
 
-    def __init__(self, bodies: Mapping[str, Body]) -> None:
+    def __init__(self, bodies: Mapping[str, Bodies]) -> None:
         self._bodies = bodies
-        self._known: dict[tuple[str, str | None], Body | str] = {}
+        self._known: dict[tuple[str, str | None], Bodies | str] = {}
 
     def plain(self, module: Module, world: World) -> Fused:
         """The bodies of a scheduled module that asks for no compiler."""
+        return Fused.of(self._plain(module, world), {})
+
+    def _plain(self, module: Module, world: World) -> dict[str, Bodies]:
         adding = {
             function.body_name: self._adding(function.body_name)
             for function in _called(module, world)
             if function.adds_products and function.body_name in self._bodies
         }
-        return Fused({**self._bodies, **adding})
+        return {**self._bodies, **adding}
 
     def apply(self, module: Module, world: World) -> Fused:
         """The bodies of a scheduled module, with those compiled that its functions say; collective.
@@ -73,7 +92,7 @@ class Fusing:
         return fused
 
     def _apply(self, module: Module, world: World) -> Fused:
-        bodies, reasons = dict(self.plain(module, world).bodies), {}
+        bodies, reasons = self._plain(module, world), {}
         for function in _called(module, world):
             if function.fuse is None:
                 reasons[function.name] = refusal(function) or "nothing asks for it"
@@ -82,19 +101,17 @@ class Fusing:
             reasons[function.name] = made if isinstance(made, str) else ""
             if not isinstance(made, str):
                 bodies[function.body_name] = made
-        return Fused(bodies, reasons)
+        return Fused.of(bodies, reasons)
 
-    def _adding(self, name: str) -> Body:
+    def _adding(self, name: str) -> Bodies:
         """The body of a function that adds products by themselves, if it has a graph."""
         known = self._known.get((name, None))
         if known is None:
             body = self._bodies[name]
-            known = self._known[name, None] = (
-                body.refit(None) if isinstance(body, GraphBody) else body
-            )
-        return cast(Body, known)
+            known = self._known[name, None] = each_body(body, _refitted)
+        return cast(Bodies, known)
 
-    def _compiled(self, name: str, by: str) -> Body | str:
+    def _compiled(self, name: str, by: str) -> Bodies | str:
         """The compiled body of a function, or why there is none."""
         known = self._known.get((name, by))
         if known is None:
@@ -114,11 +131,16 @@ def _called(module: Module, world: World) -> list[Function]:
     return [module.functions[name] for name in names]
 
 
-def _compiled(body: Body | None, by: str) -> Body | str:
-    if not isinstance(body, GraphBody):
+def _refitted(body: Body) -> Body:
+    return body.refit(None) if isinstance(body, GraphBody) else body
+
+
+def _compiled(body: Bodies | None, by: str) -> Bodies | str:
+    several = body.of_rank.values() if isinstance(body, RankBodies) else (body,)
+    if body is None or not all(isinstance(each, GraphBody) for each in several):
         return "it has no graph"
     try:
-        return body.refit(fuser(by))
+        return each_body(body, lambda each: cast(GraphBody, each).refit(fuser(by)))
     except FuseError:
         raise
     except Exception as error:  # whatever a compiler of a third party raises

@@ -104,7 +104,7 @@ def actor_graph(module: Module, transport: Transport) -> ActorGraph:
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
-    """Where a value came from, and over which channel."""
+    """The node that a value came from, and its channel."""
 
     node: Key
     channel: Channel | None = None

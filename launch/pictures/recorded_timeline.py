@@ -25,13 +25,13 @@ class ProgramRecord:
 
     Attributes:
         step: number of the compiled step, the same on all ranks.
-        seat: which of the programs it is that the rank has for that step.
+        context: index of the execution context of a driven graph that it belongs to; else 0.
         rank: whose program it is.
         origins, events, left_out: as in `InstructionLog`.
     """
 
     step: int
-    seat: int
+    context: int
     rank: int
     origins: tuple[Origin, ...]
     events: array[int]
@@ -95,7 +95,7 @@ def picture_of_records(records: Records, title: str, note: str = "") -> Picture:
         first, last = spans[record.rank].get(which, (start, end))
         spans[record.rank][which] = (min(first, start), max(last, end))
         if message is not None:
-            key = (record.step, record.seat, execution, message.chan, message.seq or 0)
+            key = (record.step, record.context, execution, message.chan, message.seq or 0)
             (tails if isinstance(message, Send) else heads)[key] = which, box
     lanes = {which: lane for each in spans.values() for which, lane in _lanes(each).items()}
 
@@ -114,7 +114,7 @@ def picture_of_records(records: Records, title: str, note: str = "") -> Picture:
 
 
 _MessageKey: TypeAlias = tuple[int, int, int, int, int]
-"""Step, seat, execution, channel and number."""
+"""Step, context, execution, channel and number."""
 
 
 def _events(records: Records) -> Iterator[tuple[int, int, int, float, float]]:
