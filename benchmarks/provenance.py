@@ -56,7 +56,9 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": {name: found[name] for name in PACKAGES if name in found},
         "load": os.getloadavg()[0],
-        **gpus(_said(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"])),
+        **gpus(
+            output_of(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"])
+        ),
     }
 
 
@@ -78,7 +80,7 @@ def gpus(listed: str) -> dict[str, Any]:
 
 def revision() -> str:
     """The commit, with a `+` if the tree has changes; empty where there is no checkout."""
-    return _said(["git", "describe", "--always", "--dirty=+"])
+    return output_of(["git", "describe", "--always", "--dirty=+"])
 
 
 def _cpu() -> str:
@@ -87,7 +89,7 @@ def _cpu() -> str:
     return models[0] if models else platform.machine()
 
 
-def _said(command: Sequence[str]) -> str:
+def output_of(command: Sequence[str]) -> str:
     """What a program writes; nothing if it fails, or is not there."""
     try:
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)

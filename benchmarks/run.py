@@ -25,6 +25,7 @@ BENCHMARKS = {
     "executor_overhead": ["executor_overhead.py", "--json", "FILE"],
     "round_trip": ["-m", "cg.launch", "-n", "2", "round_trip.py", "--json", "FILE"],
     "all_reduce": ["-m", "cg.launch", "-n", "2", "all_reduce.py", "--json", "FILE"],
+    "groups_cpu": ["-m", "cg.launch", "-n", "2", "groups_cpu.py", "--json", "FILE"],
     "cpu_transport": ["-m", "cg.launch", "-n", "2", "cpu_transport.py", "--json", "FILE"],
     "idle": ["-m", "cg.launch", "-n", "4", "idle.py", "--json", "FILE"],
     "compile_time": ["compile_time.py", "--json", "FILE"],
@@ -32,6 +33,7 @@ BENCHMARKS = {
         *["compile_time.py", "--schedule", "all", "--sizes", "8x64", "64x256"],
         *["--json", "FILE"],
     ],
+    "compile_groups": ["compile_groups.py", "--json", "FILE"],
     "schedules": ["-m", "cg.launch", "-n", "4", "schedules.py", "--json", "FILE"],
     "simulator": ["simulator.py", "--json", "FILE"],
 }

@@ -2,9 +2,11 @@
 
     python -m cg.launch -n 2 examples/train_gpt.py
     mpirun -n 8 python examples/train_gpt.py
+    mpirun -n 8 python examples/train_gpt.py --tp 2 --dp 2
     python examples/train_gpt.py                      # one process plays every rank
 
-Each rank holds one stage, or two where --schedule wants that. The step below is plain Python over
+Each rank holds one stage, or two where --schedule wants that. With --tp and --dp a group of ranks
+holds it: tp of them share its weights, dp such sets the batch. The step below is plain Python over
 the stages; cg derives the backward, inserts the sends and receives, and runs one static schedule on
 each rank. At the end the same stages generate text, and rank 0 has written a checkpoint, a loss
 curve and the figures to --out.
@@ -21,8 +23,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import checkpoints
+import curves
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 (its usual name)
@@ -130,6 +134,25 @@ def homes(schedule: str, ranks: int) -> list[int]:
     return line + line[::-1] if schedule in ("zb-v", "dualpipe-v") else line
 
 
+PLAN = cg.plan(
+    {
+        "forward(x)|loss(logits)|loss(targets)": cg.cut(0, "dp"),
+        "*.qkv.weight|*.qkv.bias": cg.cut(0, "tp", blocks=3),  # heads of queries, keys, values
+        "*.out.weight|*.down.weight": cg.cut(1, "tp"),
+        "*.up.weight|*.up.bias": cg.cut(0, "tp"),
+    }
+)
+"""What a stage's group of ranks shares: rows of the batch along dp, heads and hidden along tp."""
+
+
+def place(home: int, data: int, tensor: int) -> Any:
+    """What makes stages at a home: on one rank, or on a group of data x tensor ranks."""
+    size = data * tensor
+    if size == 1:
+        return Stage.on(home)
+    return Stage.on(cg.mesh(range(home * size, (home + 1) * size), dp=data, tp=tensor), plan=PLAN)
+
+
 def cut(layers: int, stages: int) -> list[range]:
     """Contiguous, nearly equal parts of the layers."""
     bounds = [round(layers * i / stages) for i in range(stages + 1)]
@@ -220,16 +243,17 @@ def validate(evaluate, text: Text, config: Config, size: int, batches: int = 4) 
     return sum(float(evaluate(x, y)) for x, y in data) / batches
 
 
-def sample(predict, text: Text, config: Config, length: int) -> str:
+def sample(predict, text: Text, config: Config, length: int, rows: int) -> str:
     """Continue the start of the held-out text by `length` bytes, temperature 0.8.
 
-    Every rank draws the same bytes: all get the same logits and use the same generator.
+    Every rank draws the same bytes: all get the same logits and use the same generator. The window
+    has `rows` equal rows, one for each set of ranks.
     """
     generator = torch.Generator().manual_seed(0)
     window = text.validation[: config.context].long()[None]
     out: list[int] = []
     for _ in range(length):
-        probabilities = torch.softmax(predict(window)[0] / 0.8, dim=-1)
+        probabilities = torch.softmax(predict(window.repeat(rows, 1))[0] / 0.8, dim=-1)
         byte = torch.multinomial(probabilities, 1, generator=generator)
         out.append(int(byte))
         window = torch.cat([window[:, 1:], byte[None]], dim=1)
@@ -249,24 +273,6 @@ def progress(steps: range, shown: bool) -> Iterator:
     return tqdm(steps, initial=steps.start, total=steps.stop, disable=not shown, unit="step")
 
 
-def plot(record: Record, unigram: float, file: Path) -> None:
-    """The loss curve as a PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4))
-    axes.plot(range(1, len(record.losses) + 1), record.losses, lw=0.8, label="training")
-    axes.plot(*zip(*record.validation, strict=True), "o-", label="validation")
-    axes.axhline(unigram, ls=":", color="gray", label="unigram model, validation")
-    axes.set(xlabel="step", ylabel="loss, nats a byte")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(file, dpi=120)
-    pyplot.close(figure)
-
-
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
@@ -281,6 +287,8 @@ def parse() -> argparse.Namespace:
         choices=("auto", "cpu", "nccl", "hccl"),
         help="what activations and their gradients travel by",
     )
+    parser.add_argument("--tp", type=int, default=1, help="ranks that share a stage's weights")
+    parser.add_argument("--dp", type=int, default=1, help="such sets of ranks, for each stage")
     parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate")
     parser.add_argument("--layers", type=int, default=Config.layers)
     parser.add_argument("--width", type=int, default=Config.width)
@@ -292,15 +300,26 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/train_gpt"))
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
     args = parser.parse_args()
-    for name in ("steps", "batch", "microbatches", "validate_every", "save_every"):
+    for name in ("steps", "batch", "microbatches", "tp", "dp", "validate_every", "save_every"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if args.width % Config.heads:
         parser.error(f"--width {args.width} does not divide into {Config.heads} heads")
-    count = len(homes(args.schedule, cg.world_size()))
+    if Config.heads % args.tp:
+        parser.error(f"--tp {args.tp} does not divide the {Config.heads} heads")
+    group = args.tp * args.dp
+    if cg.world_size() % group:
+        parser.error(
+            f"--tp {args.tp} and --dp {args.dp} make groups of {group} ranks, of which "
+            f"{cg.world_size()} ranks are no whole number"
+        )
+    if args.resume and group > 1:
+        parser.error("--resume needs checkpoints, and groups of ranks (--tp, --dp) write none")
+    groups, what = cg.world_size() // group, "ranks" if group == 1 else "groups of ranks"
+    count = len(homes(args.schedule, groups))
     if args.layers < count:
         parser.error(
-            f"'{args.schedule}' on {cg.world_size()} ranks has {count} stages and needs at least "
+            f"'{args.schedule}' on {groups} {what} has {count} stages and needs at least "
             f"as many --layers, not {args.layers}"
         )
     if args.batch % args.microbatches:
@@ -312,10 +331,11 @@ def main() -> None:
     args = parse()
     config = Config(layers=args.layers, width=args.width)
     text = Text.load()
-    ranks = homes(args.schedule, cg.world_size())
+    group = args.dp * args.tp
+    places = homes(args.schedule, cg.world_size() // group)
     stages = [
-        Stage.on(rank)(config, part, args.seed, args.rate, args.steps)
-        for rank, part in zip(ranks, cut(config.layers, len(ranks)), strict=True)
+        place(home, args.dp, args.tp)(config, part, args.seed, args.rate, args.steps)
+        for home, part in zip(places, cut(config.layers, len(places)), strict=True)
     ]
     train, evaluate, predict = make_steps(stages, args.microbatches, args.backend)
     batch = text.batch(text.train, config, args.batch, seed=0)
@@ -344,11 +364,11 @@ def main() -> None:
             )
         if done % args.validate_every == 0 or done == args.steps:
             record.validation.append((done, validate(evaluate, text, config, args.batch)))
-        if done % args.save_every == 0 or done == args.steps:
+        if group == 1 and (done % args.save_every == 0 or done == args.steps):
             checkpoints.save(args.out / "checkpoints", stages, compiled, done, asdict(record))
 
     unigram = text.unigram_loss()
-    generated = sample(predict, text, config, args.sample)
+    generated = sample(predict, text, config, args.sample, args.dp)
     if talks:
         report(args, record, unigram, generated)
 
@@ -359,13 +379,14 @@ def report(args: argparse.Namespace, record: Record, unigram: float, generated: 
     figures = asdict(record) | {"unigram_validation": unigram, "ranks": cg.world_size()}
     (args.out / "figures.json").write_text(json.dumps(figures, indent=1))
     if record.validation:
-        plot(record, unigram, args.out / "loss.png")
+        curves.plot(record.losses, record.validation, unigram, args.out / "loss.png")
         print(
             f"validation loss {record.validation[-1][1]:.3f} nats a byte; "
             f"a unigram model of the same bytes: {unigram:.3f}"
         )
     print(f"{record.tokens_per_second:.0f} tokens/s, bubble {record.bubble:.0%}")
-    print(f"checkpoints, loss.png and figures.json are in {args.out}")
+    kept = "checkpoints, " if args.tp * args.dp == 1 else ""
+    print(f"{kept}loss.png and figures.json are in {args.out}")
     if generated:
         print(f"--- sample ---\n{generated}\n--------------")
 

@@ -70,8 +70,8 @@ def test_gpus_are_counted_by_name() -> None:
 
 
 def test_a_program_that_is_not_there_says_nothing() -> None:
-    assert provenance._said(["no-such-program"]) == ""
-    assert provenance._said([sys.executable, "-c", "print('x'); raise SystemExit(1)"]) == ""
+    assert provenance.output_of(["no-such-program"]) == ""
+    assert provenance.output_of([sys.executable, "-c", "print('x'); raise SystemExit(1)"]) == ""
 
 
 def test_figures_of_gpus_say_where_they_come_from(

@@ -94,7 +94,7 @@ class Mailbox:
 class MailPort:
     """One op: it sends its operand `to` some ranks, and its value is made of what it `reads`."""
 
-    holds = False
+    needs_release = False
 
     def __init__(
         self,

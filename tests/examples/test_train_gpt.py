@@ -92,6 +92,27 @@ def test_two_stages_on_each_rank(
     assert check_written(tmp_path / "run", ended, ranks) == pytest.approx(plain[1], rel=1e-4)
 
 
+@pytest.mark.parametrize(
+    "options",
+    ["--dp 2 --tp 2", "--dp 2 --schedule zb-h1", "--tp 2", "--dp 2 --tp 1 --schedule dualpipe-v"],
+)
+def test_groups_of_ranks(options: str, plain: tuple[Path, list[float]], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    ended = train(0, folder, f"--sample 8 {options}", virtual=4)
+    assert check_written(folder, ended, ranks=4) == pytest.approx(plain[1], rel=1e-4)
+    assert figures(folder)["validation"][-1] == pytest.approx(
+        figures(plain[0])["validation"][-1], rel=1e-4
+    )
+    assert not (folder / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(4, marks=needs_mpi)])
+def test_groups_of_mpi_ranks(ranks: int, plain: tuple[Path, list[float]], tmp_path: Path) -> None:
+    """Two stages, each on a group of two."""
+    ended = train(ranks, tmp_path / "run", "--dp 2 --sample 0")
+    assert check_written(tmp_path / "run", ended, ranks) == pytest.approx(plain[1], rel=1e-4)
+
+
 @pytest.mark.parametrize("after", [pytest.param(3, marks=needs_mpi), 0])
 def test_resuming_on_other_ranks(after: int, saved: Path, tmp_path: Path) -> None:
     """A run of 2 ranks goes on, on others, as if it had not been interrupted."""

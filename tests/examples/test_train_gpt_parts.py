@@ -123,6 +123,10 @@ def test_stages_lie_as_the_schedule_wants_them(schedule: str) -> None:
         ("--microbatches 0", "--microbatches must be at least 1"),
         ("--save-every 0", "--save-every must be at least 1"),
         ("--steps 0", "--steps must be at least 1"),
+        ("--tp 4", "--tp 4 does not divide the 6 heads"),
+        ("--tp 3", "--tp 3 and --dp 1 make groups of 3 ranks, of which 2 ranks are no whole"),
+        ("--dp 0", "--dp must be at least 1"),
+        ("--dp 2 --resume", "--resume needs checkpoints, and groups of ranks"),
         ("--width 13", "--width 13 does not divide into 6 heads"),
     ],
 )

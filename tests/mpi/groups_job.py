@@ -1,0 +1,79 @@
+"""Trains models on meshes, and compares them with one process; prints hashes of what all hold.
+
+mpiexec -n 4 python -m tests.mpi.groups_job, or by CG_RANKS=4 with one process for all ranks: the
+hashes are the same.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+import cg
+from cg.ir.types import Mesh
+from cg.launch.world.world import world
+from tests.tracer.groups.training import Attention, Block, Language, Mlp, Model, train
+
+
+@cg.actor
+class Careless(nn.Module):
+    """Draws what its ranks do not draw alike, or raises on one of them."""
+
+    def __init__(self, raises: bool) -> None:
+        super().__init__()
+        if raises and cg.rank() == 1:
+            raise ValueError("no file here")
+        number = 0.0 if raises else random.Random(cg.rank()).random()
+        self.weight = nn.Parameter(torch.full((4,), number))
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for name, (model, places, rows, schedule, kind) in cases().items():
+        made = train(model, model.on(places), rows, 2, schedule, kind, steps=2)
+        for rank, digest in sorted(made.items()):
+            print(f"{name} on rank {rank}: {digest}")
+    if world().is_virtual:
+        return
+    refuse("with other numbers", lambda: Careless.on(cg.mesh(dp=2))(raises=False))
+    refuse("no file here", lambda: Careless.on(cg.mesh(dp=2))(raises=True))
+
+
+def refuse(message: str, make: Callable[[], object]) -> None:
+    """Print what all ranks of a mesh say of an actor that cannot be made, and those beside it."""
+    try:
+        make()
+    except (RuntimeError, ValueError) as error:
+        assert message in str(error), error
+        print(f"rank {cg.rank()} was told: {error}")
+    else:
+        raise AssertionError(f"nothing has been raised on rank {cg.rank()}")
+
+
+Case = tuple[Model, tuple[Mesh, ...], int, str | None, str]
+
+
+def cases() -> dict[str, Case]:
+    """Models, the meshes of their stages, rows, schedules and kinds of batches."""
+    pair = cg.mesh(pp=2, dp=1, tp=2).unbind("pp")
+    overlap = cg.mesh(dp=3, tp=1), cg.mesh([2, 3], dp=1, tp=2)
+    grid = (cg.mesh(dp=2, tp=2),)
+    return {
+        "mlp": (Model([(Mlp, (0,)), (Mlp, (1,))]), pair, 14, "zb-h1", "integers"),
+        "attention": (Model([(Attention, (0, "adam"))]), grid, 6, None, "reals"),
+        "language": (Model([(Language, (0,))]), grid, 14, None, "words"),
+        "overlap": (
+            Model([(Block, (0, "sgd")), (Block, (1, "sgd"))]),
+            overlap,
+            14,
+            "1f1b",
+            "reals",
+        ),
+    }
+
+
+if __name__ == "__main__":
+    main()

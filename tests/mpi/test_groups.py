@@ -1,0 +1,35 @@
+"""Actors on meshes in processes of their own hold what they do in one process, bit for bit."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from .jobs import needs_mpi, run
+
+pytestmark = [*needs_mpi, pytest.mark.timeout(200)]
+
+HASH = r"(\w+ on rank \d: [0-9a-f]{64})"
+
+
+def test_actors_on_meshes_hold_the_same_bits_in_processes() -> None:
+    """And what their constructors do wrong on one rank is an error on all of them."""
+    job = ["-m", "tests.mpi.groups_job"]
+    ended = run(4, job, seconds=150, warm=True)
+    assert ended.code == 0, ended.output
+    alone = run(0, job, seconds=100, variables={"CG_RANKS": "4"}, warm=True)
+    assert alone.code == 0, alone.output
+    found, expected = (sorted(re.findall(HASH, each.output)) for each in (ended, alone))
+    assert len(expected) == 4 * 4
+    assert found == expected
+    told = re.findall(r"rank (\d) was told: (.*)", ended.output)
+    assert len(told) == 2 * 4
+    for rank, words in told:
+        if "other numbers" in words:
+            assert "ranks 0 and 1 have made careless0 with other numbers" in words
+            assert "seed what else is drawn from (random, numpy)" in words
+        elif rank == "1":
+            assert words == "no file here"
+        else:
+            assert words == "careless1 could not be made on rank 1: ValueError: no file here"
