@@ -68,7 +68,7 @@ bench-gpu: setup
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	MYPYPATH=.dev $(BIN)/mypy -p cg.ir -p cg.tracer -p cg.passes -p cg.backends -p cg.launch
+	$(BIN)/mypy
 
 bench: setup
 	$(BIN)/python benchmarks/run.py $(ARGS)
