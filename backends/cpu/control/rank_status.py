@@ -136,9 +136,10 @@ class Rows:
     ) -> None:
         """Ranks of another machine have come to a barrier, and give this to the execution."""
         words = self._words
-        for rank, digest in zip(ranks, digests, strict=False):
-            words[rank * ROW + DIGEST] = digest
-        self._node.fence()
+        if barrier == Barrier.INPUTS:
+            for rank, digest in zip(ranks, digests, strict=True):
+                self._note_digest(rank, epoch, digest)
+            self._node.fence()  # as in `give`
         for rank in ranks:
             at = self._barriers[barrier][rank]
             words[at] = max(words[at], epoch)
@@ -148,14 +149,22 @@ class Rows:
 
         The number of its calls comes before its epoch: see `Control.look`. How far the rank has
         come is told by its machine's leader too, and what one of the two has sent later may arrive
-        earlier. So a rank that ends says itself what it has ended before.
+        earlier. So a rank that ends says itself what it has ended before, and one that has come to
+        `INPUTS` what it gives.
         """
         words, row = self._words, rank * ROW
         self._tell(rank, doing)
-        for index, word in reversed(list(enumerate(status))):
+        self._note_digest(rank, status[REACHED + Barrier.INPUTS], status[DIGEST])
+        self._node.fence()  # as in `give`
+        for index, word in reversed(list(enumerate(status[:DIGEST]))):
             at = row + index
             words[at] = max(words[at], word) if index >= REACHED else word
         words[row + BEAT] = monotonic_ns()
+
+    def _note_digest(self, rank: int, epoch: int, digest: int) -> None:
+        """Note what a rank gives to an execution, unless that of a later one is known."""
+        if epoch > self.reached(rank, Barrier.INPUTS):
+            self._words[rank * ROW + DIGEST] = digest
 
     # -- everybody's ------------------------------------------------------------------------
 

@@ -26,15 +26,15 @@ AWAITED: Final = 5
 RUNNING: Final = 6
 BEAT: Final = 7
 # Second line: the last epoch of which the rank has reached each barrier; how many collective calls
-# of the world it has made, in the upper half, and its epoch in the last of them; the plans of its
-# last two executions, that of an odd epoch second; and the digest of what it gives to this one. A
-# rank is never two ahead of another one.
+# of the world it has made, in the upper half, and its epoch in the last of them; the digest of what
+# it gives to its execution; and the plans of its last two executions, that of an odd epoch second.
+# A rank is never two ahead of another one.
 REACHED: Final = WORDS
 CALLS: Final = WORDS + 4
-PLANS: Final = WORDS + 5
-DIGEST: Final = WORDS + 7
-# What other machines are told of a rank: where it is, and how far it has come.
-STATUS_WORDS: Final = CALLS + 1
+DIGEST: Final = WORDS + 5
+PLANS: Final = WORDS + 6
+# What other machines are told of a rank: where it is, how far it has come, and what it gives.
+STATUS_WORDS: Final = DIGEST + 1
 # Third line: the epoch that has failed here, and the bytes of the pickled error, if it began here.
 # An error larger than its room in the block lies in a segment.
 FAILED: Final = 2 * WORDS

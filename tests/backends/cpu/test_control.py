@@ -305,6 +305,48 @@ def test_what_a_far_rank_tells_of_its_end_says_what_it_has_ended_before() -> Non
     assert run_ranks(2, body)[0] == [3, 3, 3]
 
 
+def test_a_far_rank_is_at_its_inputs_only_with_what_it_gives() -> None:
+    """The rank and the leader of its machine both say so, and either may be heard first."""
+
+    def body(world: ThreadWorld) -> list[tuple[int, int]] | None:
+        node = Node(world)
+        try:
+            return given(Rows(node), world)
+        finally:
+            world.barrier()
+            node.close()
+
+    def given(rows: Rows, world: ThreadWorld) -> list[tuple[int, int]] | None:
+        if world.rank == 1:
+            told = []
+            for epoch, digest in ((1, 70), (2, 50)):  # a smaller one counts as well
+                rows.give(digest)
+                rows.reach(Barrier.INPUTS, epoch)
+                told.append(rows.status())
+            world.allgather(told)
+            rows.give(0)
+            rows.reach(Barrier.INPUTS, 0)
+            world.barrier()
+            return None
+        first, second = world.allgather(None)[1]
+        world.barrier()
+        seen = []
+        for heard in (
+            lambda: rows.note_status(1, first),
+            lambda: rows.note_status(1, second),
+            lambda: rows.note_reached([1], Barrier.INPUTS, 1, [70]),
+            lambda: rows.note_reached([1], Barrier.COMMIT, 1, [70]),
+            lambda: rows.note_reached([1], Barrier.INPUTS, 2, [50]),
+            lambda: rows.note_reached([1], Barrier.INPUTS, 3, [60]),
+            lambda: rows.note_status(1, second),
+        ):
+            heard()
+            seen.append((rows.reached(1, Barrier.INPUTS), rows.digest(1)))
+        return seen
+
+    assert run_ranks(2, body)[0] == [(1, 70), *[(2, 50)] * 4, *[(3, 60)] * 2]
+
+
 def test_nothing_is_told_after_the_last_word() -> None:
     """MPI wants every message to be received before it ends; nobody looks for one then."""
 
