@@ -17,6 +17,7 @@ from cg.backends.virtual.world import VirtualWorld
 from cg.launch.world.world import use_world
 
 from .training import (
+    HOMES,
     PLANS,
     Attention,
     Block,
@@ -96,12 +97,6 @@ def test_layers_train_as_in_one_process(name: str, cls: type[Any], optimizer: st
 def test_a_cut_vocabulary_trains_as_in_one_process(name: str, rows: int) -> None:
     model = chain(Language, 1)
     train(model, model.on(meshes(name)), rows, 1, None, "words")
-
-
-LOOPS = {"interleaved": (0, 1, 0, 1), "looped-bfs": (0, 1, 0, 1)}
-VEES = {"zb-v": (0, 1, 1, 0), "dualpipe-v": (0, 1, 1, 0)}
-HOMES = {**LOOPS, **VEES}
-"""The mesh of each stage, under schedules of more than one stage on a mesh."""
 
 
 @pytest.mark.parametrize(
