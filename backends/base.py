@@ -190,31 +190,43 @@ values that are detached from the graph.
 
 
 @runtime_checkable
-class GraphBody(Protocol):
-    """The body of a traced function, of which more is known than how to call it.
+class StateBody(Protocol):
+    """A body that says which tensors it works on besides its inputs.
+
+    A device that runs a body on trial puts these back, and replays what it has recorded of it with
+    the tensors that it has recorded.
 
     Attributes:
-        run: what a call does.
-        locate: the user's line that stands behind a traceback through the body, or None.
-        graph: what it runs.
         state: gives the parameters and buffers that it works on.
-        trained: gives the parameters to whose `.grad` it adds.
+        trained: gives the parameters on whose `.grad` it works.
         rebinds: whether it puts new tensors in the place of buffers.
     """
 
     def __call__(self, *inputs: Any) -> Sequence[Any]: ...
-    @property
-    def run(self) -> Body: ...
-    @property
-    def locate(self) -> Callable[[TracebackType | None], Location | None]: ...
-    @property
-    def graph(self) -> fx.Graph: ...
     @property
     def state(self) -> Callable[[], Sequence[Tensor]]: ...
     @property
     def trained(self) -> Callable[[], Sequence[Tensor]]: ...
     @property
     def rebinds(self) -> bool: ...
+
+
+@runtime_checkable
+class GraphBody(StateBody, Protocol):
+    """The body of a traced function, of which more is known than how to call it.
+
+    Attributes:
+        run: what a call does.
+        locate: the user's line that stands behind a traceback through the body, or None.
+        graph: what it runs.
+    """
+
+    @property
+    def run(self) -> Body: ...
+    @property
+    def locate(self) -> Callable[[TracebackType | None], Location | None]: ...
+    @property
+    def graph(self) -> fx.Graph: ...
 
 
 CommunicatorFactory = Callable[[World, Sequence[Channel]], Communicator]

@@ -26,6 +26,7 @@ from ..functions.calls import PublicPart, agree, enter, public_part
 from ..functions.interface import Body, RankBodies, TracedPart
 from ..step.session import Session
 from ..step.specs import ir_dtype
+from .gradient_bodies import GradientBody
 from .group import GroupActor
 
 BUCKET = 25 << 20
@@ -155,7 +156,7 @@ def _beginning(
             for path, layout in layouts.items()
             if any(position[axis][0] for axis in layout.summands)
         ]
-        bodies[rank] = _Dropping(dropped)
+        bodies[rank] = GradientBody.of(_Dropping(dropped), dropped)
     function = Function(name, (), (UnitType(),), effect=Effect.WRITE, actor=group.name, loc=loc)
     return [TracedPart(function, RankBodies.of(bodies))]
 
@@ -190,7 +191,9 @@ def _reduction(
     for rank in group.instances:
         tensors = group.tensors(rank)
         held = [_Held([tensors[path] for path in b.paths], b.is_flat) for b in buckets]
-        reading[rank], writing[rank] = _Reading(held), _Writing(held)
+        every = [tensor for bucket in held for tensor in bucket.tensors]
+        reading[rank] = GradientBody.of(_Reading(held), every)
+        writing[rank] = GradientBody.of(_Writing(held), every)
     return [
         TracedPart(functions[0], None, _program(functions[1], functions[2])),
         TracedPart(functions[1], RankBodies.of(reading)),
