@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         scatter,
     )
     from .tracer.intrinsics.gradients import backward
+    from .tracer.intrinsics.layouts import layout
     from .tracer.intrinsics.microbatches import mean, microbatches
     from .tracer.intrinsics.opaque import opaque
     from .tracer.intrinsics.via import via
@@ -70,6 +71,7 @@ _HOMES = {
     "plans": "tracer.groups:plans",
     "cut": "tracer.groups.plan",
     "whole": "tracer.groups.plan",
+    "layout": "tracer.intrinsics.layouts",
     "on": "launch.api.api",
     "object": "tracer.step.values:OBJECT",
     "microbatches": "tracer.intrinsics.microbatches",
@@ -133,6 +135,7 @@ __all__ = [
     "plans",
     "cut",
     "whole",
+    "layout",
     "on",
     "object",
     "microbatches",

@@ -9,6 +9,7 @@ import torch
 from ....ir.location import Location
 from ..cases import LayoutError, Rule
 from . import (
+    asked,
     attention,
     contractions,
     convolution,
@@ -26,7 +27,17 @@ from . import (
 )
 
 _FAMILIES = (
-    *(attention, contractions, convolution, creation, indexing, joining, losses, normalization),
+    *(
+        asked,
+        attention,
+        contractions,
+        convolution,
+        creation,
+        indexing,
+        joining,
+        losses,
+        normalization,
+    ),
     *(pointwise, random_draws, reductions, softmax, views),
 )
 
