@@ -80,7 +80,7 @@ def block(bench: Bench) -> None:
     actor = Block.on(cg.mesh(tp=ranks), plan=PLAN)(shape, device, dtype)  # type: ignore[attr-defined]
     theirs: Any = Block(shape, device, dtype)
     parallelize_module(theirs.layer, init_device_mesh(device.type, (ranks,)), dict(DTENSOR))
-    theirs.layer.heads //= ranks
+    theirs.layer.heads //= ranks  # its views are of what a rank has
     peer = torch.compile(theirs.loss) if bench.compiles else theirs.loss
     generator = torch.Generator().manual_seed(1)
 
@@ -123,11 +123,7 @@ def _decoding(
     with torch.no_grad():
         compiled = decode.lower(x, keys, values).compile(fuse=bench.fuse)
         own = [each.chunk(ranks, 1)[rank].contiguous() for each in (keys, values)]
-        peer = (
-            torch.compile(theirs.decode, mode="reduce-overhead")
-            if bench.compiles
-            else theirs.decode
-        )
+        peer = torch.compile(theirs.decode) if bench.compiles else theirs.decode
 
         def mine() -> Tensor:
             made: Tensor = compiled(x, keys, values)

@@ -90,7 +90,8 @@ def train(kind: str) -> float:
     for number in range(STEPS):
         found = compiled(*data(number))
         parts = []
-        for px, py in zip(*(each.to(device).chunk(MICROBATCHES) for each in data(number))):
+        chunks = [each.to(device).chunk(MICROBATCHES) for each in data(number)]
+        for px, py in zip(*chunks, strict=True):
             for block in alone:
                 px = block.forward(px)
             parts.append(alone[-1].loss(px, py))
