@@ -43,8 +43,8 @@ class Step:
 
     def __repr__(self) -> str:
         count = len(self._compiled)
-        compiled = f"compiled for {count} signature{'s' * (count != 1)}" if count else "not compiled"
-        return f"<cg.Step {self.__name__}: {compiled}>"
+        state = f"compiled for {count} signature{'s' * (count != 1)}" if count else "not compiled"
+        return f"<cg.Step {self.__name__}: {state}>"
 
     def __get__(self, instance: object, owner: type | None = None) -> Step:
         """The step of one object, if a method is decorated; made on the first access."""
