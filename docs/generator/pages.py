@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from . import api, figures, gpus, llama, operations, passes, ray, tables
@@ -18,7 +19,8 @@ PAGES = (
 )
 
 SECTIONS: dict[str, Callable[[], str]] = {
-    "api": api.reference,
+    "api": api.index,
+    **{f"api-{page}": partial(api.group, page) for page in api.PAGES},
     "environment": tables.environment,
     "ops": operations.reference,
     "phases": operations.phases,
