@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from .tracer.actors.actors import ActorError, ActorHandle, remat
     from .tracer.errors import TraceError
     from .tracer.groups import plans
+    from .tracer.intrinsics.asked_layouts import layout
     from .tracer.intrinsics.clipping import clip_grad_norm
     from .tracer.intrinsics.collectives import (
         all_gather,
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
         scatter,
     )
     from .tracer.intrinsics.gradients import backward
-    from .tracer.intrinsics.layouts import layout
     from .tracer.intrinsics.microbatches import mean, microbatches
     from .tracer.intrinsics.opaque import opaque
     from .tracer.intrinsics.via import via
@@ -71,7 +71,7 @@ _HOMES = {
     "plans": "tracer.groups:plans",
     "cut": "tracer.groups.plan",
     "whole": "tracer.groups.plan",
-    "layout": "tracer.intrinsics.layouts",
+    "layout": "tracer.intrinsics.asked_layouts",
     "on": "launch.api.api",
     "object": "tracer.step.values:OBJECT",
     "microbatches": "tracer.intrinsics.microbatches",

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 
 from ....ir.location import Location
+from .. import asked
 from ..cases import LayoutError, Rule
 from . import (
-    asked,
     attention,
     contractions,
     convolution,
@@ -27,8 +27,8 @@ from . import (
 )
 
 _FAMILIES = (
+    asked,
     *(
-        asked,
         attention,
         contractions,
         convolution,

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ....ir.layout import WHOLE, Cut, Layout
-from ..cases import Answer, Case, LocalOp, Operand, Rule
+from ...ir.layout import WHOLE, Cut, Layout
+from .cases import Answer, Case, LocalOp, Operand, Rule
 
 
 @torch.library.custom_op("cg::layout", mutates_args=())

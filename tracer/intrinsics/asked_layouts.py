@@ -8,7 +8,7 @@ from ...ir.types import Mesh
 from ..errors import TraceError
 from ..groups.group_calls import moved
 from ..groups.plan import Sharding
-from ..layouts.rules.asked import asked_layout, text_of_cuts
+from ..layouts.asked import asked_layout, text_of_cuts
 from ..source import caller_location
 from ..step.session import recording
 from ..step.values import TracedTensor
