@@ -66,7 +66,7 @@ def pipelines(draw: st.DrawFn) -> GroupSteps:
     schedule=st.sampled_from(schedules.names()),
     shuffle=st.integers(0, 99),
 )
-@examples(100)
+@examples(60)
 def test_a_random_pipeline_of_groups_learns_as_one_process_does(
     steps: GroupSteps, schedule: str, shuffle: int
 ) -> None:

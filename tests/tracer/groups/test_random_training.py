@@ -149,7 +149,7 @@ def _world() -> Iterator[None]:
 
 
 @given(case=cases())
-@examples(24)
+@examples(20)
 def test_a_random_chain_trains_exactly(case: Case) -> None:
     """Outputs, all gradients, and parameters after each of three updates."""
     model = Model(
