@@ -1,7 +1,7 @@
 """Counts of examples of long searches: few in a default run, three times as many with --slow.
 
-`--times N` draws N times as many (N above 3), and other ones for each `--hypothesis-seed`. Ten thousand chains
-of layers on meshes, in eight processes:
+`--times N` draws N times as many (N above 3), and others for each `--hypothesis-seed`. Ten thousand
+chains of layers on meshes, in eight processes:
 
     for seed in 1 2 3 4 5 6 7 8; do
         pytest tests/tracer/groups/test_random_training.py --times 64 --hypothesis-seed $seed &
