@@ -6,7 +6,8 @@ Each rank needs a GPU; `CG_DEVICE=cpu … --device cpu` tries everything out on 
 against gloo. Sections, by files of `benchmarks/groups/`: collectives, resharding (2 ranks), block
 (a tensor parallel layer of Llama-7B's shape), replicas (data parallel and fully sharded). Arms take
 turns in the same processes. Times are medians, of the slowest rank; a ratio is cg's time by the
-other's, so less than 1 is faster. torch compiles both sides, but with `--no-compile`.
+other's, so less than 1 is faster. Collectives and resharding are timed on the device, with the host
+ahead. torch compiles both sides, but with `--no-compile`.
 """
 
 from __future__ import annotations

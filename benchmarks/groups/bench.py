@@ -6,9 +6,11 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from gpu.report import Report
+from gpu.timing import alternately, on_device
 
 import cg
 
@@ -70,13 +72,27 @@ class Bench:
         every = cg.allgather(mine)
         return {name: max(each[name] for each in every) for name in arms}
 
-    def compare(self, section: str, what: str, arms: Mapping[str, Run], inner: int) -> None:
-        """Time `cg` against the other arms, and note what share of their time it takes."""
-        found = self.turns(arms, inner)
+    def on_device(self, arms: Mapping[str, Run], inner: int) -> dict[str, float]:
+        """The same on the device alone, with the host ahead; on hosts as `turns`."""
+        if not self.is_gpu:
+            return self.turns(arms, inner)
+        mine = alternately(arms, partial(on_device, inner=inner), self.rounds)
+        every = cg.allgather(mine)
+        return {name: max(each[name] for each in every) / 1e3 for name in arms}
+
+    def compare(
+        self, section: str, what: str, arms: Mapping[str, Run], inner: int, is_ahead: bool = False
+    ) -> None:
+        """Time `cg` against the other arms, and note what share of their time it takes.
+
+        Args:
+            is_ahead: whether the device's time counts, and not the host's.
+        """
+        found = self.on_device(arms, inner) if is_ahead else self.turns(arms, inner)
         for name, value in found.items():
             self.report.note(section, f"{what}, {name}", value, "ms")
             if name != "cg":
-                self.report.note(section, f"{what}, cg by {name}", found["cg"] / value, "x")
+                self.report.note(section, f"{what}, cg / {name}", found["cg"] / value, "x")
 
 
 def close(mine: torch.Tensor, right: torch.Tensor, tolerance: float, what: str) -> None:
