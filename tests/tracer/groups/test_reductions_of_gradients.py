@@ -52,16 +52,17 @@ def test_each_bucket_is_reduced_once_behind_the_last_backward(schedule: str) -> 
     for stage in stages:
         for rank in stage.place.ranks:
             program = made.module.program_of(rank)
-            (read,), (write,) = (calls(program, f"reduce_gradients.{w}") for w in ("read", "write"))
+            (read,) = calls(program, "reduce_gradients.read")
+            writes = calls(program, "reduce_gradients.write")
             (update,) = calls(program, ".update")
             backwards = calls(program, *BACKWARD)
             assert len(backwards) >= MICROBATCHES
-            assert max(backwards) < read < write < update
-            within = program.ops[read:write]
+            assert max(backwards) < read < min(writes) <= max(writes) < update
+            within = program.ops[read : max(writes)]
             reductions = [op for op in within if isinstance(op, Collective)]
             # A bucket each: of what is cut along tp, of what is whole, and of the norms, to whose
             # gradients the ranks along tp add parts, too.
-            assert len(reductions) == len(program.ops[read].results) == 3
+            assert len(reductions) == len(program.ops[read].results) == len(writes) == 3
             sums = [op for op in program.ops if isinstance(op, Collective) and op.mb is None]
             assert reductions == [op for op in sums if op not in program.ops[:read]]
             assert begun_before_any_is_awaited(within, reductions)
@@ -77,7 +78,7 @@ def begun_before_any_is_awaited(ops: list[Op], reductions: list[Collective]) -> 
 def test_the_last_stage_reduces_in_the_cool_down(schedule: str) -> None:
     """Its gradients have been put back before the first stage ends its backward."""
     (first, last), made = compiled(schedule)
-    names = [f"{stage.name}.reduce_gradients.{word}" for stage in (first, last) for word in RW]
+    names = [name for name in made.module.functions if ".reduce_gradients." in name]
     link = cg.Link(latency=0.2, bandwidth=1.0)
     costs = cg.Costs(tf=1.0, tb=1.0, tw=1.0, functions=dict.fromkeys(names, 0.05), link=link)
     spans = made.simulate(costs).spans
@@ -87,11 +88,8 @@ def test_the_last_stage_reduces_in_the_cool_down(schedule: str) -> None:
     alone = made.simulate(cg.Costs(tf=1.0, tb=1.0, tw=1.0))
     # What the first stage reduces comes behind everything: only that is to be seen.
     reduced = [end_of(spans, rank, "reduce_gradients.write") for rank in first.place.ranks]
-    assert max(reduced) - max(ends) < 3 * 0.2 + 2 * 0.05 + 0.01
+    assert max(reduced) - max(ends) < 3 * 0.2 + 4 * 0.05 + 0.01
     assert max(ends) > alone.end - 1.0
-
-
-RW = ("read", "write")
 
 
 def end_of(spans: tuple[Span, ...], rank: int, *words: str) -> float:
@@ -111,7 +109,7 @@ def test_one_actor_alone_reduces_behind_its_backward() -> None:
     stage = actor(0, "sgd")
     made = cg.trace(step_of([stage], 1)).lower(*batch(0, 4, "reals")).compile()
     program = made.module.program_of(0)
-    (read,), (write,) = (calls(program, f"reduce_gradients.{word}") for word in RW)
+    (read,), (write,) = (calls(program, f"reduce_gradients.{word}") for word in ("read", "write"))
     assert max(calls(program, *BACKWARD)) < read
     reductions = [op for op in program.ops[read:write] if isinstance(op, Collective)]
     assert len(reductions) == 1
