@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from . import api, figures, gpus, groups, llama, operations, passes, ray, tables
-from .snippets import run_page
+from .snippets import dumped, run_page
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -52,6 +52,9 @@ SECTIONS: dict[str, Callable[[], str]] = {
 """What may stand between `<!-- generated: name -->` and `<!-- end -->`."""
 
 PICTURES: dict[Path, Callable[[], str]] = {
+    ROOT / "docs" / "images" / "timeline.svg": partial(
+        dumped, ROOT / "README.md", "step.timeline.svg", ranks=3
+    ),
     ROOT / "docs" / "images" / "gpu_round_trips.svg": gpus.round_trip_picture,
     ROOT / "docs" / "images" / "gpu_llama.svg": llama.picture,
 }

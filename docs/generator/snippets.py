@@ -116,6 +116,19 @@ def run_page(text: str, name: Path) -> str:
         return _BLOCK.sub(_Page(str(name), directory).replace, text)
 
 
+def dumped(page: Path, name: str, ranks: int) -> str:
+    """A file of the dump of the first snippet of a page that is to be run, on that many ranks."""
+    block = next(match for match in _BLOCK.finditer(page.read_text(encoding="utf-8")))
+    with _sandbox(ranks) as directory, mock.patch.dict(os.environ, {"CG_DUMP": str(directory)}):
+        file = directory / "step.py"
+        file.write_text(block["body"], encoding="utf-8")
+        _, error = _run_python(file, {"__name__": "__main__"})
+        if error is not None:
+            raise SnippetError(f"{page.name}: {error}")
+        text = (directory / name).read_text(encoding="utf-8")
+        return text.replace(f"{directory}{os.sep}", "")
+
+
 @contextlib.contextmanager
 def _sandbox(ranks: int = 2) -> Iterator[Path]:
     """A directory, a world and a numbering of actors of the page's own."""
