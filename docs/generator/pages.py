@@ -20,6 +20,7 @@ PAGES = (
 
 SECTIONS: dict[str, Callable[[], str]] = {
     "api": api.index,
+    "api-prelude": api.prelude,
     **{f"api-{page}": partial(api.group, page) for page in api.PAGES},
     "environment": tables.environment,
     "ops": operations.reference,
