@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from . import api, figures, gpus, groups, llama, operations, passes, ray, tables
+from . import api, figures, gpus, groups, llama, notebooks, operations, passes, ray, tables
 from .snippets import dumped, run_page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,6 +17,9 @@ PAGES = (
     ROOT / "CONTRIBUTING.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 )
+
+NOTEBOOKS = tuple(sorted((ROOT / "docs" / "tutorials").glob("*.ipynb")))
+"""Tutorials, whose cells are run."""
 
 SECTIONS: dict[str, Callable[[], str]] = {
     "api": api.index,
@@ -67,7 +70,7 @@ _SECTION = re.compile(r"(<!-- generated: (\S+) -->\n)(.*?)(<!-- end -->)", re.DO
 def render(page: Path) -> str:
     """The text that the page should have: sections generated anew, snippets run again.
 
-    A picture is drawn anew.
+    A picture is drawn anew, and a notebook is run.
 
     Raises:
         KeyError: the page asks for a section that there is not.
@@ -75,6 +78,8 @@ def render(page: Path) -> str:
     """
     if page in PICTURES:
         return PICTURES[page]()
+    if page in NOTEBOOKS:
+        return notebooks.render(page)
 
     def section(match: re.Match[str]) -> str:
         head, name, _, end = match.groups()
