@@ -190,16 +190,12 @@ values that are detached from the graph.
 
 
 @runtime_checkable
-class StateBody(Protocol):
-    """A body that says which tensors it works on besides its inputs.
-
-    A device that runs a body on trial puts these back, and replays what it has recorded of it with
-    the tensors that it has recorded.
+class StatefulBody(Protocol):
+    """A body that says what of an actor it works on: a device's graph holds for the same memory.
 
     Attributes:
         state: gives the parameters and buffers that it works on.
-        trained: gives the parameters on whose `.grad` it works.
-        rebinds: whether it puts new tensors in the place of buffers.
+        trained: gives the parameters whose `.grad` it changes.
     """
 
     def __call__(self, *inputs: Any) -> Sequence[Any]: ...
@@ -207,18 +203,17 @@ class StateBody(Protocol):
     def state(self) -> Callable[[], Sequence[Tensor]]: ...
     @property
     def trained(self) -> Callable[[], Sequence[Tensor]]: ...
-    @property
-    def rebinds(self) -> bool: ...
 
 
 @runtime_checkable
-class GraphBody(StateBody, Protocol):
+class GraphBody(StatefulBody, Protocol):
     """The body of a traced function, of which more is known than how to call it.
 
     Attributes:
         run: what a call does.
         locate: the user's line that stands behind a traceback through the body, or None.
         graph: what it runs.
+        rebinds: whether it puts new tensors in the place of buffers.
     """
 
     @property
@@ -227,6 +222,8 @@ class GraphBody(StateBody, Protocol):
     def locate(self) -> Callable[[TracebackType | None], Location | None]: ...
     @property
     def graph(self) -> fx.Graph: ...
+    @property
+    def rebinds(self) -> bool: ...
 
 
 CommunicatorFactory = Callable[[World, Sequence[Channel]], Communicator]

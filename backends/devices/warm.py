@@ -18,7 +18,7 @@ from torch import Tensor
 from ...ir.module import Function, FunctionKind, Program
 from ...ir.ops import Call, Op, Slice, Value, View, Wait
 from ...ir.types import DType, FutureType, TensorType, Type
-from ..base import Body, StateBody
+from ..base import Body, GraphBody, StatefulBody
 from ..dtypes import TORCH_DTYPES
 from ..program import builtins
 from ..program.linked import LinkedProgram
@@ -88,7 +88,7 @@ class _Rehearsal:
             outputs = body(*map(self._value, call.operands))
         elif function.kind is FunctionKind.GRAPH and function.body_name in self._linked.bodies:
             body = self._linked.bodies[function.body_name]
-            if isinstance(body, StateBody) and body.rebinds:
+            if isinstance(body, GraphBody) and body.rebinds:
                 return  # what it puts in the place of buffers would stay
             outputs = _run_and_put_back(body, function, [*map(self._value, call.operands)])
         else:
@@ -125,7 +125,7 @@ def _is_future(value: Value) -> bool:
 
 
 def _run_and_put_back(body: Any, function: Function, inputs: Sequence[Any]) -> Sequence[Any]:
-    is_known = isinstance(body, StateBody)
+    is_known = isinstance(body, StatefulBody)
     state: Sequence[Tensor] = body.state() if is_known else ()
     trained: Sequence[Tensor] = body.trained() if is_known else ()
     saved = [tensor.clone() for tensor in state] if function.effect.changes_state else None

@@ -91,7 +91,7 @@ class Recording(TorchDispatchMode):
 
         def step() -> None:
             for target, value in zip(targets, tree_leaves(func(*here, **kwhere)), strict=True):
-                if target is not None:  # as of a gradient that is not asked for
+                if target is not None:  # a gradient that was not asked for
                     target.copy_(value)
 
         self.steps.append(step)

@@ -33,8 +33,7 @@ class Careless(nn.Module):
 def main() -> None:
     torch.set_num_threads(1)
     for name, (model, places, rows, schedule, kind) in cases().items():
-        stores = [cg.cut(0, "dp")] * len(places) if name == "stored" else None
-        stages = model.on(places, stores=stores)
+        stages = model.on(places, store=cg.cut(0, "dp") if name == "stored" else cg.whole)
         made = train(model, stages, rows, 2, schedule, kind, steps=2)
         for rank, digest in sorted(made.items()):
             print(f"{name} on rank {rank}: {digest}")

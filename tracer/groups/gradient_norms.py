@@ -23,7 +23,6 @@ from ..functions.interface import Body, RankBodies, TracedPart
 from ..step.session import Session
 from ..step.specs import TensorSpec, ir_dtype, torch_dtype
 from ..step.values import TracedTensor
-from .gradient_bodies import GradientBody
 from .gradient_sums import declared, reduce_gradients
 from .group import GroupActor
 
@@ -61,8 +60,7 @@ def _powers(
     trained = [each for each in group.state(group.first).tensors if each.is_trained]
     for rank in group.instances:
         own = [each for each in group.state(rank).tensors if each.is_trained]
-        powers = _Powers([_counted(group, each, rank) for each in own], norm_type)
-        bodies[rank] = GradientBody.of(powers, [each.tensor for each in own])
+        bodies[rank] = _Powers([_counted(group, each, rank) for each in own], norm_type)
     dtype = ir_dtype(reduce(torch.promote_types, (t.tensor.dtype for t in trained)))
     axes = tuple(axis for axis, size in group.mesh.grid if size > 1)
     combine = ReduceOp.MAX if math.isinf(norm_type) else ReduceOp.SUM
@@ -104,6 +102,14 @@ class _Powers:
 
     tensors: Sequence[tuple[torch.Tensor, bool]]
     norm_type: float
+
+    def state(self) -> Sequence[torch.Tensor]:
+        """Nothing: it reads no parameter."""
+        return ()
+
+    def trained(self) -> Sequence[torch.Tensor]:
+        """The parameters whose gradients it reads."""
+        return [tensor for tensor, _ in self.tensors]
 
     def __call__(self) -> Sequence[torch.Tensor]:
         with torch.no_grad():

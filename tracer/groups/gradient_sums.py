@@ -26,7 +26,6 @@ from ..functions.calls import PublicPart, agree, enter, public_part
 from ..functions.interface import Body, RankBodies, TracedPart
 from ..step.session import Session
 from ..step.specs import ir_dtype
-from .gradient_bodies import GradientBody
 from .group import GroupActor
 
 BUCKET = 25 << 20
@@ -156,7 +155,7 @@ def _beginning(
             for path, layout in layouts.items()
             if any(position[axis][0] for axis in layout.summands)
         ]
-        bodies[rank] = GradientBody.of(_Dropping(dropped), dropped)
+        bodies[rank] = _Dropping(dropped)
     function = Function(name, (), (UnitType(),), effect=Effect.WRITE, actor=group.name, loc=loc)
     return [TracedPart(function, RankBodies.of(bodies))]
 
@@ -166,6 +165,14 @@ class _Dropping:
     """Drops the gradients of some tensors: the first ranks along their axes keep theirs."""
 
     tensors: Sequence[torch.Tensor]
+
+    def state(self) -> Sequence[torch.Tensor]:
+        """Nothing: it reads no parameter."""
+        return ()
+
+    def trained(self) -> Sequence[torch.Tensor]:
+        """The parameters whose gradients it drops."""
+        return self.tensors
 
     def __call__(self) -> Sequence[Any]:
         for tensor in self.tensors:
@@ -191,10 +198,9 @@ def _reduction(
     for rank in group.instances:
         tensors = group.tensors(rank)
         held = [_Held([tensors[path] for path in b.paths], b.is_flat) for b in buckets]
-        every = [tensor for bucket in held for tensor in bucket.tensors]
-        reading[rank] = GradientBody.of(_Reading(held), every)
+        reading[rank] = _Reading(held)
         for bodies, bucket in zip(writing, held, strict=True):
-            bodies[rank] = GradientBody.of(_Writing(bucket), bucket.tensors)
+            bodies[rank] = _Writing([bucket])
     return [
         TracedPart(program, None, _program(read, writes)),
         TracedPart(read, RankBodies.of(reading)),
@@ -300,23 +306,33 @@ class _Held:
 
 
 @dataclass(frozen=True)
-class _Reading:
-    """Gives the gradients of some buckets."""
+class _Buckets:
+    """Works on the gradients of some buckets."""
 
     buckets: Sequence[_Held]
+
+    def state(self) -> Sequence[torch.Tensor]:
+        """Nothing: it reads no parameter."""
+        return ()
+
+    def trained(self) -> Sequence[torch.Tensor]:
+        """The parameters whose gradients it reads or writes."""
+        return [tensor for bucket in self.buckets for tensor in bucket.tensors]
+
+
+class _Reading(_Buckets):
+    """Gives the gradients of some buckets."""
 
     def __call__(self) -> Sequence[torch.Tensor]:
         with torch.no_grad():
             return tuple(bucket.read() for bucket in self.buckets)
 
 
-@dataclass(frozen=True)
-class _Writing:
-    """Puts back what has become of the gradients of a bucket."""
+class _Writing(_Buckets):
+    """Puts back what has become of the gradients of some buckets."""
 
-    bucket: _Held
-
-    def __call__(self, value: torch.Tensor) -> Sequence[Any]:
+    def __call__(self, *values: torch.Tensor) -> Sequence[Any]:
         with torch.no_grad():
-            self.bucket.write(value)
+            for bucket, value in zip(self.buckets, values, strict=True):
+                bucket.write(value)
         return (None,)

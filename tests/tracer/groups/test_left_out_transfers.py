@@ -51,7 +51,7 @@ def _world() -> Iterator[None]:
 def traced(cls: type[Any], name: str, is_stored: bool) -> Module:
     places = meshes(name)
     model = Model([(cls, (seed,)) for seed in range(len(places))])
-    stages = model.on(places, stores=[cg.cut(0, "dp") if is_stored else cg.whole] * len(places))
+    stages = model.on(places, store=cg.cut(0, "dp") if is_stored else cg.whole)
     kind = {Language: "words", Mlp: "integers"}.get(cls, "reals")
     return cg.trace(step_of(stages, 2)).lower(*batch(0, 12, kind)).trace.module
 

@@ -222,15 +222,15 @@ class Model:
         self,
         places: Sequence[Mesh],
         plans: Sequence[Any] | None = None,
-        stores: Sequence[Sharding] | None = None,
+        store: Sharding | Sequence[Sharding] = cg.whole,
     ) -> list[Any]:
-        """The stages on meshes."""
+        """The stages on meshes; `store` is of all of them, or of each."""
         chosen = [PLANS[cls] for cls, _ in self.stages] if plans is None else plans
-        rests = [cg.whole] * len(self.stages) if stores is None else stores
+        rests = [store] * len(self.stages) if isinstance(store, Sharding) else store
         each = zip(self.stages, places, chosen, rests, strict=True)
         return [
-            cls.on(place, plan=plan, store=store)(*args)  # type: ignore[attr-defined]
-            for (cls, args), place, plan, store in each
+            cls.on(place, plan=plan, store=rest)(*args)  # type: ignore[attr-defined]
+            for (cls, args), place, plan, rest in each
         ]
 
 
