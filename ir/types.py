@@ -397,6 +397,8 @@ def _suffix(place: Place | None) -> str:
 
 def relocate(type_: Type, place: Place | None) -> Type:
     """The same type at another place (`None`: the place that the program implies)."""
+    if type(type_) is TensorType:  # by far the most, and `replace` takes three times as long
+        return TensorType(type_.dtype, type_.shape, place, type_.layout)
     if isinstance(type_, FutureType):
         return FutureType(replace(type_.value, place=place))
     return replace(type_, place=place)

@@ -34,6 +34,7 @@ class VirtualPort:
         type: of the value that it sends or receives.
         place: where it meets the other ends.
         line: what its stream has yet to complete, in order; None without a stream.
+        slot: the slot of its channel that a receive reads, if there is one.
         value: the operand, or the tensor to receive into; once `done`, the value that was made.
         done: whether the op is complete.
     """
@@ -52,6 +53,7 @@ class VirtualPort:
         self.type = type_
         self.place = place
         self.line = line
+        self.slot = op.slot if isinstance(op, Recv) else None
         self.value: Any = None
         self.done = False
         self._error: Exception | None = None
@@ -64,8 +66,9 @@ class VirtualPort:
     def start(self, value: Any) -> None:
         """Come to the place with the operand, or with the tensor to receive into."""
         # Where values that are no more are spoilt, programs are to show that they need no copy.
-        is_copied = self._copies and not self.place.poison and not isinstance(value, Poison)
-        self.value = duplicate(value, self.type) if is_copied else value
+        if self._copies and not self.place.poison and not isinstance(value, Poison):
+            value = duplicate(value, self.type)
+        self.value = value
         self.done = False
         self.place.join(self)
 
@@ -91,8 +94,8 @@ class VirtualPort:
 
     def release(self) -> None:
         """Drop the value, and let its slot take the next message."""
-        if isinstance(self.op, Recv) and self.op.slot is not None:
-            self.place.free(self.op.slot, self.value)
+        if self.slot is not None:
+            self.place.free(self.slot, self.value)
         self.value = None
 
 
@@ -126,13 +129,14 @@ class Place(ABC):
 
     def match(self) -> None:
         """Complete what all ranks have come to, as far as slots and streams allow."""
-        while all(self._queues.values()):
-            ports = [queue[0] for queue in self._queues.values()]
+        queues = self._queues.values()
+        while all(queues):
+            ports = [queue[0] for queue in queues]
             self._check(ports)
-            slot = ports[-1].op.slot if isinstance(ports[-1].op, Recv) else None
+            slot = ports[-1].slot
             if slot in self._occupied or not self._traffic.may_complete(ports):
                 return
-            for queue in self._queues.values():
+            for queue in queues:
                 queue.popleft()
             if slot is not None:
                 self._occupied.add(slot)
@@ -198,6 +202,10 @@ class Meeting(Place):
     def _complete(self, ports: Sequence[VirtualPort]) -> None:
         exchange = ports[0].exchange
         assert exchange is not None, "the communicator has checked its channel"
+        if not exchange.receivers:  # all that counts is that they have come
+            for port in ports:
+                port.finish()
+            return
         values = {port.rank: port.value for port in ports}
         operands = [values[rank] for rank in exchange.senders]
         poison = next((value for value in operands if isinstance(value, Poison)), None)
@@ -249,7 +257,7 @@ class Traffic:
 
     def may_complete(self, ports: Sequence[VirtualPort]) -> bool:
         """True if nothing but the message itself is in the way."""
-        if (ports[0].op.chan, ports[0].op.seq) == self.held:
+        if self.held is not None and self.held == (ports[0].op.chan, ports[0].op.seq):
             return False
         return all(map(_is_first, ports))
 
@@ -284,7 +292,7 @@ def _pass_on(poison: Poison, ports: Sequence[VirtualPort], exchange: Exchange) -
 def _results(
     exchange: Exchange, operands: Sequence[Any], ports: Sequence[VirtualPort]
 ) -> list[Any]:
-    if exchange.receivers and exchange.is_whole:  # of a tensor, an object or a unit
+    if exchange.is_whole:  # of a tensor, an object or a unit
         (value,) = operands
         return [duplicate(value, port.type) for port in ports]
     return outcomes(exchange, operands)

@@ -69,7 +69,7 @@ class Clocks:
         for index, op in enumerate(program.ops):
             line = line_of(op, blocking)
             known = knowns[latest[line]] if line in latest else _NOTHING
-            if isinstance(op, Wait | Free):
+            if isinstance(op, (Wait, Free)):
                 for value in awaited(op):
                     if value in made:
                         known = clocks._joined(known, line, made[value])
