@@ -57,7 +57,7 @@ class Config:
     """Let NCCL's calls return before they are done."""
     hccl_library: str | None = None
     """The file of HCCL; None: search for it."""
-    attendance: Path | None = None
+    rank_registry: Path | None = None
     """The folder of the rank registry (`job/rank_registry.py`); None: there is none."""
     launch: Launch | None = None
     """How an MPI launcher started this process; None: it did not."""
@@ -338,8 +338,8 @@ VARIABLES = (
         _word,
     ),
     Variable(
-        "CG_ATTENDANCE",
-        "attendance",
+        "CG_RANK_REGISTRY",
+        "rank_registry",
         "a directory",
         "none",
         "Where ranks have a file while they are in the job. `cg.launch` sets it, to notice those "
