@@ -9,7 +9,6 @@ Types are immutable and compare by value; their `str()` is the text form that th
 
 from __future__ import annotations
 
-import enum
 import itertools
 import math
 import re
@@ -17,11 +16,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from .attributes import ReduceOp
+from .attributes import FastEnum, ReduceOp
 from .layout import Cut, Layout, Position, Region, shape_of, whole
 
 
-class DType(enum.Enum):
+class DType(FastEnum):
     """Element type of a tensor; the value is its spelling in the text form.
 
     Attributes:

@@ -45,7 +45,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "llama-paper-of-sizes": llama.paper_of_sizes,
     "llama-before": llama.before,
 }
-"""What may stand between `<!-- generated: name -->` and `<!-- end -->`."""
+"""The sections that may stand between `<!-- generated: name -->` and `<!-- end -->`."""
 
 PICTURES: dict[Path, Callable[[], str]] = {
     ROOT / "docs" / "images" / "gpu_round_trips.svg": gpus.round_trip_picture,

@@ -258,11 +258,10 @@ class _Projector:
                 known = self._local.get((id(inner), rank))
                 if known is None:
                     made = inner.local(rank)
-                    local = self._types.setdefault((id(made.dtype), made.shape), made)
+                    local = self._types.setdefault((made.dtype, made.shape), made)
                     known = self._local[id(inner), rank] = inner, local
                 return known[1]
-            # A dtype is the only one of its kind, and its identity hashes fast.
-            key = (id(inner.dtype), inner.shape)
+            key = (inner.dtype, inner.shape)
         table = self._futures if inner is not type_ else self._types
         found = table.get(key)
         if found is None:

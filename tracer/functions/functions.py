@@ -301,7 +301,7 @@ def _body(target: Target, piece: Piece, name: str) -> Bodies:
 
 
 def _whole_gradients(piece: Piece) -> dict[str, Layout]:
-    """What a backward adds to `.grad` where every rank does the same."""
+    """The gradients that a backward adds to `.grad` where every rank does the same."""
     return {g.tensor.path: Layout((WHOLE,) * g.tensor.tensor.dim()) for g in piece.gradients}
 
 

@@ -51,7 +51,7 @@ class RankBodies:
 
 
 Bodies: TypeAlias = Body | RankBodies
-"""What runs a function in this process."""
+"""The callables that run a function in this process."""
 
 Guard = Callable[[], str | None]
 """Checked before each execution: None, or how the actor has changed since it was traced."""

@@ -147,7 +147,7 @@ class TorchCall:
 
     @property
     def shown(self) -> str:
-        """How messages name the function."""
+        """The name of the function in messages."""
         if self.kind == "get":
             return f".{self.name} of a tensor"
         if self.kind == "set":
