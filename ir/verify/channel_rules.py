@@ -226,7 +226,7 @@ def _mean_the_same(one: Communication, other: Communication) -> bool:
     for name in _SHARED[type(one)]:
         if getattr(one, name) != getattr(other, name):
             return False
-    # Every member of a group gives or gets, so that operands or results say the type.
+    # In every op so far all members give or all receive, so operands or results have the type.
     one_type = not isinstance(one, Collective) or one.exchange.has_one_result_type
     mine, theirs = (one.results, other.results) if one_type else (one.operands, other.operands)
     return len(mine) == len(theirs) and all(

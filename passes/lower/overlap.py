@@ -70,7 +70,8 @@ class Overlap(Pass):
 
     Attributes:
         lookahead: how many messages of a channel this pass lets be in flight at each end.
-        ahead: over how many calls that compute a receive is moved up.
+        ahead: how many calls that compute may stand between a receive that is moved up and the
+            wait for it.
     """
 
     lookahead: int = 2
