@@ -23,7 +23,7 @@ PLAN = {
     "layer.wq.weight|layer.wk.weight|layer.wv.weight": cg.cut(0, "tp"),
     "layer.gate.weight|layer.up.weight": cg.cut(0, "tp"),
     "layer.wo.weight|layer.down.weight": cg.cut(1, "tp"),
-    "decode(keys)|decode(values)": cg.cut(1, "tp"),
+    "keys|values": cg.cut(1, "tp"),
 }
 DTENSOR = {
     **{name: ColwiseParallel() for name in ("wq", "wk", "wv", "gate", "up")},
@@ -45,13 +45,16 @@ class Block(nn.Module):
             angles = torch.cat((angles, angles), dim=-1)
             self.register_buffer("cos", angles.cos().to(dtype))
             self.register_buffer("sin", angles.sin().to(dtype))
+            cache = torch.randn(2, USERS, shape.heads, PROMPT, size).to(dtype)
+            self.register_buffer("keys", cache[0].clone())
+            self.register_buffer("values", cache[1].clone())
 
     def loss(self, x: Tensor) -> Tensor:
         made: Tensor = self.layer(x, self.cos, self.sin)
         return made.float().square().mean()
 
-    def decode(self, x: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """The next token's features; keys and values: [batch, heads, PROMPT, size], before it."""
+    def decode(self, x: Tensor) -> Tensor:
+        """The next token's features: [batch, 1, width], after the cached ones."""
         layer, batch = self.layer, len(x)
         normed = layer.norm1(x)
         q, k, v = (
@@ -61,7 +64,7 @@ class Block(nn.Module):
         cos, sin = self.cos[-1:], self.sin[-1:]
         q, k = q * cos + rotated(q) * sin, k * cos + rotated(k) * sin
         mixed = F.scaled_dot_product_attention(
-            q, torch.cat((keys, k), 2), torch.cat((values, v), 2)
+            q, torch.cat((self.keys, k), 2), torch.cat((self.values, v), 2)
         )
         x = x + layer.wo(mixed.transpose(1, 2).flatten(2))
         normed = layer.norm2(x)
@@ -116,30 +119,25 @@ def _decoding(
     bench: Bench, shape: Shape, actor: Any, theirs: Any, drawn: Any, tolerance: float
 ) -> None:
     ranks, rank = cg.world_size(), cg.rank()
-    size = shape.width // shape.heads
     x = drawn(USERS, 1, shape.width)
-    keys, values = (drawn(USERS, shape.heads, PROMPT, size) for _ in range(2))
-    decode = cg.trace(lambda x, keys, values: actor.decode(x, keys, values))
+    theirs.keys, theirs.values = (
+        each.chunk(ranks, 1)[rank].contiguous() for each in (theirs.keys, theirs.values)
+    )
+    decode = cg.trace(lambda x: actor.decode(x))
     with torch.no_grad():
-        compiled = decode.lower(x, keys, values).compile(fuse=bench.fuse)
-        own = [each.chunk(ranks, 1)[rank].contiguous() for each in (keys, values)]
+        compiled = decode.lower(x).compile(fuse=bench.fuse)
         peer = torch.compile(theirs.decode) if bench.compiles else theirs.decode
-
-        def mine() -> Tensor:
-            made: Tensor = compiled(x, keys, values)
-            return made
-
-        def other() -> Tensor:
-            with torch.no_grad():
-                made: Tensor = peer(x, *own)
-                return made
-
-        def eager() -> Tensor:
-            with torch.no_grad():
-                made: Tensor = theirs.decode(x, *own)
-                return made
-
-        close(mine(), other(), tolerance, "a decoding step")
-        arms: dict[str, Run] = {"cg": mine, "DTensor": other, "DTensor eager": eager}
+        close(compiled(x), peer(x), tolerance, "a decoding step")
+        arms: dict[str, Run] = {
+            "cg": partial(_without_gradients, compiled, x),
+            "DTensor": partial(_without_gradients, peer, x),
+            "DTensor eager": partial(_without_gradients, theirs.decode, x),
+        }
         bench.compare("block", f"width {shape.width}, decoding {USERS} tokens", arms, inner=20)
         compiled.close()
+
+
+def _without_gradients(run: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        made: Tensor = run(x)
+        return made
