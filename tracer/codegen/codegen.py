@@ -29,6 +29,7 @@ from ..autodiff.subgraphs import Piece, memory_of, results
 from ..functions.interface import Bodies, Body, RankBodies
 from ..step.torch_modes import is_autocast_on
 from .fusible import Fusible, make_fusible
+from .accumulate import accumulate
 
 Compute = Callable[..., Sequence[torch.Tensor]]
 """Computes a graph: takes a tensor for each of its placeholders, gives those of its output."""
@@ -436,26 +437,3 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 def _devices(graph: fx.Graph) -> set[str]:
     values = (node.meta.get("val") for node in graph.nodes)
     return {v.device.type for v in values if isinstance(v, torch.Tensor)} or {"cpu"}
-
-
-def accumulate(
-    params: list[torch.Tensor], gradients: list[torch.Tensor], owned: tuple[bool, ...]
-) -> None:
-    """Add gradients to `.grad` of parameters, as autograd does.
-
-    A parameter without one takes over the gradient itself if nobody else refers to its memory
-    and it has the parameter's strides; else it gets a copy with those strides.
-    """
-    held: list[torch.Tensor] = []
-    new: list[torch.Tensor] = []
-    for param, gradient, is_owned in zip(params, gradients, owned, strict=True):
-        existing = param.grad
-        if existing is not None:
-            held.append(existing)
-            new.append(gradient)
-        elif is_owned and (gradient.is_sparse or gradient.stride() == param.stride()):
-            param.grad = gradient
-        else:
-            param.grad = torch.empty_like(param).copy_(gradient)
-    if held:
-        torch._foreach_add_(held, new)

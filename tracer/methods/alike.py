@@ -104,7 +104,8 @@ class _Rerun(Scene):
         with torch.set_grad_enabled(wanted is not None or torch.is_grad_enabled()):
             refusing = _NoOperators()
             with refusing:
-                rerun = Rerun(self._joint.functions)
+                log = self._joint.functions
+                rerun = Rerun(log.entries, log.number_of)
                 with FunctionGuard(self.call.what, rerun.run):
                     args, kwargs = self.call.signature.fill(self.inputs)
                     result = call_user(self.call.function, *args, **kwargs)
@@ -114,9 +115,9 @@ class _Rerun(Scene):
             rebinds, self.initial = sort_changes(
                 changes, self.call, self.state, outputs, self.inputs, self.watch
             )
-            rerun.finish(ends(spec, leaves, rebinds))
-        if refusing.met:
-            raise Unlike
+            rerun.finish()
+            if refusing.met or log.form_of_end(ends(spec, leaves, rebinds)) != log.ends:
+                raise Unlike
         return rebinds
 
 

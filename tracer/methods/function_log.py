@@ -21,6 +21,10 @@ Form: TypeAlias = tuple[Any, ...]
 """What equal arguments have in common; tensors count by the number that they have in the log."""
 
 
+Numbers: TypeAlias = Callable[[Any], int | None]
+"""Gives the number of a tensor; None of what is none, or is not known."""
+
+
 class Unlike(BaseException):
     """A call is not like the one that was logged, or cannot be compared.
 
@@ -111,7 +115,7 @@ class FunctionLog:
 
     def form_of_end(self, values: Any) -> Form:
         """What calls with the same results have in common."""
-        return self._form(values), torch_settings(depth_of_modes())
+        return form_of(values, self.number_of), torch_settings(depth_of_modes())
 
     def form_of_call(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Form:
         """What equal calls of a function have in common.
@@ -119,31 +123,20 @@ class FunctionLog:
         Raises:
             Unlike: it takes something that cannot be compared, or is none of torch's own.
         """
-        if not _is_of_torch(function):
-            raise Unlike
-        form = self._form
-        if not kwargs:
-            return tuple(map(form, args))
-        return (*map(form, args), tuple((name, form(value)) for name, value in kwargs.items()))
+        return form_of_call(function, args, kwargs, self.number_of)
 
-    def _form(self, value: Any) -> Any:
-        kind = type(value)
-        if kind in _EXACT:
-            return (kind, value)
-        number = self._numbers.get(id(value))
-        if number is not None:
-            return number
-        if kind is float or kind is complex:
-            return (kind, repr(value))
-        if kind is tuple or kind is list:
-            return (kind, *map(self._form, value))
-        if kind is slice:
-            return (kind, *map(self._form, (value.start, value.stop, value.step)))
-        if kind is dict:
-            return (kind, *((self._form(key), self._form(value[key])) for key in value))
-        if isinstance(value, (enum.Enum, pytree.TreeSpec)):
-            return (kind, value)
-        raise Unlike
+    def number_of(self, value: Any) -> int | None:
+        """The number of a tensor that is known; None of all else."""
+        return self._numbers.get(id(value))
+
+    def fold(self, start: int, folded: Entry, outputs: Sequence[torch.Tensor]) -> None:
+        """Let one entry stand for all since `start`, of which these tensors alone are used."""
+        kept = {id(tensor) for tensor in outputs}
+        for entry in self.entries[start:]:
+            for value in pytree.tree_leaves(entry.result):
+                if id(value) not in kept:
+                    self._numbers.pop(id(value), None)
+        self.entries[start:] = [folded]
 
     def _number(self, tensor: torch.Tensor) -> None:
         if self._numbers.setdefault(id(tensor), len(self._held)) == len(self._held):
@@ -159,16 +152,58 @@ class FunctionLog:
         return type(result) in _EXACT or type(result) in (float, complex)
 
 
+def form_of_call(
+    function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], number_of: Numbers
+) -> Form:
+    """What equal calls of a function have in common, with the numbers that tensors have.
+
+    Raises:
+        Unlike: it takes something that cannot be compared, or is none of torch's own.
+    """
+    if not _is_of_torch(function):
+        raise Unlike
+    named = tuple((name, form_of(value, number_of)) for name, value in kwargs.items())
+    return tuple(form_of(value, number_of) for value in args), named
+
+
+def form_of(value: Any, number_of: Numbers) -> Any:
+    """What equal arguments have in common.
+
+    Raises:
+        Unlike: it is nothing that can be compared.
+    """
+    kind = type(value)
+    if kind in _EXACT:
+        return (kind, value)
+    number = number_of(value)
+    if number is not None:
+        return number
+    if kind is float or kind is complex:
+        return (kind, repr(value))
+    if kind is tuple or kind is list:
+        return (kind, *[form_of(item, number_of) for item in value])
+    if kind is slice:
+        parts = (value.start, value.stop, value.step)
+        return (kind, *[form_of(part, number_of) for part in parts])
+    if kind is dict:
+        pairs = [(form_of(key, number_of), form_of(value[key], number_of)) for key in value]
+        return (kind, *pairs)
+    if isinstance(value, (enum.Enum, pytree.TreeSpec)):
+        return (kind, value)
+    raise Unlike
+
+
 class Rerun:
-    """Goes through a log along with another call, which gets what was noted in place of results.
+    """Goes through entries along with another call, which gets what was noted in place of results.
 
     Args:
-        log: of a call that has been traced.
+        entries: of a call that has been traced.
+        number_of: the numbers of tensors.
     """
 
-    def __init__(self, log: FunctionLog) -> None:
-        self._log = log
-        self._next: Iterator[Entry] = iter(log.entries)
+    def __init__(self, entries: Sequence[Entry], number_of: Numbers) -> None:
+        self._next: Iterator[Entry] = iter(entries)
+        self._number_of = number_of
         self._failed = False
         self._depth = depth_of_modes()
 
@@ -182,7 +217,7 @@ class Rerun:
         if self._failed or entry is None or entry.function != function:
             raise self.failure()
         try:
-            arguments = self._log.form_of_call(function, args, kwargs)
+            arguments = form_of_call(function, args, kwargs, self._number_of)
             settings = torch_settings(self._depth)
         except Unlike:
             raise self.failure() from None
@@ -190,21 +225,23 @@ class Rerun:
             raise self.failure()
         return list(entry.result) if type(entry.result) is list else entry.result
 
-    def finish(self, values: Any) -> None:
-        """Return if the call is over where the first one was, with the same values.
+    def finish(self) -> None:
+        """Return if the call is over where the first one was.
 
         Raises:
             Unlike: it is not.
         """
         if self._failed or next(self._next, None) is not None:
             raise Unlike
-        if self._log.form_of_end(values) != self._log.ends:
-            raise Unlike
 
     def failure(self) -> Unlike:
         """The exception to raise; from now on, everything is unlike."""
         self._failed = True
         return Unlike()
+
+
+class OfGraph:
+    """A function that is no torch function, and that depends on its arguments as these do."""
 
 
 _EXACT = frozenset(
@@ -223,6 +260,8 @@ def _is_of_torch(function: Any) -> bool:
 
     Users can let their functions pass by the modes of torch as well.
     """
+    if isinstance(function, OfGraph):
+        return True
     if isinstance(function, FunctionType):
         return str(function.__module__).partition(".")[0] == "torch"
     if isinstance(function, _OPERATORS):
