@@ -28,8 +28,8 @@ from ..autodiff.products import Product, add_product, find_products, is_expanded
 from ..autodiff.subgraphs import Piece, memory_of, results
 from ..functions.interface import Bodies, Body, RankBodies
 from ..step.torch_modes import is_autocast_on
-from .fusible import Fusible, make_fusible
 from .accumulate import accumulate
+from .fusible import Fusible, make_fusible
 
 Compute = Callable[..., Sequence[torch.Tensor]]
 """Computes a graph: takes a tensor for each of its placeholders, gives those of its output."""

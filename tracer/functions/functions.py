@@ -31,7 +31,7 @@ from ..intrinsics.opaque import OpaqueMark, opaque_mark
 from ..methods.alike import Traces
 from ..methods.dispatch_modes import storage_key
 from ..methods.joint import Joint, Wanted
-from ..methods.twice import refuse_hidden_state, settled
+from ..methods.twice import settled
 from ..methods.watch import UsesGradients
 from ..step.binding import check_arguments, definition, innermost
 from ..step.specs import ObjectSpec, Tree, ir_dtype
@@ -217,9 +217,7 @@ class Functions:
         found = None if is_laid_out else self._traces.find(call, wanted)
         if found is not None:
             return call, found
-        call, joint = settled(call, wanted)
-        if wanted is None:
-            refuse_hidden_state(call, joint)
+        call, joint = self._traces.make(call, wanted)
         if not is_laid_out:
             self._traces.add(call, wanted, joint)
         return call, joint

@@ -18,17 +18,20 @@ from torch.fx.experimental.proxy_tensor import disable_autocast_cache
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..actors.actor_state import ActorState, StateTensor
-from ..errors import refusals_dropped
+from ..errors import TraceError, refusals_dropped
 from ..functions.error_translation import call_user
 from ..functions.interface import Call
 from ..heap.snapshot import Snapshot
 from ..step.specs import static_key
+from .blocks import Blocks, ModuleCalls, repeated_classes
 from .changes import Rebind, sort_changes
 from .dispatch_modes import FunctionGuard, storage_key
 from .function_log import Rerun, Unlike
 from .joint import Joint, Wanted, ends
 from .randomness import random_state_watched
 from .scene import Scene
+from .templates import BlocksMisled
+from .twice import refuse_hidden_state, settled
 from .watch import UsesGradients
 
 _MANY = 8
@@ -36,9 +39,14 @@ _MANY = 8
 
 
 class Traces:
-    """The traces of a step's methods so far."""
+    """The traces of a step's methods so far.
+
+    Attributes:
+        blocks: those of their modules that repeat.
+    """
 
     def __init__(self) -> None:
+        self.blocks = Blocks()
         self._found: dict[Hashable, list[tuple[Hashable, Joint]]] = {}
 
     def find(self, call: Call, wanted: Wanted | None) -> Joint | None:
@@ -48,18 +56,36 @@ class Traces:
         for entry in reversed(known[-_MANY:]):
             if entry[0] != outline:
                 continue
-            found = _rerun(call, wanted, entry[1])
+            found = _rerun(call, wanted, entry[1], self.blocks)
             if found is not None:
                 known.remove(entry)
                 known.append(entry)
                 return found
         return None
 
+    def make(self, call: Call, wanted: Wanted | None) -> tuple[Call, Joint]:
+        """Trace a call, as `settled` and `refuse_hidden_state` do.
+
+        With blocks first; if anything is wrong then, as it is, and that says what.
+        """
+        try:
+            with refusals_dropped():
+                return _made(call, wanted, self.blocks)
+        except (TraceError, BlocksMisled):
+            return _made(call, wanted, None)
+
     def add(self, call: Call, wanted: Wanted | None, joint: Joint) -> None:
         """Keep a trace, where another call can be compared with it."""
         outline = _outline(call.state)
         if joint.functions.complete and not joint.initial and outline is not None:
             self._found.setdefault(_kind(call, wanted), []).append((outline, joint))
+
+
+def _made(call: Call, wanted: Wanted | None, blocks: Blocks | None) -> tuple[Call, Joint]:
+    call, joint = settled(call, wanted, blocks)
+    if wanted is None:
+        refuse_hidden_state(call, joint, blocks)
+    return call, joint
 
 
 def _kind(call: Call, wanted: Wanted | None) -> Hashable:
@@ -69,10 +95,10 @@ def _kind(call: Call, wanted: Wanted | None) -> Hashable:
     return (call.what, call.signature.spec, types, str(call.device), wanted, is_tracked)
 
 
-def _rerun(call: Call, wanted: Wanted | None, joint: Joint) -> Joint | None:
+def _rerun(call: Call, wanted: Wanted | None, joint: Joint, blocks: Blocks) -> Joint | None:
     try:
         with refusals_dropped(), random_state_watched(call):
-            return _Rerun(call, joint).run(wanted)
+            return _Rerun(call, joint, blocks).run(wanted)
     except (Unlike, UsesGradients, Exception):
         return None  # the trace that follows says what is wrong, if anything is
 
@@ -80,12 +106,13 @@ def _rerun(call: Call, wanted: Wanted | None, joint: Joint) -> Joint | None:
 class _Rerun(Scene):
     """One call, on the fakes of another one's trace."""
 
-    def __init__(self, call: Call, joint: Joint) -> None:
+    def __init__(self, call: Call, joint: Joint, blocks: Blocks) -> None:
         functions = joint.functions
         super().__init__(call, functions.mode)
         self.state = functions.state
         self.inputs = functions.inputs
         self._joint = joint
+        self._blocks = blocks
 
     def run(self, wanted: Wanted | None) -> Joint:
         """The trace, as one of this call.
@@ -106,7 +133,16 @@ class _Rerun(Scene):
             with refusing:
                 log = self._joint.functions
                 rerun = Rerun(log.entries, log.number_of)
-                with FunctionGuard(self.call.what, rerun.run):
+                calls = ModuleCalls(
+                    self._blocks,
+                    repeated_classes(self.call.state),
+                    log,
+                    rerun.run,
+                    self.watch,
+                    wanted is not None,
+                    None,
+                )
+                with FunctionGuard(self.call.what, calls.run), calls.intercepted():
                     args, kwargs = self.call.signature.fill(self.inputs)
                     result = call_user(self.call.function, *args, **kwargs)
             leaves, spec = pytree.tree_flatten(result)

@@ -11,7 +11,7 @@ import functools
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -124,6 +124,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         secret: results of operators that write in secret; returning them keeps them alive.
         backward: whether the backward is being traced now.
         backward_writes: storages of the state that the backward wrote to.
+        check: is told of the arguments of each operator, and of those that it writes to.
     """
 
     def __init__(
@@ -146,6 +147,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.draws = False
         self.secret: list[torch.Tensor] = []
         self.backward = False
+        self.check: Callable[[Iterable[Any], Iterable[Any]], None] = lambda args, written: None
         self._lines: dict[tuple[str, int], Location] = {}
         self._by_sequence: dict[int, Location] = {}
 
@@ -161,6 +163,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         if not self.backward:
             self.functions.note_operator()
+            self.check(_flat((*args, *kwargs.values())), written_values(func, args, kwargs))
         self._refuse_generators(func, args, kwargs)
         self._refuse_foreign_tensors(func, args, kwargs)
         self._note_random(func, args, kwargs)

@@ -84,8 +84,8 @@ class FunctionLog:
 
     def run(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a torch function, and note it."""
-        if not self.complete or self.busy:
-            return function(*args, **kwargs)
+        if not self.complete or self.busy or depth_of_modes() < self._depth:
+            return function(*args, **kwargs)  # torch's own, where it has switched the trace off
         try:
             arguments = self.form_of_call(function, args, kwargs)
             settings = torch_settings(self._depth)
@@ -129,13 +129,27 @@ class FunctionLog:
         """The number of a tensor that is known; None of all else."""
         return self._numbers.get(id(value))
 
-    def fold(self, start: int, folded: Entry, outputs: Sequence[torch.Tensor]) -> None:
-        """Let one entry stand for all since `start`, of which these tensors alone are used."""
+    @property
+    def count(self) -> int:
+        """How many tensors have got a number."""
+        return len(self._held)
+
+    def tensor(self, number: int) -> torch.Tensor:
+        """The tensor that has a number."""
+        return self._held[number]
+
+    def fold(self, start: int, first: int, folded: Entry, outputs: Sequence[torch.Tensor]) -> None:
+        """Let one entry stand for all since `start`.
+
+        Args:
+            first: the number of the first tensor that these have made.
+            folded: the entry.
+            outputs: the tensors that are known from now on.
+        """
         kept = {id(tensor) for tensor in outputs}
-        for entry in self.entries[start:]:
-            for value in pytree.tree_leaves(entry.result):
-                if id(value) not in kept:
-                    self._numbers.pop(id(value), None)
+        for tensor in self._held[first:]:
+            if id(tensor) not in kept:
+                self._numbers.pop(id(tensor), None)
         self.entries[start:] = [folded]
 
     def _number(self, tensor: torch.Tensor) -> None:
@@ -193,17 +207,36 @@ def form_of(value: Any, number_of: Numbers) -> Any:
     raise Unlike
 
 
+def renumbered(form: Any, number: Callable[[int], int]) -> Any:
+    """The form with other numbers of tensors."""
+    if type(form) is int:
+        return number(form)
+    kind, *parts = form
+    if kind in (tuple, list, slice):
+        return (kind, *[renumbered(part, number) for part in parts])
+    if kind is dict:
+        return (kind, *[(key, renumbered(value, number)) for key, value in parts])
+    return form
+
+
 class Rerun:
     """Goes through entries along with another call, which gets what was noted in place of results.
 
     Args:
         entries: of a call that has been traced.
         number_of: the numbers of tensors.
+        result_of: what to give for a result that was noted.
     """
 
-    def __init__(self, entries: Sequence[Entry], number_of: Numbers) -> None:
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        number_of: Numbers,
+        result_of: Callable[[Any], Any] = lambda result: result,
+    ) -> None:
         self._next: Iterator[Entry] = iter(entries)
         self._number_of = number_of
+        self._result_of = result_of
         self._failed = False
         self._depth = depth_of_modes()
 
@@ -213,6 +246,8 @@ class Rerun:
         Raises:
             Unlike: it is another function than was noted, or has other arguments; or one was.
         """
+        if depth_of_modes() < self._depth:
+            return function(*args, **kwargs)  # torch's own, where it has switched the trace off
         entry = next(self._next, None)
         if self._failed or entry is None or entry.function != function:
             raise self.failure()
@@ -223,7 +258,8 @@ class Rerun:
             raise self.failure() from None
         if arguments != entry.arguments or settings != entry.settings:
             raise self.failure()
-        return list(entry.result) if type(entry.result) is list else entry.result
+        result = self._result_of(entry.result)
+        return list(result) if type(result) is list else result
 
     def finish(self) -> None:
         """Return if the call is over where the first one was.
@@ -238,6 +274,10 @@ class Rerun:
         """The exception to raise; from now on, everything is unlike."""
         self._failed = True
         return Unlike()
+
+
+class CopiedFunction(torch.autograd.Function):
+    """A function whose forward and backward issue operators of a graph that is known."""
 
 
 class OfGraph:
@@ -278,7 +318,10 @@ def _has_python_backward(tensors: Iterable[torch.Tensor]) -> bool:
         if node in seen:
             continue
         seen.add(node)
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
+        if isinstance(node, torch.autograd.function.BackwardCFunction) and not issubclass(
+            node._forward_cls,  # type: ignore[attr-defined]
+            CopiedFunction,
+        ):
             return True
         pending += [following for following, _ in node.next_functions]
     return False

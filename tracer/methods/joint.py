@@ -25,6 +25,7 @@ from ..functions.interface import Call, result_spec
 from ..heap.snapshot import Snapshot
 from ..step.binding import explain_misfit
 from ..step.specs import ObjectSpec, Static, TensorSpec, Tree
+from .blocks import Blocks, ModuleCalls, repeated_classes
 from .changes import Initialization, Rebind, sort_changes
 from .dispatch_modes import FunctionGuard, OpRecorder, nodes_so_far, run_plainly, storage_key
 from .function_log import FunctionLog
@@ -87,16 +88,20 @@ class Joint:
     initial: tuple[Initialization, ...]
 
 
-def trace_call(call: Call, wanted: Wanted | None = None) -> Joint:
+def trace_call(call: Call, wanted: Wanted | None = None, blocks: Blocks | None = None) -> Joint:
     """Trace a call, with its backward if `wanted` is given.
+
+    Args:
+        blocks: what its modules may be copies of.
 
     Raises:
         TraceError: it cannot be traced.
         UsesGradients: it works on gradients and is to be called as it is.
+        BlocksMisled: it is to be traced without blocks.
     """
     try:
         with random_state_watched(call), refusals_raised():
-            return _Run(call, wanted).trace()
+            return _Run(call, wanted, blocks).trace()
     except UsesGradients:
         if wanted is None:
             raise
@@ -105,7 +110,7 @@ def trace_call(call: Call, wanted: Wanted | None = None) -> Joint:
         raise _in_words(error, call) from error
 
 
-def run_call(call: Call) -> OpLog:
+def run_call(call: Call, blocks: Blocks | None = None) -> OpLog:
     """Run a call on fakes, as `trace_call` does, for the operators that it issues.
 
     Raises:
@@ -114,7 +119,7 @@ def run_call(call: Call) -> OpLog:
     """
     try:
         with random_state_watched(call):
-            return _Run(call, None).run()
+            return _Run(call, None, blocks).run()
     except Exception as error:
         raise _in_words(error, call) from error
 
@@ -136,7 +141,7 @@ def _works_on_gradients(call: Call) -> TraceError:
 class _Run(Scene):
     """One trace."""
 
-    def __init__(self, call: Call, wanted: Wanted | None) -> None:
+    def __init__(self, call: Call, wanted: Wanted | None, blocks: Blocks | None) -> None:
         super().__init__(call, FakeTensorMode(allow_non_fake_inputs=False, shape_env=None))
         self.wanted = wanted
         self.state = [self._fake_state(tensor) for tensor in call.state.tensors]
@@ -147,6 +152,16 @@ class _Run(Scene):
         log = OpLog([*self.state, *self.inputs])
         self.functions = FunctionLog(self.mode, self.state, self.inputs)
         self.recorder = OpRecorder(call.what, named, state, log, self.functions)
+        self.calls = ModuleCalls(
+            blocks or Blocks(),
+            repeated_classes(call.state) if blocks is not None else frozenset(),
+            self.functions,
+            self.functions.run,
+            self.watch,
+            wanted is not None,
+            self.recorder,
+        )
+        self.recorder.check = self.calls.check_operator
         self.results: Tree | None = None
         self.forward: frozenset[str] = frozenset()
         self.cotangents: list[str] = []
@@ -201,7 +216,8 @@ class _Run(Scene):
         """Run what make_fx traces; give outputs, rebound state, gradients and secret writers."""
         expected = Snapshot(self.call.state.containers)
         with torch.set_grad_enabled(self.wanted is not None or torch.is_grad_enabled()):
-            with self.recorder, FunctionGuard(self.call.what, self.functions.run):
+            guard = FunctionGuard(self.call.what, self.calls.run)
+            with self.recorder, guard, self.calls.intercepted():
                 self.functions.begin()
                 args, kwargs = self.call.signature.fill(inputs)
                 result = call_user(self.call.function, *args, **kwargs)
@@ -219,6 +235,7 @@ class _Run(Scene):
             expected.changes(), self.call, self.state, outputs, self.inputs, self.watch
         )
         self._check_state_metadata()
+        self.calls.check_end((*leaves, *(r.value for r in self.rebinds)))
         self.functions.note_end(ends(spec, leaves, self.rebinds))
         self.forward = frozenset(node.name for node in nodes_so_far() or ())
         self._note_results(outputs)
