@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, track_tensor_tree
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -56,7 +57,7 @@ class First:
         known = own.union(sources)
         foreign = {*memory[: len(sources)], None}
         return bool(results) and all(
-            _is_pure(node, foreign) and known.issuperset(node.all_input_nodes)
+            _is_pure(node, foreign) and _is_plain(node) and known.issuperset(node.all_input_nodes)
             for node in self.nodes
         )
 
@@ -73,6 +74,7 @@ class Template:
         gradients: those of what the block takes; None where there is none.
         locations: the user's lines.
         used_several_times: positions of what several operators take.
+        memory: the memory of what it takes, and of cotangents.
     """
 
     graph: fx.Graph
@@ -84,6 +86,7 @@ class Template:
     gradients: list[fx.Node | None]
     locations: dict[fx.Node, Location]
     used_several_times: frozenset[int]
+    memory: dict[fx.Node, int | None]
 
     @staticmethod
     def of(first: First, recorder: OpRecorder, wanted: bool) -> Template:
@@ -115,8 +118,9 @@ class Template:
         forward = [copy(node) for node in first.nodes]
         given = [copies[_node(tensor)] for tensor in first.given]
         made = Template(
-            graph, taken, [], forward, [], given, [None] * len(taken), locations, several
+            graph, taken, [], forward, [], given, [None] * len(taken), locations, several, {}
         )
+        made.memory.update(zip(taken, map(storage_key, first.taken), strict=True))
         if wanted and any(tensor.requires_grad for tensor in first.given):
             made._add_backward(first, recorder, copies, copy)
         return made
@@ -144,8 +148,9 @@ class Template:
             node = _node(tensor)
             copies[node] = self.graph.placeholder(node.name)
             self.cotangents.append(copies[node])
+            self.memory[copies[node]] = storage_key(tensor)
         pending = [node for node in reversed(new) if node not in copies]
-        if not all(map(_is_operator, pending)):
+        if not all(map(_is_operator, pending)) or not all(map(_is_plain, pending)):
             raise BlocksMisled
         self.backward += map(copy, pending)
         for i, gradient in zip(sources, gradients, strict=True):
@@ -179,6 +184,7 @@ class Emitter:
         self.requires_grad = requires_grad
         self._nodes: dict[fx.Node, fx.Node] = {}
         self._values: dict[fx.Node, Any] = {}
+        self._memory: dict[int | None, torch.UntypedStorage] = {}
 
     def run(self, taken: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """What the block gives."""
@@ -192,8 +198,8 @@ class Emitter:
         if template is None or nodes_so_far() is None:
             return tuple(like(tensor, self._mode) for tensor in self._stand_ins)
         for node, tensor in zip(template.taken, taken, strict=True):
-            self._nodes[node], self._values[node] = _node(tensor), tensor
-        self._issue(template.forward)
+            self._take(node, tensor)
+        self._issue(template, template.forward)
         return tuple(self._tracked(node) for node in template.given)
 
     def backward(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -207,27 +213,47 @@ class Emitter:
         if template is None or len(given) != len(template.cotangents):
             raise BlocksMisled
         for node, gradient in zip(template.cotangents, given, strict=True):
-            found = None if gradient is None else node_of(gradient)
-            if gradient is None or found is None or not gradient.is_contiguous():
+            if gradient is None or node_of(gradient) is None or not gradient.is_contiguous():
                 raise BlocksMisled
-            self._nodes[node], self._values[node] = found, gradient
-        self._issue(template.backward)
+            self._take(node, gradient)
+        self._issue(template, template.backward)
         return [None if node is None else self._tracked(node) for node in template.gradients]
 
-    def _issue(self, nodes: Sequence[fx.Node]) -> None:
-        tracer = _tracer()
-        values, copies = self._values, self._nodes
-        locations = self._template.locations if self._template is not None else {}
-        autocast = torch._C._DisableAutocast()
-        with _disable_current_modes(), self._mode, torch.no_grad(), autocast:
+    def _take(self, node: fx.Node, tensor: torch.Tensor) -> None:
+        """Let a tensor be what a placeholder stands for."""
+        assert self._template is not None
+        self._nodes[node], self._values[node] = _node(tensor), tensor
+        self._memory[self._template.memory[node]] = tensor.untyped_storage()
+
+    def _issue(self, template: Template, nodes: Sequence[fx.Node]) -> None:
+        graph, copies = graph_so_far(), self._nodes
+        locations = self._recorder.locations
+        with _disable_current_modes(), torch.no_grad():
             for node in nodes:
-                args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-                assert callable(node.target)
-                value = values[node] = node.target(*args, **kwargs)
-                new = copies[node] = tracer.graph.node_copy(node, copies.__getitem__)
+                value = self._values[node] = self._like(node.meta["val"])
+                new = copies[node] = graph.node_copy(node, copies.__getitem__)
                 new.meta["val"] = value
-                if node in locations:
-                    self._recorder.locations[new.name] = locations[node]
+                if node in template.locations:
+                    locations[new.name] = template.locations[node]
+
+    def _like(self, value: Any) -> Any:
+        """A value as the first block has it, with memory of this one.
+
+        An operator would find the same, in ten times the time.
+        """
+        if isinstance(value, (tuple, list)):
+            return type(value)(map(self._like, value))
+        if not isinstance(value, torch.Tensor):
+            return value
+        storage = value.untyped_storage()
+        memory = self._memory.get(storage._cdata)
+        if memory is None:
+            size = storage.nbytes()
+            memory = torch.UntypedStorage(size, device="meta")  # type: ignore[no-untyped-call]
+            self._memory[storage._cdata] = memory
+        plain = torch.empty(0, dtype=value.dtype, device="meta")
+        plain.set_(memory, value.storage_offset(), value.shape, value.stride())
+        return FakeTensor(self._mode, plain, value.device)
 
     def _tracked(self, node: fx.Node) -> torch.Tensor:
         value, new = self._values[node], self._nodes[node]
@@ -311,6 +337,18 @@ def _is_pure(node: fx.Node, foreign: set[int | None]) -> bool:
     values = [value.meta.get("val") for value in written if isinstance(value, fx.Node)]
     return foreign.isdisjoint(
         storage_key(value) if isinstance(value, torch.Tensor) else None for value in values
+    )
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """True if all that a node computes is dense tensors, as far as it is tensors."""
+    values = node.meta.get("val")
+    tensors = [v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]
+    return all(
+        type(v) is FakeTensor
+        and v.layout is torch.strided
+        and not (v.is_conj() or v.is_neg() or v.is_quantized)
+        for v in tensors
     )
 
 
