@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import disable_autocast_cache
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..actors.actor_state import ActorState, StateTensor
-from ..errors import TraceError, refusals_dropped
+from ..errors import TraceError, note_refusal, refusals_dropped
 from ..functions.error_translation import call_user
 from ..functions.interface import Call
 from ..heap.snapshot import Snapshot
@@ -68,11 +68,15 @@ class Traces:
 
         With blocks first; if anything is wrong then, as it is, and that says what.
         """
+        self.blocks.tried = False
         try:
             with refusals_dropped():
                 return _made(call, wanted, self.blocks)
-        except (TraceError, BlocksMisled):
-            return _made(call, wanted, None)
+        except (TraceError, BlocksMisled) as error:
+            if not self.blocks.tried and isinstance(error, TraceError):
+                note_refusal(error)
+                raise
+        return _made(call, wanted, None)
 
     def add(self, call: Call, wanted: Wanted | None, joint: Joint) -> None:
         """Keep a trace, where another call can be compared with it."""

@@ -84,10 +84,12 @@ class Blocks:
     Attributes:
         known: by class, and by whether gradients are wanted.
         refused: classes of which no block is made.
+        tried: whether a module has been compared with a block.
     """
 
     known: dict[tuple[type, bool], list[Block]] = field(default_factory=dict)
     refused: set[type] = field(default_factory=set)
+    tried: bool = False
 
 
 def repeated_classes(state: ActorState) -> frozenset[type]:
@@ -223,6 +225,7 @@ class ModuleCalls:
         Raises:
             Unlike: it is not.
         """
+        self._blocks.tried = True
         numbering = _Numbering(block, self._log)
         writes = len(self._watch.writes)
         self._inner = inner = Rerun(block.entries, numbering.number_of, numbering.result_of)
