@@ -149,10 +149,6 @@ def with_closure(value: float) -> Callable[[Tensor], Tensor]:
     return lambda h: h * value
 
 
-def drop_dtype(layer: Layer) -> None:
-    layer.mask = layer.mask.double().float().double()
-
-
 def patched(layer: Layer) -> None:
     layer.mlp.up.forward = lambda x: x * 3  # type: ignore[method-assign]
 
@@ -286,7 +282,7 @@ CHANGES: dict[str, Callable[[Layer], None]] = {
     "another dict": setting("named", {"a": 1.0}),
     "a shape": setting("shape", (1, -1, SIZE)),
     "a dtype": setting("dtype", torch.bfloat16),
-    "the dtype of a buffer": mask_of(torch.ones(SIZE, dtype=torch.float64)),
+    "the dtype of a buffer": mask_of(torch.ones(SIZE, dtype=torch.float16)),
     "the shape of a buffer": mask_of(torch.ones(1, SIZE)),
     "the values of a buffer": mask_of(torch.arange(SIZE) * 1.0),
     "the strides of a parameter": strided,

@@ -36,8 +36,8 @@ from .templates import BlocksMisled, Emitter, First, Template, graph_so_far, lik
 from .watch import Watch
 
 Handler: TypeAlias = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
-_MANY = 4
-"""So many blocks of one class that differ are compared with the next one."""
+_MANY = 6
+"""So many blocks of one class that differ are kept, and compared with the next one."""
 
 
 @dataclass(eq=False)
@@ -185,15 +185,17 @@ class ModuleCalls:
         self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Mapping[str, Any]
     ) -> Any:
         known = self._blocks.known.setdefault((type(module), self._wanted), [])
-        for block in reversed(known[-_MANY:]):
+        for block in reversed(known):
             if self._can_copy(block):
                 try:
                     return self._again(block, call, module, args, kwargs)
                 except Unlike:
                     continue
-        if self._recorder is None or nodes_so_far() is None or not self._log.complete:
+        is_traced = self._recorder is not None and nodes_so_far() is not None
+        if not is_traced or not self._log.complete or len(known) == _MANY:
             return call(module, *args, **kwargs)
         writes = len(self._watch.writes)
+        assert self._recorder is not None
         recording = _Recording(self, self._log, self._recorder)
         result = call(module, *args, **kwargs)
         made: Block | None = None

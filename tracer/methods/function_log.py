@@ -176,8 +176,8 @@ def form_of_call(
     """
     if not _is_of_torch(function):
         raise Unlike
-    named = tuple((name, form_of(value, number_of)) for name, value in kwargs.items())
-    return tuple(form_of(value, number_of) for value in args), named
+    positional = tuple([form_of(value, number_of) for value in args])
+    return positional, tuple([(name, form_of(kwargs[name], number_of)) for name in kwargs])
 
 
 def form_of(value: Any, number_of: Numbers) -> Any:
