@@ -69,6 +69,12 @@ class Block:
     first: First
     template: Template | None = None
 
+    @property
+    def form(self) -> Form:
+        """What blocks have in common that are the same."""
+        entries = tuple((each.function, each.arguments, each.settings) for each in self.entries)
+        return self.name, entries, self.taken, self.ends, self.requires_grad
+
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
@@ -201,11 +207,11 @@ class ModuleCalls:
         made: Block | None = None
         if len(self._watch.writes) == writes:
             with torch._C.DisableTorchFunction():
-                made = recording.block(type(module).__qualname__, result)
+                made = recording.block(type(module).__qualname__, result, known)
         if made is None:
             self._blocks.refused.add(type(module))
             self._classes -= {type(module)}
-        else:
+        elif made not in known:
             known.append(made)
         return result
 
@@ -367,8 +373,12 @@ class _Recording:
         self._mark = recorder.log.mark()
         self._nodes = len(nodes_so_far())
 
-    def block(self, name: str, result: Any) -> Block | None:
-        """The block, which the logs know as one from now on; None if it cannot be one."""
+    def block(self, name: str, result: Any, known: Sequence[Block]) -> Block | None:
+        """The block, which the logs know as one from now on; None if it cannot be one.
+
+        Args:
+            known: of these, one that is the same and has no template is taken, with a new trace.
+        """
         log, count = self._log, self._count
         entries = log.entries[self._entries :]
         if not log.complete or len({entry.settings for entry in entries}) != 1:
@@ -400,6 +410,10 @@ class _Recording:
         flags = tuple(tensor.requires_grad for tensor in given)
         metadata = tuple(map(_metadata, taken))
         block = Block(name, new, metadata, ends, stand_ins, shown, flags, first)
+        for other in known:
+            if other.form == block.form:
+                other.first = first
+                block = other
         arguments: Form = (tuple(numbers), ())
         copy = Entry(_Copy(block, self._calls), arguments, entries[0].settings, tuple(given))
         log.fold(self._entries, count, copy, given)
