@@ -28,14 +28,15 @@ from ..groups.group import Group
 from ..groups.pieces_only import watching_norms
 from ..guards.guard import build_guard
 from ..intrinsics.opaque import OpaqueMark, opaque_mark
-from ..methods.alike import Traces
 from ..methods.dispatch_modes import storage_key
 from ..methods.joint import Joint, Wanted
 from ..methods.twice import settled
 from ..methods.watch import UsesGradients
+from ..reuse.alike import Traces
 from ..step.binding import check_arguments, definition, innermost
 from ..step.specs import ObjectSpec, Tree, ir_dtype
 from .effects import Effects, memory_of, replaced_state, written_state
+from .graph_pieces import Pieces
 from .group_methods import GroupMethods
 from .interface import (
     Call,
@@ -49,7 +50,6 @@ from .interface import (
     given_objects,
 )
 from .opaque_calls import calls_of_ranks, opaque_body, opaque_results, refuse_tensors, strictly
-from .pieces import Pieces
 
 
 class Functions:

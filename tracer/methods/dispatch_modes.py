@@ -27,8 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...ir.location import Location
 from ..errors import TraceError, note_refusal
 from ..functions.error_translation import OPAQUE_REMEDY, current_location, refusal_here
+from ..reuse.function_log import FunctionLog
 from ..source import is_torch_file
-from .function_log import FunctionLog
 from .op_log import OpLog
 from .watch import UsesGradients
 

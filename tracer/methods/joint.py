@@ -25,12 +25,12 @@ from ..errors import TraceError, refusals_raised
 from ..functions.error_translation import call_user, translate
 from ..functions.interface import Call, result_spec
 from ..heap.snapshot import Snapshot
+from ..reuse.blocks import Blocks, ModuleCalls, repeated_classes
+from ..reuse.function_log import FunctionLog
 from ..step.binding import explain_misfit
 from ..step.specs import ObjectSpec, Static, TensorSpec, Tree
-from .blocks import Blocks, ModuleCalls, repeated_classes
 from .changes import Initialization, Rebind, sort_changes
 from .dispatch_modes import FunctionGuard, OpRecorder, nodes_so_far, run_plainly, storage_key
-from .function_log import FunctionLog
 from .op_log import OpLog
 from .randomness import random_state_watched
 from .scene import Scene

@@ -13,7 +13,7 @@ from ...ir.location import Location
 from ..actors.actor_state import collect
 from ..errors import TraceError
 from ..functions.interface import Call
-from .blocks import Blocks
+from ..reuse.blocks import Blocks
 from .joint import Joint, Wanted, run_call, trace_call
 from .op_log import OpLog
 from .watch import UsesGradients

@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, t
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...ir.location import Location
-from .dispatch_modes import (
+from ..methods.dispatch_modes import (
     OpRecorder,
     nodes_so_far,
     storage_key,

@@ -22,17 +22,17 @@ from ..errors import TraceError, note_refusal, refusals_dropped
 from ..functions.error_translation import call_user
 from ..functions.interface import Call
 from ..heap.snapshot import Snapshot
+from ..methods.changes import Rebind, sort_changes
+from ..methods.dispatch_modes import FunctionGuard, storage_key
+from ..methods.joint import Joint, Wanted, ends
+from ..methods.randomness import random_state_watched
+from ..methods.scene import Scene
+from ..methods.twice import refuse_hidden_state, settled
+from ..methods.watch import UsesGradients
 from ..step.specs import static_key
 from .blocks import Blocks, ModuleCalls, repeated_classes
-from .changes import Rebind, sort_changes
-from .dispatch_modes import FunctionGuard, storage_key
 from .function_log import Rerun, Unlike
-from .joint import Joint, Wanted, ends
-from .randomness import random_state_watched
-from .scene import Scene
 from .templates import BlocksMisled
-from .twice import refuse_hidden_state, settled
-from .watch import UsesGradients
 
 _MANY = 8
 """So many traces that differ are tried for a call, the last ones first."""
