@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make train   train a small GPT, cut into actors on $(RANKS) MPI ranks (RANKS=n for another number)"
 	@echo "make test    run all tests, $(JOBS) at a time (JOBS=n for another number)"
-	@echo "make lint    ruff and mypy --strict"
+	@echo "make lint    ruff, codespell and mypy --strict"
 	@echo "make bench   the benchmarks that need no GPU"
 	@echo "make bench-save  run the micro-benchmarks and save their statistics (NAME=…)"
 	@echo "make bench-compare  run them, and compare with what was saved last"
@@ -68,6 +68,7 @@ bench-gpu: setup
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	git ls-files '*.md' '*.py' '*.cfg' '*.toml' | xargs $(BIN)/codespell
 	$(BIN)/mypy
 
 bench: setup

@@ -84,6 +84,26 @@ def test_every_page_is_in_the_navigation() -> None:
     assert listed == pages
 
 
+TAUGHT = [page for page in (ROOT / "docs").rglob("*.md") if page.parent.name != "design"]
+
+
+@pytest.mark.parametrize("page", TAUGHT, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_says_first_what_one_can_do_after_it(page: Path) -> None:
+    after_title = page.read_text(encoding="utf-8").split("\n\n")[1]
+    assert after_title.startswith("After this page you "), f"{page} begins otherwise"
+
+
+LONGEST = 2000
+
+
+@pytest.mark.parametrize("page", TAUGHT, ids=lambda page: str(page.relative_to(ROOT)))
+def test_pages_are_short(page: Path) -> None:
+    """Words that people write: without code, and without what is made of code and of records."""
+    written = re.sub(r"<!-- generated.*?<!-- end -->", "", page.read_text("utf-8"), flags=re.S)
+    words = len(re.sub(r"^```.*?^```", "", written, flags=re.S | re.M).split())
+    assert words <= LONGEST, f"{page} has {words} words: divide it"
+
+
 def test_every_picture_is_shown_by_a_page() -> None:
     shown = {(page.parent / link).resolve() for page in PAGES for link in links(page)}
     assert set(PICTURES) <= shown

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from . import api, figures, gpus, llama, operations, passes, ray, tables
+from . import api, figures, gpus, groups, llama, operations, passes, ray, tables
 from .snippets import run_page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,7 +19,8 @@ PAGES = (
 )
 
 SECTIONS: dict[str, Callable[[], str]] = {
-    "api": api.reference,
+    "api": api.index,
+    **{f"api-{page}": partial(api.group, page) for page in api.PAGES},
     "environment": tables.environment,
     "ops": operations.reference,
     "phases": operations.phases,
@@ -29,6 +31,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "passes": passes.reference,
     "schedules": tables.schedules,
     "schedule-figures": figures.schedules,
+    "groups-cpu": groups.steps,
+    "all-reduce": groups.all_reduces,
     "gpu-machine": gpus.machine,
     "gpu-round-trips": gpus.round_trips,
     "gpu-pipelines": gpus.pipelines,
