@@ -20,7 +20,7 @@ from heapq import heappop, heappush
 from .problem import ROUNDING, Problem
 
 MOST_TASKS = 60_000
-"""Heads and tails of each task are computed up to so many; beyond, those of the first and last B."""
+"""Up to so many tasks each has its head and tail; beyond, only the first and the last B have."""
 
 
 @dataclass(frozen=True, slots=True)

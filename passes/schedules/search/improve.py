@@ -40,6 +40,14 @@ class Trial:
         return self.span <= other.span + slack and self.excess <= other.excess
 
 
+def _quality(trial: Trial) -> tuple[float, float]:
+    return round(trial.span, 9), trial.excess
+
+
+_FOLLOWING = Policy(patience=(0.5, 0.5, 0.5))
+"""Nothing but what is added counts."""
+
+
 class Search:
     """A hill climb from the best of the first policies.
 
@@ -48,7 +56,10 @@ class Search:
         windows: heads and tails of its tasks.
         bound: a lower bound of the span; the search ends where that is reached.
         random: what decides between moves.
-        goes_on: whether there is time for another trial.
+        goes_on: whether there is time for another trial after so many.
+
+    Attributes:
+        count: how many trials there were.
     """
 
     def __init__(
@@ -57,40 +68,50 @@ class Search:
         windows: Windows,
         bound: float,
         random: Random,
-        goes_on: Callable[[], bool],
+        goes_on: Callable[[int], bool],
     ) -> None:
         self.problem = problem
         self.windows = windows
         self.bound = bound
         self.random = random
         self.goes_on = goes_on
+        self.count = 0
 
-    def run(self, seeds: Sequence[Policy] = SEEDS, climbs: int = 2) -> list[Trial]:
-        """The best trials, best first; none if no policy gives an order."""
-        found = []
-        for seed in seeds:
-            trial = self.attempt(seed, None)
+    def run(
+        self,
+        seeds: Sequence[Policy] = SEEDS,
+        boosted: Sequence[Urgency] = (),
+    ) -> list[Trial]:
+        """The best trials, best first; none if no policy gives an order.
+
+        Args:
+            seeds: policies to begin with.
+            boosted: urgencies to begin with, as of known orders.
+        """
+        found: list[Trial] = []
+        starts: list[tuple[Policy, Urgency | None]] = [(policy, None) for policy in seeds]
+        starts += [(_FOLLOWING, urgency) for urgency in boosted]
+        for policy, boosts in starts:
+            trial = self.attempt(policy, boosts)
             if trial is not None:
                 found.append(trial)
                 if self._is_best(trial):
                     break
-            if found and not self.goes_on():
+            if found and not self.goes_on(self.count):
                 break
-        found.sort(key=lambda trial: (round(trial.span, 9), trial.excess))
-        tops = self._distinct(found)[:climbs]
-        if not tops:
-            return []
-        while self.goes_on() and not self._is_best(min(tops, key=lambda t: t.span)):
-            at = 0 if len(tops) == 1 or self.random.random() < 0.6 else self.random.randrange(len(tops))
+        found.sort(key=_quality)
+        tops = self._kinds(found)
+        while tops and self.goes_on(self.count) and not self._is_best(tops[0]):
+            at = 0 if self.random.random() < 0.7 else self.random.randrange(len(tops))
             moved = self._move(tops[at])
             if moved is not None and moved.beats(tops[at]):
                 tops[at] = moved
-                tops.sort(key=lambda trial: (round(trial.span, 9), trial.excess))
-        merged = [*tops, *found]
-        merged.sort(key=lambda trial: (round(trial.span, 9), trial.excess))
-        return merged
+                tops.sort(key=_quality)
+        return sorted([*tops, *found], key=_quality)
 
     def attempt(self, policy: Policy, boosts: Urgency | None) -> Trial | None:
+        """A list schedule; None if the policy gives no order."""
+        self.count += 1
         urgency = policy.urgency(self.problem, self.windows)
         if boosts is not None:
             urgency = [
@@ -107,13 +128,12 @@ class Search:
     def _is_best(self, trial: Trial) -> bool:
         return trial.span <= self.bound * (1.0 + 1e-6)
 
-    def _distinct(self, trials: Sequence[Trial]) -> list[Trial]:
-        """One of those that are equal, and one of each kind first."""
-        kinds: list[Trial] = []
+    def _kinds(self, trials: Sequence[Trial]) -> list[Trial]:
+        """The first trial of each kind: by tails, backwards first, and after a known order."""
+        kinds: dict[tuple[bool, bool], Trial] = {}
         for trial in trials:
-            if all(trial.policy.tails != other.policy.tails for other in kinds):
-                kinds.append(trial)
-        return kinds
+            kinds.setdefault((trial.policy.tails, trial.boosts is None), trial)
+        return list(kinds.values())
 
     def _move(self, trial: Trial) -> Trial | None:
         if self.random.random() < 0.4:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from random import Random
 
 from .bound import Windows
@@ -100,23 +99,28 @@ class Policy:
                 policy = replace(policy, ahead=ahead)
             elif name == "patience":
                 shift = random.gauss(0.0, 0.2)
-                values = [min(1.0, max(0.0, value + shift)) for value in policy.patience]
-                policy = replace(policy, patience=tuple(values))
+                f, b, w = (min(1.0, max(0.0, share + shift)) for share in policy.patience)
+                policy = replace(policy, patience=(f, b, w))
+            elif name == "action":
+                policy = replace(policy, action=_shifted(policy.action, random, _COARSE))
+            elif name == "chunk":
+                policy = replace(policy, chunk=_shifted(policy.chunk, random, _COARSE))
+            elif name == "place":
+                policy = replace(policy, place=_shifted(policy.place, random, _COARSE))
             else:
-                values = list(getattr_triple(policy, name))
-                scale = random.choice((0.03, 0.2) if name == "turn" else (0.1, 0.5, 2.0))
-                values[random.randrange(3)] += random.gauss(0.0, scale)
-                policy = replace(policy, **{name: tuple(values)})
+                policy = replace(policy, turn=_shifted(policy.turn, random, (0.03, 0.2)))
         return policy
 
 
-def getattr_triple(policy: Policy, name: str) -> Triple:
-    return {
-        "action": policy.action,
-        "chunk": policy.chunk,
-        "place": policy.place,
-        "turn": policy.turn,
-    }[name]
+_COARSE = (0.1, 0.5, 2.0)
+
+
+def _shifted(values: Triple, random: Random, scales: Sequence[float]) -> Triple:
+    """One of three numbers differs."""
+    changed = list(values)
+    changed[random.randrange(3)] += random.gauss(0.0, random.choice(scales))
+    f, b, w = changed
+    return f, b, w
 
 
 _VARIED = ("action", "chunk", "place", "turn", "patience", "patience", "swing", "ahead")
@@ -124,13 +128,33 @@ _VARIED = ("action", "chunk", "place", "turn", "patience", "patience", "swing", 
 _BACKWARDS_FIRST: Triple = (0.0, 1.0, -1.0)
 """B before F before W, as all known schedules have it."""
 
+
+def _tails(share: float) -> Policy:
+    return Policy(tails=True, patience=(share, share, share))
+
+
+def _backwards(care: float, patience: float, alternates: bool, ahead: int | None = None) -> Policy:
+    """B first. F waits for B, and W for both; F comes first after a B if they alternate."""
+    swing = 2.0 if alternates else 0.0
+    return Policy(False, _BACKWARDS_FIRST, patience=(care, 0.0, patience), swing=swing, ahead=ahead)
+
+
 SEEDS: tuple[Policy, ...] = (
-    *(Policy(tails=True, patience=(share,) * 3) for share in (0.3, 0.1, 0.5, 0.0, 0.2, 0.7)),
-    *(
-        Policy(False, _BACKWARDS_FIRST, patience=(care, 0.0, patience), swing=swing, ahead=ahead)
-        for patience, care, swing, ahead in product(
-            (0.0, 0.5, 1.0), (0.0, 0.5), (0.0, 2.0), (None, -1, 0)
-        )
-    ),
+    _tails(0.3),
+    _backwards(0.5, 0.5, True),
+    _backwards(0.0, 0.5, True, -1),
+    _backwards(0.0, 0.0, True),
+    _tails(0.5),
+    _tails(0.2),
+    _backwards(0.5, 0.0, True, -1),
+    _backwards(0.0, 0.5, False, -1),
+    _tails(0.1),
+    _backwards(0.0, 0.0, True, -1),
+    _backwards(0.0, 1.0, True, -1),
+    _backwards(0.5, 0.5, True, -1),
+    _backwards(0.5, 1.0, True),
+    _backwards(0.0, 0.5, False),
+    _backwards(0.0, 0.0, False, -1),
+    _backwards(0.0, 0.5, True),
 )
-"""What a search begins with."""
+"""What a search begins with: of all combinations those that were ever the best, best first."""

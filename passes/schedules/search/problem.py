@@ -84,6 +84,9 @@ class Problem:
             capacities = tuple(memory * count for count in counts)
         else:
             capacities = (float(memory),) * len(ranks)
+        # More than all microbatches take is of no use.
+        most = [pipeline.microbatches * sum(sizes[k] for k in each) for each in hosted]
+        capacities = tuple(map(min, capacities, most))
         starts: dict[int, float] = {}
         clock = 0.0
         for k, rank in enumerate(rank_of):
