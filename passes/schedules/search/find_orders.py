@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
+from operator import itemgetter
 from random import Random
 
 from ....ir.pipeline.costs import Costs, PerStage
@@ -13,11 +15,12 @@ from ....ir.pipeline.order import Order
 from ....ir.pipeline.timing import Timeline, play
 from ..base import Pipeline
 from .bound import MOST_TASKS, find_windows, lower_bound
-from .improve import Search, Trial, Urgency
+from .improve import Search, Start, Trial, Urgency, following
 from .known_orders import known_orders
-from .policies import SEEDS
+from .list_scheduling import Listed, list_schedule
+from .policies import SEEDS, Policy
 from .problem import ROUNDING, Problem
-from .repeated_orders import fewer_microbatches, repetitions
+from .stretch import CUTS, PATIENCES, STEP, fewer_microbatches, stretched
 
 CHOICES = 4
 """How many of the best orders are kept; more hardly ever bring anything."""
@@ -150,37 +153,59 @@ class _Finder:
     def _search(self, small: Problem, bound: float) -> None:
         """List schedules of a problem with fewer microbatches, and what they give for all."""
         problem = self.problem
+        is_whole = small.microbatches == problem.microbatches
         windows = find_windows(small)
-        least = lower_bound(small, windows) if small.microbatches < problem.microbatches else bound
-        known = [order for _, order in known_orders(small, few=True)]
-        boosted = [_urgency(small, self._play(small, order)) for order in known]
+        least = bound if is_whole else lower_bound(small, windows)
+        starts: list[Start] = [(policy, None) for policy in SEEDS]
+        for _, order in known_orders(small, few=True):
+            urgency = _urgency(small, self._play(small, order))
+            starts.append((following(0.5), urgency))
         search = Search(small, windows, least, self.random, self._budget(small, 1.0))
-        trials = search.run(SEEDS, boosted)
+        trials = _distinct(search.run(starts))
         self.trials += search.count
-        if small.microbatches == problem.microbatches:
-            for trial in _distinct(trials)[:CHOICES]:
-                self._rate(problem.order(trial.listed.lanes), "a search")
-            return
-        repeated = False
-        for trial in _distinct(trials)[:CHOICES]:
-            for lanes in repetitions(small, trial.listed, problem.microbatches):
-                self._rate(problem.order(lanes), "a search and a repeated part")
-                repeated = True
-        if not (repeated or self._is_best(bound)) and problem.tasks <= _LARGE:
-            self._again(trials, bound)
+        if is_whole:
+            self._keep(problem, trials)
+        elif trials:
+            self._stretch(small, trials, bound)
 
-    def _again(self, trials: Sequence[Trial], bound: float) -> None:
-        """Use the policies of some trials for all microbatches, and improve the best of them."""
-        windows = find_windows(self.problem)
-        search = Search(self.problem, windows, bound, self.random, self._budget(self.problem, 0.5))
-        policies = list(dict.fromkeys(trial.policy for trial in trials if trial.policy in SEEDS))
+    def _stretch(self, small: Problem, trials: Sequence[Trial], bound: float) -> None:
+        """Stretch the best orders for fewer microbatches, and improve what comes of that."""
+        problem = self.problem
+        longer = small.with_microbatches(small.microbatches + STEP)
+        ways: list[tuple[float, int, Policy, Listed, float]] = []
+        for trial in trials[:2]:
+            for patience, cut in product(PATIENCES, CUTS):
+                policy = following(patience)
+                urgency = stretched(small, trial.listed, cut, STEP)
+                listed = list_schedule(longer, policy.rule(longer, urgency))
+                self.trials += 1
+                if listed is not None:
+                    span = round(max(listed.spans(longer)), 9)
+                    ways.append((span, len(ways), policy, trial.listed, cut))
+        more = problem.microbatches - small.microbatches
         best = [
-            trial.policy for trial in trials if trial.policy not in SEEDS and trial.policy.action
+            (policy, stretched(small, listed, cut, more))
+            for _, _, policy, listed, cut in sorted(ways, key=itemgetter(0, 1))[:3]
         ]
-        again = search.run([*best[:2], *policies[:CHOICES]])
+        if problem.tasks > MOST_TASKS:
+            for policy, urgency in best:
+                listed = list_schedule(problem, policy.rule(problem, urgency))
+                self.trials += 1
+                if listed is not None:
+                    self._rate(problem.order(listed.lanes), "a search")
+            return
+        starts: list[Start] = list(best)
+        policies = [trial.policy for trial in trials if trial.boosts is None]
+        firsts = [policy for policy in policies if policy in SEEDS]
+        starts += [(policy, None) for policy in dict.fromkeys([*policies[:2], *firsts[:5]])]
+        windows, budget = find_windows(problem), self._budget(problem, 0.7)
+        search = Search(problem, windows, bound, self.random, budget)
+        self._keep(problem, _distinct(search.run(starts)))
         self.trials += search.count
-        for trial in _distinct(again)[:CHOICES]:
-            self._rate(self.problem.order(trial.listed.lanes), "a search")
+
+    def _keep(self, problem: Problem, trials: Sequence[Trial]) -> None:
+        for trial in trials[:CHOICES]:
+            self._rate(problem.order(trial.listed.lanes), "a search")
 
     def _budget(self, problem: Problem, share: float) -> Callable[[int], bool]:
         """Says after a number of trials whether there is time for one more."""
@@ -197,7 +222,7 @@ class _Finder:
 
     def _rate(self, order: Order, source: str) -> None:
         """Keep an order if it fits into the memory and is among the best."""
-        self.trials += not source.startswith("a search")
+        self.trials += source != "a search"
         timeline = self._play(self.problem, order)
         ranks = self.problem.pipeline.ranks
         held = [timeline.held(rank, self.costs) for rank in ranks]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
 
 from .bound import Windows
 from .list_scheduling import Listed, list_schedule
-from .policies import SEEDS, Policy
+from .policies import Policy
 from .problem import ROUNDING, Problem
 
 Urgency = list[list[float]]
+Start = tuple[Policy, Urgency | None]
+"""What a search begins with: a policy, and what is added to its urgency."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +46,9 @@ def _quality(trial: Trial) -> tuple[float, float]:
     return round(trial.span, 9), trial.excess
 
 
-_FOLLOWING = Policy(patience=(0.5, 0.5, 0.5))
-"""Nothing but what is added counts."""
+def following(patience: float) -> Policy:
+    """A policy in which nothing counts but what is added to it."""
+    return Policy(patience=(patience, patience, patience))
 
 
 class Search:
@@ -77,20 +80,9 @@ class Search:
         self.goes_on = goes_on
         self.count = 0
 
-    def run(
-        self,
-        seeds: Sequence[Policy] = SEEDS,
-        boosted: Sequence[Urgency] = (),
-    ) -> list[Trial]:
-        """The best trials, best first; none if no policy gives an order.
-
-        Args:
-            seeds: policies to begin with.
-            boosted: urgencies to begin with, as of known orders.
-        """
+    def run(self, starts: Iterable[Start]) -> list[Trial]:
+        """The best trials, best first; none if nothing to begin with gives an order."""
         found: list[Trial] = []
-        starts: list[tuple[Policy, Urgency | None]] = [(policy, None) for policy in seeds]
-        starts += [(_FOLLOWING, urgency) for urgency in boosted]
         for policy, boosts in starts:
             trial = self.attempt(policy, boosts)
             if trial is not None:
