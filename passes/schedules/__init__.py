@@ -100,6 +100,8 @@ def auto(
     max_bytes: float | tuple[float, ...] | None = None,
     seed: int = 0,
     seconds: float | None = None,
+    measure: bool | str | Path = False,
+    splits: bool = True,
 ) -> Schedule:
     """The fastest order that a search finds in a given memory, and how far it is from a bound.
 
@@ -117,6 +119,13 @@ def auto(
         seconds: for how long to search. Without, the number of orders that are tried depends on
             the size of the pipeline alone; with it, the order depends on the machine, and ranks
             may find different ones, which compiling refuses.
+        measure: measure the costs when a step is compiled, by running it on all ranks on the
+            arguments that `lower` was given; what it does to actors is undone. A path names a file
+            that they are kept in, and read from if it is there. Not together with `costs`.
+        splits: whether an order may have W, so that backwards are compiled in two halves.
+
+    Raises:
+        ValueError: both `costs` and `measure` are given.
 
     Where a step's backwards must follow all its forwards, there is no order to search for. Such a
     step is compiled with `gpipe`, with a warning, unless `max_activations` is given.
@@ -127,8 +136,12 @@ def auto(
         ("max_bytes", max_bytes),
         ("seed", seed),
         ("seconds", seconds),
+        ("measure", str(measure) if isinstance(measure, Path) else measure),
+        ("splits", splits),
     )
-    return Schedule("auto", auto_order, options, splits=True)
+    if measure and costs is not None:
+        raise ValueError("schedule 'auto': give costs, or have them measured, not both")
+    return Schedule("auto", auto_order, options, splits)
 
 
 def found_orders(schedule: Schedule, pipeline: Pipeline) -> tuple[Found, ...]:
@@ -141,6 +154,7 @@ def found_orders(schedule: Schedule, pipeline: Pipeline) -> tuple[Found, ...]:
         raise ValueError(f"schedule '{schedule.name}' does not search")
     options = dict(schedule.options)
     options.pop("choice", None)
+    options.pop("measure", None)
     return auto_orders(pipeline, **options)
 
 

@@ -19,16 +19,30 @@ def auto_order(
     max_bytes: float | tuple[float, ...] | None = None,
     seed: int = 0,
     seconds: float | None = None,
+    splits: bool = True,
+    measure: bool | str = False,
 ) -> Order:
     """The best order of a search; see `auto_orders`.
 
     Args:
-        pipeline, max_activations, costs, max_bytes, seed, seconds: as in `auto_orders`.
+        pipeline, max_activations, costs, max_bytes, seed, seconds, splits: as in
+            `auto_orders`.
         choice: 0 for the best order, 1 for the next best, and so on; the last one if there are
             fewer.
+        measure: false; whoever compiles a step has measured its costs before.
     """
+    if measure:
+        raise ValueError(
+            "schedule 'auto': measure is for compile, which can run the step; on paper, give costs"
+        )
     found = auto_orders(
-        pipeline, max_activations, costs, max_bytes=max_bytes, seed=seed, seconds=seconds
+        pipeline,
+        max_activations,
+        costs,
+        max_bytes=max_bytes,
+        seed=seed,
+        seconds=seconds,
+        splits=splits,
     )
     return found[min(choice, len(found) - 1)].order
 
@@ -41,6 +55,7 @@ def auto_orders(
     max_bytes: float | tuple[float, ...] | None = None,
     seed: int = 0,
     seconds: float | None = None,
+    splits: bool = True,
 ) -> tuple[Found, ...]:
     """The best orders of a search, best first, with a lower bound of the makespan.
 
@@ -57,6 +72,7 @@ def auto_orders(
         seed: what the search draws its moves from.
         seconds: for how long to search; None for a number of trials that depends on the size of
             the pipeline alone, so that the result is the same on every machine.
+        splits: whether an order may have W.
 
     Raises:
         ValueError: `max_activations` is under 1, or so little that not one microbatch could pass.
@@ -79,11 +95,11 @@ def auto_orders(
                 f"schedule 'auto': max_bytes is given for {len(max_bytes)} ranks, but the "
                 f"pipeline has {len(pipeline.ranks)}"
             )
-        return find_orders(pipeline, costs, max_bytes, seed=seed, seconds=seconds)
+        return find_orders(pipeline, costs, max_bytes, splits=splits, seed=seed, seconds=seconds)
     memory = len(pipeline.ranks) if max_activations is None else max_activations
     if not memory >= 1:  # so that NaN is refused
         raise ValueError(
             f"schedule 'auto': max_activations is {memory}; a rank must be able to hold at least 1"
         )
     counted = replace(costs, activation_bytes=None)
-    return find_orders(pipeline, counted, memory, seed=seed, seconds=seconds)
+    return find_orders(pipeline, counted, memory, splits=splits, seed=seed, seconds=seconds)
