@@ -198,7 +198,7 @@ class _Finder:
         policies = [trial.policy for trial in trials if trial.boosts is None]
         firsts = [policy for policy in policies if policy in SEEDS]
         starts += [(policy, None) for policy in dict.fromkeys([*policies[:2], *firsts[:5]])]
-        windows, budget = find_windows(problem), self._budget(problem, 0.7)
+        windows, budget = find_windows(problem), self._budget(problem, 0.3)
         search = Search(problem, windows, bound, self.random, budget)
         self._keep(problem, _distinct(search.run(starts)))
         self.trials += search.count
@@ -213,7 +213,7 @@ class _Finder:
             until = self.until
             return lambda _: time.monotonic() < until
         size = max(1, problem.tasks)
-        most = max(8, min(500, int(share * 250_000 * (size / 800) ** 0.65 / size)))
+        most = max(8, min(500, int(share * 220_000 * (size / 800) ** 0.65 / size)))
         return lambda count: count < most
 
     def _play(self, problem: Problem, order: Order) -> Timeline:
