@@ -20,7 +20,7 @@ _LAYOUTS = {
 _LEFT, _TOP, _RIGHT, _HEIGHT, _FOOT = 56, 84, 24, 300, 46
 _MOST = 0.4
 """The largest bubble that the picture has room for."""
-_SHIFTS = {"zb-h1": 12, "dualpipe-v": -6, "interleaved": -6}
+_SHIFTS = {"zb-h1": -8, "dualpipe-v": 9, "interleaved": -6, "zb-v": 24}
 """How much lower some names stand, so that none hides another."""
 
 
