@@ -1,10 +1,12 @@
-"""Hooks of MkDocs: colours for blocks of IR, and the changelog as a page of the site."""
+"""Hooks of MkDocs: colours for blocks of IR, and the changelog and the notebooks as pages."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+from mkdocs.structure.files import File
 from pygments import lexers, token
 from pygments.lexer import RegexLexer
 
@@ -43,3 +45,27 @@ def on_page_markdown(markdown: str, *, page: Any, **_: object) -> str:
         return markdown
     text = (Path(__file__).resolve().parents[1] / "CHANGELOG.md").read_text(encoding="utf-8")
     return text.replace("](docs/", "](")
+
+
+def on_files(files: Any, *, config: Any, **_: object) -> Any:
+    """Add a page for each notebook of the tutorials."""
+    for notebook in sorted((Path(__file__).parent / "tutorials").glob("*.ipynb")):
+        content = _as_markdown(json.loads(notebook.read_text(encoding="utf-8")), notebook.name)
+        page = f"tutorials/{notebook.stem}.md"
+        files.append(File.generated(config, page, content=content))
+    return files
+
+
+def _as_markdown(notebook: Any, name: str) -> str:
+    parts = []
+    for cell in notebook["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(source)
+            continue
+        parts.append(f"```python\n{source}\n```")
+        printed = "".join(line for out in cell["outputs"] for line in out["text"])
+        if printed:
+            parts.append(f"```text\n{printed.rstrip()}\n```")
+    parts.append(f"[Download this page as a notebook]({name})")
+    return "\n\n".join(parts)

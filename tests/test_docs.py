@@ -14,14 +14,14 @@ sys.path.insert(0, str(ROOT / "docs"))  # the generator is no part of the packag
 
 from generator import bars  # noqa: E402
 from generator.docstrings import to_markdown  # noqa: E402
-from generator.pages import PAGES, PICTURES, render  # noqa: E402
+from generator.pages import NOTEBOOKS, PAGES, PICTURES, render  # noqa: E402
 from generator.snippets import SnippetError, run_page  # noqa: E402
 
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]
-DRAWN = [str(picture.relative_to(ROOT)) for picture in PICTURES]
+DRAWN = [str(file.relative_to(ROOT)) for file in (*PICTURES, *NOTEBOOKS)]
 
 
-@pytest.mark.parametrize("page", [*PAGES, *PICTURES], ids=IDS + DRAWN)
+@pytest.mark.parametrize("page", [*PAGES, *PICTURES, *NOTEBOOKS], ids=IDS + DRAWN)
 def test_pages_are_up_to_date(page: Path) -> None:
     """Runs the page's snippets in the virtual world, too."""
     lines, written = render(page).splitlines(), page.read_text(encoding="utf-8").splitlines()
@@ -81,6 +81,7 @@ def prose(page: Path) -> str:
 def test_every_page_is_in_the_navigation() -> None:
     listed = set(re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    pages |= {f"tutorials/{notebook.stem}.md" for notebook in NOTEBOOKS}
     assert listed == pages
 
 

@@ -18,6 +18,7 @@ from cg.passes.simulate.memory_plan import MemoryPlan
 from cg.passes.simulate.program_times import ProgramTimes, RankTimes
 
 from .docstrings import first_sentence, to_markdown
+from .examples import examples
 
 _GROUP = re.compile(r'^    # (.+)$|^    "(\w+)": ', re.MULTILINE)
 
@@ -56,10 +57,19 @@ def index() -> str:
 def group(page: str) -> str:
     """The names of one page, with their docstrings."""
     names = dict(_groups())[PAGES[page]]
-    parts = [f"## cg.{name}\n\n{_describe(name, getattr(cg, name))}" for name in names]
+    shown = examples()
+    parts = []
+    for name in names:
+        example = f"\n\n*Example*:\n\n{shown[name]}" if name in shown else ""
+        parts.append(f"## cg.{name}\n\n{_describe(name, getattr(cg, name))}{example}")
     if page == "compiled":
         parts += [f"## {cls.__name__}\n\n{_class(cls.__name__, cls)}" for cls in _TOLD]
     return "\n\n".join(parts)
+
+
+def prelude() -> str:
+    """What the examples of all pages begin with."""
+    return examples()[""]
 
 
 def _doc(value: Any) -> str | None:
@@ -130,7 +140,7 @@ _PREFIXES: dict[object, str] = {
 
 
 def _instance(name: str, cls: type) -> str:
-    """What signatures call an instance of a class."""
+    """The name by which signatures call an instance of a class."""
     if issubclass(cls, BaseException):
         return "error"
     return name.rpartition(".")[2].lower().removeprefix("actor")

@@ -220,7 +220,7 @@ _SHARED = {
 
 
 def _mean_the_same(one: Communication, other: Communication) -> bool:
-    """Whether two ranks' ops may be the same collective."""
+    """True if two ranks' ops may be the same collective."""
     if type(one) is not type(other):
         return False
     for name in _SHARED[type(one)]:

@@ -33,7 +33,7 @@ PIPELINES = (
 )
 
 
-@examples(500, shrinks=True)
+@examples(300, shrinks=True)
 @given(
     types=transfers(),
     seed=st.integers(0, 99),
