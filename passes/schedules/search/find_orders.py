@@ -248,7 +248,8 @@ class _Finder:
             if needed > problem.capacities[rank] * (1.0 + ROUNDING) + ROUNDING:
                 raise ValueError(
                     f"schedule 'auto': rank {problem.pipeline.ranks[rank]} may hold "
-                    f"{problem.capacities[rank]:g}, but one microbatch takes {needed:g} of it"
+                    f"{problem.capacities[rank]:g}, but one microbatch takes {needed:g}; "
+                    "cg.remat(actor.method) in the step keeps less of it"
                 )
 
     def _one_at_a_time(self) -> None:
