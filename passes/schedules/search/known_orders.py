@@ -105,8 +105,9 @@ def _filled(problem: Problem) -> Order:
         ahead[k] = max(1, int(min(rooms[k], m, wanted)))
     words = []
     for k in range(n):
-        # No rank waits for a forward that the one before it runs only after a backward.
-        ahead[k] = min(ahead[k], ahead[max(0, k - 1)])
+        if k:
+            # One fewer from rank to rank, or a B would wait for an F that waits for that B's next.
+            ahead[k] = max(1, min(ahead[k], ahead[k - 1] - 1))
         tw = times[2 * n + k]
         lag = left[k] / tw if tw else 0.0
         if problem.kept:
