@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-_WIDTH, _LABEL, _RIGHT, _MARGIN = 760, 210, 70, 16
+WIDTH, _LABEL, _RIGHT, _MARGIN = 760, 210, 70, 16
 _BAR, _GAP, _APART = 16, 2, 14
 _HEAD, _LEGEND = 62, 24
 _FONT = "system-ui, -apple-system, 'Segoe UI', sans-serif"
@@ -60,27 +60,27 @@ def draw(title: str, note: str, groups: Sequence[Group], legend: Sequence[tuple[
         legend: colours with what they stand for, in the order of the bars.
     """
     top = float(_HEAD + (_LEGEND if legend else 0))
-    lines = [_text(_MARGIN, 26, title, "title"), _text(_MARGIN, 46, note, "faint")]
+    lines = [text_at(_MARGIN, 26, title, "title"), text_at(_MARGIN, 46, note, "faint")]
     left = float(_MARGIN)
     for colour, meaning in legend:
         lines.append(_rect(left, _HEAD, 12, 12, colour))
-        lines.append(_text(left + 18, _HEAD + 10, meaning, "ink"))
+        lines.append(text_at(left + 18, _HEAD + 10, meaning, "ink"))
         left += 18 + _CHARACTER * len(meaning) + 20
     top += 6
     for group, longest in zip(groups, _scales(groups), strict=True):
         if not group.bars:
-            lines.append(_text(_MARGIN, top + 13, group.label, "title"))
+            lines.append(text_at(_MARGIN, top + 13, group.label, "title"))
             top += 26
             continue
         height = len(group.bars) * (_BAR + _GAP) - _GAP
-        lines.append(_text(_LABEL - 10, top + height / 2 + 4, group.label, "ink end"))
+        lines.append(text_at(_LABEL - 10, top + height / 2 + 4, group.label, "ink end"))
         for bar in group.bars:
-            length = bar.value / longest * (_WIDTH - _LABEL - _RIGHT)
+            length = bar.value / longest * (WIDTH - _LABEL - _RIGHT)
             lines.append(_rect(_LABEL, top, length, _BAR, bar.colour))
-            lines.append(_text(_LABEL + length + 6, top + 12, bar.text, "faint"))
+            lines.append(text_at(_LABEL + length + 6, top + 12, bar.text, "faint"))
             top += _BAR + _GAP
         top += _APART - _GAP
-    return "\n".join([*_opening(title, top + _MARGIN - _APART), *lines, "</svg>\n"])
+    return "\n".join([*opening(title, top + _MARGIN - _APART), *lines, "</svg>\n"])
 
 
 def _scales(groups: Sequence[Group]) -> list[float]:
@@ -96,10 +96,11 @@ def _scales(groups: Sequence[Group]) -> list[float]:
     return scales
 
 
-def _opening(title: str, height: float) -> list[str]:
+def opening(title: str, height: float) -> list[str]:
+    """The first lines of a picture: its size, and the colours of its classes."""
     return [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height:.0f}" '
-        f'width="{_WIDTH}" height="{height:.0f}" font-family="{_FONT}" font-size="12" role="img">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" '
+        f'width="{WIDTH}" height="{height:.0f}" font-family="{_FONT}" font-size="12" role="img">',
         f"<title>{escape(title)}</title>",
         "<style>",
         ".title { font-weight: 600; font-size: 14px } .end { text-anchor: end }",
@@ -116,7 +117,8 @@ def _rules(theme: int) -> str:
     return " ".join(f".{name} {{ fill: {fill} }}" for name, fill in fills.items())
 
 
-def _text(x: float, y: float, text: str, kind: str) -> str:
+def text_at(x: float, y: float, text: str, kind: str) -> str:
+    """A text; its kind is `title`, `faint`, `ink` or `ink end`, which ends at x."""
     return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'
 
 

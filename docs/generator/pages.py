@@ -7,7 +7,19 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from . import api, figures, gpus, groups, llama, notebooks, operations, passes, ray, tables
+from . import (
+    api,
+    figures,
+    frontier,
+    gpus,
+    groups,
+    llama,
+    notebooks,
+    operations,
+    passes,
+    ray,
+    tables,
+)
 from .snippets import dumped, run_page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,6 +47,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "passes": passes.reference,
     "schedules": tables.schedules,
     "schedule-figures": figures.schedules,
+    "auto-settings": frontier.random_settings,
+    "auto-times": frontier.times,
     "groups-cpu": groups.steps,
     "all-reduce": groups.all_reduces,
     "gpu-machine": gpus.machine,
@@ -61,6 +75,7 @@ PICTURES: dict[Path, Callable[[], str]] = {
     ),
     ROOT / "docs" / "images" / "gpu_round_trips.svg": gpus.round_trip_picture,
     ROOT / "docs" / "images" / "gpu_llama.svg": llama.picture,
+    ROOT / "docs" / "images" / "schedule_frontier.svg": frontier.picture,
 }
 """Images that pages show, drawn from what benchmarks have recorded."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -47,6 +47,9 @@ class Costs:
         tcomm: time from the end of a task to the start of the next on another rank; for each
             stage, that between it and the next one, in both directions.
         mw: the memory that a microbatch holds between B and W, where it holds 1 between F and B.
+        activation_bytes: the memory that a microbatch holds on a stage between F and B, in bytes;
+            one for all stages, or one for each. Without it memory is counted in microbatches, to
+            which each of the v stages of a rank adds 1/v.
         functions: time of each call of a function, by name. In a program these come before
             `tf`, `tb` and `tw`.
         overhead: time between a call of a program and what comes after it on its rank.
@@ -63,6 +66,7 @@ class Costs:
     tw: PerStage = 1.0
     tcomm: PerStage = 0.0
     mw: float = 1.0
+    activation_bytes: PerStage | None = None
     functions: Mapping[str, float] = field(default_factory=dict)
     overhead: float = 0.0
     post: float = 0.0
@@ -71,9 +75,9 @@ class Costs:
     channels: Mapping[int, Link] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("tf", "tb", "tw", "tcomm"):
+        for name in ("tf", "tb", "tw", "tcomm", "activation_bytes"):
             value = getattr(self, name)
-            for cost in value if isinstance(value, tuple) else (value,):
+            for cost in value if isinstance(value, tuple) else () if value is None else (value,):
                 _check(name, cost)
         for name, cost in self.functions.items():
             _check(f"functions['{name}']", cost)
@@ -96,6 +100,14 @@ class Costs:
     def between(self, stage: int) -> float:
         """Time of a transfer between `stage` and the next, if they are on different ranks."""
         return _pick("tcomm", self.tcomm, stage)
+
+    def held(self, stages: Iterable[int]) -> float:
+        """The memory that a microbatch holds on stages between F and B.
+
+        In bytes if `activation_bytes` is given, else the number of these stages.
+        """
+        value = 1.0 if self.activation_bytes is None else self.activation_bytes
+        return sum(_pick("activation_bytes", value, stage) for stage in stages)
 
     def shared(self, stage_ranks: Sequence[int]) -> Costs:
         """The costs of each stage, where `tf`, `tb` and `tw` are those of all stages of a rank.

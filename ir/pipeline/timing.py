@@ -112,6 +112,18 @@ class Timeline:
         changes = (deltas[number // self.microbatches] for number in self.rows[rank])
         return max(accumulate(changes), default=0) / self.stage_ranks.count(rank)
 
+    def held(self, rank: int, costs: Costs) -> float:
+        """The most that a rank holds at once: in bytes, or in stages of a microbatch.
+
+        F takes what `costs.held` says of its stage, else it is counted as in `peak`.
+        """
+        stages = len(self.stage_ranks)
+        kept = costs.mw if self.split else 0.0
+        sizes = [costs.held((stage,)) for stage in range(stages)]
+        deltas = [*sizes, *((kept - 1.0) * size for size in sizes), *(-kept * s for s in sizes)]
+        changes = (deltas[number // self.microbatches] for number in self.rows[rank])
+        return max(accumulate(changes), default=0.0)
+
     def home(self, lane: int) -> int:
         """The rank of a lane's tasks."""
         return self.stage_ranks[lane % len(self.stage_ranks)]

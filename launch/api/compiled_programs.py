@@ -23,6 +23,7 @@ from ...passes.simulate.program_times import ProgramTimes
 from ...tracer.step.trace import Trace
 from ..pictures.compiled_picture import timeline_of, write_compiled
 from .fusing import Fused
+from .select_schedule import Scheduled
 
 
 @dataclass(frozen=True)
@@ -31,19 +32,22 @@ class Variant:
 
     Attributes:
         trace: of the step.
-        module: scheduled.
-        reports: what each pass did.
+        scheduled: its programs, and what passes and a search say of them.
         fused: what its functions run.
         fallbacks: its graphs that are not replayed, as far as has been seen.
         loc: the step's first line.
     """
 
     trace: Trace
-    module: Module
-    reports: list[PassReport]
+    scheduled: Scheduled
     fused: Fused
     fallbacks: Fallbacks
     loc: Location | None
+
+    @property
+    def module(self) -> Module:
+        """The scheduled module."""
+        return self.scheduled.module
 
     def linked(self, seed: int) -> LinkedModule:
         """The module with the bodies, constants and seed that this process's ranks run it with."""
@@ -121,7 +125,16 @@ class Programs:
     @property
     def reports(self) -> list[PassReport]:
         """The report of each pass (for the first signature)."""
-        return self.variants[0].reports
+        return self.variants[0].scheduled.reports
+
+    @property
+    def schedule_report(self) -> str:
+        """What `auto` has chosen and why (for the first signature); empty for other schedules.
+
+        For each pipeline of the step a line: how far its makespan is above the bound that none can
+        be under, what share of the memory it takes, and where the order comes from.
+        """
+        return self.variants[0].scheduled.choice
 
     @property
     def fused(self) -> dict[str, str]:

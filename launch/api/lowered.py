@@ -15,12 +15,14 @@ from ...backends.program.fuse import check_name
 from ...ir.clone import clone
 from ...ir.module import Module
 from ...ir.phases import Phase
+from ...ir.pipeline.costs import Costs
 from ...ir.printer import format_module
 from ...passes.lower.capture import describe
 from ...passes.manager import PassManager
 from ...passes.pipelines import default_pipeline
 from ...passes.registry import parse_switches
 from ...passes.schedules import Schedule
+from ...tracer.actors.undo import Undo
 from ...tracer.step.binding import definition
 from ...tracer.step.trace import Trace
 from ..config import config
@@ -36,7 +38,7 @@ from .fusing import Fused, Fusing
 from .numbering import Numbering
 from .optimistic import Optimistic
 from .option_checks import check_keywords, check_options
-from .select_schedule import run_passes
+from .select_schedule import run_passes, wants_costs, with_costs
 from .step_lock import lock_of
 
 
@@ -55,6 +57,10 @@ class Definition:
     driver: int | None
 
 
+Example = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments and keyword arguments of a step."""
+
+
 class Lowered:
     """One trace of a step, or several for as many signatures.
 
@@ -68,11 +74,13 @@ class Lowered:
         traces: Sequence[Trace],
         world: World,
         again: Callable[[], Trace] | None = None,
+        example: Example | None = None,
     ) -> None:
         self.traces = tuple(traces)
         self._step = step
         self._world = world
         self._trace_optimistically = again
+        self._example = example
         self._fusing = [Fusing(trace.bodies) for trace in traces]
 
     def __repr__(self) -> str:
@@ -155,6 +163,9 @@ class Lowered:
                 f"max_inflight={max_inflight!r}: it is the number of executions of "
                 f"{self._step.name} that may be in flight, an int of at least 1"
             )
+        if schedule is not None and wants_costs(schedule):
+            measure = functools.partial(self._measure, passes, seed, timeout)
+            schedule = with_costs(schedule, measure, self._world)
         with lock_of(self._world).held(self._step.name):
             return self._compile(
                 Numbering(),
@@ -209,6 +220,25 @@ class Lowered:
             )
             return Optimistic(plain, bold_program, self._world, numbering)
 
+    def _measure(
+        self, passes: str, seed: int | None, timeout: float | None, schedule: Schedule
+    ) -> Costs:
+        """Run the step on the arguments that it was lowered for, and undo what that does."""
+        if self._example is None or self._step.driver is not None:
+            raise ValueError(
+                f"step {self._step.name} is driven from one rank, or lowered for several "
+                "signatures, so compile cannot run it; measure its costs with cg.measure, and give "
+                "them: cg.schedules.auto(costs=costs)"
+            )
+        args, kwargs = self._example
+        undo = Undo(self.trace.instances.values())
+        with self.compile(schedule=schedule, passes=passes, seed=seed, timeout=timeout) as compiled:
+            undo.remember()
+            try:
+                return compiled.measure(*args, **kwargs)
+            finally:
+                undo.restore()
+
     def _compile(
         self,
         numbering: Numbering,
@@ -257,14 +287,17 @@ class Lowered:
         for trace, fusing in zip(self.traces, self._fusing, strict=True):
             dumped = make_dump(settings, folder, self._step.name, self._world)
             sink = dumped if dumped is not None and dumped.is_wanted else None
-            module, reports = run_passes(schedule, trace.module, pipeline_of, sink)
+            scheduled = run_passes(schedule, trace.module, pipeline_of, sink)
+            module = scheduled.module
             if sink is not None:
-                sink.finish(module, reports)
+                sink.finish(module, scheduled.reports)
+                if scheduled.choice:
+                    sink.add("schedule.txt", f"{scheduled.choice}\n")
                 self._dump_graphs(module, sink, is_driven)
             fallbacks = _fallbacks(module, self._world, dumped)
             fused = self._fuse(fusing, module, fuse, sink)
             loc = definition(self._step.fn)
-            variants.append(Variant(trace, module, reports, fused, fallbacks, loc))
+            variants.append(Variant(trace, scheduled, fused, fallbacks, loc))
         return Compiled(
             variants,
             self._world,

@@ -4,22 +4,89 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
+from ...backends.agreement.gather import gather
+from ...backends.base import World
 from ...ir.clone import clone
 from ...ir.diagnostics import IRError
 from ...ir.module import Module
+from ...ir.pipeline.costs import Costs
+from ...ir.text.files import read_text
 from ...passes.base import Pipeline
 from ...passes.manager import DumpSink, PassManager, PassReport
-from ...passes.schedules import Schedule, candidates, gpipe, is_search, looped_bfs
+from ...passes.schedules import (
+    Order,
+    Schedule,
+    candidates,
+    found_orders,
+    gpipe,
+    is_search,
+    looped_bfs,
+)
+from ...passes.schedules import Pipeline as Stages
 from ...passes.simulate.program_simulator import simulate_programs
 
 PipelineOf = Callable[[Schedule | None], Pipeline]
 """The passes that compile a step with a schedule."""
 
 
+def wants_costs(schedule: Schedule | None) -> bool:
+    """True if a schedule is a search whose costs are to be measured."""
+    if not isinstance(schedule, Schedule) or not is_search(schedule):
+        return False
+    return bool(dict(schedule.options).get("measure"))
+
+
+def with_costs(schedule: Schedule, measure: Callable[[Schedule], Costs], world: World) -> Schedule:
+    """A search with costs that are read from its file, or measured; collective.
+
+    Args:
+        schedule: a search that wants costs.
+        measure: measures them, on all ranks, with a step that is compiled with the given schedule.
+        world: all ranks; rank 0 reads and writes the file.
+
+    Raises:
+        ValueError: the file does not hold costs.
+    """
+    options = dict(schedule.options)
+    kept = options["measure"]
+    options["measure"] = False
+    read: str | None = None
+    if isinstance(kept, str) and world.rank == 0 and Path(kept).exists():
+        read = read_text(kept)
+    text = gather(world, "cg.schedules.auto(measure=...)", read)[0]
+    if text is not None:
+        costs = Costs.from_json(text, str(kept))
+    else:
+        costs = measure(replace(schedule, options=tuple(options.items())))
+        if isinstance(kept, str) and world.rank == 0:
+            costs.save(kept)
+    options["costs"] = costs
+    return replace(schedule, options=tuple(options.items()))
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """A module that the passes have scheduled.
+
+    Attributes:
+        module: the programs.
+        reports: what each pass did.
+        choice: what a search chose and why, a line for each pipeline of the step; empty if the
+            schedule does not search.
+    """
+
+    module: Module
+    reports: list[PassReport]
+    choice: str
+
+
 def run_passes(
     schedule: Schedule | None, module: Module, pipeline_of: PipelineOf, sink: DumpSink | None
-) -> tuple[Module, list[PassReport]]:
+) -> Scheduled:
     """Compile a module with a schedule; with all forwards first where a search finds no order.
 
     A search mixes forwards and backwards. Where a backward has to follow all forwards, as that of
@@ -36,11 +103,12 @@ def run_passes(
         IRError, ValueError: as the passes do.
     """
     try:
-        return _run(select_schedule(schedule, module, pipeline_of), module, pipeline_of, sink)
+        return _run(_select_schedule(schedule, module, pipeline_of), module, pipeline_of, sink)
     except IRError as error:
         if schedule is None or not is_search(schedule):
             raise
-        if dict(schedule.options)["max_activations"] is not None:
+        options = dict(schedule.options)
+        if options["max_activations"] is not None or options["max_bytes"] is not None:
             raise
         for instead in (gpipe(), looped_bfs()):
             try:
@@ -53,15 +121,41 @@ def run_passes(
                 f"{_why(error)}",
                 stacklevel=4,
             )
-            return found
+            choice = f"{instead.name}: no order mixes forwards and backwards"
+            return replace(found, choice=choice)
         raise
 
 
 def _run(
     schedule: Schedule | None, module: Module, pipeline_of: PipelineOf, sink: DumpSink | None
-) -> tuple[Module, list[PassReport]]:
+) -> Scheduled:
     copy = clone(module)
-    return copy, PassManager(pipeline_of(schedule), dump=sink).run(copy)
+    if not isinstance(schedule, Schedule) or not is_search(schedule):
+        return Scheduled(copy, PassManager(pipeline_of(schedule), dump=sink).run(copy), "")
+    seen: list[Stages] = []
+
+    def order(pipeline: Stages, **options: Any) -> Order:
+        seen.append(pipeline)
+        return schedule.order(pipeline, **options)
+
+    watched = replace(schedule, order=order)
+    reports = PassManager(pipeline_of(watched), dump=sink).run(copy)
+    return Scheduled(
+        copy, reports, "\n".join(_choice(schedule, each) for each in dict.fromkeys(seen))
+    )
+
+
+def _choice(schedule: Schedule, pipeline: Stages) -> str:
+    """What a search has chosen for a pipeline, and why."""
+    found = found_orders(schedule, pipeline)
+    options = dict(schedule.options)
+    number = min(options.get("choice", 0), len(found) - 1)
+    costs = options["costs"]
+    why = "" if costs is None else f"; its programs are the fastest on paper of {len(found)} orders"
+    paid = "equal costs of all tasks" if costs is None else "the given costs"
+    ranks = len(pipeline.ranks)
+    shape = f"{pipeline.stages} stages on {ranks} ranks, {pipeline.microbatches} microbatches"
+    return f"{schedule.name}, {shape}: {found[number]}, with {paid}{why}"
 
 
 def _why(error: IRError) -> str:
@@ -75,7 +169,7 @@ def _why(error: IRError) -> str:
     return found[0].message if op is None else f"{found[0].message} ({op.loc})"
 
 
-def select_schedule(
+def _select_schedule(
     schedule: Schedule | None, module: Module, pipeline_of: PipelineOf
 ) -> Schedule | None:
     """The schedule, or, if that is a search with costs, the candidate that is fastest on paper.

@@ -126,7 +126,8 @@ class Step:
             TraceError: the function, or a method that it calls, cannot be traced.
         """
         again = functools.partial(self._trace, args, kwargs, optimistic=True)
-        return Lowered(self._definition, [self._trace(args, kwargs)], world(), again)
+        traces = [self._trace(args, kwargs)]
+        return Lowered(self._definition, traces, world(), again, (args, kwargs))
 
     def lower_many(self, signatures: Sequence[Any]) -> Lowered:
         """Trace the step for each of several sets of arguments; collective.

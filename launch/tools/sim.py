@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,8 +21,11 @@ from ..pictures.write import write_picture
 
 _DESCRIPTION = """\
 Run a pipeline schedule on paper, and print one JSON object: makespan_ms, bubble_ratio and, for
-each rank of the pipeline, peak_activations; with --grid also the grid, which goes to standard
-error as text. --svg, --html and --perfetto write the timeline to files."""
+each rank of the pipeline, peak_activations, and peak_bytes if costs have activation_bytes; with
+--grid also the grid, which goes to standard error as text. For auto also bound_ms, which no order
+can be under, the gap above it as a share, what the order comes from, how many were tried, and
+search_s, and a line that says so to standard error. --svg, --html and --perfetto write the timeline
+to files."""
 
 _EPILOG = """\
 B is the gradient of the inputs, W that of the weights; a schedule that does not split the backward
@@ -36,10 +40,11 @@ _LAYOUTS = {"interleaved": "loop", "looped-bfs": "loop", "zb-v": "vee", "dualpip
 
 @dataclass(frozen=True, slots=True)
 class _Problem:
-    """A pipeline and its schedule, to be simulated."""
+    """A pipeline and its schedule, to be simulated; what a search says of it, if there was one."""
 
     pipeline: Pipeline
     order: Order
+    search: dict[str, object]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -76,6 +81,9 @@ def _arguments() -> argparse.ArgumentParser:
     add("--mw", type=float, metavar="SHARE", help="of the activations that W needs; default 1")
     add("--costs", metavar="FILE", help="costs as JSON; the options above come before it")
     add("--max-activations", type=float, metavar="K", help="memory of auto; default: P")
+    add("--max-bytes", type=float, metavar="N", help="the same in bytes; needs activation_bytes")
+    add("--budget", type=float, metavar="SECONDS", help="time of auto; default: by size")
+    add("--seed", type=int, metavar="N", help="what auto draws its moves from; default: 0")
     add("--grid", action="store_true", help="draw the rank grid")
     add("--svg", metavar="FILE", type=Path, help="draw the timeline")
     add("--html", metavar="FILE", type=Path, help="draw it as a page to zoom into")
@@ -95,6 +103,10 @@ def _simulate(options: argparse.Namespace) -> str:
         "bubble_ratio": round(found.bubble_ratio, 9),
         "peak_activations": [_number(peak) for peak in found.peak_activations],
     }
+    if costs.activation_bytes is not None:
+        held = (found.timeline.held(rank, costs) for rank in found.ranks)
+        result["peak_bytes"] = [_number(peak) for peak in held]
+    result |= problem.search
     if options.grid:
         result["grid"] = grid(found.timeline)
         sys.stderr.write(str(result["grid"]))
@@ -158,12 +170,41 @@ def _from_name(options: argparse.Namespace, costs: Costs) -> _Problem:
             raise ValueError(f"--{needed} {getattr(options, needed)}: there must be at least 1")
     pipeline = Pipeline(_layout(options), options.microbatches)
     if name == "auto":
-        schedule = schedules.auto(options.max_activations, _of_stages(costs, pipeline))
-    elif options.max_activations is not None:
-        raise ValueError(f"--max-activations is for auto; schedule '{name}' does not search")
-    else:
-        schedule = schedules.by_name(name)
-    return _Problem(pipeline, schedule(pipeline))
+        return _searched(options, pipeline, _of_stages(costs, pipeline))
+    for option in _OF_SEARCH:
+        if getattr(options, option) is not None:
+            flag = option.replace("_", "-")
+            raise ValueError(f"--{flag} is for auto; schedule '{name}' does not search")
+    return _Problem(pipeline, schedules.by_name(name)(pipeline), {})
+
+
+_OF_SEARCH = ("max_activations", "max_bytes", "budget", "seed")
+
+
+def _searched(options: argparse.Namespace, pipeline: Pipeline, costs: Costs) -> _Problem:
+    """The order that auto finds, and how good it is."""
+    if options.budget is not None and not options.budget > 0:
+        raise ValueError(f"--budget {options.budget}: it must be above 0")
+    schedule = schedules.auto(
+        options.max_activations,
+        costs,
+        max_bytes=options.max_bytes,
+        seed=options.seed or 0,
+        seconds=options.budget,
+    )
+    begin = time.monotonic()
+    best = schedules.found_orders(schedule, pipeline)[0]
+    seconds = time.monotonic() - begin
+    sys.stderr.write(f"auto: {best} ({seconds:.2f} s)\n")
+    schedules.validate(pipeline, best.order, "auto")
+    search = {
+        "bound_ms": _number(best.bound),
+        "gap": round(best.gap, 9),
+        "source": best.source,
+        "tried": best.trials,
+        "search_s": round(seconds, 3),
+    }
+    return _Problem(pipeline, best.order, search)
 
 
 def _layout(options: argparse.Namespace) -> tuple[int, ...]:
@@ -184,7 +225,7 @@ def _layout(options: argparse.Namespace) -> tuple[int, ...]:
 
 def _from_table(options: argparse.Namespace) -> _Problem:
     """A table says itself what its pipeline is: each stage is on the rank that runs it."""
-    for name in ("chunks", "layout", "max_activations"):
+    for name in ("chunks", "layout", *_OF_SEARCH):
         if getattr(options, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} is not for a --table, which has its own")
     text = read_text(options.table)
@@ -194,7 +235,7 @@ def _from_table(options: argparse.Namespace) -> _Problem:
         if getattr(options, name) not in (None, size):
             given = getattr(options, name)
             raise ValueError(f"--{name} {given}: the table {options.table} has {size}")
-    return _Problem(pipeline, schedules.table(text, options.table)(pipeline))
+    return _Problem(pipeline, schedules.table(text, options.table)(pipeline), {})
 
 
 if __name__ == "__main__":

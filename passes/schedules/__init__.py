@@ -13,19 +13,21 @@ from ...ir.attributes import Task
 from ...ir.pipeline.costs import Costs
 from ...ir.pipeline.order import Order, splits_backward
 from ...ir.text.files import read_text
-from .auto_order import auto_order
+from .auto_order import auto_order, auto_orders
 from .base import Pipeline, Schedule, validate
 from .dualpipe_v_order import dualpipe_v_order
 from .gpipe_order import gpipe_order
 from .interleaved_order import interleaved_order
 from .looped_bfs_order import looped_bfs_order
 from .one_f_one_b_order import one_f_one_b_order
+from .search.find_orders import CHOICES, Found
 from .text_table import format_table, parse_table, table_order, table_pipeline
 from .zb_h1_order import zb_h1_order
 from .zb_h2_order import zb_h2_order
 from .zb_v_order import zb_v_order
 
 __all__ = [
+    "Found",
     "Order",
     "Pipeline",
     "Schedule",
@@ -41,6 +43,7 @@ __all__ = [
     "dualpipe_v",
     "auto",
     "candidates",
+    "found_orders",
     "table",
     "table_pipeline",
     "from_file",
@@ -90,8 +93,17 @@ def dualpipe_v() -> Schedule:
     return Schedule("dualpipe-v", dualpipe_v_order, splits=True)
 
 
-def auto(max_activations: float | None = None, costs: Costs | None = None) -> Schedule:
-    """The fastest order that a search finds in a given memory.
+def auto(
+    max_activations: float | None = None,
+    costs: Costs | None = None,
+    *,
+    max_bytes: float | tuple[float, ...] | None = None,
+    seed: int = 0,
+    seconds: float | None = None,
+    measure: bool | str | Path = False,
+    splits: bool = True,
+) -> Schedule:
+    """The fastest order that a search finds in a given memory, and how far it is from a bound.
 
     Args:
         max_activations: of how many microbatches a rank may hold the activations at once; None
@@ -100,21 +112,55 @@ def auto(max_activations: float | None = None, costs: Costs | None = None) -> Sc
             If they are given, a step is compiled with each of the best orders that were found,
             and the one stays whose programs are the fastest on paper. There transfers may also
             wait for their receiver and for each other, which the search leaves out.
+        max_bytes: instead of `max_activations`, how many bytes of activations a rank may hold, or
+            each rank in the order in which a microbatch first comes to them. The costs must have
+            `activation_bytes`.
+        seed: what the search draws its moves from. The same seed gives the same order everywhere.
+        seconds: for how long to search. Without, the number of orders that are tried depends on
+            the size of the pipeline alone; with it, the order depends on the machine, and ranks
+            may find different ones, which compiling refuses.
+        measure: measure the costs when a step is compiled, by running it on all ranks on the
+            arguments that `lower` was given; what it does to actors is undone. A path names a file
+            that they are kept in, and read from if it is there. Not together with `costs`.
+        splits: whether an order may have W, so that backwards are compiled in two halves.
+
+    Raises:
+        ValueError: both `costs` and `measure` are given.
 
     Where a step's backwards must follow all its forwards, there is no order to search for. Such a
     step is compiled with `gpipe`, with a warning, unless `max_activations` is given.
     """
-    options = (("max_activations", max_activations), ("costs", costs))
-    return Schedule("auto", auto_order, options, splits=True)
+    options = (
+        ("max_activations", max_activations),
+        ("costs", costs),
+        ("max_bytes", max_bytes),
+        ("seed", seed),
+        ("seconds", seconds),
+        ("measure", str(measure) if isinstance(measure, Path) else measure),
+        ("splits", splits),
+    )
+    if measure and costs is not None:
+        raise ValueError("schedule 'auto': give costs, or have them measured, not both")
+    return Schedule("auto", auto_order, options, splits)
+
+
+def found_orders(schedule: Schedule, pipeline: Pipeline) -> tuple[Found, ...]:
+    """What the search of `auto` finds for a pipeline, best first, with the bound.
+
+    Raises:
+        ValueError: the schedule is not a search, or its memory is too little.
+    """
+    if not is_search(schedule):
+        raise ValueError(f"schedule '{schedule.name}' does not search")
+    options = dict(schedule.options)
+    options.pop("choice", None)
+    options.pop("measure", None)
+    return auto_orders(pipeline, **options)
 
 
 def is_search(schedule: Schedule) -> bool:
     """True if a schedule searches for an order, as `auto` does."""
     return schedule.order is auto_order
-
-
-_CHOICES = 4
-"""The number of the best orders of a search that are tried; more hardly ever bring anything."""
 
 
 def candidates(schedule: Schedule) -> tuple[Schedule, ...]:
@@ -124,7 +170,7 @@ def candidates(schedule: Schedule) -> tuple[Schedule, ...]:
         return (schedule,)
     return tuple(
         replace(schedule, options=(*schedule.options, ("choice", choice)))
-        for choice in range(_CHOICES)
+        for choice in range(CHOICES)
     )
 
 

@@ -180,7 +180,8 @@ def test_it_needs_neither_torch_nor_mpi_nor_numpy() -> None:
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
+    assert done.stderr.startswith("auto: 0.0 % above the bound")
     assert json.loads(done.stdout)["peak_activations"] == [2, 2]
 
 

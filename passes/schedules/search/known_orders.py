@@ -1,0 +1,126 @@
+"""What a search begins with: the schedules that others have found, and one for a line of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from ....ir.pipeline.order import Order, Row
+from ..base import Pipeline, spell
+from ..dualpipe_v_order import dualpipe_v_order
+from ..gpipe_order import gpipe_order
+from ..interleaved_order import interleaved_order
+from ..layouts import LayoutError
+from ..looped_bfs_order import looped_bfs_order
+from ..one_f_one_b_order import one_f_one_b_order
+from ..zb_h1_order import lagging, zb_h1_order
+from ..zb_h2_order import zb_h2_order
+from ..zb_v_order import zb_v_order
+from .bound import lags
+from .problem import ROUNDING, Problem
+
+_KNOWN: dict[str, Callable[[Pipeline], Order]] = {
+    "1f1b": one_f_one_b_order,
+    "zb-h1": zb_h1_order,
+    "zb-h2": zb_h2_order,
+    "zb-v": zb_v_order,
+    "dualpipe-v": dualpipe_v_order,
+    "interleaved": interleaved_order,
+    "looped-bfs": looped_bfs_order,
+    "gpipe": gpipe_order,
+}
+_BEST = ("zb-h1", "zb-h2", "zb-v", "interleaved")
+"""Those that are tried where playing an order takes long: hardly ever is another one better."""
+
+
+def known_orders(problem: Problem, few: bool = False) -> Iterator[tuple[str, Order]]:
+    """The known schedules that the stages' ranks allow, by name, whatever memory they take.
+
+    Args:
+        problem: its pipeline, times and memory.
+        few: whether to leave out those that others here are hardly ever worse than.
+    """
+    pipeline = problem.pipeline
+    for name, rule in _KNOWN.items():
+        if (few and name not in _BEST) or (name != "1f1b" and not (problem.split or _whole(name))):
+            continue
+        try:
+            yield name, rule(pipeline)
+        except LayoutError:
+            continue
+    if not problem.split or problem.parts != problem.ranks:
+        return
+    yield "filled warm-up", _filled(problem)
+    if few:
+        return
+    # 1F1B with split backwards, W at once or put off, with as few forwards ahead as fit.
+    room = int(min(memory_in_microbatches(problem), 2 * problem.parts))
+    for put_off in (0, problem.parts):
+        words = []
+        for at in range(problem.parts):
+            warm_up = min(problem.parts - at, room)
+            words.append((warm_up, min(at, put_off, room - warm_up)))
+        yield "1f1b with W", _lagging(problem, words)
+
+
+def _whole(name: str) -> bool:
+    return name in ("1f1b", "interleaved", "looped-bfs", "gpipe")
+
+
+def memory_in_microbatches(problem: Problem) -> float:
+    """Of how many microbatches the rank with the least memory can hold all its parts."""
+    found = float(problem.microbatches)
+    for parts, capacity in zip(problem.hosted, problem.capacities, strict=True):
+        size = sum(problem.grows[k] for k in parts)
+        if size:
+            found = min(found, capacity / size * (1.0 + ROUNDING))
+    return found
+
+
+def _filled(problem: Problem) -> Order:
+    """Fill the time before the first B with forwards, and that after the last B with W.
+
+    It is ZB-H2 for any times and any memory: the forwards ahead are as many as fill the time
+    until the first B is back, the W put off as many as fill the time that is left after the last
+    B, and both as memory allows.
+    """
+    n, m = problem.parts, problem.microbatches
+    times = problem.durations
+    _, up = lags(problem)
+    back = [0.0] * n
+    clock = times[n - 1]
+    for k in reversed(range(n)):
+        back[k] = clock
+        clock += times[n + k] + up[k]
+    left = [times[2 * n]] * n
+    for k in range(1, n):
+        left[k] = max(left[k - 1] + times[n + k - 1] + up[k], times[2 * n + k])
+    rooms = []
+    for k in range(n):
+        size, capacity = problem.grows[k], problem.capacities[problem.rank_of[k]]
+        rooms.append(capacity / size * (1.0 + ROUNDING) if size else float(m))
+    ahead = [1] * n
+    for k in reversed(range(n)):
+        tf = times[k]
+        wanted = max(back[k] / tf if tf else m, ahead[min(k + 1, n - 1)])
+        ahead[k] = max(1, int(min(rooms[k], m, wanted)))
+    words = []
+    for k in range(n):
+        if k:
+            # One fewer from rank to rank, or a B would wait for an F that waits for that B's next.
+            ahead[k] = max(1, min(ahead[k], ahead[k - 1] - 1))
+        tw = times[2 * n + k]
+        lag = left[k] / tw if tw else 0.0
+        if problem.kept:
+            lag = min(lag, (rooms[k] - ahead[k]) / problem.kept)
+        words.append((ahead[k], int(min(lag, m))))
+    return _lagging(problem, words)
+
+
+def _lagging(problem: Problem, words: list[tuple[int, int]]) -> Order:
+    """Forwards ahead, and W behind B, for each part of a line."""
+    pipeline = problem.pipeline
+    order: dict[int, Row] = {}
+    for part, (warm_up, lag) in zip(pipeline.parts, words, strict=True):
+        word = lagging(pipeline.microbatches, warm_up, lag)
+        order[pipeline.stage_ranks[part[0]]] = spell(pipeline, [part], word)
+    return order

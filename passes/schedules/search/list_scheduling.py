@@ -1,0 +1,165 @@
+"""List scheduling of a pipeline: whenever a rank is free, it runs the most urgent task it can."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+
+from .problem import ROUNDING, Problem
+
+_NEVER = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How a free rank chooses.
+
+    Attributes:
+        urgency: by lane and microbatch; among the tasks that can run, the largest runs.
+        patience: for F, B and W: the share of a task's time within which a more urgent one that
+            is known to come is waited for.
+        swing: what is added to the urgency of an F after a B.
+        ahead: for each part, how far its forwards may be ahead of its backwards.
+    """
+
+    urgency: Sequence[Sequence[float]]
+    patience: tuple[float, float, float]
+    swing: float = 0.0
+    ahead: Sequence[float] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """What each rank runs, as lanes, and when it starts each of them."""
+
+    lanes: list[list[int]]
+    starts: list[list[float]]
+
+    def spans(self, problem: Problem) -> list[float]:
+        """For each rank the time from its first start to its last end."""
+        durations = problem.durations
+        return [
+            starts[-1] + durations[lanes[-1]] - starts[0]
+            for lanes, starts in zip(self.lanes, self.starts, strict=True)
+        ]
+
+
+def list_schedule(problem: Problem, rule: Rule) -> Listed | None:
+    """Run all tasks in order of time, each rank the most urgent one that it can.
+
+    All times and all memory are known as in the real run, so the result never holds more than it
+    may. A part whose rank hosts later ones leaves room for a microbatch in each of these, so the
+    microbatch that has come furthest can always go on. An F that finds no room lends its urgency
+    to W, which makes room.
+
+    Returns:
+        The lanes of all ranks; None if the ranks come to wait for memory for ever.
+
+    Source: list scheduling, Graham 1966; with tails as urgency it is the rule of Schrage, see
+    Carlier, The one-machine sequencing problem, 1982.
+    """
+    n, m = problem.parts, problem.microbatches
+    rank_of, durations, transfers = problem.rank_of, problem.durations, problem.transfers
+    grows, split = problem.grows, problem.split
+    urgency, (wait_f, wait_b, wait_w), swing = rule.urgency, rule.patience, rule.swing
+    ahead = rule.ahead or (_NEVER,) * n
+    # The room that an F needs: its own, and that of a microbatch in each later part of its rank.
+    rooms = [
+        sum(grows[later] for later in problem.hosted[rank_of[k]] if later >= k) for k in range(n)
+    ]
+    limits = [c * (1.0 + ROUNDING) + ROUNDING for c in problem.capacities]
+    # Last part first: its tasks free memory soonest, so it comes first among equals.
+    hosted = [tuple(reversed(parts)) for parts in problem.hosted]
+    forwards: list[list[float]] = [[] for _ in range(n)]
+    backwards: list[list[float]] = [[] for _ in range(n)]
+    forwards[0] = [0.0] * m
+    f, b, w = [0] * n, [0] * n, [0] * n
+    held = [0.0] * problem.ranks
+    free = [0.0] * problem.ranks
+    swings = [0.0] * problem.ranks
+    lanes: list[list[int]] = [[] for _ in hosted]
+    starts: list[list[float]] = [[] for _ in hosted]
+    events = [(0.0, rank) for rank in range(problem.ranks)]
+    heapify(events)
+    last = n - 1
+    while events:
+        now, rank = heappop(events)
+        if free[rank] > now:
+            continue
+        chosen, lent = -1, False
+        best = blocked = -_NEVER
+        coming: list[tuple[float, float]] = []
+        room = limits[rank] - held[rank]
+        more = swings[rank]
+        for k in hosted[rank]:
+            i = b[k]
+            if i < len(backwards[k]):
+                time, value = backwards[k][i], urgency[n + k][i]
+                if time > now:
+                    coming.append((time, value))
+                elif value > best:
+                    best, chosen = value, n + k
+            i = f[k]
+            if i < len(forwards[k]) and i - b[k] < ahead[k]:
+                time, value = forwards[k][i], urgency[k][i] + more
+                if rooms[k] > room:
+                    if time <= now and value > blocked:
+                        blocked = value
+                elif time > now:
+                    coming.append((time, value))
+                elif value > best:
+                    best, chosen = value, k
+        if split:
+            for k in hosted[rank]:
+                i = w[k]
+                if i < b[k]:
+                    value = urgency[2 * n + k][i]
+                    if value < blocked:
+                        value, lent = blocked, True
+                    if value > best:
+                        best, chosen = value, 2 * n + k
+        if chosen < 0:
+            continue
+        length = durations[chosen]
+        if coming and not (lent and chosen >= 2 * n):
+            patience = wait_f if chosen < n else wait_b if chosen < 2 * n else wait_w
+            until = now + patience * length
+            awaited = min((t for t, v in coming if v > best and t < until), default=_NEVER)
+            if awaited < until:
+                heappush(events, (awaited, rank))
+                continue
+        lanes[rank].append(chosen)
+        starts[rank].append(now)
+        held[rank] += grows[chosen]
+        end = now + length
+        free[rank] = end
+        heappush(events, (end, rank))
+        if chosen < n:
+            swings[rank] = 0.0
+            k = chosen
+            f[k] += 1
+            if k == last:
+                backwards[k].append(end)
+                continue
+            time = end + transfers[k]
+            forwards[k + 1].append(time)
+            other = rank_of[k + 1]
+        elif chosen < 2 * n:
+            swings[rank] = swing
+            k = chosen - n
+            b[k] += 1
+            if k == 0:
+                continue
+            time = end + transfers[k - 1]
+            backwards[k - 1].append(time)
+            other = rank_of[k - 1]
+        else:
+            w[chosen - 2 * n] += 1
+            continue
+        if free[other] <= time:
+            heappush(events, (time, other))
+    if sum(map(len, lanes)) < problem.tasks:
+        return None
+    return Listed(lanes, starts)

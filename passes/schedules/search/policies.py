@@ -1,0 +1,160 @@
+"""Policies: what makes a task urgent, in a few numbers that a search can vary."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from random import Random
+
+from .bound import Windows
+from .list_scheduling import Rule
+from .problem import ROUNDING, Problem
+
+Triple = tuple[float, float, float]
+"""A number each for F, B and W."""
+
+_NONE: Triple = (0.0, 0.0, 0.0)
+_TIE = 1e-6
+"""What a later part's tasks are more urgent by, so that they come first among equals."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What makes a task urgent. The unit is the work of a microbatch on the busiest rank.
+
+    Attributes:
+        tails: whether a task's tail counts, the time that must pass from its end to that of all.
+        action: what counts for each F, B and W.
+        chunk: the same again for each earlier part of the same rank.
+        place: the same again for each earlier rank, over the number of ranks.
+        turn: the same, negative, for each earlier microbatch.
+        patience: as in `Rule`.
+        swing: as in `Rule`.
+        ahead: how many more forwards than it takes to fill the time until its first B a part may
+            be ahead; None for as many as memory allows.
+    """
+
+    tails: bool = False
+    action: Triple = _NONE
+    chunk: Triple = _NONE
+    place: Triple = _NONE
+    turn: Triple = _NONE
+    patience: Triple = _NONE
+    swing: float = 0.0
+    ahead: int | None = None
+
+    def urgency(self, problem: Problem, windows: Windows) -> list[list[float]]:
+        """By lane and microbatch."""
+        n, m = problem.parts, problem.microbatches
+        unit = max(problem.work(rank) for rank in range(problem.ranks)) or 1.0
+        found = []
+        for action in range(3):
+            for k in range(n):
+                rank = problem.rank_of[k]
+                chunk = problem.hosted[rank].index(k)
+                base = self.action[action] + chunk * self.chunk[action] + k * _TIE
+                base += self.place[action] * rank / problem.ranks
+                slope = -unit * self.turn[action]
+                base *= unit
+                if self.tails:
+                    tails = windows.tails[action * n + k]
+                    found.append([base + slope * i + tail for i, tail in enumerate(tails)])
+                elif slope:
+                    found.append([base + slope * i for i in range(m)])
+                else:
+                    found.append([base] * m)
+        return found
+
+    def rule(self, problem: Problem, urgency: Sequence[Sequence[float]]) -> Rule:
+        """This policy with an urgency that may have been adjusted."""
+        unit = max(problem.work(rank) for rank in range(problem.ranks)) or 1.0
+        return Rule(urgency, self.patience, self.swing * unit, self._limits(problem))
+
+    def _limits(self, problem: Problem) -> Sequence[float]:
+        if self.ahead is None:
+            return ()
+        n = problem.parts
+        limits = [math.inf] * n
+        there_and_back = 0.0
+        for k in reversed(range(n)):
+            tf = problem.durations[k]
+            there_and_back += tf
+            if tf:
+                filling = math.ceil(there_and_back / tf * (1.0 - ROUNDING))
+                limits[k] = max(1, filling + self.ahead)
+            there_and_back += problem.durations[n + k]
+            there_and_back += 2 * problem.transfers[k - 1] if k else 0.0
+        return limits
+
+    def varied(self, random: Random) -> Policy:
+        """A policy that differs from this one in a few numbers."""
+        policy = self
+        for _ in range(random.choice((1, 1, 2, 3))):
+            name = random.choice(_VARIED)
+            if name == "swing":
+                policy = replace(policy, swing=random.choice((0.0, 1.0, 2.0)))
+            elif name == "ahead":
+                ahead = random.choice((None, -2, -1, 0, 1, 2))
+                policy = replace(policy, ahead=ahead)
+            elif name == "patience":
+                shift = random.gauss(0.0, 0.2)
+                f, b, w = (min(1.0, max(0.0, share + shift)) for share in policy.patience)
+                policy = replace(policy, patience=(f, b, w))
+            elif name == "action":
+                policy = replace(policy, action=_shifted(policy.action, random, _COARSE))
+            elif name == "chunk":
+                policy = replace(policy, chunk=_shifted(policy.chunk, random, _COARSE))
+            elif name == "place":
+                policy = replace(policy, place=_shifted(policy.place, random, _COARSE))
+            else:
+                policy = replace(policy, turn=_shifted(policy.turn, random, (0.03, 0.2)))
+        return policy
+
+
+_COARSE = (0.1, 0.5, 2.0)
+
+
+def _shifted(values: Triple, random: Random, scales: Sequence[float]) -> Triple:
+    """One of three numbers differs."""
+    changed = list(values)
+    changed[random.randrange(3)] += random.gauss(0.0, random.choice(scales))
+    f, b, w = changed
+    return f, b, w
+
+
+_VARIED = ("action", "chunk", "place", "turn", "patience", "patience", "swing", "ahead")
+
+_BACKWARDS_FIRST: Triple = (0.0, 1.0, -1.0)
+"""B before F before W, as all known schedules have it."""
+
+
+def _tails(share: float) -> Policy:
+    return Policy(tails=True, patience=(share, share, share))
+
+
+def _backwards(care: float, patience: float, alternates: bool, ahead: int | None = None) -> Policy:
+    """B first. F waits for B, and W for both; F comes first after a B if they alternate."""
+    swing = 2.0 if alternates else 0.0
+    return Policy(False, _BACKWARDS_FIRST, patience=(care, 0.0, patience), swing=swing, ahead=ahead)
+
+
+SEEDS: tuple[Policy, ...] = (
+    _tails(0.3),
+    _backwards(0.5, 0.5, True),
+    _backwards(0.0, 0.5, True, -1),
+    _backwards(0.0, 0.0, True),
+    _tails(0.5),
+    _tails(0.2),
+    _backwards(0.5, 0.0, True, -1),
+    _backwards(0.0, 0.5, False, -1),
+    _tails(0.1),
+    _backwards(0.0, 0.0, True, -1),
+    _backwards(0.0, 1.0, True, -1),
+    _backwards(0.5, 0.5, True, -1),
+    _backwards(0.5, 1.0, True),
+    _backwards(0.0, 0.5, False),
+    _backwards(0.0, 0.0, False, -1),
+    _backwards(0.0, 0.5, True),
+)
+"""What a search begins with: of all combinations those that were ever the best, best first."""

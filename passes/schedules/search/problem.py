@@ -1,0 +1,178 @@
+"""A pipeline as the search for an order sees it: parts on ranks, times, and memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ....ir.attributes import Action
+from ....ir.pipeline.costs import Costs
+from ....ir.pipeline.order import Order, Row
+from ..base import Pipeline
+
+ROUNDING = 1e-9
+"""Sums of times, and of shares of activations, are compared up to this much."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What an order has to be found for.
+
+    A *part* is neighbouring stages of one rank, which run back to back. Ranks are numbered in the
+    order in which a microbatch first comes to them. A *lane* is an action and a part, as number
+    `action * parts + part` with F, B, W as 0, 1, 2.
+
+    Attributes:
+        pipeline: the stages on their ranks.
+        split: whether W is a task of its own.
+        rank_of: the rank of each part.
+        hosted: the parts of each rank, ascending.
+        durations: by lane, in milliseconds; without a split B takes what W would, and W nothing.
+        transfers: time from a part to the next one, in both directions; 0 on one rank.
+        grows: by lane, the memory that a task takes, or gives back where negative.
+        capacities: the memory of each rank, in the unit of `grows`.
+        kept: the share of a microbatch's memory that W gives back.
+        offsets: when each rank starts, if nothing keeps the first microbatch waiting.
+    """
+
+    pipeline: Pipeline
+    split: bool
+    rank_of: tuple[int, ...]
+    hosted: tuple[tuple[int, ...], ...]
+    durations: tuple[float, ...]
+    transfers: tuple[float, ...]
+    grows: tuple[float, ...]
+    capacities: tuple[float, ...]
+    kept: float
+    offsets: tuple[float, ...]
+
+    @staticmethod
+    def of(
+        pipeline: Pipeline, costs: Costs, memory: float | Sequence[float], split: bool = True
+    ) -> Problem:
+        """Gather what the search needs.
+
+        Args:
+            pipeline: any stages on any ranks.
+            costs: of tasks, transfers and memory.
+            memory: what each rank may hold, for all of them or in the order of `pipeline.ranks`;
+                in bytes if `costs.activation_bytes` is given, else in microbatches.
+            split: whether W is a task of its own.
+        """
+        ranks, parts = pipeline.ranks, pipeline.parts
+        number = {rank: index for index, rank in enumerate(ranks)}
+        rank_of = tuple(number[pipeline.stage_ranks[part[0]]] for part in parts)
+        hosted = tuple(
+            tuple(k for k, rank in enumerate(rank_of) if rank == r) for r in range(len(ranks))
+        )
+        times = [
+            sum(costs.of(action, stage, split) for stage in part)
+            if split or action is not Action.WEIGHT
+            else 0.0
+            for action in (Action.FORWARD, Action.BACKWARD, Action.WEIGHT)
+            for part in parts
+        ]
+        ends = [part[-1] for part in parts[:-1]]
+        transfers = (*(costs.between(stage) for stage in ends), 0.0)
+        sizes = [float(costs.held(part)) for part in parts]
+        kept = costs.mw if split else 0.0
+        if isinstance(memory, Sequence):
+            capacities = tuple(float(each) for each in memory)
+        elif costs.activation_bytes is None:
+            counts = [sum(len(parts[k]) for k in each) for each in hosted]
+            capacities = tuple(memory * count for count in counts)
+        else:
+            capacities = (float(memory),) * len(ranks)
+        # More than all microbatches take is of no use.
+        most = [pipeline.microbatches * sum(sizes[k] for k in each) for each in hosted]
+        capacities = tuple(map(min, capacities, most))
+        starts: dict[int, float] = {}
+        clock = 0.0
+        for k, rank in enumerate(rank_of):
+            starts.setdefault(rank, clock)
+            clock += times[k] + transfers[k]
+        return Problem(
+            pipeline,
+            split,
+            rank_of,
+            hosted,
+            tuple(times),
+            transfers,
+            (*sizes, *((kept - 1.0) * size for size in sizes), *(-kept * size for size in sizes)),
+            capacities,
+            kept,
+            tuple(starts[rank] for rank in range(len(ranks))),
+        )
+
+    @property
+    def parts(self) -> int:
+        return len(self.rank_of)
+
+    @property
+    def ranks(self) -> int:
+        return len(self.hosted)
+
+    @property
+    def microbatches(self) -> int:
+        return self.pipeline.microbatches
+
+    @property
+    def tasks(self) -> int:
+        """How many tasks there are, parts counted as one stage."""
+        return (3 if self.split else 2) * self.parts * self.microbatches
+
+    def with_microbatches(self, count: int) -> Problem:
+        """The same with so many microbatches."""
+        pipeline = Pipeline(self.pipeline.stage_ranks, count)
+        return Problem(
+            pipeline,
+            self.split,
+            self.rank_of,
+            self.hosted,
+            self.durations,
+            self.transfers,
+            self.grows,
+            self.capacities,
+            self.kept,
+            self.offsets,
+        )
+
+    def work(self, rank: int) -> float:
+        """What one microbatch takes on a rank, in milliseconds."""
+        lanes = (action * self.parts + k for action in range(3) for k in self.hosted[rank])
+        return math.fsum(self.durations[lane] for lane in lanes)
+
+    def fits(self, lanes: Sequence[Sequence[int]]) -> bool:
+        """True if no rank holds more than it may, with its lanes in this order."""
+        for word, capacity in zip(lanes, self.capacities, strict=True):
+            held = 0.0
+            limit = capacity * (1.0 + ROUNDING) + ROUNDING
+            for lane in word:
+                held += self.grows[lane]
+                if held > limit:
+                    return False
+        return True
+
+    def order(self, lanes: Sequence[Sequence[int]]) -> Order:
+        """The tasks of each rank, from its lanes; each lane takes its microbatches in order."""
+        pipeline = self.pipeline
+        stages, count = pipeline.stages, pipeline.microbatches
+        # A part's forwards run down its stages, and its backwards up.
+        runs: list[tuple[int, ...]] = []
+        for action in range(3):
+            for part in pipeline.parts:
+                ordered = part if action == 0 else part[::-1]
+                runs.append(tuple((action * stages + stage) * count for stage in ordered))
+        order: dict[int, Row] = {}
+        upcoming = [0] * (3 * self.parts)
+        for rank, word in zip(pipeline.ranks, lanes, strict=True):
+            numbers: list[int] = []
+            append = numbers.append
+            for lane in word:
+                microbatch = upcoming[lane]
+                upcoming[lane] = microbatch + 1
+                for first in runs[lane]:
+                    append(first + microbatch)
+            order[rank] = Row(numbers, stages, count)
+        return order

@@ -1,0 +1,300 @@
+"""The search behind `auto`: its bound, its memory, its optima, and many microbatches."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from itertools import product
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cg.ir.pipeline.costs import Costs
+from cg.ir.pipeline.timing import play
+from cg.passes import schedules
+from cg.passes.schedules import Found, Pipeline, validate
+from cg.passes.schedules.search import find_orders as search
+from cg.passes.schedules.search.bound import find_windows, lower_bound
+from cg.passes.schedules.search.known_orders import known_orders
+from cg.passes.schedules.search.list_scheduling import Rule, list_schedule
+from cg.passes.schedules.search.problem import Problem
+from cg.passes.schedules.search.stretch import fewer_microbatches, stretched
+
+from ..sampling import examples, scale
+
+RECORDED = Path(__file__).parents[2] / "benchmarks" / "results" / "auto_search.json"
+
+times = st.sampled_from([0.0, 0.5, 0.8, 1.0, 1.3, 2.0])
+
+
+def best(pipeline: Pipeline, memory: float, costs: Costs, **options: Any) -> Found:
+    found = schedules.found_orders(schedules.auto(memory, costs, **options), pipeline)
+    validate(pipeline, found[0].order, "auto")
+    return found[0]
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[Problem, Costs]:
+    """Small pipelines in a line, a V, a loop or anyhow, with costs of their own for each stage."""
+    p, m = draw(st.integers(1, 4)), draw(st.integers(1, 6))
+    line = tuple(range(p))
+    ranks = draw(
+        st.sampled_from([line, line + line[::-1], line * 2])
+        | st.lists(st.integers(0, p), min_size=1, max_size=5).map(tuple)
+    )
+    each = st.tuples(*[times] * len(ranks))
+    costs = Costs(draw(each), draw(each), draw(each), draw(times), draw(st.sampled_from([0.4, 1])))
+    return Problem.of(Pipeline(ranks, m), costs, draw(st.sampled_from([1, 1.5, 2, 4, 8]))), costs
+
+
+@examples(150, shrinks=True)
+@given(problems(), st.randoms(use_true_random=False))
+def test_no_order_is_under_the_bound_nor_over_the_memory(
+    drawn: tuple[Problem, Costs], random: Random
+) -> None:
+    problem, costs = drawn
+    pipeline = problem.pipeline
+    bound = lower_bound(problem, find_windows(problem))
+    urgency = [
+        [random.random() for _ in range(pipeline.microbatches)] for _ in range(3 * problem.parts)
+    ]
+    patience = random.choice((0.0, 0.5, 1.0))
+    listed = list_schedule(problem, Rule(urgency, (patience,) * 3, random.choice((0.0, 1.0))))
+    orders = [order for _, order in known_orders(problem)]
+    if listed is not None:
+        assert problem.fits(listed.lanes)
+        orders.append(problem.order(listed.lanes))
+    for order in orders:
+        timeline = play(order, pipeline.stage_ranks, pipeline.microbatches, costs)
+        held = [timeline.held(rank, costs) for rank in pipeline.ranks]
+        if all(h <= c + 1e-6 for h, c in zip(held, problem.capacities, strict=True)):
+            assert timeline.makespan >= bound - 1e-6
+
+
+@examples(100)
+@given(problems(), st.randoms(use_true_random=False))
+def test_a_list_schedule_starts_its_tasks_when_play_does(
+    drawn: tuple[Problem, Costs], random: Random
+) -> None:
+    problem, costs = drawn
+    m = problem.microbatches
+    urgency = [[random.random() for _ in range(m)] for _ in range(3 * problem.parts)]
+    listed = list_schedule(problem, Rule(urgency, (0.0, 0.0, 0.0)))
+    if listed is not None:
+        pipeline = problem.pipeline
+        timeline = play(problem.order(listed.lanes), pipeline.stage_ranks, m, costs)
+        assert max(listed.spans(problem)) == pytest.approx(timeline.makespan)
+
+
+def shortest(p: int, m: int, costs: Costs, memory: int) -> float:
+    """The makespan of the best order of a line of stages, by trying them all."""
+    problem = Problem.of(Pipeline(tuple(range(p)), m), costs, memory)
+    tf, tb, tw = (problem.durations[action * p] for action in range(3))
+    offsets = problem.offsets
+    words: list[list[str]] = []
+
+    def spell(word: str) -> None:
+        f, b, w = (word.count(letter) for letter in "FBW")
+        if len(word) == 3 * m:
+            found.append(word)
+            return
+        if f < m and f - w < memory:
+            spell(word + "F")
+        if b < f:
+            spell(word + "B")
+        if w < b:
+            spell(word + "W")
+
+    for _ in range(p):
+        found: list[str] = []
+        spell("")
+        words.append(found)
+
+    def span(chosen: tuple[str, ...]) -> float:
+        at, clock = [0] * p, list(offsets)
+        done: dict[tuple[str, int, int], float] = {}
+        moved = True
+        while moved:
+            moved = False
+            for s in range(p):
+                while at[s] < 3 * m:
+                    letter = chosen[s][at[s]]
+                    i = chosen[s][: at[s]].count(letter)
+                    needs = ("F", s - 1, i) if letter == "F" else ("B", s + 1, i)
+                    needed = letter != "W" and 0 <= needs[1] < p
+                    if needed and needs not in done:
+                        break
+                    ready = done[needs] + float(costs.between(0)) if needed else 0.0
+                    start = max(clock[s], ready)
+                    clock[s] = done[letter, s, i] = start + {"F": tf, "B": tb, "W": tw}[letter]
+                    at[s] += 1
+                    moved = True
+        if min(at) < 3 * m:
+            return float("inf")
+        return max(end - begin for end, begin in zip(clock, offsets, strict=True))
+
+    return min(map(span, product(*words)))
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "memory"), [(1, 3, 1), (1, 3, 3), (2, 2, 1), (2, 2, 2), (2, 3, 2)]
+)
+def test_small_pipelines_are_optimal(p: int, m: int, memory: int) -> None:
+    for tf, tb, tw, tcomm in ((1, 1, 1, 0), (2, 1, 1, 0), (1, 2, 1, 1), (1, 2, 2, 0), (2, 1, 2, 1)):
+        costs = Costs(tf, tb, tw, tcomm)
+        found = best(Pipeline(tuple(range(p)), m), memory, costs)
+        optimum = shortest(p, m, costs, memory)
+        assert found.bound <= optimum + 1e-6
+        assert found.makespan == pytest.approx(optimum)
+
+
+@cache
+def recorded() -> Any:
+    return json.loads(RECORDED.read_text(encoding="utf-8"))
+
+
+def test_recorded_optima_are_found() -> None:
+    """Optima of an exact solver, of all small pipelines: at least 95 % of them are met."""
+    rows = [row for row in recorded()["optima"] if row["proven"]]
+    sample = Random(0).sample(rows, min(len(rows), 40 * scale() ** 3))
+    met = 0
+    for row in sample:
+        costs = Costs(row["tf"], row["tb"], row["tw"], row["tcomm"])
+        pipeline = Pipeline(tuple(range(row["ranks"])), row["microbatches"])
+        found = best(pipeline, row["memory"], costs)
+        assert found.bound - 1e-6 <= row["optimum"] <= found.makespan + 1e-6
+        met += found.makespan <= row["optimum"] + 1e-6
+    assert met >= 0.95 * len(sample)
+
+
+def random_costs(random: Random) -> Costs:
+    tf, tb, tw = (random.uniform(0.5, 1.5) for _ in range(3))
+    return Costs(tf, tb, tw, random.uniform(0, 0.1) * tf)
+
+
+def test_random_settings_are_close_to_the_bound() -> None:
+    """With room for twice the activations: no order is 3 % longer than the bound, few are 1 %."""
+    random = Random(1)
+    gaps = []
+    for _ in range(8 * scale()):
+        p = random.randint(2, 7)
+        line = tuple(range(p))
+        ranks = random.choice([line, line + line[::-1]])
+        costs = random_costs(random).shared(ranks)
+        pipeline = Pipeline(ranks, random.randint(2 * p, 5 * p))
+        found = best(pipeline, 2 * p, costs)
+        for name in ("1f1b", "zb-h1", "zb-h2", "zb-v", "dualpipe-v"):
+            try:
+                order = schedules.by_name(name)(pipeline)
+            except ValueError:
+                continue
+            other = play(order, ranks, pipeline.microbatches, costs)
+            if max(other.peak(rank) for rank in line) <= 2 * p + 1e-6:
+                assert found.makespan <= other.makespan + 1e-6
+        assert found.peak <= 1 + 1e-6
+        gaps.append(found.gap)
+    assert max(gaps) <= 0.03
+    assert sum(gap <= 0.01 for gap in gaps) >= 0.9 * len(gaps) - 1
+
+
+@pytest.mark.parametrize("ranks", [(0, 1, 2), (0, 1, 2, 2, 1, 0)])
+def test_many_microbatches_lose_nothing_more(ranks: tuple[int, ...]) -> None:
+    costs = Costs(1.1, 0.9, 0.7, 0.05).shared(ranks)
+    few, many = (best(Pipeline(ranks, m), 5, costs) for m in (40, 240))
+    work = 200 * (1.1 + 0.9 + 0.7)
+    assert many.makespan - few.makespan <= work * 1.005
+    assert many.gap <= 0.005
+
+
+def test_a_stretched_order_keeps_the_beginning_and_the_end() -> None:
+    problem = Problem.of(Pipeline((0, 1), 100), Costs(), 4)
+    assert fewer_microbatches(problem) == 3 * 2 + 12
+    small = problem.with_microbatches(fewer_microbatches(problem))
+    listed = list_schedule(small, Rule([[0.0] * 18] * 6, (0.0, 0.0, 0.0)))
+    assert listed is not None
+    urgency = stretched(small, listed, 0.5, 82)
+    assert [len(lane) for lane in urgency] == [100] * 6
+    for lane in urgency:
+        assert lane == sorted(lane, reverse=True)
+    assert urgency[0][0] == 0.0
+
+
+def test_a_seed_gives_the_same_order_always() -> None:
+    pipeline, costs = Pipeline((0, 1, 2, 2, 1, 0), 9), Costs(0.6, 0.8, 0.35, 0.05)
+    first = best(pipeline, 4, costs, seed=3)
+    search._find.cache_clear()
+    from_scratch = best(Pipeline((0, 1, 2, 2, 1, 0), 9), 4, Costs(0.6, 0.8, 0.35, 0.05), seed=3)
+    assert first.order == from_scratch.order
+
+
+def test_memory_may_be_in_bytes_of_each_stage() -> None:
+    pipeline = Pipeline((0, 1, 2), 8)
+    costs = Costs(1.0, 1.0, 0.6, activation_bytes=(3e9, 1e9, 2e9))
+    found = schedules.found_orders(schedules.auto(costs=costs, max_bytes=6e9), pipeline)[0]
+    timeline = play(found.order, pipeline.stage_ranks, 8, costs)
+    held = [timeline.held(rank, costs) for rank in range(3)]
+    assert max(held) <= 6e9
+    assert timeline.peak(0) <= 2  # of the largest activations
+    each = schedules.auto(costs=costs, max_bytes=(6e9, 3e9, 2e9))
+    order = schedules.found_orders(each, pipeline)[0].order
+    timeline = play(order, pipeline.stage_ranks, 8, costs)
+    assert all(timeline.held(rank, costs) <= most for rank, most in enumerate((6e9, 3e9, 2e9)))
+    assert timeline.makespan > found.makespan  # on the last rank there is room for one alone
+
+
+def test_without_a_split_there_is_no_w() -> None:
+    pipeline, costs = Pipeline((0, 1, 2, 0, 1, 2), 7), Costs(0.5, 0.7, 0.4)
+    schedule = schedules.auto(3, costs, splits=False)
+    assert not schedule.splits
+    order = schedule(pipeline)
+    assert not any(str(task)[1] == "W" for tasks in order.values() for task in tasks)
+    whole = schedules.found_orders(schedule, pipeline)[0]
+    split = schedules.found_orders(schedules.auto(3, costs), pipeline)[0]
+    assert split.makespan <= whole.makespan
+
+
+def test_a_budget_of_time_is_kept() -> None:
+    pipeline, costs = Pipeline((0, 1, 2, 3) * 2, 9), Costs(0.6, 0.85, 0.35, 0.06)
+    found = best(pipeline, 4, costs, seconds=0.05)
+    assert found.makespan >= found.bound - 1e-9
+
+
+def test_with_what_w_keeps_as_published_the_bound_is_reached() -> None:
+    """ZB-2p of arXiv 2401.10241, 1.5B on 8 ranks. Were all kept until W, it could not be."""
+    pipeline = Pipeline(tuple(range(8)), 24)
+    published = Costs(18.522, 18.086, 9.337, 0.601, mw=0.43)
+    found = best(pipeline, 16, published)
+    busy = 24 * (18.522 + 18.086 + 9.337)
+    assert 1 - busy / found.makespan == pytest.approx(0.0433, abs=5e-5)
+    assert found.gap < 1e-6
+    kept = best(pipeline, 16, Costs(18.522, 18.086, 9.337, 0.601))
+    assert 1 - busy / kept.bound > 0.1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_bytes": 1e9}, "max_bytes needs Costs"),
+        ({"max_bytes": (1.0, 2.0, 3.0), "costs": Costs(activation_bytes=1.0)}, "given for 3 ranks"),
+        ({"max_bytes": 1.0, "costs": Costs(activation_bytes=2.0)}, "rank 0 may hold 1, but one"),
+        (
+            {"max_bytes": 9.0, "max_activations": 2, "costs": Costs(activation_bytes=2.0)},
+            "not both",
+        ),
+        ({"measure": True}, "measure is for compile"),
+    ],
+)
+def test_memory_that_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        schedules.auto(**options)(Pipeline((0, 1), 2))
+
+
+def test_costs_are_given_or_measured() -> None:
+    with pytest.raises(ValueError, match="not both"):
+        schedules.auto(costs=Costs(), measure=True)
+    with pytest.raises(ValueError, match="schedule 'gpipe' does not search"):
+        schedules.found_orders(schedules.gpipe(), Pipeline((0,), 1))
