@@ -49,6 +49,9 @@ class Function:
         shares: what it does to state that other actors of the rank hold as well.
         ranks: in scheduled modules, the ranks that its actor is on where these are several.
         body: the function whose body it has, at shapes of its own; None: a body of its own name.
+        parameter: the parameter of its actor, by path, that it does nothing to but hand it over: it
+            reads it as it rests, makes it whole of what was gathered, lays a gradient of it out to
+            be reduced, or adds to its gradient; None of all others.
     """
 
     name: str
@@ -66,6 +69,12 @@ class Function:
     shares: Shares = NO_SHARES
     ranks: tuple[int, ...] = ()
     body: str | None = None
+    parameter: str | None = None
+
+    @property
+    def is_work(self) -> bool:
+        """True if it does work of an actor, and not only hands a parameter or a gradient over."""
+        return self.actor is not None and self.parameter is None
 
     @property
     def body_name(self) -> str:
