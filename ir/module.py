@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from .attributes import NO_SHARES, Effect, Shares
+from .attributes import NO_SHARES, Effect, Shares, Traffic
 from .flops import NO_FLOPS, Flops
 from .location import Location
 from .ops import Op, Return, Value
@@ -157,6 +157,7 @@ class Channel:
         collective: whether it serves a group.
         via: its transport by name; None for what the run time has for every value.
         why: why that transport, in words.
+        traffic: what its collectives are for, if they have communicators of their own.
         slots: buffers that the receiver keeps, once planned.
         slot_bytes: bytes of each, once planned; 0 where only objects travel.
         background: floating-point operations that a rank does while a receive of the channel waits,
@@ -171,6 +172,7 @@ class Channel:
     slot_bytes: int | None = None
     why: str | None = None
     background: Flops | None = None
+    traffic: Traffic | None = None
 
 
 @dataclass(eq=False, slots=True)

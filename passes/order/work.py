@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ...ir.attributes import Action, Effect, Task
-from ...ir.module import Module, Program
+from ...ir.module import FunctionKind, Module, Program
 from ...ir.ops import (
     Assemble,
     Call,
@@ -48,6 +49,10 @@ class Work:
         stages: for each stage its round, and the rank that stands for its group.
         costs: for each call of an actor, how many units of time it takes.
         actors: for each call of an actor, which.
+        computing: the calls that do work of an actor.
+        ahead: nodes that begin to gather parameters that are stored in pieces.
+        uses: nodes that make parameters of what has been gathered.
+        behind: nodes that take in gradients that have been reduced to pieces.
     """
 
     program: Program
@@ -60,6 +65,10 @@ class Work:
     stages: dict[int, tuple[int, int]] = field(default_factory=dict)
     costs: dict[int, int] = field(default_factory=dict)
     actors: dict[int, str] = field(default_factory=dict)
+    computing: set[int] = field(default_factory=set)
+    ahead: set[int] = field(default_factory=set)
+    uses: set[int] = field(default_factory=set)
+    behind: set[int] = field(default_factory=set)
 
 
 def sort_work(module: Module) -> Work:
@@ -91,10 +100,56 @@ def sort_work(module: Module) -> Work:
         reach.append((index,) if is_node else follows)
     work.stages = groups.stages()
     work.late = _late(program.ops).intersection(work.nodes)
+    if any(function.parameter is not None for function in module.functions.values()):
+        _find_stored(work, module)
     for anchors in work.anchors.values():
         # A task takes one unit however many calls it has.
         work.costs.update(dict.fromkeys(anchors[:-1], 0))
     return work
+
+
+class _Way(enum.Enum):
+    """Where a parameter that is stored in pieces, or its gradient, is on its way."""
+
+    PIECE = enum.auto()
+    GATHERED = enum.auto()
+    TERM = enum.auto()
+    REDUCED = enum.auto()
+
+
+def _find_stored(work: Work, module: Module) -> None:
+    """Find the nodes that gather parameters, and those that take in reduced gradients."""
+    ways: dict[Value, _Way] = {}
+    for index, op in enumerate(work.program.ops):
+        taken = {ways[value] for value in op.operands if value in ways}
+        way = next(iter(taken)) if len(taken) == 1 else None
+        if isinstance(op, Collective) and way is not None:
+            moved = {_Way.PIECE: _Way.GATHERED, _Way.TERM: _Way.REDUCED}.get(way)
+            if way is _Way.PIECE:
+                work.ahead.add(index)
+            if moved is not None:
+                ways.update(dict.fromkeys(op.results, moved))
+        elif isinstance(op, Call):
+            function = module.functions[op.fn.name]
+            if function.parameter is None and function.kind is not FunctionKind.BUILTIN:
+                continue
+            if function.parameter is not None and way is None:
+                is_read = function.effect is Effect.READ
+                way = _Way.PIECE if is_read else _Way.TERM
+            kinds = {
+                _Way.PIECE: work.ahead,
+                _Way.GATHERED: work.uses,
+                _Way.REDUCED: work.behind,
+            }
+            if way in kinds:
+                kinds[way].add(index)
+            is_end = function.parameter is not None and way in (_Way.GATHERED, _Way.REDUCED)
+            if way is not None and not is_end:
+                ways.update(dict.fromkeys(op.results, way))
+        elif isinstance(op, Slice | Assemble | Wait) and way is not None:
+            ways.update(dict.fromkeys(op.results, way))
+    for found in (work.ahead, work.uses, work.behind):
+        found.intersection_update(work.nodes)
 
 
 def _late(ops: Sequence[Op]) -> set[int]:
@@ -124,7 +179,8 @@ def _classify(work: Work, module: Module, index: int, op: Op, follows: Sequence[
     if isinstance(op, Wait | View | Slice | Assemble | Constant):
         work.lazy.add(index)
         return False
-    actor = module.functions[op.fn.name].actor if isinstance(op, Call) else None
+    function = module.functions[op.fn.name] if isinstance(op, Call) else None
+    actor = None if function is None else function.actor
     if not follows and actor is None and not op.synchronizes:
         if isinstance(op, Send | Collective):
             work.early.append(index)
@@ -134,8 +190,10 @@ def _classify(work: Work, module: Module, index: int, op: Op, follows: Sequence[
             return False
     work.nodes.append(index)
     if actor is not None:
-        work.costs[index] = 1
         work.actors[index] = actor
+    if function is not None and function.is_work:
+        work.costs[index] = 1
+        work.computing.add(index)
         if op.task is not None:
             work.anchors.setdefault(op.task, []).append(index)
     return True

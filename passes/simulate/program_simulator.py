@@ -89,7 +89,7 @@ def _work(module: Module, costs: Costs) -> dict[int, float]:
         call.task
         for each in calls
         for call in each
-        if call.task and module.functions[call.fn.name].actor is not None
+        if call.task and module.functions[call.fn.name].is_work
     }
     split = any(task.action is Action.WEIGHT for task in tasks)
     work: dict[int, float] = {}
@@ -127,7 +127,7 @@ def _shares(module: Module, costs: Costs, call: Call) -> bool:
     """True if a call takes its share of the time of its task."""
     if call.task is None or call.fn.name in costs.functions:
         return False
-    return module.functions[call.fn.name].actor is not None
+    return module.functions[call.fn.name].is_work
 
 
 def _transfer(module: Module, costs: Costs) -> Callable[[Message], float]:

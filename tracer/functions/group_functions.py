@@ -116,7 +116,9 @@ class Maker:
         read = {v for part in self.section.partition.parts for v in part.inputs}
         for transfer in _transfers(self.section.partition):
             path = paths.get(transfer.after)
-            if self.stored is None or path not in self.stored or transfer.after in read:
+            if self.stored is None or path is None or path not in self.stored:
+                continue
+            if transfer.after in read:
                 continue
             before, after = transfer.before.layout, transfer.after.layout
             if (made := self.stored.reduces(path, before, after)) is not None:

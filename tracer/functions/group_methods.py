@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from ...ir.attributes import Effect
 from ...ir.layout import Layout
 from ...ir.module import Vjp
+from ...ir.names import layer_of
 from ..actors.actor_state import StateTensor
 from ..errors import TraceError
 from ..groups.group import Group
-from ..groups.stored import Stored, unit_of
+from ..groups.stored import Stored
 from ..layouts.joints import propagate_joint
 from ..layouts.sections import Cutter, Section, with_all_gradients
 from ..methods.dispatch_modes import storage_key
@@ -103,7 +104,7 @@ class GroupMethods:
         propagation = propagate_joint(
             joint, self.group.place, layouts, self.group.inputs, pins=pins
         )
-        layers = {path: unit_of(path) for path in gathered}
+        layers = {path: layer_of(path) for path in gathered}
         return Cutter(joint, propagation, self._ranks, layers)
 
     @property

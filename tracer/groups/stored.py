@@ -27,17 +27,6 @@ from .group import GroupActor
 from .pieces import LogicalTensor, piece, put
 
 
-def unit_of(path: str) -> str:
-    """The layer that a parameter belongs to: its path as far as the first number in it.
-
-    Those of `blocks.3.up.weight` and `blocks.3.norm.bias` are `blocks.3`; of a path without numbers
-    it is empty.
-    """
-    names = path.split(".")
-    numbers = [index for index, name in enumerate(names[:-1]) if name.isdecimal()]
-    return ".".join(names[: numbers[0] + 1]) if numbers else ""
-
-
 @dataclass(frozen=True)
 class Stored:
     """The parameters that an actor stores in pieces.
@@ -63,11 +52,21 @@ class Stored:
         used = TensorType(dtype, logical.shape, None, logical.used)
         name = f"{self.group.name}.{path}"
         read = Function(
-            f"{name}.rest", (), (rest,), effect=Effect.READ, actor=self.group.name, loc=self.loc,
+            f"{name}.rest",
+            (),
+            (rest,),
+            effect=Effect.READ,
+            actor=self.group.name,
+            loc=self.loc,
             parameter=path,
         )
         make = Function(
-            f"{name}.whole", (full,), (used,), actor=self.group.name, loc=self.loc, parameter=path,
+            f"{name}.whole",
+            (full,),
+            (used,),
+            actor=self.group.name,
+            loc=self.loc,
+            parameter=path,
             aliases=((0, 0),) if flat.is_dense else (),
         )
         pieces = {rank: flat.at(rank) for rank in tensors}
@@ -98,12 +97,22 @@ class Stored:
         name = f"{self.group.name}.{path}"
         axes = "_".join(before.summands)
         lay = Function(
-            f"{name}.gradient.{axes}", (given,), (terms,), actor=self.group.name, loc=self.loc,
-            parameter=path, aliases=((0, 0),) if flat.is_dense else (),
+            f"{name}.gradient.{axes}",
+            (given,),
+            (terms,),
+            actor=self.group.name,
+            loc=self.loc,
+            parameter=path,
+            aliases=((0, 0),) if flat.is_dense else (),
         )
         add = Function(
-            f"{name}.add.{axes}", (total,), (UnitType(),), effect=Effect.ACCUMULATE,
-            actor=self.group.name, loc=self.loc, parameter=path,
+            f"{name}.add.{axes}",
+            (total,),
+            (UnitType(),),
+            effect=Effect.ACCUMULATE,
+            actor=self.group.name,
+            loc=self.loc,
+            parameter=path,
         )
         laying = {rank: _Laying(flat.at(rank)) for rank in tensors}
         adding = {rank: _Adding(tensor) for rank, tensor in tensors.items()}
@@ -220,9 +229,7 @@ class Flat:
         regions = []
         for along in itertools.product(*(range(sizes[axis]) for axis in self.gathered)):
             there = {axis: (k, sizes[axis]) for axis, k in zip(self.gathered, along, strict=True)}
-            regions.append(
-                within(logical.layout.region(logical.shape, {**here, **there}), whole)
-            )
+            regions.append(within(logical.layout.region(logical.shape, {**here, **there}), whole))
         shape = shape_of(whole)
         is_full = all(volume(region) == self.numel for region in regions)
         is_dense = is_full and _are_rows(regions, shape)

@@ -243,9 +243,7 @@ class Cutter:
         """The versions that some nodes of the backward take of others."""
         outputs = [*gives, *(version for _, version in gradients)]
         chosen = self._with_views(cut, nodes)
-        return partition(
-            self._propagation, chosen, outputs, given, state, (), self._stored
-        ).inputs
+        return partition(self._propagation, chosen, outputs, given, state, (), self._stored).inputs
 
     def _exchanged(
         self,
