@@ -29,8 +29,8 @@ class Transfer(Op):
 
     `via` names the transport, and `why` says why that one. Without `via` it is what the run time
     has for every value. `traffic` says that it gathers parameters that are stored in pieces, or
-    reduces their gradients. Before PLACED a transfer of copies goes from a place to the same place: it
-    says how its operand is to travel to those who use the result.
+    reduces their gradients. Before PLACED a transfer of copies goes from a place to the same place:
+    it says how its operand is to travel to those who use the result.
 
     Summands are combined, but for those that the result has along the same axes of the same mesh.
     Copies may become summands: of a sum the first rank along the axes keeps its own, and the others

@@ -10,8 +10,8 @@ from ...ir.clone import clone
 from ...ir.diagnostics import IRError
 from ...ir.module import Module
 from ...passes.base import Pipeline
-from ...passes.manager import DumpSink, PassManager, PassReport
 from ...passes.frontend.fsdp import Fsdp
+from ...passes.manager import DumpSink, PassManager, PassReport
 from ...passes.schedules import Schedule, candidates, gpipe, is_search, looped_bfs
 from ...passes.simulate.program_simulator import simulate_programs
 from ...passes.simulate.residency import Residency, ResidencyError

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ...ir.attributes import Action, Effect, Task
-from ...ir.module import FunctionKind, Module, Program
+from ...ir.module import Module, Program
 from ...ir.ops import (
     Assemble,
     Call,
@@ -22,6 +21,7 @@ from ...ir.ops import (
     View,
     Wait,
 )
+from ...ir.parameters import Way, ways_of
 from ..frontend.effect_order import dependencies, effect_of
 from .rounds import Rounds
 from .stage_groups import StageGroups
@@ -108,48 +108,22 @@ def sort_work(module: Module) -> Work:
     return work
 
 
-class _Way(enum.Enum):
-    """Where a parameter that is stored in pieces, or its gradient, is on its way."""
-
-    PIECE = enum.auto()
-    GATHERED = enum.auto()
-    TERM = enum.auto()
-    REDUCED = enum.auto()
-
-
 def _find_stored(work: Work, module: Module) -> None:
     """Find the nodes that gather parameters, and those that take in reduced gradients."""
-    ways: dict[Value, _Way] = {}
-    for index, op in enumerate(work.program.ops):
-        taken = {ways[value] for value in op.operands if value in ways}
-        way = next(iter(taken)) if len(taken) == 1 else None
-        if isinstance(op, Collective) and way is not None:
-            moved = {_Way.PIECE: _Way.GATHERED, _Way.TERM: _Way.REDUCED}.get(way)
-            if way is _Way.PIECE:
+    ops = work.program.ops
+    ways = ways_of(ops, module.functions)
+    kinds = {Way.PIECE: work.ahead, Way.GATHERED: work.uses, Way.REDUCED: work.behind}
+    for index in work.nodes:
+        op = ops[index]
+        if isinstance(op, Collective):
+            if any(ways.get(value) is Way.PIECE for value in op.operands):
                 work.ahead.add(index)
-            if moved is not None:
-                ways.update(dict.fromkeys(op.results, moved))
-        elif isinstance(op, Call):
-            function = module.functions[op.fn.name]
-            if function.parameter is None and function.kind is not FunctionKind.BUILTIN:
-                continue
-            if function.parameter is not None and way is None:
-                is_read = function.effect is Effect.READ
-                way = _Way.PIECE if is_read else _Way.TERM
-            kinds = {
-                _Way.PIECE: work.ahead,
-                _Way.GATHERED: work.uses,
-                _Way.REDUCED: work.behind,
-            }
-            if way in kinds:
+        elif isinstance(op, Call) and not module.functions[op.fn.name].is_work:
+            taken = {ways[value] for value in op.operands if value in ways}
+            if not op.operands:
+                taken = {ways[value] for value in op.results if value in ways}
+            if len(taken) == 1 and (way := taken.pop()) in kinds:
                 kinds[way].add(index)
-            is_end = function.parameter is not None and way in (_Way.GATHERED, _Way.REDUCED)
-            if way is not None and not is_end:
-                ways.update(dict.fromkeys(op.results, way))
-        elif isinstance(op, Slice | Assemble | Wait) and way is not None:
-            ways.update(dict.fromkeys(op.results, way))
-    for found in (work.ahead, work.uses, work.behind):
-        found.intersection_update(work.nodes)
 
 
 def _late(ops: Sequence[Op]) -> set[int]:

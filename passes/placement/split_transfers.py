@@ -21,7 +21,8 @@ class SplitTransfers(Pass):
 
     A value that several ranks hold is sent from the lowest of them. There is one channel for each
     directed edge and transport, and one for each group, transport and traffic; `seq` numbers the
-    messages of a channel. Every wait stands right behind its communication; `overlap` moves them apart.
+    messages of a channel. Every wait stands right behind its communication; `overlap` moves them
+    apart.
 
     Before::
 

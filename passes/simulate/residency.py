@@ -76,7 +76,7 @@ class Residency:
             raise ResidencyError(
                 f"the bucket '{missing[0]}' matches no parameter that step {module.name} stores in "
                 "pieces",
-                f"these are {shown}; a pattern has a name for each name of a path, as in 'blocks.*'",
+                f"these are {shown}; a pattern goes name by name, as 'blocks.*' does",
             )
 
     def choose(self, module: Module, compiled: Callable[[Fsdp], Module]) -> Fsdp:
@@ -84,8 +84,8 @@ class Residency:
 
         First gradients are reduced in each task again, which saves as many bytes as gathering
         parameters again and costs less traffic; then parameters are gathered again, in either case
-        those that a step uses first, as they would stay longest. How many is found by bisection, for
-        each actor by itself: a bucket counts against the tightest of its actor's ranks.
+        those that a step uses first, as they would stay longest. How many is found by bisection,
+        for each actor by itself: a bucket counts against the tightest of its actor's ranks.
 
         Args:
             module: traced.
