@@ -67,7 +67,7 @@ def towers(**kwargs: Any) -> Model:
         (cg.fsdp(keep="step"), "1f1b", 2, 1),
         (cg.fsdp(keep="task"), "zb-h1", 2, 1),
         (cg.fsdp(keep="step", bucket="blocks.1|blocks.0.up"), "zb-h1", 2, 2),
-        (cg.fsdp(keep="auto", memory=14000), "1f1b", 2, 2),
+        (cg.fsdp(keep="auto", memory=26000), "1f1b", 2, 2),
         (cg.fsdp(keep="task", prefetch=0, separate=False), "gpipe", 3, 1),
         (None, "1f1b", 3, 1),
     ],
@@ -81,8 +81,7 @@ def test_pipelines_train_exactly(fsdp: Any, schedule: str, dp: int, tp: int) -> 
     train(model, stages, 24, 4, schedule, "integers", steps=3, width=width, fsdp=fsdp)
 
 
-@pytest.mark.parametrize("keep", ["step", "task"])
-@pytest.mark.parametrize("dp", [2, 3])
+@pytest.mark.parametrize(("dp", "keep"), [(3, "step"), (2, "task")])
 def test_layers_with_norms_and_biases_train(keep: str, dp: int) -> None:
     """Along tp some gradients are sums, which stay so when they are reduced along dp."""
     model = Model([(Written, (0, "sgd")), (Block, (1, "adam"))])
@@ -96,6 +95,7 @@ def test_dimensions_packed_and_cut_otherwise_train() -> None:
     plan = {
         "forward(x)|loss(h)|loss(y)": cg.cut(0, "dp"),
         "up.*": cg.cut(0, "tp", blocks=2),
+        "down.weight": cg.cut(1, "tp", blocks=2),
     }
     model = Model([(Mlp, (0, "signs", 4))])
     for store in (cg.cut(0, "dp"), cg.cut(-1, "dp")):
@@ -115,12 +115,11 @@ def trained(fsdp: Any, count: int) -> list[bytes]:
 
 def test_residency_and_prefetch_change_no_bits() -> None:
     usual = trained(cg.fsdp(keep="task"), 2)
-    for prefetch in (0, 3):
-        assert trained(cg.fsdp(keep="task", prefetch=prefetch), 2) == usual
-    assert trained(cg.fsdp(keep="task", separate=False, bucket="blocks"), 2) == usual
+    assert trained(cg.fsdp(keep="task", prefetch=3), 2) == usual
+    together = cg.fsdp(keep="task", prefetch=0, separate=False, bucket="blocks")
+    assert trained(together, 2) == usual
     # Sums over several microbatches are rounded in another order; of one there is nothing to sum.
     assert trained(cg.fsdp(keep="step"), 1) == trained(cg.fsdp(keep="task"), 1)
-    assert trained(cg.fsdp(keep="step", prefetch=2), 2) == trained(cg.fsdp(keep="step"), 2)
 
 
 # -- traffic ---------------------------------------------------------------------------------
