@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import cg
@@ -50,6 +51,8 @@ class Case:
         rows: of a microbatch.
         count: of microbatches.
         schedule: None for the order in which the step is written.
+        store: how the parameters of all stages are cut where they rest.
+        keep, prefetch: as `cg.fsdp` takes them.
     """
 
     places: tuple[Mesh, ...]
@@ -58,17 +61,37 @@ class Case:
     rows: int
     count: int
     schedule: str | None
+    store: Sharding = cg.whole
+    keep: str = "auto"
+    prefetch: int = 1
+
+
+STORES = (cg.cut(0, "dp"), cg.cut(-1, "dp"))
+STORABLE = sorted(set(PLANS) - {"two axes of columns"})
+"""Plans that cut no weight along dp."""
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def stored(draw: st.DrawFn) -> Case:
+    """Cases whose parameters are stored in pieces."""
+    case = draw(cases(STORABLE))
+    return replace(
+        case,
+        store=draw(st.sampled_from(STORES)),
+        keep=draw(st.sampled_from(["step", "task"])),
+        prefetch=draw(st.integers(0, 3)),
+    )
+
+
+@st.composite
+def cases(draw: st.DrawFn, names: Sequence[str] = tuple(sorted(PLANS))) -> Case:
     stages = draw(st.integers(1, 3))
     places, plans = [], []
     for _ in range(stages):
         dp, tp = draw(st.sampled_from([(1, 1), (1, 2), (2, 1), (3, 1), (1, 3), (2, 2), (3, 2)]))
         ranks = draw(st.permutations(range(WORLD)))[: dp * tp]
         places.append(cg.mesh(ranks, dp=dp, tp=tp))
-        plans.append(draw(st.sampled_from(sorted(PLANS))))
+        plans.append(draw(st.sampled_from(names)))
     schedules = [None, "gpipe", "1f1b", "zb-h1", "zb-h2"] if stages > 1 else [None]
     return Case(
         tuple(places),
@@ -92,8 +115,20 @@ def _world() -> Iterator[None]:
 @given(case=cases())
 @examples(20 if scale() == 1 else 100)
 def test_a_random_chain_trains_exactly(case: Case) -> None:
+    check(case)
+
+
+@given(case=stored())
+@examples(6 if scale() == 1 else 80)
+def test_a_random_chain_of_stored_parameters_trains_exactly(case: Case) -> None:
+    assume(any(dict(place.grid)["dp"] > 1 for place in case.places))
+    check(case, cg.fsdp(keep=case.keep, prefetch=case.prefetch))
+
+
+def check(case: Case, fsdp: Any = None) -> None:
+    """Train the chain, and the same in one process."""
     model = Model([(Mlp, (seed, "signs", case.width)) for seed in range(len(case.places))])
-    stages = model.on(case.places, [PLANS[name] for name in case.plans])
+    stages = model.on(case.places, [PLANS[name] for name in case.plans], case.store)
     train(
         model,
         stages,
@@ -103,4 +138,5 @@ def test_a_random_chain_trains_exactly(case: Case) -> None:
         "integers",
         steps=2,
         width=case.width,
+        fsdp=fsdp,
     )
