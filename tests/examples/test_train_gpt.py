@@ -96,8 +96,7 @@ def test_two_stages_on_each_rank(
     "options",
     [
         "--dp 2 --tp 2 --fsdp",
-        "--dp 4 --fsdp task",
-        "--dp 2 --schedule zb-h1",
+        "--dp 2 --schedule zb-h1 --fsdp task",
         "--tp 2",
         "--dp 2 --tp 1 --schedule dualpipe-v",
     ],
