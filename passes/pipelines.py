@@ -73,7 +73,7 @@ def default_pipeline(
         Inline(),
         # Gathers of stored parameters, and reductions of their gradients, are in sight; what is
         # gathered once is one value from here on.
-        fsdp if fsdp is not None else Fsdp(),
+        Fsdp() if fsdp is None else fsdp,
         # The fewer values there are, the fewer travel.
         CommonSubexpressionElimination(),
         # Equal work is one by now, so what is wanted of it is known.
