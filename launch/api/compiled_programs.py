@@ -13,10 +13,10 @@ from ...backends.program.linked import LinkedModule
 from ...ir.location import Location
 from ...ir.module import Channel, Module
 from ...ir.ops import Call, Collective, Recv, Send
-from ...ir.parameters import Way, ways_of
 from ...ir.pipeline.costs import Costs
 from ...ir.printer import format_program
 from ...ir.types import FutureType, TensorType, Type
+from ...passes.frontend.stored_values import Way, ways_of
 from ...passes.manager import PassReport
 from ...passes.simulate.memory_plan import MemoryPlan, memory_plan
 from ...passes.simulate.program_simulator import ProgramSimulation, simulate_programs

@@ -38,7 +38,9 @@ class Fsdp(Pass):
     reduced behind the last. A call that may change the actor's state ends either: what comes after
     it gathers again.
 
-    Before, with `keep=step` (`%b` likewise, and `%w` again in each task):
+    With `keep=step`, where `%b` is gathered as `%w` is, and both again in each task:
+
+    Before::
 
         %w.rest = call() {fn = @a.w.rest, mb = 0, task = 0F0} : f32[8/dp]@m
         %w.full = transfer(%w.rest) {mb = 0} : f32[8]@m

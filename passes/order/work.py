@@ -21,8 +21,8 @@ from ...ir.ops import (
     View,
     Wait,
 )
-from ...ir.parameters import Way, ways_of
 from ..frontend.effect_order import dependencies, effect_of
+from ..frontend.stored_values import Way, ways_of
 from .rounds import Rounds
 from .stage_groups import StageGroups
 

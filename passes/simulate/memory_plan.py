@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from ...ir.module import Function, Module
 from ...ir.ops import Call, Constant, Free, Op, Recv, Slice, Value
-from ...ir.parameters import Way, ways_of
 from ...ir.storage import SharedStorage
 from ...ir.types import tensor_bytes
+from ..frontend.stored_values import Way, ways_of
 
 
 @dataclass(frozen=True, slots=True)

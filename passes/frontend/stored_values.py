@@ -5,9 +5,9 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 
-from .attributes import Effect
-from .module import Function, FunctionKind
-from .ops import Assemble, Call, Collective, Op, Slice, Transfer, Value, Wait
+from ...ir.attributes import Effect
+from ...ir.module import Function, FunctionKind
+from ...ir.ops import Assemble, Call, Collective, Op, Slice, Transfer, Value, Wait
 
 
 class Way(enum.Enum):
