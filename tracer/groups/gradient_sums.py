@@ -166,6 +166,14 @@ class _Dropping:
 
     tensors: Sequence[torch.Tensor]
 
+    def state(self) -> Sequence[torch.Tensor]:
+        """Nothing: it reads no parameter."""
+        return ()
+
+    def trained(self) -> Sequence[torch.Tensor]:
+        """The parameters whose gradients it drops."""
+        return self.tensors
+
     def __call__(self) -> Sequence[Any]:
         for tensor in self.tensors:
             tensor.grad = None
@@ -290,21 +298,30 @@ class _Held:
 
 
 @dataclass(frozen=True)
-class _Reading:
-    """Gives the gradients of some buckets."""
+class _Buckets:
+    """Works on the gradients of some buckets."""
 
     buckets: Sequence[_Held]
+
+    def state(self) -> Sequence[torch.Tensor]:
+        """Nothing: it reads no parameter."""
+        return ()
+
+    def trained(self) -> Sequence[torch.Tensor]:
+        """The parameters whose gradients it reads or writes."""
+        return [tensor for bucket in self.buckets for tensor in bucket.tensors]
+
+
+class _Reading(_Buckets):
+    """Gives the gradients of some buckets."""
 
     def __call__(self) -> Sequence[torch.Tensor]:
         with torch.no_grad():
             return tuple(bucket.read() for bucket in self.buckets)
 
 
-@dataclass(frozen=True)
-class _Writing:
+class _Writing(_Buckets):
     """Puts back what has become of the gradients of some buckets."""
-
-    buckets: Sequence[_Held]
 
     def __call__(self, *values: torch.Tensor) -> Sequence[Any]:
         with torch.no_grad():

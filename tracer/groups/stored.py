@@ -255,6 +255,14 @@ class _Reading:
     tensor: Tensor
     numel: int
 
+    def state(self) -> Sequence[Tensor]:
+        """The parameter, which it reads."""
+        return (self.tensor,)
+
+    def trained(self) -> Sequence[Tensor]:
+        """Nothing: it changes no gradient."""
+        return ()
+
     def __call__(self) -> Sequence[Tensor]:
         with torch.no_grad():
             return (_filled_up(self.tensor.detach(), self.numel),)
@@ -306,6 +314,14 @@ class _Adding:
     """Adds a flat piece to the gradient of a tensor."""
 
     tensor: Tensor
+
+    def state(self) -> Sequence[Tensor]:
+        """Nothing: it reads no parameter."""
+        return ()
+
+    def trained(self) -> Sequence[Tensor]:
+        """The parameter, to whose gradient it adds."""
+        return (self.tensor,)
 
     def __call__(self, flat: Tensor) -> Sequence[None]:
         with torch.no_grad():
