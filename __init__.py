@@ -190,6 +190,8 @@ _prepare()
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.import_module("importlib.metadata").version(__name__)
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'cg' has no attribute '{name}'")
