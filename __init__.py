@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from .tracer.actors.actors import ActorError, ActorHandle, remat
     from .tracer.errors import TraceError
     from .tracer.groups import plans
+    from .tracer.intrinsics.asked_layouts import layout
     from .tracer.intrinsics.clipping import clip_grad_norm
     from .tracer.intrinsics.collectives import (
         all_gather,
@@ -71,6 +72,7 @@ _HOMES = {
     "cut": "tracer.groups.plan",
     "whole": "tracer.groups.plan",
     "fsdp": "launch.api.api",
+    "layout": "tracer.intrinsics.asked_layouts",
     "on": "launch.api.api",
     "object": "tracer.step.values:OBJECT",
     "microbatches": "tracer.intrinsics.microbatches",
@@ -135,6 +137,7 @@ __all__ = [
     "cut",
     "whole",
     "fsdp",
+    "layout",
     "on",
     "object",
     "microbatches",

@@ -17,7 +17,6 @@ from ...ir.ops import (
     Return,
     Send,
     Slice,
-    Value,
     View,
     Wait,
 )
@@ -25,6 +24,8 @@ from ..frontend.effect_order import dependencies, effect_of
 from ..frontend.stored_values import Way, ways_of
 from .rounds import Rounds
 from .stage_groups import StageGroups
+
+_LAZY = (Wait, View, Slice, Assemble, Constant)
 
 
 @dataclass(slots=True)
@@ -99,7 +100,7 @@ def sort_work(module: Module) -> Work:
         is_node = _classify(work, module, index, op, follows)
         reach.append((index,) if is_node else follows)
     work.stages = groups.stages()
-    work.late = _late(program.ops).intersection(work.nodes)
+    work.late = _late(program.ops, edges).intersection(work.nodes)
     if any(function.parameter is not None for function in module.functions.values()):
         _find_stored(work, module)
     for anchors in work.anchors.values():
@@ -126,37 +127,33 @@ def _find_stored(work: Work, module: Module) -> None:
                 kinds[way].add(index)
 
 
-def _late(ops: Sequence[Op]) -> set[int]:
+def _late(ops: Sequence[Op], edges: Sequence[tuple[int, ...]]) -> set[int]:
     """The collectives that take what has been received."""
-    futures: set[Value] = set()
-    received: set[Value] = set()
     found: set[int] = set()
+
+    def is_received(index: int) -> bool:
+        op = ops[index]
+        if isinstance(op, Wait):
+            return any(other in found or isinstance(ops[other], Recv) for other in edges[index])
+        return isinstance(op, (Slice, Assemble)) and any(map(is_received, edges[index]))
+
     for index, op in enumerate(ops):
-        if isinstance(op, Recv):
-            futures.update(op.results)
-        elif isinstance(op, Wait):
-            if op.operands[0] in futures:
-                received.update(op.results)
-        elif isinstance(op, Slice | Assemble):
-            if not received.isdisjoint(op.operands):
-                received.update(op.results)
-        elif isinstance(op, Collective) and not received.isdisjoint(op.operands):
+        if isinstance(op, Collective) and any(map(is_received, edges[index])):
             found.add(index)
-            futures.update(op.results)
     return found
 
 
 def _classify(work: Work, module: Module, index: int, op: Op, follows: Sequence[int]) -> bool:
     """Enter an op into its set; return whether it is a node."""
-    if isinstance(op, Recv | Return):
+    if isinstance(op, (Recv, Return)):
         return False
-    if isinstance(op, Wait | View | Slice | Assemble | Constant):
+    if isinstance(op, _LAZY):
         work.lazy.add(index)
         return False
     function = module.functions[op.fn.name] if isinstance(op, Call) else None
     actor = None if function is None else function.actor
     if not follows and actor is None and not op.synchronizes:
-        if isinstance(op, Send | Collective):
+        if isinstance(op, (Send, Collective)):
             work.early.append(index)
             return False
         if effect_of(op, module.functions) is Effect.PURE:

@@ -141,8 +141,8 @@ class GroupMethods:
             self.group.played,
             joint.owner,
             effect,
-            self.call.blame,
-            None if actor is None else Stored(actor, self.call.blame),
+            self.call.error_loc,
+            None if actor is None else Stored(actor, self.call.error_loc),
         ).make()
 
     def _note(self, read: Sequence[StateTensor], graded: Sequence[StateTensor], name: str) -> None:
