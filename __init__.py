@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .ir.diagnostics import IRError
     from .ir.pipeline.costs import Costs, Link
     from .ir.types import Place
-    from .launch.api.api import actor, allgather, barrier, measure, on, trace
+    from .launch.api.api import actor, allgather, barrier, fsdp, measure, on, trace
     from .launch.api.carry import carry
     from .launch.api.compiled import Compiled
     from .launch.api.lowered import Lowered
@@ -71,6 +71,7 @@ _HOMES = {
     "plans": "tracer.groups:plans",
     "cut": "tracer.groups.plan",
     "whole": "tracer.groups.plan",
+    "fsdp": "launch.api.api",
     "layout": "tracer.intrinsics.asked_layouts",
     "on": "launch.api.api",
     "object": "tracer.step.values:OBJECT",
@@ -135,6 +136,7 @@ __all__ = [
     "plans",
     "cut",
     "whole",
+    "fsdp",
     "layout",
     "on",
     "object",

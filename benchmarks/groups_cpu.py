@@ -96,10 +96,11 @@ class Trained(Model):
 
 
 def compiled(kind: str, width: int, layers: int, x: torch.Tensor) -> Callable[[], object]:
-    """A step of cg: `tp`, `dp`, or `fsdp`."""
+    """A step of cg: `tp`, `dp`, or `fsdp`, whose parameters stay gathered for a task or a step."""
     ranks = cg.world_size()
     axis = "tp" if kind == "tp" else "dp"
-    store = cg.cut(0, "dp") if kind == "fsdp" else cg.whole
+    is_stored = kind.startswith("fsdp")
+    store = cg.cut(0, "dp") if is_stored else cg.whole
     model = Trained.on(cg.mesh(**{axis: ranks}), plan=PLANS[axis], store=store)(
         width, layers, kind != "tp"
     )
@@ -111,12 +112,13 @@ def compiled(kind: str, width: int, layers: int, x: torch.Tensor) -> Callable[[]
         model.update()
         return loss
 
-    run = step.lower(x).compile()
+    keep = "step" if kind == "fsdp-step" else "task"
+    run = step.lower(x).compile(fsdp=cg.fsdp(keep=keep) if is_stored else None)
     return lambda: run(x)
 
 
 def peer(kind: str, width: int, layers: int, x: torch.Tensor) -> Callable[[], object]:
-    """The same step of DTensor (`tp`), DDP (`dp`) or FSDP2 (`fsdp`)."""
+    """The same step of DTensor (`tp`), DDP (`dp`) or FSDP2 (`fsdp`, `fsdp-step`)."""
     model: nn.Module = Model(width, layers, kind != "tp")
     ranks, rank = dist.get_world_size(), dist.get_rank()
     if kind == "tp":
@@ -126,9 +128,10 @@ def peer(kind: str, width: int, layers: int, x: torch.Tensor) -> Callable[[], ob
     elif kind == "dp":
         model = DistributedDataParallel(model)
     else:
+        regathers = kind == "fsdp"
         for block in model.blocks:
-            fully_shard(block)
-        fully_shard(model)
+            fully_shard(block, reshard_after_forward=regathers)
+        fully_shard(model, reshard_after_forward=regathers)
     own = x if kind == "tp" else x.chunk(ranks)[rank]
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
@@ -155,6 +158,7 @@ CASES = {
     "tensor parallel, width 1024": ("tp", 1024, 1, 10),
     "data parallel GPT, width 512, 4 layers": ("dp", 512, 4, 10),
     "fully sharded GPT, width 512, 4 layers": ("fsdp", 512, 4, 10),
+    "fully sharded GPT, gathered for a step, width 512, 4 layers": ("fsdp-step", 512, 4, 10),
 }
 
 

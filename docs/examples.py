@@ -136,6 +136,22 @@ print([list(piece.linear.weight.shape) for piece in cut.instances.values()])
 plan = {"forward(x)": cg.whole, "linear.*": cg.cut(0, "tp")}
 print(Stage.on(cg.mesh(tp=2), plan=plan)().place)
 
+# cg.fsdp
+rows = {"forward(x)|loss(h)|loss(y)": cg.cut(0, "dp")}
+stored = Stage.on(cg.mesh(dp=2), plan=rows, store=cg.cut(0, "dp"))()
+
+
+@cg.trace
+def sharded(x, y):
+    loss = stored.loss(stored.forward(x), y)
+    cg.backward(loss)
+    stored.update()
+    return loss
+
+
+compiled = sharded.lower(x, y).compile(fsdp=cg.fsdp(keep="step", memory=1e6))
+print(compiled.cost_analysis()[0].gathers)
+
 # cg.layout
 rows = Stage.on(cg.mesh(dp=2), plan={"forward(x)": cg.cut(0, "dp")})()
 

@@ -3,10 +3,12 @@
     python -m cg.launch -n 2 examples/train_gpt.py
     mpirun -n 8 python examples/train_gpt.py
     mpirun -n 8 python examples/train_gpt.py --tp 2 --dp 2
+    mpirun -n 8 python examples/train_gpt.py --tp 2 --dp 2 --fsdp
     python examples/train_gpt.py                      # one process plays every rank
 
 Each rank holds one stage, or two where --schedule wants that. With --tp and --dp a group of ranks
-holds it: tp of them share its weights, dp such sets the batch. The step below is plain Python over
+holds it: tp of them share its weights, dp such sets the batch. With --fsdp each of these sets keeps
+a piece of the weights, and gathers the others for their use. The step below is plain Python over
 the stages; cg derives the backward, inserts the sends and receives, and runs one static schedule on
 each rank. At the end the same stages generate text, and rank 0 has written a checkpoint, a loss
 curve and the figures to --out.
@@ -145,12 +147,16 @@ PLAN = cg.plan(
 """The plan of a stage's group: rows of the batch along dp, heads and hidden along tp."""
 
 
-def place(home: int, data: int, tensor: int) -> Any:
-    """The maker of stages at a home: on one rank, or on a group of data x tensor ranks."""
+def place(home: int, data: int, tensor: int, stored: bool = False) -> Any:
+    """The maker of stages at a home: on one rank, or on a group of data x tensor ranks.
+
+    With `stored` the sets of ranks along dp keep a piece of each weight.
+    """
     size = data * tensor
     if size == 1:
         return Stage.on(home)
-    return Stage.on(cg.mesh(range(home * size, (home + 1) * size), dp=data, tp=tensor), plan=PLAN)
+    mesh = cg.mesh(range(home * size, (home + 1) * size), dp=data, tp=tensor)
+    return Stage.on(mesh, plan=PLAN, store=cg.cut(0, "dp") if stored else cg.whole)
 
 
 def cut(layers: int, stages: int) -> list[range]:
@@ -289,6 +295,13 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--tp", type=int, default=1, help="ranks that share a stage's weights")
     parser.add_argument("--dp", type=int, default=1, help="such sets of ranks, for each stage")
+    parser.add_argument(
+        "--fsdp",
+        nargs="?",
+        const="auto",
+        choices=("auto", "step", "task"),
+        help="keep weights in pieces along --dp; gathered ones stay for a step, or for a task",
+    )
     parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate")
     parser.add_argument("--layers", type=int, default=Config.layers)
     parser.add_argument("--width", type=int, default=Config.width)
@@ -313,6 +326,8 @@ def parse() -> argparse.Namespace:
             f"--tp {args.tp} and --dp {args.dp} make groups of {group} ranks, of which "
             f"{cg.world_size()} ranks are no whole number"
         )
+    if args.fsdp and args.dp == 1:
+        parser.error("--fsdp keeps weights in pieces on the ranks of --dp, which must be above 1")
     if args.resume and group > 1:
         parser.error("--resume needs checkpoints, and groups of ranks (--tp, --dp) write none")
     groups, what = cg.world_size() // group, "ranks" if group == 1 else "groups of ranks"
@@ -334,13 +349,16 @@ def main() -> None:
     group = args.dp * args.tp
     places = homes(args.schedule, cg.world_size() // group)
     stages = [
-        place(home, args.dp, args.tp)(config, part, args.seed, args.rate, args.steps)
+        place(home, args.dp, args.tp, args.fsdp is not None)(
+            config, part, args.seed, args.rate, args.steps
+        )
         for home, part in zip(places, cut(config.layers, len(places)), strict=True)
     ]
     train, evaluate, predict = make_steps(stages, args.microbatches, args.backend)
     batch = text.batch(text.train, config, args.batch, seed=0)
     schedule = cg.schedules.by_name(args.schedule)
-    compiled = train.lower(*batch).compile(schedule=schedule, dump=args.dump)
+    fsdp = None if args.fsdp is None else cg.fsdp(keep=args.fsdp, bucket="blocks.*")
+    compiled = train.lower(*batch).compile(schedule=schedule, fsdp=fsdp, dump=args.dump)
     record, start = Record(), 0
     if args.resume:
         start, saved = checkpoints.load(args.out / "checkpoints", stages, compiled)

@@ -72,6 +72,8 @@ NO_SHARES = Shares()
 class Stream(FastEnum):
     """An in-order queue of a rank: work on one stream never overtakes itself.
 
+    GATHER and REDUCE take the collectives of parameters that are stored in pieces, and of their
+    gradients, beside all other collectives.
     MESSAGE takes both directions of a transport that does a rank's messages one after the other.
     COPY takes the copies between a device and its host that are part of messages by way of hosts;
     no op of a program is on it.
@@ -82,7 +84,25 @@ class Stream(FastEnum):
     RECV = "recv"
     MESSAGE = "message"
     COLLECTIVE = "collective"
+    GATHER = "gather"
+    REDUCE = "reduce"
     COPY = "copy"
+
+
+class Traffic(enum.Enum):
+    """What collectives beside those of a step's work are for; each has communicators of its own.
+
+    GATHER brings parameters that are stored in pieces to those who use them. REDUCE adds up the
+    gradients of such parameters.
+    """
+
+    GATHER = "gather"
+    REDUCE = "reduce"
+
+    @property
+    def stream(self) -> Stream:
+        """The stream of its collectives."""
+        return Stream.GATHER if self is Traffic.GATHER else Stream.REDUCE
 
 
 class ReduceOp(enum.Enum):

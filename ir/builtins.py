@@ -2,10 +2,12 @@
 
 A builtin is declared in a module like any other function, with kind BUILTIN and a name of the
 form `builtin.add.f32.8x512`, or `8-dpx512` of a tensor that is laid out; the part after the first
-dot is its meaning.
+dot is its meaning. `pack` and `unpack` put flat tensors together and take them apart.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from .attributes import ReduceOp
 from .module import Function, FunctionKind, Module
@@ -15,6 +17,8 @@ ADD = "add"
 MULTIPLY = "multiply"
 MINIMUM = "minimum"
 MAXIMUM = "maximum"
+PACK = "pack"
+UNPACK = "unpack"
 
 _REDUCTIONS = {
     ADD: ReduceOp.SUM,
@@ -27,7 +31,7 @@ _WORDS = {op: word for word, op in _REDUCTIONS.items()}
 _IN_NAMES = str.maketrans({",": "x", "/": "-", "*": "$", "|": "-", "+": "-"})
 """The letters that stand in names for the signs of a type's text."""
 
-NAMES = frozenset(_REDUCTIONS)
+NAMES = frozenset({*_REDUCTIONS, PACK, UNPACK})
 
 
 def add(module: Module, type_: TensorType) -> Function:
@@ -49,9 +53,49 @@ def combine(module: Module, type_: TensorType, op: ReduceOp) -> Function:
     return module.functions[name]
 
 
+def pack(
+    module: Module, parts: Sequence[TensorType], whole: TensorType, count: int = 1
+) -> Function:
+    """Declare (once) and return what packs flat tensors, which are so many equal pieces each.
+
+    What each rank has of `whole` are as many pieces, each with a piece of each part.
+    """
+    return _declared(module, f"{PACK}.{count}", tuple(map(_bare, parts)), (_bare(whole),))
+
+
+def unpack(
+    module: Module, whole: TensorType, parts: Sequence[TensorType], count: int = 1
+) -> Function:
+    """Declare (once) and return what takes apart what has been packed."""
+    return _declared(module, f"{UNPACK}.{count}", (_bare(whole),), tuple(map(_bare, parts)))
+
+
+def _declared(
+    module: Module, base: str, inputs: tuple[TensorType, ...], outputs: tuple[TensorType, ...]
+) -> Function:
+    """The builtin of a signature; several with one base are numbered."""
+    number = 0
+    while (known := module.functions.get(f"builtin.{base}.{number}")) is not None:
+        if (known.inputs, known.outputs) == (inputs, outputs):
+            return known
+        number += 1
+    made = Function(f"builtin.{base}.{number}", inputs, outputs, kind=FunctionKind.BUILTIN)
+    module.functions[made.name] = made
+    return made
+
+
+def _bare(type_: TensorType) -> TensorType:
+    return TensorType(type_.dtype, type_.shape, None, type_.layout)
+
+
+def pieces_of(function: Function) -> int:
+    """The number of pieces that each tensor has of a function that packs or unpacks."""
+    return int(function.body_name.split(".")[2])
+
+
 def reduction(function: Function) -> ReduceOp | None:
     """The way in which a function combines two tensors elementwise, if it is such a builtin."""
-    return _REDUCTIONS[meaning(function)] if function.kind is FunctionKind.BUILTIN else None
+    return _REDUCTIONS.get(meaning(function)) if function.kind is FunctionKind.BUILTIN else None
 
 
 def meaning(function: Function) -> str:

@@ -170,6 +170,7 @@ class Progress:
         cost: Callable[[Op], float] | None = None,
         transfer: Callable[[Message], float] | None = None,
         buffered: bool = False,
+        one_queue: bool = False,
     ) -> None:
         """Prepare to run `module`, scheduled.
 
@@ -179,6 +180,7 @@ class Progress:
             transfer: how long a message travels, and occupies its streams; no time without.
             buffered: whether a message with a slot, on a channel without a transport of its own,
                 needs nothing but its slot to travel. What completes without that does so with it.
+            one_queue: whether collectives of all traffic wait for each other, as if on one stream.
 
         Raises:
             IRError: an op has no other end, or the two ends do not agree.
@@ -195,6 +197,7 @@ class Progress:
         self.stalls: list[Stall] = []
         self._cost = cost
         self._transfer = transfer
+        self._one_queue = one_queue
         self._early = self._free_to_leave(module) if buffered else frozenset()
         self._free_at: dict[tuple[int, Stream], float] = {}
         self._queues: dict[tuple[int, Stream], deque[Message]] = {}
@@ -314,8 +317,8 @@ class Progress:
             return []
         message.missing -= 1
         message.ready = max(message.ready, self.clocks[rank])
-        if op.stream is not None:
-            self._queues.setdefault((rank, op.stream), deque()).append(message)
+        if (stream := self.stream_of(op)) is not None:
+            self._queues.setdefault((rank, stream), deque()).append(message)
         return self._complete(message)
 
     def _free(self, rank: int, message: Message) -> list[int]:
@@ -346,11 +349,16 @@ class Progress:
 
     def _streams(self, message: Message) -> list[tuple[int, Stream]]:
         """The streams that a message is on."""
-        return [
-            (rank, op.stream)
-            for rank, op in message.ends.items()
-            if op.stream is not None and op not in self._early
-        ]
+        found = (
+            (rank, self.stream_of(op)) for rank, op in message.ends.items() if op not in self._early
+        )
+        return [(rank, stream) for rank, stream in found if stream is not None]
+
+    def stream_of(self, op: Communication) -> Stream | None:
+        """The stream on which an op waits for those before it."""
+        if self._one_queue and op.stream is not None and isinstance(op, Collective):
+            return Stream.COLLECTIVE
+        return op.stream
 
     def _travel(self, unit: Sequence[Message], streams: Sequence[tuple[int, Stream]]) -> None:
         """Complete messages together, as soon as their ends and their streams allow."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from .attributes import NO_SHARES, Effect, Shares
+from .attributes import NO_SHARES, Effect, Shares, Traffic
 from .flops import NO_FLOPS, Flops
 from .location import Location
 from .ops import Op, Return, Value
@@ -49,6 +49,9 @@ class Function:
         shares: what it does to state that other actors of the rank hold as well.
         ranks: in scheduled modules, the ranks that its actor is on where these are several.
         body: the function whose body it has, at shapes of its own; None: a body of its own name.
+        parameter: the parameter of its actor, by path, that it does nothing to but hand it over: it
+            reads it as it rests, makes it whole of what was gathered, lays a gradient of it out to
+            be reduced, or adds to its gradient; None of all others.
     """
 
     name: str
@@ -66,6 +69,12 @@ class Function:
     shares: Shares = NO_SHARES
     ranks: tuple[int, ...] = ()
     body: str | None = None
+    parameter: str | None = None
+
+    @property
+    def is_work(self) -> bool:
+        """True if it does work of an actor, and not only hands a parameter or a gradient over."""
+        return self.actor is not None and self.parameter is None
 
     @property
     def body_name(self) -> str:
@@ -148,6 +157,7 @@ class Channel:
         collective: whether it serves a group.
         via: its transport by name; None for what the run time has for every value.
         why: why that transport, in words.
+        traffic: what its collectives are for, if they have communicators of their own.
         slots: buffers that the receiver keeps, once planned.
         slot_bytes: bytes of each, once planned; 0 where only objects travel.
         background: floating-point operations that a rank does while a receive of the channel waits,
@@ -162,6 +172,7 @@ class Channel:
     slot_bytes: int | None = None
     why: str | None = None
     background: Flops | None = None
+    traffic: Traffic | None = None
 
 
 @dataclass(eq=False, slots=True)

@@ -1,4 +1,4 @@
-"""Make names that are unique in a program."""
+"""Make names that are unique in a program, and read those of parameters."""
 
 from __future__ import annotations
 
@@ -42,3 +42,14 @@ class Names:
         self._last[stem] = count
         self._used.add(name)
         return name
+
+
+def layer_of(path: str) -> str:
+    """The layer that a parameter belongs to: its path as far as the first number in it.
+
+    Those of `blocks.3.up.weight` and `blocks.3.norm.bias` are `blocks.3`; of a path without numbers
+    it is empty.
+    """
+    names = path.split(".")
+    numbers = [index for index, name in enumerate(names[:-1]) if name.isdecimal()]
+    return ".".join(names[: numbers[0] + 1]) if numbers else ""

@@ -10,7 +10,7 @@ from dataclasses import MISSING, Field, fields
 from operator import attrgetter
 from typing import Any
 
-from .attributes import Effect, ReduceOp, Shares, Stream, Symbol, Task
+from .attributes import Effect, ReduceOp, Shares, Stream, Symbol, Task, Traffic
 from .flops import Flops
 from .layout import Region, format_region
 from .location import Location
@@ -206,6 +206,7 @@ _FORMATS: dict[type, Callable[[Any], str]] = {
     Shares: str,
     Stream: _enum,
     ReduceOp: _enum,
+    Traffic: _enum,
     Effect: _enum,
     FunctionKind: _enum,
 }

@@ -9,6 +9,7 @@ from .check.check_types import CheckTypes
 from .frontend.cse import CommonSubexpressionElimination
 from .frontend.dce import DeadCodeElimination
 from .frontend.differentiate import Differentiate
+from .frontend.fsdp import Fsdp
 from .frontend.inline import Inline
 from .lower.assign_streams import AssignStreams
 from .lower.batch_messages import BatchMessages
@@ -35,6 +36,8 @@ def default_pipeline(
     fabrics: Fabrics | None = None,
     is_driven: bool = False,
     fuse: str | None = None,
+    fsdp: Fsdp | None = None,
+    prefetch: int = 1,
 ) -> Pipeline:
     """From a traced module to one checked program for each rank.
 
@@ -45,6 +48,8 @@ def default_pipeline(
         is_driven: whether one rank starts executions, so that hosts announce messages, and errors
             may take their place.
         fuse: what compiles the graphs of functions as a whole; None if nothing does.
+        fsdp: how stored parameters are gathered; None: for each task.
+        prefetch: as in `SchedulePrograms`.
 
     Raises:
         TypeError: `schedule` is something else.
@@ -66,6 +71,9 @@ def default_pipeline(
         Differentiate(schedule.splits),
         # Gradients are those of whole functions; the transfers inside of them are ops from here on.
         Inline(),
+        # Gathers of stored parameters, and reductions of their gradients, are in sight; what is
+        # gathered once is one value from here on.
+        Fsdp() if fsdp is None else fsdp,
         # The fewer values there are, the fewer travel.
         CommonSubexpressionElimination(),
         # Equal work is one by now, so what is wanted of it is known.
@@ -79,7 +87,7 @@ def default_pipeline(
         # A schedule can put other work between the start of a transfer and its end.
         SplitTransfers(),
         # Needs all communication in sight, to keep it in one order on all ranks.
-        SchedulePrograms(schedule),
+        SchedulePrograms(schedule, prefetch),
         # One rank at a time from here on: receives are posted early, waits sink to first uses.
         Overlap(),
         # Where ops stand is final, so what crosses streams is known.

@@ -18,6 +18,7 @@ from .check.check_types import CheckTypes
 from .frontend.cse import CommonSubexpressionElimination
 from .frontend.dce import DeadCodeElimination
 from .frontend.differentiate import Differentiate
+from .frontend.fsdp import Fsdp
 from .frontend.inline import Inline
 from .lower.assign_streams import AssignStreams
 from .lower.batch_messages import BatchMessages
@@ -66,6 +67,7 @@ for _pass in (
     CommonSubexpressionElimination,
     DeadCodeElimination,
     Differentiate,
+    Fsdp,
     Inline,
     Fuse,
     FuseAccumulation,

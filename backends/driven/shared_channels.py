@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ...ir.attributes import Traffic
 from ...ir.module import Channel, Module
 from ...ir.ops import Collective, Recv, Send
 
-_Key = tuple[tuple[int, ...], bool, str | None, int]
+_Key = tuple[tuple[int, ...], bool, str | None, Traffic | None, int]
 
 
 def share_channels(modules: Sequence[Module]) -> list[Channel]:
     """Number the channels of all modules anew, so that alike ones are one, and large enough.
 
-    Channels are alike if they join the same ranks by the same transport; the n-th such channel of
-    one module is the n-th of another.
+    Channels are alike if they join the same ranks by the same transport, for the same traffic; the
+    n-th such channel of one module is the n-th of another.
 
     Returns:
         The channels, in ascending order of their new ids.
@@ -25,7 +26,7 @@ def share_channels(modules: Sequence[Module]) -> list[Channel]:
         ids = {}
         seen: dict[object, int] = {}
         for channel in sorted(module.channels.values(), key=lambda channel: channel.id):
-            kind = (channel.ranks, channel.collective, channel.via)
+            kind = (channel.ranks, channel.collective, channel.via, channel.traffic)
             count = seen[kind] = seen.get(kind, -1) + 1
             known = shared.get((*kind, count))
             if known is None:

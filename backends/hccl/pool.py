@@ -127,7 +127,7 @@ class HcclPool(Pool):
             return None
         device = self.device
         events = []
-        for kind in (Stream.MESSAGE, Stream.COLLECTIVE):
+        for kind in (Stream.MESSAGE, Stream.COLLECTIVE, Stream.GATHER, Stream.REDUCE):
             event = device.event()
             event.record(device.stream(kind))
             events.append(event)

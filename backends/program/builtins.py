@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...ir import builtins
 from ...ir.module import Function
+from ...ir.types import TensorType
 from ..base import Body
 
 
@@ -33,4 +34,28 @@ def implementation(function: Function) -> Body:
     Raises:
         ValueError: the name is not of a known builtin.
     """
-    return IMPLEMENTATIONS[builtins.meaning(function)]
+    meaning = builtins.meaning(function)
+    if meaning == builtins.PACK:
+        return _packing(builtins.pieces_of(function))
+    if meaning == builtins.UNPACK:
+        return _unpacking(function)
+    return IMPLEMENTATIONS[meaning]
+
+
+def _packing(count: int) -> Body:
+    """The body of a `pack`: each piece of the whole has a piece of each part."""
+    if count == 1:
+        return lambda *parts: (torch.cat(parts),)
+    return lambda *parts: (torch.cat([part.view(count, -1) for part in parts], dim=1).view(-1),)
+
+
+def _unpacking(function: Function) -> Body:
+    """The body of an `unpack`; each part has memory of its own."""
+    count = builtins.pieces_of(function)
+    sizes = [type_.numel // count for type_ in function.outputs if isinstance(type_, TensorType)]
+
+    def run(whole: Tensor) -> Sequence[Tensor]:
+        parts = torch.split(whole.view(count, -1), sizes, dim=1)
+        return tuple([part.clone(memory_format=torch.contiguous_format).view(-1) for part in parts])
+
+    return run

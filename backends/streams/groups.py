@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ...ir.attributes import Traffic
 from ...ir.types import format_ranks
 
 
@@ -18,15 +19,18 @@ class Group:
     Attributes:
         width: the number of the device's multiprocessors that its operations may occupy; None
             leaves the choice to the library.
+        traffic: what its collectives are for, if others of the same ranks are for something else.
     """
 
     ranks: tuple[int, ...]
     collective: bool
     width: int | None = None
+    traffic: Traffic | None = None
 
     def __str__(self) -> str:
         if self.collective:
-            return f"the group {format_ranks(self.ranks)}"
+            what = f" of {self.traffic.value}s" if self.traffic is not None else ""
+            return f"the group{what} {format_ranks(self.ranks)}"
         return f"the edge from rank {self.ranks[0]} to rank {self.ranks[1]}"
 
 

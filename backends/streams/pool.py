@@ -92,7 +92,7 @@ class Pool(ABC):
 
     def group_of(self, channel: Channel) -> Group:
         """The group of a channel: for an edge, its two ends alone."""
-        return Group(channel.ranks, channel.collective)
+        return Group(channel.ranks, channel.collective, traffic=channel.traffic)
 
     def handle(self, queue: Queue) -> Any:
         """A stream as the library's calls take it."""

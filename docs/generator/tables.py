@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, fields
 
 import cg
-from cg.ir.attributes import Action, Effect, ReduceOp, Stream
+from cg.ir.attributes import Action, Effect, ReduceOp, Stream, Traffic
 from cg.ir.module import Channel, Function, FunctionKind, Vjp
 from cg.ir.types import DType
 from cg.launch import config
@@ -59,6 +59,7 @@ _NAMES: dict[type[enum.Enum], str] = {
     FunctionKind: "kind",
     Stream: "stream",
     ReduceOp: "reduction",
+    Traffic: "traffic",
     Action: "action of a task",
 }
 
@@ -99,6 +100,7 @@ _KINDS = {
     "Place": "a set of ranks",
     "ReduceOp": "a reduction",
     "Region": "a region",
+    "Traffic": "a traffic",
     "tuple[Region, ...]": "a set of regions",
 }
 

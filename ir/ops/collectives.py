@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from ..attributes import ReduceOp
+from ..attributes import ReduceOp, Traffic
 from ..phases import Phase, has_futures
 from ..types import Place, Type, UnitType
 from .base import Adjoint, Op, Value
@@ -97,7 +97,7 @@ class Collective(Op):
     a rank's program there is that rank's operand only. A program over all ranks gets one result
     at the whole group or, where the ranks get different ones (`reduce_scatter`, `all_to_all`,
     `gather`, `scatter`), one for each rank, in group order. From ASYNC on results are futures, and
-    `chan` and `seq` are set; they are as in `send`. `via` and `why` are as in `transfer`.
+    `chan` and `seq` are set, as in `send`. `traffic`, `via` and `why` are as in `transfer`.
     """
 
     brings_operands: ClassVar[bool] = True
@@ -106,6 +106,7 @@ class Collective(Op):
     group: Place = field(default=Place((0,)), kw_only=True)
     chan: int | None = field(default=None, kw_only=True)
     seq: int | None = field(default=None, kw_only=True)
+    traffic: Traffic | None = field(default=None, kw_only=True)
     via: str | None = field(default=None, kw_only=True)
     why: str | None = field(default=None, kw_only=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from ..attributes import Traffic
 from ..phases import Phase
 from ..types import FutureType, Place, TensorType, Type, UnitType
 from .base import Adjoint, Op
@@ -27,8 +28,9 @@ class Transfer(Op):
     """Bring a value to another place, or lay a tensor out in another way.
 
     `via` names the transport, and `why` says why that one. Without `via` it is what the run time
-    has for every value. Before PLACED a transfer of copies goes from a place to the same place: it
-    says how its operand is to travel to those who use the result.
+    has for every value. `traffic` says that it gathers parameters that are stored in pieces, or
+    reduces their gradients. Before PLACED a transfer of copies goes from a place to the same place:
+    it says how its operand is to travel to those who use the result.
 
     Summands are combined, but for those that the result has along the same axes of the same mesh.
     Copies may become summands: of a sum the first rank along the axes keeps its own, and the others
@@ -45,6 +47,7 @@ class Transfer(Op):
     adjoint: ClassVar[Adjoint | None] = Adjoint.TRAVELS
     takes_layouts: ClassVar[bool] = True
     takes_summands: ClassVar[bool] = True
+    traffic: Traffic | None = field(default=None, kw_only=True)
     via: str | None = field(default=None, kw_only=True)
     why: str | None = field(default=None, kw_only=True)
 

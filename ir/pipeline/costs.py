@@ -46,6 +46,9 @@ class Costs:
         tf, tb, tw: time of F, B and W; one for all stages, or one for each.
         tcomm: time from the end of a task to the start of the next on another rank; for each
             stage, that between it and the next one, in both directions.
+        tgather, treduce: time to gather the parameters of a bucket that ranks store in pieces, and
+            to reduce its gradients; in an order of tasks, a stage is one bucket. They delay what
+            needs them, and nothing else.
         mw: the memory that a microbatch holds between B and W, where it holds 1 between F and B.
         activation_bytes: the memory that a microbatch holds on a stage between F and B, in bytes;
             one for all stages, or one for each. Without it memory is counted in microbatches, to
@@ -57,7 +60,7 @@ class Costs:
         buffered: whether a message of a program leaves for its slot before the receive is posted,
             as through the shared memory of CPU ranks; collectives and channels that have a
             transport of their own wait for all ends in any case.
-        link: what a message costs in a program; without it, `tcomm`.
+        link: what a message costs in a program; without it, `tcomm`, `tgather` and `treduce`.
         channels: the link of single channels, by id.
     """
 
@@ -67,6 +70,8 @@ class Costs:
     tcomm: PerStage = 0.0
     mw: float = 1.0
     activation_bytes: PerStage | None = None
+    tgather: float = 0.0
+    treduce: float = 0.0
     functions: Mapping[str, float] = field(default_factory=dict)
     overhead: float = 0.0
     post: float = 0.0
@@ -81,7 +86,7 @@ class Costs:
                 _check(name, cost)
         for name, cost in self.functions.items():
             _check(f"functions['{name}']", cost)
-        for name in ("mw", "overhead", "post"):
+        for name in ("tgather", "treduce", "mw", "overhead", "post"):
             _check(name, getattr(self, name))
         if not isinstance(self.buffered, bool):
             raise TypeError(f"costs: buffered is {self.buffered!r}; it must be true or false")

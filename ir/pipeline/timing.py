@@ -8,9 +8,10 @@ another rank comes `tcomm` after it was made, and keeps neither of the two ranks
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TypeAlias
 
 from ..attributes import Action, Task
 from .costs import Costs
@@ -136,8 +137,16 @@ class Timeline:
             yield task, start, start + self.durations[number // self.microbatches]
 
 
+Hold: TypeAlias = Callable[[int, int, float], float]
+"""Takes a rank, the number of its next task, and when that could start; gives when it does."""
+
+
 def play(
-    order: Order, stage_ranks: Sequence[int], microbatches: int, costs: Costs | None = None
+    order: Order,
+    stage_ranks: Sequence[int],
+    microbatches: int,
+    costs: Costs | None = None,
+    hold: Hold | None = None,
 ) -> Timeline:
     """Run an order on paper, in time linear in the number of its tasks.
 
@@ -146,6 +155,7 @@ def play(
         stage_ranks: the rank of each stage of the chain.
         microbatches: how many there are.
         costs: of tasks and transfers; one unit for each task without them.
+        hold: puts off tasks for what their rank waits for besides; asked once for each.
 
     Raises:
         OrderDeadlock: the ranks come to wait for each other; the message shows for what.
@@ -155,7 +165,7 @@ def play(
     lanes = Lanes.of(stage_ranks, microbatches, costs or Costs(), split)
     rows = {rank: numbers(tasks, stages, microbatches) for rank, tasks in order.items()}
     starts: dict[int, array[float]] = {rank: array("d") for rank in rows}
-    heads = _advance(rows, starts, lanes, _sources(stages, microbatches, split), microbatches)
+    heads = _advance(rows, starts, lanes, _sources(stages, microbatches, split), microbatches, hold)
     stuck = {rank: number for rank, number in heads.items() if number >= 0}
     if stuck:
         raise _deadlock(stuck, stages, microbatches)
@@ -179,6 +189,7 @@ def _advance(
     lanes: Lanes,
     arrivals: array[float],
     microbatches: int,
+    hold: Hold | None = None,
 ) -> dict[int, int]:
     """Fill in `starts`; return for each rank the task that it stays at, -1 for none.
 
@@ -206,6 +217,8 @@ def _advance(
                 break
             if start < clock:
                 start = clock
+            if hold is not None:
+                start = hold(rank, number, start)
             append(start)
             lane = number // microbatches
             clock = start + durations[lane]

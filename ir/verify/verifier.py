@@ -14,6 +14,7 @@ from .batch_rules import check_batches
 from .body_rules import check_bodies
 from .channel_rules import check_channel, check_channel_op, unmatched
 from .layout_rules import check_mesh, check_op, check_signature, check_value
+from .parameter_rules import check_parameters
 from .summand_rules import check_summands
 
 
@@ -35,6 +36,9 @@ def verify(module: Module) -> None:
         found += unmatched(module)
     if not found and any(checker.laid_out for checker in checkers):
         found += check_summands(module.program, module.functions)
+    stored = any(function.parameter is not None for function in module.functions.values())
+    if not found and stored and has_places(module.phase):
+        found += check_parameters(module.program, module.functions)
     if found:
         raise IRError(*found)
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
 from ...backends.agreement.gather import gather
 from ...ir.pipeline.costs import Costs
 from ...ir.types import Place
+from ...passes.simulate.residency import AUTO, KEEPS, Residency
 from ...tracer.actors.factory import ActorFactory
+from ...tracer.source import caller_location
 from ..world.devices import torch_device
 from ..world.world import world
 from .compiled import Compiled
@@ -33,6 +36,56 @@ def on(*ranks: int) -> Place:
     if any(rank < 0 for rank in ranks):
         raise ValueError(f"{shown}: ranks count from 0")
     return Place(ranks)
+
+
+def fsdp(
+    *,
+    bucket: str = "",
+    keep: str = AUTO,
+    memory: float | None = None,
+    prefetch: int = 1,
+    separate: bool = True,
+) -> Residency:
+    """Say for how long stored parameters stay gathered, for `compile(fsdp=...)`.
+
+    They are those that an actor on a mesh cuts further where they rest, by `store=`. All of a
+    bucket are gathered together, and their gradients reduced together, but that a rank's piece of a
+    mebibyte or more travels by itself.
+
+    Args:
+        bucket: the parameters that are gathered together: modules or parameters by their paths,
+            name by name, with `*` and `?` as in file names, as in `blocks.*` or
+            `encoder.*|decoder.*`; what matches nothing is one bucket more. By default the modules
+            that have a number in their path, as elements of `nn.ModuleList` have, are one each.
+        keep: `task`: gathered for each forward of a microbatch, and again for its backward;
+            gradients are reduced in each backward. `step`: gathered once, until the last backward;
+            gradients are added up over all microbatches, and reduced once. `auto`: as `step` for as
+            many buckets as `memory` allows.
+        memory: bytes that the program of each rank may hold at its peak, as `memory_analysis()`
+            counts them: without what actors keep. None: any number.
+        prefetch: how many calls of parts of a method before its use a bucket is gathered. Each
+            costs the memory of a bucket.
+        separate: whether gathers and reductions have communicators, and on devices streams, of
+            their own, so that they overlap with each other and with other collectives.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: there is no such `keep`, or a number is out of range.
+    """
+    if keep not in KEEPS:
+        raise ValueError(f"cg.fsdp(keep={keep!r}): it is one of {', '.join(map(repr, KEEPS))}")
+    if not isinstance(bucket, str):
+        raise TypeError(f"cg.fsdp(bucket={bucket!r}): a string, as 'blocks.*'")
+    if not isinstance(prefetch, int) or isinstance(prefetch, bool):
+        raise TypeError(f"cg.fsdp(prefetch={prefetch!r}): a number of calls")
+    if prefetch < 0:
+        raise ValueError(f"cg.fsdp(prefetch={prefetch}): at least 0 calls")
+    if memory is not None and (isinstance(memory, bool) or not isinstance(memory, int | float)):
+        raise TypeError(f"cg.fsdp(memory={memory!r}): a number of bytes, as 60e9, or None")
+    if memory is not None and not memory > 0:
+        raise ValueError(f"cg.fsdp(memory={memory}): more than 0 bytes, or None for any number")
+    bytes_ = None if memory is None or math.isinf(memory) else int(memory)
+    return Residency(bucket, keep, bytes_, prefetch, bool(separate), caller_location())
 
 
 def barrier() -> None:

@@ -16,6 +16,7 @@ from ...ir.ops import Call, Collective, Recv, Send
 from ...ir.pipeline.costs import Costs
 from ...ir.printer import format_program
 from ...ir.types import FutureType, TensorType, Type
+from ...passes.frontend.stored_values import Way, ways_of
 from ...passes.manager import PassReport
 from ...passes.simulate.memory_plan import MemoryPlan, memory_plan
 from ...passes.simulate.program_simulator import ProgramSimulation, simulate_programs
@@ -85,6 +86,9 @@ class Cost:
         messages_sent, bytes_sent: point to point.
         messages_received, bytes_received: point to point.
         collectives: that the rank takes part in.
+        gathers, bytes_gathered: of parameters that actors store in pieces: the collectives, which
+            are part of `collectives`, and what the rank receives by them.
+        reductions, bytes_reduced: the same of the gradients of such parameters.
     """
 
     ops: int
@@ -95,6 +99,10 @@ class Cost:
     messages_received: int
     bytes_received: int
     collectives: int
+    gathers: int = 0
+    bytes_gathered: int = 0
+    reductions: int = 0
+    bytes_reduced: int = 0
 
 
 class Programs:
@@ -264,6 +272,10 @@ def cost_of(module: Module, rank: int) -> Cost:
     calls = [op for op in ops if isinstance(op, Call)]
     sends = [op for op in ops if isinstance(op, Send)]
     receives = [op for op in ops if isinstance(op, Recv)]
+    collectives = [op for op in ops if isinstance(op, Collective)]
+    ways = ways_of(ops, module.functions)
+    gathers = [op for op in collectives if ways.get(op.result) is Way.GATHERED]
+    reductions = [op for op in collectives if ways.get(op.result) is Way.REDUCED]
     return Cost(
         ops=len(ops),
         calls=len(calls),
@@ -272,8 +284,17 @@ def cost_of(module: Module, rank: int) -> Cost:
         bytes_sent=sum(_nbytes(op.operands[0].type) for op in sends),
         messages_received=len(receives),
         bytes_received=sum(_nbytes(op.result.type) for op in receives),
-        collectives=sum(isinstance(op, Collective) for op in ops),
+        collectives=len(collectives),
+        gathers=len(gathers),
+        bytes_gathered=sum(map(_received, gathers)),
+        reductions=len(reductions),
+        bytes_reduced=sum(map(_received, reductions)),
     )
+
+
+def _received(op: Collective) -> int:
+    """Bytes that a rank receives of others: what a gather adds to it, or a reduction leaves out."""
+    return abs(_nbytes(op.result.type) - sum(_nbytes(value.type) for value in op.operands))
 
 
 def _nbytes(type_: Type) -> int:

@@ -22,6 +22,7 @@ from ...passes.manager import PassManager
 from ...passes.pipelines import default_pipeline
 from ...passes.registry import parse_switches
 from ...passes.schedules import Schedule
+from ...passes.simulate.residency import Residency
 from ...tracer.actors.undo import Undo
 from ...tracer.step.binding import definition
 from ...tracer.step.trace import Trace
@@ -38,7 +39,7 @@ from .fusing import Fused, Fusing
 from .numbering import Numbering
 from .optimistic import Optimistic
 from .option_checks import check_keywords, check_options
-from .select_schedule import run_passes, wants_costs, with_costs
+from .select_schedule import choose_residency, run_passes, wants_costs, with_costs
 from .step_lock import lock_of
 
 
@@ -120,6 +121,7 @@ class Lowered:
         timeout: float | None = None,
         max_inflight: int = 8,
         fuse: str | None = None,
+        fsdp: Residency | None = None,
         check_inputs: bool | int | None = None,
     ) -> Compiled:
         """Make every rank's schedule, prove it, and bind it; collective.
@@ -140,6 +142,8 @@ class Lowered:
             fuse: `inductor` has TorchInductor compile the graphs of traced methods and of their
                 backwards to fused kernels, on all ranks. Values are then equal up to rounding.
                 `compiled.fused` says what is compiled.
+            fsdp: for how long parameters stay gathered that actors store in pieces (`store=`), as
+                `cg.fsdp(...)` says; None: gathered for each forward and each backward.
             check_inputs: of a step whose `inputs` are several ranks: when to compare what they
                 give, by a digest of each argument, before the execution runs. None: in the first
                 three executions, in each whose number is a power of two, and in every 512th; True:
@@ -152,7 +156,7 @@ class Lowered:
             IRError: the step cannot be compiled; the message shows the IR and the source line.
             PlanMismatch: the ranks have compiled different plans.
             TraceError: a parameter of a step with `inputs=cg.on(rank)` has the name of a keyword of
-                `execute`.
+                `execute`; or `fsdp` does not fit the step, or its memory does not suffice.
             TypeError: `max_inflight`, `seed` or `check_inputs` is no integer, `timeout` no number,
                 or `passes` no string.
             ValueError: `max_inflight` or `check_inputs` is less than 1, `timeout` is not above 0,
@@ -176,6 +180,7 @@ class Lowered:
                 timeout=timeout,
                 max_inflight=max_inflight,
                 fuse=fuse,
+                fsdp=fsdp,
                 check_inputs=check_inputs,
             )
 
@@ -186,6 +191,7 @@ class Lowered:
         passes: str = "",
         seed: int | None = None,
         timeout: float | None = None,
+        fsdp: Residency | None = None,
         check_inputs: bool | int | None = None,
     ) -> Optimistic:
         """As `compile`, for a step that clips gradients and goes on; collective.
@@ -196,7 +202,7 @@ class Lowered:
         traces the step once more, and keeps a copy of all that the actors hold.
 
         Args:
-            schedule, passes, seed, timeout, check_inputs: as in `compile`.
+            schedule, passes, seed, timeout, fsdp, check_inputs: as in `compile`.
 
         Raises:
             TraceError, IRError, PlanMismatch: as in `lower` and `compile`.
@@ -214,6 +220,7 @@ class Lowered:
                     passes=passes,
                     seed=seed,
                     timeout=timeout,
+                    fsdp=fsdp,
                     check_inputs=check_inputs,
                 )
                 for lowered in (self, bold)
@@ -250,9 +257,10 @@ class Lowered:
         timeout: float | None = None,
         max_inflight: int | None = None,
         fuse: str | None = None,
+        fsdp: Residency | None = None,
         check_inputs: bool | int | None = None,
     ) -> Compiled:
-        check_options(passes, seed, timeout)
+        check_options(passes, seed, timeout, fsdp)
         every = interval(check_inputs)
         if fuse is not None:
             check_name(fuse)
@@ -272,6 +280,7 @@ class Lowered:
             "seed": chosen_seed,
             "max_inflight": max_inflight,
             "fuse": fuse,
+            "fsdp": None if fsdp is None else fsdp.text,
             "check_inputs": every,
         }
         check_compilation(self._world, self._step.name, self.traces, options)
@@ -281,13 +290,16 @@ class Lowered:
             fabrics=fabrics_of(self._world),
             is_driven=is_driven,
             fuse=fuse,
+            prefetch=1 if fsdp is None else fsdp.prefetch,
         )
         folder = None if dump is None else Path(dump)
         variants = []
         for trace, fusing in zip(self.traces, self._fusing, strict=True):
             dumped = make_dump(settings, folder, self._step.name, self._world)
             sink = dumped if dumped is not None and dumped.is_wanted else None
-            scheduled = run_passes(schedule, trace.module, pipeline_of, sink)
+            chosen = choose_residency(fsdp, schedule, trace.module, pipeline_of)
+            pipeline = functools.partial(pipeline_of, fsdp=chosen)
+            scheduled = run_passes(schedule, trace.module, pipeline, sink)
             module = scheduled.module
             if sink is not None:
                 sink.finish(module, scheduled.reports)

@@ -10,6 +10,7 @@ from typing import Any
 from torch.utils._pytree import tree_unflatten
 
 from ...backends.failures.timeouts import seconds
+from ...passes.simulate.residency import Residency
 from ...tracer.errors import TraceError
 from ...tracer.step.binding import definition
 from ...tracer.step.inputs import InputSpec
@@ -51,7 +52,7 @@ def check_executions(inputs: InputSpec, method: str) -> None:
         )
 
 
-def check_options(passes: object, seed: object, timeout: object) -> None:
+def check_options(passes: object, seed: object, timeout: object, fsdp: object = None) -> None:
     """Return if these can be options of `compile`.
 
     Raises:
@@ -62,6 +63,8 @@ def check_options(passes: object, seed: object, timeout: object) -> None:
         raise TypeError(f"passes={passes!r}: a string that names some, as '-overlap,-cse'")
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, Integral)):
         raise TypeError(f"seed={seed!r}: an int, or None for that of CG_SEED")
+    if fsdp is not None and not isinstance(fsdp, Residency):
+        raise TypeError(f"fsdp={fsdp!r}: what cg.fsdp(...) returns, or None")
     if timeout is not None:
         limit = seconds(timeout)
         if limit is not None and limit <= 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from ...ir.module import Module
 from ...ir.pipeline.costs import Costs
 from ...ir.text.files import read_text
 from ...passes.base import Pipeline
+from ...passes.frontend.fsdp import Fsdp
 from ...passes.manager import DumpSink, PassManager, PassReport
 from ...passes.schedules import (
     Order,
@@ -28,6 +30,8 @@ from ...passes.schedules import (
 )
 from ...passes.schedules import Pipeline as Stages
 from ...passes.simulate.program_simulator import simulate_programs
+from ...passes.simulate.residency import Residency, ResidencyError
+from ...tracer.errors import TraceError
 
 PipelineOf = Callable[[Schedule | None], Pipeline]
 """The passes that compile a step with a schedule."""
@@ -124,6 +128,36 @@ def run_passes(
             choice = f"{instead.name}: no order mixes forwards and backwards"
             return replace(found, choice=choice)
         raise
+
+
+def choose_residency(
+    residency: Residency | None,
+    schedule: Schedule | None,
+    module: Module,
+    pipeline_of: Callable[..., Pipeline],
+) -> Fsdp | None:
+    """The pass that gathers stored parameters, as far as memory allows what the user has chosen.
+
+    The choice is the same on all ranks: it depends on nothing but the step and the options.
+
+    Args:
+        residency: what `compile` was given, if it was.
+        schedule, module, pipeline_of: as for `run_passes`; with `fsdp=` for the pass.
+
+    Raises:
+        IRError, ValueError: as the passes do.
+        TraceError: the step has no such parameters, or they do not fit.
+    """
+    if residency is None:
+        return None
+
+    def compiled(fsdp: Fsdp) -> Module:
+        return run_passes(schedule, module, partial(pipeline_of, fsdp=fsdp), None).module
+
+    try:
+        return residency.choose(module, compiled)
+    except ResidencyError as error:
+        raise TraceError(error.reason, loc=residency.loc, remedy=error.remedy) from None
 
 
 def _run(

@@ -16,6 +16,7 @@ from ...passes import schedules
 from ...passes.schedules import Order, Pipeline
 from ...passes.simulate.rank_grid import grid
 from ...passes.simulate.schedule_simulator import Simulation, simulate
+from ...passes.simulate.stored_stages import Storing
 from ..pictures.schedule_timeline import picture_of_schedule
 from ..pictures.write import write_picture
 
@@ -32,8 +33,13 @@ B is the gradient of the inputs, W that of the weights; a schedule that does not
 runs both as one. The times are those of a whole rank: where it hosts v chunks, each takes 1/v of
 them, and its activations count 1/v. The makespan is the longest time from a rank's first start to
 its last end, and the bubble ratio the share of it in which the ranks are idle. tcomm delays only
-what needs the transfer. An activation is held from F to B, and --mw of it from B to W.
+what needs the transfer. With --group-size F each rank of the pipeline is a group of F ranks that
+store a stage's parameters in pieces: parameter_traffic is what each of them receives in a step, in
+units of its stage's parameters. A gather is issued when the task before it starts. An activation
+is held from F to B, and --mw of it from B to W.
 """
+
+_TIMES = ("tf", "tb", "tw", "tcomm", "tgather", "treduce", "mw")
 
 _LAYOUTS = {"interleaved": "loop", "looped-bfs": "loop", "zb-v": "vee", "dualpipe-v": "vee"}
 
@@ -78,6 +84,10 @@ def _arguments() -> argparse.ArgumentParser:
     add("--tb", type=float, metavar="MS", help="time of an input gradient; default 1")
     add("--tw", type=float, metavar="MS", help="time of a weight gradient; default 1")
     add("--tcomm", type=float, metavar="MS", help="time of a transfer; default 0")
+    add("--group-size", type=int, metavar="F", help="ranks that store a stage in pieces; default 1")
+    add("--keep", choices=("step", "task"), help="how long they keep it gathered; default step")
+    add("--tgather", type=float, metavar="MS", help="time to gather a stage; default 0")
+    add("--treduce", type=float, metavar="MS", help="time to reduce its gradients; default 0")
     add("--mw", type=float, metavar="SHARE", help="of the activations that W needs; default 1")
     add("--costs", metavar="FILE", help="costs as JSON; the options above come before it")
     add("--max-activations", type=float, metavar="K", help="memory of auto; default: P")
@@ -97,7 +107,8 @@ def _simulate(options: argparse.Namespace) -> str:
     problem = _from_table(options) if options.table else _from_name(options, costs)
     pipeline = problem.pipeline
     costs = _of_stages(costs, pipeline)
-    found = simulate(problem.order, pipeline.stage_ranks, pipeline.microbatches, costs)
+    storing = _storing(options)
+    found = simulate(problem.order, pipeline.stage_ranks, pipeline.microbatches, costs, storing)
     result: dict[str, object] = {
         "makespan_ms": round(found.makespan, 6),
         "bubble_ratio": round(found.bubble_ratio, 9),
@@ -107,11 +118,27 @@ def _simulate(options: argparse.Namespace) -> str:
         held = (found.timeline.held(rank, costs) for rank in found.ranks)
         result["peak_bytes"] = [_number(peak) for peak in held]
     result |= problem.search
+    if storing is not None:
+        result["parameter_traffic"] = _number(found.traffic)
     if options.grid:
         result["grid"] = grid(found.timeline)
         sys.stderr.write(str(result["grid"]))
     _draw(options, problem, found)
     return json.dumps(result) + "\n"
+
+
+def _storing(options: argparse.Namespace) -> Storing | None:
+    """How stages are stored in pieces; None if they are not."""
+    members = 1 if options.group_size is None else options.group_size
+    if members < 1:
+        raise ValueError(f"--group-size {members}: a group has at least 1 rank")
+    if options.group_size is None:
+        given = [("--keep", options.keep), ("--tgather", options.tgather)]
+        for name, value in [*given, ("--treduce", options.treduce)]:
+            if value is not None:
+                raise ValueError(f"{name} is for stages that are stored in pieces: --group-size F")
+        return None
+    return Storing(members, options.keep or "step")
 
 
 def _draw(options: argparse.Namespace, problem: _Problem, found: Simulation) -> None:
@@ -142,7 +169,7 @@ def _number(value: float) -> float:
 
 
 def _costs(options: argparse.Namespace) -> Costs:
-    given = {name: getattr(options, name) for name in ("tf", "tb", "tw", "tcomm", "mw")}
+    given = {name: getattr(options, name) for name in _TIMES}
     costs = Costs.load(options.costs) if options.costs else Costs()
     return replace(costs, **{name: value for name, value in given.items() if value is not None})
 

@@ -21,7 +21,9 @@ class CheckDeadlock(Pass):
 
     The model is that of `ir/communication.py`: waits block their rank, sends complete together with
     their receives, streams are queues, and a slot takes a message once the last one is freed. A
-    step is run again and again, so a slot that is never freed is refused as well.
+    step is run again and again, so a slot that is never freed is refused as well. Where gathers and
+    reductions have streams of their own, the programs must come to their end with these and with
+    one stream for all collectives: a device may run queues side by side, or in one.
 
     Refused, for instance, as each rank waits for the other to receive::
 
@@ -42,6 +44,10 @@ class CheckDeadlock(Pass):
             raise IRError(*problems)
         if not progress.run():
             raise _explain(progress)
+        if any(channel.traffic is not None for channel in module.channels.values()):
+            chained = Progress(module, one_queue=True)
+            if not chained.run():
+                raise _explain(chained)
         return False
 
 
@@ -150,10 +156,11 @@ def _obstacle(progress: Progress, message: Message) -> _Step | None:
             f"does not free slot {recv.slot} of channel {message.chan} for {message}",
         )
     for rank, op in message.ends.items():
-        head = None if op.stream is None else progress.head(rank, op.stream)
-        if op.stream is not None and head is not None and head not in message.unit:
+        stream = progress.stream_of(op)
+        head = None if stream is None else progress.head(rank, stream)
+        if stream is not None and head is not None and head not in message.unit:
             return _Step(
-                f"on rank {rank}, {message} is behind {head} on stream {op.stream.value}",
+                f"on rank {rank}, {message} is behind {head} on stream {stream.value}",
                 rank,
                 op,
                 head,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,7 +17,7 @@ from ..placement.fabrics import one_by_one
 
 @dataclass(frozen=True)
 class AssignStreams(Pass):
-    """Put sends, receives, collectives and all other work on a stream each.
+    """Put sends, receives, collectives of each traffic and all other work on a stream each.
 
     What a wait for a future gives is on the compute stream. A value that is used on another
     stream than the one that made it is waited onto that stream, just before its first use there.
@@ -46,11 +46,16 @@ class AssignStreams(Pass):
 
     def run(self, module: Module) -> bool:
         single = one_by_one(module, self.rendezvous)
-        changed = [_assign(program, single) for program in module.programs]
+        traffic = {
+            id_: channel.traffic.stream
+            for id_, channel in module.channels.items()
+            if channel.traffic is not None
+        }
+        changed = [_assign(program, single, traffic) for program in module.programs]
         return any(changed)
 
 
-def _stream_of(op: Op, single: Collection[int]) -> Stream | None:
+def _stream_of(op: Op, single: Collection[int], traffic: Mapping[int, Stream]) -> Stream | None:
     if op.stream is not None or isinstance(op, (Return, Free)):
         return op.stream
     if isinstance(op, (Send, Recv)) and op.chan in single:
@@ -59,17 +64,19 @@ def _stream_of(op: Op, single: Collection[int]) -> Stream | None:
         return Stream.SEND
     if isinstance(op, Recv):
         return Stream.RECV
-    return Stream.COLLECTIVE if isinstance(op, Collective) else Stream.COMPUTE
+    if isinstance(op, Collective):
+        return traffic.get(op.chan or 0, Stream.COLLECTIVE)
+    return Stream.COMPUTE
 
 
-def _assign(program: Program, single: Collection[int]) -> bool:
+def _assign(program: Program, single: Collection[int], traffic: Mapping[int, Stream]) -> bool:
     names = Names.of(program)
     made_on: dict[Value, Stream] = {}
     waited: dict[tuple[Value, Stream], Value] = {}
     ops: list[Op] = []
     changed = False
     for op in program.ops:
-        stream = _stream_of(op, single)
+        stream = _stream_of(op, single, traffic)
         changed = changed or stream is not op.stream
         op.stream = stream
         if stream is not None and type(op) is not Wait:

@@ -143,6 +143,8 @@ def _beside_receives(
 def _computes(op: Call, module: Module) -> bool:
     """True if a call does more than to hand on what it gets."""
     function = module.functions[op.fn.name]
+    if function.parameter is not None:
+        return False
     return function.effect is not Effect.PURE or len(function.aliases) < len(function.outputs)
 
 

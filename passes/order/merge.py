@@ -11,19 +11,23 @@ from ...ir.ops import Call, Op, Recv, Return, Send, Value
 from ...ir.pipeline.order import splits_backward
 from ...ir.types import format_ranks
 from ..schedules import Order, Pipeline, Schedule
+from .prefetch import prefetch
 from .work import Work
 
 _LEAD = 2
 """Units of time between sending a value that needs no work and its first use."""
 
 
-def global_order(work: Work, schedule: Schedule) -> list[int]:
+def global_order(work: Work, schedule: Schedule, window: int = 1) -> list[int]:
     """Indices of nodes and early ops in an order that every rank can follow.
 
     Every rank runs its tasks in the order of `schedule`, each round for itself. The ranks of a
     group run a stage together, and are one rank to the schedule. Work outside of the tasks runs as
     soon as what it follows has run, but gives way to a task that could start at the same time. Time
     is counted in units: a task takes one, and so does an actor's call outside of tasks.
+
+    Args:
+        window: as in `prefetch`.
 
     Raises:
         IRError: the schedule contradicts the step; the message shows tasks in a circle.
@@ -34,6 +38,8 @@ def global_order(work: Work, schedule: Schedule) -> list[int]:
     if len(times) < len(work.nodes):
         raise _circle(work, chained, times, schedule)
     order = _put_off(work, times) if work.late else list(times)
+    if work.ahead or work.behind:
+        order = prefetch(work, order, window)
     return _insert_early(work, order, times) if work.early else order
 
 

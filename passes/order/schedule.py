@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
 
 from ...ir.module import Module
@@ -52,25 +52,33 @@ class SchedulePrograms(Pass):
 
     Attributes:
         schedule: the schedule; as an option in text, its name.
+        prefetch: how many calls before its use a parameter that is stored in pieces is gathered,
+            and behind how many a reduced gradient is taken in.
     """
 
     schedule: schedules.Schedule = field(default_factory=schedules.one_f_one_b)
+    prefetch: int = 1
 
     name: ClassVar[str] = "schedule"
     requires: ClassVar[tuple[Phase, ...]] = (Phase.ASYNC,)
     ensures: ClassVar[Phase | None] = Phase.SCHEDULED
 
+    def __post_init__(self) -> None:
+        if self.prefetch < 0:
+            raise ValueError(f"prefetch is at least 0, not {self.prefetch}")
+
     def run(self, module: Module) -> bool:
         work = sort_work(module)
-        project(module, work, global_order(work, self.schedule))
+        project(module, work, global_order(work, self.schedule, self.prefetch))
         return True
 
     @classmethod
     def from_options(cls, options: Mapping[str, str]) -> Self:
-        unknown = options.keys() - {"schedule"}
-        if unknown:
-            return super().from_options(options)
+        others = {name: text for name, text in options.items() if name != "schedule"}
+        made = super().from_options(others)
+        if "schedule" not in options:
+            return made
         try:
-            return cls(*(schedules.by_name(name) for name in options.values()))
+            return replace(made, schedule=schedules.by_name(options["schedule"]))
         except ValueError as error:
             raise OptionError(str(error)) from error

@@ -21,6 +21,7 @@ from ...ir.ops import (
     Wait,
 )
 from ..frontend.effect_order import dependencies, effect_of
+from ..frontend.stored_values import Way, ways_of
 from .rounds import Rounds
 from .stage_groups import StageGroups
 
@@ -49,6 +50,10 @@ class Work:
         stages: for each stage its round, and the rank that stands for its group.
         costs: for each call of an actor, how many units of time it takes.
         actors: for each call of an actor, which.
+        computing: the calls that do work of an actor.
+        ahead: nodes that begin to gather parameters that are stored in pieces.
+        uses: nodes that make parameters of what has been gathered.
+        behind: nodes that take in gradients that have been reduced to pieces.
     """
 
     program: Program
@@ -61,6 +66,10 @@ class Work:
     stages: dict[int, tuple[int, int]] = field(default_factory=dict)
     costs: dict[int, int] = field(default_factory=dict)
     actors: dict[int, str] = field(default_factory=dict)
+    computing: set[int] = field(default_factory=set)
+    ahead: set[int] = field(default_factory=set)
+    uses: set[int] = field(default_factory=set)
+    behind: set[int] = field(default_factory=set)
 
 
 def sort_work(module: Module) -> Work:
@@ -92,10 +101,30 @@ def sort_work(module: Module) -> Work:
         reach.append((index,) if is_node else follows)
     work.stages = groups.stages()
     work.late = _late(program.ops, edges).intersection(work.nodes)
+    if any(function.parameter is not None for function in module.functions.values()):
+        _find_stored(work, module)
     for anchors in work.anchors.values():
         # A task takes one unit however many calls it has.
         work.costs.update(dict.fromkeys(anchors[:-1], 0))
     return work
+
+
+def _find_stored(work: Work, module: Module) -> None:
+    """Find the nodes that gather parameters, and those that take in reduced gradients."""
+    ops = work.program.ops
+    ways = ways_of(ops, module.functions)
+    kinds = {Way.PIECE: work.ahead, Way.GATHERED: work.uses, Way.REDUCED: work.behind}
+    for index in work.nodes:
+        op = ops[index]
+        if isinstance(op, Collective):
+            if any(ways.get(value) is Way.PIECE for value in op.operands):
+                work.ahead.add(index)
+        elif isinstance(op, Call) and not module.functions[op.fn.name].is_work:
+            taken = {ways[value] for value in op.operands if value in ways}
+            if not op.operands:
+                taken = {ways[value] for value in op.results if value in ways}
+            if len(taken) == 1 and (way := taken.pop()) in kinds:
+                kinds[way].add(index)
 
 
 def _late(ops: Sequence[Op], edges: Sequence[tuple[int, ...]]) -> set[int]:
@@ -121,7 +150,8 @@ def _classify(work: Work, module: Module, index: int, op: Op, follows: Sequence[
     if isinstance(op, _LAZY):
         work.lazy.add(index)
         return False
-    actor = module.functions[op.fn.name].actor if isinstance(op, Call) else None
+    function = module.functions[op.fn.name] if isinstance(op, Call) else None
+    actor = None if function is None else function.actor
     if not follows and actor is None and not op.synchronizes:
         if isinstance(op, (Send, Collective)):
             work.early.append(index)
@@ -131,8 +161,10 @@ def _classify(work: Work, module: Module, index: int, op: Op, follows: Sequence[
             return False
     work.nodes.append(index)
     if actor is not None:
-        work.costs[index] = 1
         work.actors[index] = actor
+    if function is not None and function.is_work:
+        work.costs[index] = 1
+        work.computing.add(index)
         if op.task is not None:
             work.anchors.setdefault(op.task, []).append(index)
     return True

@@ -149,7 +149,7 @@ class _Recipe:
             made = copy_op(each, operands, tuple([values[value] for value in each.results]))
             made.loc, made.mb, made.task = op.loc, op.mb, op.task
             if isinstance(made, Transfer | Collective):
-                made.via, made.why = op.via, op.why
+                made.via, made.why, made.traffic = op.via, op.why, op.traffic
             ops.append(made)
         return values[self.made]
 

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ...ir.attributes import Traffic
 from ...ir.module import Channel, Module, Program
 from ...ir.names import Names
 from ...ir.ops import Broadcast, Collective, Op, Recv, Send, Transfer, Value, Wait
@@ -19,8 +20,9 @@ class SplitTransfers(Pass):
     """Split each `transfer` into `send` and `recv` or a `broadcast`, and wait for their futures.
 
     A value that several ranks hold is sent from the lowest of them. There is one channel for each
-    directed edge and transport and one for each group and transport; `seq` numbers the messages
-    of a channel. Every wait stands right behind its communication; `overlap` moves them apart.
+    directed edge and transport, and one for each group, transport and traffic; `seq` numbers the
+    messages of a channel. Every wait stands right behind its communication; `overlap` moves them
+    apart.
 
     Before::
 
@@ -58,7 +60,7 @@ class _Splitter:
         self.ops: list[Op] = []
         self._module = module
         self._names = Names.of(program)
-        self._channels: dict[tuple[tuple[int, ...], bool, str | None], int] = {}
+        self._channels: dict[tuple[tuple[int, ...], bool, str | None, Traffic | None], int] = {}
         self._sequence: Counter[int] = Counter()
         self._renamed: dict[Value, Value] = {}
 
@@ -113,8 +115,8 @@ class _Splitter:
         self._add_collective(broadcast)
 
     def _add_collective(self, op: Collective) -> None:
-        op.chan, op.seq = self._next(op.group.ranks, True, op.via, op.why)
-        op.via = op.why = None  # the channel says it from here on
+        op.chan, op.seq = self._next(op.group.ranks, True, op.via, op.why, op.traffic)
+        op.traffic = op.via = op.why = None  # the channel says it from here on
         results = op.results
         op.results = tuple(
             [self._value(f"{value.name}.{op.opcode}", _future(value.type)) for value in results]
@@ -124,13 +126,20 @@ class _Splitter:
             self.ops.append(Wait((future,), (value,), loc=op.loc, mb=op.mb))
 
     def _next(
-        self, ranks: tuple[int, ...], collective: bool, via: str | None, why: str | None
+        self,
+        ranks: tuple[int, ...],
+        collective: bool,
+        via: str | None,
+        why: str | None,
+        traffic: Traffic | None = None,
     ) -> tuple[int, int]:
         """The channel between `ranks` and the number of the next message on it."""
-        key = (ranks, collective, via)
+        key = (ranks, collective, via, traffic)
         chan = self._channels.setdefault(key, len(self._channels))
         if chan not in self._module.channels:
-            self._module.channels[chan] = Channel(chan, ranks, collective, via, why=why)
+            self._module.channels[chan] = Channel(
+                chan, ranks, collective, via, why=why, traffic=traffic
+            )
         seq = self._sequence[chan]
         self._sequence[chan] += 1
         return chan, seq

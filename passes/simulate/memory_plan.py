@@ -8,6 +8,7 @@ from ...ir.module import Function, Module
 from ...ir.ops import Call, Constant, Free, Op, Recv, Slice, Value
 from ...ir.storage import SharedStorage
 from ...ir.types import tensor_bytes
+from ..frontend.stored_values import Way, ways_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +20,15 @@ class MemoryPlan:
         slots: the slots of all channels to this rank.
         values: the most that all other values hold at once.
         outputs: what is returned; part of `values` where the program makes it.
+        gathered: the most that parameters hold at once which actors store in pieces, gathered for
+            their use; part of `values`.
     """
 
     inputs: int
     slots: int
     values: int
     outputs: int
+    gathered: int = 0
 
     @property
     def peak(self) -> int:
@@ -43,18 +47,24 @@ def memory_plan(module: Module, rank: int) -> MemoryPlan:
     storage = SharedStorage(program, module.functions)
     last_frees = {storage.of(op.operands[0]): op for op in program.ops if isinstance(op, Free)}
     held: dict[Value, int] = {}
-    live = most = 0
+    ways = ways_of(program.ops, module.functions)
+    parameters: dict[Value, int] = {}
+    live = most = gathered = 0
     for op in program.ops:
         if isinstance(op, Free):
             group = storage.of(op.operands[0])
             if last_frees[group] is op:
                 live -= held.pop(group, 0)
+                parameters.pop(group, None)
             continue
         for value in _brings(op, module.functions):
             size = tensor_bytes(value.type)
             group = storage.of(value)
             held[group] = held.get(group, 0) + size
             live += size
+            if ways.get(value) is Way.GATHERED:
+                parameters[group] = held[group]
+                gathered = max(gathered, sum(parameters.values()))
         most = max(most, live)
     slots = sum(
         (channel.slots or 0) * (channel.slot_bytes or 0)
@@ -65,7 +75,7 @@ def memory_plan(module: Module, rank: int) -> MemoryPlan:
         sum(tensor_bytes(value.type) for value in values)
         for values in (program.params, program.outputs)
     )
-    return MemoryPlan(inputs, slots, most, outputs)
+    return MemoryPlan(inputs, slots, most, outputs, gathered)
 
 
 def _brings(op: Op, functions: dict[str, Function]) -> list[Value]:

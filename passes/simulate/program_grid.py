@@ -44,6 +44,8 @@ def _closing_calls(module: Module) -> set[int]:
         for op in program.ops:
             if isinstance(op, Call) and op.task is not None:
                 function = module.functions[op.fn.name]
+                if function.parameter is not None:
+                    continue
                 if function.actor is not None or op.task not in last:
                     last[op.task] = op
         found.update(id(op) for op in last.values())

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ...ir.attributes import Action, Task
+from ...ir.attributes import Action, Task, Traffic
 from ...ir.communication import Message, Progress, Span, Stall
 from ...ir.diagnostics import error
 from ...ir.module import Module
@@ -42,7 +42,8 @@ def simulate_programs(module: Module, costs: Costs) -> ProgramSimulation:
     After each call its rank is idle for `costs.overhead`, and before each send or collective for
     `costs.post`. All other ops take no time. A message takes what the link of its channel, or else
     `costs.link`, says of its bytes; without these, one that a task sends to ranks of another stage
-    takes `tcomm`, and others no time.
+    takes `tcomm`, a gather of parameters that are stored in pieces `tgather`, a reduction of their
+    gradients `treduce`, and others no time.
 
     Raises:
         IRError: the programs wait for each other for ever, or their ends do not match.
@@ -89,7 +90,7 @@ def _work(module: Module, costs: Costs) -> dict[int, float]:
         call.task
         for each in calls
         for call in each
-        if call.task and module.functions[call.fn.name].actor is not None
+        if call.task and module.functions[call.fn.name].is_work
     }
     split = any(task.action is Action.WEIGHT for task in tasks)
     work: dict[int, float] = {}
@@ -127,7 +128,7 @@ def _shares(module: Module, costs: Costs, call: Call) -> bool:
     """True if a call takes its share of the time of its task."""
     if call.task is None or call.fn.name in costs.functions:
         return False
-    return module.functions[call.fn.name].actor is not None
+    return module.functions[call.fn.name].is_work
 
 
 def _transfer(module: Module, costs: Costs) -> Callable[[Message], float]:
@@ -138,6 +139,9 @@ def _transfer(module: Module, costs: Costs) -> Callable[[Message], float]:
         link = costs.channels.get(message.chan, costs.link)
         if link is not None:
             return link.time(_volume(message))
+        traffic = module.channels[message.chan].traffic
+        if traffic is not None:
+            return costs.tgather if traffic is Traffic.GATHER else costs.treduce
         if op.task is None or hosts[op.task.stage].issuperset(message.ends):
             return 0.0
         stage = op.task.stage

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ...ir.pipeline.costs import Costs
 from ...ir.pipeline.order import Order
 from ...ir.pipeline.timing import Timeline, play
+from .stored_stages import Gathers, Storing, traffic
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,8 @@ class Simulation:
         peak_activations: for each of `ranks`, of how many microbatches it holds the activations at
             most, counted as in `Timeline.peak`.
         timeline: when each task runs.
+        traffic: bytes that a rank receives for parameters that are stored in pieces, in units of
+            their bytes; 0 where none are.
     """
 
     ranks: tuple[int, ...]
@@ -30,6 +33,7 @@ class Simulation:
     busy: tuple[float, ...]
     peak_activations: tuple[float, ...]
     timeline: Timeline
+    traffic: float = 0.0
 
     @property
     def bubble_ratio(self) -> float:
@@ -40,7 +44,11 @@ class Simulation:
 
 
 def simulate(
-    order: Order, stage_ranks: Sequence[int], microbatches: int, costs: Costs | None = None
+    order: Order,
+    stage_ranks: Sequence[int],
+    microbatches: int,
+    costs: Costs | None = None,
+    storing: Storing | None = None,
 ) -> Simulation:
     """Run an order of tasks on paper, in time linear in their number.
 
@@ -51,19 +59,31 @@ def simulate(
         stage_ranks: the rank of each stage.
         microbatches: how many there are.
         costs: of each stage's tasks and of transfers; one unit for each task without them.
+        storing: how stages are stored, if groups of ranks have them in pieces. The first gather of
+            a rank and its last reduction count to its time.
 
     Raises:
         OrderDeadlock: the ranks come to wait for each other.
         ValueError: the costs are not for so many stages.
     """
     costs = costs or Costs()
-    timeline = play(order, stage_ranks, microbatches, costs)
+    gathers = None
+    if storing is not None and storing.members > 1:
+        gathers = Gathers(storing, costs, len(stage_ranks), microbatches)
+    hold = None if gathers is None else gathers.hold
+    timeline = play(order, stage_ranks, microbatches, costs, hold)
     ranks = tuple(dict.fromkeys(stage_ranks))
+    makespan, end = timeline.makespan, timeline.end
+    if gathers is not None:
+        spans = gathers.spans(timeline).values()
+        makespan = max(last - first for first, last in spans)
+        end = max(last for _, last in spans)
     return Simulation(
         ranks,
-        timeline.makespan,
-        timeline.end,
+        makespan,
+        end,
         tuple(timeline.busy(rank) for rank in ranks),
         tuple(timeline.peak(rank, costs.mw) for rank in ranks),
         timeline,
+        0.0 if storing is None else traffic(storing, microbatches),
     )

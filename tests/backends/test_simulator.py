@@ -204,7 +204,10 @@ def test_a_message_takes_latency_and_bytes() -> None:
     [
         ("{", "file.json: not JSON: "),
         ("[]", "file.json: costs are an object, not list"),
-        ('{"tx": 1}', "file.json: there is no cost 'tx'; choose from tf, tb, tw, tcomm, mw"),
+        (
+            '{"tx": 1}',
+            "file.json: there is no cost 'tx'; choose from tf, tb, tw, tcomm, tgather, tred",
+        ),
         ('{"tf": -1}', "file.json: costs: tf is -1; it must be finite and not negative"),
         ('{"tf": "1"}', "file.json: costs: tf is '1'; it must be a number"),
         ('{"tb": [1, true]}', "file.json: costs: tb is True; it must be a number"),

@@ -94,7 +94,12 @@ def test_two_stages_on_each_rank(
 
 @pytest.mark.parametrize(
     "options",
-    ["--dp 2 --tp 2", "--dp 2 --schedule zb-h1", "--tp 2", "--dp 2 --tp 1 --schedule dualpipe-v"],
+    [
+        "--dp 2 --tp 2 --fsdp",
+        "--dp 2 --schedule zb-h1 --fsdp task",
+        "--tp 2",
+        "--dp 2 --tp 1 --schedule dualpipe-v",
+    ],
 )
 def test_groups_of_ranks(options: str, plain: tuple[Path, list[float]], tmp_path: Path) -> None:
     folder = tmp_path / "run"
@@ -109,7 +114,7 @@ def test_groups_of_ranks(options: str, plain: tuple[Path, list[float]], tmp_path
 @pytest.mark.parametrize("ranks", [pytest.param(4, marks=needs_mpi)])
 def test_groups_of_mpi_ranks(ranks: int, plain: tuple[Path, list[float]], tmp_path: Path) -> None:
     """Two stages, each on a group of two."""
-    ended = train(ranks, tmp_path / "run", "--dp 2 --sample 0")
+    ended = train(ranks, tmp_path / "run", "--dp 2 --sample 0 --fsdp step")
     assert check_written(tmp_path / "run", ended, ranks) == pytest.approx(plain[1], rel=1e-4)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from cg.ir.attributes import Action, Effect, ReduceOp, Shares, Stream, Symbol, Task
+from cg.ir.attributes import Action, Effect, ReduceOp, Shares, Stream, Symbol, Task, Traffic
 from cg.ir.flops import Flops
 from cg.ir.layout import Cut, Layout, merge
 from cg.ir.location import Location
@@ -89,6 +89,7 @@ ATTRIBUTES: dict[str, st.SearchStrategy[Any]] = {
     "vjp": st.none() | symbols,
     "fn": symbols,
     "key": st.none() | small,
+    "traffic": st.none() | st.sampled_from(Traffic),
     "via": st.none() | words,
     "why": st.none() | words,
     "slot": st.none() | small,
@@ -121,6 +122,7 @@ functions = st.builds(
     ).map(Shares.of),
     indices,
     st.none() | words,
+    st.none() | words,
 )
 maybe = st.none() | names
 vjps = st.builds(Vjp, names, names, names, indices, indices, maybe, maybe, indices)
@@ -134,6 +136,7 @@ channels = st.builds(
     st.none() | small,
     st.none() | words,
     st.none() | flops,
+    st.none() | st.sampled_from(Traffic),
 )
 
 

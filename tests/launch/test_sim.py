@@ -76,6 +76,23 @@ def test_the_memory_of_w_is_an_option(capsys: pytest.CaptureFixture[str]) -> Non
     assert found["peak_activations"] == [4, 3.5, 3, 2.5]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "makespan", "traffic"),
+    [
+        ("--keep step --tgather 1 --treduce 1", 33 + 2, 2 * 3 / 4),  # the first, and the last
+        ("--keep task --tgather 0.5 --treduce 0.5", 33 + 1, 3 * 8 * 3 / 4),  # the others are hidden
+        ("--keep task --schedule zb-h1", 27, 3 * 8 * 3 / 4),
+        ("--keep task --schedule gpipe --tgather 1 --treduce 3", 1 + 19 + 8 * 3, 18),  # behind B0
+    ],
+)
+def test_stages_that_are_stored_in_pieces(
+    capsys: pytest.CaptureFixture[str], arguments: str, makespan: float, traffic: float
+) -> None:
+    found = run(capsys, f"--stages 4 --microbatches 8 --group-size 4 {arguments}")
+    assert found["makespan_ms"] == makespan
+    assert found["parameter_traffic"] == traffic
+
+
 def test_the_grid_is_a_key_and_goes_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--schedule", "zb-h1", "--stages", "2", "--microbatches", "2", "--grid"]) == 0
     captured = capsys.readouterr()
@@ -114,6 +131,8 @@ def test_costs_come_from_a_file_and_options_come_first(
         ("--stages 0 --microbatches 2", "--stages 0: there must be at least 1"),
         ("--stages 2 --microbatches 2 --chunks 0", "--chunks 0: there must be at least 1"),
         ("--stages 2 --microbatches 2 --tf -1", "tf is -1.0; it must be finite"),
+        ("--stages 2 --microbatches 2 --tgather 1", "--tgather is for stages that are stored in"),
+        ("--stages 2 --microbatches 2 --group-size 0", "--group-size 0: a group has at least 1"),
         ("--schedule zb-v --stages 2 --microbatches 2 --chunks 3", "--chunks 3: a pipeline that"),
         ("--schedule zb-h1 --stages 2 --microbatches 2 --chunks 2", "stages of a rank side by"),
         ("--schedule 1f1b --stages 2 --microbatches 2 --max-activations 2", "is for auto"),

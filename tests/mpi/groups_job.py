@@ -15,7 +15,7 @@ from torch import nn
 import cg
 from cg.ir.types import Mesh
 from cg.launch.world.world import world
-from tests.tracer.groups.training import Attention, Block, Language, Mlp, Model, train
+from tests.tracer.groups.training import Attention, Block, Language, Mlp, Model, Tower, train
 
 
 @cg.actor
@@ -35,6 +35,11 @@ def main() -> None:
     for name, (model, places, rows, schedule, kind) in cases().items():
         stages = model.on(places, store=cg.cut(0, "dp") if name == "stored" else cg.whole)
         made = train(model, stages, rows, 2, schedule, kind, steps=2)
+        for rank, digest in sorted(made.items()):
+            print(f"{name} on rank {rank}: {digest}")
+    for name, (model, places, rows, width, schedule, fsdp) in stored().items():
+        stages = model.on(places, store=cg.cut(0, "dp"))
+        made = train(model, stages, rows, 2, schedule, "reals", steps=2, width=width, fsdp=fsdp)
         for rank, digest in sorted(made.items()):
             print(f"{name} on rank {rank}: {digest}")
     if world().is_virtual:
@@ -82,6 +87,19 @@ def cases() -> dict[str, Case]:
             "1f1b",
             "reals",
         ),
+    }
+
+
+def stored() -> dict[str, tuple[Model, tuple[Mesh, ...], int, int, str | None, object]]:
+    """Models whose parameters are stored in pieces: of two stages, and uneven."""
+    pair = cg.mesh(pp=2, dp=2, tp=1).unbind("pp")
+    towers = Model([(Tower, (0, "adam")), (Tower, (1, "adam"))])
+    uneven = Model([(Tower, (0, "sgd", 5))]), (cg.mesh([0, 2, 3], dp=3, tp=1),)
+    return {
+        "step": (towers, pair, 8, 8, "zb-h1", cg.fsdp(keep="step")),
+        "task": (towers, pair, 8, 8, "1f1b", cg.fsdp(keep="task", prefetch=2)),
+        "auto": (Model([(Block, (0, "sgd"))]), (cg.mesh(dp=2, tp=2),), 8, 8, None, cg.fsdp()),
+        "uneven": (*uneven, 6, 5, None, None),
     }
 
 

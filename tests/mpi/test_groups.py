@@ -8,7 +8,7 @@ import pytest
 
 from .jobs import needs_mpi, run
 
-pytestmark = [*needs_mpi, pytest.mark.timeout(200)]
+pytestmark = [*needs_mpi, pytest.mark.timeout(300)]
 
 HASH = r"(\w+ on rank \d: [0-9a-f]{64})"
 
@@ -21,7 +21,7 @@ def test_actors_on_meshes_hold_the_same_bits_in_processes() -> None:
     alone = run(0, job, seconds=100, variables={"CG_RANKS": "4"}, warm=True)
     assert alone.code == 0, alone.output
     found, expected = (sorted(re.findall(HASH, each.output)) for each in (ended, alone))
-    assert len(expected) == 7 * 4
+    assert len(expected) == 7 * 4 + 3 * 4 + 3
     assert found == expected
     told = re.findall(r"rank (\d) was told: (.*)", ended.output)
     assert len(told) == 2 * 4
@@ -33,3 +33,10 @@ def test_actors_on_meshes_hold_the_same_bits_in_processes() -> None:
             assert words == "no file here"
         else:
             assert words == "careless1 could not be made on rank 1: ValueError: no file here"
+
+
+def test_stored_parameters_travel_on_streams_of_devices() -> None:
+    """Devices are fake ones, whose streams are threads, and the transport's are sockets."""
+    ended = run(4, ["-m", "tests.mpi.device_job", "tests.mpi.stored_job"], seconds=180, warm=True)
+    assert ended.code == 0, ended.output
+    assert len(re.findall(r"agrees on rank \d", ended.output)) == 4 * 4

@@ -23,6 +23,7 @@ from ...ir.types import DType, TensorType, UnitType
 from ..actors.actor_state import StateTensor
 from ..autodiff.subgraphs import Gradient, Piece, fake_of, memory_of
 from ..codegen.codegen import make_body, returning_unit
+from ..groups.stored import Gather, Reduce, Stored
 from ..layouts.cases import LayoutError
 from ..layouts.cuts import unmerged
 from ..layouts.partition import Part, Partition
@@ -72,6 +73,7 @@ class Maker:
         owner: holds the constants that graphs refer to.
         effect: of the parts that touch state.
         loc: the user's line.
+        stored: the actor's parameters that are gathered; None without an actor.
     """
 
     name: str
@@ -82,13 +84,16 @@ class Maker:
     owner: torch.nn.Module
     effect: Effect
     loc: Location | None
+    stored: Stored | None = None
 
     def make(self) -> GroupFunction:
         """The function."""
-        plans = list(self._plans())
+        reductions = self._reductions()
+        plans = list(self._plans(reductions))
         made = [self._part(i, plan) if plan.is_needed else None for i, plan in enumerate(plans)]
-        program = self._program(plans, made)
-        parts = tuple(part for part in made if part is not None)
+        writer = _Writer(self.section.takes, self.loc)
+        program = self._program(writer, plans, made, reductions)
+        parts = (*(part for part in made if part is not None), *writer.called.values())
         functions = [part.declaration for part in parts]
         effects = {function.effect for function in functions}
         declaration = Function(
@@ -96,7 +101,7 @@ class Maker:
             inputs=tuple(map(_type, self.section.takes)),
             outputs=tuple(map(_type, self.section.gives)) or (UnitType(),),
             kind=FunctionKind.PROGRAM,
-            effect=self.effect if self.effect in effects else Effect.PURE,
+            effect=self.effect if effects != {Effect.PURE} else Effect.PURE,
             actor=self.actor,
             random=any(function.random for function in functions),
             loc=self.loc,
@@ -104,10 +109,27 @@ class Maker:
         )
         return GroupFunction(declaration, program, parts)
 
-    def _plans(self) -> Iterator[_PartPlan]:
+    def _reductions(self) -> dict[Transfer, Reduce]:
+        """The transfers that reduce gradients to the pieces that are stored."""
+        found: dict[Transfer, Reduce] = {}
+        paths = {version: t.path for t, version in self.section.gradients}
+        read = {v for part in self.section.partition.parts for v in part.inputs}
+        for transfer in _transfers(self.section.partition):
+            path = paths.get(transfer.after)
+            if self.stored is None or path is None or path not in self.stored:
+                continue
+            if transfer.after in read:
+                continue
+            before, after = transfer.before.layout, transfer.after.layout
+            if (made := self.stored.reduces(path, before, after)) is not None:
+                found[transfer] = made
+        return found
+
+    def _plans(self, reductions: Collection[Transfer]) -> Iterator[_PartPlan]:
         """The parts that do something, each with what it returns and accumulates."""
         section = self.section
-        left = list(section.gradients)
+        reduced = {transfer.after for transfer in reductions}
+        left = [pair for pair in section.gradients if pair[1] not in reduced]
         wanted = set(section.gives) | {t.before for t in _transfers(section.partition)}
         wanted |= {v for part in section.partition.parts for v in part.inputs}
         for part, _ in section.partition.steps:
@@ -141,14 +163,25 @@ class Maker:
         )
         return TracedPart(function, RankBodies.of(bodies) if bodies else None)
 
-    def _program(self, plans: Sequence[_PartPlan], parts: Sequence[TracedPart | None]) -> Program:
-        writer = _Writer(self.section.takes, self.loc)
-        steps = self.section.partition.steps
+    def _program(
+        self,
+        writer: _Writer,
+        plans: Sequence[_PartPlan],
+        parts: Sequence[TracedPart | None],
+        reductions: Mapping[Transfer, Reduce],
+    ) -> Program:
+        partition = self.section.partition
         for index, (plan, part) in enumerate(zip(plans, parts, strict=True)):
+            for transfer in partition.gathers.get(index, ()):
+                assert self.stored is not None, "an actor stores what is gathered"
+                path = self.section.state[transfer.before].path
+                writer.gather(self.stored.gathers(path), transfer.after)
             if part is not None:
                 writer.call(part.declaration, plan.inputs(self.section.state), plan.returned)
-            if index < len(steps):
-                for transfer in steps[index][1]:
+            for transfer in partition.steps[index][1] if index < len(partition.steps) else ():
+                if transfer in reductions:
+                    writer.reduce(reductions[transfer], transfer.before)
+                else:
                     writer.transfer(transfer.before, transfer.after)
         return writer.end(self.name, self.section.gives)
 
@@ -286,9 +319,14 @@ class _PieceBuilder:
 
 
 class _Writer:
-    """Writes the body of a function."""
+    """Writes the body of a function.
+
+    Attributes:
+        called: the functions that it calls to hand parameters and gradients over, by name.
+    """
 
     def __init__(self, takes: Sequence[Version], loc: Location | None) -> None:
+        self.called: dict[str, TracedPart] = {}
         self._names = Names()
         self._loc = loc
         self._params = [self._value(version) for version in takes]
@@ -322,6 +360,33 @@ class _Writer:
                 "dimensions as one",
             )
         self._ops.append(TransferOp((self._values[before],), (result,), loc=self._loc))
+
+    def gather(self, gather: Gather, version: Version) -> None:
+        """Make a parameter whole of its pieces."""
+        base = version.node.name
+        rest = self._hand(gather.read, (), f"{base}.rest")
+        full = self._travel(rest, gather.full, f"{base}.full")
+        self._values[version] = self._hand(gather.make, (full,), base)
+
+    def reduce(self, reduce: Reduce, version: Version) -> None:
+        """Reduce a gradient to the pieces that ranks store, and add these to theirs."""
+        base = version.node.name
+        terms = self._hand(reduce.lay, (self._values[version],), f"{base}.terms")
+        total = self._travel(terms, reduce.total, f"{base}.total")
+        self._done = self._hand(reduce.add, (total,), "done")
+
+    def _hand(self, part: TracedPart, operands: tuple[Value, ...], name: str) -> Value:
+        function = part.declaration
+        self.called[function.name] = part
+        (type_,) = function.outputs
+        result = Value(self._names.fresh(name), type_)
+        self._ops.append(CallOp(operands, (result,), fn=Symbol(function.name), loc=self._loc))
+        return result
+
+    def _travel(self, value: Value, type_: TensorType, name: str) -> Value:
+        result = Value(self._names.fresh(name), type_)
+        self._ops.append(TransferOp((value,), (result,), loc=self._loc))
+        return result
 
     def end(self, name: str, gives: Sequence[Version]) -> Program:
         """The program; one that gives nothing returns a unit."""

@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 from ...ir.attributes import Effect
 from ...ir.layout import Layout
 from ...ir.module import Vjp
+from ...ir.names import layer_of
 from ..actors.actor_state import StateTensor
 from ..errors import TraceError
 from ..groups.group import Group
+from ..groups.stored import Stored
 from ..layouts.joints import propagate_joint
 from ..layouts.sections import Cutter, Section, with_all_gradients
 from ..methods.dispatch_modes import storage_key
@@ -102,7 +104,8 @@ class GroupMethods:
         propagation = propagate_joint(
             joint, self.group.place, layouts, self.group.inputs, pins=pins
         )
-        return Cutter(joint, propagation, self._ranks)
+        layers = {path: layer_of(path) for path in gathered}
+        return Cutter(joint, propagation, self._ranks, layers)
 
     @property
     def _ranks(self) -> tuple[int, ...]:
@@ -116,6 +119,8 @@ class GroupMethods:
         graded = [tensor for tensor, _ in section.gradients]
         parts = section.partition.parts
         read = {version for part in parts for version in part.inputs}
+        gathers = section.partition.gathers.values()
+        read |= {transfer.before for transfers in gathers for transfer in transfers}
         state = [tensor for version, tensor in section.state.items() if version in read]
         effect = self.effects.of_backward(joint, state, graded)
         self._note(state, graded, name)
@@ -137,6 +142,7 @@ class GroupMethods:
             joint.owner,
             effect,
             self.call.error_loc,
+            None if actor is None else Stored(actor, self.call.error_loc),
         ).make()
 
     def _note(self, read: Sequence[StateTensor], graded: Sequence[StateTensor], name: str) -> None:

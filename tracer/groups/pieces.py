@@ -118,3 +118,16 @@ def _entries(tensor: torch.Tensor, dim: int, intervals: Intervals) -> torch.Tens
     if len(parts) == 1:
         return parts[0]
     return torch.cat(parts, dim) if parts else tensor.narrow(dim, 0, 0)
+
+
+def put(target: torch.Tensor, region: Region, value: torch.Tensor) -> None:
+    """Copy a tensor to a region of another."""
+    for dim, intervals in enumerate(region):
+        if len(intervals) != 1:
+            at = 0
+            for start, stop in intervals:
+                part = value.narrow(dim, at, stop - start)
+                put(target, (*region[:dim], ((start, stop),), *region[dim + 1 :]), part)
+                at += stop - start
+            return
+    target[tuple(slice(*interval) for (interval,) in region)].copy_(value)

@@ -66,11 +66,13 @@ class Partition:
         steps: parts, each followed by the transfers of what it and those before it give.
         inputs: what the first parts take.
         outputs: what the graph gives; None for what is no tensor.
+        gathers: of stored state, by the index of the step that needs it first.
     """
 
     steps: tuple[tuple[Part, tuple[Transfer, ...]], ...]
     inputs: tuple[Version, ...]
     outputs: tuple[Version | None, ...]
+    gathers: Mapping[int, tuple[Transfer, ...]]
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -84,6 +86,7 @@ def partition(
     given: Collection[Version] = (),
     state: Collection[fx.Node] = (),
     ranks: Collection[int] | None = None,
+    stored: Mapping[fx.Node, str] | None = None,
 ) -> Partition:
     """Cut a graph that has layouts.
 
@@ -95,9 +98,11 @@ def partition(
         given: versions that a transfer outside of `nodes` makes; these are inputs as well.
         state: placeholders that each part reads where they live, and that are not handed on.
         ranks: those whose graphs are made; None: all.
+        stored: the layer of each placeholder of state that is gathered for its use. A part begins
+            where a layer is used first.
     """
     chosen = propagation.place.ranks if ranks is None else tuple(ranks)
-    return _Cutter(propagation, nodes, outputs, given, state, chosen).all()
+    return _Cutter(propagation, nodes, outputs, given, state, chosen, stored or {}).all()
 
 
 def exchanged(
@@ -105,9 +110,13 @@ def exchanged(
     nodes: Collection[fx.Node],
     outputs: Sequence[Version],
     state: Collection[fx.Node],
+    stored: Mapping[fx.Node, str],
 ) -> frozenset[Version]:
-    """The versions that are there because some nodes, or what they give, need an exchange."""
-    cutter = _Cutter(propagation, nodes, outputs, (), state, ())
+    """The versions that are there because some nodes, or what they give, need an exchange.
+
+    Not those of stored state, which is gathered again wherever it is used.
+    """
+    cutter = _Cutter(propagation, nodes, outputs, (), state, (), stored)
     return frozenset(transfer.after for transfer in cutter.exchanges())
 
 
@@ -122,8 +131,11 @@ class _Cutter:
         given: Collection[Version],
         state: Collection[fx.Node],
         ranks: Sequence[int],
+        stored: Mapping[fx.Node, str],
     ) -> None:
         self.propagation = propagation
+        self.stored = stored
+        self.opened: dict[str, int] = {}
         self.given = frozenset(given)
         self.ranks = ranks
         self.state = frozenset(state)
@@ -137,15 +149,35 @@ class _Cutter:
         own = set(self.ops)
         self.level: dict[fx.Node, int] = {}
         self.needed: dict[int, dict[Version, None]] = {}
-        drawn = 0
+        drawn, following = 0, 0
         for node in self.ops:
+            for version in self.reads(node):
+                self._open(version, following)
             found = [
                 self.available(v) for v in self.reads(node) if v.node in own or v in self.transfers
             ]
             self.level[node] = max(found, default=0)
             if is_random(node.target, node.args, node.kwargs):  # they draw in the graph's order
                 drawn = self.level[node] = max(self.level[node], drawn)
+            following = max(following, self.level[node] + 1)
         self._put_off()
+
+    def _open(self, version: Version, level: int) -> None:
+        """Note the level from which on a layer's state is gathered, where it is used first."""
+        transfer = self.transfers.get(version)
+        if transfer is None:
+            return
+        if self.is_gather(transfer):
+            self.opened.setdefault(self.stored[version.node], level)
+        else:
+            self._open(transfer.before, level)
+
+    def is_gather(self, transfer: Transfer) -> bool:
+        """Whether a transfer gathers stored state, from how it rests."""
+        node = transfer.before.node
+        if node not in self.stored or not transfer.change.communicates:
+            return False
+        return transfer.before not in self.transfers
 
     def _put_off(self) -> None:
         """Compute values that go to no other part, since no type says so, where they are read."""
@@ -187,11 +219,16 @@ class _Cutter:
         transfer = self.transfers.get(version)
         if transfer is None:
             return 0 if version in self.given else self.level.get(version.node, 0)
+        if self.is_gather(transfer):
+            return self.opened.get(self.stored[version.node], 0)
         return self.available(transfer.before) + transfer.change.communicates
 
     def exchanges(self) -> list[Transfer]:
         """The transfers that ranks exchange something for."""
         self._demand()
+        return [t for t in self._wanted_exchanges() if not self.is_gather(t)]
+
+    def _wanted_exchanges(self) -> list[Transfer]:
         return [
             t
             for t in self.propagation.transfers
@@ -201,7 +238,10 @@ class _Cutter:
     def all(self) -> Partition:
         exchanges = self.exchanges()
         after = [self.available(t.after) - 1 for t in exchanges]
-        last = max([*self.level.values(), *self.needed, *after], default=0)
+        gathers: dict[int, list[Transfer]] = {}
+        for transfer in filter(self.is_gather, self._wanted_exchanges()):
+            gathers.setdefault(self.available(transfer.after), []).append(transfer)
+        last = max([*self.level.values(), *self.needed, *after, *gathers], default=0)
         graphs: dict[str, Graphs] = {}
         steps = []
         for level in range(last + 1):
@@ -212,7 +252,8 @@ class _Cutter:
         for output in [*self.outputs, *self.wanted]:
             if output is not None and self._is_given(output):
                 given[output] = None
-        return Partition(tuple(steps), tuple(given), self.outputs)
+        found = {level: tuple(transfers) for level, transfers in gathers.items()}
+        return Partition(tuple(steps), tuple(given), self.outputs, found)
 
     def _is_given(self, version: Version) -> bool:
         """True if a version is an input of the whole; each part has constants and state itself."""
@@ -243,6 +284,10 @@ class _Cutter:
         self.wanted[version] = None
         transfer = self.transfers.get(version)
         at = self.available(version)
+        if transfer is not None and self.is_gather(transfer):
+            if level is None:  # it is given out, or is to be exchanged further
+                self.needed.setdefault(at, {})[version] = None
+            return
         if transfer is not None and transfer.change.communicates:
             self._want(transfer.before, None)
             return

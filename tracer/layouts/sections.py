@@ -7,7 +7,7 @@ the backward takes what the forward has exchanged, and does not exchange it agai
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -125,9 +125,16 @@ class Cutter:
         joint: the graph before it was laid out, with a cotangent for each input that is wanted.
         propagation: its layouts.
         ranks: those whose graphs are wanted.
+        stored: the layer of each parameter that is gathered for its use, by path.
     """
 
-    def __init__(self, joint: Joint, propagation: Propagation, ranks: Collection[int]) -> None:
+    def __init__(
+        self,
+        joint: Joint,
+        propagation: Propagation,
+        ranks: Collection[int],
+        stored: Mapping[str, str],
+    ) -> None:
         self.joint = relabelled(joint, propagation)
         self._propagation = propagation
         self._ranks = ranks
@@ -139,6 +146,7 @@ class Cutter:
         self._gradients = tuple((tensor, version) for (tensor, _), version in gradients)
         self._forward = [n for n in propagation.graph.nodes if n.name in self.joint.forward]
         self._state = dict(self.joint.state)
+        self._stored = {n: stored[t.path] for n, t in self._state.items() if t.path in stored}
 
     def _refuse_products(self) -> None:
         """Refuse outputs of which several factors of a dimension are cut: no type says that."""
@@ -235,7 +243,7 @@ class Cutter:
         """The versions that some nodes of the backward take of others."""
         outputs = [*gives, *(version for _, version in gradients)]
         chosen = self._with_views(cut, nodes)
-        return partition(self._propagation, chosen, outputs, given, state, ()).inputs
+        return partition(self._propagation, chosen, outputs, given, state, (), self._stored).inputs
 
     def _exchanged(
         self,
@@ -243,7 +251,7 @@ class Cutter:
         outputs: Sequence[Version],
         state: Collection[fx.Node],
     ) -> frozenset[Version]:
-        return exchanged(self._propagation, nodes, outputs, state)
+        return exchanged(self._propagation, nodes, outputs, state, self._stored)
 
     def _section(
         self,
@@ -255,7 +263,9 @@ class Cutter:
         state: dict[fx.Node, StateTensor],
     ) -> Section:
         outputs = [*gives, *(version for _, version in gradients)]
-        parts = partition(self._propagation, nodes, outputs, given, state, self._ranks)
+        parts = partition(
+            self._propagation, nodes, outputs, given, state, self._ranks, self._stored
+        )
         missing = [version for version in parts.inputs if version not in takes]
         assert not missing, f"a section takes {missing} of nobody"
         held = {Version(n, self._propagation.layout(n)): tensor for n, tensor in state.items()}

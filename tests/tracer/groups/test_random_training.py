@@ -90,6 +90,7 @@ class Case:
         rows: of a microbatch.
         count: of microbatches.
         schedule: None for the order in which the step is written.
+        keep, prefetch: of parameters that are cut where they rest, as `cg.fsdp` takes them.
     """
 
     layers: tuple[Layer, ...]
@@ -97,6 +98,13 @@ class Case:
     rows: int
     count: int
     schedule: str | None
+    keep: str
+    prefetch: int
+
+    @property
+    def is_stored(self) -> bool:
+        """True if a parameter rests in smaller pieces than those in which it is used."""
+        return any(each.is_stored and dict(each.place.grid)["dp"] > 1 for each in self.layers)
 
 
 @st.composite
@@ -136,6 +144,8 @@ def cases(draw: st.DrawFn) -> Case:
         draw(st.integers(2, 7)),
         draw(st.sampled_from([2, 4] if schedule else [1, 2])),
         schedule,
+        draw(st.sampled_from(["step", "task"])),
+        draw(st.integers(0, 3)),
     )
 
 
@@ -164,4 +174,5 @@ def test_a_random_chain_trains_exactly(case: Case) -> None:
         [cg.cut(0, "dp") if each.is_stored else cg.whole for each in case.layers],
     )
     rows = case.rows * case.count
-    train(model, stages, rows, case.count, case.schedule, "integers", width=case.width)
+    fsdp = cg.fsdp(keep=case.keep, prefetch=case.prefetch) if case.is_stored else None
+    train(model, stages, rows, case.count, case.schedule, "integers", width=case.width, fsdp=fsdp)

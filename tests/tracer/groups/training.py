@@ -91,6 +91,43 @@ class Mlp(Stage):
         return x + self.down(torch.relu(self.up(x)))
 
 
+class Pair(nn.Module):
+    """Two layers without biases."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width, bias=False)
+        self.down = nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+@cg.actor
+class Tower(Stage):
+    """Several pairs of layers in a list; stored in pieces, each is a bucket."""
+
+    def __init__(
+        self, seed: int, optimizer: str = "signs", width: int = WIDTH, depth: int = 2
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.blocks = nn.ModuleList(Pair(width) for _ in range(depth))
+        self.finish(optimizer, optimizer == "signs")
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    @cg.opaque
+    def shrink(self) -> None:
+        """Change the weights in a way that no trace sees."""
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.mul_(-1)
+
+
 @cg.actor
 class Block(Stage):
     """A layer with a norm, and with dropout if wanted."""
@@ -172,9 +209,15 @@ class Language(Stage):
 
 
 ROWS = {"forward(x)|loss(h)|loss(y)": cg.cut(0, "dp")}
+TOWER_PLAN = {
+    **ROWS,
+    "blocks.*.up.weight": cg.cut(0, "tp"),
+    "blocks.*.down.weight": cg.cut(1, "tp"),
+}
 MLP_PLAN = {**ROWS, "up.*": cg.cut(0, "tp"), "down.weight": cg.cut(1, "tp")}
 PLANS: Mapping[type[Stage], Mapping[str, Sharding]] = {
     Mlp: MLP_PLAN,
+    Tower: TOWER_PLAN,
     Block: MLP_PLAN,
     Attention: {**ROWS, "[qkv].weight": cg.cut(0, "tp"), "o.weight": cg.cut(1, "tp")},
     Written: {
@@ -291,9 +334,12 @@ def train(
     kind: str,
     steps: int = 3,
     width: int = WIDTH,
+    fsdp: Any = None,
 ) -> dict[int, str]:
     """Train both, and compare after each step; return hashes of what this process's ranks have."""
-    order = {} if schedule is None else {"schedule": cg.schedules.by_name(schedule)}
+    order: dict[str, Any] = {"fsdp": fsdp}
+    if schedule is not None:
+        order["schedule"] = cg.schedules.by_name(schedule)
     compiled = cg.trace(step_of(stages, count)).lower(*batch(0, rows, kind, width)).compile(**order)
     alone = model.plain()
     exact = kind == "integers"

@@ -1,0 +1,37 @@
+"""Buckets: the parameters of an actor that are gathered together, by patterns of their paths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+
+from ...ir.names import layer_of
+
+
+def bucket_of(path: str, pattern: str) -> str:
+    """The bucket of a parameter: what of its path a pattern matches; empty if nothing does.
+
+    Args:
+        path: from the actor, as `blocks.3.up.weight`.
+        pattern: of modules or parameters, name by name, with `*` and `?` as in file names; several
+            with `|` between, of which the first that matches counts. Empty: a bucket for each
+            layer (`layer_of`).
+    """
+    if not pattern:
+        return layer_of(path)
+    names = path.split(".")
+    for form in _forms(pattern):
+        wanted = form.split(".")
+        if len(wanted) <= len(names) and all(map(fnmatchcase, names, wanted)):
+            return ".".join(names[: len(wanted)])
+    return ""
+
+
+def unmatched(pattern: str, paths: Iterable[str]) -> list[str]:
+    """The alternatives of a pattern that match none of some parameters."""
+    known = list(paths)
+    return [form for form in _forms(pattern) if not any(bucket_of(path, form) for path in known)]
+
+
+def _forms(pattern: str) -> list[str]:
+    return [form.strip() for form in pattern.split("|")] if pattern else []

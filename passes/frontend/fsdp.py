@@ -1,0 +1,434 @@
+"""Gather stored parameters in buckets, for a task or a whole step, and reduce their gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ...ir import builtins
+from ...ir.attributes import Effect, Symbol, Task, Traffic
+from ...ir.diagnostics import error
+from ...ir.layout import Cut, Layout
+from ...ir.module import Function, Module
+from ...ir.names import Names
+from ...ir.ops import Call, Op, Transfer, Value
+from ...ir.phases import Phase
+from ...ir.types import TensorType
+from ..base import Pass
+from .buckets import bucket_of, unmatched
+
+LARGE = 1 << 20
+"""Bytes of a rank's piece that travels by itself, which saves two copies of it."""
+
+STEP, TASK = "step", "task"
+
+
+@dataclass(frozen=True)
+class Fsdp(Pass):
+    """Gather the parameters that are stored in pieces once for all that use them for a while.
+
+    After `inline` each use of a stored parameter gathers it, and each backward reduces its
+    gradient. Here those of a *bucket* become one gather and one reduction: flat pieces are packed,
+    travel as one, and are taken apart; pieces of a mebibyte or more travel by themselves. With
+    `keep=task` a bucket is gathered for each task of the schedule, so for a forward and again for
+    its backward, and its gradients are reduced in each backward. With `keep=step` it is gathered
+    once, before its first use, and stays; its gradients are added up over all microbatches, and
+    reduced behind the last. A call that may change the actor's state ends either: what comes after
+    it gathers again.
+
+    With `keep=step`, where `%b` is gathered as `%w` is, and both again in each task:
+
+    Before::
+
+        %w.rest = call() {fn = @a.w.rest, mb = 0, task = 0F0} : f32[8/dp]@m
+        %w.full = transfer(%w.rest) {mb = 0} : f32[8]@m
+        %w = call(%w.full) {fn = @a.w.whole, mb = 0, task = 0F0} : f32[4,2]@m
+
+    After::
+
+        %w.rest = call() {fn = @a.w.rest} : f32[8/dp]@m
+        %b.rest = call() {fn = @a.b.rest} : f32[4/dp]@m
+        %bucket = call(%w.rest, %b.rest) {fn = @builtin.pack.0} : f32[12/dp]@m
+        %bucket.full = transfer(%bucket) {traffic = gather} : f32[12]@m
+        %w.full, %b.full = call(%bucket.full) {fn = @builtin.unpack.2.0} : f32[8]@m, f32[4]@m
+        %w = call(%w.full) {fn = @a.w.whole} : f32[4,2]@m
+        %b = call(%b.full) {fn = @a.b.whole} : f32[4]@m
+
+    Attributes:
+        bucket: patterns, as in `bucket_of`.
+        keep: `step` or `task`.
+        regather, reduce: buckets of which, with `keep=step`, the parameters are gathered for each
+            task all the same, or the gradients reduced; `actor/bucket`, with `+` between.
+        separate: whether gathers and reductions have communicators and streams of their own.
+    """
+
+    bucket: str = ""
+    keep: str = TASK
+    regather: str = ""
+    reduce: str = ""
+    separate: bool = True
+
+    name: ClassVar[str] = "fsdp"
+    requires: ClassVar[tuple[Phase, ...]] = (Phase.TRACED,)
+
+    def run(self, module: Module) -> bool:
+        paths = sorted(stored_parameters(module))
+        if missing := unmatched(self.bucket, paths):
+            raise error(
+                f"the bucket '{missing[0]}' matches no parameter that is stored in pieces",
+                program=module.program,
+                help=f"these are {', '.join(paths[:8]) or 'none'}",
+            )
+        if not paths:
+            return False
+        return _Rewriter(self, module).run()
+
+    def keeps(self, actor: str, bucket: str, what: str) -> bool:
+        """True if `what` of a bucket, that is `regather` or `reduce`, spans all of a step."""
+        listed = self.regather if what == "regather" else self.reduce
+        return self.keep == STEP and f"{actor}/{bucket}" not in listed.split("+")
+
+
+def stored_parameters(module: Module) -> set[str]:
+    """The paths of the parameters that are stored in pieces."""
+    functions = module.functions.values()
+    return {f.parameter for f in functions if f.parameter is not None and f.effect is Effect.READ}
+
+
+@dataclass(eq=False)
+class _Journey:
+    """One parameter on its way to those who use it, or one gradient on its way back.
+
+    Attributes:
+        start: gives the flat tensor: reads the parameter, or lays the gradient out.
+        transfer: of the flat tensor.
+        end: takes what has come: makes the parameter, or adds to the gradient.
+        function: that of `end`.
+        at: the position of `start`, or of `end` if it is a gradient's.
+        key: equal ones travel together.
+    """
+
+    start: Call
+    transfer: Transfer
+    end: Call
+    function: Function
+    at: int
+    key: Hashable = None
+
+    @property
+    def path(self) -> str:
+        return self.function.parameter or ""
+
+    @property
+    def sent(self) -> TensorType:
+        return _tensor(self.start.result)
+
+    @property
+    def received(self) -> TensorType:
+        return _tensor(self.transfer.result)
+
+    @property
+    def is_gradient(self) -> bool:
+        return self.function.effect is Effect.ACCUMULATE
+
+    @property
+    def pieces(self) -> TensorType:
+        """The type of the two that has a piece at each rank."""
+        return self.received if self.is_gradient else self.sent
+
+    @property
+    def along(self) -> tuple[str, ...]:
+        """The axes along which pieces are gathered, or reduced to pieces."""
+        whole = self.sent if self.is_gradient else self.received
+        return tuple(axis for axis in _axes(self.pieces) if axis not in _axes(whole))
+
+    @property
+    def members(self) -> int:
+        """The number of ranks that have a piece each."""
+        assert self.sent.place is not None, "before SCHEDULED a value has a place"
+        sizes = dict(self.sent.place.axes)
+        return math.prod(sizes[axis] for axis in self.along)
+
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes of each piece."""
+        return self.pieces.nbytes // _cut_by(self.pieces)
+
+
+class _Runs:
+    """Tells uses apart for which a bucket is gathered, or reduced, each for itself.
+
+    These are the tasks of the schedule. Work outside of them is told apart by what it uses: where a
+    parameter is used again, another use begins.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[Hashable, int] = {}
+        self._seen: dict[Hashable, set[str]] = {}
+
+    def of(self, journey: _Journey, bucket: Hashable) -> Hashable:
+        """The key of the use that a parameter or gradient of a bucket belongs to."""
+        task = journey.end.task
+        if task is not None:
+            return task
+        seen = self._seen.setdefault((bucket, journey.end.mb), set())
+        if journey.path in seen:
+            self._numbers[bucket, journey.end.mb] = (
+                self._numbers.get((bucket, journey.end.mb), 0) + 1
+            )
+            seen.clear()
+        seen.add(journey.path)
+        return journey.end.mb, self._numbers.get((bucket, journey.end.mb), 0)
+
+
+class _Rewriter:
+    """Rewrites one program."""
+
+    def __init__(self, options: Fsdp, module: Module) -> None:
+        self._options = options
+        self._module = module
+        self._names = Names.of(module.program)
+        self._renamed: dict[Value, Value] = {}
+
+    def run(self) -> bool:
+        program = self._module.program
+        journeys = self._journeys(program.ops)
+        groups: dict[Hashable, list[_Journey]] = {}
+        for journey in journeys:
+            groups.setdefault(journey.key, []).append(journey)
+        dropped: set[Op] = set()
+        for journey in journeys:
+            dropped.update((journey.transfer, journey.end))
+            if not journey.is_gradient:
+                dropped.add(journey.start)
+        inserted: dict[int, list[Op]] = {}
+        for group in groups.values():
+            if group[0].is_gradient:
+                at, made = max(j.at for j in group), list(self._reduce(group, inserted))
+            else:
+                at, made = min(j.at for j in group), list(self._gather(group))
+            inserted.setdefault(at, []).extend(made)
+        ops: list[Op] = []
+        for index, op in enumerate(program.ops):
+            ops += inserted.get(index, ())
+            if op not in dropped:
+                ops.append(op)
+        for op in ops:
+            op.operands = tuple([self._renamed.get(value, value) for value in op.operands])
+        program.ops[:] = ops
+        return bool(journeys)
+
+    # -- what travels ------------------------------------------------------------------------
+
+    def _journeys(self, ops: Sequence[Op]) -> list[_Journey]:
+        functions = self._module.functions
+        makers: dict[Value, Op] = {value: op for op in ops for value in op.results}
+        versions: dict[str | None, int] = {}
+        runs = _Runs()
+        places = {op: index for index, op in enumerate(ops)}
+        found: list[_Journey] = []
+        for index, op in enumerate(ops):
+            if not isinstance(op, Call):
+                continue
+            function = functions[op.fn.name]
+            for state, effect in function.touches:
+                if effect.changes_state:
+                    versions[state] = versions.get(state, 0) + 1
+            if function.parameter is None or len(op.operands) != 1:
+                continue
+            transfer = makers.get(op.operands[0])
+            if not isinstance(transfer, Transfer):
+                continue
+            start = makers[transfer.operands[0]]
+            assert isinstance(start, Call), "a call gives what is handed over"
+            journey = _Journey(start, transfer, op, function, index)
+            if not journey.is_gradient:
+                journey.at = places[start]
+            version = sum(versions.get(state, 0) for state, _ in function.touches)
+            journey.key = self._key(journey, version, runs)
+            found.append(journey)
+        return found
+
+    def _key(self, journey: _Journey, version: int, runs: _Runs) -> Hashable:
+        function = journey.function
+        actor = function.actor or ""
+        bucket = bucket_of(journey.path, self._options.bucket)
+        what = "reduce" if journey.is_gradient else "regather"
+        span: Hashable = None
+        if not self._options.keeps(actor, bucket, what):
+            span = runs.of(journey, (actor, bucket, version, journey.is_gradient))
+        sent, received = journey.sent, journey.received
+        sums = _summands(sent), _summands(received)
+        return actor, bucket, version, span, journey.is_gradient, sent.dtype, journey.along, sums
+
+    # -- gathers -----------------------------------------------------------------------------
+
+    def _gather(self, group: Sequence[_Journey]) -> Iterator[Op]:
+        """The ops that gather parameters, each once."""
+        first: dict[str, _Journey] = {}
+        for journey in group:
+            known = first.setdefault(journey.path, journey)
+            if known is not journey:
+                self._renamed[journey.end.result] = known.end.result
+        chosen = list(first.values())
+        spans_step = self._spans_step(group)
+        task = None if spans_step else chosen[0].end.task
+        mb = None if spans_step else chosen[0].end.mb
+        for journey in chosen:
+            for op in (journey.start, journey.transfer, journey.end):
+                op.mb = mb
+            journey.start.task = journey.end.task = task
+        yield from (journey.start for journey in chosen)
+        yield from self._travel([(j, j.start.result) for j in chosen], task, Traffic.GATHER)
+        yield from (journey.end for journey in chosen)
+
+    def _spans_step(self, group: Sequence[_Journey]) -> bool:
+        journey = group[0]
+        bucket = bucket_of(journey.path, self._options.bucket)
+        what = "reduce" if journey.is_gradient else "regather"
+        return self._options.keeps(journey.function.actor or "", bucket, what)
+
+    # -- reductions --------------------------------------------------------------------------
+
+    def _reduce(self, group: Sequence[_Journey], inserted: dict[int, list[Op]]) -> Iterator[Op]:
+        """The ops that reduce gradients, each once, behind the last; sums of several, where made.
+
+        Args:
+            inserted: ops to put in front of others, by position; sums are added to it.
+        """
+        last: dict[str, _Journey] = {}
+        totals: dict[str, Value] = {}
+        for journey in sorted(group, key=lambda each: each.at):
+            path, term = journey.path, journey.start.result
+            if path in totals:
+                add = self._sum(totals[path], term, journey)
+                inserted.setdefault(journey.at, []).insert(0, add)
+                term = add.result
+            totals[path], last[path] = term, journey
+        chosen = list(last.values())
+        spans_step = self._spans_step(group)
+        latest = max(chosen, key=lambda each: each.at)
+        task = None if spans_step else latest.end.task
+        mb = None if spans_step else latest.end.mb
+        for journey in chosen:
+            journey.transfer.mb = journey.end.mb = mb
+            journey.end.task = task
+        pairs = [(journey, totals[journey.path]) for journey in chosen]
+        yield from self._travel(pairs, task, Traffic.REDUCE)
+        yield from (journey.end for journey in chosen)
+
+    def _sum(self, total: Value, term: Value, journey: _Journey) -> Call:
+        function = builtins.add(self._module, journey.sent)
+        result = Value(self._names.fresh(f"{term.name}.sum"), term.type)
+        end = journey.end
+        return Call(
+            (total, term),
+            (result,),
+            fn=Symbol(function.name),
+            loc=end.loc,
+            mb=end.mb,
+            task=end.task,
+        )
+
+    # -- both --------------------------------------------------------------------------------
+
+    def _travel(
+        self, pairs: Sequence[tuple[_Journey, Value]], task: Task | None, traffic: Traffic
+    ) -> Iterator[Op]:
+        """The transfers: those of large tensors as they are, and one of all others."""
+        packed = [pair for pair in pairs if pair[0].piece_bytes < LARGE]
+        for journey, value in pairs:
+            if len(packed) < 2 or (journey, value) not in packed:
+                journey.transfer.operands = (value,)
+                journey.transfer.traffic = self._traffic(traffic)
+                yield journey.transfer
+        if len(packed) > 1:
+            yield from self._packed(packed, task, traffic)
+
+    def _packed(
+        self, pairs: Sequence[tuple[_Journey, Value]], task: Task | None, traffic: Traffic
+    ) -> Iterator[Op]:
+        first = pairs[0][0]
+        mb, loc = first.transfer.mb, first.transfer.loc
+        bucket = bucket_of(first.path, self._options.bucket)
+        base = f"{first.function.actor}.{bucket}" if bucket else f"{first.function.actor}"
+        sends, comes = ("terms", "reduced") if first.is_gradient else ("pieces", "gathered")
+        sent_parts = [journey.sent for journey, _ in pairs]
+        received_parts = [journey.received for journey, _ in pairs]
+        along = first.along
+        sent, received = _whole(sent_parts, along), _whole(received_parts, along)
+        count = first.members
+        pieces = (1, count) if traffic is Traffic.GATHER else (count, 1)
+        packs = builtins.pack(self._module, sent_parts, sent, pieces[0])
+        takes_apart = builtins.unpack(self._module, received, received_parts, pieces[1])
+        values = tuple([value for _, value in pairs])
+        pack = Call(
+            values,
+            (Value(self._names.fresh(f"{base}.{sends}"), sent),),
+            fn=Symbol(packs.name),
+            loc=loc,
+            mb=mb,
+            task=task,
+        )
+        moved = Transfer(
+            (pack.result,),
+            (Value(self._names.fresh(f"{base}.{comes}"), received),),
+            traffic=self._traffic(traffic),
+            loc=loc,
+            mb=mb,
+        )
+        apart = Call(
+            (moved.result,),
+            tuple([journey.transfer.result for journey, _ in pairs]),
+            fn=Symbol(takes_apart.name),
+            loc=loc,
+            mb=mb,
+            task=task,
+        )
+        yield pack
+        yield moved
+        yield apart
+
+    def _traffic(self, traffic: Traffic) -> Traffic | None:
+        return traffic if self._options.separate else None
+
+
+def _tensor(value: Value) -> TensorType:
+    assert isinstance(value.type, TensorType), "parameters and gradients are tensors"
+    return value.type
+
+
+def _axes(type_: TensorType) -> tuple[str, ...]:
+    """The axes that cut a flat tensor."""
+    return () if type_.layout is None else type_.layout.cuts[0].axes
+
+
+def _summands(type_: TensorType) -> tuple[str, ...]:
+    return () if type_.layout is None else type_.layout.summands
+
+
+def _cut_by(type_: TensorType) -> int:
+    """The number of pieces that a flat tensor is cut to."""
+    assert type_.place is not None, "before SCHEDULED a value has a place"
+    sizes = dict(type_.place.axes)
+    return math.prod(sizes[axis] for axis in _axes(type_))
+
+
+def _whole(parts: Sequence[TensorType], along: tuple[str, ...]) -> TensorType:
+    """The type of flat tensors that are packed: each rank has what it has of them.
+
+    Args:
+        along: the axes along which pieces are gathered, or reduced to pieces; the minor ones.
+    """
+    first = parts[0]
+    assert first.place is not None, "before SCHEDULED a value has a place"
+    used = {axis for part in parts for axis in _axes(part)}
+    axes = tuple(axis for axis, _ in first.place.axes if axis in used and axis not in along)
+    axes += tuple(axis for axis in along if axis in used)
+    sizes = dict(first.place.axes)
+    count = sum(part.numel // _cut_by(part) for part in parts)
+    count *= math.prod(sizes[axis] for axis in axes)
+    layout = Layout.of((Cut(axes),), _summands(first))
+    return TensorType(first.dtype, (count,), first.place, layout)

@@ -1,0 +1,116 @@
+"""Gather stored parameters before they are needed, and take in reduced gradients after a while.
+
+Both are decided once, for all ranks: each rank's program is a part of one order, in which all
+members of a group have their collectives one after the other. A rank that moved them by itself, by
+the sizes of its own pieces say, could come to them in another order than the others.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+
+from .work import Work
+
+
+def prefetch(work: Work, order: Sequence[int], window: int) -> list[int]:
+    """Put gathers of parameters, and what takes in reductions of gradients, where they overlap.
+
+    A gather is issued so many calls before the one that needs it, on the same ranks, or as early as
+    what it reads is there; what waits for it comes just before that call. What waits for a
+    reduction comes so many calls behind it, or before what has to follow.
+
+    Args:
+        work: the nodes; those that move are in `ahead`, `uses` and `behind`.
+        order: of all nodes.
+        window: so many calls.
+    """
+    return _Placement(work, order, window).all()
+
+
+class _Placement:
+    """The nodes that move, each with the position in front of which it comes."""
+
+    def __init__(self, work: Work, order: Sequence[int], window: int) -> None:
+        self._work = work
+        self._window = window
+        self._moving = work.ahead | work.uses | work.behind
+        self._fixed = [node for node in order if node not in self._moving]
+        self._index = {node: i for i, node in enumerate(self._fixed)}
+        self._rank = {node: i for i, node in enumerate(order)}
+        # For each rank the positions of the calls that compute.
+        self._calls: dict[int, list[int]] = {}
+        for i, node in enumerate(self._fixed):
+            op = work.program.ops[node]
+            if node in work.computing and op.place is not None:
+                for rank in op.place.ranks:
+                    self._calls.setdefault(rank, []).append(i)
+        self._at: dict[int, int] = {}
+
+    def all(self) -> list[int]:
+        for i, node in enumerate(self._fixed):
+            for other in self._work.follows[node]:
+                self._place(other, i)
+        end = len(self._fixed)
+        for node in sorted(self._moving, key=self._rank.__getitem__):
+            self._place(node, end)
+        before: dict[int, list[int]] = {}
+        for node, i in self._at.items():
+            before.setdefault(i, []).append(node)
+        made: list[int] = []
+        for i, node in enumerate([*self._fixed, -1]):
+            made += sorted(before.get(i, ()), key=self._priority)
+            if node >= 0:
+                made.append(node)
+        return made
+
+    def _priority(self, node: int) -> tuple[int, int]:
+        """What is issued comes before what is waited for; else the order stays."""
+        kind = 0 if node in self._work.ahead else 1 if node in self._work.behind else 2
+        return kind, self._rank[node]
+
+    def _place(self, node: int, needed: int) -> None:
+        """Place a node, and those that it follows, before the position that needs it."""
+        if node not in self._moving:
+            return
+        known = self._at.get(node)
+        if known is not None:
+            self._at[node] = min(known, needed)
+            return
+        follows = self._work.follows[node]
+        for other in follows:
+            self._place(other, needed)
+        earliest = max((self._after(other) for other in follows), default=0)
+        if node in self._work.ahead:
+            chosen = self._before(node, needed)
+        elif node in self._work.behind and self._work.behind.isdisjoint(follows):
+            chosen = self._behind(node, earliest)
+        elif node in self._work.behind:
+            chosen = earliest
+        else:
+            chosen = needed
+        self._at[node] = min(max(chosen, earliest), max(needed, earliest))
+
+    def _after(self, node: int) -> int:
+        """The first position behind a node."""
+        fixed = self._index.get(node)
+        return self._at[node] if fixed is None else fixed + 1
+
+    def _before(self, node: int, needed: int) -> int:
+        """The position of the call that comes so many calls before one that needs the node."""
+        calls = self._of(node)
+        at = bisect_left(calls, needed) - self._window
+        if self._window == 0:
+            return needed
+        return calls[at] if at >= 0 else 0
+
+    def _behind(self, node: int, since: int) -> int:
+        """The position so many calls behind another."""
+        calls = self._of(node)
+        at = bisect_right(calls, since - 1) + self._window
+        return calls[at] if at < len(calls) else len(self._fixed)
+
+    def _of(self, node: int) -> Sequence[int]:
+        """The positions of calls on the ranks of a node."""
+        place = self._work.program.ops[node].place
+        return self._calls.get(place.ranks[0], ()) if place is not None else ()

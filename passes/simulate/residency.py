@@ -1,0 +1,202 @@
+"""Choose for how long stored parameters stay gathered: as long as each rank's memory allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ...ir.attributes import Effect
+from ...ir.location import Location
+from ...ir.module import Module
+from ...ir.ops import Call
+from ..frontend.buckets import bucket_of, unmatched
+from ..frontend.fsdp import STEP, TASK, Fsdp, stored_parameters
+from .memory_plan import memory_plan
+
+AUTO = "auto"
+KEEPS = (STEP, TASK, AUTO)
+
+
+class ResidencyError(ValueError):
+    """Parameters that are stored in pieces cannot be kept as was asked for.
+
+    Attributes:
+        reason, remedy: what is wrong, and what to do.
+    """
+
+    def __init__(self, reason: str, remedy: str) -> None:
+        self.reason, self.remedy = reason, remedy
+        super().__init__(f"{reason}; {remedy}")
+
+
+@dataclass(frozen=True)
+class Residency:
+    """How parameters that are stored in pieces are gathered; `cg.fsdp` makes it.
+
+    Attributes:
+        bucket: patterns of what is gathered together, as in `bucket_of`.
+        keep: `step`, `task` or `auto`.
+        memory: bytes that each rank's program may hold at its peak, by `memory_plan`; None: any.
+        prefetch: how many calls before its use a bucket is gathered.
+        separate: whether gathers and reductions have communicators and streams of their own.
+        loc: the user's line that made it.
+    """
+
+    bucket: str = ""
+    keep: str = AUTO
+    memory: int | None = None
+    prefetch: int = 1
+    separate: bool = True
+    loc: Location | None = None
+
+    @property
+    def text(self) -> str:
+        """The options in words that are equal on ranks that have given the same ones."""
+        return (
+            f"fsdp(bucket={self.bucket!r}, keep={self.keep!r}, memory={self.memory}, "
+            f"prefetch={self.prefetch}, separate={self.separate})"
+        )
+
+    def check(self, module: Module) -> None:
+        """Return if a traced step has such parameters, and the bucket's patterns name some.
+
+        Raises:
+            ResidencyError: it has none, or a pattern matches none of them.
+        """
+        paths = sorted(stored_parameters(module))
+        if not paths:
+            raise ResidencyError(
+                f"fsdp= is given for step {module.name}, and none of its actors stores parameters "
+                "in pieces",
+                'make one with store=, as in Stage.on(mesh, plan=plan, store=cg.cut(0, "dp")), on '
+                "a mesh whose axis is longer than 1, or compile without fsdp=",
+            )
+        if missing := unmatched(self.bucket, paths):
+            shown = ", ".join(paths[:8]) + (", ..." if len(paths) > 8 else "")
+            raise ResidencyError(
+                f"the bucket '{missing[0]}' matches no parameter that step {module.name} stores in "
+                "pieces",
+                f"these are {shown}; a pattern goes name by name, as 'blocks.*' does",
+            )
+
+    def choose(self, module: Module, compiled: Callable[[Fsdp], Module]) -> Fsdp:
+        """The pass that keeps as many buckets for as long as the memory of all their ranks allows.
+
+        First gradients are reduced in each task again, which saves as many bytes as gathering
+        parameters again and costs less traffic; then parameters are gathered again, in either case
+        those that a step uses first, as they would stay longest. How many is found by bisection,
+        for each actor by itself: a bucket counts against the tightest of its actor's ranks.
+
+        Args:
+            module: traced.
+            compiled: gives the scheduled module that the passes make with such a one.
+
+        Raises:
+            ResidencyError: as `check`; or nothing fits into the memory.
+        """
+        self.check(module)
+        keep = TASK if self.keep == TASK else STEP
+        given = Fsdp(self.bucket, keep, separate=self.separate)
+        if self.memory is None:
+            return given
+        if self.keep != AUTO:
+            self._expect_fit(given, compiled(given))
+            return given
+        demotions = {actor: tuple(_demotions(b)) for actor, b in _buckets(self, module).items()}
+        chosen = self._fewest(given, demotions, compiled)
+        made = compiled(chosen)
+        if not all(self._fits(made, rank) for rank in range(made.world)):
+            # Actors of one rank have each been judged beside what the others gave up meanwhile.
+            chosen = _demoted(given, demotions, {a: len(d) for a, d in demotions.items()})
+            made = compiled(chosen)
+        self._expect_fit(chosen, made)
+        return chosen
+
+    def _fewest(
+        self,
+        given: Fsdp,
+        demotions: Mapping[str, Sequence[tuple[str, str]]],
+        compiled: Callable[[Fsdp], Module],
+    ) -> Fsdp:
+        """The pass with as few demotions of each actor as its ranks need."""
+        low = dict.fromkeys(demotions, -1)  # too few, as far as is known
+        high = {actor: len(found) for actor, found in demotions.items()}
+        trial = dict.fromkeys(demotions, 0)
+        while any(high[actor] - low[actor] > 1 for actor in demotions):
+            made = compiled(_demoted(given, demotions, trial))
+            ranks = _ranks(made)
+            for actor in demotions:
+                if high[actor] - low[actor] > 1:
+                    fits = all(self._fits(made, rank) for rank in ranks.get(actor, ()))
+                    (high if fits else low)[actor] = trial[actor]
+                is_open = high[actor] - low[actor] > 1
+                trial[actor] = (high[actor] + low[actor]) // 2 if is_open else high[actor]
+        return _demoted(given, demotions, high)
+
+    def _fits(self, module: Module, rank: int) -> bool:
+        return self.memory is None or memory_plan(module, rank).peak <= self.memory
+
+    def _expect_fit(self, chosen: Fsdp, module: Module) -> None:
+        peaks = {rank: memory_plan(module, rank).peak for rank in range(module.world)}
+        worst = max(peaks, key=peaks.__getitem__)
+        assert self.memory is not None, "there is a bound"
+        if peaks[worst] > self.memory:
+            least = (
+                " even where every bucket is gathered for each task" if self.keep == AUTO else ""
+            )
+            other = "" if self.keep != STEP else "keep='auto', "
+            raise ResidencyError(
+                f"fsdp= allows {self.memory} bytes, and the program of rank {worst} holds "
+                f"{peaks[worst]} at its peak{least}, as memory_analysis() counts",
+                f"give more memory, {other}smaller microbatches or buckets, a shorter prefetch, or "
+                "more ranks along the axis that store= cuts",
+            )
+
+
+def _buckets(residency: Residency, module: Module) -> Mapping[str, Sequence[str]]:
+    """For each actor its buckets, in the order in which the step first uses them."""
+    found: dict[str, dict[str, None]] = {}
+    functions = module.functions
+    for op in module.program.ops:
+        if not isinstance(op, Call):
+            continue
+        names = [op.fn.name]
+        if op.vjp is not None:
+            names.insert(0, module.vjps[op.vjp.name].forward)
+        for name in names:
+            for inner in module.bodies[name].ops if name in module.bodies else ():
+                if not isinstance(inner, Call):
+                    continue
+                function = functions[inner.fn.name]
+                if function.parameter is not None and function.effect is Effect.READ:
+                    bucket = bucket_of(function.parameter, residency.bucket)
+                    found.setdefault(function.actor or "", {})[bucket] = None
+    return {actor: tuple(buckets) for actor, buckets in found.items()}
+
+
+def _demotions(buckets: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """What is given up, one after the other: a field of the pass, and a bucket."""
+    for field in ("reduce", "regather"):
+        for bucket in buckets:
+            yield field, bucket
+
+
+def _demoted(
+    given: Fsdp, steps: Mapping[str, Sequence[tuple[str, str]]], counts: Mapping[str, int]
+) -> Fsdp:
+    """The pass, with the first demotions of each actor."""
+    listed: dict[str, list[str]] = {"reduce": [], "regather": []}
+    for actor, found in steps.items():
+        for field, bucket in found[: counts[actor]]:
+            listed[field].append(f"{actor}/{bucket}")
+    return replace(given, reduce="+".join(listed["reduce"]), regather="+".join(listed["regather"]))
+
+
+def _ranks(module: Module) -> Mapping[str, Sequence[int]]:
+    """The ranks of each actor of a scheduled module."""
+    found: dict[str, dict[int, None]] = {}
+    for program in module.programs:
+        for op in program.ops:
+            if isinstance(op, Call) and (actor := module.functions[op.fn.name].actor) is not None:
+                found.setdefault(actor, {})[program.rank or 0] = None
+    return {actor: tuple(ranks) for actor, ranks in found.items()}
