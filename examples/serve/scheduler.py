@@ -251,9 +251,7 @@ class Scheduler:
             is_carried = self.features.carry and place > sequence.since
             token = -1 if is_carried else sequence.tokens[place]
             slot = sequence.seat[1]
-            rows.append(
-                Row(token, place, slot, tuple(sequence.blocks), sequence.request.sampling)
-            )
+            rows.append(Row(token, place, slot, tuple(sequence.blocks), sequence.request.sampling))
             shares.append(self._share(sequence, place + 1))
         if not rows:
             return None
@@ -359,7 +357,7 @@ class Scheduler:
 
     def _written(self, sequence: Sequence, end: int, stay: int) -> None:
         """Publish the blocks that a successful execution has filled."""
-        if sequence.is_over or not sequence.is_active or stay != sequence.stay:
+        if sequence.is_over or stay != sequence.stay:
             return
         sequence.complete = end
         if not self.features.prefix:

@@ -131,14 +131,14 @@ class Harness:
             assert not any(published[sequence.complete // size :])
 
 
-PROMPTS = st.lists(st.integers(0, 3), min_size=1, max_size=20)
+PROMPTS = st.lists(st.integers(0, 3), min_size=1, max_size=11)
 
 
 class Machine(RuleBasedStateMachine):
     @initialize(
-        blocks=st.integers(11, 30),
+        blocks=st.integers(11, 20),
         groups=st.integers(1, 3),
-        slots=st.integers(1, 4),
+        slots=st.integers(2, 4),
         chunk=st.integers(1, 9),
         features=st.sampled_from(
             ["", "", "-prefix", "-async_sched", "-carry", "-fill_tgt", "-fast_cnt"]
@@ -151,14 +151,12 @@ class Machine(RuleBasedStateMachine):
 
     @rule(
         prompt=PROMPTS,
-        number=st.integers(1, 10),
+        number=st.integers(1, 18),
         ignore_eos=st.booleans(),
         salt=st.sampled_from([b"", b"a"]),
         seed=st.integers(0, 2),
     )
-    def add(
-        self, prompt: list[int], number: int, ignore_eos: bool, salt: bytes, seed: int
-    ) -> None:
+    def add(self, prompt: list[int], number: int, ignore_eos: bool, salt: bytes, seed: int) -> None:
         sampling = Sampling(temperature=float(seed > 0), seed=seed)
         self.it.add(prompt, number, ignore_eos=ignore_eos, salt=salt, sampling=sampling)
 
@@ -177,6 +175,12 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def collect(self) -> None:
         self.it.collect()
+
+    @rule(number=st.integers(1, 30))
+    def turn(self, number: int) -> None:
+        for _ in range(number):
+            self.it.turn()
+            self.it.check_blocks()
 
     @precondition(lambda self: self.it.requests)
     @rule(data=st.data())
