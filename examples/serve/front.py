@@ -118,7 +118,7 @@ class Front:
             shutdown_timeout=2.0,
         )
 
-    # -- life ---------------------------------------------------------------------------------------
+    # -- life --------------------------------------------------------------------------------------
 
     async def serve(self, listener: socket.socket) -> int:
         """Serve until SIGTERM or SIGINT, then drain; returns the exit code."""
@@ -175,7 +175,7 @@ class Front:
                 break
             await asyncio.sleep(0.02)
 
-    # -- completions ----------------------------------------------------------------------------------
+    # -- completions -------------------------------------------------------------------------------
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         return await self._complete(request, is_chat=False)
@@ -267,7 +267,7 @@ class Front:
         return response
 
     def _read(self, reply: Reply, choices: list[Choice]) -> list[tuple[int, str]]:
-        """Take all that has come: for each choice with news its text. Raises ApiError on an error."""
+        """Take all that has come: for each choice with news, its text. Raises ApiError."""
         found = []
         for index, choice in enumerate(choices):
             tokens, end = reply.tokens[index], reply.ends[index]
@@ -294,7 +294,7 @@ class Front:
         async with asyncio.timeout(self.bounds.stall):
             await response.write(data)
 
-    # -- other endpoints ------------------------------------------------------------------------------
+    # -- other endpoints ---------------------------------------------------------------------------
 
     async def _page(self, request: web.Request) -> web.StreamResponse:
         text = PAGE.read_text(encoding="utf-8")
@@ -361,7 +361,7 @@ class Front:
         found = protocol.token_ids(body.get("tokens"), "tokens", limits)
         return web.json_response({"prompt": self.text.decode(found)})
 
-    # -- what all of them need --------------------------------------------------------------------------
+    # -- what all of them need ---------------------------------------------------------------------
 
     @web.middleware
     async def _answer(
@@ -421,12 +421,12 @@ class Front:
             raise ApiError(400, f"the body cannot be read: {error}"[:300]) from None
 
     async def _in_thread(self, work: Callable[[], Any], payload: bytes) -> Any:
-        """Do it here, or in a thread if the body is large; one at a time, since threads share cores."""
+        """Do it here, or in the one thread for it if the body is large."""
         if len(payload) < LARGE:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work)
 
-    # -- counts -----------------------------------------------------------------------------------------
+    # -- counts ------------------------------------------------------------------------------------
 
     def _on_tokens(self, reply: Reply, number: int, is_start: bool) -> None:
         now = monotonic()

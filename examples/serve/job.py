@@ -1,12 +1,13 @@
 """The engine's job, as the front sees it: started, watched, ended, started again.
 
-A reply is the one buffer of a request: events are merged into it and whoever reads it takes all that
-is there, so a slow reader gets larger pieces, and no queue grows.
+A reply is the one buffer of a request: events are merged into it, and whoever reads it takes all
+that is there. So a slow reader gets larger pieces, and no queue grows.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -112,7 +113,7 @@ class EngineJob:
         self._server: asyncio.Server | None = None
         self._threads = None if features.async_stream else ThreadPoolExecutor(most)
 
-    # -- requests -------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------
 
     @property
     def is_busy(self) -> bool:
@@ -148,7 +149,7 @@ class EngineJob:
             reply.ids.append(self._ids)
             self._replies[self._ids] = (reply, index)
             how = what.sampling
-            seed = (how.seed + index % what.n) % (1 << 64)
+            seed = (how.seed + index % what.n) % (1 << 63)
             self._outbox.append(
                 Request(
                     self._ids,
@@ -187,7 +188,7 @@ class EngineJob:
         if requests and self._link is not None:
             wire.send_requests(self._link, requests, self.features, self.counters)
 
-    # -- what the engine says ---------------------------------------------------------------------
+    # -- what the engine says ----------------------------------------------------------------------
 
     def _on_frame(self, link: Link, kind: Kind, payload: bytes) -> None:
         if link is not self._link:
@@ -230,7 +231,7 @@ class EngineJob:
         if link is self._link:
             self._ended.set()
 
-    # -- the process ------------------------------------------------------------------------------
+    # -- the process -------------------------------------------------------------------------------
 
     def _connect(self) -> Link:
         link = Link(self._on_frame, self._on_end)
@@ -319,7 +320,5 @@ class EngineJob:
 
 def _signal(session: int, signal_: signal.Signals) -> None:
     """To all processes of the session that the job leads."""
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(session, signal_)
-    except (ProcessLookupError, PermissionError):
-        pass

@@ -98,7 +98,7 @@ class EngineLoop:
         if self._fault is not None:
             raise self._fault
 
-    # -- commands -------------------------------------------------------------------------------
+    # -- commands ----------------------------------------------------------------------------------
 
     def _on_frame(self, link: Link, kind: Kind, payload: bytes) -> None:
         try:
@@ -141,7 +141,7 @@ class EngineLoop:
         except ValueError as error:  # the front has checked it, so it is the front's mistake
             self._unsent.ends.append(End(what.id, "error", 0, str(error)))
 
-    # -- work -------------------------------------------------------------------------------------
+    # -- work --------------------------------------------------------------------------------------
 
     def _submit(self, ticket: Ticket) -> None:
         self._count(ticket)
@@ -185,10 +185,10 @@ class EngineLoop:
         elif not self.features.chunk:
             self.counters["chunk"] += max(0, len(work.tokens) - USUAL_CHUNK)
 
-    # -- events -----------------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------------
 
     def _send(self) -> None:
-        """Send what has happened, in one frame; it is kept, merged, while the front does not read."""
+        """Send what has happened in one frame; keep it, merged, while the front does not read."""
         new = self.scheduler.take_events()
         self._unsent.started += new.started
         self._unsent.pairs += new.pairs

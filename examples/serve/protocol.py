@@ -133,7 +133,7 @@ def completion(
             temperature=_number(body, "temperature", 1.0, 0.0, 2.0),
             top_k=_top_k(body, limits),
             top_p=_top_p(body),
-            seed=secrets.randbits(63) if seed is None else seed % (1 << 64),
+            seed=secrets.randbits(63) if seed is None else seed % (1 << 63),
         ),
         _stops(body),
         stream,
@@ -258,9 +258,9 @@ def _refuse_unsupported(body: Mapping[str, Any]) -> None:
             _bad(f"{name} is not supported: leave it at {neutral}", name)
     if _boolean(body, "echo", False):
         _bad("echo is not supported", "echo")
-    if _integer(body, "best_of", 1, 1, CHOICES) != _integer(body, "n", 1, 1, CHOICES):
-        if body.get("best_of") is not None:
-            _bad("best_of other than n is not supported", "best_of")
+    n = _integer(body, "n", 1, 1, CHOICES)
+    if _integer(body, "best_of", n, 1, CHOICES) != n:
+        _bad("best_of other than n is not supported", "best_of")
     kind = _object(body, "response_format").get("type", "text")
     if kind != "text":
         _bad("only response_format of type text is supported", "response_format")

@@ -21,6 +21,8 @@ from .blocks import Blocks, chain
 from .features import Counters, Features
 from .work import Decode, Limits, Prefill, Row, Sampling
 
+GREEDY = Sampling()
+
 
 @dataclass(frozen=True)
 class Request:
@@ -29,7 +31,7 @@ class Request:
     id: int
     prompt: tuple[int, ...]
     max_tokens: int
-    sampling: Sampling = Sampling()
+    sampling: Sampling = GREEDY
     ignore_eos: bool = False
     salt: bytes = b""  # requests of different salts share no cached prefix
 
@@ -46,7 +48,7 @@ class End:
 
 @dataclass
 class Events:
-    """What has happened since the last look; lists of numbers, which cross processes as they are."""
+    """What has happened since the last look: numbers, which cross processes as they are."""
 
     started: array[int] = field(default_factory=lambda: array("I"))  # ids, at their first admission
     pairs: array[int] = field(default_factory=lambda: array("I"))  # id, token, id, token, …
@@ -87,7 +89,7 @@ class Sequence:
 
 @dataclass(eq=False)
 class Ticket:
-    """Work in flight, and whose it is: for each sequence the end of what it writes, and its stay."""
+    """Work in flight; sequences, each with the end of what it writes, and its stay."""
 
     work: Decode | Prefill
     shares: list[tuple[Sequence, int, int]]
@@ -138,7 +140,7 @@ class Scheduler:
         self._starved = False  # the first that waits found too few blocks, and none came since
         self._events = Events()
 
-    # -- what clients do --------------------------------------------------------------------
+    # -- what clients do ---------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
         """Let a request wait for its turn.
@@ -147,7 +149,7 @@ class Scheduler:
             ValueError: the engine cannot serve it; the front checks this before.
         """
         limits, length = self.limits, len(request.prompt)
-        if not 0 < length or request.max_tokens < 1 or length + request.max_tokens > limits.context:
+        if not length or request.max_tokens < 1 or length + request.max_tokens > limits.context:
             raise ValueError(
                 f"{length} tokens and {request.max_tokens} more do not fit in {limits.context}"
             )
@@ -161,7 +163,7 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def cancel(self, id_: int) -> None:
-        """Forget a request, wherever it is; its tokens in flight are dropped. Unknown ids are past."""
+        """Forget a request, wherever it is, and its tokens in flight; unknown ids are past."""
         sequence = self._all.get(id_)
         if sequence is not None:
             self._finish(sequence)
@@ -181,7 +183,7 @@ class Scheduler:
         events, self._events = self._events, Events()
         return events
 
-    # -- what the engine does ---------------------------------------------------------------
+    # -- what the engine does ----------------------------------------------------------------------
 
     def schedule(self) -> Iterator[Ticket]:
         """Give all work that can be submitted now; submit each piece before asking for the next."""
@@ -202,7 +204,7 @@ class Scheduler:
             yield ticket
 
     def complete(self, ticket: Ticket, drawn: list[int]) -> None:
-        """Take the tokens of work that has ended: one for each share, none of a chunk before the last."""
+        """Take the tokens of work: one for each share, and none of a chunk before the last."""
         self._land(ticket)
         draws = isinstance(ticket.work, Decode) or ticket.work.last
         for share in ticket.shares:
@@ -218,7 +220,7 @@ class Scheduler:
             if not sequence.is_over:
                 self._finish(sequence, "error", message)
 
-    # -- decode ---------------------------------------------------------------------------------
+    # -- decode ------------------------------------------------------------------------------------
 
     def _depth(self, group: int) -> int:
         """How many decodes of a group may be in flight: the second runs ahead of the stop check."""
@@ -280,7 +282,7 @@ class Scheduler:
         self.waiting.appendleft(sequence)
         self.stats.preemptions += 1
 
-    # -- prefill --------------------------------------------------------------------------------
+    # -- prefill -----------------------------------------------------------------------------------
 
     def _prefill(self) -> Ticket | None:
         if not self._prefilling and not self._admit():
@@ -339,7 +341,7 @@ class Scheduler:
         self.counters["prefix"] += len(sequence.tokens)
         return [], chain(salt)
 
-    # -- ends -----------------------------------------------------------------------------------
+    # -- ends --------------------------------------------------------------------------------------
 
     def _share(self, sequence: Sequence, end: int) -> tuple[Sequence, int, int]:
         sequence.written = end

@@ -54,7 +54,7 @@ class Shape:
         self._behind = '}],"usage":null}\n\n' if what.include_usage else "}]}\n\n"
 
     def chunk(self, index: int, text: str, reason: str | None, is_first: bool) -> bytes:
-        """An event with text of a choice; its role comes with the first, and its end with the last."""
+        """An event with text of a choice; the first has its role, and the last its end."""
         if not self._is_fast:
             self._counters["fast_sse"] += 1
             return self._slow_chunk(index, text, reason, is_first)

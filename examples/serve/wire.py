@@ -123,7 +123,7 @@ class Link(asyncio.Protocol):
             self._on_end(self)
 
 
-# -- what frames hold ---------------------------------------------------------------------------
+# -- what frames hold ------------------------------------------------------------------------------
 
 
 def pack_hello(limits: Limits) -> bytes:

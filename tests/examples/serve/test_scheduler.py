@@ -401,7 +401,7 @@ def test_features_are_read_as_they_are_written() -> None:
 
 @pytest.mark.parametrize("text", ["prefix", "-prefiks", "+prefix", "-inproc", "-prefix,-prefix"])
 def test_switches_that_are_none(text: str) -> None:
-    with pytest.raises(ValueError, match="no feature|switches nothing"):
+    with pytest.raises(ValueError, match=r"no feature|switches nothing"):
         parse(text)
 
 
