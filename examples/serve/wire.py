@@ -34,6 +34,7 @@ class Kind(IntEnum):
 MOST = 1 << 26
 """Bytes of a frame; a sender makes several of more than `CUT`."""
 CUT = 1 << 20
+_KINDS = {kind.value: kind for kind in Kind}
 _HEAD = struct.Struct("<IB")
 _REQUEST = struct.Struct("<IIfIfQ?HI")
 _EVENTS = struct.Struct("<II")
@@ -95,13 +96,13 @@ class Link(asyncio.Protocol):
         at = 0
         while len(self._buffer) - at >= _HEAD.size:
             length, kind = _HEAD.unpack_from(self._buffer, at)
-            if length > MOST or kind not in Kind:
+            if length > MOST or kind not in _KINDS:
                 self._end(abort=True)
                 return
             end = at + _HEAD.size + length
             if len(self._buffer) < end:
                 break
-            self._on_frame(self, Kind(kind), bytes(self._buffer[at + _HEAD.size : end]))
+            self._on_frame(self, _KINDS[kind], bytes(self._buffer[at + _HEAD.size : end]))
             at = end
         del self._buffer[:at]
 
