@@ -37,6 +37,8 @@ INTERVAL = 8
 """Tokens of a chunk, with `+stream_interval`."""
 LARGE = 1 << 14
 """Bytes of a body that is read and tokenized in a thread, for it takes long."""
+SEND_BUFFER = 1 << 16
+"""Bytes that the system keeps for a client that does not read; it may double them."""
 SPARE_FILES = 64
 """Descriptors that are not for connections."""
 
@@ -89,6 +91,10 @@ class Front:
             self._on_stats,
         )
         self.is_draining = False
+        self._arriving = 0
+        self._most_connections = min(
+            self.bounds.connections, max(1, _raise_file_limit() - SPARE_FILES)
+        )
         self._key = key.encode() if key else None
         self._tokenizing = ThreadPoolExecutor(1)
         self._stop = asyncio.Event()
@@ -126,14 +132,12 @@ class Front:
         for each in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(each, self.stop)
         await self.runner.setup()
-        most = min(self.bounds.connections, _raise_file_limit() - SPARE_FILES)
-        web_server = self.runner.server
-        assert web_server is not None
-
-        def connect() -> asyncio.Protocol:
-            return web_server() if len(web_server.connections) < most else _Refusal()
-
-        server = await loop.create_server(connect, sock=listener, backlog=1024)
+        # Connections inherit these. A client that does not read is cut off by the system, too: what
+        # a handler has written and left behind is not waited for by anybody else.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+        stall = int(self.bounds.stall * 1000)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, stall)
+        server = await loop.create_server(self._connect, sock=listener, backlog=1024)
         job = asyncio.ensure_future(self.job.run())
         stop = asyncio.ensure_future(self._stop.wait())
         await asyncio.wait([job, stop], return_when=asyncio.FIRST_COMPLETED)
@@ -151,6 +155,20 @@ class Front:
         stop.cancel()
         self._tokenizing.shutdown(wait=False)
         return code
+
+    def _connect(self) -> asyncio.Protocol:
+        """What answers a new connection: the endpoints, or a refusal of one too many."""
+        loop, server = asyncio.get_running_loop(), self.runner.server
+        assert server is not None
+        if len(server.connections) + self._arriving >= self._most_connections:
+            return _Refusal()
+        # The server counts a connection in the next turn of the loop, which may accept more first.
+        self._arriving += 1
+        loop.call_soon(loop.call_soon, self._arrive)
+        return server()
+
+    def _arrive(self) -> None:
+        self._arriving -= 1
 
     def stop(self) -> None:
         """Drain; when asked again, end at once."""

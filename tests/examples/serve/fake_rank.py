@@ -13,9 +13,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
-
 from serve import features as switches
 from serve.loop import EngineLoop
 from serve.work import Decode, Prefill

@@ -9,9 +9,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
-
 from serve import features as switches
 from serve.front import Bounds, Front, listen
 from serve.text import Bytes

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = Path(__file__).with_name("fake_server.py")
 PATIENCE = 60.0
 """Seconds for what should take none, on a machine whose cores are busy."""
@@ -117,16 +118,27 @@ class Server:
 
 
 @contextmanager
-def serving(folder: Path, waits: bool = True, **options: Any) -> Iterator[Server]:
-    """A server; afterwards neither it nor its engine is left."""
+def serving(
+    folder: Path, waits: bool = True, files: int | None = None, **options: Any
+) -> Iterator[Server]:
+    """A server; afterwards neither it nor its engine is left.
+
+    Args:
+        waits: until the engine is ready.
+        files: that it may open, at most.
+        options: of `fake_server.py` and `fake_rank.py`.
+    """
     log = folder / f"server-{time.monotonic_ns()}.log"
     with log.open("w") as file:
+        line = [sys.executable, str(PROGRAM), json.dumps(options)]
+        if files is not None:
+            line = ["bash", "-c", f'ulimit -n {files}; exec "$@"', "limited", *line]
         process = subprocess.Popen(
-            [sys.executable, str(PROGRAM), json.dumps(options)],
+            line,
             stdout=subprocess.PIPE,
             stderr=file,
             text=True,
-            env={**os.environ, "TMPDIR": str(folder)},
+            env={**os.environ, "TMPDIR": str(folder), "PYTHONPATH": f"{ROOT}:{ROOT}/examples"},
         )
     assert process.stdout is not None
     with process.stdout:
