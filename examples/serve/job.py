@@ -33,6 +33,8 @@ STALE = 5.0
 """Seconds without a beat, with requests there, after which the engine is not healthy."""
 GRACE = 10.0
 """Seconds for the job to end by itself, once the socket is closed."""
+FAREWELL = 3.0
+"""Seconds for a job that has lost a rank to say so and end."""
 LONGEST_PAUSE = 30.0
 """Seconds between two starts of an engine that keeps failing."""
 
@@ -252,7 +254,7 @@ class EngineJob:
                 return
             self.state = State.FAILED
             self.end_all("the engine has ended; it is started again")
-            await self._end_process(0.0)
+            await self._end_process(FAREWELL)
             if self.limits is None:
                 self.is_known.set()
                 return
@@ -287,7 +289,7 @@ class EngineJob:
         if process is None:
             return
         try:
-            async with asyncio.timeout(max(grace, 0.01)):
+            async with asyncio.timeout(grace):
                 await process.wait()
         except TimeoutError:
             for signal_ in (signal.SIGTERM, signal.SIGKILL):

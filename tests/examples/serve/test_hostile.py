@@ -97,10 +97,11 @@ def test_endless_headers(clean: Server) -> None:
     sent = 0
     with contextlib.suppress(ConnectionError):
         sock.sendall(HEAD + b"X-Long: ")
-        for sent in range(1000):
+        for _ in range(1000):
             sock.sendall(b"a" * MEBIBYTE)
+            sent += 1
     sock.close()
-    assert sent < 999
+    assert sent < 1000
     assert clean.memory() < before + 8 * MEBIBYTE
 
 
@@ -327,7 +328,7 @@ def test_readers_that_never_read(tmp_path: Path) -> None:
         own.wait_for(own.is_empty, "an end of all requests")
         own.wait_for(lambda: own.files() <= files + 1, "an end of their connections")
         assert own.memory() < before + number * MEBIBYTE + 16 * MEBIBYTE
-        assert "has not read for 1 s" in own.text()
+        assert own.metric('request_success_total{finished_reason="length"}') == 1
         for sock in readers:
             sock.close()
 
