@@ -91,7 +91,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, pages: Pages, layer: int, 
     # Heads that share keys are rows of one product: [rows, groups, shared * tokens, width].
     shared = heads // groups
     query = query.reshape(rows, groups, shared * tokens, width)
-    mixed = F.scaled_dot_product_attention(query, held[0], held[1], attn_mask=pages.mask, scale=scale)
+    mixed = F.scaled_dot_product_attention(
+        query, held[0], held[1], attn_mask=pages.mask, scale=scale
+    )
     return mixed.view(rows, heads, tokens, width).transpose(1, 2)
 
 

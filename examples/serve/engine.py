@@ -127,7 +127,7 @@ class CgEngine:
         needed = [row.position // size + 1 for row in rows]
         width = _bucket(self._widths, max(needed))
         numbers: list[int] = []
-        for row, count in zip(rows, needed, strict=True):
+        for row in rows:
             _check(-1 <= row.token < limits.vocabulary, f"token {row.token}")
             _check(0 <= row.slot < limits.slots, f"slot {row.slot}")
             table = self._table(row.blocks, row.position + 1, width)
@@ -166,7 +166,7 @@ class CgEngine:
         _check(tokens <= limits.context, f"{tokens} tokens of at most {limits.context}")
         _check(len(blocks) >= needed, f"{len(blocks)} blocks for {tokens} tokens")
         table = list(blocks[:needed])
-        _check(0 < min(table) and max(table) < limits.blocks, f"blocks {table}")
+        _check(min(table) > 0 and max(table) < limits.blocks, f"blocks {table}")
         return table + [0] * (width - needed)
 
 

@@ -174,7 +174,10 @@ def _fill(part: nn.Module, names: Mapping[str, str], weights: Weights, dtype: to
                 f"the weight {names[name]} is {tuple(loaded[names[name]].shape)}, and the model's "
                 f"configuration says {tuple(parameter.shape)}"
             )
-    part.load_state_dict({name: loaded[names[name]] for name in parameters}, assign=True)
+    # Not strict: of a tied weight, which has two names, one is given.
+    part.load_state_dict(
+        {name: loaded[names[name]] for name in parameters}, strict=False, assign=True
+    )
     part.requires_grad_(False).eval()
 
 
@@ -254,8 +257,10 @@ def _check(config: PretrainedConfig) -> None:
         )
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     if kinds or (config.model_type == "mistral" and config.sliding_window is not None):
-        raise ValueError(f"{config.model_type} with {sorted(kinds) or 'sliding windows'}: layers "
-                         "are served that attend to all of a sequence")
+        raise ValueError(
+            f"{config.model_type} with {sorted(kinds) or 'sliding windows'}: layers "
+            "are served that attend to all of a sequence"
+        )
 
 
 # -- the GPT of examples/train_gpt.py -----------------------------------------------------------

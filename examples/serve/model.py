@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -40,7 +41,7 @@ def split(layers: int, stages: int) -> list[range]:
     bounds = [0]
     for stage in range(stages):
         bounds.append(bounds[-1] + base + (stage < more))
-    return [range(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [range(a, b) for a, b in itertools.pairwise(bounds)]
 
 
 @cg.actor
@@ -104,9 +105,7 @@ class Stage(nn.Module):
         at = (start + length)[:, 0]
         return draw(logits, at, seeds, controls[:, TEMPERATURE], top_k, controls[:, TOP_P])
 
-    def _layers(
-        self, x: Tensor, positions: Tensor, tables: Tensor, valid: Tensor | None
-    ) -> Tensor:
+    def _layers(self, x: Tensor, positions: Tensor, tables: Tensor, valid: Tensor | None) -> Tensor:
         pools = tuple(getattr(self, f"pool{index}") for index in range(self.count))
         pages = locate(pools, self.first, positions, tables, valid, self.shared)
         if self.is_first:
