@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -104,10 +105,11 @@ class Driver:
             while self._waiting and len(self._running) < self._habits.companions:
                 if not self._admit():
                     break
-            self._prefill()
+            moved = self._prefill()
             for group in range(self._limits.groups):
-                self._decode(group)
-            self._collect()
+                moved = self._decode(group) or moved
+            if not self._collect() and not moved:
+                self._wait()
         assert len(self._free) == self._limits.blocks - 1, "blocks were lost"
 
     # -- blocks -----------------------------------------------------------------------------
@@ -160,9 +162,9 @@ class Driver:
 
     # -- work -------------------------------------------------------------------------------
 
-    def _prefill(self) -> None:
+    def _prefill(self) -> bool:
         if self._chunks:
-            return
+            return False
         for running in self._running:
             left = len(running.known) - running.prefilled
             if not left:
@@ -175,11 +177,12 @@ class Driver:
             work = Prefill(tokens, start, running.blocks, is_last, sampling)
             self._chunks.append((self._engine.submit(work), running))
             running.prefilled = end
-            return
+            return True
+        return False
 
-    def _decode(self, group: int) -> None:
+    def _decode(self, group: int) -> bool:
         if len(self._under_way[group]) == 2:
-            return
+            return False
         limits, batch, rows = self._limits, [], []
         for running in self._running:
             if running.group != group or running.slot < 0 or len(batch) == limits.slots:
@@ -195,9 +198,19 @@ class Driver:
             running.asked += 1
         if rows:
             self._under_way[group].append((self._engine.submit(Decode(group, tuple(rows))), batch))
+        return bool(rows)
 
-    def _collect(self) -> None:
+    def _wait(self) -> None:
+        """Until something that is under way has ended."""
+        results = [result for result, _ in chain(self._chunks, *self._under_way)]
+        if results:
+            results[0].result(60)
+
+    def _collect(self) -> bool:
+        """Take what has ended; true if anything has."""
+        moved = False
         for result, running in [each for each in self._chunks if each[0].done()]:
+            moved = True
             self._chunks.remove((result, running))
             if not running.is_over:
                 self._share(running)
@@ -208,10 +221,12 @@ class Driver:
                     self._deliver(running, token)
         for queue in self._under_way:
             while queue and queue[0][0].done():
+                moved = True
                 result, batch = queue.pop(0)
                 for running, token in zip(batch, result.result(), strict=True):
                     if not running.is_over:
                         self._deliver(running, token)
+        return moved
 
     def _take_slot(self, running: _Running) -> None:
         groups, slots = range(self._limits.groups), range(self._limits.slots)

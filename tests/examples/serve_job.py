@@ -12,12 +12,12 @@ import cg
 from examples.serve.engine import start
 
 from .serve_driver import Driver, Habits, differences, random_requests
-from .serve_models import OPTIONS, load_qwen2, logits_of
+from .serve_models import FEW, load_qwen2, logits_of
 
 
 def main() -> None:
     folder, count = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 40
-    engine = start(folder, OPTIONS)
+    engine = start(folder, FEW)
     if engine is None:
         print(f"rank {cg.rank()} has served", flush=True)
         return

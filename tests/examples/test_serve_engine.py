@@ -23,12 +23,21 @@ from examples.serve.work import Decode, Prefill, Row, Sampling
 
 from ..mpi.jobs import ROOT, needs_mpi, run
 from .serve_driver import Driver, Habits, Request, differences, random_requests
-from .serve_models import OPTIONS, generate, load_qwen2, logits_of, save_qwen2
+from .serve_models import FEW, OPTIONS, generate, load_qwen2, logits_of, save_qwen2
 
 sys.path.insert(0, str(ROOT / "examples"))
 
 import checkpoints
 import train_gpt
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """The models are so small that a second thread is only waited for."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @contextmanager
@@ -62,8 +71,7 @@ def engine(folder: Path) -> Iterator[CgEngine]:
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_greedy_tokens_are_those_of_generate(ranks: int, folder: Path, model: Any) -> None:
-    few = replace(OPTIONS, groups=1, batches=(4,), chunks=(32,), widths=())
-    with serving(folder, ranks, few) as engine:
+    with serving(folder, ranks, replace(FEW, groups=1)) as engine:
         requests = [
             replace(each, sampling=Sampling(), most=12)
             for each in random_requests(6, ranks, engine.limits)
@@ -204,7 +212,7 @@ def test_the_gpt_of_make_train(tmp_path: Path) -> None:
             ids = stage.local.forward(ids)
         return ids
 
-    options = replace(OPTIONS, groups=1, batches=(2,), chunks=(32,), widths=(), blocks=40)
+    options = replace(FEW, groups=1, batches=(2,))
     with serving(tmp_path, 2, options) as engine:
         assert engine.limits.vocabulary == 256
         requests = random_requests(8, 9, engine.limits)
