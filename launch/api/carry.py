@@ -76,9 +76,9 @@ def carry(initial: Any, *, on: int) -> ActorHandle:
 
     In a step, `carried.get()` is what the last `carried.set(value)` has left, in the same execution
     or in an earlier one; before the first it is `initial`. Of a tensor, `carried.get(rows)` and
-    `carried.set(value, rows)` read and replace some rows alone. It is state like that of any actor: the
-    executions in flight read and write it in the order in which they were started, and the value
-    goes from where it is made to rank `on` without passing the driver.
+    `carried.set(value, rows)` read and replace some rows alone; `rows` are int64. It is state like
+    that of any actor: the executions in flight read and write it in the order in which they were
+    started, and the value goes from where it is made to rank `on` without passing the driver.
 
     Args:
         initial: a tensor, whose dtype and shape every later value must have; or any other object,
