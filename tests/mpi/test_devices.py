@@ -47,7 +47,7 @@ DRIVEN = [
 ]
 
 
-SEALED = ["sealed", "changed", "beside"]
+SEALED = ["sealed", "changed", "state", "nothing_is_written", "beside"]
 
 
 def check_driven(ended: Ended, passed: Sequence[str] = DRIVEN) -> None:
