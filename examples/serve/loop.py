@@ -87,11 +87,12 @@ class EngineLoop:
             for ticket in self.scheduler.schedule():
                 self._submit(ticket)
             self._send()
-            if self._commands:
-                self._wake.set()
             if not self.features.gc_freeze:
                 self.counters["gc_freeze"] = gc.get_stats()[2]["collections"] - collections
-            await self._wake.wait()
+            if self._commands or self._wake.is_set():
+                await asyncio.sleep(0)  # others have a turn, which the event would not give them
+            else:
+                await self._wake.wait()
         if self._timer is not None:
             self._timer.cancel()
         self.link.close()
