@@ -111,6 +111,7 @@ class EngineJob:
         self._ids = 0
         self._link: Link | None = None
         self._ended = asyncio.Event()
+        self._family: set[tuple[int, str]] = set()
         self._beat = monotonic()
         self._server: asyncio.Server | None = None
         self._threads = None if features.async_stream else ThreadPoolExecutor(most)
@@ -205,6 +206,8 @@ class EngineJob:
             self.limits = wire.unpack_hello(payload)
             self.state = State.READY
             self.is_known.set()
+            if self.process is not None:  # now, for later their parents may have died
+                self._family = family(self.process.pid)
             log.info("the engine is ready: %s", self.limits)
 
     def _take_events(self, events: wire.Events) -> None:
@@ -282,26 +285,31 @@ class EngineJob:
         return self.state is State.READY
 
     async def _end_process(self, grace: float) -> None:
-        """Close the socket, at which the ranks end; end the job's whole session if they do not."""
+        """Close the socket, at which the ranks end, and see to it that they have ended."""
         if self._link is not None:
             self._link.close()
-        process = self.process
+        process, self.process = self.process, None
         if process is None:
             return
-        try:
-            async with asyncio.timeout(grace):
-                await process.wait()
-        except TimeoutError:
-            for signal_ in (signal.SIGTERM, signal.SIGKILL):
-                _signal(process.pid, signal_)
-                try:
-                    async with asyncio.timeout(GRACE / 2):
-                        await process.wait()
-                        break
-                except TimeoutError:
-                    continue
-        _signal(process.pid, signal.SIGKILL)  # whatever of its session is left
-        self.process = None
+        self._family |= family(process.pid)
+        for signal_ in (None, signal.SIGTERM, signal.SIGKILL):
+            if signal_ is not None and process.returncode is None:
+                process.send_signal(signal_)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(grace if signal_ is None else GRACE / 2):
+                    await process.wait()
+                    break
+        # Whoever starts ranks ends them. Where it was killed itself, they have lost the socket, or
+        # another rank, and end by themselves; this is for one that cannot.
+        for _ in range(30):
+            if not any(map(is_there, self._family)):
+                break
+            await asyncio.sleep(0.1)
+        for each in filter(is_there, self._family):
+            log.warning("process %d of the engine is left over, and is killed", each[0])
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(each[0], signal.SIGKILL)
+        self._family = set()
 
     async def close(self) -> None:
         """End the engine and wait for its job."""
@@ -315,12 +323,33 @@ class EngineJob:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
     def kill(self) -> None:
-        """End the job at once, without waiting."""
+        """Tell the job to end at once, without waiting."""
         if self.process is not None:
-            _signal(self.process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                self.process.terminate()
 
 
-def _signal(session: int, signal_: signal.Signals) -> None:
-    """To all processes of the session that the job leads."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(session, signal_)
+def family(pid: int) -> set[tuple[int, str]]:
+    """A process and its descendants, each with the time of its start, since numbers come again."""
+    parents: dict[int, list[int]] = {}
+    started: dict[int, str] = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = file.read_text().rpartition(")")[2].split()
+            number = int(file.parent.name)
+            parents.setdefault(int(fields[1]), []).append(number)
+            started[number] = fields[19]
+    found, new = set[int](), {pid}
+    while new:
+        found |= new
+        new = {child for each in new for child in parents.get(each, ())} - found
+    return {(each, started[each]) for each in found if each in started}
+
+
+def is_there(process: tuple[int, str]) -> bool:
+    """Whether that very process runs."""
+    try:
+        fields = Path(f"/proc/{process[0]}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return False
+    return fields[19] == process[1] and fields[0] != "Z"

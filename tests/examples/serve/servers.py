@@ -72,9 +72,11 @@ class Server:
         rows = [line.split() for line in text.splitlines() if line.startswith(f"cg:{name}")]
         return sum(float(row[-1]) for row in rows)
 
-    def wait_for(self, right: Callable[[], bool], what: str = "it") -> None:
+    def wait_for(
+        self, right: Callable[[], bool], what: str = "it", seconds: float = PATIENCE
+    ) -> None:
         """Wait until something holds."""
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + seconds
         while True:
             assert self.process.poll() is None, f"the server has ended; the log:\n{self.text()}"
             if right():
