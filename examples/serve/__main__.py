@@ -7,7 +7,7 @@ import asyncio
 import logging
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from . import features as switches
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     log.info("serving %s as '%s' at http://%s:%d/", note, name, host, port)
     with folder, listener:
         bounds = Bounds(requests=given.requests, tokens=given.tokens, drain=given.drain)
-        command = job(given, model, features)
+        command = in_process(given, model) if features.inproc else job(given, model, features)
 
         async def run() -> int:
             front = Front(name, text, command, Path(folder.name), bounds, features, given.api_key)
@@ -54,11 +54,29 @@ def job(given: argparse.Namespace, model: str, features: switches.Features) -> l
     line += [] if features.thr_cap else ["--no-thread-cap"]
     line += [] if features.affinity else ["--no-affinity"]
     line += ["-m", "examples.serve.ranks", "--model", model]
-    for name in ("groups", "batch", "chunk", "blocks", "block_size", "context", "dtype", "fuse"):
+    for name in (
+        "groups",
+        "batch",
+        "chunk",
+        "blocks",
+        "block_size",
+        "context",
+        "dtype",
+        "fuse",
+        "profile",
+    ):
         value = getattr(given, name)
         if value is not None:
             line += [f"--{name.replace('_', '-')}", str(value)]
     return [*line, f"--features={given.features}"]
+
+
+def in_process(given: argparse.Namespace, model: str) -> Callable[[Path], Awaitable[None]]:
+    """The engine in this process, for an ablation; one process plays all ranks."""
+    from .ranks import serve  # which imports torch, as the front does not otherwise
+
+    given.model = model
+    return lambda path: serve(given, switches.parse(given.features), path)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

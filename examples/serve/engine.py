@@ -45,6 +45,7 @@ class Options:
         fuse: as `compile` takes it.
         passes: as `compile` takes them.
         seed: of random weights.
+        warm: whether all variants run before the engine is ready.
     """
 
     groups: int | None = None
@@ -59,6 +60,7 @@ class Options:
     fuse: str | None = None
     passes: str = ""
     seed: int = 0
+    warm: bool = True
 
 
 class Tokens:
@@ -219,7 +221,8 @@ def start(
             graph.serve()
         return None
     engine = CgEngine(limits, options, decode, prefill)
-    engine.warm()
+    if options.warm:
+        engine.warm()
     return engine
 
 

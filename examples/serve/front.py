@@ -63,7 +63,8 @@ class Front:
     Args:
         name: of the model, for clients.
         text: its tokenizer.
-        job: what runs the engine; a function, since it reports to this object.
+        command: starts the engine; see `EngineJob`.
+        folder: for its socket, of mode 0700.
         key: what clients have to show, if anything.
     """
 
@@ -71,7 +72,7 @@ class Front:
         self,
         name: str,
         text: Text,
-        command: Sequence[str],
+        command: Sequence[str] | Callable[[Path], Awaitable[None]],
         folder: Path,
         bounds: Bounds | None = None,
         features: Features | None = None,
@@ -251,7 +252,8 @@ class Front:
         try:
             while any(choice.reason is None for choice in choices):
                 await reply.changed()
-                if self.features.stream_interval and self._is_small(reply):
+                # The first token never waits for others.
+                if self.features.stream_interval and not all(is_first) and self._is_small(reply):
                     continue
                 pieces = []
                 for index, text in self._read(reply, choices):
@@ -303,10 +305,10 @@ class Front:
 
     def _is_small(self, reply: Reply) -> bool:
         """Whether what has come can wait for more, with `+stream_interval`."""
-        waits = sum(map(len, reply.tokens)) < INTERVAL and not any(reply.ends) and reply.last
-        if waits:
-            self.counters["stream_interval"] += 1
-        return bool(waits)
+        number = sum(map(len, reply.tokens))
+        waits = number < INTERVAL and not any(reply.ends)
+        self.counters["stream_interval"] += waits
+        return waits
 
     async def _write(self, response: web.StreamResponse, data: bytes) -> None:
         async with asyncio.timeout(self.bounds.stall):

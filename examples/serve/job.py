@@ -13,7 +13,8 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from pathlib import Path
@@ -24,6 +25,7 @@ from . import wire
 from .features import Counters, Features
 from .protocol import ApiError, Completion
 from .scheduler import End, Request
+from .transports import Ring, unpickle
 from .wire import Kind, Link
 from .work import Limits, Sampling
 
@@ -80,7 +82,8 @@ class EngineJob:
     """Starts `command` with the address of a socket, and gives it requests.
 
     Args:
-        command: what to run; the address is appended.
+        command: what to run; the address is appended. Or a function of the address, which serves
+            in this process.
         folder: of mode 0700, for the socket.
         most: requests at once, which bounds threads.
         on_tokens: called for each reply with the number of its new tokens, and whether it started.
@@ -89,7 +92,7 @@ class EngineJob:
 
     def __init__(
         self,
-        command: Sequence[str],
+        command: Sequence[str] | Callable[[Path], Awaitable[None]],
         folder: Path,
         features: Features,
         counters: Counters,
@@ -110,6 +113,7 @@ class EngineJob:
         self._outbox: list[Request] = []
         self._ids = 0
         self._link: Link | None = None
+        self._ring: Ring | None = None
         self._ended = asyncio.Event()
         self._family: set[tuple[int, str]] = set()
         self._beat = monotonic()
@@ -197,13 +201,22 @@ class EngineJob:
         if link is not self._link:
             return
         self._beat = monotonic()
+        if kind is Kind.RING and self._ring is not None:
+            kind, payload = self._ring.take(payload)
         if kind in (Kind.EVENTS, Kind.OBJECTS):
             self._take_events(wire.unpack_events(kind, payload))
+        elif kind is Kind.PICKLED and self.features.queue_ipc:
+            started, pairs, ends = unpickle(payload)
+            self._take_events(
+                wire.Events(array("I", started), array("I", pairs), [End(*each) for each in ends])
+            )
         elif kind is Kind.STATS:
             self.stats = json.loads(payload)
             self._on_stats(self.stats)
         elif kind is Kind.HELLO:
             self.limits = wire.unpack_hello(payload)
+            if self.features.shm_ring:
+                self._ring = Ring(self.path.with_suffix(".ring"), creates=False)
             self.state = State.READY
             self.is_known.set()
             if self.process is not None:  # now, for later their parents may have died
@@ -272,10 +285,15 @@ class EngineJob:
         self._ended.clear()
         self._link = None
         self.starts += 1
-        self.process = await asyncio.create_subprocess_exec(
-            *self.command, str(self.path), start_new_session=True, stdin=asyncio.subprocess.DEVNULL
-        )
-        exits = asyncio.ensure_future(self.process.wait())
+        if callable(self.command):
+            exits: asyncio.Future[Any] = asyncio.ensure_future(self.command(self.path))
+        else:
+            self.process = await asyncio.create_subprocess_exec(
+                *(*self.command, str(self.path)),
+                start_new_session=True,
+                stdin=asyncio.subprocess.DEVNULL,
+            )
+            exits = asyncio.ensure_future(self.process.wait())
         ends = asyncio.ensure_future(self._ended.wait())
         try:
             await asyncio.wait([exits, ends], return_when=asyncio.FIRST_COMPLETED)

@@ -20,6 +20,7 @@ from typing import Any
 from . import wire
 from .features import Counters, Features
 from .scheduler import End, Events, Request, Scheduler, Ticket
+from .transports import Feeder, Ring
 from .wire import Kind, Link
 from .work import Decode, Engine, Result
 
@@ -64,6 +65,8 @@ class EngineLoop:
         self._timer: asyncio.TimerHandle | None = None
         self._fault: Exception | None = None
         self._is_paused = False
+        self._feeder: Feeder | None = None
+        self._ring: Ring | None = None
         self.link = Link(self._on_frame, lambda link: self._wake.set(), self._wake.set)
 
     async def run(self, path: Path) -> None:
@@ -74,6 +77,10 @@ class EngineLoop:
             WireError: the front has sent what is no command.
         """
         await asyncio.get_running_loop().create_unix_connection(lambda: self.link, str(path))
+        if self.features.queue_ipc:
+            self._feeder = Feeder(self.link)
+        if self.features.shm_ring:
+            self._ring = Ring(path.with_suffix(".ring"), creates=True)
         self.link.send(Kind.HELLO, wire.pack_hello(self.engine.limits))
         self._send_stats()
         if self.features.gc_freeze:
@@ -95,6 +102,8 @@ class EngineLoop:
                 await self._wake.wait()
         if self._timer is not None:
             self._timer.cancel()
+        if self._feeder is not None:
+            self._feeder.close()
         self.link.close()
         if self._fault is not None:
             raise self._fault
@@ -197,11 +206,27 @@ class EngineLoop:
         if not self._unsent or self.link.is_full:
             return
         events, self._unsent = self._unsent, Events()
-        is_flat = self.features.flat_evts
-        self.counters["flat_evts"] += not is_flat
-        self.link.send(Kind.EVENTS if is_flat else Kind.OBJECTS, wire.pack_events(events, is_flat))
+        if self._feeder is not None:
+            self.counters["queue_ipc"] += 1
+            ends = [(end.id, end.reason, end.count, end.message) for end in events.ends]
+            self._feeder.put((list(events.started), list(events.pairs), ends))
+        else:
+            self._send_frame(events)
         if self.scheduler.is_idle:
             self._send_stats()
+
+    def _send_frame(self, events: Events) -> None:
+        is_flat = self.features.flat_evts
+        self.counters["flat_evts"] += not is_flat
+        self.counters["inproc"] += self.features.inproc
+        kind = Kind.EVENTS if is_flat else Kind.OBJECTS
+        payload = wire.pack_events(events, is_flat)
+        where = None if self._ring is None else self._ring.put(kind, payload)
+        if where is None:
+            self.link.send(kind, payload)
+        else:
+            self.counters["shm_ring"] += 1
+            self.link.send(Kind.RING, where)
 
     def _beat(self) -> None:
         """Send counts while there is work, and see whether it moves."""

@@ -19,4 +19,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--context", type=int, help="the longest sequence; by default the model's")
     add("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     add("--fuse", choices=("inductor",), help="compile bodies with torch.compile's backend")
+    add("--profile", metavar="DIR", help="write what every rank does, as cg.profile records it")
     add("--features", default="", help="switches, such as -prefix,+inproc")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import os
 from collections.abc import Sequence
@@ -42,21 +43,26 @@ def options(given: argparse.Namespace, features: switches.Features) -> Options:
     batches = sizes((1, 2, 4, 8, 16, 24, *range(32, given.batch, 16)), given.batch)
     chunks = sizes(CHUNKS, given.chunk)
     groups = given.groups if features.groups else 1
+    if not features.chunk:
+        if given.context is None:
+            raise ValueError("-chunk needs --context, for a chunk is as long as that")
+        chunks = sizes(CHUNKS, given.context)
     chosen = Options(
         groups=groups,
         batches=batches if features.variants else batches[-1:],
-        chunks=chunks if features.chunk else (*chunks, given.context or 1 << 15),
+        chunks=chunks if features.variants else chunks[-1:],
         blocks=given.blocks,
         block_size=given.block_size,
         context=given.context,
         in_flight=max(2, groups or cg.world_size()),
         dtype=getattr(torch, given.dtype),
         fuse=given.fuse,
+        warm=features.warm,
         passes=",".join(
             f"-{name}" for name in ("overlap", "capture") if not getattr(features, name)
         ),
     )
-    return replace(chosen, widths=chosen.widths if features.variants else ())
+    return chosen if features.variants else replace(chosen, widths=())
 
 
 def sizes(usual: Sequence[int], most: int) -> tuple[int, ...]:
@@ -82,13 +88,19 @@ def main() -> None:
     logging.basicConfig(format="%(asctime)s rank %(message)s", level=logging.WARNING)
     given = parse()
     features = switches.parse(given.features)
+    with cg.profile(given.profile) if given.profile else contextlib.nullcontext():
+        asyncio.run(serve(given, features, given.socket))
+
+
+async def serve(given: argparse.Namespace, features: switches.Features, path: Path) -> None:
+    """Serve the front that listens at a path; other ranks than 0 serve rank 0 meanwhile."""
     engine = start(source(given.model), options(given, features))
     if engine is None:
         return
     counters = switches.Counters()
     count(counters, features, engine.limits)
     try:
-        asyncio.run(EngineLoop(engine, features, counters).run(given.socket))
+        await EngineLoop(engine, features, counters).run(path)
     finally:
         engine.close()
 

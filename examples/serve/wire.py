@@ -3,7 +3,8 @@
     front to rank 0     ADD: requests          CANCEL: their ids
     rank 0 to front     HELLO: the limits      EVENTS: what has happened      STATS: counts, a beat
 
-Nothing that is received is ever executed or unpickled, and no frame is longer than `MOST`.
+Nothing that is received is ever executed, and no frame is longer than `MOST`. PICKLED and RING are
+of `transports.py`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ class Kind(IntEnum):
     EVENTS = 4
     OBJECTS = 5
     STATS = 6
+    PICKLED = 7
+    RING = 8
 
 
 MOST = 1 << 26

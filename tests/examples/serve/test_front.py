@@ -208,13 +208,13 @@ def test_metrics_have_the_names_of_vllm(clean: Server) -> None:
     [
         *[(f"-{name}", name) for name in ("flat_evts", "batch_send", "fast_sse")],
         *[(f"-{name}", name) for name in ("async_stream", "async_sched", "carry", "fast_cnt")],
-        ("+stream_interval", "stream_interval"),
+        *[(f"+{name}", name) for name in ("stream_interval", "queue_ipc", "shm_ring")],
     ],
 )
 def test_switches_change_no_text_and_count_what_they_change(
     tmp_path: Path, features: str, name: str
 ) -> None:
-    with serving(tmp_path, features=features) as own:
+    with serving(tmp_path, features=features, delay=0.001) as own:
         socks = [own.post({"prompt": [i], "max_tokens": 20, "temperature": 0}) for i in range(90)]
         for sock in socks:
             assert b" 200 OK" in sock.recv(1 << 16)
