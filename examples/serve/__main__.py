@@ -73,10 +73,10 @@ def job(given: argparse.Namespace, model: str, features: switches.Features) -> l
 
 def in_process(given: argparse.Namespace, model: str) -> Callable[[Path], Awaitable[None]]:
     """The engine in this process, for an ablation; one process plays all ranks."""
-    from .ranks import serve  # which imports torch, as the front does not otherwise
+    from .ranks import serve_here  # which imports torch, as the front does not otherwise
 
     given.model = model
-    return lambda path: serve(given, switches.parse(given.features), path)
+    return lambda path: serve_here(given, path)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -21,7 +21,7 @@ import torch
 import cg
 
 from . import features as switches
-from .engine import Options, start
+from .engine import CgEngine, Options, start
 from .loop import EngineLoop
 from .models import source
 from .options import add_arguments
@@ -89,20 +89,27 @@ def main() -> None:
     given = parse()
     features = switches.parse(given.features)
     with cg.profile(given.profile) if given.profile else contextlib.nullcontext():
-        asyncio.run(serve(given, features, given.socket))
+        engine = start(source(given.model), options(given, features))
+        if engine is not None:  # the others have served until now
+            asyncio.run(serve(engine, features, given.socket))
 
 
-async def serve(given: argparse.Namespace, features: switches.Features, path: Path) -> None:
-    """Serve the front that listens at a path; other ranks than 0 serve rank 0 meanwhile."""
-    engine = start(source(given.model), options(given, features))
-    if engine is None:
-        return
+async def serve(engine: CgEngine, features: switches.Features, path: Path) -> None:
+    """Serve the front that listens at a path, until it goes."""
     counters = switches.Counters()
     count(counters, features, engine.limits)
     try:
         await EngineLoop(engine, features, counters).run(path)
     finally:
         engine.close()
+
+
+async def serve_here(given: argparse.Namespace, path: Path) -> None:
+    """The same in the front's process, which plays all ranks."""
+    features = switches.parse(given.features)
+    engine = start(source(given.model), options(given, features))
+    assert engine is not None
+    await serve(engine, features, path)
 
 
 if __name__ == "__main__":

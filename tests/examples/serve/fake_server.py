@@ -1,4 +1,4 @@
-"""The front, with the fake engine: `python fake_server.py OPTIONS`; it prints its port."""
+"""The front, with the fake engine: `python fake_server.py OPTIONS --features=…`; prints its port."""
 
 from __future__ import annotations
 
@@ -17,8 +17,12 @@ from serve.text import Bytes
 def main() -> int:
     logging.basicConfig(format="%(message)s", level=logging.INFO)
     options = json.loads(sys.argv[1])
+    for word in sys.argv[2:]:
+        name, _, value = word.partition("=")
+        options[name.removeprefix("--")] = value
     listener = listen("127.0.0.1", 0)
     print(listener.getsockname()[1], flush=True)
+    logging.info("serving at http://127.0.0.1:%d/", listener.getsockname()[1])
     rank = str(Path(__file__).with_name("fake_rank.py"))
     features = switches.parse(options.get("features", ""))
     bounds = Bounds(**options.get("bounds", {}))
