@@ -162,7 +162,8 @@ def ratios(runs: Sequence[dict[str, Any]], seed: int = 0) -> dict[str, dict[str,
     table: dict[str, dict[str, Any]] = {}
     for arm in sorted({each["arm"] for each in runs} - {""}):
         table[arm] = {}
-        for name in figures(runs[0]):
+        shared = set.intersection(*(set(figures(each)) for each in runs))
+        for name in sorted(shared):
             pairs = []
             for block in sorted({each["block"] for each in runs}):
                 here = [each for each in runs if each["block"] == block]

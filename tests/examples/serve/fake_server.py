@@ -1,4 +1,4 @@
-"""The front, with the fake engine: `python fake_server.py OPTIONS --features=…`; prints its port."""
+"""The front, with the fake engine: `python fake_server.py OPTIONS`; it prints its port."""
 
 from __future__ import annotations
 
