@@ -11,10 +11,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from . import features as switches
-from .front import Bounds, Front, listen
+from .front.server import Bounds, Front, listen
+from .front.text import load
 from .models import resolve
 from .options import add_arguments
-from .text import load
 
 ROOT = Path(__file__).resolve().parents[2]
 BAD_USAGE = 2

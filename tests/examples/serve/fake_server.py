@@ -10,8 +10,8 @@ import tempfile
 from pathlib import Path
 
 from serve import features as switches
-from serve.front import Bounds, Front, listen
-from serve.text import Bytes
+from serve.front.server import Bounds, Front, listen
+from serve.front.text import Bytes
 
 
 def main() -> int:

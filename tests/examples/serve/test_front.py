@@ -14,7 +14,7 @@ from ...mpi.jobs import ROOT
 
 sys.path.insert(0, str(ROOT / "examples"))
 
-from serve.text import Bytes
+from serve.front.text import Bytes
 from serve.work import Sampling
 
 from .fake_engine import ROOMY, reference

@@ -77,5 +77,5 @@ def test_an_error_is_shown(page: Page) -> None:
 
 
 def test_nothing_is_loaded_from_elsewhere() -> None:
-    text = (Path(__file__).parents[3] / "examples/serve/page.html").read_text()
+    text = (Path(__file__).parents[3] / "examples/serve/front/page.html").read_text()
     assert "http" not in text.replace("http-equiv", "")

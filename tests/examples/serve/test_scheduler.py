@@ -22,9 +22,9 @@ from ...sampling import examples
 
 sys.path.insert(0, str(ROOT / "examples"))
 
-from serve.admission import Admission
 from serve.blocks import Blocks, chain
 from serve.features import Counters, Features, parse, tokens
+from serve.front.admission import Admission
 from serve.scheduler import Request, Scheduler, Sequence, Ticket
 from serve.work import Decode, Limits, Prefill, Sampling
 

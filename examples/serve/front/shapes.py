@@ -8,9 +8,9 @@ import time
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
-from .features import Counters, Features
+from ..features import Counters, Features
+from ..scheduler import End
 from .protocol import Completion
-from .scheduler import End
 from .text import Stops, Text
 
 DONE = b"data: [DONE]\n\n"

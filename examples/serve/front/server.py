@@ -21,9 +21,9 @@ from typing import Any
 
 from aiohttp import web
 
+from ..features import Counters, Features
 from . import protocol
 from .admission import Admission
-from .features import Counters, Features
 from .job import EngineJob, Reply, State
 from .metrics import Metrics
 from .protocol import ApiError, Completion

@@ -21,13 +21,13 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from . import wire
-from .features import Counters, Features
+from .. import wire
+from ..features import Counters, Features
+from ..scheduler import End, Request
+from ..transports import Ring, unpickle
+from ..wire import Kind, Link
+from ..work import Limits, Sampling
 from .protocol import ApiError, Completion
-from .scheduler import End, Request
-from .transports import Ring, unpickle
-from .wire import Kind, Link
-from .work import Limits, Sampling
 
 log = logging.getLogger("serve")
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from ..work import Limits, Sampling
 from .text import Text
-from .work import Limits, Sampling
 
 CHOICES = 8
 """Prompts times `n` of one request, at most."""
