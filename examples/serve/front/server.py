@@ -93,6 +93,7 @@ class Front:
         )
         self.is_draining = False
         self._arriving = 0
+        self._writes: dict[asyncio.Transport, float] = {}  # since when one is waited for
         self._most_connections = min(
             self.bounds.connections, max(1, _raise_file_limit() - SPARE_FILES)
         )
@@ -141,6 +142,7 @@ class Front:
         server = await loop.create_server(self._connect, sock=listener, backlog=1024)
         job = asyncio.ensure_future(self.job.run())
         stop = asyncio.ensure_future(self._stop.wait())
+        cutter = asyncio.ensure_future(self._cut_off())
         await asyncio.wait([job, stop], return_when=asyncio.FIRST_COMPLETED)
         code = 0
         if job.done():
@@ -154,6 +156,7 @@ class Front:
         await self.runner.cleanup()
         job.cancel()
         stop.cancel()
+        cutter.cancel()
         self._tokenizing.shutdown(wait=False)
         return code
 
@@ -242,49 +245,62 @@ class Front:
     async def _stream(
         self, request: web.Request, what: Completion, reply: Reply
     ) -> web.StreamResponse:
-        shape = Shape(what, self.features, self.counters)
-        choices = [Choice(self.text, what.stop) for _ in reply.ids]
-        is_first = [True for _ in choices]
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         )
         await response.prepare(request)
+        transport = request.transport
+        if transport is None:  # it has gone
+            return response
+
+        async def write(data: bytes) -> None:
+            # A timeout of its own for each chunk would cost a tenth of the chunk; `_cut_off` looks.
+            self._writes[transport] = monotonic()
+            try:
+                await response.write(data)
+            finally:
+                del self._writes[transport]
+
         try:
-            while any(choice.reason is None for choice in choices):
-                await reply.changed()
-                # The first token never waits for others.
-                if self.features.stream_interval and not all(is_first) and self._is_small(reply):
-                    continue
-                pieces = []
-                for index, text in self._read(reply, choices):
-                    reason = choices[index].reason
-                    if text or reason is not None:
-                        pieces.append(shape.chunk(index, text, reason, is_first[index]))
-                        is_first[index] = False
-                if pieces:
-                    await self._write(response, b"".join(pieces))
-            self._count_end(what, reply, choices)
-            if what.include_usage:
-                prompt = sum(map(len, what.prompts))
-                drawn = sum(choice.count for choice in choices)
-                await self._write(response, shape.usage_chunk(prompt, drawn))
-        except ApiError as error:
-            await self._write(response, _event(error))
+            try:
+                await self._pump(write, what, reply)
+            except ApiError as error:
+                await write(_event(error))
+            except ConnectionError:
+                raise
+            except Exception as error:
+                log.exception("a stream has failed")
+                await write(_event(ApiError(500, type(error).__name__)))
+            await write(DONE)
+            await response.write_eof()
         except ConnectionError:
             self.metrics.ends["abort"] += 1
-            return response
-        except TimeoutError:
-            self.metrics.ends["abort"] += 1
-            log.warning("a client has not read for %g s, and is cut off", self.bounds.stall)
-            if request.transport is not None:
-                request.transport.abort()
-            return response
-        except Exception as error:
-            log.exception("a stream has failed")
-            await self._write(response, _event(ApiError(500, type(error).__name__)))
-        await self._write(response, DONE)
-        await response.write_eof()
         return response
+
+    async def _pump(
+        self, write: Callable[[bytes], Awaitable[None]], what: Completion, reply: Reply
+    ) -> None:
+        """Write chunks as tokens come, all that there is at a time."""
+        shape = Shape(what, self.features, self.counters)
+        choices = [Choice(self.text, what.stop) for _ in reply.ids]
+        is_first = [True for _ in choices]
+        while any(choice.reason is None for choice in choices):
+            await reply.changed()
+            # The first token never waits for others.
+            if self.features.stream_interval and not all(is_first) and self._is_small(reply):
+                continue
+            pieces = []
+            for index, text in self._read(reply, choices):
+                reason = choices[index].reason
+                if text or reason is not None:
+                    pieces.append(shape.chunk(index, text, reason, is_first[index]))
+                    is_first[index] = False
+            if pieces:
+                await write(b"".join(pieces))
+        self._count_end(what, reply, choices)
+        if what.include_usage:
+            prompt = sum(map(len, what.prompts))
+            await write(shape.usage_chunk(prompt, sum(choice.count for choice in choices)))
 
     def _read(self, reply: Reply, choices: list[Choice]) -> list[tuple[int, str]]:
         """Take all that has come: for each choice with news, its text. Raises ApiError."""
@@ -310,9 +326,14 @@ class Front:
         self.counters["stream_interval"] += waits
         return waits
 
-    async def _write(self, response: web.StreamResponse, data: bytes) -> None:
-        async with asyncio.timeout(self.bounds.stall):
-            await response.write(data)
+    async def _cut_off(self) -> None:
+        """Close connections whose clients have not read for too long."""
+        while True:
+            await asyncio.sleep(min(1.0, self.bounds.stall / 4))
+            oldest = monotonic() - self.bounds.stall
+            for transport in [each for each, began in self._writes.items() if began < oldest]:
+                log.warning("a client has not read for %g s, and is cut off", self.bounds.stall)
+                transport.abort()
 
     # -- other endpoints ---------------------------------------------------------------------------
 

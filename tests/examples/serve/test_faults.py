@@ -62,7 +62,7 @@ def test_a_dead_engine(tmp_path: Path, when: str) -> None:
             answer = read_all_until(sock, b"[DONE]")
             assert b'"the engine has ended; it is started again"' in answer
             assert b'"service_unavailable_error"' in answer
-            assert b" 503 " in read_all_until(whole, b"started again")
+            assert b" 503 " in read_all_until(whole, b"service_unavailable_error")
         own.wait_for(lambda: own.metric("engine_starts_total") == 2, "another start")
         serves_again(own)
         own.wait_for(lambda: own.files() <= files, "as few files as before")
