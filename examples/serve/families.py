@@ -176,7 +176,7 @@ def _fill(part: nn.Module, names: Mapping[str, str], weights: Weights, dtype: to
             )
     for module_name, module in part.named_modules():
         name = names.get(f"{module_name}.weight")
-        if isinstance(module, nn.Linear) and not loaded[name].is_cuda:
+        if isinstance(module, nn.Linear) and name is not None:  # None: a tied head
             # Columns of products lie in a row then, which libraries read faster for a few tokens.
             loaded[name] = loaded[name].t().contiguous().t()
     # Not strict: of a tied weight, which has two names, one is given.
