@@ -288,7 +288,7 @@ def predicted(engine: CgEngine, groups: int, stage: float, link: float, send: fl
     costs = cg.Costs(
         functions=dict.fromkeys(stages, stage), channels=dict.fromkeys(slow, cg.Link(link))
     )
-    end = max(message.end for message in graph.simulate(costs).messages)
+    end = max(message.ready for message in graph.simulate(costs).messages)
     return max(end, groups * (stage + send))
 
 
