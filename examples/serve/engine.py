@@ -210,10 +210,8 @@ def start(
     ]
     compiling = {"max_inflight": options.in_flight, "fuse": options.fuse, "passes": options.passes}
     decode_examples = list(decode_variants(limits, options))
-    decode = [
-        decode_step(stages, limits.slots, options.via).lower_many(decode_examples).compile(**compiling)
-        for _ in range(limits.groups)
-    ]
+    steps = [decode_step(stages, limits.slots, options.via) for _ in range(limits.groups)]
+    decode = [step.lower_many(decode_examples).compile(**compiling) for step in steps]
     chunk_examples = list(prefill_variants(limits, options))
     prefill = prefill_step(stages, options.via).lower_many(chunk_examples).compile(**compiling)
     if cg.rank() != 0:
