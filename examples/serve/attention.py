@@ -94,6 +94,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, pages: Pages, layer: int, 
     mixed = F.scaled_dot_product_attention(
         query, held[0], held[1], attn_mask=pages.mask, scale=scale
     )
+    if tokens == 1:  # with plain strides, for a product of plain matrices comes next
+        return mixed.view(rows, 1, heads, width)
     return mixed.view(rows, heads, tokens, width).transpose(1, 2)
 
 

@@ -46,6 +46,7 @@ class Options:
         passes: as `compile` takes them.
         seed: of random weights.
         warm: whether all variants run before the engine is ready.
+        via: what activations and tokens travel by from stage to stage, as `cg.via` takes it.
     """
 
     groups: int | None = None
@@ -61,6 +62,7 @@ class Options:
     passes: str = ""
     seed: int = 0
     warm: bool = True
+    via: str = "auto"
 
 
 class Tokens:
@@ -210,12 +212,10 @@ def start(
     ]
     compiling = {"max_inflight": options.in_flight, "fuse": options.fuse, "passes": options.passes}
     decode_examples = list(decode_variants(limits, options))
-    decode = [
-        decode_step(stages, limits.slots).lower_many(decode_examples).compile(**compiling)
-        for _ in range(limits.groups)
-    ]
+    steps = [decode_step(stages, limits.slots, options.via) for _ in range(limits.groups)]
+    decode = [step.lower_many(decode_examples).compile(**compiling) for step in steps]
     chunk_examples = list(prefill_variants(limits, options))
-    prefill = prefill_step(stages).lower_many(chunk_examples).compile(**compiling)
+    prefill = prefill_step(stages, options.via).lower_many(chunk_examples).compile(**compiling)
     if cg.rank() != 0:
         for graph in (*decode, prefill):
             graph.serve()
@@ -226,7 +226,7 @@ def start(
     return engine
 
 
-def decode_step(stages: Sequence[cg.ActorHandle], slots: int) -> cg.Step:
+def decode_step(stages: Sequence[cg.ActorHandle], slots: int, via: str = "auto") -> cg.Step:
     """The step of one group of decode batches, with a carry of its own."""
     carried = cg.carry(torch.zeros(slots + 1, dtype=torch.int64), on=0)
 
@@ -235,21 +235,21 @@ def decode_step(stages: Sequence[cg.ActorHandle], slots: int) -> cg.Step:
         given, slot = batch[:, TOKEN], batch[:, SLOT]
         x = torch.where(given < 0, carried.get(slot), given)
         for stage in stages:
-            x = stage.decode(x, batch, controls)
+            x = cg.via(stage.decode(x, batch, controls), via)
         carried.set(x, slot)
         return x
 
     return decode
 
 
-def prefill_step(stages: Sequence[cg.ActorHandle]) -> cg.Step:
+def prefill_step(stages: Sequence[cg.ActorHandle], via: str = "auto") -> cg.Step:
     """The step of a chunk of one prompt."""
 
     @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
     def prefill(chunk: Tensor, table: Tensor, controls: Tensor) -> Tensor:
         x = chunk[:, PROMPT:]
         for stage in stages:
-            x = stage.prefill(x, chunk, table, controls)
+            x = cg.via(stage.prefill(x, chunk, table, controls), via)
         return x
 
     return prefill

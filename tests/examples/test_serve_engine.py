@@ -92,6 +92,7 @@ def test_random_arrivals_preemptions_and_cancellations(engine: CgEngine, model: 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_two_thousand_requests(ranks: int, folder: Path, model: Any) -> None:
     with serving(folder, ranks, OPTIONS) as engine:
@@ -236,13 +237,17 @@ def test_models_that_are_not_served(tmp_path: Path) -> None:
         open_model(tmp_path)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(160)
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=needs_mpi)])
-def test_on_mpi_ranks(ranks: int, folder: Path) -> None:
-    program = ["-m", "tests.examples.serve_job", str(folder)]
-    ended = run(ranks, program, folder=ROOT, seconds=110, warm=True)
+@pytest.mark.parametrize("on_devices", [False, True])
+def test_on_mpi_ranks(ranks: int, on_devices: bool, folder: Path) -> None:
+    """Also on fake devices: all graphs are whole there, although they write caches and a carry."""
+    job = ["tests.examples.serve_job", str(folder)]
+    program = ["-m", *(["tests.mpi.device_job"] if on_devices else []), *job]
+    ended = run(ranks, program, folder=ROOT, seconds=150, warm=True)
     assert ended.code == 0, ended.output
     assert "rank 1 has served" in ended.output
+    assert ("10 of 10 whole, 10 replayed" in ended.output) == on_devices, ended.output
     (found,) = re.findall(r"40 requests, (\d+) tokens: (\d+) differences", ended.output)
     assert int(found[0]) > 100
     assert int(found[1]) == 0
