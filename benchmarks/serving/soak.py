@@ -109,7 +109,7 @@ def soak(given: argparse.Namespace, url: str) -> dict[str, Any]:
                 "rate": rate,
                 "memory": resident(front),
                 "files": files(front),
-                "itl_p99": summary["ms"]["itl"]["p99"],
+                "itl_p99": summary["ms"].get("itl", {"p99": 0.0})["p99"],
                 "tokens": summary["output_tokens"],
             }
         )

@@ -63,14 +63,19 @@ def smollm2() -> Path:
     folder = cache / file.stem
     if folder.exists():
         return folder
-    from transformers import AutoModelForCausalLM, AutoTokenizer  # only now, for it takes seconds
+    # Only now, for these take seconds.
+    from safetensors.torch import save_file
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as made:
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         tokenizer.save_pretrained(made)
+        AutoConfig.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(made)
         model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
-        model.save_pretrained(made)
+        # Its head is its embedding, and is not stored twice.
+        tensors = {n: t.contiguous() for n, t in model.state_dict().items() if "lm_head" not in n}
+        save_file(tensors, Path(made) / "model.safetensors", {"format": "pt"})
         Path(made).rename(folder)
         Path(made).mkdir()  # which the end of this block removes
     return folder

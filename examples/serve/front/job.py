@@ -23,7 +23,7 @@ from typing import Any
 
 from .. import wire
 from ..features import Counters, Features
-from ..scheduler import End, Request
+from ..scheduler import End, Events, Request
 from ..transports import Ring, unpickle
 from ..wire import Kind, Link
 from ..work import Limits, Sampling
@@ -102,12 +102,12 @@ class EngineJob:
     ) -> None:
         self.command, self.path = command, folder / "engine"
         self.features, self.counters = features, counters
-        self.state, self.limits = State.STARTING, None
+        self.state = State.STARTING
         self.is_known = asyncio.Event()  # ready, failed or closed
         self.stats: dict[str, Any] = {}
         self.starts = 0
         self.process: asyncio.subprocess.Process | None = None
-        self.limits: Limits | None
+        self.limits: Limits | None = None
         self._on_tokens, self._on_stats = on_tokens, on_stats
         self._replies: dict[int, tuple[Reply, int]] = {}
         self._outbox: list[Request] = []
@@ -208,7 +208,7 @@ class EngineJob:
         elif kind is Kind.PICKLED and self.features.queue_ipc:
             started, pairs, ends = unpickle(payload)
             self._take_events(
-                wire.Events(array("I", started), array("I", pairs), [End(*each) for each in ends])
+                Events(array("I", started), array("I", pairs), [End(*each) for each in ends])
             )
         elif kind is Kind.STATS:
             self.stats = json.loads(payload)
@@ -223,7 +223,7 @@ class EngineJob:
                 self._family = family(self.process.pid)
             log.info("the engine is ready: %s", self.limits)
 
-    def _take_events(self, events: wire.Events) -> None:
+    def _take_events(self, events: Events) -> None:
         for id_ in events.started:
             if id_ in self._replies:
                 reply, _ = self._replies[id_]
