@@ -225,7 +225,7 @@ def _max_tokens(body: Mapping[str, Any], is_chat: bool, room: int, limits: Limit
 
 
 def _top_k(body: Mapping[str, Any], limits: Limits) -> int:
-    found: int = _integer(body, "top_k", 0, -1, None)
+    found = int(_integer(body, "top_k", 0, -1, None))
     return 0 if found < 1 or found >= limits.vocabulary else found
 
 
