@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-import resource
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Sequence
@@ -24,6 +23,7 @@ from aiohttp import web
 from ..features import Counters, Features
 from . import protocol
 from .admission import Admission
+from .connections import Refusal, limit_waits, most_connections
 from .job import EngineJob, Reply, State
 from .metrics import Metrics
 from .protocol import ApiError, Completion
@@ -37,10 +37,6 @@ INTERVAL = 8
 """Tokens of a chunk, with `+stream_interval`."""
 LARGE = 1 << 14
 """Bytes of a body that is read and tokenized in a thread, for it takes long."""
-SEND_BUFFER = 1 << 16
-"""Bytes that the system keeps for a client that does not read; it may double them."""
-SPARE_FILES = 64
-"""Descriptors that are not for connections."""
 
 
 @dataclass(frozen=True)
@@ -94,9 +90,7 @@ class Front:
         self.is_draining = False
         self._arriving = 0
         self._writes: dict[asyncio.Transport, float] = {}  # since when one is waited for
-        self._most_connections = min(
-            self.bounds.connections, max(1, _raise_file_limit() - SPARE_FILES)
-        )
+        self._most_connections = most_connections(self.bounds.connections)
         self._key = key.encode() if key else None
         self._tokenizing = ThreadPoolExecutor(1)
         self._stop = asyncio.Event()
@@ -134,11 +128,7 @@ class Front:
         for each in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(each, self.stop)
         await self.runner.setup()
-        # Connections inherit these. A client that does not read is cut off by the system, too: what
-        # a handler has written and left behind is not waited for by anybody else.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
-        stall = int(self.bounds.stall * 1000)
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, stall)
+        limit_waits(listener, self.bounds.stall)
         server = await loop.create_server(self._connect, sock=listener, backlog=1024)
         job = asyncio.ensure_future(self.job.run())
         stop = asyncio.ensure_future(self._stop.wait())
@@ -165,7 +155,7 @@ class Front:
         loop, server = asyncio.get_running_loop(), self.runner.server
         assert server is not None
         if len(server.connections) + self._arriving >= self._most_connections:
-            return _Refusal()
+            return Refusal()
         # The server counts a connection in the next turn of the loop, which may accept more first.
         self._arriving += 1
         loop.call_soon(loop.call_soon, self._arrive)
@@ -493,45 +483,6 @@ class Front:
         self.metrics.prompt_tokens += sum(map(len, what.prompts))
         for choice in choices:
             self.metrics.ends[choice.reason or "abort"] += 1
-
-
-class _Refusal(asyncio.Protocol):
-    """Answers a connection beyond the bound, and closes it."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        body = web.json_response(ApiError(429, "too many connections; try again later").body()).text
-        assert body is not None
-        head = "HTTP/1.1 429 Too Many Requests\r\nRetry-After: 1\r\nConnection: close\r\n"
-        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        transport.write((head + body).encode())
-        transport.close()
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that clients can connect to, before anything else is started.
-
-    Raises:
-        OSError: the port is taken, or not ours to take.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(1024)
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
-def _raise_file_limit() -> int:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard == resource.RLIM_INFINITY:
-        hard = max(soft, 1 << 16)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return hard
 
 
 def _event(error: ApiError) -> bytes:

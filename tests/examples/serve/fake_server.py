@@ -10,7 +10,8 @@ import tempfile
 from pathlib import Path
 
 from serve import features as switches
-from serve.front.server import Bounds, Front, listen
+from serve.front.connections import listen
+from serve.front.server import Bounds, Front
 from serve.front.text import Bytes
 
 
