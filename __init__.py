@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from .tracer.actors.actors import ActorError, ActorHandle, remat
     from .tracer.errors import TraceError
     from .tracer.groups import plans
+    from .tracer.intrinsics.asked_layouts import layout
     from .tracer.intrinsics.clipping import clip_grad_norm
     from .tracer.intrinsics.collectives import (
         all_gather,
@@ -70,6 +71,7 @@ _HOMES = {
     "plans": "tracer.groups:plans",
     "cut": "tracer.groups.plan",
     "whole": "tracer.groups.plan",
+    "layout": "tracer.intrinsics.asked_layouts",
     "on": "launch.api.api",
     "object": "tracer.step.values:OBJECT",
     "microbatches": "tracer.intrinsics.microbatches",
@@ -133,6 +135,7 @@ __all__ = [
     "plans",
     "cut",
     "whole",
+    "layout",
     "on",
     "object",
     "microbatches",
@@ -188,6 +191,8 @@ _prepare()
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.import_module("importlib.metadata").version(__name__)
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'cg' has no attribute '{name}'")

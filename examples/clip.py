@@ -57,7 +57,7 @@ class Block(nn.Module):
 
 
 class Trained(nn.Module):
-    """What has an optimizer of its own."""
+    """A module with an optimizer of its own."""
 
     def train_by(self, rate: float) -> None:
         self.optimizer = torch.optim.AdamW(self.parameters(), lr=rate)
@@ -130,7 +130,7 @@ class Loss(Trained):
 
 @dataclass(frozen=True)
 class Shape:
-    """How many ranks a tower has: the first ones for images, the next ones for captions."""
+    """The number of ranks of a tower: the first ones for images, the next ones for captions."""
 
     vision: int
     text: int
@@ -290,6 +290,8 @@ def main() -> None:
             busy = " ".join(f"{share:4.0%}" for share in made.busy)
             first, last = made.losses[0], made.losses[-1]
             print(f"{word:5} {first:12.3f} {last:11.3f} {made.rate:11.0f}   {busy}", flush=True)
+    if talks and args.table:
+        print(f"all: each of the {ranks} ranks has both towers, and a part of the batch")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .attention import NAME, Pages, attend, paged_attention
+from .projections import lay_out, project
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, paged_attention)
 
@@ -174,11 +175,11 @@ def _fill(part: nn.Module, names: Mapping[str, str], weights: Weights, dtype: to
                 f"the weight {names[name]} is {tuple(loaded[names[name]].shape)}, and the model's "
                 f"configuration says {tuple(parameter.shape)}"
             )
+    project(part)
     for module_name, module in part.named_modules():
         name = names.get(f"{module_name}.weight")
         if isinstance(module, nn.Linear) and name is not None:  # None: a tied head
-            # Columns of products lie in a row then, which libraries read faster for a few tokens.
-            loaded[name] = loaded[name].t().contiguous().t()
+            loaded[name] = lay_out(loaded[name])
     # Not strict: of a tied weight, which has two names, one is given.
     part.load_state_dict(
         {name: loaded[names[name]] for name in parameters}, strict=False, assign=True

@@ -50,7 +50,7 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class _Piece:
-    """What a rank holds of a logical tensor, and whether it is the one that writes it."""
+    """A rank's piece of a logical tensor, and whether it is the one that writes it."""
 
     name: str
     tensor: torch.Tensor
@@ -138,7 +138,7 @@ def _fill_optimizer(
 
 
 def _pieces(prefix: str, actor: ActorHandle) -> Iterator[_Piece]:
-    """What this process's ranks hold of an actor, and of its optimizers' state."""
+    """The pieces of an actor, and of its optimizers' state, that this process's ranks hold."""
     group = actor._member.group
     for rank, instance in actor.instances.items():
         state = collect(instance)

@@ -85,6 +85,7 @@ class Driver:
         self._engine = engine
         self._limits: Limits = engine.limits
         self._habits = habits
+        self._most = min(habits.companions, self._limits.groups * self._limits.slots)
         self._random = random.Random(habits.seed)
         self._free = list(range(1, self._limits.blocks))
         self._users: dict[int, int] = {}
@@ -102,7 +103,7 @@ class Driver:
             while arriving and self._random.random() < self._habits.arriving:
                 self._waiting.append(arriving.popleft())
             self._disturb()
-            while self._waiting and len(self._running) < self._habits.companions:
+            while self._waiting and len(self._running) < self._most:
                 if not self._admit():
                     break
             moved = self._prefill()

@@ -40,16 +40,20 @@ def main() -> None:
 
 
 def say_how_devices_run(engine: CgEngine) -> None:
-    """Whether each rank's program is one graph, messages and state included, and is replayed."""
-    instances = [
-        instance
+    """Whether each program of this rank is one graph, messages and state included, and replayed.
+
+    Which context runs an execution depends on time, so one of each variant's is enough.
+    """
+    variants = [
+        instances
         for graph in (*engine.decode, engine.prefill)
-        for context in graph._made.graph.contexts[0]
-        for instance in context.instances
+        for instances in zip(
+            *(context.instances for context in graph._made.graph.contexts[0]), strict=True
+        )
     ]
-    whole = [each for each in instances if isinstance(each, DeviceOnlyInstance)]
-    replayed = [each for each in whole if sum(s.replays for s in each.segments)]
-    print(f"{len(whole)} of {len(instances)} whole, {len(replayed)} replayed", flush=True)
+    whole = [v for v in variants if all(isinstance(each, DeviceOnlyInstance) for each in v)]
+    replayed = [v for v in whole if any(s.replays for each in v for s in each.segments)]
+    print(f"{len(whole)} of {len(variants)} whole, {len(replayed)} replayed", flush=True)
 
 
 if __name__ == "__main__":

@@ -25,24 +25,24 @@ from .binder import DeviceBinder
 from .capture import WARM_UPS
 from .segments import cut
 
-Gates = dict[int, list[Instruction]]
+Acquires = dict[int, list[Instruction]]
 
 
 class DeviceOnlyBinder(DeviceBinder):
     """Binds one program; see `Binder`.
 
     Attributes:
-        gates: how many instructions at the program's begin wait for earlier executions.
+        acquires: how many instructions at the program's begin wait for earlier executions.
         agreement: the register that holds the error if some rank cannot do its part; all that is
             put on the device depends on it.
     """
 
     def __init__(self, linked: LinkedProgram, tickets: Tickets, *, device: Device) -> None:
         super().__init__(linked, tickets, device=device)
-        self.gates = 0
+        self.acquires = 0
         self.agreement = 0
-        self._gates: list[Instruction] = []
-        self._passages: list[Instruction] = []
+        self._acquires: list[Instruction] = []
+        self._releases: list[Instruction] = []
         self._ran = 0
 
     def bind(self) -> Code:
@@ -55,7 +55,7 @@ class DeviceOnlyBinder(DeviceBinder):
             if op.graph != 0 and not isinstance(op, Alloc | Return):
                 self._refuse(op)
         code = super().bind()
-        self.gates = len(self._gates)
+        self.acquires = len(self._acquires)
         cut(code, self)
         self.agreement = len(code.template)
         code.registers.append(None)
@@ -65,9 +65,9 @@ class DeviceOnlyBinder(DeviceBinder):
                 code.infos[index] = info._replace(sources=(*info.sources, self.agreement))
         for instruction in reversed((self._make_room, *self._land_inputs(code))):
             code.insert(0, instruction, InstructionInfo(Role.COMPUTE, (self.agreement,)))
-        code.put_first(self._gates)
+        code.put_first(self._acquires)
         self._at = max(len(self._program.ops) - 1, 0)
-        for instruction in (self._join, *self._passages):
+        for instruction in (self._join, *self._releases):
             self._emit(instruction, KEEP)
         return code
 
@@ -95,13 +95,13 @@ class DeviceOnlyBinder(DeviceBinder):
             self._refuse(op)
         super()._bind_call(op)
 
-    def _make_locks(self) -> tuple[Gates, Gates]:
+    def _make_locks(self) -> tuple[Acquires, Acquires]:
         """None among the ops: they are all at the program's begin and end."""
-        gates, passages = super()._make_locks()
+        acquires, releases = super()._make_locks()
         assert self._tickets is not None, "several executions may be in flight"
-        gate, passage = self._tickets.acquire_and_release(STREAMS)
-        self._gates = [*chain.from_iterable(gates.values()), gate]
-        self._passages = [*chain.from_iterable(passages.values()), passage]
+        acquire, release = self._tickets.acquire_and_release(STREAMS)
+        self._acquires = [*chain.from_iterable(acquires.values()), acquire]
+        self._releases = [*chain.from_iterable(releases.values()), release]
         return {}, {}
 
     def _make_room(self) -> bool:

@@ -150,7 +150,7 @@ class DeviceInstance(Instance):
         self._watch(self.execution)
 
 
-class AnnouncedInstance(DeviceInstance):
+class HandshakeInstance(DeviceInstance):
     """An instance whose hosts announce each message; an error may take a message's place."""
 
     def __init__(
@@ -234,7 +234,7 @@ class DeviceOnlyInstance(DeviceInstance):
             ahead.append((partial(take_report, port), info))
         ahead.append((self._begin, InstructionInfo(Role.COMPUTE, agreed)))
         last = last_op(self.program)
-        for at, instructions in ((self._binder.gates, ahead), (0, front)):
+        for at, instructions in ((self._binder.acquires, ahead), (0, front)):
             for instruction, info in reversed(instructions):
                 code.insert(at, instruction, info)
         code.insert(None, self._hand_over, InstructionInfo(Role.COMPUTE, agreed, op=last))
