@@ -10,11 +10,12 @@ STAMP  := $(VENV)/.stamp
 # Ranks of tests import cg by the hundred: from bytecode, in a third of the time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup train test test-gpu sanitize-gpu lint bench bench-save bench-compare bench-gpu bench-ray compiled wheels docs clean
+.PHONY: setup train serve test test-gpu sanitize-gpu lint bench bench-save bench-compare bench-gpu bench-ray compiled wheels docs clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make train   train a small GPT, cut into actors on $(RANKS) MPI ranks (RANKS=n for another number)"
+	@echo "make serve   serve the GPT that was trained last, or a random one, at http://127.0.0.1:8000/"
 	@echo "make test    run all tests, $(JOBS) at a time (JOBS=n for another number)"
 	@echo "make lint    ruff, codespell and mypy --strict"
 	@echo "make bench   the benchmarks that need no GPU"
@@ -41,12 +42,15 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt Makefile
 	    rm -rf $(VENV) && $(PYTHON) -m venv $(VENV); } || \
 	  { echo "Could not create $(VENV). On Debian: apt-get install python3-venv" >&2; exit 1; }
 	$(BIN)/python -m pip install --quiet --upgrade pip -c constraints.txt
-	$(BIN)/python -m pip install --quiet -e '.[mpich,examples,test,lint,docs]' -c constraints.txt
+	$(BIN)/python -m pip install --quiet -e '.[mpich,examples,serve,test,lint,docs]' -c constraints.txt
 	@mkdir -p .dev && ln -sfn .. .dev/cg
 	@touch $@
 
 train: setup
 	$(BIN)/python -m cg.launch -n $(RANKS) examples/train_gpt.py $(ARGS)
+
+serve: setup
+	$(BIN)/python -m examples.serve -n $(RANKS) $(ARGS)
 
 # One more process than most machines of CI have cores, for jobs wait a lot; see tests/conftest.py.
 test: setup

@@ -14,14 +14,17 @@ from ..program.instruction_info import InstructionInfo, Role
 
 @dataclass(frozen=True, slots=True)
 class Reports:
-    """Ports for the end of ranks whose failures never propagate to the driver.
+    """Ports by which ranks say how their programs fare, beside the programs' own messages.
+
+    The driver is told of the end of ranks whose failures never propagate to it. In a program that
+    only devices run each rank tells all others ahead of the work whether it can do its part.
 
     Attributes:
-        send: on such a rank, where to send the report.
-        receive: on the driver, where the report of each such rank comes in.
+        send: where to send the rank's report.
+        receive: where the report of each other rank comes in.
     """
 
-    send: Port | None = None
+    send: tuple[Port, ...] = ()
     receive: tuple[tuple[int, Port], ...] = ()
 
 
@@ -52,9 +55,15 @@ def await_reports(code: Code, program: Program, reports: Reports) -> None:
     """Post the receives of reports first of all, and await them last."""
     last = last_op(program)
     for rank, port in reports.receive:
-        code.insert(0, partial(_start, port), InstructionInfo(Role.ISSUE, port=port))
         info = InstructionInfo(Role.AWAIT, port=port, reporter=rank, op=last)
-        code.insert(None, partial(_take, port), info)
+        code.insert(None, partial(take_report, port), info)
+    post_reports(code, reports)
+
+
+def post_reports(code: Code, reports: Reports) -> None:
+    """Post the receives of reports first of all."""
+    for _, port in reports.receive:
+        code.insert(0, partial(_start, port), InstructionInfo(Role.ISSUE, port=port))
 
 
 def last_op(program: Program) -> int:
@@ -67,7 +76,8 @@ def _start(port: Port) -> bool:
     return True
 
 
-def _take(port: Port) -> bool:
+def take_report(port: Port) -> bool:
+    """Wait for a report; raises the error if it is one."""
     if not port.poll():
         return False
     port.take()

@@ -220,10 +220,10 @@ class Instance:
     def _add_reports(self, reports: Reports) -> None:
         """Send a report when all else is done; await those of others."""
         await_reports(self._code, self.program, reports)
-        if reports.send is not None:
-            last = KEEP._replace(op=last_op(self.program))
-            self._code.insert(None, partial(self._report, reports.send), last)
-            self._code.insert(None, reports.send.poll, last)
+        last = KEEP._replace(op=last_op(self.program))
+        for port in reports.send:
+            self._code.insert(None, partial(self._report, port), last)
+            self._code.insert(None, port.poll, last)
 
     def _report(self, port: Port) -> bool:
         poison = self._propagation.poison if self._propagation is not None else None

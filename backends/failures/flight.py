@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from ...ir.module import Module
 from ...ir.ops import Call, Collective, Op, Recv, Send
 from ...ir.printer import format_op
+from ..driven.participants import is_device_only
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -177,8 +178,14 @@ class FlightRecord:
         return Blocked(position.rank, reason, (op.peer,))
 
     def _explain_report(self, position: Position, reporter: int) -> Blocked:
-        """The calls of such a rank lead to nothing that is sent here, so they are named."""
+        """The calls of such a rank lead to nothing that is sent here, so they are named.
+
+        Where devices run all of the module, ranks report ahead of it.
+        """
         program = self._programs[reporter]
+        if is_device_only(self._module):
+            reason = f"rank {position.rank} waits for rank {reporter} to come to this execution"
+            return Blocked(position.rank, reason, (reporter,))
         calls = [op for op in program.ops if isinstance(op, Call)]
         reason = f"rank {position.rank} waits for rank {reporter} to end its program"
         if calls:

@@ -14,7 +14,10 @@ from .api import actor
 
 @actor
 class Carry(torch.nn.Module):
-    """Holds a tensor; its dtype and shape stay as they are."""
+    """Holds a tensor; its dtype and shape stay as they are.
+
+    With `rows`, int64 [n], an entry is a row of it: of a tensor [m, ...] the value is [n, ...].
+    """
 
     value: torch.Tensor
 
@@ -22,24 +25,28 @@ class Carry(torch.nn.Module):
         super().__init__()
         self.register_buffer("value", initial.detach().clone())
 
-    def get(self) -> torch.Tensor:
-        """The value."""
-        return self.value.clone()
+    def get(self, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """The value, or some rows of it."""
+        return self.value.clone() if rows is None else self.value.index_select(0, rows)
 
-    def set(self, value: torch.Tensor) -> None:
-        """Replace the value.
+    def set(self, value: torch.Tensor, rows: torch.Tensor | None = None) -> None:
+        """Replace the value, or some rows of it; of a row that is there twice, one counts.
 
         Raises:
             ValueError: the new one has another dtype or shape.
         """
         old = self.value
-        if value.dtype is not old.dtype or value.shape != old.shape:
+        shape = old.shape if rows is None else (*rows.shape, *old.shape[1:])
+        if value.dtype is not old.dtype or value.shape != shape:
             raise ValueError(
-                f"cg.carry holds {old.dtype} of shape {tuple(old.shape)}, and is set to "
+                f"cg.carry holds {old.dtype} of shape {tuple(shape)}, and is set to "
                 f"{value.dtype} of shape {tuple(value.shape)}; convert the value, or let the carry "
                 "begin with one like it"
             )
-        old.copy_(value)
+        if rows is None:
+            old.copy_(value)
+        else:
+            old.index_copy_(0, rows, value)
 
 
 @actor
@@ -68,9 +75,10 @@ def carry(initial: Any, *, on: int) -> ActorHandle:
     """An actor that carries a value from one execution of a step to the next.
 
     In a step, `carried.get()` is what the last `carried.set(value)` has left, in the same execution
-    or in an earlier one; before the first it is `initial`. It is state like that of any actor: the
-    executions in flight read and write it in the order in which they were started, and the value
-    goes from where it is made to rank `on` without passing the driver.
+    or in an earlier one; before the first it is `initial`. Of a tensor, `carried.get(rows)` and
+    `carried.set(value, rows)` read and replace some rows alone; `rows` are int64. It is state like
+    that of any actor: the executions in flight read and write it in the order in which they were
+    started, and the value goes from where it is made to rank `on` without passing the driver.
 
     Args:
         initial: a tensor, whose dtype and shape every later value must have; or any other object,

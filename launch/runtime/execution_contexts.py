@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import permutations
 
 from ...backends.base import Communicator, World
 from ...backends.devices.base import Device
@@ -27,13 +28,16 @@ from ...backends.program.linked import LinkedModule, LinkedProgram
 from ...backends.streams.communicator import StreamCommunicator
 from ...backends.timing.statistics import Statistics
 from ...backends.virtual.fabric import VirtualFabric
-from ...ir.module import Channel
+from ...ir.module import Channel, Module
 from ...ir.ops import Recv, Send
 from ...ir.types import UnitType
 from ...passes.placement.fabrics import is_by_stream
 from ..world.communicators import connect_channels, faults_of, logs_of
 from ..world.devices import fabrics_of
 from .runtime import transport_of
+
+Pair = tuple[int, int]
+"""Two ranks; the first tells the second."""
 
 
 @dataclass(frozen=True)
@@ -175,16 +179,11 @@ class ContextFactory:
             for c in channels
             if fabrics is not None and c.via is not None and fabrics.knows(c.via)
         }
-        # For each variant the ranks that report to the driver.
-        self._silent = [
-            tuple(sorted(participants([module], driver)))
-            if is_device_only(module)
-            else unobserved_ranks(module, driver)
-            for module in (variant.linked.module for variant in variants)
-        ]
+        # For each variant the pairs of ranks of which one reports to the other.
+        self._pairs = [_reports_of(variant.linked.module, driver) for variant in variants]
         self._reporting = {
-            rank: Channel(next(numbers), (rank, driver), slots=0, slot_bytes=0)
-            for rank in sorted(set[int]().union(*self._silent))
+            pair: Channel(next(numbers), pair, slots=0, slot_bytes=0)
+            for pair in sorted(set[Pair]().union(*self._pairs))
         }
         self._hosts = [c for c in channels if world.is_virtual or not is_by_stream(c)]
         self._hosts += [*self._announcing.values(), *self._reporting.values()]
@@ -217,13 +216,13 @@ class ContextFactory:
         instances = []
         host, rank = connections.host, scheduler.rank
         told = {channel.id: host for channel in self._announcing.values()}
-        for variant, silent, serving in zip(
-            self._variants, self._silent, connections.serving, strict=True
+        for variant, pairs, serving in zip(
+            self._variants, self._pairs, connections.serving, strict=True
         ):
             linked = variant.linked.program(rank, {**serving, **told})
             # The driver's guards are checked before it starts an execution at all.
             guards = () if rank == self._driver else variant.guards
-            reports = self._reports(rank, silent, host)
+            reports = self._reports(rank, pairs, host)
             shared = (statistics, guards, reports)
             instances.append(self._instance(linked, Tickets(scheduler.locks), shared, host))
         if self._on_device is not None:
@@ -253,17 +252,21 @@ class ContextFactory:
         binder = DrivenBinder(linked, tickets, device=device, handshakes=handshakes)
         return HandshakeInstance(binder, shared, watch)
 
-    def _reports(self, rank: int, silent: tuple[int, ...], host: Communicator) -> Reports | None:
-        reporting = self._reporting
-        if rank == self._driver:
-            ports = []
-            for other in silent:
-                channel = reporting[other]
-                recv = Recv(chan=channel.id, peer=other)
-                ports.append((other, host.recv_port(recv, channel, UnitType())))
-            return Reports(receive=tuple(ports))
-        if rank in silent:
-            channel = reporting[rank]
-            send = Send(chan=channel.id, peer=self._driver)
-            return Reports(send=host.send_port(send, channel, UnitType()))
-        return None
+    def _reports(self, rank: int, pairs: Sequence[Pair], host: Communicator) -> Reports:
+        send, receive = [], []
+        for pair in pairs:
+            channel, (teller, told) = self._reporting[pair], pair
+            if teller == rank:
+                op = Send(chan=channel.id, peer=told)
+                send.append(host.send_port(op, channel, UnitType()))
+            elif told == rank:
+                recv = Recv(chan=channel.id, peer=teller)
+                receive.append((teller, host.recv_port(recv, channel, UnitType())))
+        return Reports(tuple(send), tuple(receive))
+
+
+def _reports_of(module: Module, driver: int) -> tuple[Pair, ...]:
+    """The pairs of ranks of which the first reports to the second; see `Reports`."""
+    if is_device_only(module):
+        return tuple(permutations(sorted({driver, *participants([module], driver)}), 2))
+    return tuple((rank, driver) for rank in unobserved_ranks(module, driver))

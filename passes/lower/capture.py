@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...ir.attributes import Effect, Stream
+from ...ir.attributes import Stream
 from ...ir.module import FunctionKind, Module, Program
 from ...ir.ops import (
     Alloc,
@@ -62,8 +62,8 @@ class Capture(Pass):
         ranks: as in `Fabrics`; a rank without a device captures nothing.
         driven: whether one rank starts executions of the programs. Messages between devices are
             then announced by hosts, one by one, and only what is computed between them is part of a
-            graph; unless all programs are one graph each, and change no state: nothing can fail on
-            a host then, and nothing needs to be announced.
+            graph; unless all programs are one graph each: ranks agree to run them before any does,
+            nothing can fail on a host then, and nothing needs to be announced.
         rendezvous: as in `Fabrics`; what goes by such a transport keeps the order of its stream,
             in graphs and outside.
     """
@@ -123,24 +123,19 @@ def cuts(module: Module, program: Program, fabrics: Fabrics, messages: bool = Tr
 
 
 def _needs_no_host(module: Module, fabrics: Fabrics) -> bool:
-    """True if each rank's device can do all of its program in one go, and changes no state."""
+    """True if each rank's device can do all of its program in one go."""
     if any(map(fabrics.is_one_by_one, module.channels.values())):
         return False  # their operations are in one order with those that hosts announce
     for program in module.programs:
         if all(isinstance(op, Return) for op in program.ops):
             continue
-        functions = [module.functions[op.fn.name] for op in program.ops if isinstance(op, Call)]
         if (
             fabrics.of_rank(program.rank or 0) is None
-            or any(function.effect not in _CHANGES_NOTHING for function in functions)
             or cuts(module, program, fabrics)
             or _too_little(program, ())
         ):
             return False
     return True
-
-
-_CHANGES_NOTHING = (Effect.PURE, Effect.READ)
 
 
 def _crossing(program: Program, found: Mapping[int, str]) -> dict[int, str]:

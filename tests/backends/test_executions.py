@@ -221,6 +221,27 @@ def test_what_is_carried_does_not_pass_the_driver(initial: Any) -> None:
             assert seen == [("start",), 1, 2]
 
 
+def test_rows_of_what_is_carried() -> None:
+    with world(2):
+        carried = cg.carry(torch.arange(8).view(4, 2), on=1)
+
+        @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
+        def step(rows, value):
+            before = carried.get(rows)
+            carried.set(value, rows)
+            return before, carried.get()
+
+        rows, value = torch.tensor([3, 1]), torch.tensor([[50, 51], [60, 61]])
+        graph = step.lower(rows, value).compile()
+        before, after = graph.execute(rows, value).result()
+        assert before.tolist() == [[6, 7], [2, 3]]
+        assert after.tolist() == [[0, 1], [60, 61], [4, 5], [50, 51]]
+        with pytest.raises(
+            cg.TraceError, match=r"holds torch.int64 of shape \(2, 2\), and is set to"
+        ):
+            step.lower(rows, value[:, 0])
+
+
 def test_variants() -> None:
     with world(3):
         scale, worker = Scale.on(1)(), Worker.on(2)()

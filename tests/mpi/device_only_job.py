@@ -86,6 +86,77 @@ def changed() -> None:
             assert first(again.execute(x_of(1)).result()) == 18.0
 
 
+def state() -> None:
+    """Methods that write, and a carry: still one graph a rank, and every write is there once."""
+    is_ordered = "hccl" in sys.argv
+    totals = []
+    for passes in ("", "-capture"):
+        stages, carried = parts(), cg.carry(x_of(0), on=0)
+
+        def step(
+            x: torch.Tensor, stages: Any = stages, carried: Any = carried
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            x = x + carried.get()
+            for stage in stages:
+                x = stage.add(x)
+            carried.set(torch.tanh(x))
+            return x, stages[0].plus(x)
+
+        with driven(step, x_of(0), max_inflight=3, passes=passes) as graph:
+            if cg.rank():
+                graph.serve()
+            else:
+                futures = [graph.execute(x_of(i / 64)) for i in range(24)]
+                totals.append([each.cpu() for future in futures for each in future.result()])
+            contexts = graph._made.graph.contexts[cg.rank()]
+            found = [each for context in contexts for each in context.instances]
+            is_whole = not passes and not is_ordered
+            assert {isinstance(each, DeviceOnlyInstance) for each in found} == {is_whole}, found
+            segments = [s for each in found if is_whole for s in each.segments]
+            assert all(each.reason is None for each in segments), [s.reason for s in segments]
+            assert not is_whole or sum(each.replays for each in segments) >= 24 - 3 * 2
+        totals.append([stages[cg.rank()].local.total.cpu()])
+    whole, announced = totals[: len(totals) // 2], totals[len(totals) // 2 :]
+    for kept, again in zip(whole, announced, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
+
+
+def nothing_is_written() -> None:
+    """A rank whose actor has changed keeps all ranks from writing, those ahead of it as well.
+
+    Where messages are announced, it keeps those behind it from that.
+    """
+    stages = parts()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        for stage in stages:
+            x = stage.add(x)
+        return stages[0].plus(x)
+
+    graph = driven(step, x_of(0), max_inflight=2)
+    mine, last = stages[cg.rank()].local, cg.world_size() - 1
+    with graph:
+        if cg.rank() == 0:
+            for _ in range(5):  # so that devices replay it
+                graph.execute(x_of(1)).result()
+    before = mine.total.cpu().clone()
+    refused = driven(step, x_of(0), max_inflight=2)
+    if cg.rank() == last:
+        mine.total = torch.zeros(2 * WIDTH)
+    cg.barrier()
+    with refused:
+        if cg.rank() == 0:
+            for future in [refused.execute(x_of(1)) for _ in range(6)]:
+                error = future.exception(timeout=30)
+                assert isinstance(error, RuntimeError), error
+                assert "compile the step again" in str(error), error
+    found = mine.total.cpu()
+    if cg.rank() == last:
+        assert torch.equal(found, torch.zeros(2 * WIDTH)), found
+    else:
+        assert torch.equal(found, before) != ("hccl" in sys.argv), found
+
+
 def beside() -> None:
     """Executions of a graph whose messages are announced, and whose methods wait for the device."""
     stages = parts()
@@ -111,7 +182,7 @@ def beside() -> None:
 
 
 def main() -> None:
-    play((device_only, changed, beside))
+    play((device_only, changed, state, nothing_is_written, beside))
 
 
 if __name__ == "__main__":

@@ -247,7 +247,9 @@ def within() -> None:
             first = stages[1].shift(x, at)  # which asks for both inputs, ahead of all that follows
             before, aside = stages[1].add(x), other.add(x)
             found = stages[1].look(stages[1].work(x), at)
-            return stages[0].forward(found), stages[1].join(first, before, aside)
+            # The opaque method needs its host, so messages are announced, and errors travel.
+            last = stages[0].check(stages[0].forward(found))
+            return last, stages[1].join(first, before, aside)
 
         seen: list[list[float]] = []
         with driven(step, x_of(0), table, max_inflight=1, passes=passes) as graph:

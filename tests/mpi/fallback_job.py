@@ -42,11 +42,14 @@ def together() -> None:
 
 
 def from_one() -> None:
-    """A graph that rank 0 drives; its messages are announced, and one part is not worth a graph."""
+    """A graph that rank 0 drives; one part of it is not worth a graph.
+
+    Its messages are announced, since one of its methods is opaque.
+    """
     parts = [Part.on(rank)(rank) for rank in range(2)]
 
     def step(x: torch.Tensor) -> torch.Tensor:
-        return parts[0].add(parts[1].work(parts[0].plus(x)))
+        return parts[0].check(parts[0].add(parts[1].work(parts[0].plus(x))))
 
     with driven(step, x_of(0), max_inflight=3) as graph:
         if cg.rank():

@@ -172,12 +172,14 @@ def test_a_part_that_is_no_graph_says_why(more: str, captures: bool, why: str) -
 
 
 def test_where_hosts_announce_messages_only_what_is_between_them_is_captured() -> None:
-    text = PROGRAM.replace("HOST", "").replace("effect = read", "effect = update")
-    assert graphs(text, driven=True) == [None, 0, None, None, None, 1, 1, None]
+    text = PROGRAM.replace("HOST", "%u = call() {fn = @a.update} : unit")
+    assert graphs(text, driven=True) == [None, 0, None, None, None, None, 1, 1, None]
 
 
-def test_a_driven_step_that_needs_no_host_and_changes_nothing_is_one_graph() -> None:
-    assert graphs(PROGRAM.replace("HOST", ""), driven=True) == [0] * 7 + [None]
+@pytest.mark.parametrize("effect", ["read", "update", "accumulate", "write"])
+def test_a_driven_step_that_needs_no_host_is_one_graph(effect: str) -> None:
+    text = PROGRAM.replace("HOST", "").replace("effect = read", f"effect = {effect}")
+    assert graphs(text, driven=True) == [0] * 7 + [None]
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,14 @@ from typing import Any
 from torch import Tensor
 
 from ...base import Pause, Port
-from ...driven.arrange import Reports, await_reports, last_op
+from ...driven.arrange import Reports, last_op, post_reports, take_report
 from ...driven.instance import Guard, Instance
 from ...errors import TransportError
 from ...failures.error_propagation import ErrorPropagation
 from ...failures.poison import Poison
 from ...program.code import Code
 from ...program.engine import Engine, OnEnd, OnError
-from ...program.instruction_info import KEEP, Role
+from ...program.instruction_info import KEEP, InstructionInfo, Role
 from ...program.instructions import Instruction
 from ...program.linked import LinkedProgram
 from ...timing.statistics import Statistics
@@ -179,9 +179,10 @@ class HandshakeInstance(DeviceInstance):
 class DeviceOnlyInstance(DeviceInstance):
     """An instance whose device does the whole program in one go, messages included.
 
-    Nothing is to fail once it has begun: the other ranks have put their parts on their devices, or
-    will. If something does nevertheless, the job ends. An actor that was changed since it was
-    traced is reported, and its calls make zeros.
+    Ahead of the work each rank tells all others whether its actors are what was traced. If some
+    are not, no rank puts anything on its device: nothing has been done, and the execution has
+    failed. Nothing is to fail after that, for the other ranks have put their parts on their
+    devices, or will. If something does nevertheless, the job ends.
 
     It begins when every earlier execution of the rank has ended whose messages are announced: what
     is behind it on the device waits for other hosts, and such an execution's methods may wait for
@@ -213,7 +214,6 @@ class DeviceOnlyInstance(DeviceInstance):
         """Begin an execution, with all actors trusted until a guard says otherwise."""
         self._has_begun = self._session.is_put = False
         self._change = None
-        self._binder.is_distrusted = False
         super().start(inputs, execution)
 
     def drop_graphs(self) -> None:
@@ -221,17 +221,26 @@ class DeviceOnlyInstance(DeviceInstance):
         self._binder.forget()
 
     def _add_reports(self, reports: Reports) -> None:
-        """The report goes ahead of the work, which cannot fail."""
-        code, acquires, send = self._code, self._binder.acquires, reports.send
-        last = KEEP._replace(op=last_op(self.program))
-        if send is not None:
-            code.insert(acquires, partial(self._report, send), KEEP)
-        code.insert(acquires, self._begin, KEEP)
-        code.insert(0, self._is_due, KEEP)
-        code.insert(None, self._hand_over, last)
-        if send is not None:
-            code.insert(None, send.poll, last)
-        await_reports(code, self.program, reports)
+        """The reports go ahead of the work, which cannot fail."""
+        code, agreement = self._code, self._binder.agreement
+        agreed = (agreement,)
+        front: list[tuple[Instruction, InstructionInfo]] = [(self._is_due, KEEP)]
+        ahead: list[tuple[Instruction, InstructionInfo]] = [
+            *((partial(self._report, port), KEEP) for port in reports.send),
+            (self._agree, InstructionInfo(Role.COMPUTE, targets=agreed)),
+        ]
+        for rank, port in reports.receive:
+            info = InstructionInfo(Role.AWAIT, targets=agreed, port=port, reporter=rank)
+            ahead.append((partial(take_report, port), info))
+        ahead.append((self._begin, InstructionInfo(Role.COMPUTE, agreed)))
+        last = last_op(self.program)
+        for at, instructions in ((self._binder.acquires, ahead), (0, front)):
+            for instruction, info in reversed(instructions):
+                code.insert(at, instruction, info)
+        code.insert(None, self._hand_over, InstructionInfo(Role.COMPUTE, agreed, op=last))
+        for port in reports.send:
+            code.insert(None, port.poll, KEEP._replace(op=last))
+        post_reports(code, reports)
 
     def _is_due(self) -> bool:
         """True if no earlier execution is in progress whose messages are announced."""
@@ -256,8 +265,17 @@ class DeviceOnlyInstance(DeviceInstance):
         propagation = ErrorPropagation(self._linked, self._code)
         propagation.distrust(error)
         self._change = propagation.poison
-        self._binder.is_distrusted = True
-        self._statistics.failures += 1
+
+    def _agree(self) -> bool:
+        if self._change is not None:
+            raise self._change
+        return True
+
+    def _end(self, outputs: tuple[Any, ...]) -> None:
+        if self._session.is_put:
+            super()._end(outputs)
+        else:  # ranks have not agreed, and nothing is on the device
+            Instance._end(self, outputs)
 
     def _report(self, port: Port) -> bool:
         if self._change is None:

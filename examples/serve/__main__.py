@@ -1,0 +1,102 @@
+"""Serve a model over HTTP: `python -m examples.serve --model DIR -n 2`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+from . import features as switches
+from .front.connections import listen
+from .front.server import Bounds, Front
+from .front.text import load
+from .models import resolve
+from .options import add_arguments
+
+ROOT = Path(__file__).resolve().parents[2]
+BAD_USAGE = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the server; returns its exit code."""
+    given = _parse(arguments)
+    logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
+    log = logging.getLogger("serve")
+    try:
+        features = switches.parse(given.features)
+        listener = listen(given.host, given.port)
+        model, note = resolve(given.model)
+        text = load(model)
+        folder = tempfile.TemporaryDirectory(prefix="cg-serve-")  # of mode 0700
+    except (OSError, ValueError) as error:
+        print(f"examples.serve: {error}", file=sys.stderr)
+        return BAD_USAGE
+    host, port = listener.getsockname()[:2]
+    name = given.name or Path(model).name
+    log.info("serving %s as '%s' at http://%s:%d/", note, name, host, port)
+    with folder, listener:
+        bounds = Bounds(requests=given.requests, tokens=given.tokens, drain=given.drain)
+        command = in_process(given, model) if features.inproc else job(given, model, features)
+
+        async def run() -> int:
+            front = Front(name, text, command, Path(folder.name), bounds, features, given.api_key)
+            return await front.serve(listener)
+
+        return asyncio.run(run())
+
+
+def job(given: argparse.Namespace, model: str, features: switches.Features) -> list[str]:
+    """The command of the engine's job; the address of the socket is appended."""
+    line = [sys.executable, "-m", "cg.launch", "-n", str(given.ranks)]
+    line += [] if features.thr_cap else ["--no-thread-cap"]
+    line += [] if features.affinity else ["--no-affinity"]
+    line += ["-m", "examples.serve.ranks", "--model", model]
+    for name in (
+        "groups",
+        "batch",
+        "chunk",
+        "blocks",
+        "block_size",
+        "context",
+        "dtype",
+        "fuse",
+        "profile",
+    ):
+        value = getattr(given, name)
+        if value is not None:
+            line += [f"--{name.replace('_', '-')}", str(value)]
+    return [*line, f"--features={given.features}"]
+
+
+def in_process(given: argparse.Namespace, model: str) -> Callable[[Path], Awaitable[None]]:
+    """The engine in this process, for an ablation; one process plays all ranks."""
+    from .ranks import serve_here  # which imports torch, as the front does not otherwise
+
+    given.model = model
+    return lambda path: serve_here(given, path)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.serve", description=__doc__.splitlines()[0]
+    )
+    add = parser.add_argument
+    add("-n", "--ranks", type=int, default=1, help="MPI ranks, a stage of the model on each")
+    add("--host", default="127.0.0.1", help="where to listen; the default is this machine alone")
+    add("--port", type=int, default=8000, help="0 takes a free one")
+    add("--api-key", help="what clients have to send as a bearer token")
+    add("--name", help="the model's name for clients; by default that of its folder")
+    add("--requests", type=int, default=Bounds.requests, help="admitted at once; more get 429")
+    add("--tokens", type=int, default=Bounds.tokens, help="of all admitted requests together")
+    add("--drain", type=float, default=Bounds.drain, help="seconds for requests after SIGTERM")
+    add_arguments(parser)
+    parser.set_defaults(model=None)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""Blocks of the KV pools: who holds them, and which of them keep a known prefix.
+
+Only numbers are here; the pools themselves lie on the ranks. Block 0 is trash and is never given.
+A block is free (nobody holds it and its content is worthless), cached (nobody holds it, but it
+keeps a published prefix, and is taken back when no free block is left), or held by one or several
+requests.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+ROOT = b"cg"
+"""What the digest of a sequence's first block continues."""
+
+
+def digest(before: bytes, tokens: Sequence[int]) -> bytes:
+    """Name a full block by all tokens up to its end: 16 bytes that continue those before."""
+    return blake2b(array("I", tokens).tobytes(), digest_size=16, key=before).digest()
+
+
+@dataclass
+class Entry:
+    """A published block: its digest, what it continues, and its own tokens.
+
+    Tokens are compared besides digests, so that a collision is a miss and never another's text.
+    """
+
+    digest: bytes
+    before: bytes
+    tokens: tuple[int, ...]
+
+
+class Blocks:
+    """The blocks of one engine.
+
+    Args:
+        count: of the pools; usable are 1 to count - 1.
+        size: tokens of a block.
+    """
+
+    def __init__(self, count: int, size: int) -> None:
+        if count < 2 or size < 1:
+            raise ValueError(f"{count} blocks of {size} tokens hold nothing: give at least 2 of 1")
+        self.count, self.size = count, size
+        self.references = [0] * count
+        self._free = list(range(count - 1, 0, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()  # the least recently used is first
+        self._entries: dict[int, Entry] = {}
+        self._found: dict[bytes, int] = {}
+        self.queries = self.hits = 0  # in tokens, as vLLM counts them
+
+    @property
+    def available(self) -> int:
+        """Blocks that `take` can give, those of the cache included."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def used(self) -> int:
+        """Blocks that somebody holds."""
+        return self.count - 1 - self.available
+
+    def take(self, number: int) -> list[int] | None:
+        """Take so many blocks with one reference each; None, and nothing, if there are fewer."""
+        if number > self.available:
+            return None
+        taken = []
+        for _ in range(number):
+            if not self._free:
+                oldest, _ = self._cached.popitem(last=False)
+                self._forget(oldest)
+                self._free.append(oldest)
+            taken.append(self._free.pop())
+        for block in taken:
+            self.references[block] = 1
+        return taken
+
+    def match(self, tokens: Sequence[int], salt: bytes) -> tuple[list[int], bytes]:
+        """Take a reference to each published block that begins the sequence.
+
+        The last token of the sequence is never matched: the engine has to compute at least one, to
+        draw the next.
+
+        Returns:
+            the blocks in order, and the digest of the last (of none: where the chain begins).
+        """
+        found: list[int] = []
+        before = chain(salt)
+        for start in range(0, (len(tokens) - 1) // self.size * self.size, self.size):
+            part = tuple(tokens[start : start + self.size])
+            block = self._found.get(digest(before, part))
+            if block is None:
+                break
+            entry = self._entries[block]
+            if entry.before != before or entry.tokens != part:
+                break
+            before = entry.digest
+            found.append(block)
+        for block in found:
+            self._cached.pop(block, None)
+            self.references[block] += 1
+        return found, before
+
+    def count_match(self, tokens: int, found: int) -> None:
+        """Count the tokens that were looked up for an admission, and those in the blocks found."""
+        self.queries += tokens
+        self.hits += found * self.size
+
+    def publish(self, block: int, before: bytes, tokens: Sequence[int]) -> bytes:
+        """Let others share a block that is full and written; return its digest.
+
+        Where the same content is published already, the block stays its holder's alone.
+        """
+        name = digest(before, tokens)
+        if name not in self._found and block not in self._entries:
+            self._entries[block] = Entry(name, before, tuple(tokens))
+            self._found[name] = block
+        return name
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Drop one reference to each; the last holder's blocks are free, or cached if published.
+
+        The end of a sequence is taken back before its beginning, for more can share that.
+        """
+        for block in reversed(list(blocks)):
+            if self.references[block] < 1:
+                raise ValueError(f"block {block} is released, and nobody holds it")
+            self.references[block] -= 1
+            if self.references[block]:
+                continue
+            if block in self._entries:
+                self._cached[block] = None
+            else:
+                self._free.append(block)
+
+    def is_published(self, block: int) -> bool:
+        """Whether others may share the block."""
+        return block in self._entries
+
+    def _forget(self, block: int) -> None:
+        del self._found[self._entries.pop(block).digest]
+
+
+def chain(salt: bytes) -> bytes:
+    """Where a chain of digests begins: requests of different salts share nothing."""
+    return blake2b(salt, digest_size=16, key=ROOT).digest()

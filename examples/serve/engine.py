@@ -1,0 +1,297 @@
+"""The engine: stages of a model on all ranks, driven by rank 0 through graphs that cg has compiled.
+
+A decode batch is an execution of the graph of its group, a prefill chunk one of the prefill graph.
+Each graph has a variant for each bucket, all of which have run before the engine is ready. The
+tokens of a batch go from the last stage to the first by the group's carry, and to the driver beside
+it, so the next batch of the group may be submitted before the results of this one are known.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+import cg
+
+from .families import GptConfig, open_model
+from .model import LENGTH, PROMPT, SLOT, TABLE, TOKEN, Pool, Stage, split
+from .work import Decode, Limits, Prefill, Sampling
+
+WARM_UPS = 3
+"""Executions of each variant in each context; the third records it where devices can."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a model is served; equal on all ranks.
+
+    Attributes:
+        groups: decode batches at a time; one for each rank if None.
+        batches: the sizes of decode batches that are compiled, ascending.
+        chunks: the lengths of prefill chunks that are compiled, ascending.
+        blocks: of each pool, the trash included.
+        block_size: tokens in a block.
+        context: the longest sequence; that of the model if None.
+        widths: the lengths of block tables that are compiled, ascending; a quarter of the context
+            and the context if None.
+        in_flight: executions of a graph at a time.
+        dtype: of weights and pools.
+        fuse: as `compile` takes it.
+        passes: as `compile` takes them.
+        seed: of random weights.
+        warm: whether all variants run before the engine is ready.
+        via: what activations and tokens travel by from stage to stage, as `cg.via` takes it.
+    """
+
+    groups: int | None = None
+    batches: tuple[int, ...] = (1, 2, 4, 8)
+    chunks: tuple[int, ...] = (32, 128)
+    blocks: int = 256
+    block_size: int = 16
+    context: int | None = None
+    widths: tuple[int, ...] | None = None
+    in_flight: int = 2
+    dtype: torch.dtype = torch.float32
+    fuse: str | None = None
+    passes: str = ""
+    seed: int = 0
+    warm: bool = True
+    via: str = "auto"
+
+
+class Tokens:
+    """The result of a piece of work."""
+
+    def __init__(self, future: cg.Future, count: int) -> None:
+        self._future = future
+        self._count = count
+
+    def done(self) -> bool:
+        """Move the engine on, without waiting; true if the tokens are known."""
+        return self._future.done()
+
+    def result(self, timeout: float | None = None) -> list[int]:
+        """The tokens; errors are those of `cg.Future.result`."""
+        return self._future.result(timeout)[: self._count].tolist()
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Call back when the work has ended, in the thread that moves the engine on."""
+        self._future.add_done_callback(lambda _: call())
+
+
+class CgEngine:
+    """Rank 0's end of the engine; `start` makes it."""
+
+    def __init__(
+        self, limits: Limits, options: Options, decode: Sequence[cg.Compiled], prefill: cg.Compiled
+    ) -> None:
+        self.limits = limits
+        self.decode = tuple(decode)
+        self.prefill = prefill
+        self._options = options
+        self._widths = widths(limits, options)
+        self._closed = False
+
+    def submit(self, work: Decode | Prefill) -> Tokens:
+        """Start a piece of work; waits if `Options.in_flight` are under way in its graph.
+
+        Raises:
+            ValueError: it is outside of the limits; nothing was started.
+        """
+        return self._decode(work) if isinstance(work, Decode) else self._prefill(work)
+
+    def close(self) -> None:
+        """End what is in flight, then the ranks; idempotent."""
+        for graph in (*self.decode, self.prefill):
+            graph.close()
+
+    def warm(self) -> None:
+        """Run each variant in each of its contexts, on trash."""
+        for graph, variants in (
+            *((graph, list(decode_variants(self.limits, self._options))) for graph in self.decode),
+            (self.prefill, list(prefill_variants(self.limits, self._options))),
+        ):
+            for example in variants:
+                for _ in range(WARM_UPS):
+                    futures = [graph.execute(*example) for _ in range(self._options.in_flight)]
+                    for future in futures:
+                        future.result()
+
+    def _decode(self, work: Decode) -> Tokens:
+        limits, rows = self.limits, work.rows
+        _check(0 <= work.group < limits.groups, f"group {work.group} of {limits.groups}")
+        _check(0 < len(rows) <= limits.slots, f"{len(rows)} rows of at most {limits.slots}")
+        size = limits.block_size
+        needed = [row.position // size + 1 for row in rows]
+        width = _bucket(self._widths, max(needed))
+        numbers: list[int] = []
+        for row in rows:
+            _check(-1 <= row.token < limits.vocabulary, f"token {row.token}")
+            _check(0 <= row.slot < limits.slots, f"slot {row.slot}")
+            table = self._table(row.blocks, row.position + 1, width)
+            numbers += (row.token, row.position, row.slot, row.sampling.seed, row.sampling.top_k)
+            numbers += table
+        count = _bucket(self._options.batches, len(rows))
+        numbers += ([0, 0, limits.slots, 0, 0] + [0] * width) * (count - len(rows))
+        batch = torch.tensor(numbers).view(count, TABLE + width)
+        graph = self.decode[work.group]
+        if all(row.sampling.temperature == 0 for row in rows):
+            return Tokens(graph.execute(batch, None), len(rows))
+        samplings = [row.sampling for row in rows] + [Sampling()] * (count - len(rows))
+        return Tokens(graph.execute(batch, _controls(samplings)), len(rows))
+
+    def _prefill(self, work: Prefill) -> Tokens:
+        limits, length = self.limits, len(work.tokens)
+        _check(0 < length <= limits.chunk, f"{length} tokens of at most {limits.chunk}")
+        _check(work.start >= 0, f"a chunk from {work.start}")
+        for token in work.tokens:
+            _check(0 <= token < limits.vocabulary, f"token {token}")
+        end = work.start + length
+        width = _bucket(self._widths, -(-end // limits.block_size))
+        table = self._table(work.blocks, end, width)
+        count = _bucket(self._options.chunks, length)
+        sampling = work.sampling
+        numbers = [work.start, length, sampling.seed, sampling.top_k, *work.tokens]
+        numbers += [0] * (count - length)
+        chunk = torch.tensor([numbers])
+        future = self.prefill.execute(chunk, torch.tensor([table]), _controls([sampling]))
+        return Tokens(future, 1 if work.last else 0)
+
+    def _table(self, blocks: Sequence[int], tokens: int, width: int) -> list[int]:
+        """The blocks that hold so many tokens, filled up with trash."""
+        limits = self.limits
+        needed = -(-tokens // limits.block_size)
+        _check(tokens <= limits.context, f"{tokens} tokens of at most {limits.context}")
+        _check(len(blocks) >= needed, f"{len(blocks)} blocks for {tokens} tokens")
+        table = list(blocks[:needed])
+        _check(min(table) > 0 and max(table) < limits.blocks, f"blocks {table}")
+        return table + [0] * (width - needed)
+
+
+def start(
+    source: Path | str | PretrainedConfig | GptConfig, options: Options | None = None
+) -> CgEngine | None:
+    """Start the engine; collective.
+
+    Args:
+        source: a folder, or a configuration for random weights; see `open_model`.
+        options: the same on all ranks.
+
+    Returns:
+        The engine on rank 0, once all variants have run. None on other ranks, which serve until
+        rank 0 has closed it.
+
+    Raises:
+        FileNotFoundError, ValueError: as `open_model`; or the options do not fit the model.
+    """
+    options = Options() if options is None else options
+    model = open_model(Path(source) if isinstance(source, str) else source, options.seed)
+    ranks = cg.world_size()
+    context = min(model.context, options.context or model.context)
+    limits = Limits(
+        groups=options.groups or ranks,
+        slots=options.batches[-1],
+        chunk=min(options.chunks[-1], context),
+        blocks=options.blocks,
+        block_size=options.block_size,
+        context=context,
+        vocabulary=model.vocabulary,
+        eos=model.eos,
+    )
+    _check(model.layers >= ranks, f"{model.layers} layers on {ranks} ranks")
+    pool = Pool(limits.blocks, limits.block_size)
+    stages = [
+        Stage.on(rank)(model, layers, pool, options.dtype)
+        for rank, layers in enumerate(split(model.layers, ranks))
+    ]
+    compiling = {"max_inflight": options.in_flight, "fuse": options.fuse, "passes": options.passes}
+    decode_examples = list(decode_variants(limits, options))
+    steps = [decode_step(stages, limits.slots, options.via) for _ in range(limits.groups)]
+    decode = [step.lower_many(decode_examples).compile(**compiling) for step in steps]
+    chunk_examples = list(prefill_variants(limits, options))
+    prefill = prefill_step(stages, options.via).lower_many(chunk_examples).compile(**compiling)
+    if cg.rank() != 0:
+        for graph in (*decode, prefill):
+            graph.serve()
+        return None
+    engine = CgEngine(limits, options, decode, prefill)
+    if options.warm:
+        engine.warm()
+    return engine
+
+
+def decode_step(stages: Sequence[cg.ActorHandle], slots: int, via: str = "auto") -> cg.Step:
+    """The step of one group of decode batches, with a carry of its own."""
+    carried = cg.carry(torch.zeros(slots + 1, dtype=torch.int64), on=0)
+
+    @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
+    def decode(batch: Tensor, controls: Tensor | None) -> Tensor:
+        given, slot = batch[:, TOKEN], batch[:, SLOT]
+        x = torch.where(given < 0, carried.get(slot), given)
+        for stage in stages:
+            x = cg.via(stage.decode(x, batch, controls), via)
+        carried.set(x, slot)
+        return x
+
+    return decode
+
+
+def prefill_step(stages: Sequence[cg.ActorHandle], via: str = "auto") -> cg.Step:
+    """The step of a chunk of one prompt."""
+
+    @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
+    def prefill(chunk: Tensor, table: Tensor, controls: Tensor) -> Tensor:
+        x = chunk[:, PROMPT:]
+        for stage in stages:
+            x = cg.via(stage.prefill(x, chunk, table, controls), via)
+        return x
+
+    return prefill
+
+
+def widths(limits: Limits, options: Options) -> tuple[int, ...]:
+    """The lengths of block tables that are compiled."""
+    whole = -(-limits.context // limits.block_size)
+    chosen = (-(-whole // 4), whole) if options.widths is None else options.widths
+    return tuple(sorted({*(width for width in chosen if width < whole), whole}))
+
+
+def decode_variants(limits: Limits, options: Options):
+    """Arguments of each variant of a decode step: padding alone, which is written to the trash."""
+    for width in widths(limits, options):
+        for count in options.batches:
+            batch = torch.zeros(count, TABLE + width, dtype=torch.int64)
+            batch[:, SLOT] = limits.slots
+            yield batch, None
+            yield batch, _controls([Sampling()] * count)
+
+
+def prefill_variants(limits: Limits, options: Options):
+    """Arguments of each variant of the prefill step."""
+    for width in widths(limits, options):
+        for count in options.chunks:
+            chunk = torch.zeros(1, PROMPT + count, dtype=torch.int64)
+            chunk[0, LENGTH] = 1
+            yield chunk, torch.zeros(1, width, dtype=torch.int64), _controls([Sampling()])
+
+
+def _controls(samplings: Sequence[Sampling]) -> Tensor:
+    return torch.tensor([(each.temperature, each.top_p) for each in samplings])
+
+
+def _bucket(sizes: Sequence[int], needed: int) -> int:
+    """The smallest size that is large enough."""
+    index = bisect_left(sizes, needed)
+    _check(index < len(sizes), f"{needed} of at most {sizes[-1]}")
+    return sizes[index]
+
+
+def _check(holds: bool, what: str) -> None:
+    if not holds:
+        raise ValueError(f"outside of the engine's limits: {what}")

@@ -1,0 +1,366 @@
+"""Models that can be served, layer by layer: transformers' decoders, and examples/train_gpt.py's.
+
+A model is cut into parts. A part has some of the layers, the embedding if they are the first, the
+norm and the head if they are the last. It reads its own weights and no others.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 (its usual name)
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .attention import NAME, Pages, attend, paged_attention
+from .projections import lay_out, project
+
+ALL_ATTENTION_FUNCTIONS.register(NAME, paged_attention)
+
+
+class Part(Protocol):
+    """Some layers of a model, as a module."""
+
+    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """What the first layer takes, [rows, tokens, width], of ids [rows, tokens]."""
+        ...
+
+    def run(self, hidden: Tensor, positions: Tensor, pages: Pages) -> Tensor:
+        """Apply the layers: [rows, tokens, width] to the same."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The logits, [rows, vocabulary], of what the last layer gives for some tokens."""
+        ...
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model, as the engine needs to know it.
+
+    Attributes:
+        layers: how many.
+        heads, groups: of queries, and of keys and values.
+        width: of a head.
+        hidden: of what layers give.
+        context: the longest sequence.
+        vocabulary: the number of tokens.
+        eos: the tokens that end a sequence.
+        build: makes the part with these layers, with its weights.
+    """
+
+    layers: int
+    heads: int
+    groups: int
+    width: int
+    hidden: int
+    context: int
+    vocabulary: int
+    eos: tuple[int, ...]
+    build: Callable[[range, torch.dtype], nn.Module]
+
+
+def open_model(source: Path | PretrainedConfig | GptConfig, seed: int = 0) -> Model:
+    """The model of a folder, or one of random weights.
+
+    Args:
+        source: a folder in transformers' format with safetensors; a folder of checkpoints that
+            examples/train_gpt.py has written; a configuration of either, for random weights.
+        seed: of random weights, which are the same however the model is cut.
+
+    Raises:
+        FileNotFoundError: the folder has no model.
+        ValueError: the model has something that the engine does not serve.
+    """
+    if isinstance(source, GptConfig):
+        return _gpt(source, Drawn(seed, 0.08))
+    if isinstance(source, PretrainedConfig):
+        return _hugging_face(source, Drawn(seed, source.initializer_range))
+    if (source / "latest").exists():
+        return _gpt(*_read_checkpoint(source))
+    if not (source / "config.json").exists():
+        raise FileNotFoundError(
+            f"{source} holds no model: neither config.json of transformers nor checkpoints of "
+            "examples/train_gpt.py"
+        )
+    return _hugging_face(AutoConfig.from_pretrained(source), Stored(source))
+
+
+# -- weights ------------------------------------------------------------------------------------
+
+
+class Weights(Protocol):
+    """Gives the weights of a part."""
+
+    def load(self, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+        """The tensors with these names in the whole model; raises KeyError for a missing one."""
+        ...
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Random weights, each of a generator of its own, so that a cut does not change them."""
+
+    seed: int
+    scale: float
+
+    def load(self, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+        found = {}
+        for name, parameter in parameters.items():
+            seed = zlib.crc32(f"{self.seed} {name}".encode())
+            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
+            is_scale = parameter.ndim == 1 and name.endswith("weight")
+            found[name] = (noise * self.scale + is_scale).to(dtype)
+        return found
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A folder of safetensors files."""
+
+    folder: Path
+
+    def load(self, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for file, names in self._files(parameters).items():
+            with safe_open(self.folder / file, "pt") as stored:
+                for name in names:
+                    found[name] = stored.get_tensor(name).to(dtype)
+        return found
+
+    def _files(self, names: Iterable[str]) -> dict[str, list[str]]:
+        index = self.folder / "model.safetensors.index.json"
+        if index.exists():
+            places = json.loads(index.read_text())["weight_map"]
+        else:
+            with safe_open(self.folder / "model.safetensors", "pt") as stored:
+                places = dict.fromkeys(stored.keys(), "model.safetensors")
+        files: dict[str, list[str]] = {}
+        for name in names:
+            if name not in places:
+                raise KeyError(f"{self.folder} has no weight {name}: is it of another model?")
+            files.setdefault(places[name], []).append(name)
+        return files
+
+
+@dataclass(frozen=True)
+class Held:
+    """Weights in memory."""
+
+    tensors: Mapping[str, Tensor]
+
+    def load(self, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+        return {name: self.tensors[name].to(dtype) for name in parameters}
+
+
+def _fill(part: nn.Module, names: Mapping[str, str], weights: Weights, dtype: torch.dtype) -> None:
+    """Replace a part's parameters, which are of the meta device, by weights.
+
+    Args:
+        names: for each of the part's parameters its name in the whole model.
+    """
+    parameters = dict(part.named_parameters())
+    loaded = weights.load({names[name]: each for name, each in parameters.items()}, dtype)
+    for name, parameter in parameters.items():
+        if loaded[names[name]].shape != parameter.shape:
+            raise ValueError(
+                f"the weight {names[name]} is {tuple(loaded[names[name]].shape)}, and the model's "
+                f"configuration says {tuple(parameter.shape)}"
+            )
+    project(part)
+    for module_name, module in part.named_modules():
+        name = names.get(f"{module_name}.weight")
+        if isinstance(module, nn.Linear) and name is not None:  # None: a tied head
+            loaded[name] = lay_out(loaded[name])
+    # Not strict: of a tied weight, which has two names, one is given.
+    part.load_state_dict(
+        {name: loaded[names[name]] for name in parameters}, strict=False, assign=True
+    )
+    part.requires_grad_(False).eval()
+
+
+# -- transformers -------------------------------------------------------------------------------
+
+
+class DecoderPart(nn.Module):
+    """Layers of a decoder of transformers, which are left as they are."""
+
+    def __init__(self, model: Any, layers: range, last: int) -> None:
+        super().__init__()
+        decoder = model.model
+        self.layers = nn.ModuleList(decoder.layers[layers.start : layers.stop])
+        self.rotary = decoder.rotary_emb
+        if layers.start == 0:
+            self.tokens = decoder.embed_tokens
+        if layers.stop == last:
+            self.norm = decoder.norm
+            self.head = model.lm_head
+
+    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+        return self.tokens(ids)
+
+    def run(self, hidden: Tensor, positions: Tensor, pages: Pages) -> Tensor:
+        turns = self.rotary(hidden, positions)
+        for layer in self.layers:
+            hidden = layer(hidden, position_embeddings=turns, pages=pages)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.head(self.norm(hidden))
+
+
+def _hugging_face(config: PretrainedConfig, weights: Weights) -> Model:
+    _check(config)
+    config._attn_implementation = NAME
+
+    def build(layers: range, dtype: torch.dtype) -> nn.Module:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        # Its frequencies are computed, not stored, so this one is made in memory.
+        model.model.rotary_emb = type(model.model.rotary_emb)(config=config)
+        tied = model.lm_head.weight is model.model.embed_tokens.weight
+        names = {id(each): name for name, each in model.named_parameters()}
+        part = DecoderPart(model, layers, config.num_hidden_layers)
+        if tied and hasattr(part, "head"):
+            names[id(part.head.weight)] = "model.embed_tokens.weight"
+        _fill(part, {n: names[id(each)] for n, each in part.named_parameters()}, weights, dtype)
+        if tied and hasattr(part, "tokens") and hasattr(part, "head"):
+            part.head.weight = part.tokens.weight
+        return part
+
+    heads = config.num_attention_heads
+    eos = config.eos_token_id
+    return Model(
+        layers=config.num_hidden_layers,
+        heads=heads,
+        groups=getattr(config, "num_key_value_heads", None) or heads,
+        width=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        hidden=config.hidden_size,
+        context=config.max_position_embeddings,
+        vocabulary=config.vocab_size,
+        eos=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
+        build=build,
+    )
+
+
+_SERVED = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+"""Model types that have been looked at: pre-norm decoders whose layers take rotary positions."""
+
+
+def _check(config: PretrainedConfig) -> None:
+    if config.model_type not in _SERVED:
+        raise ValueError(
+            f"models of type {config.model_type!r} are not served; those that are: "
+            + ", ".join(_SERVED)
+        )
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    if kinds or (config.model_type == "mistral" and config.sliding_window is not None):
+        raise ValueError(
+            f"{config.model_type} with {sorted(kinds) or 'sliding windows'}: layers "
+            "are served that attend to all of a sequence"
+        )
+
+
+# -- the GPT of examples/train_gpt.py -----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GptConfig:
+    """The shape of a GPT of examples/train_gpt.py; bytes are its vocabulary."""
+
+    layers: int = 8
+    width: int = 192
+    heads: int = 6
+    context: int = 128
+    vocabulary: int = 256
+
+
+class GptBlock(nn.Module):
+    """A block with the parameters of train_gpt's, over a paged cache."""
+
+    def __init__(self, config: GptConfig, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.heads = config.heads
+        self.norm1 = nn.LayerNorm(config.width)
+        self.qkv = nn.Linear(config.width, 3 * config.width)
+        self.out = nn.Linear(config.width, config.width)
+        self.norm2 = nn.LayerNorm(config.width)
+        self.up = nn.Linear(config.width, 4 * config.width)
+        self.down = nn.Linear(4 * config.width, config.width)
+
+    def forward(self, x: Tensor, pages: Pages) -> Tensor:
+        rows, tokens, width = x.shape
+        head = width // self.heads
+        qkv = self.qkv(self.norm1(x)).view(rows, tokens, 3, self.heads, head)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = attend(query, key, value, pages, self.layer, head**-0.5)
+        x = x + self.out(mixed.reshape(rows, tokens, width))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GptPart(nn.Module):
+    """Blocks of the GPT, with the names that its checkpoints use."""
+
+    def __init__(self, config: GptConfig, layers: range) -> None:
+        super().__init__()
+        if layers.start == 0:
+            self.tokens = nn.Embedding(config.vocabulary, config.width)
+            self.positions = nn.Embedding(config.context, config.width)
+        self.blocks = nn.ModuleDict({str(layer): GptBlock(config, layer) for layer in layers})
+        if layers.stop == config.layers:
+            self.norm = nn.LayerNorm(config.width)
+            self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+
+    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+        return self.tokens(ids) + self.positions(positions)
+
+    def run(self, hidden: Tensor, positions: Tensor, pages: Pages) -> Tensor:
+        for block in self.blocks.values():
+            hidden = block(hidden, pages)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.head(self.norm(hidden))
+
+
+def _gpt(config: GptConfig, weights: Weights) -> Model:
+    def build(layers: range, dtype: torch.dtype) -> nn.Module:
+        with torch.device("meta"):
+            part = GptPart(config, layers)
+        _fill(part, {name: name for name, _ in part.named_parameters()}, weights, dtype)
+        return part
+
+    return Model(
+        layers=config.layers,
+        heads=config.heads,
+        groups=config.heads,
+        width=config.width // config.heads,
+        hidden=config.width,
+        context=config.context,
+        vocabulary=config.vocabulary,
+        eos=(),
+        build=build,
+    )
+
+
+def _read_checkpoint(folder: Path) -> tuple[GptConfig, Weights]:
+    """The newest checkpoint in a folder; its tensors say what shape the model has."""
+    path = folder / (folder / "latest").read_text()
+    manifest = json.loads((path / "manifest.json").read_text())
+    tensors: dict[str, Tensor] = {}
+    for name in manifest["actors"]:
+        # Mapped: a rank reads the pages of its own layers only.
+        tensors |= torch.load(path / f"{name}.pt", mmap=True, weights_only=True)["model"]
+    vocabulary, width = tensors["tokens.weight"].shape
+    layers = 1 + max(int(name.split(".")[1]) for name in tensors if name.startswith("blocks."))
+    config = GptConfig(layers, width, context=len(tensors["positions.weight"]))
+    return replace(config, vocabulary=vocabulary), Held(tensors)

@@ -1,0 +1,75 @@
+"""Switches of the server, for ablations: each is on or off, and counts what it has changed.
+
+`-name` switches off what is on by default, `+name` on what is off. A run that switches something
+and in which its counter did not move has measured nothing, so `benchmarks/serving` refuses it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, fields, replace
+
+
+@dataclass(frozen=True)
+class Features:
+    """One field a switch; the comment says what its counter counts while it is not at its default.
+
+    With a switch at its default its counter may stand still.
+    """
+
+    thr_cap: bool = True  # threads beyond the share of a rank's cores
+    affinity: bool = True  # cores that a rank may use beyond its share
+    cmd_budget: bool = True  # commands beyond the budget that one step has taken
+    flat_evts: bool = True  # events sent as objects of JSON
+    batch_send: bool = True  # frames that would have shared one
+    fill_tgt: bool = True  # decodes that did not wait for a first token in flight
+    fast_cnt: bool = True  # tokens counted one by one
+    async_stream: bool = True  # threads that carry a stream
+    async_sched: bool = True  # decodes that waited for the one before
+    groups: bool = True  # groups that there could be, beside the one
+    carry: bool = True  # tokens that went through the driver
+    variants: bool = True  # rows of padding beyond those of the buckets
+    prefix: bool = True  # tokens that were not looked up
+    chunk: bool = True  # tokens beyond the length of a chunk
+    warm: bool = True  # executions that were to be warmed
+    gc_freeze: bool = True  # collections of the oldest generation
+    fast_sse: bool = True  # chunks formatted by json.dumps
+    overlap: bool = True  # the pass was left out
+    capture: bool = True  # the pass was left out
+    queue_ipc: bool = False  # frames that a feeder thread pickled
+    shm_ring: bool = False  # frames that went through shared memory
+    inproc: bool = False  # frames that stayed in the process
+    stream_interval: bool = False  # tokens held back for a later chunk
+
+
+def parse(text: str) -> Features:
+    """Read switches such as `-prefix,+inproc`, with commas or spaces between them.
+
+    Raises:
+        ValueError: an unknown name, a switch that is at that position already, or one named twice.
+    """
+    base, chosen = Features(), dict[str, bool]()
+    known = [field.name for field in fields(Features)]
+    for token in text.replace(",", " ").split():
+        sign, name = token[0], token[1:]
+        if sign not in "+-" or name not in known:
+            there = ", ".join(known)
+            raise ValueError(f"no feature {token!r}: write -name or +name of {there}")
+        if name in chosen or (sign == "+") == getattr(base, name):
+            raise ValueError(f"{token!r} switches nothing: it is so already, or named twice")
+        chosen[name] = sign == "+"
+    return replace(base, **chosen)
+
+
+def tokens(features: Features) -> list[str]:
+    """The switches that are not at their default, as `parse` reads them."""
+    base = Features()
+    return [
+        f"{'+' if getattr(features, field.name) else '-'}{field.name}"
+        for field in fields(Features)
+        if getattr(features, field.name) != getattr(base, field.name)
+    ]
+
+
+Counters = Counter[str]
+"""How often each switch has changed what was done, by its name."""

@@ -1,0 +1,373 @@
+"""The engine's job, as the front sees it: started, watched, ended, started again.
+
+A reply is the one buffer of a request: events are merged into it, and whoever reads it takes all
+that is there. So a slow reader gets larger pieces, and no queue grows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import threading
+from array import array
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from enum import Enum
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from .. import wire
+from ..features import Counters, Features
+from ..scheduler import End, Events, Request
+from ..transports import Ring, unpickle
+from ..wire import Kind, Link
+from ..work import Limits, Sampling
+from .protocol import ApiError, Completion
+
+log = logging.getLogger("serve")
+
+STALE = 5.0
+"""Seconds without a beat, with requests there, after which the engine is not healthy."""
+GRACE = 10.0
+"""Seconds for the job to end by itself, once the socket is closed."""
+FAREWELL = 3.0
+"""Seconds for a job that has lost a rank to say so and end."""
+LONGEST_PAUSE = 30.0
+"""Seconds between two starts of an engine that keeps failing."""
+
+
+class State(Enum):
+    STARTING = "starting"
+    READY = "ready"
+    FAILED = "failed"
+    CLOSED = "closed"
+
+
+class Reply:
+    """What the choices of a request have got and nobody has read."""
+
+    def __init__(self, prompts: Sequence[int], threads: ThreadPoolExecutor | None) -> None:
+        self.ids: list[int] = []
+        self.prompts = prompts  # lengths, a choice each
+        self.tokens: list[list[int]] = [[] for _ in prompts]
+        self.ends: list[End | None] = [None for _ in prompts]
+        self.arrived = monotonic()
+        self.started = False
+        self.last: float | None = None  # when tokens came last
+        self._event = asyncio.Event()
+        self._threads = threads
+        self._thread_event = threading.Event()
+
+    def touch(self) -> None:
+        """There is something to read."""
+        self._event.set()
+        if self._threads is not None:
+            self._thread_event.set()
+
+    async def changed(self) -> None:
+        """Wait until there is something to read."""
+        if self._threads is not None:
+            await asyncio.get_running_loop().run_in_executor(self._threads, self._thread_event.wait)
+            self._thread_event.clear()
+        await self._event.wait()
+        self._event.clear()
+
+
+class EngineJob:
+    """Starts `command` with the address of a socket, and gives it requests.
+
+    Args:
+        command: what to run; the address is appended. Or a function of the address, which serves
+            in this process.
+        folder: of mode 0700, for the socket.
+        most: requests at once, which bounds threads.
+        on_tokens: called for each reply with the number of its new tokens, and whether it started.
+        on_stats: called with the engine's counts.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str] | Callable[[Path], Awaitable[None]],
+        folder: Path,
+        features: Features,
+        counters: Counters,
+        most: int,
+        on_tokens: Callable[[Reply, int, bool], None],
+        on_stats: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self.command, self.path = command, folder / "engine"
+        self.features, self.counters = features, counters
+        self.state = State.STARTING
+        self.is_known = asyncio.Event()  # ready, failed or closed
+        self.stats: dict[str, Any] = {}
+        self.starts = 0
+        self.process: asyncio.subprocess.Process | None = None
+        self.limits: Limits | None = None
+        self._on_tokens, self._on_stats = on_tokens, on_stats
+        self._replies: dict[int, tuple[Reply, int]] = {}
+        self._outbox: list[Request] = []
+        self._ids = 0
+        self._link: Link | None = None
+        self._ring: Ring | None = None
+        self._ended = asyncio.Event()
+        self._family: set[tuple[int, str]] = set()
+        self._beat = monotonic()
+        self._server: asyncio.Server | None = None
+        self._threads = None if features.async_stream else ThreadPoolExecutor(most)
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether requests are with the engine."""
+        return bool(self._replies)
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether it is ready and beats, or has nothing to do; so is one that starts at first."""
+        if self.state is State.READY:
+            return not self._replies or monotonic() - self._beat < STALE
+        return self.state is State.STARTING and self.starts <= 1
+
+    def submit(self, what: Completion) -> Reply:
+        """Send a request for each choice; those of one turn of the loop share a frame.
+
+        Raises:
+            ApiError: 503 if there is no engine, or it does not read.
+        """
+        if self.state is not State.READY or self._link is None:
+            raise ApiError(503, f"the engine is {self.state.value}; try again later")
+        if self._link.is_full:
+            raise ApiError(503, "the engine does not take requests; try again later")
+        if not self._replies:
+            self._beat = monotonic()
+        lengths = [len(prompt) for prompt in what.prompts for _ in range(what.n)]
+        reply = Reply(lengths, self._threads)
+        self.counters["async_stream"] += self._threads is not None
+        if not self._outbox:
+            asyncio.get_running_loop().call_soon(self._flush)
+        for index in range(len(lengths)):
+            self._ids += 1
+            reply.ids.append(self._ids)
+            self._replies[self._ids] = (reply, index)
+            how = what.sampling
+            seed = (how.seed + index % what.n) % (1 << 63)
+            self._outbox.append(
+                Request(
+                    self._ids,
+                    what.prompts[index // what.n],
+                    what.max_tokens,
+                    Sampling(how.temperature, how.top_k, how.top_p, seed),
+                    what.ignore_eos,
+                    what.salt,
+                )
+            )
+        return reply
+
+    def cancel(self, reply: Reply, index: int | None = None) -> None:
+        """Drop a choice, or all; those that have ended are past."""
+        ids = reply.ids if index is None else [reply.ids[index]]
+        gone = [id_ for id_ in ids if self._replies.pop(id_, None) is not None]
+        if not gone:
+            return
+        unsent = {each.id for each in self._outbox}.intersection(gone)
+        if unsent:
+            self._outbox = [each for each in self._outbox if each.id not in unsent]
+        told = [id_ for id_ in gone if id_ not in unsent]
+        if told and self._link is not None:
+            self._link.send(Kind.CANCEL, wire.pack_ids(told))
+
+    def end_all(self, message: str) -> None:
+        """End every request with an error."""
+        replies, self._replies = self._replies, {}
+        self._outbox.clear()
+        for id_, (reply, index) in replies.items():
+            reply.ends[index] = End(id_, "error", 0, message)
+            reply.touch()
+
+    def _flush(self) -> None:
+        requests, self._outbox = self._outbox, []
+        if requests and self._link is not None:
+            wire.send_requests(self._link, requests, self.features, self.counters)
+
+    # -- what the engine says ----------------------------------------------------------------------
+
+    def _on_frame(self, link: Link, kind: Kind, payload: bytes) -> None:
+        if link is not self._link:
+            return
+        self._beat = monotonic()
+        if kind is Kind.RING and self._ring is not None:
+            kind, payload = self._ring.take(payload)
+        if kind in (Kind.EVENTS, Kind.OBJECTS):
+            self._take_events(wire.unpack_events(kind, payload))
+        elif kind is Kind.PICKLED and self.features.queue_ipc:
+            started, pairs, ends = unpickle(payload)
+            self._take_events(
+                Events(array("I", started), array("I", pairs), [End(*each) for each in ends])
+            )
+        elif kind is Kind.STATS:
+            self.stats = json.loads(payload)
+            self._on_stats(self.stats)
+        elif kind is Kind.HELLO:
+            self.limits = wire.unpack_hello(payload)
+            if self.features.shm_ring:
+                self._ring = Ring(self.path.with_suffix(".ring"), creates=False)
+            self.state = State.READY
+            self.is_known.set()
+            if self.process is not None:  # now, for later their parents may have died
+                self._family = family(self.process.pid)
+            log.info("the engine is ready: %s", self.limits)
+
+    def _take_events(self, events: Events) -> None:
+        for id_ in events.started:
+            if id_ in self._replies:
+                reply, _ = self._replies[id_]
+                self._on_tokens(reply, 0, True)
+        changed: dict[Reply, int] = {}
+        for place in range(0, len(events.pairs), 2):
+            found = self._replies.get(events.pairs[place])
+            if found is not None:
+                reply, index = found
+                reply.tokens[index].append(events.pairs[place + 1])
+                changed[reply] = changed.get(reply, 0) + 1
+        for end in events.ends:
+            found = self._replies.pop(end.id, None)
+            if found is not None:
+                reply, index = found
+                reply.ends[index] = end
+                changed.setdefault(reply, 0)
+        for reply, number in changed.items():
+            self._on_tokens(reply, number, False)
+            reply.touch()
+
+    def _on_end(self, link: Link) -> None:
+        if link is self._link:
+            self._ended.set()
+
+    # -- the process -------------------------------------------------------------------------------
+
+    def _connect(self) -> Link:
+        link = Link(self._on_frame, self._on_end)
+        if self._link is not None and not self._link.is_closed:
+            return Link(lambda *_: None, lambda *_: None)  # one engine at a time
+        self._link = link
+        return link
+
+    async def run(self) -> None:
+        """Keep an engine running until `close`; returns early if the first never gets ready."""
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_unix_server(self._connect, str(self.path))
+        failures = 0
+        while self.state is not State.CLOSED:
+            began = monotonic()
+            was_ready = await self._run_once()
+            if self.state is State.CLOSED:
+                return
+            self.state = State.FAILED
+            self.end_all("the engine has ended; it is started again")
+            await self._end_process(FAREWELL)
+            if self.limits is None:
+                self.is_known.set()
+                return
+            failures = 0 if was_ready and monotonic() - began > 60 else failures + 1
+            pause = min(LONGEST_PAUSE, 0.5 * 2 ** (failures - 1)) if failures else 0.0
+            log.error("the engine has ended; it is started again in %.1f s", pause)
+            await asyncio.sleep(pause)
+            self.state = State.STARTING
+
+    async def _run_once(self) -> bool:
+        """Start the job and wait for its end; whether it was ready in between."""
+        self._ended.clear()
+        self._link = None
+        self.starts += 1
+        if callable(self.command):
+            exits: asyncio.Future[Any] = asyncio.ensure_future(self.command(self.path))
+        else:
+            self.process = await asyncio.create_subprocess_exec(
+                *(*self.command, str(self.path)),
+                start_new_session=True,
+                stdin=asyncio.subprocess.DEVNULL,
+            )
+            exits = asyncio.ensure_future(self.process.wait())
+        ends = asyncio.ensure_future(self._ended.wait())
+        try:
+            await asyncio.wait([exits, ends], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            exits.cancel()
+            ends.cancel()
+        return self.state is State.READY
+
+    async def _end_process(self, grace: float) -> None:
+        """Close the socket, at which the ranks end, and see to it that they have ended."""
+        if self._link is not None:
+            self._link.close()
+        process, self.process = self.process, None
+        if process is None:
+            return
+        self._family |= family(process.pid)
+        for signal_ in (None, signal.SIGTERM, signal.SIGKILL):
+            if signal_ is not None and process.returncode is None:
+                process.send_signal(signal_)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(grace if signal_ is None else GRACE / 2):
+                    await process.wait()
+                    break
+        # Whoever starts ranks ends them. Where it was killed itself, they have lost the socket, or
+        # another rank, and end by themselves; this is for one that cannot.
+        for _ in range(30):
+            if not any(map(is_there, self._family)):
+                break
+            await asyncio.sleep(0.1)
+        for each in filter(is_there, self._family):
+            log.warning("process %d of the engine is left over, and is killed", each[0])
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(each[0], signal.SIGKILL)
+        self._family = set()
+
+    async def close(self) -> None:
+        """End the engine and wait for its job."""
+        self.state = State.CLOSED
+        self.is_known.set()
+        self.end_all("the server is shutting down")
+        await self._end_process(GRACE)
+        if self._server is not None:
+            self._server.close()
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def kill(self) -> None:
+        """Tell the job to end at once, without waiting."""
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.terminate()
+
+
+def family(pid: int) -> set[tuple[int, str]]:
+    """A process and its descendants, each with the time of its start, since numbers come again."""
+    parents: dict[int, list[int]] = {}
+    started: dict[int, str] = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = file.read_text().rpartition(")")[2].split()
+            number = int(file.parent.name)
+            parents.setdefault(int(fields[1]), []).append(number)
+            started[number] = fields[19]
+    found, new = set[int](), {pid}
+    while new:
+        found |= new
+        new = {child for each in new for child in parents.get(each, ())} - found
+    return {(each, started[each]) for each in found if each in started}
+
+
+def is_there(process: tuple[int, str]) -> bool:
+    """Whether that very process runs."""
+    try:
+        fields = Path(f"/proc/{process[0]}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return False
+    return fields[19] == process[1] and fields[0] != "Z"

@@ -1,0 +1,490 @@
+"""The front: OpenAI's endpoints over HTTP, in a process of its own.
+
+Everything that a client controls is bounded: bodies, headers, waits, requests and their tokens. A
+client that goes away frees what it held.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from aiohttp import web
+
+from ..features import Counters, Features
+from . import protocol
+from .admission import Admission
+from .connections import Refusal, limit_waits, most_connections
+from .job import EngineJob, Reply, State
+from .metrics import Metrics
+from .protocol import ApiError, Completion
+from .shapes import DONE, Choice, Shape
+from .text import Text
+
+log = logging.getLogger("serve")
+
+PAGE = Path(__file__).with_name("page.html")
+INTERVAL = 8
+"""Tokens of a chunk, with `+stream_interval`."""
+LARGE = 1 << 14
+"""Bytes of a body that is read and tokenized in a thread, for it takes long."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Bytes, seconds and counts."""
+
+    requests: int = 1024  # admitted at once; more are told to come again
+    tokens: int = 1 << 20  # of all of them, with what they may still draw
+    body: int = 1 << 20
+    idle: float = 15.0  # for a request's headers, and between requests
+    read: float = 10.0  # for a body
+    stall: float = 60.0  # for a reader of a stream
+    drain: float = 30.0  # for requests, after SIGTERM
+    connections: int = 4096
+
+
+class Front:
+    """The server of one engine.
+
+    Args:
+        name: of the model, for clients.
+        text: its tokenizer.
+        command: starts the engine; see `EngineJob`.
+        folder: for its socket, of mode 0700.
+        key: what clients have to show, if anything.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        text: Text,
+        command: Sequence[str] | Callable[[Path], Awaitable[None]],
+        folder: Path,
+        bounds: Bounds | None = None,
+        features: Features | None = None,
+        key: str | None = None,
+    ) -> None:
+        self.name, self.text, self.bounds = name, text, bounds or Bounds()
+        self.features, self.counters = features or Features(), Counters()
+        self.metrics = Metrics(self.counters)
+        self.admission = Admission(self.bounds.requests, self.bounds.tokens)
+        self.job = EngineJob(
+            command,
+            folder,
+            self.features,
+            self.counters,
+            self.bounds.requests,
+            self._on_tokens,
+            self._on_stats,
+        )
+        self.is_draining = False
+        self._arriving = 0
+        self._writes: dict[asyncio.Transport, float] = {}  # since when one is waited for
+        self._most_connections = most_connections(self.bounds.connections)
+        self._key = key.encode() if key else None
+        self._tokenizing = ThreadPoolExecutor(1)
+        self._stop = asyncio.Event()
+        app = web.Application(middlewares=[self._answer], client_max_size=self.bounds.body)
+        app.add_routes(
+            [
+                web.get("/", self._page),
+                web.get("/health", self._health),
+                web.get("/ready", self._ready),
+                web.get("/metrics", self._metrics),
+                web.get("/v1/models", self._models),
+                web.get("/v1/models/{name:.+}", self._model),
+                web.post("/v1/completions", self._completions),
+                web.post("/v1/chat/completions", self._chat),
+                web.post("/tokenize", self._tokenize),
+                web.post("/detokenize", self._detokenize),
+            ]
+        )
+        self.runner = web.AppRunner(
+            app,
+            access_log=None,
+            handler_cancellation=True,
+            keepalive_timeout=self.bounds.idle,
+            max_headers=128,
+            lingering_time=1.0,
+            read_bufsize=1 << 16,
+            shutdown_timeout=2.0,
+        )
+
+    # -- life --------------------------------------------------------------------------------------
+
+    async def serve(self, listener: socket.socket) -> int:
+        """Serve until SIGTERM or SIGINT, then drain; returns the exit code."""
+        loop = asyncio.get_running_loop()
+        for each in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(each, self.stop)
+        await self.runner.setup()
+        limit_waits(listener, self.bounds.stall)
+        server = await loop.create_server(self._connect, sock=listener, backlog=1024)
+        job = asyncio.ensure_future(self.job.run())
+        stop = asyncio.ensure_future(self._stop.wait())
+        cutter = asyncio.ensure_future(self._cut_off())
+        await asyncio.wait([job, stop], return_when=asyncio.FIRST_COMPLETED)
+        code = 0
+        if job.done():
+            error = job.exception()
+            log.error("the engine never became ready%s", f": {error}" if error else "")
+            code = 1
+        else:
+            await self._drain()
+        await self.job.close()
+        server.close()
+        await self.runner.cleanup()
+        job.cancel()
+        stop.cancel()
+        cutter.cancel()
+        self._tokenizing.shutdown(wait=False)
+        return code
+
+    def _connect(self) -> asyncio.Protocol:
+        """What answers a new connection: the endpoints, or a refusal of one too many."""
+        loop, server = asyncio.get_running_loop(), self.runner.server
+        assert server is not None
+        if len(server.connections) + self._arriving >= self._most_connections:
+            return Refusal()
+        # The server counts a connection in the next turn of the loop, which may accept more first.
+        self._arriving += 1
+        loop.call_soon(loop.call_soon, self._arrive)
+        return server()
+
+    def _arrive(self) -> None:
+        self._arriving -= 1
+
+    def stop(self) -> None:
+        """Drain; when asked again, end at once."""
+        if self._stop.is_set():
+            log.warning("told again to stop: ending at once")
+            self.job.kill()
+            raise SystemExit(130)
+        self._stop.set()
+
+    async def _drain(self) -> None:
+        self.is_draining = True
+        log.info("draining: no new requests, %g s for those that run", self.bounds.drain)
+        try:
+            async with asyncio.timeout(self.bounds.drain):
+                while self.admission.requests:
+                    await asyncio.sleep(0.02)
+        except TimeoutError:
+            log.warning("%d requests have not ended", self.admission.requests)
+        self.job.end_all("the server is shutting down")
+        for _ in range(100):  # what their clients are told still has to leave
+            if not self.admission.requests:
+                break
+            await asyncio.sleep(0.02)
+
+    # -- completions -------------------------------------------------------------------------------
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._complete(request, is_chat=False)
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._complete(request, is_chat=True)
+
+    async def _complete(self, request: web.Request, is_chat: bool) -> web.StreamResponse:
+        payload = await self._body(request)
+        limits = self._check_open()
+
+        def check() -> Completion:
+            return protocol.completion(
+                protocol.parse(payload), is_chat, self.name, self.text, limits
+            )
+
+        what = await self._in_thread(check, payload)
+        if not self.admission.enter(what.choices, what.tokens):
+            raise ApiError(429, "too many requests; try again later", code="rate_limit_exceeded")
+        try:
+            self._check_open()
+            reply = self.job.submit(what)
+            try:
+                answer = self._stream if what.stream else self._whole
+                return await answer(request, what, reply)
+            finally:
+                self.job.cancel(reply)
+        finally:
+            self.admission.leave(what.choices, what.tokens)
+
+    async def _whole(
+        self, request: web.Request, what: Completion, reply: Reply
+    ) -> web.StreamResponse:
+        choices = [Choice(self.text, what.stop) for _ in reply.ids]
+        texts = ["" for _ in choices]
+        while any(choice.reason is None for choice in choices):
+            await reply.changed()
+            for index, text in self._read(reply, choices):
+                texts[index] += text
+        self._count_end(what, reply, choices)
+        prompt = sum(map(len, what.prompts))
+        shape = Shape(what, self.features, self.counters)
+        return web.json_response(shape.answer(texts, choices, prompt))
+
+    async def _stream(
+        self, request: web.Request, what: Completion, reply: Reply
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        )
+        await response.prepare(request)
+        transport = request.transport
+        if transport is None:  # it has gone
+            return response
+
+        async def write(data: bytes) -> None:
+            # A timeout of its own for each chunk would cost a tenth of the chunk; `_cut_off` looks.
+            self._writes[transport] = monotonic()
+            try:
+                await response.write(data)
+            finally:
+                del self._writes[transport]
+
+        try:
+            try:
+                await self._pump(write, what, reply)
+            except ApiError as error:
+                await write(_event(error))
+            except ConnectionError:
+                raise
+            except Exception as error:
+                log.exception("a stream has failed")
+                await write(_event(ApiError(500, type(error).__name__)))
+            await write(DONE)
+            await response.write_eof()
+        except ConnectionError:
+            self.metrics.ends["abort"] += 1
+        return response
+
+    async def _pump(
+        self, write: Callable[[bytes], Awaitable[None]], what: Completion, reply: Reply
+    ) -> None:
+        """Write chunks as tokens come, all that there is at a time."""
+        shape = Shape(what, self.features, self.counters)
+        choices = [Choice(self.text, what.stop) for _ in reply.ids]
+        is_first = [True for _ in choices]
+        while any(choice.reason is None for choice in choices):
+            await reply.changed()
+            # The first token never waits for others.
+            if self.features.stream_interval and not all(is_first) and self._is_small(reply):
+                continue
+            pieces = []
+            for index, text in self._read(reply, choices):
+                reason = choices[index].reason
+                if text or reason is not None:
+                    pieces.append(shape.chunk(index, text, reason, is_first[index]))
+                    is_first[index] = False
+            if pieces:
+                await write(b"".join(pieces))
+        self._count_end(what, reply, choices)
+        if what.include_usage:
+            prompt = sum(map(len, what.prompts))
+            await write(shape.usage_chunk(prompt, sum(choice.count for choice in choices)))
+
+    def _read(self, reply: Reply, choices: list[Choice]) -> list[tuple[int, str]]:
+        """Take all that has come: for each choice with news, its text. Raises ApiError."""
+        found = []
+        for index, choice in enumerate(choices):
+            tokens, end = reply.tokens[index], reply.ends[index]
+            if choice.reason is not None or (not tokens and end is None):
+                continue
+            reply.tokens[index] = []
+            if end is not None and end.reason == "error":
+                is_gone = self.job.state is not State.READY or self.is_draining
+                raise ApiError(503 if is_gone else 500, end.message)
+            text = choice.feed(tokens, end)
+            if choice.reason is not None and end is None:
+                self.job.cancel(reply, index)  # at a stop string
+            found.append((index, text))
+        return found
+
+    def _is_small(self, reply: Reply) -> bool:
+        """Whether what has come can wait for more, with `+stream_interval`."""
+        number = sum(map(len, reply.tokens))
+        waits = number < INTERVAL and not any(reply.ends)
+        self.counters["stream_interval"] += waits
+        return waits
+
+    async def _cut_off(self) -> None:
+        """Close connections whose clients have not read for too long."""
+        while True:
+            await asyncio.sleep(min(1.0, self.bounds.stall / 4))
+            oldest = monotonic() - self.bounds.stall
+            for transport in [each for each, began in self._writes.items() if began < oldest]:
+                log.warning("a client has not read for %g s, and is cut off", self.bounds.stall)
+                transport.abort()
+
+    # -- other endpoints ---------------------------------------------------------------------------
+
+    async def _page(self, request: web.Request) -> web.StreamResponse:
+        text = PAGE.read_text(encoding="utf-8")
+        policy = "default-src 'self'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+        return web.Response(
+            text=text, content_type="text/html", headers={"Content-Security-Policy": policy}
+        )
+
+    async def _health(self, request: web.Request) -> web.StreamResponse:
+        if self.job.is_healthy:
+            return web.Response(text="ok\n")
+        raise ApiError(503, f"the engine is {self.job.state.value}")
+
+    async def _ready(self, request: web.Request) -> web.StreamResponse:
+        self._check_open()
+        return web.Response(text="ok\n")
+
+    async def _metrics(self, request: web.Request) -> web.StreamResponse:
+        self.metrics.restarts = self.job.starts
+        if self.job.limits is not None:
+            self.metrics.usable_blocks = self.job.limits.blocks - 1
+        return web.Response(body=self.metrics.text(), content_type="text/plain", charset="utf-8")
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response({"object": "list", "data": [self._card()]})
+
+    async def _model(self, request: web.Request) -> web.StreamResponse:
+        protocol.check_model({"model": request.match_info["name"]}, self.name)
+        return web.json_response(self._card())
+
+    def _card(self) -> dict[str, Any]:
+        length = self.job.limits.context if self.job.limits is not None else None
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "cg",
+            "root": self.name,
+            "max_model_len": length,
+        }
+
+    async def _tokenize(self, request: web.Request) -> web.StreamResponse:
+        payload = await self._body(request)
+        limits = self._check_open()
+
+        def work() -> list[int]:
+            body = protocol.parse(payload)
+            protocol.check_model(body, self.name)
+            if "messages" in body:
+                return self.text.encode_chat(protocol.messages(body))
+            if not isinstance(body.get("prompt"), str):
+                raise ApiError(400, "prompt must be a string", "prompt", "invalid_value")
+            return self.text.encode(body["prompt"])
+
+        found = await self._in_thread(work, payload)
+        return web.json_response(
+            {"tokens": found, "count": len(found), "max_model_len": limits.context}
+        )
+
+    async def _detokenize(self, request: web.Request) -> web.StreamResponse:
+        body = protocol.parse(await self._body(request))
+        limits = self._check_open()
+        protocol.check_model(body, self.name)
+        found = protocol.token_ids(body.get("tokens"), "tokens", limits)
+        return web.json_response({"prompt": self.text.decode(found)})
+
+    # -- what all of them need ---------------------------------------------------------------------
+
+    @web.middleware
+    async def _answer(
+        self,
+        request: web.Request,
+        handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
+    ) -> web.StreamResponse:
+        """Check the key, and make errors of OpenAI's shape of all that is raised."""
+        headers: dict[str, str] = {}
+        try:
+            self._check_key(request)
+            response = await handler(request)
+            self.metrics.responses[response.status] += 1
+            return response
+        except ApiError as raised:
+            error = raised
+        except web.HTTPException as raised:
+            error = ApiError(raised.status, raised.reason)
+            headers = {name: raised.headers[name] for name in ("Allow",) if name in raised.headers}
+        except Exception:
+            log.exception("%s %s has failed", request.method, request.path)
+            error = ApiError(500, "the server has failed at this request")
+        self.metrics.responses[error.status] += 1
+        if error.status in (429, 503):
+            headers["Retry-After"] = "1"
+        response = web.json_response(error.body(), status=error.status, headers=headers)
+        if error.status in (408, 413):
+            response.force_close()
+        return response
+
+    def _check_key(self, request: web.Request) -> None:
+        if self._key is None or not request.path.startswith(("/v1/", "/tokenize", "/detokenize")):
+            return
+        kind, _, given = request.headers.get("Authorization", "").partition(" ")
+        shown = given.strip().encode("utf-8", "surrogateescape")
+        if kind.lower() != "bearer" or not hmac.compare_digest(shown, self._key):
+            raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
+
+    def _check_open(self) -> Any:
+        """The engine's limits, if there is one that takes requests."""
+        if self.is_draining:
+            raise ApiError(503, "the server is shutting down")
+        if self.job.state is not State.READY or self.job.limits is None:
+            raise ApiError(503, f"the engine is {self.job.state.value}; try again later")
+        return self.job.limits
+
+    async def _body(self, request: web.Request) -> bytes:
+        try:
+            async with asyncio.timeout(self.bounds.read):
+                return await request.read()
+        except TimeoutError:
+            raise ApiError(408, "the body has not come in time") from None
+        except web.HTTPRequestEntityTooLarge:
+            message = f"the body has more than {self.bounds.body} bytes"
+            raise ApiError(413, message) from None
+        except (web.RequestPayloadError, ValueError) as error:
+            raise ApiError(400, f"the body cannot be read: {error}"[:300]) from None
+
+    async def _in_thread(self, work: Callable[[], Any], payload: bytes) -> Any:
+        """Do it here, or in the one thread for it if the body is large."""
+        if len(payload) < LARGE:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work)
+
+    # -- counts ------------------------------------------------------------------------------------
+
+    def _on_tokens(self, reply: Reply, number: int, is_start: bool) -> None:
+        now = monotonic()
+        metrics = self.metrics
+        if is_start:
+            if not reply.started:
+                metrics.queue.add(now - reply.arrived)
+            reply.started = True
+        if not number:
+            return
+        metrics.generated_tokens += number
+        if reply.last is None:
+            metrics.first_token.add(now - reply.arrived)
+        else:
+            metrics.inter_token.add(now - reply.last)
+        reply.last = now
+
+    def _on_stats(self, stats: dict[str, Any]) -> None:
+        self.metrics.take_stats(stats)
+
+    def _count_end(self, what: Completion, reply: Reply, choices: list[Choice]) -> None:
+        self.metrics.whole.add(monotonic() - reply.arrived)
+        self.metrics.prompt_tokens += sum(map(len, what.prompts))
+        for choice in choices:
+            self.metrics.ends[choice.reason or "abort"] += 1
+
+
+def _event(error: ApiError) -> bytes:
+    body = web.json_response(error.body()).text
+    return f"data: {body}\n\n".encode()

@@ -1,0 +1,230 @@
+"""Text to tokens and back: tokenizers, chat templates, whole characters, stop strings."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from jinja2.exceptions import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+Messages = Sequence[Mapping[str, str]]
+
+
+class Decoder(Protocol):
+    """Turns a request's tokens into text, as they come."""
+
+    def step(self, token: int) -> str:
+        """The characters that are whole with this token; empty if there are none."""
+
+    def rest(self) -> str:
+        """What is left at the end: U+FFFD for a character that is not whole."""
+
+
+class Text(Protocol):
+    """What the front needs of a model besides its engine."""
+
+    has_template: bool
+
+    def encode(self, text: str) -> list[int]: ...
+    def encode_chat(self, messages: Messages) -> list[int]: ...
+    def decode(self, tokens: Sequence[int]) -> str: ...
+    def decoder(self) -> Decoder: ...
+
+
+class Bytes:
+    """Of a model whose vocabulary is the 256 bytes; a chat is its messages, a line each."""
+
+    has_template = False
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_chat(self, messages: Messages) -> list[int]:
+        return self.encode("\n".join(each["content"] for each in messages))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(token & 255 for token in tokens).decode(errors="replace")
+
+    def decoder(self) -> Decoder:
+        return _BytesDecoder()
+
+
+class _BytesDecoder:
+    def __init__(self) -> None:
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def step(self, token: int) -> str:
+        return self._utf8.decode(bytes([token & 255]))
+
+    def rest(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class HuggingFace:
+    """Of a folder with `tokenizer.json`, and a chat template if the model has one.
+
+    Raises:
+        FileNotFoundError: there is no tokenizer in the folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        file = folder / "tokenizer.json"
+        if not file.exists():
+            raise FileNotFoundError(f"there is no {file}: is the folder one of a model?")
+        self._tokenizer = Tokenizer.from_file(str(file))
+        # A second one takes the names of special tokens for the text that they are.
+        self._plain = Tokenizer.from_file(str(file))
+        self._plain.encode_special_tokens = True
+        self._specials = [
+            each.content
+            for each in self._tokenizer.get_added_tokens_decoder().values()
+            if each.special and each.content
+        ]
+        config = _read(folder / "tokenizer_config.json")
+        text = config.get("chat_template")
+        beside = folder / "chat_template.jinja"
+        if beside.exists():
+            text = beside.read_text(encoding="utf-8")
+        if isinstance(text, list):  # several, by name
+            text = next((each["template"] for each in text if each["name"] == "default"), None)
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.globals["raise_exception"] = _refuse
+        environment.filters["tojson"] = _to_json
+        self._template = environment.from_string(text) if text else None
+        self.has_template = self._template is not None
+        names = ("bos_token", "eos_token", "unk_token", "pad_token")
+        self._names = {name: _content(config[name]) for name in names if config.get(name)}
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text).ids)
+
+    def encode_chat(self, messages: Messages) -> list[int]:
+        """Render the template; what users write in it stays text, special tokens' names included.
+
+        Raises:
+            ValueError: the template refuses the messages.
+        """
+        mark = secrets.token_hex(8)
+        marked, hidden = [], dict[str, str]()
+        for message in messages:
+            content = message["content"]
+            for number, special in enumerate(self._specials):
+                if special in content:
+                    hidden[f"<{mark}{number}>"] = special
+                    content = content.replace(special, f"<{mark}{number}>")
+            marked.append({**message, "content": content})
+        if self._template is None:
+            return self.encode("\n".join(each["content"] for each in messages))
+        try:
+            rendered = self._template.render(
+                messages=marked, add_generation_prompt=True, **self._names
+            )
+        except (TemplateError, TypeError) as error:
+            raise ValueError(f"the chat template refuses these messages: {error}") from None
+        return self._encode_marked(rendered, hidden)
+
+    def _encode_marked(self, text: str, hidden: Mapping[str, str]) -> list[int]:
+        for mark, special in hidden.items():
+            if mark in text:
+                before, _, behind = text.partition(mark)
+                middle = self._plain.encode(special, add_special_tokens=False).ids
+                return [
+                    *self._encode_marked(before, hidden),
+                    *middle,
+                    *self._encode_marked(behind, hidden),
+                ]
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def decoder(self) -> Decoder:
+        return _HuggingFaceDecoder(self._tokenizer)
+
+
+class _HuggingFaceDecoder:
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._held: list[int] = []  # tokens whose text is not out
+
+    def step(self, token: int) -> str:
+        self._held.append(token)
+        try:
+            text = self._stream.step(self._tokenizer, token)
+        except Exception:  # tokenizers raises it bare, where tokens contradict one another
+            text, self._stream = self.rest(), DecodeStream(skip_special_tokens=True)
+        if text is None:
+            return ""
+        self._held.clear()
+        return str(text)
+
+    def rest(self) -> str:
+        held, self._held = self._held, []
+        return str(self._tokenizer.decode(held, skip_special_tokens=True)) if held else ""
+
+
+class Stops:
+    """Cuts a text at the first of several strings, which is not part of it.
+
+    The longest end of the text that could begin one of them is held back.
+    """
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        self._strings = strings
+        self._held = ""
+        self.is_hit = False
+
+    def step(self, text: str) -> str:
+        """What can be shown; nothing more, once `is_hit`."""
+        if not self._strings or self.is_hit:
+            return "" if self.is_hit else text
+        text = self._held + text
+        found = [at for at in (text.find(each) for each in self._strings) if at >= 0]
+        if found:
+            self.is_hit, self._held = True, ""
+            return text[: min(found)]
+        longest = max(map(len, self._strings)) - 1
+        for start in range(max(0, len(text) - longest), len(text)):
+            if any(each.startswith(text[start:]) for each in self._strings):
+                self._held = text[start:]
+                return text[:start]
+        self._held = ""
+        return text
+
+    def rest(self) -> str:
+        """What was held back for nothing, at the end."""
+        held, self._held = self._held, ""
+        return held
+
+
+def load(model: str) -> Text:
+    """The text side of a model: of a folder of transformers, or bytes of a GPT of ours."""
+    folder = Path(model)
+    is_gpt = not folder.is_dir() or (folder / "latest").exists()
+    return Bytes() if is_gpt else HuggingFace(folder)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
+
+
+def _content(token: str | Mapping[str, str]) -> str:
+    return token if isinstance(token, str) else token["content"]
+
+
+def _refuse(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _to_json(value: object, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, **options)

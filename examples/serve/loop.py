@@ -1,0 +1,259 @@
+"""The loop on rank 0: commands of the front in, work to the engine, events out.
+
+One loop of asyncio holds the socket and the futures of the engine, in one thread. The loop sleeps
+until a command has come or an execution has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import logging
+import os
+from collections import deque
+from dataclasses import asdict
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from . import wire
+from .features import Counters, Features
+from .scheduler import End, Events, Request, Scheduler, Ticket
+from .transports import Feeder, Ring
+from .wire import Kind, Link
+from .work import Decode, Engine, Result
+
+log = logging.getLogger("serve")
+
+BUDGET = 64
+"""Commands that a step takes while there is other work, so that a burst does not delay decodes."""
+BACKLOG = 4096
+"""Commands at which the socket is read no further until some are taken."""
+BEAT = 1.0
+"""Seconds between counts that are sent while there is work."""
+USUAL_CHUNK = 512
+"""The longest chunk of an engine that is not told otherwise."""
+PATIENCE = 300.0
+"""Seconds after which an execution that has not ended is taken for a hang; the process ends."""
+
+
+class EngineLoop:
+    """Serves one front with one engine.
+
+    Args:
+        patience: as `PATIENCE`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        features: Features | None = None,
+        counters: Counters | None = None,
+        patience: float = PATIENCE,
+    ) -> None:
+        self.engine, self.features = engine, features or Features()
+        self.counters = Counters() if counters is None else counters
+        self.scheduler = Scheduler(engine.limits, self.features, self.counters)
+        self._commands: deque[tuple[Kind, Any]] = deque()
+        lanes = engine.limits.groups + 1
+        self._lanes: list[deque[tuple[Ticket, Result, float]]] = [deque() for _ in range(lanes)]
+        self._unsent = Events()
+        self._wake = asyncio.Event()
+        self._patience = patience
+        self._busy = self._since = 0.0  # seconds with work in flight; since when there is some
+        self._timer: asyncio.TimerHandle | None = None
+        self._fault: Exception | None = None
+        self._is_paused = False
+        self._feeder: Feeder | None = None
+        self._ring: Ring | None = None
+        self.link = Link(self._on_frame, lambda link: self._wake.set(), self._wake.set)
+
+    async def run(self, path: Path) -> None:
+        """Connect to the front, and serve until it closes the socket.
+
+        Raises:
+            TimeoutError: an execution has not ended for `patience` seconds.
+            WireError: the front has sent what is no command.
+        """
+        await asyncio.get_running_loop().create_unix_connection(lambda: self.link, str(path))
+        if self.features.queue_ipc:
+            self._feeder = Feeder(self.link)
+        if self.features.shm_ring:
+            self._ring = Ring(path.with_suffix(".ring"), creates=True)
+        self.link.send(Kind.HELLO, wire.pack_hello(self.engine.limits))
+        self._send_stats()
+        if self.features.gc_freeze:
+            gc.collect()
+            gc.freeze()
+        collections = gc.get_stats()[2]["collections"]
+        while not self.link.is_closed and self._fault is None:
+            self._wake.clear()
+            self._take_commands()
+            self._collect()
+            for ticket in self.scheduler.schedule():
+                self._submit(ticket)
+            self._send()
+            if not self.features.gc_freeze:
+                self.counters["gc_freeze"] = gc.get_stats()[2]["collections"] - collections
+            if self._commands or self._wake.is_set():
+                await asyncio.sleep(0)  # others have a turn, which the event would not give them
+            else:
+                await self._wake.wait()
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._feeder is not None:
+            self._feeder.close()
+        self.link.close()
+        if self._fault is not None:
+            raise self._fault
+
+    # -- commands ----------------------------------------------------------------------------------
+
+    def _on_frame(self, link: Link, kind: Kind, payload: bytes) -> None:
+        try:
+            if kind is Kind.ADD:
+                self._commands.extend((kind, each) for each in wire.unpack_requests(payload))
+            elif kind is Kind.CANCEL:
+                self._commands.extend((kind, id_) for id_ in wire.numbers(payload))
+            else:
+                raise wire.WireError(f"rank 0 takes no frames of kind {kind.name}")
+        except ValueError as error:
+            self._fault = error
+        if len(self._commands) > BACKLOG and not self._is_paused:
+            self._is_paused = True
+            link.pause(True)
+        self._wake.set()
+
+    def _take_commands(self) -> None:
+        """A step's share of the commands; all of them while there is nothing else to do."""
+        is_idle = self.scheduler.is_idle
+        taken = 0
+        while self._commands:
+            if taken >= BUDGET and not is_idle:
+                if self.features.cmd_budget:
+                    break
+                self.counters["cmd_budget"] += 1
+            self._obey(*self._commands.popleft())
+            taken += 1
+        if self._is_paused and len(self._commands) < BACKLOG // 2:
+            self._is_paused = False
+            self.link.pause(False)
+        if taken and is_idle and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(BEAT, self._beat)
+
+    def _obey(self, kind: Kind, what: Request | int) -> None:
+        if isinstance(what, int):
+            self.scheduler.cancel(what)
+            return
+        try:
+            self.scheduler.add(what)
+        except ValueError as error:  # the front has checked it, so it is the front's mistake
+            self._unsent.ends.append(End(what.id, "error", 0, str(error)))
+
+    # -- work --------------------------------------------------------------------------------------
+
+    def _submit(self, ticket: Ticket) -> None:
+        self._count(ticket)
+        try:
+            result = self.engine.submit(ticket.work)
+        except Exception as error:
+            self._fail(ticket, error)
+            return
+        lane = ticket.work.group if isinstance(ticket.work, Decode) else -1
+        now = monotonic()
+        if not any(self._lanes):
+            self._since = now
+        self._lanes[lane].append((ticket, result, now))
+        result.when_done(self._wake.set)
+
+    def _collect(self) -> None:
+        was_busy = any(self._lanes)
+        for lane in self._lanes:
+            while lane and lane[0][1].done():
+                ticket, result, _ = lane.popleft()
+                try:
+                    drawn = result.result()
+                except Exception as error:
+                    self._fail(ticket, error)
+                else:
+                    self.scheduler.complete(ticket, drawn)
+        if was_busy and not any(self._lanes):
+            self._busy += monotonic() - self._since
+
+    def _fail(self, ticket: Ticket, error: Exception) -> None:
+        log.warning("an execution has failed: %s", error, exc_info=error)
+        self.scheduler.fail(ticket, f"{type(error).__name__}: {error}"[:500])
+        self._wake.set()
+
+    def _count(self, ticket: Ticket) -> None:
+        """What the engine's switches change: rows of padding, and tokens of long chunks."""
+        work, limits = ticket.work, self.engine.limits
+        if isinstance(work, Decode):
+            if not self.features.variants:
+                self.counters["variants"] += limits.slots - len(work.rows)
+        elif not self.features.chunk:
+            self.counters["chunk"] += max(0, len(work.tokens) - USUAL_CHUNK)
+
+    # -- events ------------------------------------------------------------------------------------
+
+    def _send(self) -> None:
+        """Send what has happened in one frame; keep it, merged, while the front does not read."""
+        new = self.scheduler.take_events()
+        self._unsent.started += new.started
+        self._unsent.pairs += new.pairs
+        self._unsent.ends += new.ends
+        if not self._unsent or self.link.is_full:
+            return
+        events, self._unsent = self._unsent, Events()
+        if self._feeder is not None:
+            self.counters["queue_ipc"] += 1
+            ends = [(end.id, end.reason, end.count, end.message) for end in events.ends]
+            self._feeder.put((list(events.started), list(events.pairs), ends))
+        else:
+            self._send_frame(events)
+        if self.scheduler.is_idle:
+            self._send_stats()
+
+    def _send_frame(self, events: Events) -> None:
+        is_flat = self.features.flat_evts
+        self.counters["flat_evts"] += not is_flat
+        self.counters["inproc"] += self.features.inproc
+        kind = Kind.EVENTS if is_flat else Kind.OBJECTS
+        payload = wire.pack_events(events, is_flat)
+        where = None if self._ring is None else self._ring.put(kind, payload)
+        if where is None:
+            self.link.send(kind, payload)
+        else:
+            self.counters["shm_ring"] += 1
+            self.link.send(Kind.RING, where)
+
+    def _beat(self) -> None:
+        """Send counts while there is work, and see whether it moves."""
+        self._timer = None
+        now = monotonic()
+        oldest = min((lane[0][2] for lane in self._lanes if lane), default=now)
+        if now - oldest > self._patience:
+            self._fault = TimeoutError(f"an execution has not ended for {now - oldest:.0f} s")
+            self._wake.set()
+        if not self.link.is_full:
+            self._send_stats()
+        if not self.scheduler.is_idle:
+            self._timer = asyncio.get_running_loop().call_later(BEAT, self._beat)
+
+    def _send_stats(self) -> None:
+        now = monotonic()
+        scheduler = self.scheduler
+        busy = self._busy + (now - self._since if any(self._lanes) else 0.0)
+        stats = {
+            **asdict(scheduler.stats),
+            "running": scheduler.running,
+            "waiting": len(scheduler.waiting),
+            "blocks_used": scheduler.blocks.used,
+            "prefix_queries": scheduler.blocks.queries,
+            "prefix_hits": scheduler.blocks.hits,
+            "busy_seconds": busy,
+            "pid": os.getpid(),
+            "features": dict(self.counters),
+        }
+        self.link.send(Kind.STATS, json.dumps(stats).encode())

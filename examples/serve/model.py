@@ -1,0 +1,113 @@
+"""Stages: actors that hold some layers of a model and their pools of keys and values."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+import cg
+
+from .attention import locate
+from .families import Model
+from .sampling import draw, greedy
+
+# Columns of a decode batch: int64 [rows, len(HEAD) + blocks of a row].
+TOKEN, POSITION, SLOT, SEED, TOP_K = range(5)
+TABLE = 5
+# Columns of a prefill chunk: int64 [1, PROMPT + tokens], and its table int64 [1, blocks].
+START, LENGTH, CHUNK_SEED, CHUNK_TOP_K = range(4)
+PROMPT = 4
+# Columns of what temperatures and shares need: float32 [rows, 2].
+TEMPERATURE, TOP_P = range(2)
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The blocks of keys and values that each layer has."""
+
+    blocks: int
+    size: int
+
+
+def split(layers: int, stages: int) -> list[range]:
+    """Contiguous, nearly equal parts of the layers; the last ones are the smaller.
+
+    The last stage has the head to compute as well.
+    """
+    base, more = divmod(layers, stages)
+    bounds = [0]
+    for stage in range(stages):
+        bounds.append(bounds[-1] + base + (stage < more))
+    return [range(a, b) for a, b in itertools.pairwise(bounds)]
+
+
+@cg.actor
+class Stage(nn.Module):
+    """Some layers of a model, [rows, tokens] ids or [rows, tokens, hidden] to the same.
+
+    The first stage takes ids, and the last gives a token for each row, int64 [rows].
+    """
+
+    def __init__(self, model: Model, layers: range, pool: Pool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.is_first = layers.start == 0
+        self.is_last = layers.stop == model.layers
+        self.first = layers.start
+        self.shared = model.heads // model.groups
+        self.part = model.build(layers, dtype)
+        shape = (pool.blocks, pool.size, 2, model.groups, model.width)
+        self.count = len(layers)
+        for index in range(self.count):
+            self.register_buffer(f"pool{index}", torch.zeros(shape, dtype=dtype))
+
+    def decode(self, x: Tensor, batch: Tensor, controls: Tensor | None = None) -> Tensor:
+        """The next token of each row.
+
+        Args:
+            x: ids int64 [rows] on the first stage, else [rows, 1, hidden].
+            batch: int64 [rows, TABLE + blocks of a row]; padding has blocks 0.
+            controls: float32 [rows, 2], temperature and top_p; None if all rows are greedy.
+        """
+        positions = batch[:, POSITION : POSITION + 1]
+        tables = batch[:, TABLE:]
+        hidden = self._layers(x, positions, tables, None)
+        if not self.is_last:
+            return hidden
+        logits = self.part.logits(hidden[:, 0])
+        if controls is None:
+            return greedy(logits)
+        seeds, top_k = batch[:, SEED], batch[:, TOP_K]
+        at = batch[:, POSITION] + 1
+        return draw(logits, at, seeds, controls[:, TEMPERATURE], top_k, controls[:, TOP_P])
+
+    def prefill(self, x: Tensor, chunk: Tensor, table: Tensor, controls: Tensor) -> Tensor:
+        """The token that follows a chunk of one prompt.
+
+        Args:
+            x: ids int64 [1, tokens] on the first stage, else [1, tokens, hidden].
+            chunk: int64 [1, PROMPT + tokens]: where it starts, how many tokens are no padding.
+            table: int64 [1, blocks].
+            controls: float32 [1, 2].
+        """
+        start, length = chunk[:, START : START + 1], chunk[:, LENGTH : LENGTH + 1]
+        steps = torch.arange(chunk.shape[1] - PROMPT, device=chunk.device)[None]
+        valid = steps < length
+        positions = torch.where(valid, start + steps, start)
+        hidden = self._layers(x, positions, table, valid)
+        if not self.is_last:
+            return hidden
+        last = (length - 1)[:, :, None].expand(-1, -1, hidden.shape[-1])
+        logits = self.part.logits(hidden.gather(1, last)[:, 0])
+        seeds, top_k = chunk[:, CHUNK_SEED], chunk[:, CHUNK_TOP_K]
+        at = (start + length)[:, 0]
+        return draw(logits, at, seeds, controls[:, TEMPERATURE], top_k, controls[:, TOP_P])
+
+    def _layers(self, x: Tensor, positions: Tensor, tables: Tensor, valid: Tensor | None) -> Tensor:
+        pools = tuple(getattr(self, f"pool{index}") for index in range(self.count))
+        pages = locate(pools, self.first, positions, tables, valid, self.shared)
+        if self.is_first:
+            x = self.part.embed(x.view(positions.shape), positions)
+        return self.part.run(x, positions, pages)

@@ -1,0 +1,116 @@
+"""The engine's job: every rank holds a stage, and rank 0 runs the loop besides.
+
+    python -m cg.launch -n 2 -m examples.serve.ranks --model DIR SOCKET
+
+The front starts it, with the address of the socket that it listens at.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+import cg
+
+from . import features as switches
+from .engine import CgEngine, Options, start
+from .loop import EngineLoop
+from .models import source
+from .options import add_arguments
+from .work import Limits
+
+CHUNKS = (32, 128, 512)
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Options of the job; those of the front that it passes on are the same."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], add_help=False)
+    add_arguments(parser)
+    parser.add_argument("socket", type=Path)
+    return parser.parse_args(arguments)
+
+
+def options(given: argparse.Namespace, features: switches.Features) -> Options:
+    """What the engine is to be like."""
+    batches = sizes((1, 2, 4, 8, 16, 24, *range(32, given.batch, 16)), given.batch)
+    chunks = sizes(CHUNKS, given.chunk)
+    groups = given.groups if features.groups else 1
+    if not features.chunk:
+        if given.context is None:
+            raise ValueError("-chunk needs --context, for a chunk is as long as that")
+        chunks = sizes(CHUNKS, given.context)
+    chosen = Options(
+        groups=groups,
+        batches=batches if features.variants else batches[-1:],
+        chunks=chunks if features.variants else chunks[-1:],
+        blocks=given.blocks,
+        block_size=given.block_size,
+        context=given.context,
+        in_flight=max(2, groups or cg.world_size()),
+        dtype=getattr(torch, given.dtype),
+        fuse=given.fuse,
+        warm=features.warm,
+        passes=",".join(
+            f"-{name}" for name in ("overlap", "capture") if not getattr(features, name)
+        ),
+    )
+    return chosen if features.variants else replace(chosen, widths=())
+
+
+def sizes(usual: Sequence[int], most: int) -> tuple[int, ...]:
+    """The buckets below the largest, and that."""
+    return (*(size for size in usual if size < most), most)
+
+
+def count(counters: switches.Counters, features: switches.Features, limits: Limits) -> None:
+    """What switches that act on ranks have changed."""
+    cores = os.cpu_count() or 1
+    if not features.thr_cap:
+        counters["thr_cap"] = torch.get_num_threads() - max(1, cores // cg.world_size())
+    if not features.affinity:
+        counters["affinity"] = len(os.sched_getaffinity(0)) - max(1, cores // cg.world_size())
+    if not features.groups:
+        counters["groups"] = cg.world_size() - limits.groups
+    for name in ("overlap", "capture", "warm"):
+        counters[name] = not getattr(features, name)
+
+
+def main() -> None:
+    """Serve until the front has gone."""
+    logging.basicConfig(format="%(asctime)s rank %(message)s", level=logging.WARNING)
+    given = parse()
+    features = switches.parse(given.features)
+    with cg.profile(given.profile) if given.profile else contextlib.nullcontext():
+        engine = start(source(given.model), options(given, features))
+        if engine is not None:  # the others have served until now
+            asyncio.run(serve(engine, features, given.socket))
+
+
+async def serve(engine: CgEngine, features: switches.Features, path: Path) -> None:
+    """Serve the front that listens at a path, until it goes."""
+    counters = switches.Counters()
+    count(counters, features, engine.limits)
+    try:
+        await EngineLoop(engine, features, counters).run(path)
+    finally:
+        engine.close()
+
+
+async def serve_here(given: argparse.Namespace, path: Path) -> None:
+    """The same in the front's process, which plays all ranks."""
+    features = switches.parse(given.features)
+    engine = start(source(given.model), options(given, features))
+    assert engine is not None
+    await serve(engine, features, path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Draws tokens inside of the graph: greedy, temperature, top-k, top-p, with noise by hash.
+
+A token is drawn by the Gumbel-max trick: the largest of logits / temperature + noise, where the
+noise of each token of the vocabulary is a hash of the request's seed, the position and the token.
+So what a request draws depends on nothing else in its batch, and torch's generators, which device
+graphs cannot record, are not used.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_LOW = 0xFFFFFFFF
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """The likeliest tokens, int64 [rows], of logits [rows, vocabulary]."""
+    return logits.argmax(-1)
+
+
+def draw(
+    logits: Tensor,
+    positions: Tensor,
+    seeds: Tensor,
+    temperatures: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+) -> Tensor:
+    """Draw a token for each row.
+
+    Args:
+        logits: [rows, vocabulary], of any floating dtype.
+        positions: int64 [rows], of the token that is drawn in its sequence.
+        seeds: int64 [rows].
+        temperatures: float32 [rows]; where it is 0, the likeliest token is taken.
+        top_k: int64 [rows]; only so many of the likeliest tokens are drawn, all if it is 0.
+        top_p: float32 [rows]; of these the fewest whose probabilities add up to that.
+
+    Returns:
+        int64 [rows].
+    """
+    logits = logits.float()
+    warm = temperatures > 0
+    scaled = logits / torch.where(warm, temperatures, 1.0)[:, None]
+    scores = scaled + gumbel(seeds, positions, logits.shape[-1])
+    scores = scores.masked_fill(scaled < _threshold(scaled, top_k, top_p)[:, None], -torch.inf)
+    return torch.where(warm[:, None], scores, logits).argmax(-1)
+
+
+def _threshold(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """The smallest logit of each row that may be drawn: top-k first, top-p of what is left."""
+    ordered = scaled.sort(-1, descending=True).values
+    rank = torch.arange(ordered.shape[-1], device=scaled.device)
+    count = torch.where(top_k > 0, top_k, ordered.shape[-1])
+    ordered = ordered.masked_fill(rank >= count[:, None], -torch.inf)
+    shares = ordered.softmax(-1)
+    # A token is kept if those before it do not reach top_p, so the first one always is.
+    left_out = (shares.cumsum(-1) - shares >= top_p[:, None]) & (rank > 0)
+    return ordered.masked_fill(left_out | (ordered == -torch.inf), torch.inf).amin(-1)
+
+
+def gumbel(seeds: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
+    """Gumbel noise, float32 [rows, vocabulary], by a hash of seed, position and token."""
+    low, high = seeds & _LOW, (seeds >> 32) & _LOW
+    row = _mix(_mix(_mix(low) ^ high) ^ (positions & _LOW))
+    tokens = torch.arange(vocabulary, device=seeds.device)
+    bits = _mix(_mix(tokens)[None] ^ row[:, None])
+    # 24 bits are what float32 holds; the half keeps both logarithms finite.
+    uniform = ((bits >> 8).float() + 0.5) * 2.0**-24
+    return -(-uniform.log()).log()
+
+
+def _mix(x: Tensor) -> Tensor:
+    """Mix 32 bits, held in int64: the finalizer of MurmurHash3 (Austin Appleby, public domain).
+
+    Products of 32 bits by 32 overflow 63, and the low 32 bits, which alone are kept, are right.
+    """
+    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _LOW
+    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _LOW
+    return x ^ (x >> 16)

@@ -1,0 +1,231 @@
+"""Frames between the front and rank 0, over a Unix socket: a length, a kind, and flat numbers.
+
+    front to rank 0     ADD: requests          CANCEL: their ids
+    rank 0 to front     HELLO: the limits      EVENTS: what has happened      STATS: counts, a beat
+
+Nothing that is received is ever executed, and no frame is longer than `MOST`. PICKLED and RING are
+of `transports.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from enum import IntEnum
+from typing import Any, cast
+
+from .features import Counters, Features
+from .scheduler import End, Events, Request
+from .work import Limits, Sampling
+
+
+class Kind(IntEnum):
+    HELLO = 1
+    ADD = 2
+    CANCEL = 3
+    EVENTS = 4
+    OBJECTS = 5
+    STATS = 6
+    PICKLED = 7
+    RING = 8
+
+
+MOST = 1 << 26
+"""Bytes of a frame; a sender makes several of more than `CUT`."""
+CUT = 1 << 20
+_KINDS = {kind.value: kind for kind in Kind}
+_HEAD = struct.Struct("<IB")
+_REQUEST = struct.Struct("<IIfIfQ?HI")
+_EVENTS = struct.Struct("<II")
+
+
+class WireError(ValueError):
+    """A frame that the other side cannot have meant."""
+
+
+class Link(asyncio.Protocol):
+    """One end of the socket.
+
+    Args:
+        on_frame: called with the kind and the bytes of each frame.
+        on_end: called once, when the other side has gone.
+        on_room: called when what was sent has left, after `is_full`.
+    """
+
+    def __init__(
+        self,
+        on_frame: Callable[[Link, Kind, bytes], None],
+        on_end: Callable[[Link], None],
+        on_room: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._on_frame, self._on_end, self._on_room = on_frame, on_end, on_room
+        self._buffer = bytearray()
+        self._transport: asyncio.Transport | None = None
+        self.is_full = False  # the other side does not read: keep what can be kept
+        self.is_closed = False
+        self.sent = 0  # frames
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(high=CUT)
+
+    def send(self, kind: Kind, payload: bytes) -> None:
+        """Send a frame; a link that is closed drops it."""
+        if self._transport is None or self.is_closed:
+            return
+        self.sent += 1
+        self._transport.write(_HEAD.pack(len(payload), kind) + payload)
+
+    def pause(self, paused: bool) -> None:
+        """Read no more, or again: the other side's `is_full` follows."""
+        if self._transport is None or self.is_closed:
+            return
+        if paused:
+            self._transport.pause_reading()
+        else:
+            self._transport.resume_reading()
+
+    def close(self) -> None:
+        """Send what is left, and end."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        at = 0
+        while len(self._buffer) - at >= _HEAD.size:
+            length, kind = _HEAD.unpack_from(self._buffer, at)
+            if length > MOST or kind not in _KINDS:
+                self._end(abort=True)
+                return
+            end = at + _HEAD.size + length
+            if len(self._buffer) < end:
+                break
+            self._on_frame(self, _KINDS[kind], bytes(self._buffer[at + _HEAD.size : end]))
+            at = end
+        del self._buffer[:at]
+
+    def pause_writing(self) -> None:
+        self.is_full = True
+
+    def resume_writing(self) -> None:
+        self.is_full = False
+        self._on_room()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end(abort=False)
+
+    def _end(self, abort: bool) -> None:
+        if abort and self._transport is not None:
+            self._transport.abort()
+        if not self.is_closed:
+            self.is_closed = True
+            self._on_end(self)
+
+
+# -- what frames hold ------------------------------------------------------------------------------
+
+
+def pack_hello(limits: Limits) -> bytes:
+    return json.dumps(asdict(limits)).encode()
+
+
+def unpack_hello(payload: bytes) -> Limits:
+    found = json.loads(payload)
+    return Limits(**{**found, "eos": tuple(found["eos"])})
+
+
+def pack_requests(requests: Iterable[Request]) -> Iterable[bytes]:
+    """As few frames as there can be of `CUT` bytes, but for one request that is longer."""
+    parts: list[bytes] = []
+    size = 0
+    for each in requests:
+        how = each.sampling
+        head = _REQUEST.pack(
+            *(each.id, each.max_tokens, how.temperature, how.top_k, how.top_p, how.seed),
+            *(each.ignore_eos, len(each.salt), len(each.prompt)),
+        )
+        parts.append(head + each.salt + array("I", each.prompt).tobytes())
+        size += len(parts[-1])
+        if size >= CUT:
+            yield b"".join(parts)
+            parts, size = [], 0
+    if parts:
+        yield b"".join(parts)
+
+
+def unpack_requests(payload: bytes) -> list[Request]:
+    """Raises WireError for bytes that are no requests."""
+    found, at = [], 0
+    try:
+        while at < len(payload):
+            id_, most, temperature, top_k, top_p, seed, ignores, salted, length = (
+                _REQUEST.unpack_from(payload, at)
+            )
+            at += _REQUEST.size
+            salt, at = payload[at : at + salted], at + salted
+            prompt, at = numbers(payload[at : at + 4 * length]), at + 4 * length
+            sampling = Sampling(temperature, top_k, top_p, seed)
+            found.append(Request(id_, tuple(prompt), most, sampling, ignores, salt))
+            if len(prompt) != length or len(salt) != salted:
+                raise WireError("a request is cut off")
+    except (struct.error, ValueError) as error:
+        raise WireError(f"no requests: {error}") from None
+    return found
+
+
+def pack_events(events: Events, is_flat: bool = True) -> bytes:
+    """Arrays of numbers, and the ends as JSON; or, for an ablation, an object for each token."""
+    ends = [[end.id, end.reason, end.count, end.message] for end in events.ends]
+    if not is_flat:
+        pairs = zip(events.pairs[::2], events.pairs[1::2], strict=True)
+        each = [{"id": id_, "token": token} for id_, token in pairs]
+        whole: dict[str, Any] = {"started": list(events.started), "tokens": each, "ends": ends}
+        return json.dumps(whole).encode()
+    tail = json.dumps(ends).encode() if ends else b""
+    head = _EVENTS.pack(len(events.started), len(events.pairs))
+    return head + events.started.tobytes() + events.pairs.tobytes() + tail
+
+
+def unpack_events(kind: Kind, payload: bytes) -> Events:
+    if kind is Kind.OBJECTS:
+        whole = json.loads(payload)
+        pairs = array("I", [n for each in whole["tokens"] for n in (each["id"], each["token"])])
+        ends = [End(*each) for each in whole["ends"]]
+        return Events(array("I", whole["started"]), pairs, ends)
+    started, length = _EVENTS.unpack_from(payload)
+    middle = _EVENTS.size + 4 * started
+    end = middle + 4 * length
+    return Events(
+        numbers(payload[_EVENTS.size : middle]),
+        numbers(payload[middle:end]),
+        [End(*each) for each in json.loads(payload[end:] or b"[]")],
+    )
+
+
+def numbers(payload: bytes) -> array[int]:
+    found = array("I")
+    found.frombytes(payload)
+    return found
+
+
+def pack_ids(ids: Sequence[int]) -> bytes:
+    return array("I", ids).tobytes()
+
+
+def send_requests(
+    link: Link, requests: Sequence[Request], features: Features, counters: Counters
+) -> None:
+    """One frame for all that came in one turn; for an ablation, one for each."""
+    if features.batch_send:
+        for payload in pack_requests(requests):
+            link.send(Kind.ADD, payload)
+        return
+    counters["batch_send"] += len(requests) - 1
+    for each in requests:
+        for payload in pack_requests([each]):
+            link.send(Kind.ADD, payload)

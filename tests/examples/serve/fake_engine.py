@@ -1,0 +1,170 @@
+"""An engine of plain Python: it keeps tokens where a model keeps keys and values.
+
+A token is a hash of all tokens before it, and these are read back through the table of blocks. So a
+block that is shared while it is written, given away too early, or read before it is written makes
+other tokens than `reference`, as it would in a model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from serve.work import Decode, Limits, Prefill, Row, Sampling
+
+TINY = Limits(
+    groups=2, slots=4, chunk=5, blocks=16, block_size=3, context=30, vocabulary=50, eos=(7,)
+)
+ROOMY = Limits(
+    groups=2, slots=8, chunk=32, blocks=257, block_size=16, context=512, vocabulary=256, eos=()
+)
+
+
+def draw(tokens: Sequence[int], sampling: Sampling, vocabulary: int) -> int:
+    """The token behind these; its seed counts unless it is greedy."""
+    seed = sampling.seed if sampling.temperature else 0
+    name = repr((list(tokens), seed)).encode()
+    return int.from_bytes(blake2b(name, digest_size=8).digest(), "little") % vocabulary
+
+
+def reference(
+    prompt: Sequence[int], number: int, limits: Limits, sampling: Sampling | None = None
+) -> list[int]:
+    """What a request alone draws, up to and without a token that ends the text."""
+    tokens = list(prompt)
+    for _ in range(number):
+        token = draw(tokens, sampling or Sampling(), limits.vocabulary)
+        if token in limits.eos:
+            break
+        tokens.append(token)
+    return tokens[len(prompt) :]
+
+
+@dataclass(eq=False)
+class FakeResult:
+    """Of one piece of work; callbacks are called when it has run."""
+
+    work: Decode | Prefill
+    tokens: list[int] | None = None
+    error: Exception | None = None
+    calls: list[Callable[[], None]] = field(default_factory=list)
+
+    def done(self) -> bool:
+        return self.tokens is not None or self.error is not None
+
+    def result(self, timeout: float | None = None) -> list[int]:
+        if self.error is not None:
+            raise self.error
+        assert self.tokens is not None, "asked before it was done"
+        return self.tokens
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        if self.done():
+            call()
+        else:
+            self.calls.append(call)
+
+
+class FakeEngine:
+    """Runs work in the order of submission, by `run_one`, or by itself in a loop of asyncio.
+
+    Args:
+        delay: seconds of a piece of work; None: only `run_one` runs any.
+        fails: for each piece of work the error that it fails with, or None.
+    """
+
+    def __init__(
+        self,
+        limits: Limits = TINY,
+        delay: float | None = None,
+        fails: Callable[[Decode | Prefill], Exception | None] = lambda work: None,
+    ) -> None:
+        self.limits, self.delay, self.fails = limits, delay, fails
+        self.queue: deque[FakeResult] = deque()
+        self.carried: dict[tuple[int, int], int] = {}
+        self.pool: list[list[int | None]] = [
+            [None] * limits.block_size for _ in range(limits.blocks)
+        ]
+        self.is_closed = False
+        self.works = 0
+
+    def submit(self, work: Decode | Prefill) -> FakeResult:
+        assert not self.is_closed, "submitted after close"
+        self._check(work)
+        result = FakeResult(work)
+        self.queue.append(result)
+        if self.delay is not None and len(self.queue) == 1:
+            asyncio.get_running_loop().call_later(self.delay, self._tick)
+        return result
+
+    def _tick(self) -> None:
+        self.run_one()
+        if self.queue:
+            asyncio.get_running_loop().call_later(self.delay or 0.0, self._tick)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def run_one(self) -> None:
+        """Run the oldest piece of work."""
+        result = self.queue.popleft()
+        self.works += 1
+        try:
+            error = self.fails(result.work)
+            if error is not None:
+                raise error
+            result.tokens = self._run(result.work)
+        except Exception as raised:
+            result.error = raised
+        for call in result.calls:
+            call()
+
+    def _run(self, work: Decode | Prefill) -> list[int]:
+        if isinstance(work, Prefill):
+            for place, token in enumerate(work.tokens, work.start):
+                self._write(work.blocks, place, token)
+            if not work.last:
+                return []
+            return [self._draw(work.blocks, work.start + len(work.tokens), work.sampling)]
+        return [self._decode(work.group, row) for row in work.rows]
+
+    def _decode(self, group: int, row: Row) -> int:
+        token = self.carried[group, row.slot] if row.token == -1 else row.token
+        self._write(row.blocks, row.position, token)
+        drawn = self._draw(row.blocks, row.position + 1, row.sampling)
+        self.carried[group, row.slot] = drawn
+        return drawn
+
+    def _write(self, blocks: Sequence[int], place: int, token: int) -> None:
+        size = self.limits.block_size
+        self.pool[blocks[place // size]][place % size] = token
+
+    def _draw(self, blocks: Sequence[int], length: int, sampling: Sampling) -> int:
+        size = self.limits.block_size
+        read = [self.pool[blocks[place // size]][place % size] for place in range(length)]
+        assert None not in read, "read before it was written"
+        return draw(read, sampling, self.limits.vocabulary)  # type: ignore[arg-type]
+
+    def _check(self, work: Decode | Prefill) -> None:
+        """Every bound of the border."""
+        limits = self.limits
+        if isinstance(work, Prefill):
+            assert 0 < len(work.tokens) <= limits.chunk
+            ends = [(work.start + len(work.tokens), work.blocks)]
+            tokens = list(work.tokens)
+        else:
+            assert 0 <= work.group < limits.groups
+            slots = [row.slot for row in work.rows]
+            assert len(set(slots)) == len(slots) <= limits.slots
+            assert slots
+            assert all(0 <= slot < limits.slots for slot in slots)
+            ends = [(row.position + 1, row.blocks) for row in work.rows]
+            tokens = [row.token for row in work.rows if row.token != -1]
+        assert all(0 <= token < limits.vocabulary for token in tokens)
+        for end, blocks in ends:
+            assert end <= limits.context
+            assert len(blocks) * limits.block_size >= end
+            assert all(0 < block < limits.blocks for block in blocks)

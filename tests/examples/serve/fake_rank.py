@@ -1,0 +1,67 @@
+"""The engine's job with the fake engine: `python fake_rank.py OPTIONS SOCKET`.
+
+Prompts can ask for trouble, by their first token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from serve import features as switches
+from serve.loop import EngineLoop
+from serve.work import Decode, Prefill
+
+from tests.examples.serve.fake_engine import ROOMY, FakeEngine
+
+FAILS, EXHAUSTS, DIES, HANGS = 255, 254, 253, 252
+"""First tokens of prompts whose prefill raises, lacks memory, ends the process, never ends."""
+
+
+def trouble(work: Decode | Prefill) -> Exception | None:
+    """What the work fails with, as its first token says."""
+    first = work.tokens[0] if isinstance(work, Prefill) and work.start == 0 else 0
+    if first == DIES:
+        os._exit(9)
+    if first == HANGS:
+        return NotImplementedError()
+    return {FAILS: ValueError("a method has raised"), EXHAUSTS: MemoryError("no memory")}.get(first)
+
+
+class HangingEngine(FakeEngine):
+    """One that runs nothing any more once it has been asked to hang."""
+
+    hangs = False
+
+    def run_one(self) -> None:
+        work = self.queue[0].work
+        self.hangs |= isinstance(work, Prefill) and work.start == 0 and work.tokens[0] == HANGS
+        if not self.hangs:
+            super().run_one()
+
+    def _tick(self) -> None:
+        self.run_one()
+        if self.queue and not self.hangs:
+            asyncio.get_running_loop().call_later(self.delay or 0.0, self._tick)
+
+
+def main() -> None:
+    logging.basicConfig(format="%(message)s")
+    options = json.loads(sys.argv[1])
+    if options.get("slow_start"):
+        time.sleep(1.0)
+    limits = replace(ROOMY, **options.get("limits", {}))
+    engine = HangingEngine(limits, options.get("delay", 0.0), trouble)
+    features = switches.parse(options.get("features", ""))
+    loop = EngineLoop(engine, features, patience=options.get("patience", 60.0))
+    asyncio.run(loop.run(Path(sys.argv[2])))
+
+
+if __name__ == "__main__":
+    main()

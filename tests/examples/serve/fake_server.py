@@ -1,0 +1,42 @@
+"""The front, with the fake engine: `python fake_server.py OPTIONS`; it prints its port."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+import tempfile
+from pathlib import Path
+
+from serve import features as switches
+from serve.front.connections import listen
+from serve.front.server import Bounds, Front
+from serve.front.text import Bytes
+
+
+def main() -> int:
+    logging.basicConfig(format="%(message)s", level=logging.INFO)
+    options = json.loads(sys.argv[1])
+    for word in sys.argv[2:]:
+        name, _, value = word.partition("=")
+        options[name.removeprefix("--")] = value
+    listener = listen("127.0.0.1", 0)
+    print(listener.getsockname()[1], flush=True)
+    logging.info("serving at http://127.0.0.1:%d/", listener.getsockname()[1])
+    rank = str(Path(__file__).with_name("fake_rank.py"))
+    features = switches.parse(options.get("features", ""))
+    bounds = Bounds(**options.get("bounds", {}))
+    with tempfile.TemporaryDirectory(prefix="cg-serve-") as folder:
+
+        async def run() -> int:
+            command = [sys.executable, rank, json.dumps(options)]
+            key = options.get("key")
+            front = Front("fake", Bytes(), command, Path(folder), bounds, features, key)
+            return await front.serve(listener)
+
+        return asyncio.run(run())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,155 @@
+"""The load generator and the ablations: their formulas, their refusals, and a run of each."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ...mpi.jobs import ROOT
+from .servers import PROGRAM, Server, serving
+
+sys.path.insert(0, str(ROOT / "benchmarks" / "serving"))
+
+import ablate
+from load import Arrival, Row, make_trace, run, summarize
+
+
+def test_a_trace_is_that_of_its_seed() -> None:
+    trace = make_trace(200, 0, rate=4.0)
+    assert trace == make_trace(200, 0, rate=4.0)
+    assert trace != make_trace(200, 1, rate=4.0)
+    assert trace[0].at == 0.0
+    assert np.diff([each.at for each in trace]).mean() == pytest.approx(0.25, rel=0.2)
+    assert all(len(each.prompt) + each.output <= 2048 and each.output > 0 for each in trace)
+    assert all(set(each.prompt) <= set(range(256)) for each in trace)
+    slower = make_trace(200, 0, rate=4.0, scale=1.6)
+    assert slower[-1].at == pytest.approx(1.6 * trace[-1].at)
+    assert [each.prompt for each in slower] == [each.prompt for each in trace]
+    assert {each.at for each in make_trace(5, 0)} == {0.0}
+    gaps = np.diff([each.at for each in make_trace(2000, 0, rate=4.0, burstiness=0.25)])
+    assert gaps.std() / gaps.mean() == pytest.approx(2.0, rel=0.15)
+
+
+def test_lengths() -> None:
+    fixed = make_trace(5, 0, lengths="fixed", means=(7, 3))
+    assert {(len(each.prompt), each.output) for each in fixed} == {(7, 3)}
+    uniform = make_trace(500, 0, lengths="random", means=(100, 10))
+    assert {len(each.prompt) for each in uniform} <= set(range(50, 151))
+    shared = make_trace(5, 0, lengths="fixed", means=(7, 3), prefix=10)
+    assert {each.prompt[:10] for each in shared} == {tuple(range(10))}
+    assert len({each.prompt for each in shared}) == 5
+
+
+def test_figures_are_those_of_vllm() -> None:
+    rows = [
+        Row(began=0.0, first=0.1, ended=0.5, gaps=[0.1, 0.1, 0.2], input=3, output=5),
+        Row(began=0.5, first=0.7, ended=1.0, gaps=[0.3], input=3, output=2),
+        Row(began=0.6, ended=0.9, error="500"),
+        Row(began=0.6, first=0.7, ended=0.9, is_cancelled=True),
+    ]
+    trace = [Arrival(0.0, (1,), 5), Arrival(0.5, (1,), 2)]
+    found = summarize(rows, trace, {"ttft": 150.0})
+    assert (found["failed"], found["cancelled"], found["output_tokens"]) == (1, 1, 7)
+    assert found["output_tokens_per_second"] == pytest.approx(7.0)
+    assert found["total_tokens_per_second"] == pytest.approx(13.0)
+    assert found["goodput"] == pytest.approx(1.0)
+    assert found["ms"]["ttft"]["p50"] == pytest.approx(150.0)
+    assert found["ms"]["tpot"]["p50"] == pytest.approx((100.0 + 300.0) / 2)
+    assert found["ms"]["itl"]["p50"] == pytest.approx(150.0)
+
+
+def test_load_on_a_server(clean: Server) -> None:
+    trace = make_trace(20, 0, rate=200.0, means=(9, 8), longest=64)
+    rows = run(clean.url(""), trace, concurrency=8)
+    assert [row.error for row in rows] == [""] * 20
+    assert [row.output for row in rows] == [each.output for each in trace]
+    assert all(row.first is not None and row.began <= row.first <= row.ended for row in rows)
+    rows = run(clean.url(""), trace, streams=False)
+    assert [row.output for row in rows] == [each.output for each in trace]
+
+
+def test_clients_that_leave_are_counted_apart(tmp_path: Path) -> None:
+    trace = make_trace(20, 0, lengths="fixed", means=(9, 200), longest=300)
+    with serving(tmp_path, delay=0.002) as own:
+        rows = run(own.url(""), trace, cancels=0.5)
+        assert 0 < sum(row.is_cancelled for row in rows) < 20
+        assert not any(row.error for row in rows)
+        own.wait_for(own.is_empty)
+
+
+def test_base_stands_round_all_arms() -> None:
+    found = ablate.order(["-a", "-b", "-c", "-d"], 3, seed=0)
+    blocks = [[arm for block, arm in found if block == number] for number in range(3)]
+    for block in blocks:
+        assert (block[0], block[3], block[-1]) == ("", "", "")
+        assert sorted(block) == ["", "", "", "-a", "-b", "-c", "-d"]
+    assert len({tuple(block) for block in blocks}) > 1
+
+
+def made(block: int, arm: str, speed: float, **more: Any) -> dict[str, Any]:
+    summary = {"output_tokens_per_second": speed, "output_tokens": 10, "failed": 0, "ms": {}}
+    counts = {arm[1:]: 1.0} if arm else {}
+    return {
+        "block": block,
+        "arm": arm,
+        "counters": more.pop("counters", counts),
+        "traces": {"offline": {"summary": {**summary, **more}}},
+    }
+
+
+def test_ratios_are_paired_and_have_an_interval() -> None:
+    runs = []
+    for block, base in enumerate((100.0, 101.0, 99.5, 100.0, 102.0)):
+        runs += [made(block, "", base), made(block, "-prefix", base * 0.8)]
+        runs.append(made(block, "-chunk", base * (1 + 0.05 * (-1) ** block)))
+    assert ablate.problems(runs) == []
+    found = ablate.ratios(runs)
+    name = "offline: output_tokens_per_second"
+    assert found["-prefix"][name]["ratio"] == pytest.approx(0.8)
+    assert found["-prefix"][name]["effect"]
+    assert not found["-chunk"][name]["effect"]
+    text = ablate.table(found)
+    assert "-20.0%" in text
+    assert "no effect" in text
+
+
+@pytest.mark.parametrize(
+    ("run_", "message"),
+    [
+        (made(0, "", 104.0), "base drifts by 4.0%"),
+        (made(0, "-prefix", 100.0, output_tokens=11), "different numbers of tokens"),
+        (made(0, "-prefix", 100.0, failed=2), "2 requests failed with -prefix"),
+        (made(0, "-prefix", 100.0, counters={}), "-prefix switched nothing"),
+    ],
+)
+def test_runs_that_make_no_table(run_: dict[str, Any], message: str) -> None:
+    (found,) = ablate.problems([made(0, "", 100.0), run_])
+    assert message in found
+
+
+def test_an_ablation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the fake engine; whether there is a table depends on how quiet the machine is."""
+    server = f"{sys.executable} {PROGRAM} {json.dumps({'delay': 0.001}).replace(' ', '')}"
+    line = ["ablate.py", "--out", str(tmp_path), "--arms", "-fast_sse", "--blocks", "1"]
+    line += ["--requests", "8", "--means", "8", "8", "--rate", "500", "--server", server]
+    monkeypatch.setattr(sys, "argv", line)
+    assert ablate.main() in (0, 1)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert [each["arm"] for each in manifest["runs"]] == ["", "", "-fast_sse", ""]
+    assert list(manifest["runs"][0]["traces"]) == [
+        "online x0.4",
+        "online x0.8",
+        "online x1.6",
+        "online inf",
+    ]
+    found = json.loads((tmp_path / "ratios.json").read_text())
+    assert all("base drifts" in each for each in found["problems"])
+    assert "online inf: ttft p50" in found["ratios"]["-fast_sse"]
+    pictures = ablate.draw(found["ratios"], tmp_path)
+    assert len(pictures) == 4 * 7
+    assert all(picture.stat().st_size > 1000 for picture in pictures)

@@ -1,0 +1,229 @@
+"""The endpoints, with openai-python as the client: what it parses, and what the text is."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from ...mpi.jobs import ROOT
+
+sys.path.insert(0, str(ROOT / "examples"))
+
+from serve.front.text import Bytes
+from serve.work import Sampling
+
+from .fake_engine import ROOMY, reference
+from .servers import Server, serving
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.url("/v1"), api_key="none", max_retries=0) as found:
+        yield found
+
+
+def wanted(prompt: str | list[int], number: int, sampling: Sampling | None = None) -> str:
+    ids = list(prompt.encode()) if isinstance(prompt, str) else prompt
+    return Bytes().decode(reference(ids, number, ROOMY, sampling))
+
+
+def test_models(client: openai.OpenAI) -> None:
+    (model,) = client.models.list().data
+    assert (model.id, model.object, model.owned_by) == ("fake", "model", "cg")
+    assert model.model_dump()["max_model_len"] == ROOMY.context
+    assert client.models.retrieve("fake") == model
+    with pytest.raises(openai.NotFoundError, match="the model 'other' does not exist"):
+        client.models.retrieve("other")
+
+
+@pytest.mark.parametrize("prompt", ["hello", [1, 2, 3], "é" * 100])
+def test_completions(client: openai.OpenAI, prompt: Any) -> None:
+    found = client.completions.create(model="fake", prompt=prompt, max_tokens=40, temperature=0)
+    (choice,) = found.choices
+    assert choice.text == wanted(prompt, 40)
+    assert choice.finish_reason == "length"
+    assert found.usage is not None
+    ids = len(prompt.encode()) if isinstance(prompt, str) else len(prompt)
+    assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (ids, 40)
+    assert found.object == "text_completion"
+
+
+def test_streamed_completions_are_the_unstreamed(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"model": "fake", "prompt": "tell", "max_tokens": 60, "seed": 5}
+    whole = client.completions.create(**options)
+    chunks = list(
+        client.completions.create(**options, stream=True, stream_options={"include_usage": True})
+    )
+    *texts, last = chunks
+    assert "".join(chunk.choices[0].text for chunk in texts) == whole.choices[0].text
+    assert whole.choices[0].text == wanted("tell", 60, Sampling(1.0, seed=5))
+    reasons = [chunk.choices[0].finish_reason for chunk in texts]
+    assert reasons == [None] * (len(texts) - 1) + ["length"]
+    assert all(chunk.usage is None for chunk in texts)
+    assert (last.choices, last.usage) == ([], whole.usage)
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_streamed_chats_are_the_unstreamed(client: openai.OpenAI, n: int) -> None:
+    options: dict[str, Any] = {
+        "model": "fake",
+        "messages": [
+            {"role": "system", "content": "be brief"},
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}],
+            },
+        ],
+        "max_completion_tokens": 30,
+        "seed": 7,
+        "n": n,
+    }
+    whole = client.chat.completions.create(**options)
+    assert whole.object == "chat.completion"
+    texts, roles = [""] * n, [""] * n
+    for chunk in client.chat.completions.create(**options, stream=True):
+        assert chunk.object == "chat.completion.chunk"
+        for choice in chunk.choices:
+            # The role comes with the first text, so that a first chunk is a first token.
+            assert (choice.delta.role == "assistant") == (not texts[choice.index])
+            roles[choice.index] += choice.delta.role or ""
+            texts[choice.index] += choice.delta.content or ""
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert texts == [
+        wanted("be brief\nhello", 30, Sampling(1.0, seed=7 + index)) for index in range(n)
+    ]
+    assert roles == ["assistant"] * n
+    assert [choice.message.role for choice in whole.choices] == roles
+
+
+def test_several_prompts(client: openai.OpenAI) -> None:
+    found = client.completions.create(
+        model="fake", prompt=["a", "bc"], n=2, max_tokens=5, temperature=0
+    )
+    assert [choice.index for choice in found.choices] == [0, 1, 2, 3]
+    assert [c.text for c in found.choices] == [wanted("a", 5)] * 2 + [wanted("bc", 5)] * 2
+    assert found.usage is not None
+    assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (3, 20)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_strings_are_not_returned(client: openai.OpenAI, stream: bool) -> None:
+    text = wanted("stop here", 60)
+    stop = text[20:23]
+    options: dict[str, Any] = {"model": "fake", "prompt": "stop here", "max_tokens": 60}
+    options |= {"temperature": 0, "stop": [stop, "never there"]}
+    if stream:
+        choices = [c.choices[0] for c in client.completions.create(**options, stream=True)]
+    else:
+        choices = client.completions.create(**options).choices
+    assert "".join(choice.text for choice in choices) == text[: text.index(stop)]
+    assert choices[-1].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_end_of_the_text_is_a_token(tmp_path: Path, stream: bool) -> None:
+    tokens = reference([1, 2], 30, ROOMY)
+    end = tokens[10]
+    kept = tokens[: tokens.index(end)]
+    with serving(tmp_path, limits={"eos": [end]}) as own:
+        if stream:
+            _, text = own.complete([1, 2], 30, stream=True)
+            assert '"finish_reason":"stop"' in text
+            assert text.count('"finish_reason":"stop"') == 1
+            return
+        _, found = own.complete([1, 2], 30)
+        assert found["choices"][0]["text"] == Bytes().decode(kept)
+        assert found["choices"][0]["finish_reason"] == "stop"
+        assert found["usage"]["completion_tokens"] == len(kept) + 1
+        _, found = own.complete([1, 2], 30, ignore_eos=True)
+        assert found["choices"][0]["text"] == Bytes().decode(tokens)
+
+
+def test_errors_are_those_of_openai(client: openai.OpenAI, server: Server) -> None:
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.completions.create(model="other", prompt="x")
+    assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
+    with pytest.raises(openai.BadRequestError) as long:
+        client.completions.create(model="fake", prompt=[1] * 513)
+    assert long.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError, match="together more than this model's context"):
+        client.completions.create(model="fake", prompt=[1] * 500, max_tokens=20)
+    with pytest.raises(openai.InternalServerError, match="ValueError: a method has raised"):
+        client.completions.create(model="fake", prompt=[255, 1])
+    stream = client.completions.create(model="fake", prompt=[255, 1], stream=True)
+    with pytest.raises(openai.APIError, match="a method has raised"):
+        list(stream)
+    assert server.get("/nowhere")[0] == 404
+    assert server.get("/v1/completions")[0] == 405
+
+
+def test_a_key_is_wanted(tmp_path: Path) -> None:
+    with serving(tmp_path, key="sesame") as own:
+        for key in (None, "", "Sesame", "sesam", "\udcff"):
+            status, body = own.get(
+                "/v1/models", key=key and key.encode("utf-8", "replace").decode()
+            )
+            assert (status, body["error"]["code"]) == (401, "invalid_api_key")
+            assert own.get("/tokenize", {"prompt": "x"})[0] == 401
+        assert own.get("/v1/models", key="sesame")[0] == 200
+        assert [own.get(path)[0] for path in ("/health", "/ready", "/metrics", "/")] == [200] * 4
+
+
+def test_tokens_and_text(server: Server) -> None:
+    assert server.get("/tokenize", {"prompt": "hé"})[1] == {
+        "tokens": [104, 195, 169],
+        "count": 3,
+        "max_model_len": 512,
+    }
+    assert server.get("/detokenize", {"tokens": [104, 195, 169]}) == (200, {"prompt": "hé"})
+    messages = [{"role": "user", "content": "a"}]
+    assert server.get("/tokenize", {"messages": messages})[1]["tokens"] == [97]
+    assert server.get("/detokenize", {"tokens": [256]})[0] == 400
+    assert server.get("/tokenize", {"prompt": [1]})[0] == 400
+
+
+def test_metrics_have_the_names_of_vllm(clean: Server) -> None:
+    before = clean.metric("generation_tokens_total")
+    clean.complete("count", 9)
+    text = clean.get("/metrics")[1]
+    assert clean.metric("generation_tokens_total") == before + 9
+    for name in (
+        *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"),
+        *("prefix_cache_queries_total", "prefix_cache_hits_total", "prompt_tokens_total"),
+        *("request_success_total", "time_to_first_token_seconds_bucket", "preemptions_total"),
+        *("inter_token_latency_seconds_sum", "e2e_request_latency_seconds_count"),
+        "request_queue_time_seconds_bucket",
+    ):
+        assert f"\ncg:{name}" in text
+
+
+@pytest.mark.parametrize(
+    ("features", "name"),
+    [
+        *[(f"-{name}", name) for name in ("flat_evts", "batch_send", "fast_sse")],
+        *[(f"-{name}", name) for name in ("async_stream", "async_sched", "carry", "fast_cnt")],
+        *[(f"+{name}", name) for name in ("stream_interval", "queue_ipc", "shm_ring")],
+    ],
+)
+def test_switches_change_no_text_and_count_what_they_change(
+    tmp_path: Path, features: str, name: str
+) -> None:
+    with serving(tmp_path, features=features, delay=0.001) as own:
+        socks = [own.post({"prompt": [i], "max_tokens": 20, "temperature": 0}) for i in range(90)]
+        for sock in socks:
+            assert b" 200 OK" in sock.recv(1 << 16)
+            sock.close()
+        options: dict[str, Any] = {"prompt": "hello", "max_tokens": 40, "temperature": 0}
+        with openai.OpenAI(base_url=own.url("/v1"), api_key="none") as client:
+            chunks = list(client.completions.create(model="fake", stream=True, **options))
+        assert "".join(chunk.choices[0].text for chunk in chunks) == wanted("hello", 40)
+        own.wait_for(
+            lambda: own.metric(f'feature_changes_total{{feature="{name}"}}') > 0,
+            f"what {name} counts",
+        )

@@ -1,0 +1,405 @@
+"""Clients that mean harm, or are broken: what they get, and that nobody else is hurt.
+
+Every test leaves the shared server's requests, blocks and files as they were (`clean`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import socket
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ...mpi.jobs import ROOT
+from ...sampling import scale
+
+sys.path.insert(0, str(ROOT / "examples"))
+
+from serve.front.text import Bytes
+
+from .fake_engine import ROOMY, reference
+from .servers import PATIENCE, Server, read_all, serving
+
+MEBIBYTE = 1 << 20
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+
+
+def status(answer: bytes) -> int:
+    return int(answer.split(b" ", 2)[1]) if answer else 0
+
+
+def ask(server: Server, data: bytes) -> bytes:
+    """Send bytes as they are, and read all that comes."""
+    sock = server.connect()
+    with contextlib.suppress(ConnectionError):
+        sock.sendall(data)
+    return read_all(sock)
+
+
+# -- slow ones --------------------------------------------------------------------------------
+
+
+def test_nothing_is_sent(clean: Server) -> None:
+    assert status(read_all(clean.connect())) in (0, 408)
+
+
+def test_headers_come_a_byte_at_a_time(clean: Server) -> None:
+    """However often a byte comes, the connection is closed."""
+    sock = clean.connect()
+    sent = 0
+    sock.settimeout(0.05)
+    end = time.monotonic() + PATIENCE
+    while time.monotonic() < end:
+        try:
+            sock.send(HEAD[sent : sent + 1] if sent < len(HEAD) else b"X-A: b\r\n")
+            sent += 1
+            if sock.recv(1000) == b"":
+                break
+        except TimeoutError:
+            continue
+        except ConnectionError:
+            break
+    else:
+        raise AssertionError("it is open still")
+    sock.close()
+
+
+def test_a_body_stalls(clean: Server) -> None:
+    answer = ask(clean, HEAD + b"Content-Length: 100\r\n\r\n{")
+    assert status(answer) == 408
+    assert b'"timeout_error"' in answer
+
+
+# -- large ones -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "head", [b"X-Long: " + b"a" * 9000 + b"\r\n", b"".join(b"X-%d: a\r\n" % i for i in range(200))]
+)
+def test_large_headers(clean: Server, head: bytes) -> None:
+    before = clean.memory()
+    for _ in range(20):
+        assert status(ask(clean, HEAD + head + b"\r\n")) == 400
+    assert clean.memory() < before + 8 * MEBIBYTE
+
+
+def test_endless_headers(clean: Server) -> None:
+    """They are cut off long before they end."""
+    sock = clean.connect()
+    before = clean.memory()
+    sent = 0
+    with contextlib.suppress(ConnectionError):
+        sock.sendall(HEAD + b"X-Long: ")
+        for _ in range(1000):
+            sock.sendall(b"a" * MEBIBYTE)
+            sent += 1
+    sock.close()
+    assert sent < 1000
+    assert clean.memory() < before + 8 * MEBIBYTE
+
+
+def test_a_large_body(clean: Server) -> None:
+    answer = ask(clean, HEAD + b"Content-Length: %d\r\n\r\n" % (2 * MEBIBYTE) + b" " * 2 * MEBIBYTE)
+    assert status(answer) == 413
+
+
+def test_an_endless_body(clean: Server) -> None:
+    """A gibibyte in chunks is refused after the first mebibyte."""
+    sock = clean.connect()
+    before, sent = clean.memory(), 0
+    sock.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
+    chunk = b"%x\r\n" % MEBIBYTE + b" " * MEBIBYTE + b"\r\n"
+    with contextlib.suppress(ConnectionError):
+        for _ in range(1024):
+            sock.sendall(chunk)
+            sent += 1
+    assert sent < 1024
+    sock.close()
+    assert clean.memory() < before + 16 * MEBIBYTE
+
+
+def test_the_answer_to_an_endless_body(clean: Server) -> None:
+    chunk = b"%x\r\n" % (MEBIBYTE + 1) + b" " * (MEBIBYTE + 1) + b"\r\n"
+    assert status(ask(clean, HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + chunk)) == 413
+
+
+def test_a_small_body_that_unpacks_to_a_gibibyte(clean: Server) -> None:
+    before = clean.memory()
+    part = gzip.compress(b" " * (1 << 26), 9)
+    packed = part * 16  # gzip is concatenated as it is
+    head = HEAD + b"Content-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(packed)
+    assert status(ask(clean, head + packed)) == 413
+    assert clean.memory() < before + 32 * MEBIBYTE
+
+
+# -- bodies that are none ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(b"", b"{", b"[]", b"null", b'"x"', b'{"prompt": "\xff"}', b'{"prompt": "\\ud800"}'),
+        *(b'{"prompt": NaN}', b"[" * 200_000),
+        *(b'{"prompt": "x", "temperature": NaN}', b'{"prompt": "x", "temperature": -Infinity}'),
+        *(b'{"a":' * 100_000, b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}"),
+        *(b'{"prompt": "x", "stop": "\\udfff"}', b'{"prompt": "x", "user": "\\ud800"}'),
+        b'{"messages": [{"role": "user", "content": "\\ud83d"}]}',
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
+def test_bodies_that_are_no_requests(clean: Server, body: bytes, path: str) -> None:
+    found, error = clean.get(path, body)
+    assert found == 400, error
+    assert error["error"]["type"] == "invalid_request_error"
+
+
+def test_a_nul_is_a_character(clean: Server) -> None:
+    found, body = clean.complete("a\0b", 3)
+    assert found == 200
+    assert body["usage"]["prompt_tokens"] == 3
+
+
+STRANGE = [10**9, -1, 1.5, "3", True, None, [], {}]
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        *[("completions", name) for name in ("n", "max_tokens", "stop", "seed", "logprobs")],
+        *[("chat/completions", name) for name in ("top_logprobs", "max_completion_tokens")],
+        *[("completions", name) for name in ("top_k", "top_p", "temperature", "stream", "echo")],
+        *[("completions", name) for name in ("stream_options", "ignore_eos", "cache_salt")],
+        *[("completions", name) for name in ("presence_penalty", "best_of", "response_format")],
+        *[("completions", name) for name in ("logit_bias", "user", "model")],
+    ],
+)
+def test_strange_values(clean: Server, path: str, name: str) -> None:
+    """400, or what the default gives; never another status, and never a hang."""
+    messages = [{"role": "user", "content": "x"}]
+    for value in STRANGE:
+        body = {"prompt": "x", "messages": messages, "max_tokens": 2, name: value}
+        found, answer = clean.get(f"/v1/{path}", body)
+        if value is None:
+            assert found == 200
+        assert found in ((400, 404) if name == "model" and value == "3" else (200, 400)), answer
+        if found == 400:
+            assert answer["error"]["param"] in (name, "best_of")
+        if name in {"n", "max_tokens", "max_completion_tokens", "seed", "top_k"}:
+            assert (found == 400) == (type(value) is not int and value is not None) or value in (
+                10**9,
+                -1,
+            )
+
+
+def test_a_number_beyond_floats(clean: Server) -> None:
+    for field in ("temperature", "top_p", "presence_penalty"):
+        body = b'{"prompt": "x", "%s": 1e999}' % field.encode()
+        assert clean.get("/v1/completions", body)[0] == 400
+
+
+def test_what_is_not_done_is_refused(clean: Server) -> None:
+    """Never ignored in silence, for it would change the answer."""
+    for name, value in (
+        *(("logprobs", 1), ("echo", True), ("suffix", "x"), ("presence_penalty", 0.5)),
+        *(("best_of", 2), ("logit_bias", {"1": 5}), ("response_format", {"type": "json_object"})),
+    ):
+        found, body = clean.complete("x", 2, **{name: value})
+        assert (found, body["error"]["param"]) == (400, name)
+    assert clean.complete("x", 2, logprobs=None, repetition_penalty=1.0, user="me")[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "wanted"),
+    [
+        ("/v1/completions", {"prompt": "x", "model": "no"}, 404),
+        ("/v1/nothing", {"prompt": "x"}, 404),
+        ("/v1/models", {"prompt": "x"}, 405),
+        ("/../../etc/passwd", None, 404),
+        ("/v1/completions", {"prompt": []}, 400),
+        ("/v1/completions", {"prompt": ""}, 400),
+        ("/v1/completions", {"prompt": [[]]}, 400),
+        ("/v1/completions", {"prompt": [1, "x"]}, 400),
+        ("/v1/completions", {"prompt": ["x", 1]}, 400),
+        ("/v1/completions", {"prompt": [256]}, 400),
+        ("/v1/completions", {"prompt": [-1]}, 400),
+        ("/v1/completions", {"prompt": [True]}, 400),
+        ("/v1/completions", {"prompt": [1] * 600}, 400),
+        ("/v1/completions", {"prompt": "x" * 600}, 400),
+        ("/v1/completions", {"prompt": ["x"] * 9}, 400),
+        ("/v1/completions", {"prompt": ["x"] * 3, "n": 8}, 400),
+        ("/v1/completions", {}, 400),
+        ("/v1/completions", {"prompt": "x", "stop": ["a"] * 5}, 400),
+        ("/v1/completions", {"prompt": "x", "stop": [""]}, 400),
+        ("/v1/chat/completions", {"messages": []}, 400),
+        ("/v1/chat/completions", {"messages": ["x"]}, 400),
+        ("/v1/chat/completions", {"messages": [{"role": "user"}]}, 400),
+        ("/v1/chat/completions", {"messages": [{"role": 1, "content": "x"}]}, 400),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": ""}]}, 400),
+    ],
+)
+def test_requests_for_what_there_is_not(clean: Server, path: str, body: Any, wanted: int) -> None:
+    found, answer = clean.get(path, body)
+    assert found == wanted, answer
+    assert set(answer["error"]) == {"message", "type", "param", "code"}
+
+
+def test_bytes_that_are_no_http(clean: Server) -> None:
+    for data in (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"GET\r\n\r\n", b"\0" * 1000):
+        assert status(ask(clean, data + b"\r\n\r\n")) in (0, 400)
+    smuggled = HEAD + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+    assert status(ask(clean, smuggled)) == 400
+
+
+# -- those that go away -----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A server whose engine takes its time, so that clients can leave in the middle."""
+    with serving(
+        tmp_path_factory.mktemp("slow"), delay=0.01, limits={"slots": 2, "groups": 1}
+    ) as it:
+        yield it
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("when", ["headers", "queue", "prefill", "decode", "half"])
+def test_clients_that_leave(slow: Server, when: str, stream: bool) -> None:
+    """What they held is free, and whoever stays gets all of its text."""
+    slow.wait_for(slow.is_empty)
+    files = slow.files()
+    stays = slow.post({"prompt": "stay", "max_tokens": 60, "temperature": 0})
+    others = []
+    if when == "queue":  # behind those that have all seats
+        others = [slow.post({"prompt": [i], "max_tokens": 400}) for i in range(2)]
+        slow.wait_for(lambda: slow.metric("num_requests_running") == 2)
+    if when == "headers":
+        leaves = slow.connect()
+        leaves.sendall(HEAD)
+    else:
+        length = 480 if when == "prefill" else 3
+        leaves = slow.post({"prompt": [3] * length, "max_tokens": 30, "stream": stream})
+        if when == "queue":
+            slow.wait_for(lambda: slow.metric("num_requests_waiting") >= 1)
+        elif stream and when != "prefill":
+            leaves.recv(10)
+    if when == "half":
+        leaves.shutdown(socket.SHUT_WR)
+        read_all(leaves)
+    else:
+        leaves.close()
+    for other in others:
+        other.close()
+    answer = stays.recv(1 << 16)
+    while b"usage" not in answer:
+        answer += stays.recv(1 << 16)
+    stays.close()
+    text = json.loads(answer.partition(b"\r\n\r\n")[2])["choices"][0]["text"]
+    assert text == Bytes().decode(reference(b"stay", 60, ROOMY))
+    slow.wait_for(slow.is_empty, "an empty engine")
+    slow.wait_for(lambda: slow.files() <= files, "as few files as before")
+
+
+def test_readers_that_never_read(tmp_path: Path) -> None:
+    """Their text is merged, they are cut off after a while, and others go on."""
+    bounds = {"stall": 1.0, "requests": 2000, "tokens": 1 << 30}
+    limits = {"slots": 128, "context": 4096, "blocks": 65537, "groups": 1}
+    number = 30 * scale()
+    with serving(tmp_path, bounds=bounds, limits=limits) as own:
+        files, before = own.files(), own.memory()
+        readers = []
+        for i in range(number):
+            sock = socket.socket()
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.settimeout(PATIENCE)
+            sock.connect(("127.0.0.1", own.port))
+            body = {"prompt": [i % 200, i // 200], "max_tokens": 4000, "stream": True}
+            readers.append(own.post(body, sock=sock))
+        found, body = own.complete("others", 50)
+        assert found == 200
+        assert body["choices"][0]["text"] == Bytes().decode(reference(b"others", 50, ROOMY))
+        own.wait_for(own.is_empty, "an end of all requests")
+        own.wait_for(lambda: own.files() <= files + 1, "an end of their connections")
+        assert own.memory() < before + number * MEBIBYTE + 16 * MEBIBYTE
+        assert own.metric('request_success_total{finished_reason="length"}') == 1
+        for sock in readers:
+            sock.close()
+
+
+# -- too many ---------------------------------------------------------------------------------
+
+
+def burst(server: Server, number: int) -> list[int]:
+    """So many requests at once; the statuses, or 0 for a connection that was not taken."""
+
+    def one(i: int) -> int:
+        try:
+            sock = server.post({"prompt": [i % 250, i // 250 % 250], "max_tokens": 4})
+            answer = sock.recv(1 << 16)
+            sock.close()
+            return status(answer)
+        except OSError:
+            return 0
+
+    with ThreadPoolExecutor(min(number, 200)) as pool:
+        return list(pool.map(one, range(number)))
+
+
+@pytest.mark.parametrize(
+    "number", [500, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
+)
+def test_many_requests_at_once(tmp_path: Path, number: int) -> None:
+    """Some are told to come again, none fails, and all that are taken end."""
+    with serving(tmp_path, bounds={"requests": 40}) as own:
+        files, before = own.files(), own.memory()
+        found = burst(own, number)
+        assert set(found) == {200, 429}
+        own.wait_for(own.is_empty)
+        assert own.metric("request_success_total") == found.count(200)
+        own.wait_for(lambda: own.files() <= files + 1, "as few files as before")
+        assert own.memory() < before + 64 * MEBIBYTE
+        assert own.complete("after", 4)[0] == 200
+
+
+def test_more_connections_than_there_may_be(tmp_path: Path) -> None:
+    """They are told so, and a closed connection makes room."""
+    with serving(tmp_path, bounds={"connections": 20, "idle": 60.0}) as own:
+        held = [own.connect() for _ in range(20)]
+        own.wait_for(lambda: len(own.text()) > 0)
+        answers = [read_all(own.connect()) for _ in range(3)]
+        assert b" 429 " in answers[-1]
+        assert b"Retry-After" in answers[-1]
+        for sock in held:
+            sock.close()
+        own.wait_for(own.is_ready)
+
+
+def test_fewer_files_than_connections(tmp_path: Path) -> None:
+    """With a low limit on files connections wait, or are told to come again; the server stays."""
+    with serving(tmp_path, files=160) as own:
+        socks = []
+        for _ in range(300):
+            sock = own.connect()
+            socks.append(sock)
+        for sock in socks:
+            sock.close()
+        own.wait_for(own.is_ready)
+        assert own.complete("after", 4)[0] == 200
+
+
+def test_pipelined_requests(clean: Server) -> None:
+    """They are answered in order, and a thousand of them are not kept in memory for ever."""
+    one = b'{"prompt": "x", "max_tokens": 1, "temperature": 0}'
+    request = HEAD + b"Content-Length: %d\r\n\r\n" % len(one) + one
+    before = clean.memory()
+    sock = clean.connect()
+    sock.sendall(request * 100 + b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    assert read_all(sock).count(b"HTTP/1.1 200 OK") == 101
+    assert clean.memory() < before + 16 * MEBIBYTE

@@ -1,0 +1,246 @@
+"""The loop on rank 0 and the frames: budgets, bounds, merging, and what is no frame."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from array import array
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ...mpi.jobs import ROOT
+
+sys.path.insert(0, str(ROOT / "examples"))
+
+from serve import wire
+from serve.features import parse
+from serve.loop import BACKLOG, BUDGET, EngineLoop
+from serve.scheduler import End, Events, Request
+from serve.wire import Kind, Link
+from serve.work import Sampling
+
+from .fake_engine import ROOMY, FakeEngine, reference
+
+IDS = st.integers(0, 2**32 - 1)
+REQUESTS = st.builds(
+    Request,
+    id=IDS,
+    prompt=st.lists(IDS, min_size=1, max_size=50).map(tuple),
+    max_tokens=IDS,
+    sampling=st.builds(
+        Sampling,
+        temperature=st.floats(0, 2, width=32),
+        top_k=IDS,
+        top_p=st.floats(0, 1, width=32),
+        seed=st.integers(0, 2**63 - 1),
+    ),
+    ignore_eos=st.booleans(),
+    salt=st.binary(max_size=100),
+)
+
+
+@given(st.lists(REQUESTS, max_size=5))
+def test_requests_cross(requests: list[Request]) -> None:
+    found = [each for part in wire.pack_requests(requests) for each in wire.unpack_requests(part)]
+    assert found == requests
+
+
+@given(st.lists(REQUESTS, min_size=1, max_size=2), st.data())
+def test_requests_that_are_cut_off(requests: list[Request], data: st.DataObject) -> None:
+    """They are refused, unless the cut is between two."""
+    (whole,) = wire.pack_requests(requests)
+    cut = data.draw(st.integers(0, len(whole) - 1))
+    try:
+        found = wire.unpack_requests(whole[:cut])
+    except wire.WireError:
+        return
+    assert found == requests[: len(found)]
+    assert len(found) < len(requests)
+
+
+@given(
+    st.lists(IDS),
+    st.lists(st.tuples(IDS, IDS)),
+    st.lists(st.builds(End, id=IDS, reason=st.text(), count=IDS, message=st.text())),
+    st.booleans(),
+)
+def test_events_cross(
+    started: list[int], pairs: list[tuple[int, int]], ends: list[End], is_flat: bool
+) -> None:
+    flat = array("I", [number for pair in pairs for number in pair])
+    events = Events(array("I", started), flat, ends)
+    kind = Kind.EVENTS if is_flat else Kind.OBJECTS
+    assert wire.unpack_events(kind, wire.pack_events(events, is_flat)) == events
+
+
+def test_many_requests_are_several_frames() -> None:
+    requests = [Request(i, tuple(range(1000)), 1) for i in range(1000)]
+    parts = list(wire.pack_requests(requests))
+    assert len(parts) == 4
+    assert max(map(len, parts)) < 2 * wire.CUT
+
+
+class Front:
+    """The other end of the loop's socket."""
+
+    def __init__(self) -> None:
+        self.frames: list[tuple[Kind, bytes]] = []
+        self.came = asyncio.Event()
+        self.link = Link(self._on_frame, lambda link: self.came.set())
+        self.tokens: dict[int, list[int]] = {}
+        self.ends: dict[int, End] = {}
+
+    def _on_frame(self, link: Link, kind: Kind, payload: bytes) -> None:
+        self.frames.append((kind, payload))
+        if kind is Kind.EVENTS:
+            events = wire.unpack_events(kind, payload)
+            for id_, token in zip(events.pairs[::2], events.pairs[1::2], strict=True):
+                self.tokens.setdefault(id_, []).append(token)
+            self.ends.update({end.id: end for end in events.ends})
+        self.came.set()
+
+    def add(self, *requests: Request) -> None:
+        for payload in wire.pack_requests(requests):
+            self.link.send(Kind.ADD, payload)
+
+    async def until(self, right: Callable[[], bool]) -> None:
+        while not right():
+            self.came.clear()
+            await self.came.wait()
+
+
+def run(
+    folder: Path,
+    story: Callable[[Front, EngineLoop], Awaitable[None]],
+    features: str = "",
+    delay: float | None = 0.0,
+) -> EngineLoop:
+    """Let a loop and a front talk, until the front has told its story."""
+    engine = FakeEngine(ROOMY, delay)
+    loops: list[EngineLoop] = []
+
+    async def main() -> None:
+        front = Front()
+        server = await asyncio.get_running_loop().create_unix_server(
+            lambda: front.link, str(folder / "engine")
+        )
+        loop = EngineLoop(engine, parse(features))
+        loops.append(loop)
+        running = asyncio.ensure_future(loop.run(folder / "engine"))
+        await front.until(lambda: bool(front.frames))
+        try:
+            await story(front, loop)
+        finally:
+            front.link.close()
+            server.close()
+        await running
+
+    asyncio.run(main())
+    return loops[0]
+
+
+def test_a_conversation(tmp_path: Path) -> None:
+    requests = [Request(i, (i, 2, 3), 5 + i) for i in range(1, 30)]
+
+    async def story(front: Front, loop: EngineLoop) -> None:
+        kind, payload = front.frames[0]
+        assert kind is Kind.HELLO
+        assert wire.unpack_hello(payload) == ROOMY
+        front.add(*requests)
+        await front.until(lambda: len(front.ends) == len(requests))
+        for each in requests:
+            assert front.tokens[each.id] == reference(each.prompt, each.max_tokens, ROOMY)
+            assert front.ends[each.id] == End(each.id, "length", each.max_tokens)
+
+    loop = run(tmp_path, story)
+    assert loop.scheduler.is_idle
+    assert loop.scheduler.blocks.used == 0
+
+
+@pytest.mark.parametrize("features", ["", "-cmd_budget"])
+def test_a_burst_of_commands_does_not_hold_up_a_step(tmp_path: Path, features: str) -> None:
+    number = 3 * BUDGET
+
+    async def story(front: Front, loop: EngineLoop) -> None:
+        front.add(Request(1, (1,), 3))
+        while loop.scheduler._newest != 1:
+            await asyncio.sleep(0)
+        front.add(*(Request(i, (1,), 1) for i in range(2, 2 + number)))
+        while loop.scheduler._newest == 1:
+            await asyncio.sleep(0)
+        taken = loop.scheduler._newest - 1
+        assert taken == (number if features else BUDGET)
+        assert (loop.counters["cmd_budget"] > 0) == bool(features)
+
+    run(tmp_path, story, features, delay=None)
+
+
+def test_commands_are_not_kept_without_bound(tmp_path: Path) -> None:
+    """Past some, the socket is not read, and the front learns that its link is full."""
+
+    async def story(front: Front, loop: EngineLoop) -> None:
+        front.add(Request(1, (1,), 3))
+        while loop.scheduler.is_idle:
+            await asyncio.sleep(0)
+        number = 1
+        while not front.link.is_full:
+            front.link.send(Kind.CANCEL, array("I", [9] * 1000).tobytes())
+            number += 1
+            if number % 100 == 0:
+                await asyncio.sleep(0)
+            assert number < 100_000, "all is taken"
+        assert len(loop._commands) < BACKLOG + 100_000
+        await front.until(lambda: not front.link.is_full or bool(loop._commands))
+
+    run(tmp_path, story, delay=None)
+
+
+def test_a_request_that_the_front_should_have_refused(tmp_path: Path) -> None:
+    async def story(front: Front, loop: EngineLoop) -> None:
+        front.add(Request(1, (1,) * 600, 3))
+        await front.until(lambda: bool(front.ends))
+        assert front.ends[1].reason == "error"
+        assert "do not fit in 512" in front.ends[1].message
+
+    run(tmp_path, story)
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"\xff" * 100, b"\0\0\0\0\1", b"\3\0\0\0\2abc", b"\5\0\0\0\3abcde"]
+)
+def test_garbage_ends_the_loop(tmp_path: Path, garbage: bytes) -> None:
+    """A front that sends it is not ours."""
+
+    async def story(front: Front, loop: EngineLoop) -> None:
+        transport = front.link._transport
+        assert transport is not None
+        transport.write(garbage)
+        await front.until(lambda: front.link.is_closed)
+
+    with contextlib.suppress(ValueError):  # which the loop raises, where it could read so far
+        run(tmp_path, story)
+
+
+def test_tokens_are_merged_while_nobody_reads(tmp_path: Path) -> None:
+    requests = [Request(i, (i,), 400) for i in range(1, 9)]
+
+    async def story(front: Front, loop: EngineLoop) -> None:
+        front.add(*requests)
+        loop.link.is_full = True  # as the transport says when its buffer is
+        frames = len(front.frames)
+        while not loop.scheduler.is_idle or not loop.engine.works:
+            await asyncio.sleep(0)
+        assert not front.ends
+        loop.link.resume_writing()
+        await front.until(lambda: len(front.ends) == len(requests))
+        kinds = [kind for kind, _ in front.frames[frames:]]
+        assert kinds.count(Kind.EVENTS) == 1
+        for each in requests:
+            assert front.tokens[each.id] == reference(each.prompt, 400, ROOMY)
+
+    run(tmp_path, story)

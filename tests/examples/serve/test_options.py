@@ -1,0 +1,75 @@
+"""From the command line to the engine's options: what switches do there."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from cg.backends.virtual.world import VirtualWorld
+from cg.launch.world.world import use_world
+
+from ...mpi.jobs import ROOT
+
+sys.path.insert(0, str(ROOT / "examples"))
+
+from serve import __main__ as command
+from serve import ranks
+from serve.features import Counters, parse
+from serve.options import add_arguments
+
+from .fake_engine import TINY
+
+
+@pytest.fixture(autouse=True)
+def _world() -> Iterator[None]:
+    with use_world(VirtualWorld(2)):
+        yield
+
+
+def given(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(words)
+
+
+def test_buckets() -> None:
+    found = ranks.options(given("--batch", "48", "--chunk", "100"), parse(""))
+    assert found.batches == (1, 2, 4, 8, 16, 24, 32, 48)
+    assert found.chunks == (32, 100)
+    assert found.groups is None
+    assert found.in_flight == 2
+    assert ranks.options(given("--groups", "3"), parse("")).in_flight == 3
+    assert ranks.options(given("--batch", "1"), parse("")).batches == (1,)
+
+
+def test_switches_of_the_engine() -> None:
+    words = given("--context", "1024", "--batch", "8")
+    largest = ranks.options(words, parse("-variants"))
+    assert (largest.batches, largest.chunks, largest.widths) == ((8,), (512,), ())
+    assert ranks.options(words, parse("-chunk")).chunks == (32, 128, 512, 1024)
+    assert ranks.options(words, parse("-groups")).groups == 1
+    assert not ranks.options(words, parse("-warm")).warm
+    assert ranks.options(words, parse("-overlap,-capture")).passes == "-overlap,-capture"
+    with pytest.raises(ValueError, match="-chunk needs --context"):
+        ranks.options(given(), parse("-chunk"))
+
+
+def test_what_they_count() -> None:
+    counters = Counters()
+    ranks.count(counters, parse("-groups,-overlap"), ranks.Limits(1, 4, 5, 16, 3, 30, 50, ()))
+    assert (counters["groups"], counters["overlap"], counters["capture"]) == (1, 1, 0)
+    ranks.count(counters := Counters(), parse(""), TINY)
+    assert not any(counters.values())
+
+
+def test_the_command_of_the_job() -> None:
+    words = command._parse(["-n", "3", "--batch", "4", "--features=-affinity,-thr_cap"])
+    line = command.job(words, "random", parse(words.features))
+    assert line[1:7] == ["-m", "cg.launch", "-n", "3", "--no-thread-cap", "--no-affinity"]
+    start = line.index("examples.serve.ranks") + 1
+    passed = ranks.parse([*line[start:], "/tmp/socket"])
+    assert (passed.model, passed.batch, passed.features) == ("random", 4, "-affinity,-thr_cap")
+    assert str(passed.socket) == "/tmp/socket"

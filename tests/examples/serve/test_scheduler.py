@@ -1,0 +1,410 @@
+"""Scheduler and blocks: every order of arrivals, ends, failures and cancellations."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from ...mpi.jobs import ROOT
+from ...sampling import examples
+
+sys.path.insert(0, str(ROOT / "examples"))
+
+from serve.blocks import Blocks, chain
+from serve.features import Counters, Features, parse, tokens
+from serve.front.admission import Admission
+from serve.scheduler import Request, Scheduler, Sequence, Ticket
+from serve.work import Decode, Limits, Prefill, Sampling
+
+from .fake_engine import TINY, FakeEngine, FakeResult, reference
+
+
+class Harness:
+    """A scheduler and an engine that runs when it is told to, and what each request was given."""
+
+    def __init__(self, limits: Limits = TINY, features: Features | None = None) -> None:
+        self.counters = Counters()
+        self.scheduler = Scheduler(limits, features, self.counters)
+        self.engine = FakeEngine(limits, fails=self.fail_one)
+        self.failing: list[Exception] = []
+        self.lanes: dict[int, list[tuple[Ticket, FakeResult]]] = {}
+        self.got: dict[int, list[int]] = {}
+        self.ends: dict[int, str] = {}
+        self.counts: dict[int, int] = {}
+        self.started: list[int] = []
+        self.requests: dict[int, Request] = {}
+
+    def fail_one(self, work: Decode | Prefill) -> Exception | None:
+        return self.failing.pop() if self.failing else None
+
+    def add(self, prompt: list[int], number: int, **options: object) -> int:
+        request = Request(len(self.requests), tuple(prompt), number, **options)  # type: ignore[arg-type]
+        self.requests[request.id] = request
+        self.got[request.id] = []
+        self.scheduler.add(request)
+        return request.id
+
+    def submit(self) -> None:
+        for ticket in self.scheduler.schedule():
+            lane = ticket.work.group if isinstance(ticket.work, Decode) else -1
+            pair = (ticket, self.engine.submit(ticket.work))
+            self.lanes.setdefault(lane, []).append(pair)
+
+    def collect(self) -> None:
+        for lane in self.lanes.values():
+            while lane and lane[0][1].done():
+                ticket, result = lane.pop(0)
+                if result.error is not None:
+                    self.scheduler.fail(ticket, str(result.error))
+                else:
+                    self.scheduler.complete(ticket, result.result())
+        events = self.scheduler.take_events()
+        self.started += events.started
+        for id_, token in zip(events.pairs[::2], events.pairs[1::2], strict=True):
+            assert id_ not in self.ends, "a token behind the end"
+            self.got[id_].append(token)
+        for end in events.ends:
+            assert end.id not in self.ends, "two ends"
+            self.ends[end.id], self.counts[end.id] = end.reason, end.count
+
+    def turn(self) -> bool:
+        """Run one piece of work, if there is any."""
+        self.submit()
+        if not self.engine.queue:
+            return False
+        self.engine.run_one()
+        self.collect()
+        return True
+
+    def finish(self, most: int = 5000) -> None:
+        """Run to the end; whoever is not served in so many turns starves."""
+        self.collect()
+        for _ in range(most):
+            if not self.turn():
+                break
+        assert self.scheduler.is_idle, "somebody starves"
+
+    def wanted(self, id_: int) -> list[int]:
+        """What the request would draw alone."""
+        request, limits = self.requests[id_], self.engine.limits
+        if request.ignore_eos:
+            limits = Limits(**{**vars(limits), "eos": ()})
+        return reference(request.prompt, request.max_tokens, limits, request.sampling)
+
+    def check(self, without: set[int] = frozenset()) -> None:  # type: ignore[assignment]
+        """Every request has ended with the tokens that it draws alone."""
+        for id_, request in self.requests.items():
+            if id_ in without:
+                continue
+            wanted = self.wanted(id_)
+            assert self.got[id_] == wanted
+            is_whole = len(wanted) == request.max_tokens
+            assert self.ends[id_] == ("length" if is_whole else "stop")
+            assert self.counts[id_] == len(wanted) + (not is_whole)
+
+    def check_blocks(self) -> None:
+        """References add up, used and available are all, and what is shared is not written."""
+        scheduler, blocks = self.scheduler, self.scheduler.blocks
+        holders = Counter(block for each in scheduler.active.values() for block in each.blocks)
+        assert [holders[block] for block in range(blocks.count)] == blocks.references
+        assert blocks.used + blocks.available == blocks.count - 1
+        assert blocks.used == len(holders)
+        assert 0 not in holders
+        for block, count in holders.items():
+            assert count == 1 or blocks.is_published(block)
+        for sequence in scheduler.active.values():
+            size = blocks.size
+            published = [blocks.is_published(block) for block in sequence.blocks]
+            # What it still writes is nobody else's.
+            assert not any(published[sequence.complete // size :])
+
+
+PROMPTS = st.lists(st.integers(0, 3), min_size=1, max_size=11)
+
+
+class Machine(RuleBasedStateMachine):
+    @initialize(
+        blocks=st.integers(11, 20),
+        groups=st.integers(1, 3),
+        slots=st.integers(2, 4),
+        chunk=st.integers(1, 9),
+        features=st.sampled_from(
+            ["", "", "-prefix", "-async_sched", "-carry", "-fill_tgt", "-fast_cnt"]
+        ),
+    )
+    def begin(self, blocks: int, groups: int, slots: int, chunk: int, features: str) -> None:
+        limits = Limits(groups, slots, chunk, blocks, 3, 30, 50, (7, 8, 9))
+        self.it = Harness(limits, parse(features))
+        self.cancelled: set[int] = set()
+
+    @rule(
+        prompt=PROMPTS,
+        number=st.integers(1, 18),
+        ignore_eos=st.booleans(),
+        salt=st.sampled_from([b"", b"a"]),
+        seed=st.integers(0, 2),
+    )
+    def add(self, prompt: list[int], number: int, ignore_eos: bool, salt: bytes, seed: int) -> None:
+        sampling = Sampling(temperature=float(seed > 0), seed=seed)
+        self.it.add(prompt, number, ignore_eos=ignore_eos, salt=salt, sampling=sampling)
+
+    @rule()
+    def submit(self) -> None:
+        self.it.submit()
+
+    @precondition(lambda self: self.it.engine.queue)
+    @rule(number=st.integers(1, 4), looks=st.booleans())
+    def run(self, number: int, looks: bool) -> None:
+        for _ in range(min(number, len(self.it.engine.queue))):
+            self.it.engine.run_one()
+        if looks:
+            self.it.collect()
+
+    @rule()
+    def collect(self) -> None:
+        self.it.collect()
+
+    @rule(number=st.integers(1, 30))
+    def turn(self, number: int) -> None:
+        for _ in range(number):
+            self.it.turn()
+            self.it.check_blocks()
+
+    @precondition(lambda self: self.it.requests)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        id_ = data.draw(st.sampled_from(sorted(self.it.requests)))
+        if id_ not in self.it.ends:
+            self.cancelled.add(id_)
+        self.it.scheduler.cancel(id_)
+
+    @precondition(lambda self: self.it.engine.queue)
+    @rule()
+    def fail(self) -> None:
+        ticket = next(
+            ticket
+            for lane in self.it.lanes.values()
+            for ticket, result in lane
+            if result is self.it.engine.queue[0]
+        )
+        self.cancelled |= {share[0].request.id for share in ticket.shares}
+        self.it.failing.append(ValueError("no"))
+        self.it.engine.run_one()
+
+    @invariant()
+    def blocks_add_up(self) -> None:
+        if hasattr(self, "it"):
+            self.it.check_blocks()
+
+    @invariant()
+    def the_oldest_are_served(self) -> None:
+        """Whoever waits is younger than whoever is active, so the oldest is always served."""
+        if hasattr(self, "it"):
+            active = list(self.it.scheduler.active)
+            waiting = [each.request.id for each in self.it.scheduler.waiting]
+            assert active + waiting == sorted(active + waiting)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "it"):
+            return
+        self.it.finish()
+        self.it.check_blocks()
+        assert self.it.scheduler.blocks.used == 0
+        assert self.it.scheduler.running == 0
+        self.it.check(without=self.cancelled)
+
+
+def test_every_order() -> None:
+    run_state_machine_as_test(Machine, settings=examples(200, shrinks=True))
+
+
+@pytest.mark.parametrize("blocks", [11, 12, 20])
+def test_preemption_changes_no_token(blocks: int) -> None:
+    it = Harness(Limits(2, 4, 5, blocks, 3, 30, 50, ()))
+    for i in range(8):
+        it.add([i] * (3 + i), 12)
+    it.finish()
+    it.check()
+    assert it.scheduler.stats.preemptions > 0
+
+
+def test_a_prefix_is_computed_once() -> None:
+    it = Harness()
+    shared = list(range(10, 22))
+    it.add([*shared, 1], 2, ignore_eos=True)
+    it.finish()
+    before = it.scheduler.stats.prompt_tokens
+    it.add([*shared, 2], 2, ignore_eos=True)
+    it.add([*shared, 3], 2, ignore_eos=True, salt=b"other")
+    it.finish()
+    it.check()
+    assert it.scheduler.stats.prompt_tokens - before == 1 + 13
+    assert it.scheduler.blocks.hits == 12
+    assert it.scheduler.blocks.queries == 3 * 13
+
+
+def test_drawn_tokens_are_shared_too() -> None:
+    it = Harness()
+    it.add([1, 2, 3], 7, ignore_eos=True)
+    it.finish()
+    whole = [1, 2, 3, *it.got[0]]
+    it.add([*whole, 5], 1, ignore_eos=True)
+    it.finish()
+    it.check()
+    assert it.scheduler.blocks.hits == 9
+
+
+def test_a_whole_prompt_in_the_cache_still_draws() -> None:
+    it = Harness()
+    for _ in range(2):
+        it.add([1, 2, 3, 4, 5, 6], 3, ignore_eos=True)
+        it.finish()
+    it.check()
+    assert it.scheduler.blocks.hits == 3  # the last block holds the token that has to be computed
+
+
+def test_a_collision_of_digests_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serve.blocks.digest", lambda before, tokens: b"always the same")
+    it = Harness()
+    it.add([1, 2, 3, 4], 2, ignore_eos=True)
+    it.finish()
+    it.add([4, 3, 2, 1], 2, ignore_eos=True)
+    it.finish()
+    it.check()
+    assert it.scheduler.blocks.hits == 0
+
+
+def test_the_least_recently_used_prefix_goes_first() -> None:
+    blocks = Blocks(5, 2)
+    root = chain(b"")
+    taken = blocks.take(3)
+    assert taken is not None
+    name = root
+    for block, part in zip(taken, ([1, 1], [2, 2], [3, 3]), strict=True):
+        name = blocks.publish(block, name, part)
+    blocks.release(taken)
+    assert (blocks.available, blocks.used) == (4, 0)
+    assert len(blocks.take(2) or ()) == 2  # the free one, and the end of the prefix
+    found, _ = blocks.match([1, 1, 2, 2, 3, 3, 0], b"")
+    assert found == taken[:2]
+    assert blocks.take(1) is None
+    with pytest.raises(ValueError, match="nobody holds it"):
+        blocks.release([taken[2] for _ in range(2)])
+
+
+def test_a_burst_is_decoded_together() -> None:
+    """A group waits for the first tokens that are in flight, once, before it decodes alone."""
+    shapes = {}
+    for features in ("", "-fill_tgt"):
+        it = Harness(Limits(1, 4, 5, 40, 3, 30, 50, ()), parse(features))
+        for i in range(4):
+            it.add([i, i], 4)
+        it.finish()
+        it.check()
+        shapes[features] = it.scheduler.stats.decodes
+        assert (it.counters["fill_tgt"] > 0) == bool(features)
+    assert shapes[""] <= shapes["-fill_tgt"]
+
+
+@pytest.mark.parametrize(
+    ("switch", "moves"),
+    [("-prefix", True), ("-async_sched", True), ("-carry", True), ("-fast_cnt", True), ("", False)],
+)
+def test_switches_count_what_they_change(switch: str, moves: bool) -> None:
+    it = Harness(features=parse(switch))
+    for i in range(6):
+        it.add([i, i, i, i], 6)
+    it.finish()
+    it.check()
+    assert (it.counters[switch[1:]] > 0) == moves
+
+
+def test_a_second_decode_runs_ahead() -> None:
+    it = Harness(Limits(1, 4, 5, 40, 3, 30, 50, ()))
+    it.add([1, 2], 6)
+    it.turn()
+    it.submit()
+    works = [result.work for result in it.engine.queue]
+    assert [work.rows[0].token >= 0 for work in works if isinstance(work, Decode)] == [True, False]
+    it.finish()
+    it.check()
+
+
+def test_long_prompts_do_not_hold_decodes_up() -> None:
+    """Between two decodes of a group are no more chunks than there are groups."""
+    it = Harness(Limits(1, 4, 2, 40, 3, 30, 50, ()))
+    it.add([1], 12)
+    it.turn()
+    it.add([2] * 18, 2)
+    order: list[str] = []
+    while not it.scheduler.is_idle:
+        it.submit()
+        if it.engine.queue:
+            order.append("p" if isinstance(it.engine.queue[0].work, Prefill) else "d")
+            it.engine.run_one()
+            it.collect()
+    it.check()
+    assert "ppp" not in "".join(order[: order.index("d", 8)])
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (lambda it: it.add([], 1), "0 tokens and 1 more do not fit in 30"),
+        (lambda it: it.add([1] * 30, 1), "30 tokens and 1 more do not fit in 30"),
+        (lambda it: it.add([1], 0), "1 tokens and 0 more"),
+        (lambda it: it.add([50], 1), "a token is not below 50"),
+        (lambda it: it.add([-1], 1), "a token is not below 50"),
+        (lambda it: it.scheduler.add(Request(-1, (1,), 1)), "ids grow"),
+        (lambda it: Scheduler(Limits(1, 1, 1, 5, 2, 9, 9, ())), "give more blocks, or a shorter"),
+        (lambda it: Blocks(1, 2), "1 blocks of 2 tokens hold nothing"),
+    ],
+)
+def test_bad_requests(act: Callable[[Harness], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        act(Harness())
+
+
+def test_admission_is_bounded_in_requests_and_tokens() -> None:
+    admission = Admission(most_requests=2, most_tokens=100)
+    assert admission.enter(1, 500)  # alone, whatever its length
+    assert not admission.enter(1, 1)
+    admission.leave(1, 500)
+    assert admission.enter(1, 60)
+    assert not admission.enter(1, 41)
+    assert admission.enter(1, 40)
+    assert not admission.enter(1, 0)
+    admission.leave(2, 100)
+    assert (admission.requests, admission.tokens) == (0, 0)
+
+
+def test_features_are_read_as_they_are_written() -> None:
+    assert parse("") == Features()
+    chosen = parse("-prefix, +inproc -carry")
+    assert not chosen.prefix
+    assert chosen.inproc
+    assert tokens(chosen) == ["-carry", "-prefix", "+inproc"]
+    assert parse(",".join(tokens(chosen))) == chosen
+
+
+@pytest.mark.parametrize("text", ["prefix", "-prefiks", "+prefix", "-inproc", "-prefix,-prefix"])
+def test_switches_that_are_none(text: str) -> None:
+    with pytest.raises(ValueError, match=r"no feature|switches nothing"):
+        parse(text)
+
+
+def test_sequences_are_themselves() -> None:
+    request = Request(1, (1,), 1)
+    assert Sequence(request, [1]) != Sequence(request, [1])

@@ -1,0 +1,60 @@
+"""Serve a folder on the ranks of a job; rank 0 runs random requests and compares their tokens.
+
+mpiexec -n 2 python -m tests.examples.serve_job FOLDER [COUNT]
+mpiexec -n 2 python -m tests.mpi.device_job tests.examples.serve_job FOLDER [COUNT]
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import cg
+from cg.backends.devices.programs.instance import DeviceOnlyInstance
+from cg.launch.world import world as worlds
+from examples.serve.engine import CgEngine, start
+
+from .serve_driver import Driver, Habits, differences, random_requests
+from .serve_models import FEW, load_qwen2, logits_of
+
+
+def main() -> None:
+    folder, count = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 40
+    engine = start(folder, FEW)
+    if engine is None:
+        print(f"rank {cg.rank()} has served", flush=True)
+        return
+    requests = random_requests(count, 5, engine.limits)
+    driver = Driver(engine, Habits(seed=5, preempting=0.03, cancelling=0.01))
+    driver.run(requests)
+    if worlds.world().device is not None:
+        say_how_devices_run(engine)
+    engine.close()
+    wrong, near = differences(logits_of(load_qwen2(folder)), requests)
+    tokens = sum(len(each.out) for each in requests)
+    print(
+        f"{len(requests)} requests, {tokens} tokens: {wrong} differences, {near} near ties, "
+        f"{driver.hits} shared blocks, {driver.preempted} preemptions",
+        flush=True,
+    )
+
+
+def say_how_devices_run(engine: CgEngine) -> None:
+    """Whether each program of this rank is one graph, messages and state included, and replayed.
+
+    Which context runs an execution depends on time, so one of each variant's is enough.
+    """
+    variants = [
+        instances
+        for graph in (*engine.decode, engine.prefill)
+        for instances in zip(
+            *(context.instances for context in graph._made.graph.contexts[0]), strict=True
+        )
+    ]
+    whole = [v for v in variants if all(isinstance(each, DeviceOnlyInstance) for each in v)]
+    replayed = [v for v in whole if any(s.replays for each in v for s in each.segments)]
+    print(f"{len(whole)} of {len(variants)} whole, {len(replayed)} replayed", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,253 @@
+"""The engine of examples/serve: its tokens are those of the eager model, however they are asked."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import cg
+from cg.backends.virtual.world import VirtualWorld
+from cg.launch.world.world import use_world
+from examples.serve.engine import CgEngine, Options, start, widths
+from examples.serve.families import open_model
+from examples.serve.model import split
+from examples.serve.work import Decode, Prefill, Row, Sampling
+
+from ..mpi.jobs import ROOT, needs_mpi, run
+from .serve_driver import Driver, Habits, Request, differences, random_requests
+from .serve_models import FEW, OPTIONS, generate, load_qwen2, logits_of, save_qwen2
+
+sys.path.insert(0, str(ROOT / "examples"))
+
+import checkpoints
+import train_gpt
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """The models are so small that a second thread is only waited for."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@contextmanager
+def serving(source: Any, ranks: int, options: Options) -> Iterator[CgEngine]:
+    """An engine whose ranks this process plays."""
+    with use_world(VirtualWorld(ranks)):
+        engine = start(source, options)
+        assert engine is not None
+        yield engine
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("qwen2")
+    save_qwen2(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Any:
+    return load_qwen2(folder)
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[CgEngine]:
+    """On two ranks, with two groups."""
+    with serving(folder, 2, OPTIONS) as made:
+        yield made
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_greedy_tokens_are_those_of_generate(ranks: int, folder: Path, model: Any) -> None:
+    with serving(folder, ranks, replace(FEW, groups=1)) as engine:
+        requests = [
+            replace(each, sampling=Sampling(), most=12)
+            for each in random_requests(6, ranks, engine.limits)
+        ]
+        Driver(engine, Habits(seed=ranks)).run(requests)
+    for each in requests:
+        assert each.out == generate(model, each.prompt, 12)
+
+
+def test_random_arrivals_preemptions_and_cancellations(engine: CgEngine, model: Any) -> None:
+    requests = random_requests(60, 1, engine.limits)
+    driver = Driver(engine, Habits(seed=1, preempting=0.05, cancelling=0.02))
+    driver.run(requests)
+    assert differences(logits_of(model), requests)[0] == 0
+    assert driver.hits > 5
+    assert driver.preempted > 5
+    assert sum(each.is_cancelled for each in requests) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_two_thousand_requests(ranks: int, folder: Path, model: Any) -> None:
+    with serving(folder, ranks, OPTIONS) as engine:
+        requests = random_requests(2000, 100 + ranks, engine.limits)
+        driver = Driver(engine, Habits(seed=ranks, preempting=0.03, cancelling=0.01))
+        driver.run(requests)
+    wrong, near = differences(logits_of(model), requests)
+    tokens = sum(len(each.out) for each in requests)
+    print(f"{tokens} tokens, {near} near ties, {driver.hits} shared, {driver.preempted} preempted")
+    assert wrong == 0
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_every_bucket(engine: CgEngine, model: Any, sampled: bool) -> None:
+    """Each number of rows at each width of tables, with prompts by the longest chunk."""
+    limits = engine.limits
+    size, largest = limits.block_size, widths(limits, OPTIONS)
+    for count in range(1, limits.slots + 1):
+        for width in largest:
+            length = width * size - 2
+            requests = [
+                Request(
+                    tuple((7 * row + 3 * i) % limits.vocabulary for i in range(length)),
+                    2,
+                    Sampling(0.8, seed=row) if sampled else Sampling(),
+                )
+                for row in range(count)
+            ]
+            per = 1 if count * width >= limits.blocks else 0
+            blocks = [
+                tuple(range(1 + (row * (1 - per)) * width, 1 + (row * (1 - per) + 1) * width))
+                for row in range(count)
+            ]
+            if per:  # the pool holds one row of this length: all rows are that one
+                requests = [replace(requests[0], out=[]) for _ in requests]
+            rows = []
+            for row, each in enumerate(requests):
+                _prefill_all(engine, each, blocks[row])
+                slot = limits.slots - 1 - row
+                rows.append(Row(each.out[0], length, slot, blocks[row], each.sampling))
+            tokens = engine.submit(Decode(1, tuple(rows))).result()
+            for each, token in zip(requests, tokens, strict=True):
+                each.out.append(token)
+            assert differences(logits_of(model), requests)[0] == 0
+
+
+def _prefill_all(engine: CgEngine, request: Request, blocks: tuple[int, ...]) -> None:
+    prompt, chunk = request.prompt, engine.limits.chunk
+    for at in range(0, len(prompt), chunk):
+        part = prompt[at : at + chunk]
+        last = at + len(part) == len(prompt)
+        result = engine.submit(Prefill(part, at, blocks, last, request.sampling))
+        request.out += result.result()
+
+
+def test_tokens_depend_on_no_companion_chunk_slot_or_group(engine: CgEngine, model: Any) -> None:
+    outs = []
+    for chunk, companions, ragged in [(1, 3, False), (7, 8, False), (32, 1, False), (32, 8, True)]:
+        requests = random_requests(10, 3, engine.limits)
+        habits = Habits(chunk, 0.6, chunk, ragged, companions, preempting=0.05 * ragged)
+        Driver(engine, habits).run(requests)
+        outs.append([each.out for each in requests])
+        assert differences(logits_of(model), requests) == (0, 0)
+    assert outs[0] == outs[1] == outs[2] == outs[3]
+
+
+def test_two_tables_may_share_blocks(engine: CgEngine, model: Any) -> None:
+    stem = tuple(range(16))
+    first, second = Request((*stem, 40, 41), 2), Request((*stem, 50), 2)
+    first.out += engine.submit(Prefill(first.prompt, 0, (5, 6, 7), True, Sampling())).result()
+    second.out += engine.submit(Prefill((50,), 16, (5, 6, 8), True, Sampling())).result()
+    rows = (
+        Row(first.out[0], 18, 0, (5, 6, 7), Sampling()),
+        Row(second.out[0], 17, 1, (5, 6, 8), Sampling()),
+    )
+    for each, token in zip((first, second), engine.submit(Decode(0, rows)).result(), strict=True):
+        each.out.append(token)
+    assert differences(logits_of(model), [first, second]) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("work", "said"),
+    [
+        (Decode(2, (Row(0, 0, 0, (1,), Sampling()),)), "group 2 of 2"),
+        (Decode(0, ()), "0 rows of at most 4"),
+        (Decode(0, (Row(64, 0, 0, (1,), Sampling()),)), "token 64"),
+        (Decode(0, (Row(0, 0, 4, (1,), Sampling()),)), "slot 4"),
+        (Decode(0, (Row(0, 64, 0, tuple(range(1, 10)), Sampling()),)), "9 of at most 8"),
+        (Decode(0, (Row(0, 8, 0, (1,), Sampling()),)), "1 blocks for 9 tokens"),
+        (Decode(0, (Row(0, 0, 0, (0,), Sampling()),)), r"blocks \[0"),
+        (Decode(0, (Row(0, 0, 0, (20,), Sampling()),)), r"blocks \[20"),
+        (Prefill((), 0, (1,), True, Sampling()), "0 tokens of at most 32"),
+        (Prefill((-1,), 0, (1,), True, Sampling()), "token -1"),
+        (Prefill((1,), -1, (1,), True, Sampling()), "a chunk from -1"),
+    ],
+)
+def test_work_outside_of_the_limits_is_refused(
+    work: Decode | Prefill, said: str, engine: CgEngine
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        engine.submit(work)
+
+
+def test_the_gpt_of_make_train(tmp_path: Path) -> None:
+    config = train_gpt.Config(layers=2, width=48, context=64)
+    with use_world(VirtualWorld(2)):
+        stages = [
+            train_gpt.Stage.on(rank)(config, layers, 3, 1e-3, 10)
+            for rank, layers in enumerate(train_gpt.cut(2, 2))
+        ]
+        for stage in stages:
+            for parameter in stage.local.parameters():
+                parameter.data += 0.2 * torch.randn_like(parameter)
+        checkpoints.save(tmp_path, stages, cg.trace(lambda x: x), 1, {})
+
+    def logits(ids: torch.Tensor) -> torch.Tensor:
+        for stage in stages:
+            ids = stage.local.forward(ids)
+        return ids
+
+    options = replace(FEW, groups=1, batches=(2,))
+    with serving(tmp_path, 2, options) as engine:
+        assert engine.limits.vocabulary == 256
+        requests = random_requests(8, 9, engine.limits)
+        Driver(engine, Habits(seed=9, companions=2)).run(requests)
+    assert differences(logits, requests)[0] == 0
+
+
+def test_layers_are_cut_evenly() -> None:
+    assert split(7, 3) == [range(3), range(3, 5), range(5, 7)]
+    assert split(4, 4) == [range(i, i + 1) for i in range(4)]
+
+
+def test_a_folder_without_a_model(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="holds no model"):
+        open_model(tmp_path)
+
+
+def test_models_that_are_not_served(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(ValueError, match="'gpt2' are not served; those that are: llama"):
+        open_model(tmp_path)
+
+
+@pytest.mark.timeout(160)
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=needs_mpi)])
+@pytest.mark.parametrize("on_devices", [False, True])
+def test_on_mpi_ranks(ranks: int, on_devices: bool, folder: Path) -> None:
+    """Also on fake devices: all graphs are whole there, although they write caches and a carry."""
+    job = ["tests.examples.serve_job", str(folder)]
+    program = ["-m", *(["tests.mpi.device_job"] if on_devices else []), *job]
+    ended = run(ranks, program, folder=ROOT, seconds=150, warm=True)
+    assert ended.code == 0, ended.output
+    assert "rank 1 has served" in ended.output
+    assert ("5 of 5 whole, 5 replayed" in ended.output) == on_devices, ended.output
+    (found,) = re.findall(r"40 requests, (\d+) tokens: (\d+) differences", ended.output)
+    assert int(found[0]) > 100
+    assert int(found[1]) == 0
