@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from .launch.api.step_function import Step
     from .launch.config import ConfigError
     from .launch.measure.profiling import profile
+    from .launch.models.cut_layers import cut_layers
+    from .launch.models.empty_weights import empty_weights
     from .launch.world.waiting import WorldError
     from .launch.world.world import rank, world_size
     from .passes import schedules
@@ -84,6 +86,9 @@ _HOMES = {
     "gather": "tracer.intrinsics.collectives",
     "scatter": "tracer.intrinsics.collectives",
     "via": "tracer.intrinsics.via",
+    # Models of other libraries
+    "cut_layers": "launch.models.cut_layers",
+    "empty_weights": "launch.models.empty_weights",
     # The world
     "rank": "launch.world.world",
     "world_size": "launch.world.world",
@@ -147,6 +152,8 @@ __all__ = [
     "gather",
     "scatter",
     "via",
+    "cut_layers",
+    "empty_weights",
     "rank",
     "world_size",
     "barrier",
