@@ -32,6 +32,12 @@ if TYPE_CHECKING:
     from .launch.api.lowered import Lowered
     from .launch.api.optimistic import Optimistic
     from .launch.api.step_function import Step
+    from .launch.checkpoints.checkpoint import (
+        load_checkpoint,
+        newest_checkpoint,
+        save_checkpoint,
+    )
+    from .launch.checkpoints.weights import pretrained
     from .launch.config import ConfigError
     from .launch.measure.profiling import profile
     from .launch.models.cut_layers import cut_layers
@@ -96,6 +102,10 @@ _HOMES = {
     "allgather": "launch.api.api",
     "save": "launch.checkpoints.tensor_files",
     "load": "launch.checkpoints.tensor_files",
+    "pretrained": "launch.checkpoints.weights",
+    "save_checkpoint": "launch.checkpoints.checkpoint",
+    "load_checkpoint": "launch.checkpoints.checkpoint",
+    "newest_checkpoint": "launch.checkpoints.checkpoint",
     # What compiling gives
     "schedules": "passes:schedules",
     "Step": "launch.api.step_function",
@@ -160,6 +170,10 @@ __all__ = [
     "allgather",
     "save",
     "load",
+    "pretrained",
+    "save_checkpoint",
+    "load_checkpoint",
+    "newest_checkpoint",
     "schedules",
     "Step",
     "Lowered",

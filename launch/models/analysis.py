@@ -294,14 +294,15 @@ def _replaced(
     undo: list[tuple[dict[str, Any], str, Any]] = []
     try:
         for module in model.modules():
-            for slots in (module._parameters, module._buffers):
-                undo += [(slots, key, held) for key, held in slots.items() if held is not None]
-        for slots, key, held in undo:
-            slots[key] = instead[id(held)]
+            holders: tuple[dict[str, Any], ...] = module._parameters, module._buffers
+            for slots in holders:
+                undo += [(slots, key, own) for key, own in slots.items() if own is not None]
+        for slots, key, own in undo:
+            slots[key] = instead[id(own)]
         yield
     finally:
-        for slots, key, held in undo:
-            slots[key] = held
+        for slots, key, own in undo:
+            slots[key] = own
 
 
 def _union(sources: Sequence[int]) -> int:

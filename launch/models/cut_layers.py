@@ -10,7 +10,7 @@ from torch import nn
 from .analysis import Analysis, analyse
 from .balance import balance
 from .chain import Chain, find_chain
-from .cuts import Costs, Cuts
+from .cut_model import Costs, Cuts
 from .example_inputs import example_of
 
 
