@@ -56,10 +56,11 @@ class Weights:
         tied: dict[int, list[str]] = {}
         for name, tensor in tensors.items():
             tied.setdefault(id(tensor), []).append(name)
-        wanted = {names[0]: tensors[names[0]] for names in tied.values()}
-        known = self.names(wanted, type(model).__name__, {n[0]: n for n in tied.values()})
         prefix = self._prefix(tensors)
-        taken = {found for found in map(self._named(prefix), tensors) if found} | {*known.values()}
+        named = self._named(prefix)
+        wanted = {n[0]: tensors[n[0]] for n in tied.values() if any(map(named, n))}
+        known = self.names(wanted, type(model).__name__, {n[0]: n for n in tied.values()})
+        taken = {found for found in map(named, tensors) if found} | {*known.values()}
         surplus = [n for n in self.files if n not in taken and not _is_ignored(model, n)]
         if surplus:
             raise ValueError(
