@@ -49,9 +49,9 @@ class Stage(nn.Module):
             self.optimizer, lambda step: learning_rate(step, args.steps)
         )
 
-    def lend(self) -> dict[str, Tensor]:
+    def lend(self, rows: dict[str, Tensor] | None) -> dict[str, Tensor]:
         """Weights that later parts use as well: of tied embeddings."""
-        return self.part.lend()
+        return self.part.lend(rows)
 
     def forward(self, moving, ids: Tensor, lent: dict[str, Tensor]):
         """What the part before gives and tokens [batch, time] in; what the next one takes out."""
@@ -76,8 +76,11 @@ class Stage(nn.Module):
         self.scheduler.step()
 
 
-ROWS = "forward(moving)|forward(ids)|logits(moving)|logits(ids)|logits(at)|loss(moving)|loss(ids)"
-"""Arguments with a row for each text."""
+ROWS = (
+    "forward(moving)|forward(ids)|logits(moving)|logits(ids)|logits(at)|loss(moving)|loss(ids)"
+    "|lend(rows)"
+)
+"""Arguments that are cut along the batch."""
 
 
 def learning_rate(step: int, steps: int) -> float:
@@ -179,7 +182,8 @@ def make_stages(model: Model, args: argparse.Namespace) -> tuple[Any, list[Any]]
         raise SystemExit(str(error)) from error
     if len(cuts) != len(places):
         raise SystemExit(f"--stages names {len(cuts)} stages, and there are {len(places)}")
-    plan = cg.plan({ROWS: cg.cut(0, "dp")})
+    lent = "forward(lent)|logits(lent)|loss(lent)"
+    plan = cg.plan({ROWS: cg.cut(0, "dp"), lent: cg.whole})
     if args.tp > 1:
         plan = plan | cg.plans.hf(model.whole, batch=None)
     stages = []
@@ -204,7 +208,9 @@ def make_steps(cuts: Any, stages: list[Any], args: argparse.Namespace) -> tuple[
         found: dict[str, Tensor] = {}
         for stage, part in zip(stages, cuts, strict=True):
             if part.lent:
-                found |= stage.lend()
+                sizes = {name: len(cuts.model.get_parameter(name)) for name in part.lent}
+                rows = {name: torch.arange(size) for name, size in sizes.items()}
+                found |= stage.lend(rows if args.dp > 1 else None)
         return found
 
     def run(ids, lent, last):

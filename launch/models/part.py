@@ -80,9 +80,18 @@ class ModelPart(nn.Module):
         finally:
             self._passage.entering = None
 
-    def lend(self) -> dict[str, torch.Tensor]:
-        """The parameters of this part that others use, by name; they are trained here alone."""
-        return {name: self.model.get_parameter(name) for name in self.lent}
+    def lend(self, rows: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+        """The parameters of this part that others use, by name; they are trained here alone.
+
+        Args:
+            rows: for each the numbers of all its rows, `torch.arange(len(parameter))`. On a mesh
+                whose ranks share the batch they are cut along that axis, so that the gradient is a
+                sum over these ranks, as that of the part's other methods is.
+        """
+        lent = {name: self.model.get_parameter(name) for name in self.lent}
+        if rows is None:
+            return lent
+        return {name: nn.functional.embedding(rows[name], value) for name, value in lent.items()}
 
     def _check(self, entering: Moving | None, lent: Mapping[str, torch.Tensor]) -> None:
         taken = self._passage.taken
