@@ -42,12 +42,7 @@ class Stage(nn.Module):
         self.part = cuts.part(index)
         self.bf16 = args.bf16
         trained = [p for p in self.part.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(
-            trained, lr=args.rate, betas=(0.9, 0.95), weight_decay=args.decay
-        )
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, lambda step: learning_rate(step, args.steps)
-        )
+        self.optimizer, self.scheduler = trainers(trained, args.rate, args.decay, args.steps)
 
     def lend(self, rows: dict[str, Tensor] | None) -> dict[str, Tensor]:
         """Weights that later parts use as well: of tied embeddings."""
@@ -66,8 +61,9 @@ class Stage(nn.Module):
 
     def loss(self, moving, ids: Tensor, lent: dict[str, Tensor]) -> Tensor:
         """Mean negative log likelihood of each token behind those before it, nats."""
-        logits = self.forward(moving, ids, lent).logits[:, :-1].float()
-        return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        logits = self.forward(moving, ids, lent).logits.float()
+        labels = F.pad(ids[:, 1:], (0, 1), value=IGNORED)  # what is padded is small, unlike logits
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
 
     def update(self) -> None:
         """One step of the optimizer; ordinary PyTorch, which runs on the ranks that hold it."""
@@ -76,11 +72,21 @@ class Stage(nn.Module):
         self.scheduler.step()
 
 
+IGNORED = -100
+"""The label of a token behind which nothing is known."""
+
 ROWS = (
     "forward(moving)|forward(ids)|logits(moving)|logits(ids)|logits(at)|loss(moving)|loss(ids)"
     "|lend(rows)"
 )
 """Arguments that are cut along the batch."""
+
+
+def trainers(parameters, rate: float, decay: float, steps: int):
+    """The optimizer, and what sets its learning rate."""
+    optimizer = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.95), weight_decay=decay)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: learning_rate(s, steps))
+    return optimizer, schedule
 
 
 def learning_rate(step: int, steps: int) -> float:

@@ -84,12 +84,7 @@ def plain(model: Path, steps: int) -> list[float]:
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     texts = Texts.of(documents([]), tokenizer, 16, 60)
     trained = transformers.AutoModelForCausalLM.from_pretrained(model)
-    optimizer = torch.optim.AdamW(
-        trained.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0
-    )
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: finetune.learning_rate(step, steps)
-    )
+    optimizer, scheduler = finetune.trainers(trained.parameters(), 1e-3, 0.0, steps)
     found = []
     for step in range(steps):
         ids = texts.batch(step, 8, seed=0)
