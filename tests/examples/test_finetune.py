@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import random
 import re
-import select
 import shutil
-import signal
 import sys
-import time
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -179,52 +174,25 @@ def test_adapters_open_with_peft(model: Path, tmp_path: Path) -> None:
 # -- kill -9 ------------------------------------------------------------------------------------
 
 
-def killed(model: Path, out: Path, more: str, seconds: float) -> bool:
-    """Fine-tune in a fork, and kill that -9 so long after its first step; False: it was faster."""
-    reads, writes = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.dup2(writes, 1)
-        os.dup2(writes, 2)
-        torch.set_num_threads(1)  # a fork has no threads of its parent
-        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
-        sys.argv = options(model, out, more)
-        try:
-            with use_world(VirtualWorld(2)):
-                finetune.main()
-        finally:
-            os._exit(0)
-    os.close(writes)
-    text = ""
-    while "loss " not in text:
-        part = os.read(reads, 1 << 16)
-        assert part, f"it has ended before its first step:\n{text}"
-        text += part.decode(errors="replace")
-    until = time.monotonic() + seconds
-    is_over = False
-    while not is_over and (left := until - time.monotonic()) > 0:
-        ready, _, _ = select.select([reads], [], [], left)
-        is_over = bool(ready) and not os.read(reads, 1 << 16)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    os.close(reads)
-    return not is_over
-
-
 def test_killed_at_any_moment(model: Path, whole: Path, tmp_path: Path) -> None:
     """Each time it goes on from what was complete, and comes to the same losses, bit for bit."""
-    more = "--steps 6 --save-every 1 --keep 9 --resume --evaluate-every 0"
-    draw, kills = random.Random(0), 0
-    for number in range(30):
-        if kills >= (30 if scale() > 1 else 3):
-            break
-        out = tmp_path / f"run{number}"
-        while killed(model, out, more, draw.uniform(0.0, 0.5)):
-            kills += 1
-            for folder in (out / "checkpoints").glob("step-*"):
-                check_opens(folder)
+    kills = 30 if scale() > 1 else 3
+    job = str(Path(__file__).with_name("killing_job.py"))
+    more = "--steps 6 --save-every 1 --keep 9 --resume --evaluate-every 3"
+    words = [SCRIPT, "--model", str(model), *TINY.split(), *more.split()]
+    ended = run(
+        0,
+        [job, str(kills), str(tmp_path), *words],
+        seconds=500,
+        variables={"CG_RANKS": "2"},
+        folder=tmp_path,
+    )
+    assert ended.code == 0, ended.output
+    assert f"{kills} kills" in ended.output
+    runs = sorted(tmp_path.glob("run*"))
+    assert runs
+    for out in runs:
         assert losses(out) == losses(whole)
-    assert kills >= 3
 
 
 # -- what it refuses ----------------------------------------------------------------------------
