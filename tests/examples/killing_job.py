@@ -25,7 +25,7 @@ import cg  # noqa: F401 (so that forks have it)
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
-import finetune  # noqa: E402 (an example, found by the line above)
+import finetune
 
 LONGEST = 0.6
 """Seconds after its first step after which a run is killed at the latest."""
