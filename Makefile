@@ -10,14 +10,14 @@ STAMP  := $(VENV)/.stamp
 # Ranks of tests import cg by the hundred: from bytecode, in a third of the time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup train demo test test-gpu sanitize-gpu lint bench bench-save bench-compare bench-gpu bench-ray compiled docs clean
+.PHONY: setup train demo test test-gpu sanitize-gpu lint bench bench-save bench-compare bench-gpu bench-ray compiled wheels docs clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make train   train a small GPT, cut into actors on $(RANKS) MPI ranks (RANKS=n for another number)"
 	@echo "make demo    fine-tune a small model with real weights on $(RANKS) ranks, with a sample before and after"
 	@echo "make test    run all tests, $(JOBS) at a time (JOBS=n for another number)"
-	@echo "make lint    ruff and mypy --strict"
+	@echo "make lint    ruff, codespell and mypy --strict"
 	@echo "make bench   the benchmarks that need no GPU"
 	@echo "make bench-save  run the micro-benchmarks and save their statistics (NAME=…)"
 	@echo "make bench-compare  run them, and compare with what was saved last"
@@ -27,6 +27,7 @@ help:
 	@echo "make bench-gpu the benchmarks on $(RANKS) ranks, each with a GPU"
 	@echo "make docs    build the documentation into site/"
 	@echo "make compiled  a wheel in dist/ whose hot modules are machine code; needs a C compiler"
+	@echo "make wheels  compiled wheels for CPython 3.11 to 3.13, and the source package, in dist/"
 	@echo "make setup   only create or update $(VENV)"
 
 setup: $(STAMP)
@@ -85,6 +86,7 @@ bench-gpu: setup
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	git ls-files '*.md' '*.py' '*.cfg' '*.toml' | xargs $(BIN)/codespell
 	$(BIN)/mypy
 
 bench: setup
@@ -109,6 +111,24 @@ compiled: setup
 	rm -rf dist
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist . \
 	  --config-settings=--global-option=--compiled
+
+# Wheels for CPython 3.11 to 3.13 and the source package. In a container they run on any Linux
+# (manylinux); without one they are made by the Pythons of this machine, and run on machines like it.
+WHEEL := pip wheel --quiet --no-deps --wheel-dir dist . --config-settings=--global-option=--compiled
+
+wheels: setup
+	rm -rf dist
+	$(BIN)/python -m pip install --quiet build
+	$(BIN)/python -m build --sdist --outdir dist .
+	if docker info >/dev/null 2>&1; then \
+	  $(BIN)/python -m pip install --quiet cibuildwheel && \
+	  $(BIN)/python -m cibuildwheel --platform linux --output-dir dist; \
+	else \
+	  for version in 3.11 3.12 3.13; do \
+	    if python$$version -c '' 2>/dev/null; then python$$version -m $(WHEEL) || exit 1; \
+	    else echo "There is no python$$version here, so there is no wheel for it." >&2; fi; \
+	  done; \
+	fi
 
 # Ray and what it needs stay out of .venv. Both sides run on the same Python, torch and numpy; cg as
 # the compiled wheel, and from the checkout beside it.

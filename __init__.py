@@ -95,6 +95,10 @@ _HOMES = {
     # Models of other libraries
     "cut_layers": "launch.models.cut_layers",
     "empty_weights": "launch.models.empty_weights",
+    "pretrained": "launch.checkpoints.weights",
+    "save_checkpoint": "launch.checkpoints.checkpoint",
+    "load_checkpoint": "launch.checkpoints.checkpoint",
+    "newest_checkpoint": "launch.checkpoints.checkpoint",
     # The world
     "rank": "launch.world.world",
     "world_size": "launch.world.world",
@@ -102,10 +106,6 @@ _HOMES = {
     "allgather": "launch.api.api",
     "save": "launch.checkpoints.tensor_files",
     "load": "launch.checkpoints.tensor_files",
-    "pretrained": "launch.checkpoints.weights",
-    "save_checkpoint": "launch.checkpoints.checkpoint",
-    "load_checkpoint": "launch.checkpoints.checkpoint",
-    "newest_checkpoint": "launch.checkpoints.checkpoint",
     # What compiling gives
     "schedules": "passes:schedules",
     "Step": "launch.api.step_function",
@@ -209,6 +209,8 @@ _prepare()
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.import_module("importlib.metadata").version(__name__)
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'cg' has no attribute '{name}'")

@@ -65,6 +65,8 @@ class RemoteError(RuntimeError):
     the original exception. It can be pickled.
     """
 
+    __module__ = "cg"  # the public name, which tracebacks show
+
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.describe())
         self.failure = failure
@@ -101,23 +103,33 @@ class RemoteError(RuntimeError):
 class DeadlockError(RuntimeError):
     """No rank can move any more; the message names who waits for whom, and where."""
 
+    __module__ = "cg"  # the public name, which tracebacks show
+
 
 class StepTimeout(TimeoutError):
     """A step has not ended by its deadline; the message says where this rank waits."""
+
+    __module__ = "cg"  # the public name, which tracebacks show
 
 
 class CapacityError(RuntimeError):
     """As many executions are in flight as the graph was compiled for, and none was to be waited
     for."""
 
+    __module__ = "cg"  # the public name, which tracebacks show
+
 
 class ExecutionLost(RuntimeError):
     """An execution was given up: Ctrl-C, or another signal's handler, came where cg could not go on
     with it."""
 
+    __module__ = "cg"  # the public name, which tracebacks show
+
 
 class PlanMismatch(RuntimeError):
     """The ranks have compiled different plans; the message shows the first line that differs."""
+
+    __module__ = "cg"  # the public name, which tracebacks show
 
 
 class BindError(ValueError):
@@ -134,6 +146,8 @@ class ResultError(TypeError):
 
 class TransportError(RuntimeError):
     """A value cannot be sent as it is, or the messages of a channel do not match."""
+
+    __module__ = "cg"  # the public name, which tracebacks show
 
 
 class PeerLost(TransportError):

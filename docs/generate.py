@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from generator.pages import PAGES, PICTURES, ROOT, render
+from generator.pages import NOTEBOOKS, PAGES, PICTURES, ROOT, render
 
 
 def main() -> int:
@@ -21,7 +21,7 @@ def main() -> int:
     parser.add_argument("pages", nargs="*", help="parts of the names of pages; all by default")
     options = parser.parse_args()
     stale = []
-    for page in (*PAGES, *PICTURES):
+    for page in (*PAGES, *PICTURES, *NOTEBOOKS):
         name = str(page.relative_to(ROOT))
         if options.pages and not any(part in name for part in options.pages):
             continue

@@ -78,6 +78,8 @@ class IRError(Exception):
         diagnostics: what is wrong, one or more.
     """
 
+    __module__ = "cg"  # the public name, which tracebacks show
+
     def __init__(self, *diagnostics: Diagnostic) -> None:
         super().__init__(*diagnostics)
         self.diagnostics = diagnostics

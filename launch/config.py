@@ -26,6 +26,8 @@ THREAD_VARIABLES = (
 class ConfigError(ValueError):
     """An environment variable, or an option of the launcher, has a value that it does not take."""
 
+    __module__ = "cg"  # the public name, which tracebacks show
+
 
 @dataclass(frozen=True)
 class Config:

@@ -14,14 +14,14 @@ sys.path.insert(0, str(ROOT / "docs"))  # the generator is no part of the packag
 
 from generator import bars  # noqa: E402
 from generator.docstrings import to_markdown  # noqa: E402
-from generator.pages import PAGES, PICTURES, render  # noqa: E402
+from generator.pages import NOTEBOOKS, PAGES, PICTURES, render  # noqa: E402
 from generator.snippets import SnippetError, run_page  # noqa: E402
 
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]
-DRAWN = [str(picture.relative_to(ROOT)) for picture in PICTURES]
+DRAWN = [str(file.relative_to(ROOT)) for file in (*PICTURES, *NOTEBOOKS)]
 
 
-@pytest.mark.parametrize("page", [*PAGES, *PICTURES], ids=IDS + DRAWN)
+@pytest.mark.parametrize("page", [*PAGES, *PICTURES, *NOTEBOOKS], ids=IDS + DRAWN)
 def test_pages_are_up_to_date(page: Path) -> None:
     """Runs the page's snippets in the virtual world, too."""
     lines, written = render(page).splitlines(), page.read_text(encoding="utf-8").splitlines()
@@ -81,7 +81,28 @@ def prose(page: Path) -> str:
 def test_every_page_is_in_the_navigation() -> None:
     listed = set(re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    pages |= {f"tutorials/{notebook.stem}.md" for notebook in NOTEBOOKS}
     assert listed == pages
+
+
+TAUGHT = [page for page in (ROOT / "docs").rglob("*.md") if page.parent.name != "design"]
+
+
+@pytest.mark.parametrize("page", TAUGHT, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_says_first_what_one_can_do_after_it(page: Path) -> None:
+    after_title = page.read_text(encoding="utf-8").split("\n\n")[1]
+    assert after_title.startswith("After this page you "), f"{page} begins otherwise"
+
+
+LONGEST = 2000
+
+
+@pytest.mark.parametrize("page", TAUGHT, ids=lambda page: str(page.relative_to(ROOT)))
+def test_pages_are_short(page: Path) -> None:
+    """Words that people write: without code, and without what is made of code and of records."""
+    written = re.sub(r"<!-- generated.*?<!-- end -->", "", page.read_text("utf-8"), flags=re.S)
+    words = len(re.sub(r"^```.*?^```", "", written, flags=re.S | re.M).split())
+    assert words <= LONGEST, f"{page} has {words} words: divide it"
 
 
 def test_every_picture_is_shown_by_a_page() -> None:

@@ -21,6 +21,8 @@ class TraceError(Exception):
         remedy: what to do.
     """
 
+    __module__ = "cg"  # the public name, which tracebacks show
+
     def __init__(self, reason: str, *, loc: Location | None = None, remedy: str = "") -> None:
         self.reason = reason
         self.loc = loc

@@ -31,6 +31,8 @@ OPTIONS = {
 class FuseError(RuntimeError):
     """A compiler that a step asks for is not there, or lacks something."""
 
+    __module__ = "cg"  # the public name, which tracebacks show
+
 
 def check_name(name: object) -> None:
     """Refuse what no compiler is called.

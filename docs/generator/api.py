@@ -13,30 +13,75 @@ import cg
 from cg.backends.timing.statistics import Statistics
 from cg.launch.api.compiled_programs import Cost, Programs
 from cg.launch.api.repeated import Repeated
+from cg.launch.checkpoints.weights import Weights
 from cg.launch.measure.profiling import Profile
+from cg.launch.models.cut_model import Cuts, StageOfModel
+from cg.launch.models.part import ModelPart
 from cg.passes.simulate.memory_plan import MemoryPlan
 from cg.passes.simulate.program_times import ProgramTimes, RankTimes
 
-from .docstrings import to_markdown
+from .docstrings import first_sentence, to_markdown
+from .examples import examples
 
 _GROUP = re.compile(r'^    # (.+)$|^    "(\w+)": ', re.MULTILINE)
 
 
-def reference() -> str:
-    """Every name of `cg.__all__`."""
-    parts: list[str] = []
-    listed: list[str] = []
-    for title, names in _groups():
-        parts.append(f"## {title}")
-        for name in names:
-            parts.append(f"### cg.{name}\n\n{_describe(name, getattr(cg, name))}")
-            listed.append(name)
+PAGES = {
+    "program": "Writing a program",
+    "models": "Models of other libraries",
+    "world": "The world",
+    "compiled": "What compiling gives",
+    "costs": "What it costs",
+    "errors": "What can go wrong",
+}
+"""The page of each group of names, in `docs/reference/api`."""
+
+_TOLD = (Statistics, MemoryPlan, Cost, ProgramTimes, RankTimes, Repeated, Profile)
+"""What methods of `Compiled` return; no public names, since users make none of them."""
+
+_OF_MODELS = (Cuts, StageOfModel, ModelPart, Weights)
+"""What `cg.cut_layers` and `cg.pretrained` return."""
+
+
+def index() -> str:
+    """A line for each name of `cg.__all__`, with a link to it."""
+    groups = dict(_groups())
+    listed = [name for names in groups.values() for name in names]
     if sorted(listed) != sorted(cg.__all__):
         raise KeyError(f"in one of __all__ and _HOMES only: {set(listed) ^ set(cg.__all__)}")
-    parts.append("## What `Compiled` tells about itself")
-    for cls in (Statistics, MemoryPlan, Cost, ProgramTimes, RankTimes, Repeated, Profile):
-        parts.append(f"### {cls.__name__}\n\n{_class(cls.__name__, cls)}")
+    if set(groups) != set(PAGES.values()):
+        raise KeyError(f"a group without a page, or the other way: {set(groups)}")
+    parts = []
+    for page, title in PAGES.items():
+        rows = ["| name | is |", "|---|---|"]
+        for name in groups[title]:
+            link = f"[`cg.{name}`](api/{page}.md#cg{name.lower()})"
+            rows.append(f"| {link} | {first_sentence(_doc(getattr(cg, name)))} |")
+        parts += [f"## [{title}](api/{page}.md)", "\n".join(rows)]
     return "\n\n".join(parts)
+
+
+def group(page: str) -> str:
+    """The names of one page, with their docstrings."""
+    names = dict(_groups())[PAGES[page]]
+    shown = examples()
+    parts = []
+    for name in names:
+        example = f"\n\n*Example*:\n\n{shown[name]}" if name in shown else ""
+        parts.append(f"## cg.{name}\n\n{_describe(name, getattr(cg, name))}{example}")
+    told = {"compiled": _TOLD, "models": _OF_MODELS}.get(page, ())
+    parts += [f"## {cls.__name__}\n\n{_class(cls.__name__, cls)}" for cls in told]
+    return "\n\n".join(parts)
+
+
+def prelude() -> str:
+    """What the examples of all pages begin with."""
+    return examples()[""]
+
+
+def _doc(value: Any) -> str | None:
+    own = isinstance(value, type | ModuleType) or inspect.isfunction(value)
+    return value.__doc__ if own else type(value).__doc__
 
 
 def _groups() -> Iterator[tuple[str, list[str]]]:
@@ -71,7 +116,7 @@ def _module(name: str, module: ModuleType) -> str:
             code = _code(f"cg.{name}.{member}", value)
             parts.append(f"{code}\n\n{to_markdown(value.__doc__)}")
         elif isinstance(value, type):
-            parts.append(f"#### cg.{name}.{member}\n\n{_class(f'{name}.{member}', value)}")
+            parts.append(f"### cg.{name}.{member}\n\n{_class(f'{name}.{member}', value)}")
     return "\n\n".join(parts)
 
 

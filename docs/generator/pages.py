@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from . import api, figures, gpus, llama, operations, passes, ray, tables
-from .snippets import run_page
+from . import api, figures, gpus, groups, llama, notebooks, operations, passes, ray, tables
+from .snippets import dumped, run_page
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -17,8 +18,13 @@ PAGES = (
     *sorted((ROOT / "docs").rglob("*.md")),
 )
 
+NOTEBOOKS = tuple(sorted((ROOT / "docs" / "tutorials").glob("*.ipynb")))
+"""Tutorials, whose cells are run."""
+
 SECTIONS: dict[str, Callable[[], str]] = {
-    "api": api.reference,
+    "api": api.index,
+    "api-prelude": api.prelude,
+    **{f"api-{page}": partial(api.group, page) for page in api.PAGES},
     "environment": tables.environment,
     "ops": operations.reference,
     "phases": operations.phases,
@@ -29,6 +35,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "passes": passes.reference,
     "schedules": tables.schedules,
     "schedule-figures": figures.schedules,
+    "groups-cpu": groups.steps,
+    "all-reduce": groups.all_reduces,
     "gpu-machine": gpus.machine,
     "gpu-round-trips": gpus.round_trips,
     "gpu-pipelines": gpus.pipelines,
@@ -48,6 +56,9 @@ SECTIONS: dict[str, Callable[[], str]] = {
 """What may stand between `<!-- generated: name -->` and `<!-- end -->`."""
 
 PICTURES: dict[Path, Callable[[], str]] = {
+    ROOT / "docs" / "images" / "timeline.svg": partial(
+        dumped, ROOT / "README.md", "step.timeline.svg", ranks=3
+    ),
     ROOT / "docs" / "images" / "gpu_round_trips.svg": gpus.round_trip_picture,
     ROOT / "docs" / "images" / "gpu_llama.svg": llama.picture,
 }
@@ -59,7 +70,7 @@ _SECTION = re.compile(r"(<!-- generated: (\S+) -->\n)(.*?)(<!-- end -->)", re.DO
 def render(page: Path) -> str:
     """The text that the page should have: sections generated anew, snippets run again.
 
-    A picture is drawn anew.
+    A picture is drawn anew, and a notebook is run.
 
     Raises:
         KeyError: the page asks for a section that there is not.
@@ -67,6 +78,8 @@ def render(page: Path) -> str:
     """
     if page in PICTURES:
         return PICTURES[page]()
+    if page in NOTEBOOKS:
+        return notebooks.render(page)
 
     def section(match: re.Match[str]) -> str:
         head, name, _, end = match.groups()

@@ -116,6 +116,38 @@ def run_page(text: str, name: Path) -> str:
         return _BLOCK.sub(_Page(str(name), directory).replace, text)
 
 
+def dumped(page: Path, name: str, ranks: int) -> str:
+    """A file of the dump of the first snippet of a page that is to be run, on that many ranks."""
+    block = next(match for match in _BLOCK.finditer(page.read_text(encoding="utf-8")))
+    with _sandbox(ranks) as directory, mock.patch.dict(os.environ, {"CG_DUMP": str(directory)}):
+        file = directory / "step.py"
+        file.write_text(block["body"], encoding="utf-8")
+        _, error = _run_python(file, {"__name__": "__main__"})
+        if error is not None:
+            raise SnippetError(f"{page.name}: {error}")
+        text = (directory / name).read_text(encoding="utf-8")
+        return text.replace(f"{directory}{os.sep}", "")
+
+
+def run_parts(name: str, parts: list[str], ranks: int) -> list[str]:
+    """Run the parts of a program one after the other; what each prints.
+
+    Raises:
+        SnippetError: a part fails.
+    """
+    names: dict[str, Any] = {"__name__": "__main__"}
+    outputs = []
+    with _sandbox(ranks) as directory:
+        for number, part in enumerate(parts):
+            file = directory / f"part{number}.py"
+            file.write_text(part, encoding="utf-8")
+            output, error = _run_python(file, names)
+            if error is not None:
+                raise SnippetError(f"{name}: {part}\n{error}")
+            outputs.append(output.replace(f"{directory}{os.sep}", ""))
+    return outputs
+
+
 @contextlib.contextmanager
 def _sandbox(ranks: int = 2) -> Iterator[Path]:
     """A directory, a world and a numbering of actors of the page's own."""

@@ -105,6 +105,14 @@ class Programs:
         self._world = world
         self._driver = driver
 
+    def __repr__(self) -> str:
+        ops = sum(len(program.ops) for program in self.module.programs)
+        shape = f"{ops} ops on {self.module.world} ranks"
+        if len(self.variants) > 1:
+            shape += f", the first of {len(self.variants)} signatures"
+        driven = "" if self._driver is None else f", driven from rank {self._driver}"
+        return f"<cg.{type(self).__name__} {self._name}: {shape}{driven}>"
+
     @property
     def module(self) -> Module:
         """The scheduled module (of the first signature), the same on all ranks."""

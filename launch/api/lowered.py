@@ -75,6 +75,11 @@ class Lowered:
         self._trace_optimistically = again
         self._fusing = [Fusing(trace.bodies) for trace in traces]
 
+    def __repr__(self) -> str:
+        count = len(self.traces)
+        traced = f"traced for {count} signature{'s' * (count != 1)}"
+        return f"<cg.Lowered {self._step.name}: {traced}, {self._world.size} ranks>"
+
     @property
     def trace(self) -> Trace:
         """The first of the traces."""

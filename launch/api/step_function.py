@@ -41,6 +41,11 @@ class Step:
         self._compiled: dict[tuple[Any, ...], Compiled] = {}
         self._numbering = Numbering()
 
+    def __repr__(self) -> str:
+        count = len(self._compiled)
+        state = f"compiled for {count} signature{'s' * (count != 1)}" if count else "not compiled"
+        return f"<cg.Step {self.__name__}: {state}>"
+
     def __get__(self, instance: object, owner: type | None = None) -> Step:
         """The step of one object, if a method is decorated; made on the first access."""
         if instance is None:

@@ -33,6 +33,8 @@ NOTICE_TAG = 1
 class WorldError(RuntimeError):
     """The ranks that run together do not agree on what they are doing, or cannot start."""
 
+    __module__ = "cg"  # the public name, which tracebacks show
+
 
 @dataclass(frozen=True)
 class Notice:

@@ -27,6 +27,8 @@ from .sharing import find_sharing
 class ActorError(RuntimeError):
     """An actor was made or used where it cannot be."""
 
+    __module__ = "cg"  # the public name, which tracebacks show
+
 
 class _Elsewhere:
     """Stands for an instance that another process holds."""

@@ -26,6 +26,8 @@ _TENSOR = torch.Tensor
 class InputError(TypeError):
     """A step is called with arguments that it was not traced for, or that no step can take."""
 
+    __module__ = "cg"  # the public name, which tracebacks show
+
 
 def _never(*args: Any) -> bool:
     return False

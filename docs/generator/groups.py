@@ -1,0 +1,48 @@
+"""Tables of the benchmarks of groups of ranks on CPUs, from what was recorded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+_RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+_MIB = 2**20
+
+
+def steps() -> str:
+    """Steps on two ranks, beside torch's way over gloo."""
+    recorded = _recorded("groups_cpu.json")
+    rows = ["| step | cg | peer | peer / cg |", "|---|---|---|---|"]
+    for name, sides in sorted(recorded["figures"].items()):
+        ours, peer = median(sides["cg"]), median(sides["peer"])
+        rows.append(f"| {name} | {ours:.3g} | {peer:.3g} | {peer / ours:.2f}x |")
+    return _with_source(rows, recorded)
+
+
+def all_reduces() -> str:
+    """All-reduces on two ranks, beside gloo's."""
+    recorded = _recorded("all_reduce.json")
+    rows = ["| bytes | cg, µs | gloo, µs | cg / gloo |", "|---|---|---|---|"]
+    for size, sides in sorted(recorded["figures"]["all_reduce_us"].items(), key=_bytes):
+        ours, peer = median(sides["cg"]), median(sides["gloo"])
+        name = f"{int(size) // _MIB} MiB" if int(size) >= _MIB else f"{int(size) // 1024} KiB"
+        rows.append(f"| {name} | {ours:.3g} | {peer:.4g} | {ours / peer:.2f}x |")
+    return _with_source(rows, recorded)
+
+
+def _bytes(item: tuple[str, Any]) -> int:
+    return int(item[0])
+
+
+def _recorded(name: str) -> Any:
+    return json.loads((_RESULTS / name).read_text(encoding="utf-8"))
+
+
+def _with_source(rows: list[str], recorded: Any) -> str:
+    machine = recorded["machine"]
+    packages = machine["packages"]
+    where = f"{machine['cores']} cores of {machine['cpu']}, torch {packages['torch']}"
+    table = "\n".join(rows)
+    return f"{table}\n\n{recorded['date']}: `{recorded['command']}` ({where})"
