@@ -88,6 +88,7 @@ class ModelPart(nn.Module):
                 whose ranks share the batch they are cut along that axis, so that the gradient is a
                 sum over these ranks, as that of the part's other methods is.
         """
+        lent: dict[str, torch.Tensor]
         lent = {name: self.model.get_parameter(name) for name in self.lent}
         if rows is None:
             return lent
