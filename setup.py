@@ -54,10 +54,10 @@ COMPILED = (
     "backends/devices/output_buffers.py",
     "launch/api/selection.py",
 )
-"""What every execution goes through, and that no user extends or replaces."""
+"""Modules that every execution goes through, and that no user extends or replaces."""
 
 NATIVE = "cg.backends.cpu.memory._cells"
-"""What is written in C."""
+"""Modules that are written in C."""
 
 FLAGS = ["-std=c11", "-O2", "-Wall"]
 

@@ -57,7 +57,7 @@ class Block(nn.Module):
 
 
 class Trained(nn.Module):
-    """What has an optimizer of its own."""
+    """A module with an optimizer of its own."""
 
     def train_by(self, rate: float) -> None:
         self.optimizer = torch.optim.AdamW(self.parameters(), lr=rate)
@@ -130,7 +130,7 @@ class Loss(Trained):
 
 @dataclass(frozen=True)
 class Shape:
-    """How many ranks a tower has: the first ones for images, the next ones for captions."""
+    """The number of ranks of a tower: the first ones for images, the next ones for captions."""
 
     vision: int
     text: int

@@ -142,11 +142,11 @@ PLAN = cg.plan(
         "*.up.weight|*.up.bias": cg.cut(0, "tp"),
     }
 )
-"""What a stage's group of ranks shares: rows of the batch along dp, heads and hidden along tp."""
+"""The plan of a stage's group: rows of the batch along dp, heads and hidden along tp."""
 
 
 def place(home: int, data: int, tensor: int) -> Any:
-    """What makes stages at a home: on one rank, or on a group of data x tensor ranks."""
+    """The maker of stages at a home: on one rank, or on a group of data x tensor ranks."""
     size = data * tensor
     if size == 1:
         return Stage.on(home)
@@ -190,7 +190,7 @@ class Text:
 
 @dataclass
 class Record:
-    """What the run has shown so far."""
+    """The results of the run so far."""
 
     losses: list[float] = field(default_factory=list)
     validation: list[tuple[int, float]] = field(default_factory=list)

@@ -8,7 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 
-class Effect(enum.Enum):
+class FastEnum(enum.Enum):
+    """An enumeration whose members hash as objects; `Enum` hashes their names, in Python."""
+
+    __hash__ = object.__hash__
+
+
+class Effect(FastEnum):
     """The effect of a function on the state of its actor.
 
     PURE touches no state. READ reads it. ACCUMULATE adds to the actor's gradients, and reads
@@ -63,7 +69,7 @@ class Shares:
 NO_SHARES = Shares()
 
 
-class Stream(enum.Enum):
+class Stream(FastEnum):
     """An in-order queue of a rank: work on one stream never overtakes itself.
 
     MESSAGE takes both directions of a transport that does a rank's messages one after the other.
@@ -89,7 +95,7 @@ class ReduceOp(enum.Enum):
     MAX = "max"
 
 
-class Action(enum.Enum):
+class Action(FastEnum):
     """The action of a task of a pipeline schedule.
 
     F is the forward. B is the backward: the whole of it, or, where a schedule splits the

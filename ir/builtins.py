@@ -25,7 +25,7 @@ _REDUCTIONS = {
 _WORDS = {op: word for word, op in _REDUCTIONS.items()}
 
 _IN_NAMES = str.maketrans({",": "x", "/": "-", "*": "$", "|": "-", "+": "-"})
-"""What stands in names for the signs of a type's text."""
+"""The letters that stand in names for the signs of a type's text."""
 
 NAMES = frozenset(_REDUCTIONS)
 

@@ -241,11 +241,13 @@ class Progress:
     ) -> list[Event]:
         """The events of a program: what communicates, and what takes time."""
         promised: dict[Value, Message] = {}
-        storage = SharedStorage(program, module.functions)
-        last_frees = storage.last_frees()
+        group_of = SharedStorage(program, module.functions).of
         received: dict[Value, list[Message]] = {}
+        # The last free of each group of values, at which its storage goes, and those before it.
+        last: dict[Value, Free] = {}
+        early: set[Op] = set()
         events: list[Event] = []
-        for index, op in enumerate(program.ops):
+        for op in program.ops:
             if isinstance(op, Wait):
                 message = promised.get(op.operands[0])
                 if message is not None:
@@ -253,17 +255,21 @@ class Progress:
             elif isinstance(op, Communication):
                 message = self.messages[op.chan or 0, op.seq or 0]
                 promised[op.results[0]] = message
-                received.setdefault(storage.of(op.results[0]), []).append(message)
+                received.setdefault(group_of(op.results[0]), []).append(message)
                 events.append((Kind.POST, message, op))
             elif isinstance(op, Free):
-                group = storage.of(op.operands[0])
-                if last_frees[group] == index:
-                    for message in received.get(group, ()):
-                        self.freed.add(message)
-                        events.append((Kind.FREE, message, op))
+                group = group_of(op.operands[0])
+                if group not in received:
+                    continue
+                if group in last:
+                    early.add(last[group])
+                last[group] = op
+                for message in received[group]:
+                    self.freed.add(message)
+                    events.append((Kind.FREE, message, op))
             elif cost is not None:
                 events.append((Kind.WORK, None, op))
-        return events
+        return [event for event in events if event[2] not in early] if early else events
 
     def _advance(self, rank: int) -> list[int]:
         """Run a rank until it blocks; the ranks that are blocked no longer because of it."""

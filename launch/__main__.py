@@ -112,7 +112,7 @@ def _run(options: argparse.Namespace) -> int:
     _show(options, line, ours, launcher)
     everything = {**for_daemons(inherited), **ours, **variables(launcher, os.geteuid() == 0)}
     with tempfile.TemporaryDirectory(prefix="cg-job-") as folder:
-        everything["CG_ATTENDANCE"] = folder
+        everything["CG_RANK_REGISTRY"] = folder
         return _supervise(line, everything, ranks, RankRegistry(Path(folder)))
 
 

@@ -54,17 +54,17 @@ class Config:
     bind_devices: bool = True
     """Let each rank select the accelerator of its local rank."""
     device: str = "auto"
-    """Where actors live: on the host, or on an accelerator of each rank's own."""
+    """The home of actors: the host, or an accelerator of each rank's own."""
     nccl_nonblocking: bool = False
     """Let NCCL's calls return before they are done."""
     hccl_library: str | None = None
     """The file of HCCL; None: search for it."""
-    attendance: Path | None = None
+    rank_registry: Path | None = None
     """The folder of the rank registry (`job/rank_registry.py`); None: there is none."""
     launch: Launch | None = None
-    """How an MPI launcher started this process; None: it did not."""
+    """The facts by which an MPI launcher started this process; None: it did not."""
     foreign: Foreign | None = None
-    """How a launcher without MPI started this process among others; None: it did not."""
+    """The facts by which a launcher without MPI started this process; None: it did not."""
     preset_threads: frozenset[str] = frozenset()
     """Those of `THREAD_VARIABLES` that are set already."""
     given: frozenset[str] = field(default=frozenset(), compare=False)
@@ -340,8 +340,8 @@ VARIABLES = (
         _word,
     ),
     Variable(
-        "CG_ATTENDANCE",
-        "attendance",
+        "CG_RANK_REGISTRY",
+        "rank_registry",
         "a directory",
         "none",
         "Where ranks have a file while they are in the job. `cg.launch` sets it, to notice those "

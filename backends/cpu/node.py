@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from ..base import World
 from ..errors import TransportError
-from ..failures.flight import Doing, Sight
+from ..failures.flight import Activity, Sight
 from .memory.fences import full_fence, publish_fence
 from .memory.layout import ROW, WAITING, block_bytes
 from .memory.parallel_memcpy import Copier
@@ -51,7 +51,7 @@ class MpiWorld(World, Protocol):
         Only then does MPI end.
         """
 
-    def answer_by(self, teller: Callable[[], Doing | None]) -> None:
+    def answer_by(self, teller: Callable[[], Activity | None]) -> None:
         """Let `teller` say what this process does, when another rank asks.
 
         Another thread calls it. None: it does nothing that `teller` knows of. Of several tellers

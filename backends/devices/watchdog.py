@@ -141,7 +141,7 @@ class Watchdog:
                 return
 
     def look(self) -> str | None:
-        """What has gone wrong by now, in words: with messages, on the host or on the device."""
+        """Describe what has gone wrong by now: with messages, on the host or on the device."""
         faults = self._faults()
         if faults:
             return "messages between devices have failed: " + "; ".join(faults)

@@ -14,7 +14,7 @@ from time import monotonic
 from typing import Any, Final
 
 from ..errors import CapacityError, StepTimeout
-from ..failures.flight import Doing, Sight
+from ..failures.flight import Activity, Sight
 from ..failures.interruptions import is_interruption
 from ..failures.timeouts import (
     is_full,
@@ -29,7 +29,7 @@ from .futures import Future
 from .graphs import Graph
 from .outcomes import Outcome, Waiting
 from .rank_scheduler import RankScheduler
-from .restart import STAGES, Stage, Stages, cannot_start_over, give_up, reset
+from .restart import RESTART_STATES, RestartEpochs, RestartState, cannot_start_over, give_up, reset
 
 _ASKING: Final = 0.5
 """Seconds at most that other ranks get to say where they are, when an execution is late."""
@@ -45,7 +45,7 @@ class Executions:
         ranks: those that this process plays.
         commands: makes what carries commands from a driver to the other ranks.
         waiting: how to wait.
-        stages: how all ranks start over after an interruption; None if they cannot.
+        epochs: how all ranks start over after an interruption; None if they cannot.
         shuffle: as in `RankScheduler`.
         on_departure: told of each exception for the whole process that a method has raised.
 
@@ -63,7 +63,7 @@ class Executions:
         ranks: Sequence[int],
         commands: Callable[[int], CommandTransport],
         waiting: Waiting,
-        stages: Stages | None,
+        epochs: RestartEpochs | None,
         shuffle: random.Random | None = None,
         on_departure: Callable[[BaseException], None] | None = None,
     ) -> None:
@@ -81,7 +81,7 @@ class Executions:
         self._all_queues: dict[int, tuple[CommandQueue, ...]] = {}
         self._due: deque[Future] = deque()
         self.has_due = False
-        self._stages = stages
+        self._epochs = epochs
         self._on_departure = on_departure
         self._doubt = "on another rank"
         self.in_doubt = False
@@ -244,11 +244,11 @@ class Executions:
 
     # -- moving on --------------------------------------------------------------------------
 
-    def doing(self) -> Doing | None:
+    def doing(self) -> Activity | None:
         """Describe the executions in flight in this process, if any; for another thread."""
         lines = positions_in_flight(self._all)
         threads = [scheduler.thread for scheduler in self._all if scheduler.thread]
-        return Doing("\n".join(lines).strip(), *threads[:1]) if lines else None
+        return Activity("\n".join(lines).strip(), *threads[:1]) if lines else None
 
     def _timeout(self, late: str, waited: float | None) -> StepTimeout:
         """Make the error of a caller that has waited: where the executions in flight are.
@@ -401,7 +401,7 @@ class Executions:
         elif any(scheduler.is_busy for scheduler in self._all) and not is_interruption(error):
             self.in_doubt = False  # a method has asked for what it must not ask for
 
-    def _reset(self, stages: Stages) -> None:
+    def _reset(self, epochs: RestartEpochs) -> None:
         """Bring what carries messages and commands back to its beginning; nobody uses it now."""
         for queue in self._queues:
             while number := queue.drop():
@@ -412,26 +412,26 @@ class Executions:
             reset(graph)
         if self.driver in self.schedulers:
             self._commands[self.driver].mend()
-            stages.tell(max((graph.count for graph in self.graphs.values()), default=0))
+            epochs.tell(max((graph.count for graph in self.graphs.values()), default=0))
 
     def _hear(self) -> None:
         """Start over if another rank does."""
-        if self._stages is not None and self._stages.is_wanted(self.driver or 0):
+        if self._epochs is not None and self._epochs.is_wanted(self.driver or 0):
             self.in_doubt = True
 
     def _start_over(self) -> bool:
-        """Go through the next stage, if all ranks have gone through the one before."""
-        stages = self._stages
-        if stages is None or any(graph.cannot_restart for graph in self.graphs.values()):
+        """Go through the next epoch, if all ranks have gone through the one before."""
+        epochs = self._epochs
+        if epochs is None or any(graph.cannot_restart for graph in self.graphs.values()):
             raise cannot_start_over(self._doubt)
-        at = stages.mine
-        stage = at % STAGES
-        if stage and stages.missing(at):
+        at = epochs.mine
+        state = at % RESTART_STATES
+        if state and epochs.missing(at):
             return False
-        if stage == Stage.STOPPED:
-            self._reset(stages)
-        elif stage == Stage.RESET:
-            number = stages.told(self.driver or 0)
+        if state == RestartState.STOPPED:
+            self._reset(epochs)
+        elif state == RestartState.RESET:
+            number = epochs.told(self.driver or 0)
             for graph in self.graphs.values():
                 graph.go_on_from(number, graph.started)
         elif self.graphs:
@@ -442,7 +442,7 @@ class Executions:
         else:
             self.in_doubt = False
             return True
-        stages.reach(at + 1)
-        if stage == Stage.RESET:
+        epochs.reach(at + 1)
+        if state == RestartState.RESET:
             self.in_doubt = False
         return True

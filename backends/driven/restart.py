@@ -3,7 +3,7 @@
 A signal's handler may raise between any two calls of this package. Where that cuts something in two
 that other ranks see, a message or a command, nobody can say how far it has come. So all executions
 in flight are given up, on all ranks, and what carries records and messages is brought back to its
-beginning. Ranks go through it in stages, and each stage can be begun again at any point: what it
+beginning. Ranks go through it in epochs, and each epoch can be begun again at any point: what it
 does may be done twice, and one store says that it is done.
 """
 
@@ -18,28 +18,28 @@ from .graphs import Graph
 from .outcomes import resolve
 
 
-class Stage(enum.IntEnum):
-    """The stages of a restart; the words that ranks share count on, three for each restart."""
+class RestartState(enum.IntEnum):
+    """The state of a restart; the words that ranks share count epochs, three for each restart."""
 
     RUNNING = 0
     STOPPED = 1
     RESET = 2
 
 
-STAGES: Final = len(Stage)
+RESTART_STATES: Final = len(RestartState)
 
 
-class Stages(Protocol):
-    """The stages that ranks have gone through in starting over."""
+class RestartEpochs(Protocol):
+    """The restart epochs that ranks have gone through in starting over."""
 
     @property
     def mine(self) -> int:
-        """The number of stages that this process has gone through."""
+        """The number of epochs that this process has gone through."""
 
-    def reach(self, stage: int) -> None:
-        """Say that this process has gone through so many stages, and all that it did before."""
+    def reach(self, epoch: int) -> None:
+        """Say that this process has gone through so many epochs, and all that it did before."""
 
-    def missing(self, stage: int) -> list[int]:
+    def missing(self, epoch: int) -> list[int]:
         """The ranks that have gone through fewer; they are woken."""
 
     def is_wanted(self, driver: int) -> bool:

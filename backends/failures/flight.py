@@ -39,7 +39,7 @@ class Position:
 
 
 @dataclass(frozen=True, slots=True)
-class Doing:
+class Activity:
     """A process's description of what it does.
 
     Attributes:

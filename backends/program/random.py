@@ -23,13 +23,14 @@ def splitmix64(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def call_seed(seed: int, execution: int, key: int) -> int:
-    """The generator's seed for one call: `mix(mix(mix(seed) ^ execution) ^ key)`.
+def call_seeds(seed: int, key: int) -> Callable[[int], int]:
+    """The generator's seed for a call, by execution: `mix(mix(mix(seed) ^ execution) ^ key)`.
 
     `mix` is `splitmix64`. The result does not depend on the rank, the schedule, or what else was
     drawn. `seed` counts modulo 2**64.
     """
-    return splitmix64(splitmix64(splitmix64(seed & _MASK) ^ execution) ^ key)
+    base = splitmix64(seed & _MASK)
+    return lambda execution: splitmix64(splitmix64(base ^ execution) ^ key)
 
 
 def seeded(body: Body, seed: int, key: int, execution: Callable[[], int]) -> Body:
@@ -38,11 +39,11 @@ def seeded(body: Body, seed: int, key: int, execution: Callable[[], int]) -> Bod
     `execution` says which execution the call belongs to.
     """
     generator = torch.default_generator
-    base = splitmix64(seed & _MASK)
+    seed_of = call_seeds(seed, key)
 
     def run(*inputs: Any) -> Any:
         before = generator.get_state()
-        generator.manual_seed(splitmix64(splitmix64(base ^ execution()) ^ key))
+        generator.manual_seed(seed_of(execution()))
         try:
             return body(*inputs)
         finally:
@@ -68,11 +69,11 @@ def seeded_on(
     device: Generator, body: Body, seed: int, key: int, execution: Callable[[], int]
 ) -> Body:
     """`body` with a device's generator seeded before it and put back after it; see `seeded`."""
-    base = splitmix64(seed & _MASK)
+    seed_of = call_seeds(seed, key)
 
     def run(*inputs: Any) -> Any:
         before = device.random_state()
-        device.seed(splitmix64(splitmix64(base ^ execution()) ^ key))
+        device.seed(seed_of(execution()))
         try:
             return body(*inputs)
         finally:

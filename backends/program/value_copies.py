@@ -41,7 +41,7 @@ def _copy(target: memoryview, source: memoryview) -> None:
     target[:] = source
 
 
-def spoil(value: Any) -> None:
+def overwrite(value: Any) -> None:
     """Overwrite a tensor with what shows: NaN, the largest integer, or true."""
     if not isinstance(value, Tensor):
         return

@@ -118,7 +118,7 @@ class Collectives(ABC):
             return self._broadcast(op, self._tensor(self.result))
         if isinstance(op, Scatter):
             return self._scatter(op, self._tensor(self.result))
-        operand = self._tensor(self.operand)  # every member gives one to the other ops
+        operand = self._tensor(self.operand)  # every member gives one to the ops below
         if isinstance(op, AllReduce):
             return self._all_reduce(op, operand)
         if isinstance(op, AllGather):

@@ -9,7 +9,7 @@ from ...ir.ops import Collective, Recv, Send
 from ...ir.printer import format_op
 from ...ir.types import ValueType
 from ..errors import BindError
-from .rendezvous import Edge, Meeting, Place, Traffic, VirtualPort
+from .rendezvous import CollectiveRendezvous, MessageRendezvous, Rendezvous, Traffic, VirtualPort
 
 
 class VirtualFabric:
@@ -22,34 +22,34 @@ class VirtualFabric:
     def __init__(self, poison: bool = False) -> None:
         self.traffic = Traffic()
         self._poison = poison
-        self._places: dict[int, Place] = {}
+        self._rendezvous: dict[int, Rendezvous] = {}
 
     def communicator(self, rank: int) -> VirtualCommunicator:
         """The communicator of one rank."""
         return VirtualCommunicator(self, rank)
 
-    def place(self, channel: Channel) -> Place:
-        """The place where the ends of a channel's messages, or its group, meet."""
-        place = self._places.get(channel.id)
-        if place is None:
-            kind = Meeting if channel.collective else Edge
-            place = self._places[channel.id] = kind(channel, self.traffic, self._poison)
-        return place
+    def rendezvous(self, channel: Channel) -> Rendezvous:
+        """The rendezvous where the ends of a channel's messages, or its group, meet."""
+        found = self._rendezvous.get(channel.id)
+        if found is None:
+            kind = CollectiveRendezvous if channel.collective else MessageRendezvous
+            found = self._rendezvous[channel.id] = kind(channel, self.traffic, self._poison)
+        return found
 
-    def let_go(self) -> bool:
+    def release_held(self) -> bool:
         """Let the message that is held complete; whether there was one."""
         held, self.traffic.held = self.traffic.held, None
         if held is None:
             return False
-        for place in self._places.values():
-            self.traffic.settle(place)
+        for each in self._rendezvous.values():
+            self.traffic.progress(each)
         return True
 
     def reset(self) -> None:
         """Forget all messages in flight."""
         self.traffic.reset()
-        for place in self._places.values():
-            place.reset()
+        for each in self._rendezvous.values():
+            each.reset()
 
 
 class VirtualCommunicator:
@@ -97,7 +97,7 @@ class VirtualCommunicator:
         line: deque[VirtualPort] | None = None
         if op.stream is not None:  # it is this communicator's alone
             line = self._fabric.traffic.line((id(self), op.stream))
-        return VirtualPort(op, self._rank, type_, self._fabric.place(channel), line)
+        return VirtualPort(op, self._rank, type_, self._fabric.rendezvous(channel), line)
 
     def _check_edge(self, op: Send | Recv, channel: Channel, ranks: tuple[int, int]) -> None:
         if channel.collective or channel.ranks != ranks:

@@ -1,4 +1,4 @@
-"""The places where the ends of messages and collectives meet, and the order in which they complete.
+"""Rendezvous of the ends of messages and collectives, and the order in which they complete.
 
 A message completes only when its receive is posted, a collective when all of its group have come,
 and what a rank has put on one stream completes in order. A slot of a channel holds one message at a
@@ -20,7 +20,7 @@ from ...ir.printer import format_op
 from ...ir.types import ValueType
 from ..errors import TransportError
 from ..failures.poison import Poison
-from ..program.value_copies import duplicate, spoil
+from ..program.value_copies import duplicate, overwrite
 from .collectives import outcomes
 
 
@@ -32,8 +32,9 @@ class VirtualPort:
         exchange: the meaning of that, of a collective.
         rank: whose end it is.
         type: of the value that it sends or receives.
-        place: where it meets the other ends.
+        rendezvous: where it meets the other ends.
         line: what its stream has yet to complete, in order; None without a stream.
+        slot: the slot of its channel that a receive reads, if there is one.
         value: the operand, or the tensor to receive into; once `done`, the value that was made.
         done: whether the op is complete.
     """
@@ -43,15 +44,16 @@ class VirtualPort:
         op: Send | Recv | Collective,
         rank: int,
         type_: ValueType,
-        place: Place,
+        rendezvous: Rendezvous,
         line: deque[VirtualPort] | None,
     ) -> None:
         self.op = op
         self.exchange = op.exchange if isinstance(op, Collective) else None
         self.rank = rank
         self.type = type_
-        self.place = place
+        self.rendezvous = rendezvous
         self.line = line
+        self.slot = op.slot if isinstance(op, Recv) else None
         self.value: Any = None
         self.done = False
         self._error: Exception | None = None
@@ -62,12 +64,13 @@ class VirtualPort:
         self._copies = True
 
     def start(self, value: Any) -> None:
-        """Come to the place with the operand, or with the tensor to receive into."""
+        """Come to the rendezvous with the operand, or with the tensor to receive into."""
         # Where values that are no more are spoilt, programs are to show that they need no copy.
-        is_copied = self._copies and not self.place.poison and not isinstance(value, Poison)
-        self.value = duplicate(value, self.type) if is_copied else value
+        if self._copies and not self.rendezvous.poison and not isinstance(value, Poison):
+            value = duplicate(value, self.type)
+        self.value = value
         self.done = False
-        self.place.join(self)
+        self.rendezvous.join(self)
 
     def fail(self, poison: Poison) -> None:
         """Come with an error in place of the operand; a receive then has no tensor to fill."""
@@ -91,12 +94,12 @@ class VirtualPort:
 
     def release(self) -> None:
         """Drop the value, and let its slot take the next message."""
-        if isinstance(self.op, Recv) and self.op.slot is not None:
-            self.place.free(self.op.slot, self.value)
+        if self.slot is not None:
+            self.rendezvous.free(self.slot, self.value)
         self.value = None
 
 
-class Place(ABC):
+class Rendezvous(ABC):
     """A channel: for each of its ranks the ports that have been started, in order.
 
     Args:
@@ -115,24 +118,25 @@ class Place(ABC):
         self._queues[port.rank].append(port)
         if port.line is not None:
             port.line.append(port)
-        self._traffic.settle(self)
+        self._traffic.progress(self)
 
     def free(self, slot: int, value: Any) -> None:
         """Let a slot, in which `value` has been, take its next message."""
         if self.poison:
-            spoil(value)
+            overwrite(value)
         self._occupied.discard(slot)
-        self._traffic.settle(self)
+        self._traffic.progress(self)
 
     def match(self) -> None:
         """Complete what all ranks have come to, as far as slots and streams allow."""
-        while all(self._queues.values()):
-            ports = [queue[0] for queue in self._queues.values()]
+        queues = self._queues.values()
+        while all(queues):
+            ports = [queue[0] for queue in queues]
             self._check(ports)
-            slot = ports[-1].op.slot if isinstance(ports[-1].op, Recv) else None
+            slot = ports[-1].slot
             if slot in self._occupied or not self._traffic.may_complete(ports):
                 return
-            for queue in self._queues.values():
+            for queue in queues:
                 queue.popleft()
             if slot is not None:
                 self._occupied.add(slot)
@@ -154,7 +158,7 @@ class Place(ABC):
         """Give each port the value that it makes."""
 
 
-class Edge(Place):
+class MessageRendezvous(Rendezvous):
     """The channel of messages from one rank to another."""
 
     def _check(self, ports: Sequence[VirtualPort]) -> None:
@@ -182,7 +186,7 @@ class Edge(Place):
         send.finish()
 
 
-class Meeting(Place):
+class CollectiveRendezvous(Rendezvous):
     """The channel of a group's collectives."""
 
     def _check(self, ports: Sequence[VirtualPort]) -> None:
@@ -198,6 +202,10 @@ class Meeting(Place):
     def _complete(self, ports: Sequence[VirtualPort]) -> None:
         exchange = ports[0].exchange
         assert exchange is not None, "the communicator has checked its channel"
+        if not exchange.receivers:  # all that counts is that they have come
+            for port in ports:
+                port.finish()
+            return
         values = {port.rank: port.value for port in ports}
         operands = [values[rank] for rank in exchange.senders]
         poison = next((value for value in operands if isinstance(value, Poison)), None)
@@ -227,16 +235,16 @@ class Traffic:
     def __init__(self) -> None:
         self.held: tuple[int | None, int | None] | None = None
         self._lines: dict[object, deque[VirtualPort]] = {}
-        self._agenda: deque[Place] = deque()
+        self._agenda: deque[Rendezvous] = deque()
         self._is_busy = False
 
     def line(self, key: object) -> deque[VirtualPort]:
         """The line of a stream."""
         return self._lines.setdefault(key, deque())
 
-    def settle(self, place: Place) -> None:
-        """Complete what can be completed at a place, and whatever that allows."""
-        self._agenda.append(place)
+    def progress(self, rendezvous: Rendezvous) -> None:
+        """Complete what can be completed at a rendezvous, and whatever that allows."""
+        self._agenda.append(rendezvous)
         if self._is_busy:
             return
         self._is_busy = True
@@ -249,7 +257,7 @@ class Traffic:
 
     def may_complete(self, ports: Sequence[VirtualPort]) -> bool:
         """True if nothing but the message itself is in the way."""
-        if (ports[0].op.chan, ports[0].op.seq) == self.held:
+        if self.held is not None and self.held == (ports[0].op.chan, ports[0].op.seq):
             return False
         return all(map(_is_first, ports))
 
@@ -258,7 +266,7 @@ class Traffic:
         for port in ports:
             if port.line is not None:
                 port.line.remove(port)
-                self._agenda += [other.place for other in takewhile(_is_first, port.line)]
+                self._agenda += [other.rendezvous for other in takewhile(_is_first, port.line)]
 
     def reset(self) -> None:
         """Forget all that is on its way."""
@@ -284,7 +292,7 @@ def _pass_on(poison: Poison, ports: Sequence[VirtualPort], exchange: Exchange) -
 def _results(
     exchange: Exchange, operands: Sequence[Any], ports: Sequence[VirtualPort]
 ) -> list[Any]:
-    if exchange.receivers and exchange.is_whole:  # of a tensor, an object or a unit
+    if exchange.is_whole:  # of a tensor, an object or a unit
         (value,) = operands
         return [duplicate(value, port.type) for port in ports]
     return outcomes(exchange, operands)

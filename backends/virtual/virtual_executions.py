@@ -40,17 +40,17 @@ class VirtualWaiting:
             yield
 
 
-class VirtualStages:
-    """The `Stages` of one process that plays all ranks."""
+class VirtualRestartEpochs:
+    """The `RestartEpochs` of one process that plays all ranks."""
 
     def __init__(self) -> None:
         self.mine = 0
         self._number = 0
 
-    def reach(self, stage: int) -> None:
-        self.mine = stage
+    def reach(self, epoch: int) -> None:
+        self.mine = epoch
 
-    def missing(self, stage: int) -> list[int]:
+    def missing(self, epoch: int) -> list[int]:
         return []
 
     def is_wanted(self, driver: int) -> bool:
@@ -66,5 +66,9 @@ class VirtualStages:
 def virtual_executions(size: int, shuffle: random.Random | None = None) -> Executions:
     """The executions of a virtual world."""
     return Executions(
-        range(size), lambda driver: VirtualCommands(), VirtualWaiting(), VirtualStages(), shuffle
+        range(size),
+        lambda driver: VirtualCommands(),
+        VirtualWaiting(),
+        VirtualRestartEpochs(),
+        shuffle,
     )

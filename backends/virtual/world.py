@@ -167,7 +167,7 @@ class VirtualExecutable:
             before = [executable.progress for executable in live]
             ended = {executable for executable in self._order(live) if self._turn(executable)}
             stuck = not ended and before == [executable.progress for executable in live]
-            if stuck and not self._fabric.let_go():
+            if stuck and not self._fabric.release_held():
                 raise self._deadlock()
             live = [executable for executable in live if executable not in ended]
 

@@ -1,1 +1,1 @@
-"""What `docs/generate.py` is made of."""
+"""The parts of `docs/generate.py`."""

@@ -147,7 +147,7 @@ _PREFIXES: dict[object, str] = {
 
 
 def _instance(name: str, cls: type) -> str:
-    """What signatures call an instance of a class."""
+    """The name by which signatures call an instance of a class."""
     if issubclass(cls, BaseException):
         return "error"
     return name.rpartition(".")[2].lower().removeprefix("actor")

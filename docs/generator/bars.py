@@ -19,7 +19,7 @@ COLOURS = {
     "grey": ("#898781", "#898781"),
     "orange": ("#eb6834", "#d95926"),
 }
-"""What bars may be filled with: on light, on dark."""
+"""The colours of bars: on light, on dark."""
 
 _SURFACES = {"paper": ("#fcfcfb", "#1a1a19"), "ink": ("#0b0b0b", "#ffffff")}
 _TEXTS = {"faint": ("#52514e", "#c3c2b7")}

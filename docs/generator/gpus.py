@@ -161,7 +161,7 @@ _PIPELINE_WAYS = (
 
 
 def others() -> str:
-    """What else was measured or checked, a line for each run."""
+    """Further measurements and checks, a line for each run."""
     rows = []
     for run in _gpu()["runs"]:
         found = [row for row in run["rows"] if row["section"] in _OTHER_SECTIONS]

@@ -24,7 +24,7 @@ _PAIRS = {
     "looped-bfs": "ScheduleLoopedBFS",
     "auto (loop)": "ScheduleInterleavedZeroBubble",
 }
-"""What is the same schedule on both sides, as `benchmarks/llama_rows.py` has it."""
+"""Names of the same schedule on both sides, as `benchmarks/llama_rows.py` has it."""
 
 _LAYOUTS = {"line": " in a line", "vee": " in a V", "loop": " in loops"}
 
@@ -159,7 +159,7 @@ _SIDES = ("cg", "torch")
 
 
 def paper() -> str:
-    """What the simulator and the plan foresaw, and what happened."""
+    """The forecast of the simulator and the plan, and what happened."""
     rows, errors, shares, others, points, parts = [], [], [], [], [], []
     for name in _FOUR:
         for row in _of(_run(name), "cg"):
@@ -252,7 +252,7 @@ def _points(row: Row) -> float:
 
 
 def before() -> str:
-    """What the width of messages in the background changes."""
+    """The effect of the width of messages in the background."""
     names = ("before", "before, narrow", "eager")
     runs = [_run(name) for name in names]
     rows = []

@@ -46,7 +46,7 @@ def _attribute(cls: type[Op], name: str) -> str:
 
 
 def phases() -> str:
-    """Which ops each phase admits."""
+    """The ops that each phase admits."""
     rows = [
         (f"`{name}`", *("✓" if phase in cls.phases else "" for phase in Phase))
         for name, cls in OP_CLASSES.items()

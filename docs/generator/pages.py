@@ -53,7 +53,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "llama-paper-of-sizes": llama.paper_of_sizes,
     "llama-before": llama.before,
 }
-"""What may stand between `<!-- generated: name -->` and `<!-- end -->`."""
+"""The sections that may stand between `<!-- generated: name -->` and `<!-- end -->`."""
 
 PICTURES: dict[Path, Callable[[], str]] = {
     ROOT / "docs" / "images" / "timeline.svg": partial(

@@ -1,4 +1,4 @@
-"""What `docs/guide/from-ray.md` says of measurements: cg beside Ray and MPI, and a long run."""
+"""The measurements in `docs/guide/from-ray.md`: cg beside Ray and MPI, and a long run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Medians = Mapping[str, Mapping[str, Mapping[str, float]]]
 
 
 def times() -> str:
-    """What a call takes on each side, and the ratios of these."""
+    """The time of a call on each side, and the ratios of these."""
     medians = _medians()
     head = ("", "Ray Compiled Graphs", "cg, compiled wheel", "times faster", "bound to cores")
     rest = ("times faster", "cg, from source", "raw mpi4py", "cg's time by mpi4py's: wheel, bound")
@@ -60,7 +60,7 @@ def throughput() -> str:
 
 
 def soak() -> str:
-    """What a long run of random executions has shown."""
+    """The results of a long run of random executions."""
     run = _read("soak")
     growth, own, in_use = (run[f"{name}_kib_per_minute"] for name in ("rss", "own", "in_use"))
     return (

@@ -104,7 +104,7 @@ _KINDS = {
 
 
 def describe(annotation: str) -> str:
-    """What an attribute is, in words, from the annotation of its field."""
+    """The kind of an attribute, in words, from the annotation of its field."""
     return _KINDS[annotation.removesuffix(" | None")]
 
 
@@ -117,7 +117,7 @@ def _default(value: object) -> str:
 
 
 def _attributes(cls: type) -> dict[str, str]:
-    """What the section `Attributes:` of a docstring says, by name."""
+    """The section `Attributes:` of a docstring, by name."""
     body = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")[2]
     found: dict[str, str] = {}
     names: list[str] = []

@@ -26,7 +26,7 @@ from cg.ir.types import ValueType
 
 
 def connect(world: World, channels: Sequence[Channel]) -> Mailbox:
-    """What cg calls, on all ranks together, for the channels that go by "mailbox"."""
+    """The entry that cg calls, on all ranks together, for channels that go by "mailbox"."""
     folder = tempfile.mkdtemp(prefix="cg-mailbox-") if world.rank == 0 else None
     return Mailbox(world.rank, Path(world.broadcast(folder, root=0)))
 
@@ -71,7 +71,7 @@ class Mailbox:
         file.with_suffix(".new").rename(file)
 
     def next_file(self, channel: Channel, source: int) -> Path:
-        """Where the next message from a rank will be."""
+        """The path of the next message from a rank."""
         line = f"{channel.id}-{source}-{self.rank}"
         self._taken[line] += 1
         return self.folder / f"{line}-{self._taken[line] - 1}"
@@ -122,11 +122,11 @@ class MailPort:
         self._issue(_packed(_Failed(poison.to_bytes())))
 
     def poll(self) -> bool:
-        """Whether all files have come."""
+        """True if all files have come."""
         return all(file.exists() for file in self._expected)
 
     def take(self) -> Any:
-        """What the op makes; an error that came in place of a value is raised."""
+        """The value that the op makes; an error that came in its place is raised."""
         values = []
         for file in self._expected:
             values.append(torch.load(file, weights_only=False))
@@ -146,7 +146,7 @@ class MailPort:
         self._expected = [self._mailbox.next_file(self._channel, rank) for rank in self._reads]
 
     def _combined(self, values: list[Any]) -> Any:
-        """What this rank makes of the senders' values, as the op's `exchange` says."""
+        """This rank's outcome of the senders' values, as the op's `exchange` says."""
         exchange = self._combine.exchange
         if self._mailbox.rank not in exchange.receivers:
             return None

@@ -102,9 +102,10 @@ class Op:
 
         An op that runs on more ranks than that (`transfer`, the collectives) overrides it.
         """
-        for value in (*self.results, *self.operands):
-            if value.type.place is not None:
-                return value.type.place
+        for values in (self.results, self.operands):
+            for value in values:
+                if (place := value.type.place) is not None:
+                    return place
         return None
 
     @property

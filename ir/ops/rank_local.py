@@ -206,7 +206,7 @@ class Alloc(Op):
     takes: ClassVar[str] = "none"
     gives: ClassVar[str] = "a tensor"
     phases: ClassVar[frozenset[Phase]] = frozenset({Phase.SCHEDULED})
-    remedy: ClassVar[str] = "plan-buffers makes it, in scheduled programs"
+    remedy: ClassVar[str] = "no pass makes it; it is written by hand, in scheduled programs"
     offset: int = field(default=0, kw_only=True)
 
     def check(self, context: Context) -> None:

@@ -264,7 +264,7 @@ def _regions(text: str) -> tuple[Region, ...]:
 def _flops(text: str) -> Flops:
     problem = "no count of operations by element type; write {bf16: 1024, f32: 8}"
     counts = _table(text, _COUNT, problem)
-    return Flops.of({DType(name): int(count) for name, count in counts.items()})
+    return Flops.of({DType[name.upper()]: int(count) for name, count in counts.items()})
 
 
 def _shares(text: str) -> Shares:

@@ -220,13 +220,13 @@ _SHARED = {
 
 
 def _mean_the_same(one: Communication, other: Communication) -> bool:
-    """Whether two ranks' ops may be the same collective."""
+    """True if two ranks' ops may be the same collective."""
     if type(one) is not type(other):
         return False
     for name in _SHARED[type(one)]:
         if getattr(one, name) != getattr(other, name):
             return False
-    # Every member of a group gives or gets, so that operands or results say the type.
+    # In every op so far all members give or all receive, so operands or results have the type.
     one_type = not isinstance(one, Collective) or one.exchange.has_one_result_type
     mine, theirs = (one.results, other.results) if one_type else (one.operands, other.operands)
     return len(mine) == len(theirs) and all(

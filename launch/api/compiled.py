@@ -68,7 +68,7 @@ class Compiled(Programs):
         self._returns = any(world.plays(rank) for rank in place.ranks)
         self._closed = False
         self._watched: list[Watched] = []
-        self._made: graphs.Made | None = None
+        self._made: graphs.OpenGraph | None = None
         self._launch: graphs.Launch | None = None
         if driver is None:
             for index in range(len(variants)):
@@ -370,7 +370,9 @@ class Compiled(Programs):
         spec = variant.trace.inputs
         return CallFacts(spec, variant.loc, call_text(spec, variant.loc), self._every)
 
-    def _make_graph(self, driver: int, max_inflight: int, patience: float | None) -> graphs.Made:
+    def _make_graph(
+        self, driver: int, max_inflight: int, patience: float | None
+    ) -> graphs.OpenGraph:
         variants = [
             execution_contexts.GraphVariant(
                 variant.linked(self._seed),

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary, ref
 from ...backends.agreement.plan_hash import check_plan
 from ...backends.base import World
 from ...backends.cpu.control.command_ring import CommandRing
-from ...backends.cpu.control.restart_epochs import SharedStages
+from ...backends.cpu.control.restart_epochs import SharedRestartEpochs
 from ...backends.cpu.node import MpiWorld
 from ...backends.cpu.waiting.serving import Serving
 from ...backends.devices.base import Device
@@ -36,7 +36,7 @@ Launch = Callable[[int, Sequence[Any], bool], Future]
 
 
 @dataclass(frozen=True)
-class Made:
+class OpenGraph:
     """A graph, as one process holds it.
 
     Attributes:
@@ -181,7 +181,7 @@ def make_graph(
     variants: Sequence[GraphVariant],
     capacity: int,
     timeout: float | None,
-) -> Made:
+) -> OpenGraph:
     """Bind a graph on all ranks, and open it; collective.
 
     Args:
@@ -232,7 +232,7 @@ def make_graph(
     recover = None
     if fabrics_of(world) is not None:
         recover = transport_of(world).recover_if_due  # type: ignore[arg-type] # it has devices
-    return Made(executions, graph, statistics, recover, world.device)
+    return OpenGraph(executions, graph, statistics, recover, world.device)
 
 
 def _cpu_executions(world: MpiWorld) -> Executions:
@@ -243,9 +243,9 @@ def _cpu_executions(world: MpiWorld) -> Executions:
         return CommandRing(transport.node, driver, serving.pause_simply)
 
     spans = len(transport.node.leaders) > 1
-    stages = None if spans else SharedStages(transport.node)
+    epochs = None if spans else SharedRestartEpochs(transport.node)
     executions = Executions(
-        (world.rank,), commands, serving, stages, on_departure=failure.say_departure
+        (world.rank,), commands, serving, epochs, on_departure=failure.say_departure
     )
     world.answer_by(executions.doing)
     return executions

@@ -10,8 +10,8 @@ from ...backends.base import Communicator, World
 from ...backends.devices.base import Device
 from ...backends.devices.pending_work import named
 from ...backends.devices.programs.device_only import DeviceOnlyBinder
-from ...backends.devices.programs.driven import Announcements, DrivenBinder
-from ...backends.devices.programs.instance import AnnouncedInstance, DeviceOnlyInstance, Shared
+from ...backends.devices.programs.driven import DrivenBinder, HostHandshake
+from ...backends.devices.programs.instance import DeviceOnlyInstance, HandshakeInstance, Shared
 from ...backends.devices.warm import warm
 from ...backends.devices.watchdog import Watchdog, advice, cold, put_by
 from ...backends.driven.arrange import Reports
@@ -249,9 +249,9 @@ class ContextFactory:
             abandon, in_flight = on_device.give_up, on_device.in_flight
             return DeviceOnlyInstance(whole, shared, watch, abandon, in_flight)
         announcing = self._announcing.items()
-        announcements = {id_: Announcements(host, channel) for id_, channel in announcing}
-        binder = DrivenBinder(linked, tickets, device=device, announcements=announcements)
-        return AnnouncedInstance(binder, shared, watch)
+        handshakes = {id_: HostHandshake(host, channel) for id_, channel in announcing}
+        binder = DrivenBinder(linked, tickets, device=device, handshakes=handshakes)
+        return HandshakeInstance(binder, shared, watch)
 
     def _reports(self, rank: int, silent: tuple[int, ...], host: Communicator) -> Reports | None:
         reporting = self._reporting

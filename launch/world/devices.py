@@ -53,7 +53,7 @@ class DeviceError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Sight:
+class VisibleDevices:
     """The device that a rank asks for, and those that it can see.
 
     Attributes:
@@ -72,18 +72,18 @@ def look(
     accelerators: Accelerators,
     present: Callable[[], str | None] = find.present,
     name: Callable[[str, int], str] = find.name,
-) -> Sight:
+) -> VisibleDevices:
     """Find the accelerators of this process; a rank that stays on the host finds none."""
     kind = None if wanted == HOST else present()
     if kind is None:
-        return Sight(wanted)
+        return VisibleDevices(wanted)
     indices = range(accelerators.device_count())
-    return Sight(wanted, kind, tuple(name(kind, index) for index in indices))
+    return VisibleDevices(wanted, kind, tuple(name(kind, index) for index in indices))
 
 
 def for_rank(
     local_rank: int,
-    sights: Sequence[Sight],
+    sights: Sequence[VisibleDevices],
     make: Callable[[str, int], Device] = find.make,
 ) -> Device | None:
     """The device of a rank. Two ranks never share one.
@@ -120,7 +120,7 @@ def for_rank(
     return None if index is None else make(mine.kind, index)
 
 
-def declined(machines: Iterable[Sequence[Sight]]) -> str | None:
+def declined(machines: Iterable[Sequence[VisibleDevices]]) -> str | None:
     """Say why `auto` leaves ranks on the host although they see accelerators; None if it does not.
 
     Args:
@@ -134,7 +134,7 @@ def declined(machines: Iterable[Sequence[Sight]]) -> str | None:
     return None
 
 
-def _own(local_rank: int, sights: Sequence[Sight]) -> int | None:
+def _own(local_rank: int, sights: Sequence[VisibleDevices]) -> int | None:
     """The index of a device that no other rank takes; None, for all ranks, if there is no such.
 
     All ranks of a machine see the same sights and come to the same choice.
@@ -147,7 +147,7 @@ def _own(local_rank: int, sights: Sequence[Sight]) -> int | None:
     return None
 
 
-def _shared(sights: Sequence[Sight]) -> str:
+def _shared(sights: Sequence[VisibleDevices]) -> str:
     """Say that ranks of a machine would share devices, and what to do."""
     seeing = [each for each in sights if each.devices]
     names = sorted({name for each in seeing for name in each.devices})

@@ -38,7 +38,7 @@ PMI_LINE = 1024
 
 
 @dataclass
-class Guard:
+class ExitHooks:
     """The hooks of one process; inert in processes forked from it."""
 
     launch: Launch
@@ -68,18 +68,18 @@ class Guard:
         return os.getpid() == self.process and not self.failed
 
 
-def install(launch: Launch) -> Guard:
+def install(launch: Launch) -> ExitHooks:
     """Hook into uncaught exceptions and `sys.exit`; once for each process."""
     global _guard
     if _guard is None:
-        _guard = Guard(launch, end_job=_end_before_mpi(launch))
+        _guard = ExitHooks(launch, end_job=_end_before_mpi(launch))
         sys.excepthook = _exception_hook(_guard, sys.excepthook)
         threading.excepthook = _thread_hook(_guard, threading.excepthook)
         sys.exit = _exit_function(_guard, sys.exit)
     return _guard
 
 
-_guard: Guard | None = None
+_guard: ExitHooks | None = None
 
 
 def say(text: str) -> None:
@@ -119,7 +119,7 @@ ExceptionHook = Callable[[type[BaseException], BaseException, TracebackType | No
 ThreadHook = Callable[[threading.ExceptHookArgs], Any]
 
 
-def _exception_hook(guard: Guard, previous: ExceptionHook) -> ExceptionHook:
+def _exception_hook(guard: ExitHooks, previous: ExceptionHook) -> ExceptionHook:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not guard.active:
             previous(kind, error, trace)
@@ -136,7 +136,7 @@ def _exception_hook(guard: Guard, previous: ExceptionHook) -> ExceptionHook:
     return hook
 
 
-def _thread_hook(guard: Guard, previous: ThreadHook) -> ThreadHook:
+def _thread_hook(guard: ExitHooks, previous: ThreadHook) -> ThreadHook:
     def hook(args: threading.ExceptHookArgs) -> None:
         if not guard.active or args.exc_value is None or issubclass(args.exc_type, SystemExit):
             previous(args)
@@ -157,7 +157,7 @@ class JobExit(SystemExit):
     interpreter has no hook.
     """
 
-    guard: Guard
+    guard: ExitHooks
 
     @property
     def code(self) -> Any:  # type: ignore[override]
@@ -186,7 +186,7 @@ def _called_by_interpreter() -> bool:
     return False
 
 
-def _exit_function(guard: Guard, previous: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
+def _exit_function(guard: ExitHooks, previous: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
     def exit(status: Any = None, /) -> NoReturn:
         """Exit the interpreter by raising SystemExit(status); see `sys.exit`."""
         if threading.current_thread() is not threading.main_thread():

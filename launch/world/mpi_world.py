@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from ...backends.cpu.node import Observer
 from ...backends.devices.base import Device
 from ...backends.errors import PlanMismatch
-from ...backends.failures.flight import Doing, Sight
+from ...backends.failures.flight import Activity, Sight
 from .failure import DRAIN_SECONDS
 from .stacks import Stacks
 from .waiting import Notice, Notices, WorldError, ending_after, user_line, wait_until
@@ -163,7 +163,7 @@ class MpiWorld:
         sleep(DRAIN_SECONDS)
         self._mpi.COMM_WORLD.Abort(1)
 
-    def answer_by(self, teller: Callable[[], Doing | None]) -> None:
+    def answer_by(self, teller: Callable[[], Activity | None]) -> None:
         """Let `teller` say what this process does, when other ranks ask."""
         if self._stacks is not None:
             self._stacks.answer_by(teller)

@@ -26,7 +26,7 @@ from time import monotonic, sleep
 from types import FrameType
 from typing import Final
 
-from ...backends.failures.flight import Doing, Sight
+from ...backends.failures.flight import Activity, Sight
 from ...ir.location import Location
 from ...tracer.source import is_our_file, is_user_file
 
@@ -76,7 +76,7 @@ class Stacks:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._tellers: list[Callable[[], Doing | None]] = []
+        self._tellers: list[Callable[[], Activity | None]] = []
         self._reader, self._writer = os.pipe()
         self._answer = os.memfd_create("cg-answer", os.MFD_CLOEXEC)
         self._dump = os.memfd_create("cg-stacks", os.MFD_CLOEXEC)
@@ -105,7 +105,7 @@ class Stacks:
         """Learn how to ask the other ranks of this machine."""
         self._others = dict(others)
 
-    def answer_by(self, teller: Callable[[], Doing | None]) -> None:
+    def answer_by(self, teller: Callable[[], Activity | None]) -> None:
         """Let `teller` say what this process does; another thread calls it.
 
         The last teller that was given is asked first; None means that it does not know.
@@ -147,7 +147,7 @@ class Stacks:
 
     def _describe(self) -> str:
         doings = (teller() for teller in tuple(self._tellers))
-        doing = next(filter(None, doings), None) or Doing(f"rank {self._rank} runs its program")
+        doing = next(filter(None, doings), None) or Activity(f"rank {self._rank} runs its program")
         main = threading.main_thread().ident
         frame = sys._current_frames().get(doing.thread or main or 0)
         return "\n".join([doing.text, *_python(list(_frames(frame)))])

@@ -108,8 +108,8 @@ def start(settings: Config) -> World:
     guard.end_job = mpi.COMM_WORLD.Abort
     started = MpiWorld(mpi, settings.timeout)
     registry = None
-    if settings.attendance is not None:
-        registry = RankRegistry(settings.attendance)
+    if settings.rank_registry is not None:
+        registry = RankRegistry(settings.rank_registry)
         registry.join(started.rank)
     atexit.register(_leave, started, guard, registry)
     _unlink_segments(started)
@@ -117,9 +117,9 @@ def start(settings: Config) -> World:
     return started
 
 
-def _take_device(started: MpiWorld, settings: Config, guard: failure.Guard) -> None:
+def _take_device(started: MpiWorld, settings: Config, guard: failure.ExitHooks) -> None:
     """Give this rank its device; all ranks together, whatever the settings of each."""
-    sight = devices.Sight(devices.HOST)
+    sight = devices.VisibleDevices(devices.HOST)
     if settings.bind_devices:
         devices.bind(torch.accelerator, started.local_rank)
         sight = devices.look(settings.device, torch.accelerator)
@@ -348,7 +348,7 @@ def _mapped_files() -> set[str]:
     return {fields[5] for line in lines if len(fields := line.split(maxsplit=5)) == 6}
 
 
-def _leave(started: MpiWorld, guard: failure.Guard, registry: RankRegistry | None) -> None:
+def _leave(started: MpiWorld, guard: failure.ExitHooks, registry: RankRegistry | None) -> None:
     """At the interpreter's exit: meet the other ranks and finalise MPI, or end the job.
 
     If the program has replaced our hook, `sys.last_value` shows an uncaught exception.

@@ -141,7 +141,7 @@ class _Checker:
                 for value in op.operands:
                     yield from self._read(index, value)
                 self._make(index, op)
-                is_part = isinstance(op, View | Slice)
+                is_part = isinstance(op, (View, Slice))
                 if is_part or (isinstance(op, Constant) and op.ref is not None):
                     self._pass_on(op)
             for value in op.results:
@@ -155,11 +155,14 @@ class _Checker:
         storage = self._storages.of(value)
         if storage is None or value in self._given:
             return None
-        return self._uses.setdefault(storage, _Uses())
+        uses = self._uses.get(storage)
+        if uses is None:
+            uses = self._uses[storage] = _Uses()
+        return uses
 
     def _make(self, index: int, op: Op) -> None:
         """Note what an op makes anew: not what it makes of its operands."""
-        if isinstance(op, View | Slice | Send | Collective):
+        if isinstance(op, (View, Slice, Send, Collective)):
             return
         shared: set[int] = set()
         if isinstance(op, Call):

@@ -23,9 +23,9 @@ from ...ir.module import Module, Program
 from ...ir.ops import Communication, Free, Op, Value, Wait, batch_of
 
 Line: TypeAlias = int
-"""A channel by its number, or a stream by a negative number, as these hash faster than streams."""
-_STREAMS: dict[int, Line] = {id(stream): -1 - i for i, stream in enumerate(Stream)}
-HOST: Line = _STREAMS[id(Stream.COMPUTE)]
+"""A channel by its number, or a stream by a negative number."""
+_STREAMS: dict[Stream, Line] = {stream: -1 - i for i, stream in enumerate(Stream)}
+HOST: Line = _STREAMS[Stream.COMPUTE]
 Known: TypeAlias = Mapping[Line, int]
 """For each line the latest op, by index, that is known to be done; with it all before it are."""
 
@@ -33,8 +33,8 @@ Known: TypeAlias = Mapping[Line, int]
 def line_of(op: Op, blocking: bool) -> Line:
     """The line that an op runs on."""
     if isinstance(op, Communication):
-        return (op.chan or 0) if op.stream is None else _STREAMS[id(op.stream)]
-    return HOST if blocking or op.stream is None else _STREAMS[id(op.stream)]
+        return (op.chan or 0) if op.stream is None else _STREAMS[op.stream]
+    return HOST if blocking or op.stream is None else _STREAMS[op.stream]
 
 
 _NOTHING: Known = {}
@@ -69,7 +69,7 @@ class Clocks:
         for index, op in enumerate(program.ops):
             line = line_of(op, blocking)
             known = knowns[latest[line]] if line in latest else _NOTHING
-            if isinstance(op, Wait | Free):
+            if isinstance(op, (Wait, Free)):
                 for value in awaited(op):
                     if value in made:
                         known = clocks._joined(known, line, made[value])

@@ -78,11 +78,13 @@ def _key(module: Module, op: Op, versions: dict[str | None, int]) -> Hashable | 
             return None
         if function.effect is Effect.READ:
             version = sum(versions.get(state, 0) for state, _ in function.touches)
-    elif not isinstance(op, Constant | View | Slice):
+    elif not isinstance(op, (Constant, View, Slice)):
         return None
     types = tuple([value.type for value in op.results])
-    # `repr` tells 1, 1.0 and true apart, and 0.0 from -0.0, which compare equal.
-    return (type(op), op.operands, types, repr(attributes(op)), version)
+    given: Hashable = tuple(attributes(op).items())
+    if isinstance(op, Constant):
+        given = repr(given)  # tells 1, 1.0 and true apart, and 0.0 from -0.0, which compare equal
+    return (type(op), op.operands, types, given, version)
 
 
 def _is_repeatable(function: Function) -> bool:
@@ -95,7 +97,7 @@ def _escaping(module: Module, program: Program) -> set[Value]:
     """Values whose storage the user may get hold of."""
     found: set[Value] = set()
     for op in reversed(program.ops):
-        if isinstance(op, Return) or (isinstance(op, View | Slice) and op.result in found):
+        if isinstance(op, Return) or (isinstance(op, (View, Slice)) and op.result in found):
             found.update(op.operands)
         elif isinstance(op, Call):
             found.update(_escaping_operands(module.functions[op.fn.name], op, found))

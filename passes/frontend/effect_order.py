@@ -53,7 +53,10 @@ def dependencies(ops: Sequence[Op], functions: Mapping[str, Function]) -> list[t
     for index, op in enumerate(ops):
         before = {makers[value] for value in op.operands if value in makers}
         for state, effect in _touches(op, functions):
-            before.update(_follow(histories.setdefault(state, _History()), effect, index))
+            history = histories.get(state)
+            if history is None:
+                history = histories[state] = _History()
+            before.update(_follow(history, effect, index))
         edges.append(tuple(sorted(before)))
         for value in op.results:
             makers[value] = index
@@ -62,8 +65,9 @@ def dependencies(ops: Sequence[Op], functions: Mapping[str, Function]) -> list[t
 
 def _touches(op: Op, functions: Mapping[str, Function]) -> list[tuple[State, Effect]]:
     if not isinstance(op, Call):
-        held = op.place.ranks if op.synchronizes and op.place is not None else ()
-        return [(("rank", rank), Effect.WRITE) for rank in held]
+        if not op.synchronizes or op.place is None:
+            return []
+        return [(("rank", rank), Effect.WRITE) for rank in op.place.ranks]
     function = functions[op.fn.name]
     if function.effect is Effect.PURE:
         return []

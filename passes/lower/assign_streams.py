@@ -51,9 +51,9 @@ class AssignStreams(Pass):
 
 
 def _stream_of(op: Op, single: Collection[int]) -> Stream | None:
-    if op.stream is not None or isinstance(op, Return | Free):
+    if op.stream is not None or isinstance(op, (Return, Free)):
         return op.stream
-    if isinstance(op, Send | Recv) and op.chan in single:
+    if isinstance(op, (Send, Recv)) and op.chan in single:
         return Stream.MESSAGE
     if isinstance(op, Send):
         return Stream.SEND

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from ...ir.module import Function, Program
 from ...ir.ops import (
-    Collective,
     Communication,
     Constant,
     Op,
@@ -20,6 +19,9 @@ from ...ir.ops import (
 )
 from ...ir.storage import SharedStorage
 from ...ir.types import FutureType, TensorType, UnitType
+
+# A tuple, as a union of classes would be made anew for each op.
+_PARTS = (View, Slice)
 
 
 @dataclass(eq=False, slots=True)
@@ -49,12 +51,9 @@ class Storages:
     """The storages of a program."""
 
     def __init__(self, program: Program, functions: Mapping[str, Function]) -> None:
-        shared = SharedStorage(program, functions)
-        for op in program.ops:
-            if op.shares_operand and isinstance(op, Collective) and op.operands:
-                shared.share(op.result, op.operands[0])
-        self._group_of = shared.of
+        self._group_of = SharedStorage(program, functions, collectives=True).of
         # By the value that stands for the group.
+        self._groups: dict[Value, Storage] = {}
         self._storage: dict[Value, Storage] = {}
         self._makers: dict[Value, Op] = {}
         # Futures of communications that read a value and have not been waited for.
@@ -67,17 +66,16 @@ class Storages:
         self._escape(self._reading.values())
 
     def of(self, value: Value) -> Storage | None:
-        """The storage of a value; None for units."""
-        return self._storage.get(self._group_of(value))
+        """The storage of a value; None for units and futures."""
+        return self._storage.get(value)
 
     def all(self) -> Collection[Storage]:
         """Every storage once, in the order in which they were made."""
-        return self._storage.values()
+        return self._groups.values()
 
     def _visit(self, op: Op, index: int) -> None:
-        storages, group_of = self._storage, self._group_of
         for value in op.operands:
-            storage = storages.get(group_of(value))
+            storage = self._storage.get(value)
             if storage is not None:
                 storage.last = index
         if isinstance(op, Wait):
@@ -97,7 +95,7 @@ class Storages:
 
     def _is_given(self, op: Op) -> bool:
         """True if an op makes what the program has been given, or a part of that."""
-        if isinstance(op, View | Slice):
+        if isinstance(op, _PARTS):
             return self._given.issuperset(op.operands)
         return isinstance(op, Constant) and op.ref is not None
 
@@ -117,12 +115,13 @@ class Storages:
                 made.slots.append(maker)
 
     def _make(self, value: Value, index: int, owner: bool) -> Storage | None:
-        if isinstance(value.type, UnitType | FutureType):
+        if isinstance(value.type, (UnitType, FutureType)):
             return None
         group = self._group_of(value)
-        storage = self._storage.get(group)
+        storage = self._groups.get(group)
         if storage is None:
-            storage = self._storage[group] = Storage()
+            storage = self._groups[group] = Storage()
+        self._storage[value] = storage
         storage.last = index
         if owner:
             storage.owners.append(value)

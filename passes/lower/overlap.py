@@ -70,7 +70,8 @@ class Overlap(Pass):
 
     Attributes:
         lookahead: how many messages of a channel this pass lets be in flight at each end.
-        ahead: over how many calls that compute a receive is moved up.
+        ahead: how many calls that compute may stand between a receive that is moved up and the
+            wait for it.
     """
 
     lookahead: int = 2
@@ -201,10 +202,11 @@ def _wait_late(ops: Sequence[Op], lookahead: int, stays: Set[Op]) -> list[Op]:
             if value in held:
                 moved.append(held.pop(value))
         if isinstance(op, Wait) and op not in stays and _may_wait_late(op, barriers):
-            is_used = op.results and op.result in used
-            held[op.result if is_used else op.operands[0]] = op
+            future = op.operands[0]
+            given = op.results[0] if op.results else future
+            held[given if given in used else future] = op
             continue
-        if isinstance(op, Send | Collective) and op.chan is not None and _only_gives(op):
+        if isinstance(op, (Send, Collective)) and op.chan is not None and _only_gives(op):
             earlier = in_flight.setdefault(op.chan, [])
             earlier.append(op.result)
             if len(earlier) > lookahead:

@@ -67,7 +67,7 @@ class PlanBuffers(Pass):
         for program in module.programs:
             storages = Storages(program, module.functions)
             private: set[Recv] = set()
-            if _copy_escaping(program, module, storages, private):
+            if _copy_or_make_private(program, module, storages, private):
                 storages = Storages(program, module.functions)
             ends = _insert_frees(program, storages, private)
             _choose_slots(program, ends, slots, sizes)
@@ -89,7 +89,7 @@ def _is_planned(module: Module) -> bool:
     return any(isinstance(op, Free) for program in module.programs for op in program.ops)
 
 
-def _copy_escaping(
+def _copy_or_make_private(
     program: Program, module: Module, storages: Storages, private: set[Recv]
 ) -> bool:
     """Copy what lives in a slot before it is handed out; uses from there on take the copy.

@@ -194,7 +194,7 @@ class _Labeller:
 
 
 def _is_of_group(op: Call) -> bool:
-    """Whether a call on several ranks is the work of a group, and not the same work on each."""
+    """True if a call on several ranks is the work of a group, and not the same work on each."""
     types = [value.type for value in (*op.operands, *op.results)]
     laid_out = any(isinstance(type_, TensorType) and type_.layout is not None for type_ in types)
     return laid_out or isinstance(op.place, Mesh)

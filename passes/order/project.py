@@ -10,7 +10,7 @@ from ...ir.layout import Region, volume, whole, within
 from ...ir.module import Module, Program
 from ...ir.ops import Assemble, Call, Collective, Op, Recv, Return, Send, Slice, Value, Wait
 from ...ir.phases import Phase
-from ...ir.types import TensorType, Type, promised, relocate
+from ...ir.types import FutureType, TensorType, Type, relocate
 from .local_functions import LocalFunctions
 from .work import Work
 
@@ -251,18 +251,17 @@ class _Projector:
 
     def _bare(self, type_: Type, rank: int) -> Type:
         """The type of what a rank has; equal ones are one, and hashing whole types is avoided."""
-        inner = promised(type_)
+        inner = type_.value if isinstance(type_, FutureType) else type_
         key: object = type(inner)
         if isinstance(inner, TensorType):
             if inner.layout is not None:  # of a value, as nothing laid out is promised
                 known = self._local.get((id(inner), rank))
                 if known is None:
                     made = inner.local(rank)
-                    local = self._types.setdefault((id(made.dtype), made.shape), made)
+                    local = self._types.setdefault((made.dtype, made.shape), made)
                     known = self._local[id(inner), rank] = inner, local
                 return known[1]
-            # A dtype is the only one of its kind, and its identity hashes fast.
-            key = (id(inner.dtype), inner.shape)
+            key = (inner.dtype, inner.shape)
         table = self._futures if inner is not type_ else self._types
         found = table.get(key)
         if found is None:

@@ -17,13 +17,14 @@ from ...ir.ops import (
     Return,
     Send,
     Slice,
-    Value,
     View,
     Wait,
 )
 from ..frontend.effect_order import dependencies, effect_of
 from .rounds import Rounds
 from .stage_groups import StageGroups
+
+_LAZY = (Wait, View, Slice, Assemble, Constant)
 
 
 @dataclass(slots=True)
@@ -90,43 +91,39 @@ def sort_work(module: Module) -> Work:
         is_node = _classify(work, module, index, op, follows)
         reach.append((index,) if is_node else follows)
     work.stages = groups.stages()
-    work.late = _late(program.ops).intersection(work.nodes)
+    work.late = _late(program.ops, edges).intersection(work.nodes)
     for anchors in work.anchors.values():
         # A task takes one unit however many calls it has.
         work.costs.update(dict.fromkeys(anchors[:-1], 0))
     return work
 
 
-def _late(ops: Sequence[Op]) -> set[int]:
+def _late(ops: Sequence[Op], edges: Sequence[tuple[int, ...]]) -> set[int]:
     """The collectives that take what has been received."""
-    futures: set[Value] = set()
-    received: set[Value] = set()
     found: set[int] = set()
+
+    def is_received(index: int) -> bool:
+        op = ops[index]
+        if isinstance(op, Wait):
+            return any(other in found or isinstance(ops[other], Recv) for other in edges[index])
+        return isinstance(op, (Slice, Assemble)) and any(map(is_received, edges[index]))
+
     for index, op in enumerate(ops):
-        if isinstance(op, Recv):
-            futures.update(op.results)
-        elif isinstance(op, Wait):
-            if op.operands[0] in futures:
-                received.update(op.results)
-        elif isinstance(op, Slice | Assemble):
-            if not received.isdisjoint(op.operands):
-                received.update(op.results)
-        elif isinstance(op, Collective) and not received.isdisjoint(op.operands):
+        if isinstance(op, Collective) and any(map(is_received, edges[index])):
             found.add(index)
-            futures.update(op.results)
     return found
 
 
 def _classify(work: Work, module: Module, index: int, op: Op, follows: Sequence[int]) -> bool:
     """Enter an op into its set; return whether it is a node."""
-    if isinstance(op, Recv | Return):
+    if isinstance(op, (Recv, Return)):
         return False
-    if isinstance(op, Wait | View | Slice | Assemble | Constant):
+    if isinstance(op, _LAZY):
         work.lazy.add(index)
         return False
     actor = module.functions[op.fn.name].actor if isinstance(op, Call) else None
     if not follows and actor is None and not op.synchronizes:
-        if isinstance(op, Send | Collective):
+        if isinstance(op, (Send, Collective)):
             work.early.append(index)
             return False
         if effect_of(op, module.functions) is Effect.PURE:

@@ -47,15 +47,19 @@ class PlaceReplicated(Pass):
 
 
 def _is_movable(module: Module, op: Op) -> bool:
-    if any(_is_laid_out(value) for value in (*op.results, *op.operands)):
-        return False
     if isinstance(op, Call):
-        return _is_plain(module.functions[op.fn.name])
-    return isinstance(op, (Constant, View, Copy))
+        is_movable = _is_plain(module.functions[op.fn.name])
+    else:
+        is_movable = isinstance(op, (Constant, View, Copy))
+    return is_movable and not (_are_laid_out(op.results) or _are_laid_out(op.operands))
 
 
-def _is_laid_out(value: Value) -> bool:
-    return isinstance(value.type, TensorType) and value.type.layout is not None
+def _are_laid_out(values: tuple[Value, ...]) -> bool:
+    """True if a value is that of a tensor which is laid out."""
+    for value in values:
+        if isinstance(value.type, TensorType) and value.type.layout is not None:
+            return True
+    return False
 
 
 def _is_plain(function: Function) -> bool:
@@ -87,8 +91,11 @@ def _move(op: Op, wanted: dict[Value, int]) -> bool:
 def _want_operands(op: Op, wanted: dict[Value, int]) -> None:
     """Note the ranks at which an op takes each of its operands; ranks are bits of an integer."""
     last, mask = None, 0
-    for value, place in zip(op.operands, op.operand_places, strict=True):
-        if place is not None and place is not last:
-            last, mask = place, sum([1 << rank for rank in place.ranks])
-        if place is not None:
-            wanted[value] = wanted.get(value, 0) | mask
+    for index, place in enumerate(op.operand_places):
+        if place is None:
+            continue
+        if place is not last:
+            last, ranks = place, place.ranks
+            mask = 1 << ranks[0] if len(ranks) == 1 else sum([1 << rank for rank in ranks])
+        value = op.operands[index]
+        wanted[value] = wanted.get(value, 0) | mask

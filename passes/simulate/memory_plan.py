@@ -41,13 +41,13 @@ def memory_plan(module: Module, rank: int) -> MemoryPlan:
     """
     program = module.program_of(rank)
     storage = SharedStorage(program, module.functions)
-    last_frees = storage.last_frees()
+    last_frees = {storage.of(op.operands[0]): op for op in program.ops if isinstance(op, Free)}
     held: dict[Value, int] = {}
     live = most = 0
-    for index, op in enumerate(program.ops):
+    for op in program.ops:
         if isinstance(op, Free):
             group = storage.of(op.operands[0])
-            if last_frees[group] == index:
+            if last_frees[group] is op:
                 live -= held.pop(group, 0)
             continue
         for value in _brings(op, module.functions):

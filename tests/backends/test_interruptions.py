@@ -14,7 +14,7 @@ import cg
 from cg.backends.driven.commands import VirtualCommands
 from cg.backends.driven.executions import Executions
 from cg.backends.failures.interruptions import is_interruption, leaves
-from cg.backends.virtual.virtual_executions import VirtualStages, VirtualWaiting
+from cg.backends.virtual.virtual_executions import VirtualRestartEpochs, VirtualWaiting
 from cg.backends.virtual.world import VirtualWorld
 from cg.launch.runtime.driven_graphs import use_executions
 from cg.launch.world.world import use_world
@@ -106,7 +106,7 @@ def test_ranks_that_do_not_start_over_are_not_waited_for_without_end(
     opened.limit = 0.0
     executions.in_doubt = True
     with monkeypatch.context() as patch:
-        patch.setattr(VirtualStages, "missing", lambda self, stage: [1])
+        patch.setattr(VirtualRestartEpochs, "missing", lambda self, epoch: [1])
         with pytest.raises(cg.StepTimeout, match=r"has not (started after|been closed)"):
             compiled.close() if ask == "close" else compiled.execute(2)
     with pytest.raises(cg.ExecutionLost):

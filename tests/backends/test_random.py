@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cg.backends.program.executor import Executable, poll_only
 from cg.backends.program.linked import LinkedProgram
-from cg.backends.program.random import call_seed, seeded, splitmix64
+from cg.backends.program.random import call_seeds, seeded, splitmix64
 
 from .programs import local, module
 
@@ -38,10 +38,10 @@ def test_splitmix64_known_values() -> None:
 def test_seeds_fit_the_generator_and_differ_between_calls(
     seed: int, execution: int, key: int
 ) -> None:
-    mixed = call_seed(seed, execution, key)
+    mixed = call_seeds(seed, key)(execution)
     torch.Generator().manual_seed(mixed)
     assert mixed == splitmix64(splitmix64(splitmix64(seed % 2**64) ^ execution) ^ key)
-    others = {call_seed(seed, execution, key + 1), call_seed(seed, execution + 1, key)}
+    others = {call_seeds(seed, key + 1)(execution), call_seeds(seed, key)(execution + 1)}
     assert mixed not in others
 
 
@@ -56,7 +56,7 @@ def test_draws_depend_on_seed_execution_and_key_alone() -> None:
     assert torch.equal(again.run([], poll_only, execution=1)[1], second[1])
     assert torch.equal(again.run([], poll_only, execution=0)[0], first[0])
     assert not torch.equal(drawing(seed=4).run([], poll_only)[0], first[0])
-    torch.manual_seed(call_seed(3, 0, 1))
+    torch.manual_seed(call_seeds(3, 1)(0))
     assert torch.equal(torch.rand(4), first[1])
 
 

@@ -10,7 +10,7 @@ import torch
 
 from cg.backends.devices import find
 from cg.launch.config import Config, ConfigError
-from cg.launch.world.devices import DeviceError, Sight, declined, for_rank, look
+from cg.launch.world.devices import DeviceError, VisibleDevices, declined, for_rank, look
 
 
 class Some:
@@ -26,7 +26,7 @@ class Some:
     def set_device_index(self, device: int, /) -> None: ...
 
 
-def see(wanted: str, names: str) -> Sight:
+def see(wanted: str, names: str) -> VisibleDevices:
     """The sight of a rank that is shown devices of these names, one letter each."""
     return look(
         wanted,
@@ -74,7 +74,7 @@ def test_a_rank_gets_a_device_that_no_other_has(
 
 def test_ranks_on_the_host_take_no_device() -> None:
     sights = [see("auto", "a"), see("cpu", "a")]
-    assert sights[1] == Sight("cpu")
+    assert sights[1] == VisibleDevices("cpu")
     assert for_rank(0, sights, make=lambda kind, index: index) == 0  # type: ignore[arg-type,return-value]
     assert for_rank(1, sights) is None
     assert declined([sights, [see("cpu", "a")] * 2]) is None

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from cg.backends.failures.flight import Doing
+from cg.backends.failures.flight import Activity
 from cg.launch.world.stacks import Address, Stacks, parse_dump
 
 from ..mpi.jobs import environment
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(120)
 
 CHILD = """
 import ctypes, pickle, sys, time
-from cg.backends.failures.flight import Doing
+from cg.backends.failures.flight import Activity
 from cg.launch.world.stacks import Stacks
 
 stacks = Stacks(1)
@@ -74,8 +74,8 @@ def test_a_process_that_runs_python_says_where(ask: Ask) -> None:
 
 def test_the_last_that_knows_says_what_a_process_does(ask: Ask) -> None:
     tell = (
-        "stacks.answer_by(lambda: Doing('rank 1 idles'));"
-        "stacks.answer_by(lambda: Doing('rank 1 works'));"
+        "stacks.answer_by(lambda: Activity('rank 1 idles'));"
+        "stacks.answer_by(lambda: Activity('rank 1 works'));"
         "stacks.answer_by(lambda: None)"
     )
     assert ask("time.sleep(100)", 60, tell).startswith("rank 1 works\n    its Python is at /")
@@ -109,7 +109,7 @@ def test_a_process_that_has_ended_is_left_out() -> None:
 
 def test_a_process_may_ask_itself() -> None:
     mine = Stacks(3)
-    mine.answer_by(lambda: Doing("rank 3 tests"))
+    mine.answer_by(lambda: Activity("rank 3 tests"))
     mine.meet({3: mine.address})
     assert mine.look([3], 60)[3].text.startswith("rank 3 tests")
 

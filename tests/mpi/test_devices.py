@@ -47,7 +47,7 @@ DRIVEN = [
 ]
 
 
-SEALED = ["sealed", "changed", "beside"]
+DEVICE_ONLY = ["device_only", "changed", "beside"]
 
 
 def check_driven(ended: Ended, passed: Sequence[str] = DRIVEN) -> None:
@@ -150,8 +150,8 @@ def test_driven_graphs_on_fake_devices(ranks: int, how: tuple[str, ...]) -> None
 
 @pytest.mark.parametrize(("ranks", "how"), [(2, ()), (3, ()), (2, ("--slow",))])
 def test_steps_that_need_no_host_on_fake_devices(ranks: int, how: tuple[str, ...]) -> None:
-    program = ["-m", "tests.mpi.device_job", *how, "tests.mpi.sealed_job"]
-    check_driven(run(ranks, program, seconds=100, warm=True), SEALED)
+    program = ["-m", "tests.mpi.device_job", *how, "tests.mpi.device_only_job"]
+    check_driven(run(ranks, program, seconds=100, warm=True), DEVICE_ONLY)
 
 
 def test_masks_of_dropout_on_fake_devices() -> None:
@@ -206,8 +206,8 @@ def test_driven_graphs_on_gpus() -> None:
 @pytest.mark.gpu
 @needs_gpus
 def test_steps_that_need_no_host_on_gpus() -> None:
-    program = ["-m", "tests.mpi.sealed_job", "nccl"]
-    check_driven(run(GPUS, program, variables=ON_GPUS, seconds=100), SEALED)
+    program = ["-m", "tests.mpi.device_only_job", "nccl"]
+    check_driven(run(GPUS, program, variables=ON_GPUS, seconds=100), DEVICE_ONLY)
 
 
 @pytest.mark.gpu

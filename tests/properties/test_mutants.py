@@ -42,10 +42,10 @@ BACKS = (
     "schedule{schedule=1f1b},overlap{lookahead=1},plan-buffers,assign-streams",
     "schedule{schedule=auto},overlap,assign-streams,plan-buffers",
 )
-EXAMPLES = 160
+EXAMPLES = 100
 """Of a default run."""
 PER_EXAMPLE = 16
-WANTED = 1000
+WANTED = 600
 """Mutants that are programs, of a default run; of each verdict a twentieth at least."""
 
 

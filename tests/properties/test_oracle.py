@@ -55,31 +55,31 @@ def _one_thread() -> Any:
     torch.set_num_threads(before)
 
 
-@examples(48)
+@examples(32)
 @given(recipe=recipes(ANYTHING, BASIC))
 def test_any_step(recipe: Recipe, pool: Pool) -> None:
     event(check(recipe, pool))
 
 
-@examples(36)
+@examples(24)
 @given(recipe=recipes(PIPELINES, tuple(cg.schedules.names())))
 def test_pipelines_under_every_schedule(recipe: Recipe, pool: Pool) -> None:
     event(f"{recipe.schedule}: {check(recipe, pool)}")
 
 
-@examples(20)
+@examples(14)
 @given(recipe=recipes(EFFECTS, BASIC))
 def test_effects_keep_their_order(recipe: Recipe, pool: Pool) -> None:
     event(check(recipe, pool))
 
 
-@examples(15)
+@examples(10)
 @given(recipe=recipes(COLLECTIVES, BASIC))
 def test_collectives(recipe: Recipe, pool: Pool) -> None:
     event(check(recipe, pool))
 
 
-@examples(5)
+@examples(4)
 @given(recipe=recipes(ANYTHING, BASIC))
 def test_with_actors_of_their_own(recipe: Recipe) -> None:
     """Without anything shared between examples, as users make actors and trace steps."""

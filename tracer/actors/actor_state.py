@@ -34,7 +34,7 @@ _MANY = 10_000
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Slot:
-    """Where a tensor of the actor's state hangs.
+    """The attribute that a tensor of the actor's state hangs on.
 
     Attributes:
         holder: the dict or list that holds it: a module's `_parameters`, an object's `__dict__`.

@@ -61,7 +61,7 @@ class Holding:
         return frozenset((*self.memory, *self.objects))
 
     def path_of(self, key: Hashable) -> str | None:
-        """Where something is; None if it is not here, or not plain."""
+        """The path of something; None if it is not here, or not plain."""
         if key in self.memory:
             return next(iter(self.memory[key]))
         return self.objects.get(key) if key in self.plain else None

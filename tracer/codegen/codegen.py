@@ -121,7 +121,7 @@ def wrapped(body: Bodies, wrap: Callable[[Body], Body]) -> Bodies:
 
 
 def each_body(body: Bodies, change: Callable[[Body], Body]) -> Bodies:
-    """What becomes of a body, or of that of each rank."""
+    """Apply `change` to a body, or to that of each rank."""
     if isinstance(body, RankBodies):
         return RankBodies({rank: change(each) for rank, each in body.of_rank.items()})
     return change(body)

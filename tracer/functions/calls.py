@@ -236,7 +236,7 @@ def _compare(
 
 
 def _digest(parts: Sequence[PublicPart]) -> str:
-    """What functions that ranks trace for themselves have in common; pieces may be uneven."""
+    """The common facts of functions that ranks trace for themselves; pieces may be uneven."""
     functions = {f.name: replace(f, flops=NO_FLOPS) for f, _ in parts}
     bodies = {f.name: program for f, program in parts if program is not None}
     module = Module("parts", Phase.TRACED, 1, functions=functions, bodies=bodies)
@@ -267,7 +267,7 @@ PublicPart: TypeAlias = tuple[Function, Program | None]
 
 
 def public_part(part: TracedPart) -> PublicPart:
-    """What all ranks are told of a function."""
+    """The facts of a function that all ranks are told."""
     return part.declaration, part.program
 
 

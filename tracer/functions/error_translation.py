@@ -129,20 +129,22 @@ def _raised(tb: TracebackType | None) -> list[tuple[CodeType, int]]:
     return frames[::-1]
 
 
-def translate(error: Exception, what: str, blame: Location | None) -> TraceError:
+def translate(error: Exception, what: str, error_loc: Location | None) -> TraceError:
     """The `TraceError` for an exception that a traced call has raised.
 
     Args:
         what: the call in words, such as `Stage.forward`.
-        blame: the line to name for an exception without a line of the method's body.
+        error_loc: the line to name for an exception without a line of the method's body.
     """
     if isinstance(error, TraceError):
-        if error.loc is not None or blame is None:
+        if error.loc is not None or error_loc is None:
             return error
-        return type(error)(error.reason, loc=blame, remedy=error.remedy)
+        return type(error)(error.reason, loc=error_loc, remedy=error.remedy)
     loc, note = best_location(_raised(error.__traceback__))
     reason, remedy = _explain(error)
-    return TraceError(f"{what} cannot be traced: {reason}{note}", loc=loc or blame, remedy=remedy)
+    return TraceError(
+        f"{what} cannot be traced: {reason}{note}", loc=loc or error_loc, remedy=remedy
+    )
 
 
 def _explain(error: Exception) -> tuple[str, str]:

@@ -236,7 +236,7 @@ class Functions:
             actor=target.actor,
             random=joint.recorder.draws,
             aliases=piece.aliases,
-            loc=call.blame,
+            loc=call.error_loc,
             flops=count_flops(piece.graph),
         )
 
@@ -259,7 +259,7 @@ class Functions:
             kind=FunctionKind.OPAQUE,
             effect=Effect.WRITE,
             actor=target.actor,
-            loc=call.blame,
+            loc=call.error_loc,
             shares=Shares.of({each.other: Effect.WRITE for each in target.shared}),
         )
         calls = calls_of_ranks(target, call)
@@ -301,7 +301,7 @@ def _body(target: Target, piece: Piece, name: str) -> Bodies:
 
 
 def _whole_gradients(piece: Piece) -> dict[str, Layout]:
-    """What a backward adds to `.grad` where every rank does the same."""
+    """The gradients that a backward adds to `.grad` where every rank does the same."""
     return {g.tensor.path: Layout((WHOLE,) * g.tensor.tensor.dim()) for g in piece.gradients}
 
 
@@ -431,6 +431,6 @@ def _refuse_hooks(call: Call) -> None:
             raise TraceError(
                 f"{call.what} cannot be differentiated: '{state.path}' has a gradient hook, which "
                 "would see the gradient of each call instead of their sum",
-                loc=call.blame,
+                loc=call.error_loc,
                 remedy="do the hook's work in the method that uses the optimizer",
             )

@@ -172,13 +172,13 @@ class _PartPlan:
 
     @property
     def versions(self) -> tuple[Version, ...]:
-        """What its graph takes, in the graph's order."""
+        """The inputs of its graph, in the graph's order."""
         if self.part is not None:
             return self.part.inputs
         return tuple(dict.fromkeys(version for _, version in self.gradients))
 
     def inputs(self, state: Collection[Version]) -> tuple[Version, ...]:
-        """What it is given."""
+        """The inputs that it is given."""
         return tuple(version for version in self.versions if version not in state)
 
     def reads(self, state: Collection[Version]) -> tuple[Version, ...]:
@@ -192,7 +192,7 @@ class _PartPlan:
         own: Mapping[str, StateTensor],
         owner: torch.nn.Module,
     ) -> Piece:
-        """What a rank runs.
+        """The piece that a rank runs.
 
         Args:
             state: as it is held.

@@ -136,7 +136,7 @@ class GroupMethods:
             self.group.played,
             joint.owner,
             effect,
-            self.call.blame,
+            self.call.error_loc,
         ).make()
 
     def _note(self, read: Sequence[StateTensor], graded: Sequence[StateTensor], name: str) -> None:

@@ -51,7 +51,7 @@ class RankBodies:
 
 
 Bodies: TypeAlias = Body | RankBodies
-"""What runs a function in this process."""
+"""The callables that run a function in this process."""
 
 Guard = Callable[[], str | None]
 """Checked before each execution: None, or how the actor has changed since it was traced."""
@@ -274,14 +274,14 @@ class Call:
     given: tuple[tuple[Any, str], ...] = ()
 
     @property
-    def blame(self) -> Location | None:
+    def error_loc(self) -> Location | None:
         """The line to name where no line of the method's body is known."""
         return self.home or self.loc
 
     def refusal(self, reason: str, remedy: str, loc: Location | None = None) -> TraceError:
         """The error for a call that cannot be traced."""
         what = f"{self.what} cannot be traced: {reason}"
-        return TraceError(what, loc=loc or self.blame, remedy=remedy)
+        return TraceError(what, loc=loc or self.error_loc, remedy=remedy)
 
     def values(self) -> list[tuple[TensorSpec | ObjectSpec, str]]:
         """The value leaves of the signature, each with its name in words."""

@@ -37,7 +37,7 @@ def opaque_results(mark: OpaqueMark, instance: Any, call: Call) -> Tree:
         except Exception as error:
             raise TraceError(
                 f"the fake of the opaque {call.what} raised {type(error).__name__}: {error}",
-                loc=call.blame,
+                loc=call.error_loc,
                 remedy="it gets the method's arguments, self included, with fake tensors, and "
                 "returns fake tensors of the right shapes and dtypes",
             ) from error

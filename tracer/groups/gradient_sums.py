@@ -254,7 +254,7 @@ def _flat(
 
 
 def _is_even(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> bool:
-    """Whether all ranks have as many elements."""
+    """True if all ranks have as many elements."""
     pieces = {
         math.prod(shape_of(layout.region(shape, position))) for position in mesh.positions.values()
     }

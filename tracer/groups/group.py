@@ -71,7 +71,7 @@ class GroupActor:
         return replace(state, whole=logical.shape)
 
     def tensors(self, rank: int) -> dict[str, torch.Tensor]:
-        """What a rank's instance holds, by path."""
+        """The tensors that a rank's instance holds, by path."""
         return {each.path: each.tensor for each in collect(self.instances[rank]).tensors}
 
     def shape(self, path: str, tensor: torch.Tensor) -> tuple[int, ...]:
@@ -116,6 +116,6 @@ class Group:
 
     @property
     def has_layouts(self) -> bool:
-        """Whether any rank holds less than the whole of anything that a function may take."""
+        """True if any rank holds less than the whole of anything that a function may take."""
         state = self.actor.layouts if self.actor is not None else {}
         return bool(state) or any(layout is not None for layout in self.inputs)

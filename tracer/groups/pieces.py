@@ -15,7 +15,7 @@ from .plan import Plan, Sharding, whole
 
 @dataclass(frozen=True, slots=True)
 class LogicalTensor:
-    """What a tensor of an actor's state is a piece of.
+    """The logical tensor that a tensor of an actor's state is a piece of.
 
     Attributes:
         path: where it hangs, from the actor.
@@ -81,7 +81,7 @@ def _sharding(tensor: StateTensor, plan: Plan) -> Sharding:
 
 
 def _storage(tensor: torch.Tensor) -> object:
-    """What two tensors have in common if they share memory."""
+    """The key that two tensors have in common if they share memory."""
     return tensor.untyped_storage()._cdata
 
 

@@ -22,7 +22,7 @@ __all__ = ["hf"]
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """How the weight of a layer is cut.
+    """The way in which the weight of a layer is cut.
 
     Attributes:
         dim: of a weight of (outputs, inputs), from its end: -2 or -1; None: it is whole.
@@ -152,7 +152,7 @@ def _names(value: object) -> dict[str, str]:
 
 
 def _prefix(model: nn.Module) -> str:
-    """Where the base model hangs in a model with a head, with a dot; else nothing."""
+    """The path of the base model in a model with a head, with a dot; else nothing."""
     name = _read(model, "base_model_prefix")
     return f"{name}." if isinstance(name, str) and _read(model, name) is not None else ""
 
@@ -208,7 +208,7 @@ def _sharding(
 
 
 def _is_transposed(model: nn.Module, key: str) -> bool:
-    """Whether the weights of layers are of (inputs, outputs), as GPT-2 has them."""
+    """True if the weights of layers are of (inputs, outputs), as GPT-2 has them."""
     for path, module in model.named_modules():
         if re.sub(r"(?<=\.)\d+(?=\.)", "*", path) == key:
             return type(module).__name__ == "Conv1D"

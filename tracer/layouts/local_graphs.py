@@ -93,7 +93,7 @@ class Builder:
         return self.emit(_ATEN.view.default, (node, list(shape)), {})
 
     def region(self, version: Version) -> Region:
-        """What the rank holds of a version."""
+        """The node of the rank's piece of a version."""
         return version.layout.region(tuple(version.node.meta["val"].shape), self.position)
 
     def reads(self, node: fx.Node) -> tuple[Version, ...]:
@@ -176,7 +176,7 @@ class Builder:
         return node
 
     def _is_viewable(self, node: fx.Node, shape: Sequence[int]) -> bool:
-        """Whether a piece can be viewed so; its strides need not be as those of the whole are."""
+        """True if a piece can be viewed so; its strides need not be as those of the whole are."""
         fake = node.meta["val"]
         with self._mode:
             return storage_key(fake.reshape(shape)) == storage_key(fake)

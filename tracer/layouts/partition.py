@@ -215,16 +215,16 @@ class _Cutter:
         return Partition(tuple(steps), tuple(given), self.outputs)
 
     def _is_given(self, version: Version) -> bool:
-        """Whether a version is an input of the whole; each part has constants and state itself."""
+        """True if a version is an input of the whole; each part has constants and state itself."""
         made = version in self.transfers or self._is_computed(version)
         return not made and not self._is_at_hand(version.node)
 
     def _is_computed(self, version: Version) -> bool:
-        """Whether an op of these nodes gives a version, or what it is cut from."""
+        """True if an op of these nodes gives a version, or what it is cut from."""
         return version.node in self.level and version not in self.given
 
     def _is_at_hand(self, node: fx.Node) -> bool:
-        """Whether any part can have a value without being given it."""
+        """True if any part can have a value without being given it."""
         return node.op == "get_attr" or node in self.state
 
     def _demand(self) -> None:
@@ -354,7 +354,7 @@ def _is_op(node: fx.Node, propagation: Propagation) -> bool:
 
 
 def _is_product(node: fx.Node, propagation: Propagation) -> bool:
-    """Whether a dimension of a result is cut as its factors are, which no type says."""
+    """True if a dimension of a result is cut as its factors are, which no type says."""
     layouts = (layout for layout in propagation.layouts[node] if layout is not None)
     return any(isinstance(cut, Product) for layout in layouts for cut in layout.cuts)
 

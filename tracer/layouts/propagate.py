@@ -301,7 +301,7 @@ class _Run:
         return None
 
     def _is_there(self, version: Version) -> bool:
-        """Whether a reduced value, or the one that it follows from, has been reduced already."""
+        """True if a reduced value, or the one that it follows from, has been reduced already."""
         node, layout = version.node, version.layout
         if version in self.made or version in self.versions[node]:
             return True

@@ -263,7 +263,7 @@ class Cutter:
 
 
 def _viewed(cut: Cut, node: fx.Node) -> fx.Node | None:
-    """What a node is a view of; what has been written in place is a value, and is not again."""
+    """The node that another is a view of; one that was written in place is a value by itself."""
     return None if written_in_place(node) is not None else cut.base(node)
 
 

@@ -122,14 +122,14 @@ def run_call(call: Call) -> OpLog:
 
 def _in_words(error: Exception, call: Call) -> TraceError:
     unfit = explain_misfit(error, call)
-    return unfit or translate(error, call.what, call.blame)
+    return unfit or translate(error, call.what, call.error_loc)
 
 
 def _works_on_gradients(call: Call) -> TraceError:
     return TraceError(
         f"{call.what} cannot be differentiated: it works on gradients (Tensor.grad, .backward()) "
         "in its forward or backward",
-        loc=call.blame,
+        loc=call.error_loc,
         remedy="compute gradients inside a differentiated method with torch.autograd.grad",
     )
 

@@ -117,6 +117,6 @@ def _refusal(call: Call, how: str, loc: Location | None) -> HiddenState:
         f"{call.what} cannot be traced: {how}. It depends on something that changes by itself, "
         "such as a random generator, an iterator, a counter or the time; every execution would "
         "use what it was in the trace",
-        loc=loc or call.blame,
+        loc=loc or call.error_loc,
         remedy=_REMEDY,
     )

@@ -17,7 +17,7 @@ from ..errors import TraceError
 from .inputs import show_type
 from .session import Session
 from .specs import Static, Tree, static_key
-from .unsupported_ops import library_ban
+from .unsupported_ops import unsupported_library
 from .values import NotAValue, ObjectValue, Traced, TracedTensor
 
 
@@ -105,9 +105,9 @@ def check_static(leaf: Any, what: str, loc: Location | None) -> None:
             remedy="use the parameter in a method of the actor that owns it",
         )
     if isinstance(leaf, torch.Tensor):
-        ban = library_ban("")
-        if ban is not None:
-            raise TraceError(f"{what} {ban.why}", loc=loc, remedy=ban.remedy)
+        unsupported = unsupported_library("")
+        if unsupported is not None:
+            raise TraceError(f"{what} {unsupported.why}", loc=loc, remedy=unsupported.remedy)
         raise TraceError(
             f"{what} takes a real tensor, {show_type(leaf.dtype, leaf.shape)}, which is not a "
             "value of the step",

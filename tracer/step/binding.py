@@ -27,7 +27,7 @@ _PASS_ON = frozenset(
         ),
     }
 )
-"""Where decorators are that give what they wrap the very arguments which they are given."""
+"""Modules of decorators that pass on the very arguments which they are given."""
 
 
 def check_arguments(call: Call) -> None:
@@ -78,7 +78,7 @@ def innermost(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def definition(function: Callable[..., Any]) -> Location | None:
-    """Where a function is defined, decorators looked through; None if not in Python."""
+    """The place where a function is defined, decorators looked through; None if not in Python."""
     code = getattr(innermost(function), "__code__", None)
     if code is None:
         return None

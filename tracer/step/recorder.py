@@ -182,7 +182,7 @@ def _writes_in_place(call: TorchCall) -> bool:
 
 @cache
 def _inplace_position(func: Function) -> int | None:
-    """Where a function of torch.nn.functional takes its flag `inplace`, if it has one."""
+    """The position of the flag `inplace` of a function of torch.nn.functional, if it has one."""
     if getattr(func, "__module__", None) != "torch.nn.functional":
         return None
     try:

@@ -318,7 +318,7 @@ def entered(session: Session) -> Iterator[None]:
 
 
 def placed(values: Sequence[Traced], everywhere: Place) -> Place:
-    """Where a torch operation of the step runs, by its operands.
+    """The place at which a torch operation of the step runs, by its operands.
 
     Where the operands are; if they are on different single ranks, on the rank of the operand that
     was made last; if all are replicated, on the ranks that all of them share.

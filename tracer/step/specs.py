@@ -163,23 +163,5 @@ def torch_dtype(dtype: DType) -> torch.dtype:
     return _TO_TORCH[dtype]
 
 
-_TO_TORCH: dict[DType, torch.dtype] = {
-    DType.F64: torch.float64,
-    DType.F32: torch.float32,
-    DType.F16: torch.float16,
-    DType.BF16: torch.bfloat16,
-    DType.F8E4M3: torch.float8_e4m3fn,
-    DType.F8E5M2: torch.float8_e5m2,
-    DType.C64: torch.complex64,
-    DType.C128: torch.complex128,
-    DType.I64: torch.int64,
-    DType.I32: torch.int32,
-    DType.I16: torch.int16,
-    DType.I8: torch.int8,
-    DType.U64: torch.uint64,
-    DType.U32: torch.uint32,
-    DType.U16: torch.uint16,
-    DType.U8: torch.uint8,
-    DType.BOOL: torch.bool,
-}
+_TO_TORCH: dict[DType, torch.dtype] = {each: getattr(torch, each.torch_name) for each in DType}
 _FROM_TORCH = {torch_: ir for ir, torch_ in _TO_TORCH.items()}

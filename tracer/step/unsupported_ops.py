@@ -18,82 +18,82 @@ from .values import TracedTensor
 
 
 @dataclass(frozen=True)
-class Ban:
-    """Why a function is banned, in words that follow its name, and the remedy."""
+class Unsupported:
+    """The reason why a function is not supported, in words that follow its name, and the remedy."""
 
     why: str
     remedy: str
 
 
 _READ = "return it from the step, or read it in an actor's method that is marked @cg.opaque"
-_READS = Ban("needs elements of a value, which exist only when the step runs", _READ)
-_BRANCHES = Ban(
+_READS = Unsupported("needs elements of a value, which exist only when the step runs", _READ)
+_BRANCHES = Unsupported(
     "needs elements of a value to decide on, which exist only when the step runs",
     "use torch.where, decide by a static argument of the step, or branch in an actor's method "
     "that is marked @cg.opaque",
 )
-_PRINTS = Ban(
+_PRINTS = Unsupported(
     "needs elements of a value to write, which exist only when the step runs",
     "return it from the step and print it there, or print it in an actor's method that is marked "
     "@cg.opaque",
 )
-_SHAPES = Ban(
+_SHAPES = Unsupported(
     "makes a value whose shape depends on elements; shapes are static in a compiled step",
     "use torch.where with a mask, or an actor's method that is marked @cg.opaque",
 )
-_BACKWARD = Ban(
+_BACKWARD = Unsupported(
     "would differentiate now; the step is only being traced",
     "call cg.backward(loss)",
 )
-_GRAD = Ban(
+_GRAD = Unsupported(
     "asks autograd about a value, which the compiled step does not keep",
     "call cg.backward(loss) for the gradients of actors' parameters; for others call "
     "torch.autograd.grad in an actor's method that is marked @cg.opaque",
 )
-_LEAF = Ban(
+_LEAF = Unsupported(
     "would make a new leaf for gradients in the step",
     "let parameters live in actors, and call cg.backward(loss)",
 )
-_HOOK = Ban(
+_HOOK = Unsupported(
     "would run Python in the backward, which is derived and compiled",
     "apply a torch.autograd.Function with that backward in an actor's method; gradients of "
     "parameters can be changed in the method that calls opt.step()",
 )
-_MEMORY = Ban(
+_MEMORY = Unsupported(
     "asks for the memory of a value, which the compiled step lays out itself",
     "do this in an actor's method",
 )
-_LAYOUT = Ban(
+_LAYOUT = Unsupported(
     "asks for the memory layout of a value, which is not part of the trace",
     "use .reshape or .contiguous, which work with any layout",
 )
-_RESHAPES = Ban(
+_RESHAPES = Unsupported(
     "would change the shape of a value in place",
     "use the function without the underscore, and its result",
 )
-_DEVICE = Ban(
+_DEVICE = Unsupported(
     "names a device; a value of the step is where its actor is",
     "leave it out; change dtypes with .to(dtype)",
 )
-_COPIES = Ban(
+_COPIES = Unsupported(
     "would copy the Python object that stands for a value",
     "use value.clone(), and copy containers item by item, as in [value.clone() for value in list]",
 )
-_SHARED = Ban(
+_SHARED = Unsupported(
     "would share memory with a value behind the tracer's back",
     "use .detach() or .clone()",
 )
-_FROM_VALUES = Ban(
+_FROM_VALUES = Unsupported(
     "reads the elements of what it is given, which exist only when the step runs",
     "use torch.stack, or the value itself",
 )
 
 
-def _all(ban: Ban, names: str) -> dict[str, Ban]:
-    return dict.fromkeys(names.split(), ban)
+def _all(unsupported: Unsupported, names: str) -> dict[str, Unsupported]:
+    return dict.fromkeys(names.split(), unsupported)
 
 
-_FUNCTIONS: dict[str, Ban] = {
+_FUNCTIONS: dict[str, Unsupported] = {
     **_all(_READS, "item tolist numpy __int__ __float__ __complex__ __index__ __array__"),
     **_all(_BRANCHES, "__bool__ __contains__ is_nonzero equal allclose"),
     **_all(_PRINTS, "__repr__ __str__ __format__"),
@@ -111,12 +111,12 @@ _FUNCTIONS: dict[str, Ban] = {
     **_all(_COPIES, "__deepcopy__ __reduce_ex__ __reduce__ __setstate__ as_subclass"),
     **_all(_FROM_VALUES, "tensor as_tensor asarray scalar_tensor"),
 }
-_GETTERS: dict[str, Ban] = {
+_GETTERS: dict[str, Unsupported] = {
     **_all(_GRAD, "grad grad_fn _grad is_leaf retains_grad output_nr _backward_hooks"),
     **_all(_SHARED, "data _base"),
     **_all(_MEMORY, "__cuda_array_interface__ _version"),
 }
-_SETTERS: dict[str, Ban] = {
+_SETTERS: dict[str, Unsupported] = {
     **_all(_LEAF, "requires_grad"),
     **_all(_GRAD, "grad _grad"),
     **_all(_SHARED, "data"),
@@ -147,7 +147,7 @@ class TorchCall:
 
     @property
     def shown(self) -> str:
-        """How messages name the function."""
+        """The name of the function in messages."""
         if self.kind == "get":
             return f".{self.name} of a tensor"
         if self.kind == "set":
@@ -174,22 +174,22 @@ def check(call: TorchCall) -> None:
     Raises:
         TraceError: it may not.
     """
-    ban = {"call": _FUNCTIONS, "get": _GETTERS, "set": _SETTERS}[call.kind].get(call.name)
-    if ban is None and call.kind == "set":
-        ban = _SHARED
-    if ban is None and call.kind == "call":
-        ban = _by_arguments(call)
-    if ban is not None:
-        ban = library_ban(call.name) or ban
-        raise TraceError(f"{call.shown} {ban.why}", loc=call.loc, remedy=ban.remedy)
+    unsupported = {"call": _FUNCTIONS, "get": _GETTERS, "set": _SETTERS}[call.kind].get(call.name)
+    if unsupported is None and call.kind == "set":
+        unsupported = _SHARED
+    if unsupported is None and call.kind == "call":
+        unsupported = _by_arguments(call)
+    if unsupported is not None:
+        unsupported = unsupported_library(call.name) or unsupported
+        raise TraceError(f"{call.shown} {unsupported.why}", loc=call.loc, remedy=unsupported.remedy)
 
 
-_SCALER = Ban(
+_SCALER = Unsupported(
     "is called by a GradScaler, whose Python runs only while the step is traced",
     "bfloat16 needs no scaling; else multiply the loss by a number, cg.backward(loss * scale), and "
     "divide .grad by it in the actor's method that calls opt.step()",
 )
-_VALIDATES = Ban(
+_VALIDATES = Unsupported(
     "is called by torch.distributions, which checks elements that exist only when the step runs",
     "pass validate_args=False to the distribution, or make it in an actor's method, also so",
 )
@@ -199,7 +199,7 @@ _LIBRARIES = (
 )
 
 
-def library_ban(name: str) -> Ban | None:
+def unsupported_library(name: str) -> Unsupported | None:
     """Say why a torch function cannot be used that a library named here has called.
 
     Args:
@@ -207,9 +207,9 @@ def library_ban(name: str) -> Ban | None:
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not is_user_file(frame.f_code.co_filename):
-        for file, only, ban in _LIBRARIES:
+        for file, only, unsupported in _LIBRARIES:
             if file in frame.f_code.co_filename and only in (None, name):
-                return ban
+                return unsupported
         frame = frame.f_back
     return None
 
@@ -230,7 +230,7 @@ _SHOWN = {
 }
 
 
-def _by_arguments(call: TorchCall) -> Ban | None:
+def _by_arguments(call: TorchCall) -> Unsupported | None:
     name, args, kwargs = call.name, call.args, call.kwargs
     if name == "__getitem__" and len(args) > 1 and _has_mask(args[1]):
         return _SHAPES
@@ -239,16 +239,18 @@ def _by_arguments(call: TorchCall) -> Ban | None:
     if name in ("to", "type") and any(map(_is_device, (*args[1:], kwargs.get("device")))):
         return _DEVICE
     if kwargs.get("out") is not None:
-        return Ban("with out= writes into a tensor", "use what the function returns")
+        return Unsupported("with out= writes into a tensor", "use what the function returns")
     if kwargs.get("generator") is not None:
-        return Ban(
+        return Unsupported(
             "with generator= draws from a generator of this process",
             "leave it out; the step's random numbers follow from its seed",
         )
     if name in ("batch_norm", "instance_norm") and _updates_statistics(call):
-        return Ban("would update running statistics in place", "let an actor own the module")
+        return Unsupported(
+            "would update running statistics in place", "let an actor own the module"
+        )
     if name.startswith("embedding") and kwargs.get("max_norm") is not None:
-        return Ban("with max_norm= writes to its weight", "let an actor own the embedding")
+        return Unsupported("with max_norm= writes to its weight", "let an actor own the embedding")
     return None
 
 

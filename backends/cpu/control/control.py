@@ -12,13 +12,13 @@ from time import monotonic
 from typing import Final
 
 from ...errors import PeerLost, PlanMismatch, StepTimeout, TransportError
-from ...failures.flight import Doing, Position, Sight
+from ...failures.flight import Activity, Position, Sight
 from ..node import Node
 from ..waiting.waiting import SLEEP, Waiter
 from .divergence import lost, other_call, other_plan, out_of_step
 from .error_agreement import ErrorAgreement
 from .link import Link, Reached, Status
-from .rank_status import Barrier, Rows, State
+from .rank_status import Barrier, State, StatusTable
 
 _TELL_EVERY: Final = 0.5
 """Seconds between two reports of a waiting rank to other machines."""
@@ -43,9 +43,9 @@ class Control:
 
     def __init__(self, node: Node, sleep: float = SLEEP) -> None:
         self._node = node
-        self._rows = Rows(node)
+        self._table = StatusTable(node)
         self._link = Link(node) if len(node.leaders) > 1 else None
-        self._errors = ErrorAgreement(node, self._rows, self._link)
+        self._errors = ErrorAgreement(node, self._table, self._link)
         self._leads = self._link is not None and node.rank == node.leader
         self._relayed: dict[Barrier, int] = {}
         self._agreed: BaseException | None = None
@@ -101,7 +101,7 @@ class Control:
         self.epoch += 1
         self._watch, self._describe, self._timeout = watch, describe, timeout
         self._deadline = float("inf") if timeout is None else monotonic() + timeout
-        self._rows.enter(self.epoch, plan & 0xFFFF_FFFF_FFFF_FFFF, doing)
+        self._table.enter(self.epoch, plan & 0xFFFF_FFFF_FFFF_FFFF, doing)
         self._guarded = True
         return self.epoch
 
@@ -120,14 +120,14 @@ class Control:
         Raises:
             RemoteError, StepTimeout, PeerLost, PlanMismatch: as `check`.
         """
-        self._rows.give(digest)
+        self._table.give(digest)
         self._comparing = True  # the program has not begun, so it is nowhere
         self._wait_at(Barrier.INPUTS, progress)
         self._comparing = False
-        stranger = self._rows.of_another_plan(self.epoch)
+        stranger = self._table.of_another_plan(self.epoch)
         if stranger is not None:
             raise self._other_plan(stranger)
-        return self._rows.give_the_same(ranks)
+        return self._table.give_the_same(ranks)
 
     def commit(self, progress: Sequence[Callable[[], None]] = ()) -> None:
         """End the execution: return once every rank has come here.
@@ -139,10 +139,10 @@ class Control:
             RemoteError, StepTimeout, PeerLost, PlanMismatch: as `check`.
         """
         self._wait_at(Barrier.COMMIT, progress)
-        stranger = self._rows.of_another_plan(self.epoch)
+        stranger = self._table.of_another_plan(self.epoch)
         if stranger is not None:
             raise self._other_plan(stranger)
-        self._rows.set_state(State.IDLE)
+        self._table.set_state(State.IDLE)
         self._guarded = False
         self._idle_since = monotonic()
 
@@ -162,7 +162,7 @@ class Control:
             return
         if any(self._errors.last_failed(rank) == self.epoch for rank in range(self._node.size)):
             raise self._settle(None)
-        for rank in self._rows.missing(Barrier.COMMIT, self.epoch):
+        for rank in self._table.missing(Barrier.COMMIT, self.epoch):
             self._check_peer(rank)
         if monotonic() > self._deadline:
             raise StepTimeout(
@@ -184,7 +184,7 @@ class Control:
     def _settle(self, error: BaseException | None) -> BaseException:
         self._guarded = False
         self.failed = True
-        self._agreed = self._errors.settle(self.epoch, error, self.pause)
+        self._agreed = self._errors.agree(self.epoch, error, self.pause)
         if isinstance(self._agreed, PlanMismatch):
             self.diverged = self._agreed
         return self._agreed
@@ -209,13 +209,13 @@ class Control:
         self._wait_at(Barrier.RESUME)
         self._agreed = None
         self.failed = False
-        self._rows.set_state(State.IDLE)
+        self._table.set_state(State.IDLE)
         self._idle_since = monotonic()
 
     def flight_record(self) -> str:
         """Describe where every rank is. Those that do not wait are asked."""
         self._report()
-        rows, describe = self._rows, self._describe
+        rows, describe = self._table, self._describe
         positions = rows.positions()
         told = [
             p for p in positions if rows.epoch(p.rank) == self.epoch and rows.has_reported(p.rank)
@@ -229,23 +229,23 @@ class Control:
         lines += [f"  {rows.whereabouts(p.rank)}" for p in positions if p.rank not in known]
         return "\n".join(lines)
 
-    def _tell(self) -> Doing:
+    def _tell(self) -> Activity:
         """Answer another rank that asks what this process does; called by a thread of its own."""
         rank, watch, describe = self._node.rank, self._watch, self._describe
         runs = self._guarded and not self._comparing
         if runs and watch is not None and describe is not None:
-            return Doing(describe([watch()], {}).strip())
-        where = self._rows.whereabouts(rank)
-        if self._rows.state(rank) is State.IDLE:
+            return Activity(describe([watch()], {}).strip())
+        where = self._table.whereabouts(rank)
+        if self._table.state(rank) is State.IDLE:
             where += f", for {monotonic() - self._idle_since:.1f} s at most"
-        return Doing(where)
+        return Activity(where)
 
     def close(self, how: State = State.EXITED) -> None:
         """Say that this rank has ended, and how; idempotent."""
         if self._closed:
             return
         self._closed = True
-        self._rows.set_state(how)
+        self._table.set_state(how)
         self._errors.withdraw()
         self._node.wake_all()
         if self._link is not None:
@@ -263,7 +263,7 @@ class Control:
         self._calls = number
         if self.diverged is not None:
             raise out_of_step(self.diverged)
-        self._rows.call(number, self.epoch, self.purpose or call)
+        self._table.call(number, self.epoch, self.purpose or call)
 
     def look(self) -> None:
         """Look for ranks that will never come to the call in which this one has waited for a while.
@@ -273,28 +273,28 @@ class Control:
         together. What it has executed is read first: a rank that comes to this call and goes on
         meanwhile has then been seen before, or is seen to have come.
         """
-        rows = self._rows
+        rows = self._table
         self._tell_others()
         self.hear()
         ahead = [rank for rank in range(self._node.size) if self._is_ahead(rank)]
         self._node.fence()
         strangers = [rank for rank in ahead if rows.calls(rank)[0] < self._calls]
         if strangers:
-            self.diverged = other_call(self._rows, [self._node.rank, *strangers])
+            self.diverged = other_call(self._table, [self._node.rank, *strangers])
             raise self.diverged
 
     def _is_ahead(self, rank: int) -> bool:
         """Return whether a rank has begun or recovered from an execution that this one has not."""
-        if self._rows.epoch(rank) != self.epoch:
-            return self._rows.epoch(rank) > self.epoch
-        recovers = self._rows.reached(rank, Barrier.RECOVER) == self.epoch
+        if self._table.epoch(rank) != self.epoch:
+            return self._table.epoch(rank) > self.epoch
+        recovers = self._table.reached(rank, Barrier.RECOVER) == self.epoch
         return self.failed and recovers and rank != self._node.rank
 
     # -- barriers ---------------------------------------------------------------------------
 
     def _wait_at(self, barrier: Barrier, progress: Sequence[Callable[[], None]] = ()) -> None:
         """Wait until every rank has come to `barrier` of this epoch."""
-        node, rows, epoch = self._node, self._rows, self.epoch
+        node, rows, epoch = self._node, self._table, self.epoch
         rows.reach(barrier, epoch)
         if rows.are_here(barrier, epoch):
             node.ring_sleepers()  # The last to come wakes the others.
@@ -317,9 +317,9 @@ class Control:
         try:
             self.pause(polls)
             if not self._guarded:
-                self._check_missing(self._rows.missing(barrier, self.epoch))
+                self._check_missing(self._table.missing(barrier, self.epoch))
         except (StepTimeout, TransportError, PlanMismatch):
-            if self.failed or self._rows.missing(barrier, self.epoch):
+            if self.failed or self._table.missing(barrier, self.epoch):
                 raise
 
     def _relay(self, barrier: Barrier) -> None:
@@ -328,20 +328,20 @@ class Control:
         local = self._node.local
         if self._relayed.get(barrier) == self.epoch:
             return
-        if all(self._rows.reached(rank, barrier) >= self.epoch for rank in local):
-            digests = tuple(self._rows.digest(rank) for rank in local)
+        if all(self._table.reached(rank, barrier) >= self.epoch for rank in local):
+            digests = tuple(self._table.digest(rank) for rank in local)
             self._link.tell_leaders(Reached(local, barrier, self.epoch, digests))
             self._relayed[barrier] = self.epoch
 
     def _check_missing(self, missing: Sequence[int]) -> None:
         """Outside of executions: has a missing rank ended, or is the time up?"""
         for rank in missing:
-            if self._rows.has_ended(rank):
-                raise lost(self._rows, rank, self.epoch)
-            if self._rows.calls(rank)[0] > self._calls and rank in self._rows.missing(
+            if self._table.has_ended(rank):
+                raise lost(self._table, rank, self.epoch)
+            if self._table.calls(rank)[0] > self._calls and rank in self._table.missing(
                 Barrier.RECOVER, self.epoch
             ):
-                raise other_call(self._rows, [self._node.rank, rank])
+                raise other_call(self._table, [self._node.rank, rank])
         if monotonic() > self._deadline:
             raise StepTimeout(
                 f"rank {self._node.rank} has waited {self._timeout} s for the other ranks to "
@@ -353,18 +353,18 @@ class Control:
     def _other_plan(self, stranger: int) -> PlanMismatch:
         """Behind a barrier: a rank of this machine executes another plan."""
         ranks = (self._node.rank, stranger)
-        plans = {rank: self._rows.plan_of(rank, self.epoch) for rank in ranks}
-        return other_plan(self._rows, self.epoch, plans)
+        plans = {rank: self._table.plan_of(rank, self.epoch) for rank in ranks}
+        return other_plan(self._table, self.epoch, plans)
 
     def _check_peer(self, rank: int) -> None:
         """Raise if a rank that has not finished this execution cannot do so any more."""
-        rows, last = self._rows, self.epoch - 1
+        rows, last = self._table, self.epoch - 1
         calls, epoch = rows.calls(rank)
         if calls > self._calls and epoch < self.epoch:
             # Even if that has made it end since.
             raise other_call(rows, [self._node.rank, rank])
         if rows.has_ended(rank):
-            raise lost(self._rows, rank, self.epoch)
+            raise lost(self._table, rank, self.epoch)
         if last and self._errors.last_failed(rank) == last > rows.reached(rank, Barrier.RESUME):
             # It gave up the end of a step in the very moment in which the others reached it.
             raise PeerLost(
@@ -382,7 +382,7 @@ class Control:
     def _report(self) -> None:
         """Tell where this rank is."""
         watch = None if self._comparing else self._watch
-        self._rows.report(None if watch is None else watch())
+        self._table.report(None if watch is None else watch())
         self._tell_others()
 
     def _tell_others(self) -> None:
@@ -395,7 +395,7 @@ class Control:
 
     def _tell_status(self, link: Link) -> None:
         rank = self._node.rank
-        link.tell_leaders(Status(rank, self._rows.status(), self._rows.doing(rank)))
+        link.tell_leaders(Status(rank, self._table.status(), self._table.doing(rank)))
 
     def hear(self) -> None:
         """Take in the news from other machines, and let MPI move on.
@@ -407,9 +407,9 @@ class Control:
             return
         for news in self._link.receive():
             if isinstance(news, Reached):
-                self._rows.note_reached(news.ranks, news.barrier, news.epoch, news.digests)
+                self._table.note_reached(news.ranks, news.barrier, news.epoch, news.digests)
             elif isinstance(news, Status):
-                self._rows.note_status(news.rank, news.words, news.doing)
+                self._table.note_status(news.rank, news.words, news.doing)
             else:
                 self._errors.note(news.rank, news.epoch, news.error)
             self._node.wake_all()

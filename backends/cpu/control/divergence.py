@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ...errors import PeerLost, PlanMismatch, TransportError
-from .rank_status import Barrier, Rows
+from .rank_status import Barrier, StatusTable
 
 
 def out_of_step(why: PlanMismatch) -> TransportError:
@@ -15,10 +15,10 @@ def out_of_step(why: PlanMismatch) -> TransportError:
     )
 
 
-def other_plan(rows: Rows, epoch: int, plans: Mapping[int, int]) -> PlanMismatch:
+def other_plan(table: StatusTable, epoch: int, plans: Mapping[int, int]) -> PlanMismatch:
     """The error of two ranks that execute different plans; `plans` has theirs by rank."""
     first, second = (
-        f"plan {plan:016x} on rank {rank}{_in_parentheses(rows.doing(rank))}"
+        f"plan {plan:016x} on rank {rank}{_in_parentheses(table.doing(rank))}"
         for rank, plan in sorted(plans.items())
     )
     return PlanMismatch(
@@ -28,9 +28,9 @@ def other_plan(rows: Rows, epoch: int, plans: Mapping[int, int]) -> PlanMismatch
     )
 
 
-def other_call(rows: Rows, ranks: Sequence[int]) -> PlanMismatch:
+def other_call(table: StatusTable, ranks: Sequence[int]) -> PlanMismatch:
     """The error of ranks in an execution or a call of the world, while others are past it."""
-    where = "; ".join(f"rank {rank} is in {rows.doing(rank)}" for rank in sorted(ranks))
+    where = "; ".join(f"rank {rank} is in {table.doing(rank)}" for rank in sorted(ranks))
     return PlanMismatch(
         f"the ranks have come to different calls: {where}. Every rank must make the same "
         "calls in the same order, and call a step with arguments of the same types: look for "
@@ -39,11 +39,11 @@ def other_call(rows: Rows, ranks: Sequence[int]) -> PlanMismatch:
     )
 
 
-def lost(rows: Rows, rank: int, epoch: int) -> PeerLost:
+def lost(table: StatusTable, rank: int, epoch: int) -> PeerLost:
     """The error of ranks in an execution to which another one will not come."""
-    how = "has died" if rows.has_died(rank) else "has ended"
+    how = "has died" if table.has_died(rank) else "has ended"
     return PeerLost(
-        f"rank {rank} {how} after execution {rows.reached(rank, Barrier.COMMIT)}, and the other "
+        f"rank {rank} {how} after execution {table.reached(rank, Barrier.COMMIT)}, and the other "
         f"ranks are in execution {epoch}. All ranks must make the same calls; start the job again",
         rank,
     )

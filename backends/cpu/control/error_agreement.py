@@ -11,7 +11,7 @@ from ...errors import Failure, RemoteError, TransportError, message_text, traceb
 from ..memory.layout import ERROR_BYTES, ERROR_KEY, ERROR_ROOM, FAILED, ROW, error_at
 from ..node import Node
 from .link import Failed, Link
-from .rank_status import Barrier, Rows, State
+from .rank_status import Barrier, State, StatusTable
 
 GRACE: Final = 1.0
 """Seconds that a failed execution waits for the other ranks, so that all agree on the error."""
@@ -29,16 +29,16 @@ class ErrorAgreement:
         link: to other machines, if there are any.
     """
 
-    def __init__(self, node: Node, rows: Rows, link: Link | None) -> None:
+    def __init__(self, node: Node, table: StatusTable, link: Link | None) -> None:
         self._node = node
-        self._rows = rows
+        self._table = table
         self._link = link
         self._words = node.words
         self._mine = node.rank * ROW
         self._key: int | None = None
         self._from_afar: dict[int, tuple[int, bytes | None]] = {}
 
-    def settle(self, epoch: int, error: BaseException | None, pause: Pause) -> BaseException:
+    def agree(self, epoch: int, error: BaseException | None, pause: Pause) -> BaseException:
         """Say that the execution has failed, wait for the others, and choose the error.
 
         Args:
@@ -52,7 +52,7 @@ class ErrorAgreement:
         rank, size = self._node.rank, self._node.size
         content = None if error is None else pickled(error, rank)
         self.publish(epoch, content)
-        self._rows.set_state(State.FAILED)
+        self._table.set_state(State.FAILED)
         if self._link is not None:
             self._link.tell_all(Failed(rank, epoch, content))
         until = monotonic() + GRACE
@@ -77,8 +77,8 @@ class ErrorAgreement:
 
     def _has_voted(self, rank: int, epoch: int) -> bool:
         """Return whether a rank has ended the execution, by success or by failure, or by dying."""
-        has_committed = self._rows.reached(rank, Barrier.COMMIT) >= epoch
-        return has_committed or self.last_failed(rank) == epoch or self._rows.has_ended(rank)
+        has_committed = self._table.reached(rank, Barrier.COMMIT) >= epoch
+        return has_committed or self.last_failed(rank) == epoch or self._table.has_ended(rank)
 
     def publish(self, epoch: int, content: bytes | None) -> None:
         """Say that the execution has failed here; None if only after another rank."""

@@ -60,7 +60,7 @@ class Barrier(enum.IntEnum):
     INPUTS = 3
 
 
-class Rows:
+class StatusTable:
     """Reads all rows, and writes this rank's.
 
     The rows of ranks of other machines are copies, written by the leader of this one.

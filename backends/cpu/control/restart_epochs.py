@@ -1,4 +1,4 @@
-"""Stages of starting over, in shared memory (`backends/driven/restart.py`)."""
+"""Restart epochs, in shared memory (`backends/driven/restart.py`)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from ..node import Node
 from .rank_status import State
 
 
-class SharedStages:
-    """Stages in the rows of the control block; `Stages` says what its methods do.
+class SharedRestartEpochs:
+    """Restart epochs in the rows of the control block; `RestartEpochs` says what its methods do.
 
     Args:
         node: this machine, which has all ranks.
@@ -23,19 +23,19 @@ class SharedStages:
     def mine(self) -> int:
         return self._node.words[self._row + RESTART]
 
-    def reach(self, stage: int) -> None:
+    def reach(self, epoch: int) -> None:
         self._node.fence()
-        self._node.words[self._row + RESTART] = stage
+        self._node.words[self._row + RESTART] = epoch
         self._node.wake_all()
 
-    def missing(self, stage: int) -> list[int]:
-        """The ranks that have gone through fewer stages.
+    def missing(self, epoch: int) -> list[int]:
+        """The ranks that have gone through fewer epochs.
 
         Raises:
             PeerLost: one of them has ended, and will not come.
         """
         node = self._node
-        found = [r for r in range(node.size) if node.words[r * ROW + RESTART] < stage]
+        found = [r for r in range(node.size) if node.words[r * ROW + RESTART] < epoch]
         for rank in found:
             if node.words[rank * ROW + STATE] in (State.EXITED, State.DESERTED):
                 raise PeerLost(

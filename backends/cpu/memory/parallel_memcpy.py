@@ -48,6 +48,9 @@ class Copier:
     Args:
         helpers: threads besides the one that asks; by default as many as this process has cores
             for, up to `MOST_HELPERS`.
+
+    Attributes:
+        threads: the helpers that have been started, as the system numbers them.
     """
 
     def __init__(self, helpers: int | None = None) -> None:
@@ -57,7 +60,7 @@ class Copier:
         places = enumerate(sorted(self._cores))
         self._share_of = {core: index % self._shares for index, core in places}
         self._jobs: SimpleQueue[Job] = SimpleQueue()
-        self._threads: list[int] = []
+        self.threads: list[int] = []
         self._starting = Lock()
         self._is_started = False
         self._avoided: int | None = None
@@ -78,13 +81,13 @@ class Copier:
             self._avoid(core)
         job = Job(target, source, self._shares)
         try:
-            job.work(self._share(core), self._call)
+            job.work(self.share(core), self._call)
         finally:
             job.stop()  # what is copied to may be used for something else from here on
         job.check()
 
     def _call(self, job: Job) -> None:
-        for _ in self._threads:
+        for _ in self.threads:
             self._jobs.put(job)
 
     def _start(self) -> None:
@@ -100,7 +103,7 @@ class Copier:
                 except RuntimeError:  # there are too many
                     return
                 assert thread.native_id is not None
-                self._threads.append(thread.native_id)
+                self.threads.append(thread.native_id)
 
     def _avoid(self, core: int) -> None:
         """Keep the helpers away from the core of the thread that asks.
@@ -111,16 +114,17 @@ class Copier:
         others = self._cores - {core}
         if not others:
             return
-        for thread in self._threads:
+        for thread in self.threads:
             with suppress(OSError):  # those cores have been taken from us
                 os.sched_setaffinity(thread, others)
 
-    def _share(self, core: int) -> int:
+    def share(self, core: int) -> int:
+        """The share that a thread on a core begins with; the first on a core that came later."""
         return self._share_of.get(core, 0)
 
     def _help(self) -> None:
         while True:
-            self._jobs.get().help(self._share(current_core()))
+            self._jobs.get().help(self.share(current_core()))
 
 
 class Job:

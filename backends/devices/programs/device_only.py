@@ -36,17 +36,17 @@ class DeviceOnlyBinder(DeviceBinder):
     """Binds one program; see `Binder`.
 
     Attributes:
-        gates: how many instructions at the program's begin wait for earlier executions.
+        acquires: how many instructions at the program's begin wait for earlier executions.
         is_distrusted: whether calls make zeros instead of what their methods make, and nothing is
             replayed: only the messages are real, which the other ranks wait for.
     """
 
     def __init__(self, linked: LinkedProgram, tickets: Tickets, *, device: Device) -> None:
         super().__init__(linked, tickets, device=device)
-        self.gates = 0
+        self.acquires = 0
         self.is_distrusted = False
-        self._gates: list[Instruction] = []
-        self._passages: list[Instruction] = []
+        self._acquires: list[Instruction] = []
+        self._releases: list[Instruction] = []
         self._ran = 0
 
     def bind(self) -> Code:
@@ -59,14 +59,14 @@ class DeviceOnlyBinder(DeviceBinder):
             if op.graph != 0 and not isinstance(op, Alloc | Return):
                 self._refuse(op)
         code = super().bind()
-        self.gates = len(self._gates)
+        self.acquires = len(self._acquires)
         cut(code, self)
         code.instructions[:] = [
             self._guarded(each) if isinstance(each, Segment) else each for each in code.instructions
         ]
-        code.put_first([*self._gates, self._make_room, *self._land_inputs(code)])
+        code.put_first([*self._acquires, self._make_room, *self._land_inputs(code)])
         self._at = max(len(self._program.ops) - 1, 0)
-        for instruction in (self._join, *self._passages):
+        for instruction in (self._join, *self._releases):
             self._emit(instruction, KEEP)
         return code
 
@@ -130,11 +130,11 @@ class DeviceOnlyBinder(DeviceBinder):
 
     def _make_locks(self) -> tuple[Gates, Gates]:
         """None among the ops: they are all at the program's begin and end."""
-        gates, passages = super()._make_locks()
+        acquires, releases = super()._make_locks()
         assert self._tickets is not None, "several executions may be in flight"
-        gate, passage = self._tickets.acquire_and_release(STREAMS)
-        self._gates = [*chain.from_iterable(gates.values()), gate]
-        self._passages = [*chain.from_iterable(passages.values()), passage]
+        acquire, release = self._tickets.acquire_and_release(STREAMS)
+        self._acquires = [*chain.from_iterable(acquires.values()), acquire]
+        self._releases = [*chain.from_iterable(releases.values()), release]
         return {}, {}
 
     def _make_room(self) -> bool:

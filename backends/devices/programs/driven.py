@@ -52,7 +52,7 @@ from .binder import DeviceBinder, stream_of
 
 
 @dataclass(frozen=True, slots=True)
-class Announcements:
+class HostHandshake:
     """The channel by which hosts tell each other of the messages of another that go by streams.
 
     Attributes:
@@ -78,10 +78,10 @@ class DrivenBinder(DeviceBinder):
     """Binds one program; see `Binder`.
 
     Args:
-        announcements: for each channel whose messages go by streams, by its id.
+        handshakes: for each channel whose messages go by streams, by its id.
 
     Attributes:
-        gates: the instructions that wait for earlier executions.
+        acquires: the instructions that wait for earlier executions.
     """
 
     def __init__(
@@ -90,14 +90,14 @@ class DrivenBinder(DeviceBinder):
         tickets: Tickets,
         *,
         device: Device,
-        announcements: Mapping[int, Announcements],
+        handshakes: Mapping[int, HostHandshake],
     ) -> None:
         super().__init__(linked, tickets, device=device)
-        self._announcements = announcements
+        self._handshakes = handshakes
         self._expected: dict[Value, tuple[Recv, StreamPort, Port]] = {}
         self._tokens: dict[Value, int] = {}
         self._told: list[Port] = []
-        self.gates: frozenset[Instruction] = frozenset()
+        self.acquires: frozenset[Instruction] = frozenset()
         ops = linked.program.ops
         work = [index for index, op in enumerate(ops) if isinstance(op, _WORK)]
         self._first_work = next((i for i in work if not isinstance(ops[i], Recv)), 0)
@@ -115,16 +115,16 @@ class DrivenBinder(DeviceBinder):
         return code
 
     def _make_locks(self) -> tuple[dict[int, list[Instruction]], dict[int, list[Instruction]]]:
-        gates, passages = super()._make_locks()
+        acquires, releases = super()._make_locks()
         uses = {op.chan for op in self._program.ops if isinstance(op, Send | Recv | Collective)}
-        if not uses.isdisjoint(self._announcements):
+        if not uses.isdisjoint(self._handshakes):
             assert self._tickets is not None, "several executions may be in flight"
-            gate, passage = self._tickets.acquire_and_release(STREAMS)
+            acquire, release = self._tickets.acquire_and_release(STREAMS)
             follows = [instructions.follow(self._landed, queue) for queue in self._takers]
-            gates.setdefault(self._first_work, []).extend([gate, *follows])
-            passages.setdefault(self._last_work, []).append(passage)
-        self.gates = frozenset(gate for each in gates.values() for gate in each)
-        return gates, passages
+            acquires.setdefault(self._first_work, []).extend([acquire, *follows])
+            releases.setdefault(self._last_work, []).append(release)
+        self.acquires = frozenset(acquire for each in acquires.values() for acquire in each)
+        return acquires, releases
 
     def _bind_op(self, op: Op, arena: object) -> None:
         super()._bind_op(op, arena)  # type: ignore[arg-type]
@@ -146,7 +146,7 @@ class DrivenBinder(DeviceBinder):
                 "in a graph that one rank drives, all are or none is",
             )
         sources = tuple(map(self._register, op.operands))
-        telling = self._announcements[op.chan].port(op)
+        telling = self._handshakes[op.chan].port(op)
         tell = host.issue(telling, self._code.registers, None)
         if isinstance(op, Recv):
             self._indices[op.result] = self._at
@@ -182,7 +182,7 @@ class DrivenBinder(DeviceBinder):
         return InstructionInfo(Role.COMPUTE, (self._tokens[future],), (target,))
 
     def _receive(self, last: Value | None) -> None:
-        """Await the announcements of receives up to `last`, or of all, and put them on streams."""
+        """Await the handshakes of receives up to `last`, or of all, and put them on streams."""
         while self._expected:
             future = next(iter(self._expected))
             op, port, telling = self._expected.pop(future)

@@ -150,7 +150,7 @@ class DeviceInstance(Instance):
         self._watch(self.execution)
 
 
-class AnnouncedInstance(DeviceInstance):
+class HandshakeInstance(DeviceInstance):
     """An instance whose hosts announce each message; an error may take a message's place."""
 
     def __init__(
@@ -222,11 +222,11 @@ class DeviceOnlyInstance(DeviceInstance):
 
     def _add_reports(self, reports: Reports) -> None:
         """The report goes ahead of the work, which cannot fail."""
-        code, gates, send = self._code, self._binder.gates, reports.send
+        code, acquires, send = self._code, self._binder.acquires, reports.send
         last = KEEP._replace(op=last_op(self.program))
         if send is not None:
-            code.insert(gates, partial(self._report, send), KEEP)
-        code.insert(gates, self._begin, KEEP)
+            code.insert(acquires, partial(self._report, send), KEEP)
+        code.insert(acquires, self._begin, KEEP)
         code.insert(0, self._is_due, KEEP)
         code.insert(None, self._hand_over, last)
         if send is not None:

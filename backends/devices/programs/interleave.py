@@ -76,9 +76,11 @@ def interleave(code: Code, binder: DrivenBinder) -> Interleaved:
             emit(range(first, last))
             continue
         within = [i for i in range(first, last) if code.infos[i].role is Role.COMPUTE]
-        gates = [i for i in range(within[0], within[-1]) if code.instructions[i] in binder.gates]
-        behind = sorted({*range(within[0], within[-1])} - {*within, *gates})
-        emit([*range(first, within[0]), *gates])
+        acquires = [
+            i for i in range(within[0], within[-1]) if code.instructions[i] in binder.acquires
+        ]
+        behind = sorted({*range(within[0], within[-1])} - {*within, *acquires})
+        emit([*range(first, within[0]), *acquires])
         made.within[len(made.places)] = within
         made.behind[len(made.places)] = behind
         segment = make(number, first, last, within)

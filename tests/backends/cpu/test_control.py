@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cg.backends.cpu.control.control import Control
-from cg.backends.cpu.control.rank_status import Barrier, Rows, State
+from cg.backends.cpu.control.rank_status import Barrier, State, StatusTable
 from cg.backends.cpu.node import Node
 from cg.backends.errors import Failure, PlanMismatch, RemoteError, StepTimeout, TransportError
 from cg.backends.failures.flight import Position
@@ -275,12 +275,12 @@ def test_what_a_far_rank_tells_of_its_end_says_what_it_has_ended_before() -> Non
     def body(world: ThreadWorld) -> list[int] | None:
         node = Node(world)
         try:
-            return reached(Rows(node), world)
+            return reached(StatusTable(node), world)
         finally:
             world.barrier()
             node.close()
 
-    def reached(rows: Rows, world: ThreadWorld) -> list[int] | None:
+    def reached(rows: StatusTable, world: ThreadWorld) -> list[int] | None:
         if world.rank == 1:
             told = []
             for epoch, state in ((2, State.RUNNING), (3, State.EXITED)):
@@ -311,12 +311,12 @@ def test_a_far_rank_is_at_its_inputs_only_with_what_it_gives() -> None:
     def body(world: ThreadWorld) -> list[tuple[int, int]] | None:
         node = Node(world)
         try:
-            return given(Rows(node), world)
+            return given(StatusTable(node), world)
         finally:
             world.barrier()
             node.close()
 
-    def given(rows: Rows, world: ThreadWorld) -> list[tuple[int, int]] | None:
+    def given(rows: StatusTable, world: ThreadWorld) -> list[tuple[int, int]] | None:
         if world.rank == 1:
             told = []
             for epoch, digest in ((1, 70), (2, 50)):  # a smaller one counts as well

@@ -67,13 +67,11 @@ def a_job(nbytes: int, shares: int) -> tuple[Job, np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("helpers", [1, 3])
 def test_helpers_alone_copy_everything(helpers: int) -> None:
     job, target, source = a_job(3 * PART + 1, helpers + 1)
-    copier = Copier(helpers)
-    copier._start()
-    copier._call(job)
-    until = time.monotonic() + 60
-    while any(job._shares):
-        assert time.monotonic() < until
-        time.sleep(1e-3)
+    threads = [threading.Thread(target=job.help, args=(share,)) for share in range(helpers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
     job.stop()
     job.check()
     assert (target == source).all()
@@ -103,8 +101,8 @@ def test_threads_on_different_cores_begin_with_different_shares(
 ) -> None:
     monkeypatch.setattr(parallel_memcpy.os, "sched_getaffinity", lambda pid: {2, 3, 5, 7, 11})
     copier = Copier(3)
-    assert [copier._share(core) for core in (2, 3, 5, 7, 11)] == [0, 1, 2, 3, 0]
-    assert copier._share(13) == 0  # one that was not ours when we began
+    assert [copier.share(core) for core in (2, 3, 5, 7, 11)] == [0, 1, 2, 3, 0]
+    assert copier.share(13) == 0  # one that was not ours when we began
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one core only")
@@ -115,7 +113,7 @@ def test_helpers_leave_the_core_to_the_thread_that_asks(monkeypatch: pytest.Monk
         monkeypatch.setattr(parallel_memcpy, "current_core", lambda core=core: core)
         source = np.ones(LEAST, dtype=np.uint8)
         copier.copy(memoryview(np.zeros_like(source)), memoryview(source))
-        assert [os.sched_getaffinity(thread) for thread in copier._threads] == [mine - {core}] * 2
+        assert [os.sched_getaffinity(thread) for thread in copier.threads] == [mine - {core}] * 2
     assert os.sched_getaffinity(0) == mine
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cg.backends.cpu.control.rank_status import State
-from cg.backends.cpu.control.restart_epochs import SharedStages
+from cg.backends.cpu.control.restart_epochs import SharedRestartEpochs
 from cg.backends.cpu.memory.layout import ROW, STATE
 from cg.backends.errors import PeerLost
 
@@ -23,19 +23,19 @@ def machine(ranks: int) -> Any:
 
 def test_those_that_have_not_come_are_missed() -> None:
     node = machine(3)
-    SharedStages(node).reach(1)
-    SharedStages(SimpleNamespace(**{**vars(node), "rank": 2})).reach(1)
-    assert SharedStages(node).missing(1) == [1]
-    assert SharedStages(node).missing(0) == []
+    SharedRestartEpochs(node).reach(1)
+    SharedRestartEpochs(SimpleNamespace(**{**vars(node), "rank": 2})).reach(1)
+    assert SharedRestartEpochs(node).missing(1) == [1]
+    assert SharedRestartEpochs(node).missing(0) == []
 
 
 @pytest.mark.parametrize("how", [State.EXITED, State.DESERTED])
 def test_a_rank_that_has_ended_is_not_waited_for(how: State) -> None:
     node = machine(3)
-    stages = SharedStages(node)
-    stages.reach(1)
+    epochs = SharedRestartEpochs(node)
+    epochs.reach(1)
     node.words[ROW + STATE] = how
     with pytest.raises(PeerLost, match="rank 1 has ended, and this rank has to start") as caught:
-        stages.missing(1)
+        epochs.missing(1)
     assert caught.value.rank == 1
-    assert stages.missing(0) == []
+    assert epochs.missing(0) == []

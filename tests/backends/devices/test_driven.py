@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from cg.backends.devices.programs.driven import Announcements, DrivenBinder
+from cg.backends.devices.programs.driven import DrivenBinder, HostHandshake
 from cg.backends.driven.ticket_locks import TicketLocks, Tickets
 from cg.backends.nccl.communicator import NcclCommunicator
 from cg.backends.nccl.pool import NcclPool
@@ -25,13 +25,13 @@ def execute(world: ThreadWorld, module: Module, inputs: list[torch.Tensor]) -> F
     pool = NcclPool(world, device, FakeLibrary(device))
     streams = NcclCommunicator(pool, list(module.channels.values()), world.rank)
     host = HostCommunicator(*world.shared["host"], world.rank)
-    announcements = {
-        id_: Announcements(host, replace(channel, id=100 + id_, via=None))
+    handshakes = {
+        id_: HostHandshake(host, replace(channel, id=100 + id_, via=None))
         for id_, channel in module.channels.items()
     }
     linked = LinkedProgram(module, world.rank, {}, {}, dict.fromkeys(module.channels, streams))
     tickets = Tickets(TicketLocks())
-    binder = DrivenBinder(linked, tickets, device=device, announcements=announcements)
+    binder = DrivenBinder(linked, tickets, device=device, handshakes=handshakes)
     code = binder.bind()
     code.registers[:] = code.template
     code.registers[: len(inputs)] = inputs

@@ -13,7 +13,7 @@ import pytest
 
 from ...equality import comparisons
 from ...mpi.jobs import ROOT, Ended, environment, needs_mpi, run
-from ...mpi.test_devices import SEALED, check_driven, check_interruptions
+from ...mpi.test_devices import DEVICE_ONLY, check_driven, check_interruptions
 from .build import STANDIN, needs_compiler
 from .conformance_job import served
 from .test_npu import needs_no_torch_npu
@@ -158,7 +158,7 @@ def test_driven_graphs(mock: Path, ranks: int) -> None:
 
 def test_steps_that_need_no_host(mock: Path) -> None:
     """They are announced: the order of messages is that of announcements."""
-    check_driven(on_npus(mock, 2, ["-m", "tests.mpi.sealed_job", "hccl"]), SEALED)
+    check_driven(on_npus(mock, 2, ["-m", "tests.mpi.device_only_job", "hccl"]), DEVICE_ONLY)
 
 
 def test_interruptions(mock: Path) -> None:

@@ -166,7 +166,7 @@ def with_child() -> None:
 def modes() -> None:
     """Says who may read the files of the job's folder."""
     world().barrier()
-    folder = Path(os.environ["CG_ATTENDANCE"])
+    folder = Path(os.environ["CG_RANK_REGISTRY"])
     for path in (folder, *folder.iterdir()):
         say(f"mode={stat.S_IMODE(path.stat().st_mode):o}")
     world().barrier()

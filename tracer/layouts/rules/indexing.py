@@ -318,7 +318,7 @@ def _index_fill(case: Case) -> Answer:
 
 
 def _bucketize(case: Case) -> Answer:
-    """Where each entry lies among boundaries, which are whole."""
+    """The place of each entry among boundaries, which are whole."""
     dims = named(case.shape())
     sizes = {f"d{n}": size for n, size in enumerate(case.shape())}
     sizes["b"] = case["boundaries"].shape[0]

@@ -1,6 +1,6 @@
 """Graphs driven from rank 0 that nothing can fail in on a host, so that no message is announced.
 
-mpiexec -n 2 python -m tests.mpi.device_job tests.mpi.sealed_job
+mpiexec -n 2 python -m tests.mpi.device_job tests.mpi.device_only_job
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cg.backends.devices.programs.instance import DeviceOnlyInstance
 from .driven_job import WIDTH, driven, first, parts, play, x_of
 
 
-def sealed() -> None:
+def device_only() -> None:
     """A step that nothing can fail in on a host: one graph a rank, and the same values.
 
     HCCL does messages one after the other, so its hosts announce them.
@@ -111,7 +111,7 @@ def beside() -> None:
 
 
 def main() -> None:
-    play((sealed, changed, beside))
+    play((device_only, changed, beside))
 
 
 if __name__ == "__main__":
