@@ -45,12 +45,12 @@ def add_adapters(model: nn.Module, rank: int, folder: Path, seed: int) -> Any:
 
 
 def name_in_model(name: str) -> str | None:
-    """What the folder of the model calls a tensor of an adapted model; None for adapters."""
+    """The name of a tensor of an adapted model in the model's folder; None for adapters."""
     return None if "lora_" in name else name.replace(".base_layer", "")
 
 
 def name_in_adapter(name: str) -> str | None:
-    """What a folder of adapters calls a tensor of an adapted model; None for the model's own."""
+    """The name of a tensor of an adapted model in a folder of adapters; None for the model's own."""
     return name.replace(".default", "") if "lora_" in name else None
 
 

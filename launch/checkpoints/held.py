@@ -1,4 +1,4 @@
-"""What the ranks of this process hold of the tensors of actors, and of their optimizers' state."""
+"""The pieces of actors' tensors, and of their optimizers' state, on the ranks of this process."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ...tracer.actors.actors import ActorHandle
 from ...tracer.groups.group import GroupActor
 
 NameOf: TypeAlias = Callable[[StateTensor], str | None]
-"""What a tensor of an actor's state is called in a file; None if it is not there."""
+"""The name of a tensor of an actor's state in a file; None if it is not there."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What a rank holds of a logical tensor, and whether it is the one that writes it."""
+    """A rank's piece of a logical tensor, and whether it is the one that writes it."""
 
     name: str
     tensor: torch.Tensor

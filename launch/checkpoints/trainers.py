@@ -1,4 +1,4 @@
-"""What optimizers and LR schedulers know beside tensors: their options, and where they are."""
+"""The options and positions of optimizers and LR schedulers: all that is no tensor."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class TrainerState:
 
 
 def trainers_of(actors: Sequence[ActorHandle]) -> TrainerState:
-    """What the trainers of all actors have in common. Collective.
+    """The state that the trainers of all actors have in common. Collective.
 
     Raises:
         ValueError: they differ, or hold something that JSON has no form for.

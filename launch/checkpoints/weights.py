@@ -22,7 +22,7 @@ from ...tracer.step.specs import torch_dtype
 from .tensor_files import Table, TensorFile, size_of
 
 Rename: TypeAlias = Callable[[str], str | None]
-"""What a tensor is called in the files, by its name in the model; None if it is not there."""
+"""The name of a tensor in the files, by its name in the model; None if it is not there."""
 
 _OTHER_FORMATS = ("*.bin", "*.gguf", "*.pt", "*.pth", "*.h5", "*.msgpack")
 
@@ -74,7 +74,7 @@ class Weights:
         actor: str,
         tied: Mapping[str, Iterable[str]] | None = None,
     ) -> Mapping[str, str]:
-        """What the files call tensors of an actor, by their path.
+        """The names in the files of tensors of an actor, by their path.
 
         Paths and names may differ by what stands in front: an actor's attributes, or the name of a
         model without a head.
@@ -109,7 +109,7 @@ class Weights:
         return lambda path: self._rename(path.removeprefix(prefix))
 
     def _prefix(self, paths: Iterable[str]) -> str:
-        """What stands in front of names in paths: the shortest with which a name is found."""
+        """The prefix of paths in front of names: the shortest with which a name is found."""
         for path in paths:
             parts = path.split(".")
             for start in range(len(parts)):

@@ -1,4 +1,4 @@
-"""What a model's forward does around its layers: what goes between them, and what each part costs.
+"""Observe a model's forward: what goes between its layers, and what each part uses and costs.
 
 The model's own forward runs once on fake tensors, which compute nothing. What each layer takes,
 gives and depends on is noted. So nothing has to be known of the architecture.
@@ -22,7 +22,7 @@ from .dependence import Dependence
 
 @dataclass(frozen=True)
 class Boundary:
-    """What goes from a layer to the next one.
+    """The tensors that go from a layer to the next one.
 
     Attributes:
         structure: of what the earlier layer gives, as a pytree.
@@ -40,7 +40,7 @@ class Boundary:
 
 @dataclass(frozen=True)
 class Analysis:
-    """What a run of a model has shown.
+    """The findings of a run of a model.
 
     Attributes:
         boundaries: what goes from layer i to layer i+1, at index i.
@@ -81,7 +81,7 @@ def analyse(model: nn.Module, chain: Chain, example: Mapping[str, Any]) -> Analy
 
 @dataclass
 class _Layer:
-    """What a run has shown of one layer."""
+    """The findings of a run about one layer."""
 
     taken: list[Any] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)

@@ -17,7 +17,7 @@ from .part import Entry, Exit, Missing, ModelPart, Passage
 
 @dataclass(frozen=True)
 class Costs:
-    """What the parts of a model cost.
+    """The costs of the parts of a model.
 
     Attributes:
         unit: in words.
@@ -30,7 +30,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class StageOfModel:
-    """What one stage of a cut model has.
+    """The contents of one stage of a cut model.
 
     Attributes:
         layers: by their number.
@@ -186,7 +186,7 @@ class Cuts(Sequence[StageOfModel]):
         return "\n".join([head, *lines])
 
     def _besides(self, stage: StageOfModel) -> str:
-        """What a stage has beside its layers, in words."""
+        """Return what a stage has beside its layers, in words."""
         inner = set().union(*self._analysis.layers)
         modules = dict.fromkeys(
             name.rpartition(".")[0] or name for name in stage.parameters if name not in inner

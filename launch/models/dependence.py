@@ -49,7 +49,7 @@ class Dependence(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.read = 0
 
     def sources_of(self, value: Any) -> int:
-        """What the tensors of a pytree depend on."""
+        """The sources that the tensors of a pytree depend on."""
         found = 0
         for tensor in _tensors(value):
             found |= self._sources.get(_key(tensor), 0)

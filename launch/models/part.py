@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from .analysis import Boundary
 
 Moving: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
-"""What goes from a stage to the next one; several only if the layers give several."""
+"""The tensors that go from a stage to the next one; several only if the layers give several."""
 
 
 class ModelPart(nn.Module):
@@ -149,7 +149,7 @@ class Missing:
 
 
 class Passage:
-    """What enters a part, while it runs.
+    """The tensors that enter a part, while it runs.
 
     Args:
         boundary: what the part before gives; None for the first part.
@@ -164,7 +164,7 @@ class Passage:
         return 0 if self.boundary is None else len(self.boundary.moving)
 
     def give(self) -> Any:
-        """What has entered, as the layer gives it that stands in front."""
+        """Return what has entered, as the layer in front gives it."""
         assert self.boundary is not None
         assert self.entering is not None
         leaves = list(self.boundary.leaves)

@@ -29,7 +29,7 @@ class TensorSource(Protocol):
     """Where an actor's tensors come from that begin on the meta device: `on(..., init=source)`."""
 
     def names(self, wanted: Mapping[str, torch.Tensor], actor: str) -> Mapping[str, str]:
-        """What the source calls tensors of an actor, by their path.
+        """The source's names of tensors of an actor, by their path.
 
         Args:
             wanted: by path, tensors with the shapes and types of the whole ones.
@@ -50,7 +50,7 @@ class TensorSource(Protocol):
 
 
 Init: TypeAlias = Literal["whole", "meta"] | TensorSource
-"""What an actor's tensors hold at first: what the constructor has made, or modules, or a source."""
+"""The origin of an actor's tensors: its constructor, its modules, or a source."""
 
 
 def fill_from(
