@@ -50,7 +50,7 @@ def name_in_model(name: str) -> str | None:
 
 
 def name_in_adapter(name: str) -> str | None:
-    """The name of a tensor of an adapted model in a folder of adapters; None for the model's own."""
+    """The name of a tensor of an adapted model in an adapter's folder; None for the model's."""
     return name.replace(".default", "") if "lora_" in name else None
 
 

@@ -49,7 +49,7 @@ class Stage(nn.Module):
         return self.part.lend(rows)
 
     def forward(self, moving, ids: Tensor, lent: dict[str, Tensor]):
-        """Take what the part before gives, and tokens [batch, time]; give what the next one takes."""
+        """Take what the part before gives, and tokens [batch, time]; give what the next takes."""
         with torch.autocast("cpu" if not ids.is_cuda else "cuda", torch.bfloat16, self.bf16):
             return self.part(moving, input_ids=ids, use_cache=False, lent=lent)
 

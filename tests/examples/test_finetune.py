@@ -67,7 +67,8 @@ def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An uninterrupted run on 2 ranks of one process, with a checkpoint after each step."""
     out = tmp_path_factory.mktemp("whole") / "run"
     more = "--steps 6 --save-every 1 --keep 9 --sample 2 --evaluate-every 3 --prompt hello"
-    output = tune(model, out, more)
+    output = tune(model, out, f"{more} --trace {out / 'trace.json'}")
+    assert json.loads((out / "trace.json").read_text())["traceEvents"]
     assert "uses model.embed_tokens.weight of stage 0" in output
     assert output.count("hello") == 2
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
