@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from .tracer.actors.actors import ActorError, ActorHandle, remat
     from .tracer.errors import TraceError
     from .tracer.groups import plans
+    from .tracer.intrinsics.asked_layouts import layout
     from .tracer.intrinsics.clipping import clip_grad_norm
     from .tracer.intrinsics.collectives import (
         all_gather,
@@ -78,6 +79,7 @@ _HOMES = {
     "plans": "tracer.groups:plans",
     "cut": "tracer.groups.plan",
     "whole": "tracer.groups.plan",
+    "layout": "tracer.intrinsics.asked_layouts",
     "on": "launch.api.api",
     "object": "tracer.step.values:OBJECT",
     "microbatches": "tracer.intrinsics.microbatches",
@@ -148,6 +150,7 @@ __all__ = [
     "plans",
     "cut",
     "whole",
+    "layout",
     "on",
     "object",
     "microbatches",

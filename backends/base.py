@@ -190,29 +190,38 @@ values that are detached from the graph.
 
 
 @runtime_checkable
-class GraphBody(Protocol):
+class StatefulBody(Protocol):
+    """A body that says what of an actor it works on: a device's graph holds for the same memory.
+
+    Attributes:
+        state: gives the parameters and buffers that it works on.
+        trained: gives the parameters whose `.grad` it changes.
+    """
+
+    def __call__(self, *inputs: Any) -> Sequence[Any]: ...
+    @property
+    def state(self) -> Callable[[], Sequence[Tensor]]: ...
+    @property
+    def trained(self) -> Callable[[], Sequence[Tensor]]: ...
+
+
+@runtime_checkable
+class GraphBody(StatefulBody, Protocol):
     """The body of a traced function, of which more is known than how to call it.
 
     Attributes:
         run: what a call does.
         locate: the user's line that stands behind a traceback through the body, or None.
         graph: what it runs.
-        state: gives the parameters and buffers that it works on.
-        trained: gives the parameters to whose `.grad` it adds.
         rebinds: whether it puts new tensors in the place of buffers.
     """
 
-    def __call__(self, *inputs: Any) -> Sequence[Any]: ...
     @property
     def run(self) -> Body: ...
     @property
     def locate(self) -> Callable[[TracebackType | None], Location | None]: ...
     @property
     def graph(self) -> fx.Graph: ...
-    @property
-    def state(self) -> Callable[[], Sequence[Tensor]]: ...
-    @property
-    def trained(self) -> Callable[[], Sequence[Tensor]]: ...
     @property
     def rebinds(self) -> bool: ...
 

@@ -49,13 +49,31 @@ class Block(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
-class Model(nn.Module):
-    """Blocks, and the mean of the squares of what comes out as a loss."""
+class Layer(nn.Module):
+    """A layer of a GPT: attention with 8 heads, then a block. x: [rows, tokens, width] float32."""
 
-    def __init__(self, width: int, layers: int) -> None:
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.block = Block(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, tokens, width = x.shape
+        heads = self.qkv(self.norm(x)).view(rows, tokens, 3, 8, width // 8)
+        q, k, v = heads.permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.block(x + self.out(mixed.transpose(1, 2).flatten(2)))
+
+
+class Model(nn.Module):
+    """Blocks, or layers of a GPT; the mean of the squares of what comes out is a loss."""
+
+    def __init__(self, width: int, layers: int, is_gpt: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.Sequential(*(Block(width) for _ in range(layers)))
+        make = Layer if is_gpt else Block
+        self.blocks = nn.Sequential(*(make(width) for _ in range(layers)))
 
     def loss(self, x: torch.Tensor) -> torch.Tensor:
         return self.blocks(x).square().mean()
@@ -68,8 +86,8 @@ class Model(nn.Module):
 class Trained(Model):
     """The model with its optimizer, as an actor."""
 
-    def __init__(self, width: int, layers: int) -> None:
-        super().__init__(width, layers)
+    def __init__(self, width: int, layers: int, is_gpt: bool) -> None:
+        super().__init__(width, layers, is_gpt)
         self.opt = torch.optim.SGD(self.parameters(), lr=1e-3)
 
     def update(self) -> None:
@@ -82,7 +100,9 @@ def compiled(kind: str, width: int, layers: int, x: torch.Tensor) -> Callable[[]
     ranks = cg.world_size()
     axis = "tp" if kind == "tp" else "dp"
     store = cg.cut(0, "dp") if kind == "fsdp" else cg.whole
-    model = Trained.on(cg.mesh(**{axis: ranks}), plan=PLANS[axis], store=store)(width, layers)
+    model = Trained.on(cg.mesh(**{axis: ranks}), plan=PLANS[axis], store=store)(
+        width, layers, kind != "tp"
+    )
 
     @cg.trace
     def step(x):
@@ -97,7 +117,7 @@ def compiled(kind: str, width: int, layers: int, x: torch.Tensor) -> Callable[[]
 
 def peer(kind: str, width: int, layers: int, x: torch.Tensor) -> Callable[[], object]:
     """The same step of DTensor (`tp`), DDP (`dp`) or FSDP2 (`fsdp`)."""
-    model: nn.Module = Model(width, layers)
+    model: nn.Module = Model(width, layers, kind != "tp")
     ranks, rank = dist.get_world_size(), dist.get_rank()
     if kind == "tp":
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -133,8 +153,8 @@ def measure(go: Callable[[], object], rounds: int) -> float:
 CASES = {
     "tensor parallel, width 64": ("tp", 64, 1, 100),
     "tensor parallel, width 1024": ("tp", 1024, 1, 10),
-    "data parallel, width 512, 4 layers": ("dp", 512, 4, 10),
-    "fully sharded, width 512, 4 layers": ("fsdp", 512, 4, 10),
+    "data parallel GPT, width 512, 4 layers": ("dp", 512, 4, 10),
+    "fully sharded GPT, width 512, 4 layers": ("fsdp", 512, 4, 10),
 }
 
 

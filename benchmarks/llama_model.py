@@ -59,7 +59,7 @@ class Layer(nn.Module):
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        batch, sequence, width = x.shape
+        batch, sequence, _ = x.shape
         normed = self.norm1(x)
         q, k, v = (
             linear(normed).view(batch, sequence, self.heads, -1).transpose(1, 2)
@@ -67,7 +67,7 @@ class Layer(nn.Module):
         )
         q, k = q * cos + rotated(q) * sin, k * cos + rotated(k) * sin
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.wo(mixed.transpose(1, 2).reshape(batch, sequence, width))
+        x = x + self.wo(mixed.transpose(1, 2).flatten(2))
         normed = self.norm2(x)
         return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
 

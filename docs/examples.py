@@ -136,6 +136,19 @@ print([list(piece.linear.weight.shape) for piece in cut.instances.values()])
 plan = {"forward(x)": cg.whole, "linear.*": cg.cut(0, "tp")}
 print(Stage.on(cg.mesh(tp=2), plan=plan)().place)
 
+# cg.layout
+rows = Stage.on(cg.mesh(dp=2), plan={"forward(x)": cg.cut(0, "dp")})()
+
+
+@cg.trace
+def turned(x):
+    return cg.layout(rows.forward(x), cg.cut(1, "dp"))  # columns: an exchange of all with all
+
+
+lowered = turned.lower(x)
+print(next(line.strip() for line in lowered.as_text().splitlines() if "8,8/dp" in line))
+print(turned(x).shape)
+
 
 # cg.on
 @cg.trace(inputs=cg.on(0), outputs=cg.on(3))

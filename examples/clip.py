@@ -290,6 +290,8 @@ def main() -> None:
             busy = " ".join(f"{share:4.0%}" for share in made.busy)
             first, last = made.losses[0], made.losses[-1]
             print(f"{word:5} {first:12.3f} {last:11.3f} {made.rate:11.0f}   {busy}", flush=True)
+    if talks and args.table:
+        print(f"all: each of the {ranks} ranks has both towers, and a part of the batch")
 
 
 if __name__ == "__main__":

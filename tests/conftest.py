@@ -12,6 +12,8 @@ from xdist.scheduler import LoadScopeScheduling
 
 import cg
 
+from .sampling import DEFAULT
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # How long an example takes says nothing of cg: the machine may be busy with other work.
@@ -39,6 +41,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run the tests that take minutes, too: whole grids, three times the random examples",
     )
     parser.addoption(
+        "--times",
+        type=int,
+        metavar="N",
+        help="draw N times (more than 3) as many random examples as by default; others for each "
+        "--hypothesis-seed, so several processes can share a long search",
+    )
+    parser.addoption(
         "--wheel",
         action="store_true",
         help="insist that the installed wheel is tested, not this checkout",
@@ -47,7 +56,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Refuse to test another checkout's code, or the checkout where the wheel is meant."""
-    if config.getoption("--slow") and not config.getoption("--hypothesis-profile"):
+    times = config.getoption("--times")
+    if times is not None:
+        count = DEFAULT * times
+        settings.register_profile("times", settings.get_profile("cg"), max_examples=count)
+        settings.load_profile("times")
+    elif config.getoption("--slow") and not config.getoption("--hypothesis-profile"):
         settings.load_profile("slow")
     here = Path(cg.__file__).resolve().parent == ROOT
     if config.getoption("--wheel") and here:

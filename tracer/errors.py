@@ -84,6 +84,16 @@ def refusals_raised() -> Iterator[None]:
         raise noted[0]
 
 
+@contextmanager
+def refusals_dropped() -> Iterator[None]:
+    """What is refused inside the `with` block is of an attempt, and says nothing of the trace."""
+    token = _NOTED.set(None)
+    try:
+        yield
+    finally:
+        _NOTED.reset(token)
+
+
 def shorten(text: str, limit: int = 60) -> str:
     """A text, cut where it is longer than `limit` characters."""
     return text if len(text) <= limit else text[: limit - 3] + "..."

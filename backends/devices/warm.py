@@ -18,7 +18,7 @@ from torch import Tensor
 from ...ir.module import Function, FunctionKind, Program
 from ...ir.ops import Call, Op, Slice, Value, View, Wait
 from ...ir.types import DType, FutureType, TensorType, Type
-from ..base import Body, GraphBody
+from ..base import Body, GraphBody, StatefulBody
 from ..dtypes import TORCH_DTYPES
 from ..program import builtins
 from ..program.linked import LinkedProgram
@@ -125,9 +125,9 @@ def _is_future(value: Value) -> bool:
 
 
 def _run_and_put_back(body: Any, function: Function, inputs: Sequence[Any]) -> Sequence[Any]:
-    is_traced = isinstance(body, GraphBody)
-    state: Sequence[Tensor] = body.state() if is_traced else ()
-    trained: Sequence[Tensor] = body.trained() if is_traced else ()
+    is_known = isinstance(body, StatefulBody)
+    state: Sequence[Tensor] = body.state() if is_known else ()
+    trained: Sequence[Tensor] = body.trained() if is_known else ()
     saved = [tensor.clone() for tensor in state] if function.effect.changes_state else None
     gradients = [parameter.grad for parameter in trained]
     for parameter in trained:

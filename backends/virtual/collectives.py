@@ -29,10 +29,13 @@ def reduce(tensors: Sequence[Tensor], op: ReduceOp) -> Tensor:
 
     The average of integers is cut towards zero. The sum of booleans is their disjunction.
     """
-    combine = _COMBINE[op]
-    total = tensors[0].clone(memory_format=torch.contiguous_format)
-    for tensor in tensors[1:]:
-        total = combine(total, tensor)
+    total, *others = tensors
+    for tensor in others:
+        total = _COMBINE[op](total, tensor)
+    if others:  # then the total has memory of its own, and needs no copy
+        total = total.contiguous()
+    else:
+        total = total.clone(memory_format=torch.contiguous_format)
     if op is not ReduceOp.AVG:
         return total
     if total.is_floating_point() or total.is_complex():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,14 +13,20 @@ from cg.ir.attributes import Stream
 from cg.ir.module import Channel
 from cg.launch.world import world as worlds
 
+BOTH_WAYS = (Channel(0, (0, 1)), Channel(1, (1, 0)))
+
 
 class Hand:
-    """Work written by hand: a pool of NCCL, three streams, one graph."""
+    """Work written by hand: a pool of NCCL, three streams, one graph.
 
-    def __init__(self) -> None:
+    Args:
+        channels: whose communicators it needs; by default one each way between two ranks.
+    """
+
+    def __init__(self, channels: Sequence[Channel] = BOTH_WAYS) -> None:
         world: Any = worlds.world()
         self.pool = make_pool(world)
-        self.lines = self.pool.join([Channel(0, (0, 1)), Channel(1, (1, 0))]).lines
+        self.lines = self.pool.join(channels).lines
         self.device = world.device
         self.streams = {kind: self.device.stream(kind) for kind in Stream}
         self.rank = world.rank

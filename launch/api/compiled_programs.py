@@ -210,9 +210,10 @@ class Programs:
         this does nothing, so all may call it.
 
         The graph has a band for each rank, a box for each call (those of all microbatches are
-        one). Edges between ranks show type and transport. The timeline shows the times that are
-        given; without any, each task and each other call of an actor takes a millisecond on
-        paper.
+        one). Edges between ranks show type and transport. A collective is a box with its ranks.
+        Where ranks hold parts of a tensor, boxes and edges show its layout. The timeline shows the
+        times that are given; without any, each task and each other call of an actor takes a
+        millisecond on paper.
 
         Args:
             path: ends in `.svg`, or in `.html` for a page with a timeline to zoom into.
@@ -227,7 +228,8 @@ class Programs:
             return
         module = self.variants[variant].module
         timeline = timeline_of(module, predicted, measured)
-        write_compiled(module, timeline, self._transport_of, Path(path))
+        traced = self.variants[variant].trace.module.functions
+        write_compiled(module, timeline, self._transport_of, Path(path), traced)
 
     def _transport_of(self, channel: Channel) -> str:
         """The transport of a channel's messages, in words."""

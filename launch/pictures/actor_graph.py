@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ...ir.attributes import Effect
-from ...ir.module import Channel, Module, Program
+from ...ir.module import Channel, Function, Module, Program
 from ...ir.ops import (
     Assemble,
     Broadcast,
@@ -24,7 +24,7 @@ from ...ir.ops import (
     View,
     Wait,
 )
-from ...ir.types import FutureType
+from ...ir.types import FutureType, TensorType, Type, format_ranks
 from .model import Kind
 from .op_boxes import OpBoxes
 
@@ -41,7 +41,8 @@ class Node:
 
     Attributes:
         rank: where it is; a collective is with the first rank of its group.
-        title, detail: its name, and that of its actor.
+        title, detail: its name, and that of its actor; of a collective, the ranks.
+        layout: of what it gives, where ranks hold parts of that; of a collective, the type.
         kind: of work, for the colour; None if it is no call.
         source: the user's line, if it is known.
         count: in how many microbatches it occurs.
@@ -55,6 +56,7 @@ class Node:
     source: str = ""
     count: int = 0
     layer: int = 0
+    layout: str = ""
 
 
 @dataclass(slots=True)
@@ -62,7 +64,8 @@ class Edge:
     """The values that flow from one node to another, over all microbatches.
 
     Attributes:
-        types: of the values; a value for each microbatch counts once.
+        types: of the values; a value for each microbatch counts once. Between ranks these are of
+            what travels; on one rank they have layouts, where these are known.
         transport: how it gets to another rank; empty on the same one.
         is_state: no value flows, but the actor's state is handed on.
     """
@@ -88,7 +91,9 @@ class ActorGraph:
     edges: dict[tuple[Key, Key], Edge] = field(default_factory=dict)
 
 
-def actor_graph(module: Module, transport: Transport) -> ActorGraph:
+def actor_graph(
+    module: Module, transport: Transport, traced: Mapping[str, Function] | None = None
+) -> ActorGraph:
     """The actor graph of a scheduled module.
 
     Calls of different microbatches are one node. Waits, views, copies and messages are not nodes:
@@ -97,24 +102,29 @@ def actor_graph(module: Module, transport: Transport) -> ActorGraph:
     Args:
         module: scheduled.
         transport: describes the transport of a channel.
+        traced: the functions as they were traced, by name: these know of layouts.
     """
-    maker = _Maker(module, transport)
+    maker = _Maker(module, transport, traced or {})
     return maker.make()
 
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
-    """The node that a value came from, and its channel."""
+    """The node that a value came from, its channel, and its type with a layout, if it has one."""
 
     node: Key
     channel: Channel | None = None
+    type: TensorType | None = None
 
 
 class _Maker:
     """One graph on its way."""
 
-    def __init__(self, module: Module, transport: Transport) -> None:
+    def __init__(
+        self, module: Module, transport: Transport, traced: Mapping[str, Function]
+    ) -> None:
         self._module = module
+        self._traced = traced
         self._transport = transport
         self._graph = ActorGraph(module.name, module.world)
         self._boxes = {p.rank or 0: OpBoxes(module, p) for p in module.programs}
@@ -169,12 +179,26 @@ class _Maker:
 
     def _node(self, rank: int, op: Op) -> Node:
         box = self._boxes[rank].of(op) if not isinstance(op, Collective) else None
-        if not isinstance(op, Call):
-            detail = f"{len(op.group.ranks)} ranks" if isinstance(op, Collective) else ""
-            return Node(rank, op.opcode, detail, Kind.MESSAGE if box is None else None)
+        if isinstance(op, Collective):
+            types = ", ".join(str(_plain(value)) for value in op.results)
+            ranks = f"ranks {format_ranks(op.group.ranks)}"
+            return Node(rank, op.opcode, ranks, Kind.MESSAGE, layout=types)
         assert box is not None
+        if not isinstance(op, Call):
+            return Node(rank, op.opcode, "", None)
         actor = self._module.functions[op.fn.name].actor
-        return Node(rank, _title(op.fn.name, actor), actor or "", box.kind, box.source)
+        title = _title(self._module.functions[op.fn.name].body_name, actor)
+        laid_out = [type_ for type_ in self._types(op, given=True) if type_ is not None]
+        layout = ", ".join(map(str, dict.fromkeys(laid_out)))
+        return Node(rank, title, actor or "", box.kind, box.source, layout=layout)
+
+    def _types(self, op: Op, given: bool) -> Sequence[TensorType | None]:
+        """Of what a call takes or gives: each with its layout; None where it has none."""
+        if not isinstance(op, Call):
+            return ()
+        function = self._traced.get(self._module.functions[op.fn.name].body_name)
+        types = () if function is None else function.outputs if given else function.inputs
+        return [t if isinstance(t, TensorType) and t.layout is not None else None for t in types]
 
     # -- edges ------------------------------------------------------------------------------
 
@@ -184,9 +208,11 @@ class _Maker:
             key = self._keys.get(id(op))
             if key is None:
                 continue
-            for value in op.operands:
+            wanted = self._types(op, given=False)
+            for index, value in enumerate(op.operands):
+                type_ = wanted[index] if len(wanted) == len(op.operands) else None
                 for origin in self._origins(rank, value):
-                    self._edge(origin, key, value, op.mb)
+                    self._edge(origin, key, value, op.mb, type_ or origin.type)
 
     def _origins(self, rank: int, value: Value) -> Iterator[_Origin]:
         """The nodes that a value comes from."""
@@ -197,7 +223,9 @@ class _Maker:
                 yield _Origin(self._input(rank, value), channel)
                 return
             if id(op) in self._keys:
-                yield _Origin(self._keys[id(op)], channel)
+                made = self._types(op, given=True)
+                known = made[op.results.index(value)] if len(made) == len(op.results) else None
+                yield _Origin(self._keys[id(op)], channel, known)
                 return
             if isinstance(op, Recv | Broadcast):
                 channel = self._module.channels.get(op.chan or 0)
@@ -219,7 +247,14 @@ class _Maker:
             self._graph.nodes = {key: node, **self._graph.nodes}
         return key
 
-    def _edge(self, origin: _Origin, target: Key, value: Value, mb: int | None) -> None:
+    def _edge(
+        self,
+        origin: _Origin,
+        target: Key,
+        value: Value,
+        mb: int | None,
+        laid_out: TensorType | None,
+    ) -> None:
         if origin.node == target:
             return
         pair = (origin.node, target)
@@ -227,7 +262,8 @@ class _Maker:
         ranks = self._graph.nodes[origin.node].rank, self._graph.nodes[target].rank
         if origin.channel is not None and ranks[0] != ranks[1]:
             edge.transport = self._transport(origin.channel)
-        type_ = value.type.value if isinstance(value.type, FutureType) else value.type
+        travels = bool(edge.transport) or laid_out is None
+        type_ = _plain(value) if travels else laid_out
         # Of all microbatches the first alone counts.
         seen = self._seen.setdefault(pair, set())
         first = next((other for other, _ in seen), mb)
@@ -264,9 +300,16 @@ _PARTS = {
 """The names of the parts of a derivative, for readers."""
 
 
+def _plain(value: Value) -> Type:
+    return value.type.value if isinstance(value.type, FutureType) else value.type
+
+
 def _title(function: str, actor: str | None) -> str:
     """The name of a function, for readers."""
     name = function.removeprefix("torch." if actor is None else f"{actor}.")
+    whole, _, number = name.rpartition(".part")
+    if whole and number.isdigit():
+        return f"{_title(whole, None)} {int(number) + 1}"
     for suffix, before in _PARTS.items():
         if name.endswith(suffix):
             return before + name.removesuffix(suffix)

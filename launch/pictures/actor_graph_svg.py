@@ -8,7 +8,7 @@ from html import escape
 from .actor_graph import ActorGraph, Edge, Key, Node
 from .style import BAND, COLOURS, FAINT, INK, LINE, PAPER, svg_head
 
-_WIDTH, _HEIGHT = 152, 38
+_WIDTH, _HEIGHT, _MORE = 152, 38, 12
 _ACROSS, _DOWN = 96, 16
 _PAD, _LABEL, _TOP = 20, 74, 58
 _BETWEEN = 26
@@ -29,6 +29,8 @@ class _Drawing:
         self._lines: list[str] = []
         self._at: dict[Key, tuple[float, float]] = {}
         self._bands: dict[int, tuple[float, float]] = {}
+        has_layouts = any(node.layout for node in graph.nodes.values())
+        self._box = _HEIGHT + _MORE if has_layouts else _HEIGHT
         self._place()
 
     def _place(self) -> None:
@@ -41,13 +43,13 @@ class _Drawing:
         top = float(_TOP)
         for rank in range(self._graph.world):
             deepest = max((n for (r, _), n in used.items() if r == rank), default=1)
-            height = deepest * (_HEIGHT + _DOWN) - _DOWN + 2 * _PAD
+            height = deepest * (self._box + _DOWN) - _DOWN + 2 * _PAD
             self._bands[rank] = (top, height)
             top += height + _BETWEEN
         self._height = top - _BETWEEN + 16
         for key, node in self._graph.nodes.items():
             x = _LABEL + _PAD + node.layer * (_WIDTH + _ACROSS)
-            self._at[key] = x, self._bands[node.rank][0] + _PAD + rows[key] * (_HEIGHT + _DOWN)
+            self._at[key] = x, self._bands[node.rank][0] + _PAD + rows[key] * (self._box + _DOWN)
         layers = max((node.layer for node in self._graph.nodes.values()), default=0) + 1
         self._width = _LABEL + 2 * _PAD + layers * (_WIDTH + _ACROSS) - _ACROSS + 16
 
@@ -82,18 +84,28 @@ class _Drawing:
         ink = INK if node.kind is None else "#ffffff"
         edge = f' stroke="{FAINT}"' if node.kind is None else ""
         times = f" \N{MULTIPLICATION SIGN}{node.count}" if node.count > 1 else ""
-        about = [f"{node.title}{times}", node.detail, f"rank {node.rank}", node.source]
+        about = [f"{node.title}{times}", node.detail, f"rank {node.rank}", node.layout, node.source]
         middle = x + _WIDTH / 2
         detail = escape(_cut(f"{node.detail}{times}".strip(), _WIDTH - 12))
+        height = self._box if node.layout else _HEIGHT
         first = y + (_HEIGHT / 2 - 3 if detail else _HEIGHT / 2 + 4)
         self._lines.append(
             f'<g class="node"><title>{escape(chr(10).join(filter(None, about)))}</title>'
-            f'<rect x="{x:.0f}" y="{y:.0f}" width="{_WIDTH}" height="{_HEIGHT}" '
+            f'<rect x="{x:.0f}" y="{y:.0f}" width="{_WIDTH}" height="{height}" '
             f'rx="{19 if node.kind is None else 6}" fill="{colour}"{edge}/>'
             f'<text class="t" x="{middle:.0f}" y="{first:.1f}" fill="{ink}" font-weight="600">'
             f"{escape(_cut(node.title, _WIDTH - 12))}</text>"
             f'<text class="t" x="{middle:.0f}" y="{y + _HEIGHT / 2 + 12:.1f}" fill="{ink}" '
-            f'fill-opacity=".85" font-size="10">{detail}</text></g>'
+            f'fill-opacity=".85" font-size="10">{detail}</text>{self._layout(node, x, y, ink)}</g>'
+        )
+
+    def _layout(self, node: Node, x: float, y: float, ink: str) -> str:
+        """The third line of a box: how ranks hold what it gives."""
+        if not node.layout:
+            return ""
+        return (
+            f'<text class="t" x="{x + _WIDTH / 2:.0f}" y="{y + _HEIGHT + _MORE - 5:.1f}" '
+            f'fill="{ink}" font-size="10">{escape(_cut(node.layout, _WIDTH))}</text>'
         )
 
     def _ends(self, source: Key, target: Key) -> tuple[float, float, float, float]:

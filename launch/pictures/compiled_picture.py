@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
-from ...ir.module import Module
+from ...ir.module import Function, Module
 from ...passes.simulate.program_times import ProgramTimes
 from .actor_graph import Transport, actor_graph
 from .actor_graph_svg import graph_svg
@@ -33,7 +34,13 @@ def timeline_of(
     )
 
 
-def write_compiled(module: Module, timeline: Picture, transport: Transport, path: Path) -> None:
+def write_compiled(
+    module: Module,
+    timeline: Picture,
+    transport: Transport,
+    path: Path,
+    traced: Mapping[str, Function] | None = None,
+) -> None:
     """Draw the actor graph and the timeline of a scheduled module.
 
     Args:
@@ -41,6 +48,7 @@ def write_compiled(module: Module, timeline: Picture, transport: Transport, path
         timeline: of its programs.
         transport: describes the transport of a channel.
         path: ends in `.svg` or `.html`; its folder is made if it does not exist.
+        traced: the functions as they were traced, which know of layouts.
 
     Raises:
         ValueError: the path ends in something else.
@@ -48,7 +56,7 @@ def write_compiled(module: Module, timeline: Picture, transport: Transport, path
     kind = path.suffix.lower()
     if kind not in (".svg", ".html"):
         raise ValueError(f"{path}: a compiled step is drawn as .svg or .html; name it so")
-    graph = graph_svg(actor_graph(module, transport))
+    graph = graph_svg(actor_graph(module, transport, traced))
     if kind == ".html":
         text = timeline_html(timeline, graph)
     else:

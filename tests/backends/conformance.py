@@ -29,6 +29,8 @@ from cg.passes.lower.overlap import Overlap
 from cg.passes.lower.plan_buffers import PlanBuffers
 from cg.passes.manager import PassManager
 
+from .laid_out_cases import programs
+
 EXECUTIONS = 3
 
 
@@ -140,7 +142,7 @@ WORLDS = (2, 4)
 def cases(worlds: Sequence[int] = WORLDS) -> Iterator[Case]:
     """All of them, for each number of ranks; the number is in the name."""
     for world in worlds:
-        for case in (*messages(world), *collectives(world)):
+        for case in (*messages(world), *collectives(world), *layouts(world)):
             yield replace(case, name=f"{case.name}@{world}")
 
 
@@ -297,6 +299,12 @@ def columns(world: int) -> Case:
             "  }",
         ]
     return Case("columns", "\n".join([*lines, "}"]))
+
+
+def layouts(world: int) -> Iterator[Case]:
+    """What transfers between layouts become: messages and collectives between parts of tensors."""
+    for name, text, reduces in programs(world):
+        yield Case(name, text, reduces=DType.F32 if reduces else None)
 
 
 _REDUCED = (DType.F64, DType.F32, DType.F16, DType.BF16, DType.I64, DType.I32, DType.I8, DType.U8)

@@ -91,7 +91,8 @@ class Recording(TorchDispatchMode):
 
         def step() -> None:
             for target, value in zip(targets, tree_leaves(func(*here, **kwhere)), strict=True):
-                target.copy_(value)
+                if target is not None:  # a gradient that was not asked for
+                    target.copy_(value)
 
         self.steps.append(step)
         return outputs

@@ -220,3 +220,53 @@ def test_dumps_of_steps_of_one_name_do_not_overwrite_each_other(tmp_path: Path) 
             lowered.compile(dump=folder).close()
         names = sorted(path.name for path in folder.glob("*.passes.txt"))
         assert names == ["step-2.passes.txt", "step-3.passes.txt", "step.passes.txt"]
+
+
+GROUP = {
+    "forward(x)|loss(h)": cg.cut(0, "dp"),
+    "up.*": cg.cut(0, "tp"),
+    "down.weight": cg.cut(1, "tp"),
+}
+
+
+@cg.actor
+class Wide(torch.nn.Module):
+    """Two layers, for a mesh."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(4, 8), torch.nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu())
+
+    def loss(self, h: torch.Tensor) -> torch.Tensor:
+        return h.square().mean()
+
+
+def test_the_picture_of_groups_shows_layouts_and_collectives(tmp_path: Path) -> None:
+    with use_world(VirtualWorld(4)):
+        actor = Wide.on(cg.mesh(dp=2, tp=2), plan=GROUP)()  # type: ignore[attr-defined]
+
+        @cg.trace
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss = actor.loss(actor.forward(x))
+            cg.backward(loss)
+            return loss
+
+        compiled = step.lower(torch.ones(6, 4)).compile()
+        compiled.visualize(tmp_path / "groups.svg")
+    text = (tmp_path / "groups.svg").read_text()
+    root = ElementTree.fromstring(text).findall(f"{SVG}svg")[0]
+    boxes = [
+        [each.text for each in box.findall(f"{SVG}text")]
+        for box in root.findall(f"{SVG}g[@class='node']")
+    ]
+    shown = {title: layout for title, _, *layouts in boxes for layout in layouts}
+    assert str(shown["forward 1"]).startswith("f32[6/dp,4|+tp]"), shown
+    sums = {layout for title, _, *layouts in boxes for layout in layouts if title == "all_reduce"}
+    assert "f32[3,4]" in sums
+    ranks = {detail for title, detail, *_ in boxes if title == "all_reduce"}
+    assert {"ranks {0..1}", "ranks {2..3}"} <= ranks
+    tips = [edge.findtext(f"{SVG}title") or "" for edge in root.findall(f"{SVG}g[@class='edge']")]
+    assert any("f32[6/dp,4|+tp]" in tip for tip in tips)

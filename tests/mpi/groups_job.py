@@ -33,7 +33,8 @@ class Careless(nn.Module):
 def main() -> None:
     torch.set_num_threads(1)
     for name, (model, places, rows, schedule, kind) in cases().items():
-        made = train(model, model.on(places), rows, 2, schedule, kind, steps=2)
+        stages = model.on(places, store=cg.cut(0, "dp") if name == "stored" else cg.whole)
+        made = train(model, stages, rows, 2, schedule, kind, steps=2)
         for rank, digest in sorted(made.items()):
             print(f"{name} on rank {rank}: {digest}")
     if world().is_virtual:
@@ -63,6 +64,15 @@ def cases() -> dict[str, Case]:
     grid = (cg.mesh(dp=2, tp=2),)
     return {
         "mlp": (Model([(Mlp, (0,)), (Mlp, (1,))]), pair, 14, "zb-h1", "integers"),
+        "loop": (Model([(Mlp, (i,)) for i in range(4)]), pair * 2, 14, "interleaved", "integers"),
+        "vee": (
+            Model([(Block, (i, "adam")) for i in range(4)]),
+            (*pair, *pair[::-1]),
+            8,
+            "dualpipe-v",
+            "reals",
+        ),
+        "stored": (Model([(Block, (0, "adam"))]), grid, 14, None, "reals"),
         "attention": (Model([(Attention, (0, "adam"))]), grid, 6, None, "reals"),
         "language": (Model([(Language, (0,))]), grid, 14, None, "words"),
         "overlap": (

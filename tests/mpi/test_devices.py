@@ -158,6 +158,22 @@ def test_masks_of_dropout_on_fake_devices() -> None:
     assert play("captured_job", "dropout", fake=True).count("dropout is as it should be") == 2
 
 
+GROUPS = ("tp", "dp", "stored", "pp", "clip")
+
+
+def test_groups_on_fake_devices() -> None:
+    """Of each way to share a model out, a rank's program is one graph, as that of one actor is."""
+    output = play("captured_groups_job", *GROUPS, fake=True)
+    assert output.count("is replayed, and differs") == 2 * len(GROUPS), output
+
+
+@pytest.mark.gpu
+@needs_gpus
+def test_groups_on_gpus() -> None:
+    output = play("captured_groups_job", *GROUPS, fake=False, ranks=2)
+    assert output.count("is replayed, and differs") == 2 * len(GROUPS), output
+
+
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_a_bad_end_of_a_rank_on_a_fake_device_ends_the_job(ending: str) -> None:
     check_ending(ending, ["-m", "tests.mpi.device_job", "tests.mpi.device_endings_job", ending])

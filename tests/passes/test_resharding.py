@@ -117,6 +117,25 @@ def test_cut_to_cut_on_other_ranks(senders: int, receivers: int) -> None:
     assert set(found.received().values()) == {120 // receivers}
 
 
+@examples(500)
+@given(senders=st.integers(1, 9), receivers=st.integers(1, 9), size=st.integers(0, 80))
+def test_messages_between_any_cuts_on_other_ranks(senders: int, receivers: int, size: int) -> None:
+    """One for each two pieces that meet, which are p + q - gcd(p, q) where all are even."""
+    source = tensor((size, 2), ranks(0, senders), ROWS)
+    found = plan(source, tensor((size, 2), ranks(senders, senders + receivers), ROWS))
+    bounds = {k * size // senders for k in range(senders + 1)}
+    bounds |= {k * size // receivers for k in range(receivers + 1)}
+    most = senders + receivers - math.gcd(senders, receivers)
+    assert len(found.messages) == len(bounds) - 1 <= most
+    if size and size % math.lcm(senders, receivers) == 0:
+        assert len(found.messages) == most
+    pieces = [(k * size // receivers, (k + 1) * size // receivers) for k in range(receivers)]
+    received = found.received()
+    assert [received.get(senders + k, 0) for k in range(receivers)] == [
+        2 * (stop - start) for start, stop in pieces
+    ]
+
+
 @pytest.mark.parametrize(("senders", "receivers"), [(4, 2), (3, 4), (2, 2), (3, 1), (4, 4)])
 def test_copies_to_copies_on_other_ranks(senders: int, receivers: int) -> None:
     """Over the slow link go as many bytes as one copy has; the receivers gather the rest."""

@@ -16,7 +16,7 @@ import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import CodeType, TracebackType
+from types import CodeType, FunctionType, TracebackType
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from ..autodiff.products import Product, add_product, find_products, is_expanded
 from ..autodiff.subgraphs import Piece, memory_of, results
 from ..functions.interface import Bodies, Body, RankBodies
 from ..step.torch_modes import is_autocast_on
+from .accumulate import accumulate
 from .fusible import Fusible, make_fusible
 
 Compute = Callable[..., Sequence[torch.Tensor]]
@@ -70,43 +71,87 @@ class GraphBody:
 
 
 _serial = itertools.count()
+_FUNCTION = "BODY"
+"""What the generated function is called in its own source."""
 
 LARGE = 1 << 20
 """Bytes of a gradient that is added to `.grad` as soon as it is there, and not with all others."""
 
 
-def make_body(piece: Piece, name: str) -> GraphBody:
+def make_body(piece: Piece, name: str, source: Source | None = None) -> GraphBody:
     """Generate the body of a piece.
 
     It takes the piece's inputs and returns a tuple. It runs under `torch.no_grad` and without
     autocast, whatever the caller's mode.
+
+    Args:
+        source: that of a piece with the same graph, whatever actor it is for.
     """
-    return _make(_Writer(piece, name, {}), name)
+    return _make(write_source(piece) if source is None else source, piece, name)
+
+
+def write_source(piece: Piece) -> Source:
+    """The source of a piece's body."""
+    return _source(_Writer(piece, {}))
 
 
 def _refit(piece: Piece, name: str, compiler: Compiler | None) -> GraphBody:
     products = find_products(piece)
     if compiler is None:
-        return _make(_Writer(piece, name, products), name)
+        return _make(_source(_Writer(piece, products)), piece, name)
     fusible = make_fusible(piece, products)
     compute = compiler(fusible.module, fusible.examples)
-    return _make(_Writer(piece, name, products, fusible, compute), name)
+    return _make(_source(_Writer(piece, products, fusible, compute)), piece, name)
 
 
-def _make(writer: _Writer, name: str) -> GraphBody:
-    piece = writer.piece
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Generated code, whatever actor it runs for.
+
+    Attributes:
+        text: the source.
+        code: that of the function in it.
+        globals: what it refers to.
+        holders: names of globals that hold tensors, each with the number of a slot in `_slots`.
+        locations: the user's lines, by line.
+    """
+
+    text: str
+    code: CodeType
+    globals: dict[str, Any]
+    holders: tuple[tuple[str, int], ...]
+    locations: dict[int, Location]
+
+
+def _source(writer: _Writer) -> Source:
     lines = list(writer.lines())
-    source = "\n".join(text for text, _ in lines) + "\n"
-    file = f"<cg {name} #{next(_serial)}>"
-    code = compile(source, file, "exec")
-    exec(code, writer.globals)
-    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    run = writer.globals[writer.name]
-    weakref.finalize(run, linecache.cache.pop, file, None)
+    text = "\n".join(line for line, _ in lines) + "\n"
+    module = compile(text, "<cg>", "exec")
+    (code,) = (each for each in module.co_consts if isinstance(each, CodeType))
+    holders = {writer.known(s.holder): number for number, s in enumerate(_slots(writer.piece))}
     locations = {i: loc for i, (_, loc) in enumerate(lines, start=1) if loc is not None}
+    named = tuple((name, number) for name, number in holders.items() if name is not None)
+    return Source(text, code, writer.globals, named, locations)
+
+
+def _slots(piece: Piece) -> list[Slot]:
+    """Where a body finds what it looks up, replaces, or adds gradients to."""
+    tensors = (*piece.state, *(gradient.tensor for gradient in piece.gradients))
+    return [*(tensor.slots[0] for tensor in tensors), *piece.rebinds]
+
+
+def _make(source: Source, piece: Piece, name: str) -> GraphBody:
+    file = f"<cg {name} #{next(_serial)}>"
+    shown = "cg_" + re.sub(r"\W", "_", name)
+    slots = _slots(piece)
+    names = source.globals | {held: slots[number].holder for held, number in source.holders}
+    code = source.code.replace(co_filename=file, co_name=shown, co_qualname=shown)
+    run = names[_FUNCTION] = FunctionType(code, names, shown)
+    linecache.cache[file] = (len(source.text), None, source.text.splitlines(keepends=True), file)
+    weakref.finalize(run, linecache.cache.pop, file, None)
     return GraphBody(
         run,
-        locate=_Locator(run.__code__, locations),
+        locate=_Locator(run.__code__, source.locations),
         graph=piece.graph,
         state=_Held([tensor.slots[0] for tensor in piece.state]),
         trained=_Held([gradient.tensor.slots[0] for gradient in piece.gradients]),
@@ -184,13 +229,11 @@ class _Writer:
     def __init__(
         self,
         piece: Piece,
-        name: str,
         products: Mapping[int, Product],
         fusible: Fusible | None = None,
         compute: Compute | None = None,
     ) -> None:
         self.piece = piece
-        self.name = "cg_" + re.sub(r"\W", "_", name)
         self.globals: dict[str, Any] = {
             "GRAD_ON": torch.is_grad_enabled,
             "NO_GRAD": torch.no_grad,
@@ -213,7 +256,7 @@ class _Writer:
     def lines(self) -> Iterator[_Line]:
         """The lines of the source, each with the user's line."""
         arguments = ", ".join(n.name for n in self._inputs)
-        yield f"def {self.name}({arguments}):", None
+        yield f"def {_FUNCTION}({arguments}):", None
         yield from ((text, None) for text in self._prelude(arguments))
         yield from self._statements()
         yield from ((text, None) for text in self._epilogue())
@@ -285,7 +328,7 @@ class _Writer:
         return f"    ACCUMULATE([{params}], [{', '.join(gradients)}], {owned})"
 
     def _prelude(self, arguments: str) -> Iterator[str]:
-        again = f"return {self.name}({arguments})"
+        again = f"return {_FUNCTION}({arguments})"
         yield "    if GRAD_ON():"
         yield f"        with NO_GRAD(): {again}"
         devices = sorted(_devices(self.piece.graph))
@@ -350,6 +393,10 @@ class _Writer:
             return "(" + "".join(f"{self._literal(v)}, " for v in value) + ")"
         return self._global(value)
 
+    def known(self, value: Any) -> str | None:
+        """The name by which the source refers to a value; None if it does not."""
+        return self._known.get(id(value))
+
     def _global(self, value: Any) -> str:
         known = self._known.get(id(value))
         if known is None:
@@ -390,26 +437,3 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 def _devices(graph: fx.Graph) -> set[str]:
     values = (node.meta.get("val") for node in graph.nodes)
     return {v.device.type for v in values if isinstance(v, torch.Tensor)} or {"cpu"}
-
-
-def accumulate(
-    params: list[torch.Tensor], gradients: list[torch.Tensor], owned: tuple[bool, ...]
-) -> None:
-    """Add gradients to `.grad` of parameters, as autograd does.
-
-    A parameter without one takes over the gradient itself if nobody else refers to its memory
-    and it has the parameter's strides; else it gets a copy with those strides.
-    """
-    held: list[torch.Tensor] = []
-    new: list[torch.Tensor] = []
-    for param, gradient, is_owned in zip(params, gradients, owned, strict=True):
-        existing = param.grad
-        if existing is not None:
-            held.append(existing)
-            new.append(gradient)
-        elif is_owned and (gradient.is_sparse or gradient.stride() == param.stride()):
-            param.grad = gradient
-        else:
-            param.grad = torch.empty_like(param).copy_(gradient)
-    if held:
-        torch._foreach_add_(held, new)

@@ -20,27 +20,25 @@ from ...ir.module import Function, FunctionKind, Vjp
 from ...ir.types import TensorType
 from ..actors.actor_state import ActorState, StateTensor, collect
 from ..actors.sharing import shares_of
-from ..autodiff.partition import forward_piece, split
 from ..autodiff.split_backward import SplitBackward
-from ..autodiff.subgraphs import Piece, fake_of, piece_on, sharing
+from ..autodiff.subgraphs import Piece, fake_of, sharing
 from ..autodiff.version_counters import CHANGE_AFTER, changed_between, with_versions
-from ..codegen.codegen import make_body
 from ..errors import TraceError
 from ..groups.group import Group
 from ..groups.pieces_only import watching_norms
 from ..guards.guard import build_guard
 from ..intrinsics.opaque import OpaqueMark, opaque_mark
 from ..methods.dispatch_modes import storage_key
-from ..methods.flops import count_flops
 from ..methods.joint import Joint, Wanted
-from ..methods.twice import refuse_hidden_state, settled
+from ..methods.twice import settled
 from ..methods.watch import UsesGradients
+from ..reuse.alike import Traces
 from ..step.binding import check_arguments, definition, innermost
 from ..step.specs import ObjectSpec, Tree, ir_dtype
 from .effects import Effects, memory_of, replaced_state, written_state
+from .graph_pieces import Pieces
 from .group_methods import GroupMethods
 from .interface import (
-    Bodies,
     Call,
     MethodTarget,
     RankBodies,
@@ -66,6 +64,8 @@ class Functions:
     def __init__(self, device: torch.device | None = None) -> None:
         self.device = device
         self._effects = Effects()
+        self._traces = Traces()
+        self._pieces = Pieces()
 
     def trace(
         self, target: Target, signature: Tree, name: str, loc: Location | None
@@ -94,14 +94,12 @@ class Functions:
         if mark is not None:
             return self._opaque(target, call, mark, name)
         try:
-            call, joint = settled(self._with_state(target, call))
+            call, joint = self._joint(target, self._with_state(target, call))
         except UsesGradients:
             return self._opaque(target, call, OpaqueMark(), name)
-        if isinstance(target, MethodTarget):
-            refuse_hidden_state(call, joint)
         if target.group is not None and target.group.has_layouts:
             return self._trace_group(target, target.group, call, joint, name)
-        piece = forward_piece(joint)
+        piece = self._pieces.forward(joint)
         _refuse_history(call, piece.state)
         declaration = self._declare(target, call, joint, piece, name)
         guard = None
@@ -112,7 +110,7 @@ class Functions:
             declaration,
             joint.results,
             piece.state_outputs,
-            _body(target, piece, name),
+            self._pieces.bodies(piece, name, target.group),
             guard,
             views=sharing(joint.outputs, joint.inputs),
         )
@@ -167,14 +165,14 @@ class Functions:
         if opaque_mark(call.function) is not None:
             raise _no_derivative(call)
         _refuse_hooks(call)
-        call, joint = settled(call, Wanted(grad_outputs, grad_inputs))
+        call, joint = self._joint(target, call, Wanted(grad_outputs, grad_inputs))
         if target.remat:
             _refuse_remat(call, joint)
         effects = self._effects_on(target)
         if target.group is not None and target.group.has_layouts:
             methods = GroupMethods(target, target.group, call, effects)
             return methods.derivative(joint, name, between)
-        parts = split(joint, effects.volatile(joint, between), target.remat)
+        parts = self._pieces.split(joint, effects.volatile(joint, between), target.remat)
         _refuse_history(call, parts.forward.state)
         _refuse_written(call, parts.backward, effects, between)
         forward = self._declare(target, call, joint, parts.forward, f"{name}.forward", parts.saved)
@@ -186,17 +184,17 @@ class Functions:
             actor=target.actor,
             aliases=parts.backward.aliases,
             loc=forward.loc,
-            flops=count_flops(parts.backward.graph),
+            flops=self._pieces.flops(parts.backward),
         )
         backward = _with_shares(backward, target, parts.backward)
         vjp = Vjp(name, forward.name, backward.name, grad_outputs, grad_inputs)
         halves: tuple[TracedPart, ...] = ()
         if parts.halves is not None:
-            vjp, halves = _trace_halves(target, vjp, parts.halves, backward, joint, effects)
+            vjp, halves = self._halves(target, vjp, parts.halves, backward, joint, effects)
         traced = TracedVjp(
             vjp,
-            TracedPart(forward, _body(target, parts.forward, forward.name)),
-            TracedPart(backward, _body(target, parts.backward, backward.name)),
+            self._part(target, forward, parts.forward),
+            self._part(target, backward, parts.backward),
             halves,
             gradients={} if target.group is None else _whole_gradients(parts.backward),
         )
@@ -204,6 +202,25 @@ class Functions:
         if unknown and parts.backward.state:
             return with_versions(traced, parts.backward.state, len(parts.saved), call.what, unknown)
         return traced
+
+    def _joint(
+        self, target: Target, call: Call, wanted: Wanted | None = None
+    ) -> tuple[Call, Joint]:
+        """Trace a call, or use the trace of one that is alike.
+
+        Raises:
+            TraceError, UsesGradients: as `settled` and `refuse_hidden_state` say.
+        """
+        if not isinstance(target, MethodTarget):
+            return settled(call, wanted)
+        is_laid_out = target.group is not None and target.group.has_layouts
+        found = None if is_laid_out else self._traces.find(call, wanted)
+        if found is not None:
+            return call, found
+        call, joint = self._traces.make(call, wanted)
+        if not is_laid_out:
+            self._traces.add(call, wanted, joint)
+        return call, joint
 
     def _with_state(self, target: Target, call: Call) -> Call:
         """The call, with the state of its actor as it is now."""
@@ -237,8 +254,47 @@ class Functions:
             random=joint.recorder.draws,
             aliases=piece.aliases,
             loc=call.error_loc,
-            flops=count_flops(piece.graph),
+            flops=self._pieces.flops(piece),
         )
+
+    def _halves(
+        self,
+        target: Target,
+        vjp: Vjp,
+        halves: SplitBackward,
+        backward: Function,
+        joint: Joint,
+        effects: Effects,
+    ) -> tuple[Vjp, tuple[TracedPart, ...]]:
+        """The vjp with the halves of its backward, and these."""
+        if halves.input is None:
+            return replace(vjp, weight=backward.name, kept=halves.kept), ()
+        left = tuple(map(_type, halves.left))
+        input_ = replace(
+            backward,
+            name=f"{vjp.name}.input",
+            outputs=backward.outputs + left,
+            effect=_of_backward(effects, joint, halves.input),
+            aliases=halves.input.aliases,
+            flops=self._pieces.flops(halves.input),
+        )
+        weight = replace(
+            backward,
+            name=f"{vjp.name}.weight",
+            inputs=tuple(backward.inputs[i] for i in halves.kept) + left,
+            outputs=(),
+            effect=_of_backward(effects, joint, halves.weight),
+            aliases=(),
+            flops=self._pieces.flops(halves.weight),
+        )
+        pieces = ((input_, halves.input), (weight, halves.weight))
+        made = tuple(
+            self._part(target, _with_shares(f, target, piece), piece) for f, piece in pieces
+        )
+        return replace(vjp, input=input_.name, weight=weight.name, kept=halves.kept), made
+
+    def _part(self, target: Target, function: Function, piece: Piece) -> TracedPart:
+        return TracedPart(function, self._pieces.bodies(piece, function.name, target.group))
 
     def _effects_on(self, target: Target) -> Effects:
         """Return what is known of actors; of a function of values alone, nothing needs to be."""
@@ -287,19 +343,6 @@ def _call_of(target: Target, signature: Tree, loc: Location | None) -> Call:
     return Call(target.name, function, ActorState(), signature, host, loc, home)
 
 
-def _body(target: Target, piece: Piece, name: str) -> Bodies:
-    """The body of a piece, for each rank that this process plays."""
-    actor = target.group.actor if target.group is not None else None
-    if actor is None or len(actor.instances) == 1:
-        return make_body(piece, name)
-    return RankBodies(
-        {
-            rank: make_body(piece_on(piece, actor.state(rank).tensors), name)
-            for rank in actor.instances
-        }
-    )
-
-
 def _whole_gradients(piece: Piece) -> dict[str, Layout]:
     """The gradients that a backward adds to `.grad` where every rank does the same."""
     return {g.tensor.path: Layout((WHOLE,) * g.tensor.tensor.dim()) for g in piece.gradients}
@@ -337,43 +380,6 @@ def _with_shares(backward: Function, target: Target, piece: Piece) -> Function:
 
 def _memory(state: Iterable[StateTensor]) -> set[int | None]:
     return memory_of(each.tensor for each in state)
-
-
-def _trace_halves(
-    target: Target,
-    vjp: Vjp,
-    halves: SplitBackward,
-    backward: Function,
-    joint: Joint,
-    effects: Effects,
-) -> tuple[Vjp, tuple[TracedPart, ...]]:
-    """The vjp with the halves of its backward, and these."""
-    if halves.input is None:
-        return replace(vjp, weight=backward.name, kept=halves.kept), ()
-    left = tuple(map(_type, halves.left))
-    input_ = replace(
-        backward,
-        name=f"{vjp.name}.input",
-        outputs=backward.outputs + left,
-        effect=_of_backward(effects, joint, halves.input),
-        aliases=halves.input.aliases,
-        flops=count_flops(halves.input.graph),
-    )
-    weight = replace(
-        backward,
-        name=f"{vjp.name}.weight",
-        inputs=tuple(backward.inputs[i] for i in halves.kept) + left,
-        outputs=(),
-        effect=_of_backward(effects, joint, halves.weight),
-        aliases=(),
-        flops=count_flops(halves.weight.graph),
-    )
-    pieces = ((input_, halves.input), (weight, halves.weight))
-    made = tuple(
-        TracedPart(_with_shares(f, target, piece), _body(target, piece, f.name))
-        for f, piece in pieces
-    )
-    return replace(vjp, input=input_.name, weight=weight.name, kept=halves.kept), made
 
 
 def _refuse_remat(call: Call, joint: Joint) -> None:

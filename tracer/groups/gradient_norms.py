@@ -103,6 +103,14 @@ class _Powers:
     tensors: Sequence[tuple[torch.Tensor, bool]]
     norm_type: float
 
+    def state(self) -> Sequence[torch.Tensor]:
+        """Nothing: it reads no parameter."""
+        return ()
+
+    def trained(self) -> Sequence[torch.Tensor]:
+        """The parameters whose gradients it reads."""
+        return [tensor for tensor, _ in self.tensors]
+
     def __call__(self) -> Sequence[torch.Tensor]:
         with torch.no_grad():
             return (torch.stack([self._power(*each) for each in self.tensors]),)

@@ -166,6 +166,14 @@ class _Dropping:
 
     tensors: Sequence[torch.Tensor]
 
+    def state(self) -> Sequence[torch.Tensor]:
+        """Nothing: it reads no parameter."""
+        return ()
+
+    def trained(self) -> Sequence[torch.Tensor]:
+        """The parameters whose gradients it drops."""
+        return self.tensors
+
     def __call__(self) -> Sequence[Any]:
         for tensor in self.tensors:
             tensor.grad = None
@@ -178,38 +186,46 @@ def _reduction(
     buckets = list(_buckets(group, layouts))
     summands = tuple(bucket.type for bucket in buckets)
     reduced = tuple(_reduced(type_) for type_ in summands)
-    read, write = f"{name}.read", f"{name}.write"
     common: dict[str, Any] = {"effect": Effect.WRITE, "actor": group.name, "loc": loc}
-    functions = [
-        Function(name, (), (UnitType(),), kind=FunctionKind.PROGRAM, **common),
-        Function(read, (), summands, **common),
-        Function(write, reduced, (UnitType(),), **common),
+    program = Function(name, (), (UnitType(),), kind=FunctionKind.PROGRAM, **common)
+    read = Function(f"{name}.read", (), summands, **common)
+    writes = [
+        Function(f"{name}.write{index}", (type_,), (UnitType(),), **common)
+        for index, type_ in enumerate(reduced)
     ]
     reading: dict[int, Body] = {}
-    writing: dict[int, Body] = {}
+    writing: list[dict[int, Body]] = [{} for _ in buckets]
     for rank in group.instances:
         tensors = group.tensors(rank)
         held = [_Held([tensors[path] for path in b.paths], b.is_flat) for b in buckets]
-        reading[rank], writing[rank] = _Reading(held), _Writing(held)
+        reading[rank] = _Reading(held)
+        for bodies, bucket in zip(writing, held, strict=True):
+            bodies[rank] = _Writing([bucket])
     return [
-        TracedPart(functions[0], None, _program(functions[1], functions[2])),
-        TracedPart(functions[1], RankBodies.of(reading)),
-        TracedPart(functions[2], RankBodies.of(writing)),
+        TracedPart(program, None, _program(read, writes)),
+        TracedPart(read, RankBodies.of(reading)),
+        *(TracedPart(f, RankBodies.of(b)) for f, b in zip(writes, writing, strict=True)),
     ]
 
 
-def _program(read: Function, write: Function) -> Program:
-    """The body of a reduction: it reads gradients, transfers them, and writes them."""
+def _program(read: Function, writes: Sequence[Function]) -> Program:
+    """The body of a reduction: it reads gradients, transfers them, and writes each bucket back.
+
+    A bucket is written when it has come, while others are under way, and its memory is free then.
+    """
     names = Names()
     sums = tuple(Value(names.fresh("sum"), type_) for type_ in read.outputs)
-    totals = tuple(Value(names.fresh("total"), type_) for type_ in write.inputs)
-    done = Value(names.fresh("done"), UnitType())
-    transfers = [Transfer((one,), (other,)) for one, other in zip(sums, totals, strict=True)]
+    transfers, calls = list[Transfer](), list[Call]()
+    for one, write in zip(sums, writes, strict=True):
+        total = Value(names.fresh("total"), *write.inputs)
+        done = Value(names.fresh("done"), UnitType())
+        transfers.append(Transfer((one,), (total,)))
+        calls.append(Call((total,), (done,), fn=Symbol(write.name)))
     ops = [
         Call((), sums, fn=Symbol(read.name)),
         *transfers,
-        Call(totals, (done,), fn=Symbol(write.name)),
-        Return((done,), ()),
+        *calls,
+        Return(calls[-1].results, ()),
     ]
     return Program(read.name.rpartition(".")[0], [], ops)
 
@@ -290,21 +306,30 @@ class _Held:
 
 
 @dataclass(frozen=True)
-class _Reading:
-    """Gives the gradients of some buckets."""
+class _Buckets:
+    """Works on the gradients of some buckets."""
 
     buckets: Sequence[_Held]
+
+    def state(self) -> Sequence[torch.Tensor]:
+        """Nothing: it reads no parameter."""
+        return ()
+
+    def trained(self) -> Sequence[torch.Tensor]:
+        """The parameters whose gradients it reads or writes."""
+        return [tensor for bucket in self.buckets for tensor in bucket.tensors]
+
+
+class _Reading(_Buckets):
+    """Gives the gradients of some buckets."""
 
     def __call__(self) -> Sequence[torch.Tensor]:
         with torch.no_grad():
             return tuple(bucket.read() for bucket in self.buckets)
 
 
-@dataclass(frozen=True)
-class _Writing:
+class _Writing(_Buckets):
     """Puts back what has become of the gradients of some buckets."""
-
-    buckets: Sequence[_Held]
 
     def __call__(self, *values: torch.Tensor) -> Sequence[Any]:
         with torch.no_grad():

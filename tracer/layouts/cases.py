@@ -149,6 +149,7 @@ class Answer:
         local: what a rank runs, if not the op itself.
         free: dimensions of the first result that could be cut as well, at no cost, if asked for.
         reasons: why some operands cannot be taken as they are, by index.
+        is_asked: whether the user has asked for what is wanted, so that any transfer may make it.
     """
 
     wanted: tuple[Layout, ...]
@@ -157,6 +158,7 @@ class Answer:
     local: Local | None = None
     free: frozenset[int] = frozenset()
     reasons: Mapping[int, str] = field(default_factory=dict)
+    is_asked: bool = False
 
 
 @dataclass(frozen=True)

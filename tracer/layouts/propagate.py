@@ -205,10 +205,10 @@ class _Run:
         return Operand(node, tuple(fake.shape), fake.dtype, layout)
 
     def _take(self, node: fx.Node, case: Case, answer: Answer) -> None:
-        reads = []
+        reads, allowed = [], frozenset(Change) if answer.is_asked else None
         for index, (operand, wanted) in enumerate(zip(case.operands, answer.wanted, strict=True)):
             reason = answer.reasons.get(index, "")
-            reads.append(self._version(operand.node, wanted, node, reason))
+            reads.append(self._version(operand.node, wanted, node, reason, allowed))
         self._check_in_place(case, answer)
         self.answers[node], self.reads[node] = answer, tuple(reads)
         self._lay_out(node, answer.results)
@@ -349,8 +349,8 @@ class _Run:
             f"{who} needs {text_of(after)}, but it is {text_of(before)}, and would have to be "
             f"{what}{because}",
             loc=self.locations.get(before.node if user is None else user),
-            remedy="cut another dimension, or leave it whole; or give the value the layout that "
-            "is needed by cg.layout, which gathers it there",
+            remedy="cut another dimension, or leave it whole; or ask for the layout that is needed "
+            "in front of that line, as by x = cg.layout(x, cg.whole), which gathers it there",
         )
 
     def _expand(self, node: fx.Node, case: Case, expansion: Expansion) -> fx.Node:

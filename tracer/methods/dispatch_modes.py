@@ -11,8 +11,8 @@ import functools
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...ir.location import Location
 from ..errors import TraceError, note_refusal
 from ..functions.error_translation import OPAQUE_REMEDY, current_location, refusal_here
+from ..reuse.function_log import FunctionLog
 from ..source import is_torch_file
 from .op_log import OpLog
 from .watch import UsesGradients
@@ -118,10 +119,12 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         written: storages of the state that were written to.
         locations: the user's line of each node, by name.
         log: the operators of the forward, in order.
+        functions: the torch functions that call them.
         draws: whether random numbers were drawn.
         secret: results of operators that write in secret; returning them keeps them alive.
         backward: whether the backward is being traced now.
         backward_writes: storages of the state that the backward wrote to.
+        check: is told of the arguments of each operator, and of those that it writes to.
     """
 
     def __init__(
@@ -130,9 +133,11 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inputs: dict[int | None, str],
         state: frozenset[int | None],
         log: OpLog,
+        functions: FunctionLog,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.what = what
+        self.functions = functions
         self.inputs = inputs
         self.state = state
         self.log = log
@@ -142,6 +147,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.draws = False
         self.secret: list[torch.Tensor] = []
         self.backward = False
+        self.check: Callable[[Iterable[Any], Iterable[Any]], None] = lambda args, written: None
         self._lines: dict[tuple[str, int], Location] = {}
         self._by_sequence: dict[int, Location] = {}
 
@@ -155,6 +161,9 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func.namespace == "prim":
             return func(*args, **kwargs)
+        if not self.backward:
+            self.functions.note_operator()
+            self.check(_flat((*args, *kwargs.values())), written_values(func, args, kwargs))
         self._refuse_generators(func, args, kwargs)
         self._refuse_foreign_tensors(func, args, kwargs)
         self._note_random(func, args, kwargs)
@@ -255,11 +264,16 @@ def _flat(values: Any) -> Iterator[Any]:
 
 
 class FunctionGuard(TorchFunctionMode):
-    """Refuses torch functions that take values out of tensors, and spots work on gradients."""
+    """Refuses torch functions that take values out of tensors, and spots work on gradients.
 
-    def __init__(self, what: str) -> None:
+    Args:
+        run: is asked for the results of all others.
+    """
+
+    def __init__(self, what: str, run: Run) -> None:
         super().__init__()
         self.what = what
+        self.run = run
 
     def __torch_function__(
         self,
@@ -278,7 +292,16 @@ class FunctionGuard(TorchFunctionMode):
                 remedy = "pass validate_args=False to the distribution, which checks values; else "
                 remedy += OPAQUE_REMEDY
             raise refusal_here(self.what, reason, remedy)
-        return func(*args, **(kwargs or {}))
+        return self.run(func, args, kwargs or {})
+
+
+Run: TypeAlias = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
+"""Gives the result of a torch function, of its arguments."""
+
+
+def run_plainly(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call a function."""
+    return function(*args, **kwargs)
 
 
 _DISTRIBUTIONS = os.path.join(os.path.dirname(torch.__file__), "distributions") + os.sep

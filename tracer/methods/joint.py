@@ -7,34 +7,34 @@ the actor, its attributes and all generators are afterwards as they were before.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import disable_autocast_cache, make_fx
 
-from ..actors.actor_state import StateTensor, put_state
+from ..actors.actor_state import StateTensor
 from ..autodiff.subgraphs import simplify
 from ..errors import TraceError, refusals_raised
 from ..functions.error_translation import call_user, translate
 from ..functions.interface import Call, result_spec
 from ..heap.snapshot import Snapshot
+from ..reuse.blocks import Blocks, ModuleCalls, repeated_classes
+from ..reuse.function_log import FunctionLog
 from ..step.binding import explain_misfit
 from ..step.specs import ObjectSpec, Static, TensorSpec, Tree
 from .changes import Initialization, Rebind, sort_changes
-from .dispatch_modes import FunctionGuard, OpRecorder, nodes_so_far, storage_key
-from .fake_types import real_kinds
-from .module_paths import padded_rows_zeroed, without_fused_recurrence
+from .dispatch_modes import FunctionGuard, OpRecorder, nodes_so_far, run_plainly, storage_key
 from .op_log import OpLog
-from .randomness import generator_watched, random_state_watched
-from .side_effects import SideEffects
-from .watch import UsesGradients, Watch
+from .randomness import random_state_watched
+from .scene import Scene
+from .watch import UsesGradients
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ class Joint:
         forward: names of the nodes that exist without the backward.
         results: what the call returns.
         recorder: locations, random draws.
+        functions: the torch functions of the forward, in order.
         written, backward_written: state that the forward, the backward writes to in place.
         reads: names of attributes that the trace relied on, by object id.
         initial: changes that are right if the call makes them when it is first called only.
@@ -82,22 +83,27 @@ class Joint:
     forward: frozenset[str]
     results: Tree
     recorder: OpRecorder
+    functions: FunctionLog
     written: frozenset[int]
     backward_written: frozenset[int]
     reads: dict[int, set[str]]
     initial: tuple[Initialization, ...]
 
 
-def trace_call(call: Call, wanted: Wanted | None = None) -> Joint:
+def trace_call(call: Call, wanted: Wanted | None = None, blocks: Blocks | None = None) -> Joint:
     """Trace a call, with its backward if `wanted` is given.
+
+    Args:
+        blocks: what its modules may be copies of.
 
     Raises:
         TraceError: it cannot be traced.
         UsesGradients: it works on gradients and is to be called as it is.
+        BlocksMisled: it is to be traced without blocks.
     """
     try:
         with random_state_watched(call), refusals_raised():
-            return _Run(call, wanted).trace()
+            return _Run(call, wanted, blocks).trace()
     except UsesGradients:
         if wanted is None:
             raise
@@ -106,7 +112,7 @@ def trace_call(call: Call, wanted: Wanted | None = None) -> Joint:
         raise _in_words(error, call) from error
 
 
-def run_call(call: Call) -> OpLog:
+def run_call(call: Call, blocks: Blocks | None = None) -> OpLog:
     """Run a call on fakes, as `trace_call` does, for the operators that it issues.
 
     Raises:
@@ -115,7 +121,7 @@ def run_call(call: Call) -> OpLog:
     """
     try:
         with random_state_watched(call):
-            return _Run(call, None).run()
+            return _Run(call, None, blocks).run()
     except Exception as error:
         raise _in_words(error, call) from error
 
@@ -134,42 +140,65 @@ def _works_on_gradients(call: Call) -> TraceError:
     )
 
 
-class _Run:
+class _Run(Scene):
     """One trace."""
 
-    def __init__(self, call: Call, wanted: Wanted | None) -> None:
-        self.call = call
+    def __init__(self, call: Call, wanted: Wanted | None, blocks: Blocks | None) -> None:
+        super().__init__(call, FakeTensorMode(allow_non_fake_inputs=False, shape_env=None))
         self.wanted = wanted
-        self.mode = FakeTensorMode(allow_non_fake_inputs=False, shape_env=None)
-        self.state = [self._fake_state(tensor) for tensor in call.state.tensors]
+        memory = Counter(storage_key(tensor.tensor) for tensor in call.state.tensors)
+        self.state = [
+            self._plain_fake(tensor.tensor)
+            if memory[storage_key(tensor.tensor)] == 1 and _is_plain(tensor)
+            else self._fake_state(tensor)
+            for tensor in call.state.tensors
+        ]
         values = call.values()
         self.inputs = [self._fake_input(i, leaf, name) for i, (leaf, name) in enumerate(values)]
         named = {storage_key(t): name for t, (_, name) in zip(self.inputs, values, strict=True)}
         state = frozenset(map(storage_key, self.state))
         log = OpLog([*self.state, *self.inputs])
-        self.recorder = OpRecorder(call.what, named, state, log)
-        self.watch = Watch(call.state)
+        self.functions = FunctionLog(self.mode, self.state, self.inputs)
+        self.recorder = OpRecorder(call.what, named, state, log, self.functions)
+        self.calls = ModuleCalls(
+            blocks or Blocks(),
+            repeated_classes(call.state) if blocks is not None else frozenset(),
+            self.functions,
+            self.functions.run,
+            self.watch,
+            wanted is not None,
+            self.recorder,
+        )
+        self.recorder.check = self.calls.check_operator
         self.results: Tree | None = None
         self.forward: frozenset[str] = frozenset()
         self.cotangents: list[str] = []
         self.rebinds: list[Rebind] = []
-        self.initial: list[Initialization] = []
         self.counts: list[int] = []
         self.graded: list[int] = []
         self.dependent: list[int] = []
 
     def trace(self) -> Joint:
-        with self._fakes_in_place():
+        # Nobody calls the module that comes out, so its code is not generated.
+        with self.fakes_in_place(), _use_lazy_graph_module(True):
             owner = make_fx(lambda s, i: self._traced(s, i))(self.state, self.inputs)
         return self._joint(owner)
 
     def run(self) -> OpLog:
         """The call once more, without making a graph, in a third of the time."""
-        with self._fakes_in_place(), disable_autocast_cache():
+        with self.fakes_in_place(), disable_autocast_cache():
             self._traced(self.state, self.inputs)
         for change in self.initial:
             raise change.refusal()
         return self.recorder.log
+
+    def _plain_fake(self, real: torch.Tensor) -> torch.Tensor:
+        """What `FakeTensorMode.from_tensor` makes of a plain tensor, in a tenth of the time."""
+        plain = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="meta")
+        fake = FakeTensor(self.mode, plain, real.device)
+        if isinstance(real, torch.nn.Parameter):
+            fake._is_param = True
+        return fake.requires_grad_(real.requires_grad)
 
     def _fake_state(self, state: StateTensor) -> torch.Tensor:
         """A fake of the logical tensor."""
@@ -181,53 +210,6 @@ class _Run:
             if isinstance(real, torch.nn.Parameter):
                 return torch.nn.Parameter(fake, real.requires_grad)
             return fake.requires_grad_(real.requires_grad)
-
-    @contextmanager
-    def _fakes_in_place(self) -> Iterator[None]:
-        """Runs a call with fakes for the state; afterwards all is as before, whatever happens."""
-        state = self.call.state
-        original = Snapshot(state.containers)
-        contents = Snapshot(state.others)
-        surroundings = SideEffects(self.call.function, state)
-        with ExitStack() as stack:
-            # Interrupted half way, each of them is done once more: the weights must come back.
-            for undo in (
-                original.restore,
-                self.watch.restore,
-                contents.restore,
-                surroundings.undo,
-            ):
-                stack.callback(_surely, undo)
-            put_state(state, self.state)
-            with self._as_it_runs():
-                yield
-            self._refuse_contents(contents)
-            self.initial += surroundings.check(self.call)
-
-    @contextmanager
-    def _as_it_runs(self) -> Iterator[None]:
-        """Fakes in the place of tensors, watched attributes, and what else makes it look real."""
-        state, function = self.call.state, self.call.function
-        space = getattr(inspect.unwrap(function), "__globals__", {})
-        kinds = {id(f): type(t.tensor) for f, t in zip(self.state, state.tensors, strict=True)}
-        with (
-            self.mode,
-            self.watch,
-            real_kinds(kinds, space),
-            generator_watched(self.call.what),
-            padded_rows_zeroed(state),
-            without_fused_recurrence(state),
-        ):
-            yield
-
-    def _refuse_contents(self, contents: Snapshot) -> None:
-        for change in contents.changes():
-            raise self.call.refusal(
-                f"it changes what is in the attribute '{change.path}'; a traced method runs once, "
-                "so the change would be lost",
-                "mark the method with @cg.opaque; numbers that change can be in a buffer "
-                "(self.register_buffer), random numbers come from torch functions",
-            )
 
     def _fake_input(self, index: int, leaf: TensorSpec | ObjectSpec, name: str) -> torch.Tensor:
         if isinstance(leaf, ObjectSpec):
@@ -251,7 +233,9 @@ class _Run:
         """Run what make_fx traces; give outputs, rebound state, gradients and secret writers."""
         expected = Snapshot(self.call.state.containers)
         with torch.set_grad_enabled(self.wanted is not None or torch.is_grad_enabled()):
-            with self.recorder, FunctionGuard(self.call.what):
+            guard = FunctionGuard(self.call.what, self.calls.run)
+            with self.recorder, guard, self.calls.intercepted():
+                self.functions.begin()
                 args, kwargs = self.call.signature.fill(inputs)
                 result = call_user(self.call.function, *args, **kwargs)
             outputs = self._finish_forward(result, expected)
@@ -268,6 +252,8 @@ class _Run:
             expected.changes(), self.call, self.state, outputs, self.inputs, self.watch
         )
         self._check_state_metadata()
+        self.calls.check_end((*leaves, *(r.value for r in self.rebinds)))
+        self.functions.note_end(ends(spec, leaves, self.rebinds))
         self.forward = frozenset(node.name for node in nodes_so_far() or ())
         self._note_results(outputs)
         return outputs
@@ -313,7 +299,7 @@ class _Run:
         cotangents = [self._cotangent(output) for output in chosen]
         self.recorder.backward = True
         held = [fake.grad for fake in self.state]
-        with self.recorder, FunctionGuard(self.call.what):
+        with self.recorder, FunctionGuard(self.call.what, run_plainly):
             grad = torch.autograd.grad
             found = call_user(grad, chosen, sources, cotangents, allow_unused=True)
         if any(fake.grad is not grad for fake, grad in zip(self.state, held, strict=True)):
@@ -357,6 +343,7 @@ class _Run:
             forward=self.forward,
             results=self.results,
             recorder=self.recorder,
+            functions=self.functions,
             written=self._indices(self.recorder.written),
             backward_written=self._indices(self.recorder.backward_writes),
             reads=self.watch.reads,
@@ -367,15 +354,27 @@ class _Run:
         return frozenset(i for i, t in enumerate(self.state) if storage_key(t) in keys)
 
 
+def ends(spec: pytree.TreeSpec, leaves: Sequence[Any], rebinds: Sequence[Rebind]) -> Any:
+    """What the forward of a call gives, as a log of functions compares it."""
+    replaced = [(r.slot.path, r.value, r.shared) for r in rebinds]
+    return (spec, leaves, replaced)
+
+
+def _is_plain(state: StateTensor) -> bool:
+    """True if a tensor is a leaf that has its memory to itself, and nothing special about it."""
+    tensor = state.tensor
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and state.shape == tuple(tensor.shape)
+        and tensor.layout is torch.strided
+        and tensor.is_leaf
+        and not (tensor._is_view() or tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
+        and not (tensor.is_quantized or tensor.is_meta or vars(tensor))
+        and tensor.is_contiguous()
+        and tensor.untyped_storage().nbytes() == tensor.nbytes
+    )
+
+
 def _returned(graph: fx.Graph) -> list[fx.Node]:
     (values,) = graph.output_node().args
     return list(pytree.tree_leaves(values, is_leaf=lambda v: isinstance(v, fx.Node)))
-
-
-def _surely(undo: Callable[[], None]) -> None:
-    """Undo, and, if that is interrupted, undo again."""
-    try:
-        undo()
-    except BaseException:
-        undo()
-        raise

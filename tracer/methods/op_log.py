@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +61,23 @@ class OpLog:
     def note_result(self, path: str, value: Any) -> None:
         """The run has given this value, by the name `path`."""
         self._entries.append((f"the result {path}", self._form(value)))
+        self._lines.append(None)
+
+    def mark(self) -> tuple[int, int]:
+        """What has been noted so far."""
+        return len(self._entries), len(self._held)
+
+    def note_block(
+        self, name: str, taken: Sequence[torch.Tensor], since: tuple[int, int] | None = None
+    ) -> None:
+        """A block that was traced before is issued as one, or what has been noted since a mark."""
+        if since is not None:
+            entries, held = since
+            del self._entries[entries:], self._lines[entries:]
+            for tensor in self._held[held:]:
+                self._numbers.pop(id(tensor), None)
+            del self._held[held:]
+        self._entries.append((name, self._form(taken)))
         self._lines.append(None)
 
     def _form(self, value: Any) -> Any:

@@ -13,6 +13,7 @@ from ...ir.location import Location
 from ..actors.actor_state import collect
 from ..errors import TraceError
 from ..functions.interface import Call
+from ..reuse.blocks import Blocks
 from .joint import Joint, Wanted, run_call, trace_call
 from .op_log import OpLog
 from .watch import UsesGradients
@@ -23,7 +24,9 @@ _REMEDY = (
 )
 
 
-def settled(call: Call, wanted: Wanted | None = None) -> tuple[Call, Joint]:
+def settled(
+    call: Call, wanted: Wanted | None = None, blocks: Blocks | None = None
+) -> tuple[Call, Joint]:
     """Trace a call, as `trace_call` does, with what it does only when it is first called done.
 
     An attribute that is made when it is first needed is one. The actor keeps it, as it would of an
@@ -36,7 +39,7 @@ def settled(call: Call, wanted: Wanted | None = None) -> tuple[Call, Joint]:
         TraceError: it cannot be traced, or changes what a graph cannot change in every call.
         UsesGradients: it works on gradients.
     """
-    joint = trace_call(call, wanted)
+    joint = trace_call(call, wanted, blocks)
     if not joint.initial:
         return call, joint
     try:
@@ -66,7 +69,7 @@ def _without_changes(call: Call, wanted: Wanted | None, first: Joint) -> Joint:
     return second
 
 
-def refuse_hidden_state(call: Call, joint: Joint) -> None:
+def refuse_hidden_state(call: Call, joint: Joint, blocks: Blocks | None = None) -> None:
     """Return if the call does the same once more.
 
     The second run makes no graph, which saves most of the time. Some code sees the difference; so
@@ -77,7 +80,7 @@ def refuse_hidden_state(call: Call, joint: Joint) -> None:
     """
     first = joint.recorder.log
     try:
-        second = run_call(call)
+        second = run_call(call, blocks)
         if first.difference(second) is None:
             return
         _compare(call, second, run_call(call))

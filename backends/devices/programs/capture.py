@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...base import Body, GraphBody
+from ...base import Body, GraphBody, StatefulBody
 from ...failures.fallbacks import Fallbacks, Refusal
 from ...program.instructions import Instruction, Registers
 from ..base import Device, Graph
@@ -156,9 +156,9 @@ class Segment:
         self._instructions = tuple(instructions)
         self._registers = registers
         self.interface = interface
-        traced = [body for body in bodies if isinstance(body, GraphBody)]
-        self._state_of = [body.state for body in traced]
-        self._trained_in = [body.trained for body in traced]
+        known = [body for body in bodies if isinstance(body, StatefulBody)]
+        self._state_of = [body.state for body in known]
+        self._trained_in = [body.trained for body in known]
         self._ports = tuple(ports)
         self._order = order
         self._device: Device = order.device
@@ -170,7 +170,7 @@ class Segment:
         self._warm = 0
         self._failed: Graph | None = None
         self._fallbacks = fallbacks
-        if any(body.rebinds for body in traced):
+        if any(body.rebinds for body in known if isinstance(body, GraphBody)):
             self._stay(_REBINDS)
 
     def __call__(self) -> bool:

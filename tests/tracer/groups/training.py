@@ -187,6 +187,13 @@ PLANS: Mapping[type[Stage], Mapping[str, Sharding]] = {
 """Weights are cut along `tp` as is usual, and rows along `dp`."""
 
 
+HOMES = {
+    **dict.fromkeys(("interleaved", "looped-bfs"), (0, 1, 0, 1)),
+    **dict.fromkeys(("zb-v", "dualpipe-v"), (0, 1, 1, 0)),
+}
+"""The mesh of each stage, under schedules of more than one stage on a mesh."""
+
+
 def meshes(name: str) -> tuple[Mesh, ...]:
     """One mesh for each stage; the world has 8 ranks at most."""
     made: dict[str, Callable[[], tuple[Mesh, ...]]] = {
@@ -211,12 +218,19 @@ class Model:
     def plain(self) -> list[Stage]:
         return [cls(*args) for cls, args in self.stages]
 
-    def on(self, places: Sequence[Mesh], plans: Sequence[Any] | None = None) -> list[Any]:
-        """The stages on meshes."""
+    def on(
+        self,
+        places: Sequence[Mesh],
+        plans: Sequence[Any] | None = None,
+        store: Sharding | Sequence[Sharding] = cg.whole,
+    ) -> list[Any]:
+        """The stages on meshes; `store` is of all of them, or of each."""
         chosen = [PLANS[cls] for cls, _ in self.stages] if plans is None else plans
+        rests = [store] * len(self.stages) if isinstance(store, Sharding) else store
+        each = zip(self.stages, places, chosen, rests, strict=True)
         return [
-            cls.on(place, plan=plan)(*args)  # type: ignore[attr-defined]
-            for (cls, args), place, plan in zip(self.stages, places, chosen, strict=True)
+            cls.on(place, plan=plan, store=rest)(*args)  # type: ignore[attr-defined]
+            for (cls, args), place, plan, rest in each
         ]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from ....ir.location import Location
+from .. import asked
 from ..cases import LayoutError, Rule
 from . import (
     attention,
@@ -26,7 +27,17 @@ from . import (
 )
 
 _FAMILIES = (
-    *(attention, contractions, convolution, creation, indexing, joining, losses, normalization),
+    asked,
+    *(
+        attention,
+        contractions,
+        convolution,
+        creation,
+        indexing,
+        joining,
+        losses,
+        normalization,
+    ),
     *(pointwise, random_draws, reductions, softmax, views),
 )
 

@@ -1,0 +1,103 @@
+"""A traced step from which any reduction or gather is left out is refused, before it is lowered."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import cg
+from cg.backends.virtual.world import VirtualWorld
+from cg.ir.clone import clone
+from cg.ir.diagnostics import IRError
+from cg.ir.module import Module, Program
+from cg.ir.ops import Transfer
+from cg.ir.types import TensorType
+from cg.ir.verify.verifier import verify
+from cg.launch.world.world import use_world
+from cg.passes.manager import PassManager
+from cg.passes.pipelines import default_pipeline
+
+from .training import Attention, Block, Language, Mlp, Model, Written, batch, meshes, step_of
+
+WANTED = 200
+"""Mutants of all models together."""
+
+CASES: list[tuple[type[Any], str, bool]] = [
+    (Mlp, "pp-dp-tp", False),
+    (Block, "dp-tp", True),
+    (Block, "overlap", False),
+    (Attention, "tp-dp", False),
+    (Written, "dp-tp", False),
+    (Written, "pp-dp-tp", True),
+    (Language, "dp-tp", False),
+    (Language, "tp-dp", True),
+]
+"""A class of stages, their meshes, and whether parameters are stored in pieces."""
+
+
+@pytest.fixture(autouse=True)
+def _world() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with use_world(VirtualWorld(8)):
+        yield
+    torch.set_num_threads(threads)
+
+
+def traced(cls: type[Any], name: str, is_stored: bool) -> Module:
+    places = meshes(name)
+    model = Model([(cls, (seed,)) for seed in range(len(places))])
+    stages = model.on(places, store=cg.cut(0, "dp") if is_stored else cg.whole)
+    kind = {Language: "words", Mlp: "integers"}.get(cls, "reals")
+    return cg.trace(step_of(stages, 2)).lower(*batch(0, 12, kind)).trace.module
+
+
+def programs(module: Module) -> list[Program]:
+    """Those of the step and of the functions that are programs."""
+    return [*module.programs, *module.bodies.values()]
+
+
+def without(module: Module, program: int, at: int) -> Module:
+    """A copy of a module that uses what a transfer takes in the place of what it gives."""
+    mutant = clone(module)
+    ops = programs(mutant)[program].ops
+    transfer = ops.pop(at)
+    (operand,) = transfer.operands
+    for op in ops:
+        op.operands = tuple(operand if v in transfer.results else v for v in op.operands)
+    return mutant
+
+
+def refused_by_passes(mutant: Module) -> None:
+    PassManager(default_pipeline()).run(mutant)
+
+
+def test_each_reduction_and_each_gather_is_needed() -> None:
+    count: Counter[str] = Counter()
+    for case in CASES:
+        module = traced(*case)
+        verify(module)
+        for number, program in enumerate(programs(module)):
+            for at, op in enumerate(program.ops):
+                if not isinstance(op, Transfer) or not any(
+                    value in user.operands for user in program.ops for value in op.results
+                ):
+                    continue
+                have, made = op.operands[0].type, op.result.type
+                assert isinstance(have, TensorType)
+                assert isinstance(made, TensorType)
+                if have.layout is None and made.layout is None:
+                    continue  # a copy, which travels without being asked to
+                mutant = without(module, number, at)
+                # To bring what is laid out to an equal mesh is neither; the passes refuse that.
+                check = refused_by_passes if have.layout == made.layout else verify
+                with pytest.raises(IRError):
+                    check(mutant)
+                sums = have.layout is not None and have.layout.summands
+                count["reductions" if sums else "others"] += 1
+    assert count.total() >= WANTED, count
+    assert count["reductions"] >= WANTED // 2, count

@@ -1,0 +1,28 @@
+"""Add gradients to `.grad` of parameters, as autograd does: what bodies call at their end."""
+
+from __future__ import annotations
+
+import torch
+
+
+def accumulate(
+    params: list[torch.Tensor], gradients: list[torch.Tensor], owned: tuple[bool, ...]
+) -> None:
+    """Add gradients to `.grad` of parameters, as autograd does.
+
+    A parameter without one takes over the gradient itself if nobody else refers to its memory
+    and it has the parameter's strides; else it gets a copy with those strides.
+    """
+    held: list[torch.Tensor] = []
+    new: list[torch.Tensor] = []
+    for param, gradient, is_owned in zip(params, gradients, owned, strict=True):
+        existing = param.grad
+        if existing is not None:
+            held.append(existing)
+            new.append(gradient)
+        elif is_owned and (gradient.is_sparse or gradient.stride() == param.stride()):
+            param.grad = gradient
+        else:
+            param.grad = torch.empty_like(param).copy_(gradient)
+    if held:
+        torch._foreach_add_(held, new)

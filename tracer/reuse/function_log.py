@@ -1,0 +1,373 @@
+"""Log the torch functions that a traced call uses, so that another call can be compared with it.
+
+Whatever Python does in a method, its graph follows from the torch functions that it calls: from
+their order, their arguments, and torch's own settings. A call that uses the same functions on the
+same arguments has the same graph, whatever it has read to decide so.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any, TypeAlias
+
+import torch
+import torch.utils._pytree as pytree
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+Form: TypeAlias = tuple[Any, ...]
+"""What equal arguments have in common; tensors count by the number that they have in the log."""
+
+
+Numbers: TypeAlias = Callable[[Any], int | None]
+"""Gives the number of a tensor; None of what is none, or is not known."""
+
+
+class Unlike(BaseException):
+    """A call is not like the one that was logged, or cannot be compared.
+
+    Not an `Exception`, so that no handler in the user's code takes it for a failure.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One use of a torch function: with what arguments and settings, and what it gave."""
+
+    function: Any
+    arguments: Form
+    settings: Form
+    result: Any
+
+
+class FunctionLog:
+    """The torch functions that a call uses, in order.
+
+    A log is `complete` if nothing but these functions has made its tensors: another call that uses
+    the same ones has the same graph. It is not where a function takes what cannot be compared, such
+    as a Python function, or where operators run that no torch function has called, as in a
+    `torch.autograd.Function` or a scripted module.
+
+    Attributes:
+        mode: makes the fakes.
+        state, inputs: the fakes of the call's state and of its inputs.
+        entries: the functions.
+        ends: what the call has returned and replaced; the settings that it has left behind.
+        complete: see above.
+        busy: whether a function is being run.
+    """
+
+    def __init__(
+        self,
+        mode: FakeTensorMode,
+        state: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+    ) -> None:
+        self.mode = mode
+        self.state = state
+        self.inputs = inputs
+        self.entries: list[Entry] = []
+        self.ends: Form = ()
+        self.complete = True
+        self.busy = False
+        self._held: list[torch.Tensor] = []  # so that no other tensor gets the same id
+        self._numbers: dict[int, int] = {}
+        self._depth = 0
+        for tensor in (*state, *inputs):
+            self._number(tensor)
+
+    def begin(self) -> None:
+        """The call begins."""
+        self._depth = depth_of_modes()
+
+    def run(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call a torch function, and note it."""
+        if not self.complete or self.busy or depth_of_modes() < self._depth:
+            return function(*args, **kwargs)  # torch's own, where it has switched the trace off
+        try:
+            arguments = self.form_of_call(function, args, kwargs)
+            settings = torch_settings(self._depth)
+        except Unlike:
+            self.complete = False
+            return function(*args, **kwargs)
+        self.busy, self.complete = True, False  # unless it returns
+        try:
+            result = function(*args, **kwargs)
+        finally:
+            self.busy = False
+        self.complete = self._note_result(result)
+        self.entries.append(Entry(function, arguments, settings, result))
+        return result
+
+    def note_operator(self) -> None:
+        """An operator is issued."""
+        self.complete &= self.busy
+
+    def note_end(self, values: Any) -> None:
+        """The call is over, and these are the values that it gives."""
+        try:
+            self.ends = self.form_of_end(values)
+        except Unlike:
+            self.complete = False
+        self.complete = self.complete and not _has_python_backward(self._held)
+
+    def form_of_end(self, values: Any) -> Form:
+        """What calls with the same results have in common."""
+        return form_of(values, self.number_of), torch_settings(depth_of_modes())
+
+    def form_of_call(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Form:
+        """What equal calls of a function have in common.
+
+        Raises:
+            Unlike: it takes something that cannot be compared, or is none of torch's own.
+        """
+        return form_of_call(function, args, kwargs, self.number_of)
+
+    def number_of(self, value: Any) -> int | None:
+        """The number of a tensor that is known; None of all else."""
+        return self._numbers.get(id(value))
+
+    @property
+    def count(self) -> int:
+        """How many tensors have got a number."""
+        return len(self._held)
+
+    def tensor(self, number: int) -> torch.Tensor:
+        """The tensor that has a number."""
+        return self._held[number]
+
+    def fold(self, start: int, first: int, folded: Entry, outputs: Sequence[torch.Tensor]) -> None:
+        """Let one entry stand for all since `start`.
+
+        Args:
+            first: the number of the first tensor that these have made.
+            folded: the entry.
+            outputs: the tensors that are known from now on.
+        """
+        kept = {id(tensor) for tensor in outputs}
+        for tensor in self._held[first:]:
+            if id(tensor) not in kept:
+                self._numbers.pop(id(tensor), None)
+        self.entries[start:] = [folded]
+
+    def _number(self, tensor: torch.Tensor) -> None:
+        if self._numbers.setdefault(id(tensor), len(self._held)) == len(self._held):
+            self._held.append(tensor)
+
+    def _note_result(self, result: Any) -> bool:
+        """Number the tensors of a result; False if it holds anything that may not be kept."""
+        if isinstance(result, torch.Tensor):
+            self._number(result)
+            return True
+        if isinstance(result, tuple) or type(result) is list:
+            return all(self._note_result(part) for part in result)
+        return type(result) in _EXACT or type(result) in (float, complex)
+
+
+def form_of_call(
+    function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], number_of: Numbers
+) -> Form:
+    """What equal calls of a function have in common, with the numbers that tensors have.
+
+    Raises:
+        Unlike: it takes something that cannot be compared, or is none of torch's own.
+    """
+    if not _is_of_torch(function):
+        raise Unlike
+    positional = tuple([form_of(value, number_of) for value in args])
+    return positional, tuple([(name, form_of(kwargs[name], number_of)) for name in kwargs])
+
+
+def form_of(value: Any, number_of: Numbers) -> Any:
+    """What equal arguments have in common.
+
+    Raises:
+        Unlike: it is nothing that can be compared.
+    """
+    kind = type(value)
+    if kind in _EXACT:
+        return (kind, value)
+    number = number_of(value)
+    if number is not None:
+        return number
+    if kind is float or kind is complex:
+        return (kind, repr(value))
+    if kind is tuple or kind is list:
+        return (kind, *[form_of(item, number_of) for item in value])
+    if kind is slice:
+        parts = (value.start, value.stop, value.step)
+        return (kind, *[form_of(part, number_of) for part in parts])
+    if kind is dict:
+        pairs = [(form_of(key, number_of), form_of(value[key], number_of)) for key in value]
+        return (kind, *pairs)
+    if isinstance(value, (enum.Enum, pytree.TreeSpec)):
+        return (kind, value)
+    raise Unlike
+
+
+def renumbered(form: Any, number: Callable[[int], int]) -> Any:
+    """The form with other numbers of tensors."""
+    if type(form) is int:
+        return number(form)
+    kind, *parts = form
+    if kind in (tuple, list, slice):
+        return (kind, *[renumbered(part, number) for part in parts])
+    if kind is dict:
+        return (kind, *[(key, renumbered(value, number)) for key, value in parts])
+    return form
+
+
+class Rerun:
+    """Goes through entries along with another call, which gets what was noted in place of results.
+
+    Args:
+        entries: of a call that has been traced.
+        number_of: the numbers of tensors.
+        result_of: what to give for a result that was noted.
+    """
+
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        number_of: Numbers,
+        result_of: Callable[[Any], Any] = lambda result: result,
+    ) -> None:
+        self._next: Iterator[Entry] = iter(entries)
+        self._number_of = number_of
+        self._result_of = result_of
+        self._failed = False
+        self._depth = depth_of_modes()
+
+    def run(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What the function has given before.
+
+        Raises:
+            Unlike: it is another function than was noted, or has other arguments; or one was.
+        """
+        if depth_of_modes() < self._depth:
+            return function(*args, **kwargs)  # torch's own, where it has switched the trace off
+        entry = next(self._next, None)
+        if self._failed or entry is None or entry.function != function:
+            raise self.failure()
+        try:
+            arguments = form_of_call(function, args, kwargs, self._number_of)
+            settings = torch_settings(self._depth)
+        except Unlike:
+            raise self.failure() from None
+        if arguments != entry.arguments or settings != entry.settings:
+            raise self.failure()
+        result = self._result_of(entry.result)
+        return list(result) if type(result) is list else result
+
+    def finish(self) -> None:
+        """Return if the call is over where the first one was.
+
+        Raises:
+            Unlike: it is not.
+        """
+        if self._failed or next(self._next, None) is not None:
+            raise Unlike
+
+    def failure(self) -> Unlike:
+        """The exception to raise; from now on, everything is unlike."""
+        self._failed = True
+        return Unlike()
+
+
+class CopiedFunction(torch.autograd.Function):
+    """A function whose forward and backward issue operators of a graph that is known."""
+
+
+class OfGraph:
+    """A function that is no torch function, and that depends on its arguments as these do."""
+
+
+_EXACT = frozenset(
+    {
+        *(bool, int, str, bytes, type(None), type(Ellipsis), range, torch.Size),
+        *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+    }
+)
+"""Types of plain data whose values are the same thing where they are equal."""
+
+_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+
+
+def _is_of_torch(function: Any) -> bool:
+    """True if a function is one of torch's own, which depends on its arguments and settings alone.
+
+    Users can let their functions pass by the modes of torch as well.
+    """
+    if isinstance(function, OfGraph):
+        return True
+    if isinstance(function, FunctionType):
+        return str(function.__module__).partition(".")[0] == "torch"
+    if isinstance(function, _OPERATORS):
+        return str(function).partition(".")[0] in ("aten", "prims")
+    return callable(function) and type(function).__module__ == "builtins"
+
+
+def _has_python_backward(tensors: Iterable[torch.Tensor]) -> bool:
+    """True if the gradient of any tensor passes through Python, which may do anything."""
+    pending: list[Any] = [tensor.grad_fn for tensor in tensors]
+    seen: set[Any] = {None}
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, torch.autograd.function.BackwardCFunction) and not issubclass(
+            node._forward_cls,  # type: ignore[attr-defined]
+            CopiedFunction,
+        ):
+            return True
+        pending += [following for following, _ in node.next_functions]
+    return False
+
+
+_C: Any = torch._C
+_SETTINGS: tuple[Callable[[], Any], ...] = (
+    torch.is_grad_enabled,
+    torch.is_inference_mode_enabled,
+    torch.get_default_dtype,
+    torch.is_autocast_cache_enabled,
+    _C._get_deterministic_algorithms,
+    _C._get_float32_matmul_precision,
+    _C._get_cudnn_enabled,
+    _C._get_cudnn_benchmark,
+    _C._get_cudnn_deterministic,
+    _C._get_cudnn_allow_tf32,
+    _C._get_mkldnn_enabled,
+    _C._get_flash_sdp_enabled,
+    _C._get_mem_efficient_sdp_enabled,
+    _C._get_math_sdp_enabled,
+    _C._get_cudnn_sdp_enabled,
+    _C._get_math_sdp_allow_fp16_bf16_reduction,
+)
+_AUTOCAST_DEVICES = ("cpu", "cuda", "privateuseone")
+
+
+def depth_of_modes() -> int:
+    """How many dispatch modes there are now."""
+    return int(_C._len_torch_dispatch_stack())
+
+
+def torch_settings(depth: int) -> Form:
+    """What a torch function may depend on besides its arguments.
+
+    Args:
+        depth: how many dispatch modes belong to the trace.
+
+    Raises:
+        Unlike: the call has entered another dispatch mode, or lets Python functions look at what
+            autograd saves, as a checkpoint does.
+    """
+    if depth_of_modes() != depth or _C._autograd._top_saved_tensors_default_hooks(False):
+        raise Unlike
+    settings = tuple([get() for get in _SETTINGS])
+    if not _C._is_any_autocast_enabled():
+        return settings
+    enabled = map(torch.is_autocast_enabled, _AUTOCAST_DEVICES)
+    return (*settings, *enabled, *map(torch.get_autocast_dtype, _AUTOCAST_DEVICES))
