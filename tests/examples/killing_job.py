@@ -93,6 +93,8 @@ def main() -> None:
             kills += 1
             looking = fork(lambda out=out: open_all(out / "checkpoints"), 2)  # type: ignore[misc]
             assert os.waitpid(looking, 0)[1] == 0, f"after {kills} kills one does not open"
+            names = sorted(each.name for each in (out / "checkpoints").glob("step-*"))
+            print(f"kill {kills}: {names[-1:] or 'no checkpoint'} is the newest", flush=True)
         print(f"losses of {out}", (out / "figures.json").read_text(), flush=True)
         runs += 1
     print(f"{kills} kills", flush=True)

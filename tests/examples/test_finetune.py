@@ -175,6 +175,7 @@ def test_adapters_open_with_peft(model: Path, tmp_path: Path) -> None:
 # -- kill -9 ------------------------------------------------------------------------------------
 
 
+@pytest.mark.timeout(4000)
 def test_killed_at_any_moment(model: Path, whole: Path, tmp_path: Path) -> None:
     """Each time it goes on from what was complete, and comes to the same losses, bit for bit."""
     kills = 30 if scale() > 1 else 3
@@ -184,7 +185,7 @@ def test_killed_at_any_moment(model: Path, whole: Path, tmp_path: Path) -> None:
     ended = run(
         0,
         [job, str(kills), str(tmp_path), *words],
-        seconds=500,
+        seconds=120.0 * kills,
         variables={"CG_RANKS": "2"},
         folder=tmp_path,
     )
