@@ -27,9 +27,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 import finetune
 
-LONGEST = 0.6
-"""Seconds after its first step after which a run is killed at the latest."""
-
 
 def fork(work: Callable[[], None], output: int) -> int:
     """Do something in a fork; its number."""
@@ -53,8 +50,12 @@ def tune(words: list[str]) -> None:
     finetune.main()
 
 
-def killed(words: list[str], seconds: float) -> bool:
-    """Fine-tune, and kill that so long after its first step; False: it was faster."""
+def killed(words: list[str], seconds: float) -> float | None:
+    """Fine-tune, and kill that so long after its first step.
+
+    Returns:
+        None; or, if it was faster, the seconds that it took from there to its end.
+    """
     reads, writes = os.pipe()
     child = fork(lambda: tune(words), writes)
     os.close(writes)
@@ -63,7 +64,8 @@ def killed(words: list[str], seconds: float) -> bool:
         part = os.read(reads, 1 << 16)
         assert part, f"it has ended before its first step:\n{text}"
         text += part.decode(errors="replace")
-    until = time.monotonic() + seconds
+    began = time.monotonic()
+    until = began + seconds
     is_over = False
     while not is_over and (left := until - time.monotonic()) > 0:
         ready, _, _ = select.select([reads], [], [], left)
@@ -73,7 +75,7 @@ def killed(words: list[str], seconds: float) -> bool:
     _, status = os.waitpid(child, 0)
     os.close(reads)
     assert not is_over or status == 0, "a run has failed"
-    return not is_over
+    return time.monotonic() - began if is_over else None
 
 
 def open_all(folder: Path) -> None:
@@ -86,10 +88,13 @@ def main() -> None:
     wanted, folder, words = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
     draw = random.Random(0)
     kills = runs = 0
+    whole = killed([*words, "--out", str(folder / "whole")], 1e6)
+    assert whole is not None
     while kills < wanted:
         out = folder / f"run{runs}"
         given = [*words, "--out", str(out)]
-        while killed(given, draw.uniform(0.0, LONGEST) if kills < wanted else 1e6):
+        # Over the whole of a run, and a little behind it, so that some come to their end.
+        while killed(given, draw.uniform(0.0, 1.1 * whole) if kills < wanted else 1e6) is None:
             kills += 1
             looking = fork(lambda out=out: open_all(out / "checkpoints"), 2)  # type: ignore[misc]
             assert os.waitpid(looking, 0)[1] == 0, f"after {kills} kills one does not open"
