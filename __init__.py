@@ -32,8 +32,16 @@ if TYPE_CHECKING:
     from .launch.api.lowered import Lowered
     from .launch.api.optimistic import Optimistic
     from .launch.api.step_function import Step
+    from .launch.checkpoints.checkpoint import (
+        load_checkpoint,
+        newest_checkpoint,
+        save_checkpoint,
+    )
+    from .launch.checkpoints.weights import pretrained
     from .launch.config import ConfigError
     from .launch.measure.profiling import profile
+    from .launch.models.cut_layers import cut_layers
+    from .launch.models.empty_weights import empty_weights
     from .launch.world.waiting import WorldError
     from .launch.world.world import rank, world_size
     from .passes import schedules
@@ -87,6 +95,13 @@ _HOMES = {
     "gather": "tracer.intrinsics.collectives",
     "scatter": "tracer.intrinsics.collectives",
     "via": "tracer.intrinsics.via",
+    # Models of other libraries
+    "cut_layers": "launch.models.cut_layers",
+    "empty_weights": "launch.models.empty_weights",
+    "pretrained": "launch.checkpoints.weights",
+    "save_checkpoint": "launch.checkpoints.checkpoint",
+    "load_checkpoint": "launch.checkpoints.checkpoint",
+    "newest_checkpoint": "launch.checkpoints.checkpoint",
     # The world
     "rank": "launch.world.world",
     "world_size": "launch.world.world",
@@ -152,12 +167,18 @@ __all__ = [
     "gather",
     "scatter",
     "via",
+    "cut_layers",
+    "empty_weights",
     "rank",
     "world_size",
     "barrier",
     "allgather",
     "save",
     "load",
+    "pretrained",
+    "save_checkpoint",
+    "load_checkpoint",
+    "newest_checkpoint",
     "schedules",
     "Step",
     "Lowered",

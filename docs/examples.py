@@ -331,6 +331,43 @@ cg.save("one.safetensors", {"": stages[0]})
 cg.load("one.safetensors", {"": stages[1]})
 print(torch.equal(stages[0].local.linear.weight, stages[1].local.linear.weight))
 
+# cg.cut_layers
+layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+cuts = cg.cut_layers(layers, 2, example={"input": x})
+print(cuts)
+moving = cuts.part(0)(None, x)
+print(torch.equal(cuts.part(1)(moving, x), layers(x)))
+
+# cg.empty_weights
+with cg.empty_weights():
+    empty = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+print(empty[0].weight.device)
+
+# cg.pretrained
+from safetensors.torch import save_file
+
+save_file(layers.state_dict(), "model.safetensors")
+
+
+@cg.actor
+class Half(nn.Module):
+    def __init__(self, index):
+        super().__init__()
+        self.part = cg.cut_layers(empty, 2, example={"input": x}).part(index)
+
+
+halves = [Half.on(rank, init=cg.pretrained("."))(rank) for rank in range(2)]
+print(torch.equal(halves[1].local.part.model[3].weight, layers[3].weight))
+
+# cg.save_checkpoint
+cg.save_checkpoint("runs/step-1", halves, state={"batches": 1})
+
+# cg.newest_checkpoint
+print(cg.newest_checkpoint("runs"))
+
+# cg.load_checkpoint
+print(cg.load_checkpoint("runs/step-1", halves))
+
 # cg.schedules
 print(cg.schedules.names())
 print(train.lower(x, y).compile(schedule=cg.schedules.by_name("zb-h1")))

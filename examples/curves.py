@@ -6,14 +6,19 @@ from pathlib import Path
 
 
 def plot(
-    losses: list[float], validation: list[tuple[int, float]], unigram: float, file: Path
+    losses: list[float],
+    validation: list[tuple[int, float]],
+    unigram: float | None,
+    file: Path,
+    unit: str = "byte",
 ) -> None:
     """Write the curve as a PNG.
 
     Args:
         losses: of each step.
         validation: steps, and the losses after them.
-        unigram: what a model without context has.
+        unigram: what a model without context has, if that is known.
+        unit: of which the losses are.
     """
     import matplotlib
 
@@ -23,8 +28,9 @@ def plot(
     figure, axes = pyplot.subplots(figsize=(7, 4))
     axes.plot(range(1, len(losses) + 1), losses, lw=0.8, label="training")
     axes.plot(*zip(*validation, strict=True), "o-", label="validation")
-    axes.axhline(unigram, ls=":", color="gray", label="unigram model, validation")
-    axes.set(xlabel="step", ylabel="loss, nats a byte")
+    if unigram is not None:
+        axes.axhline(unigram, ls=":", color="gray", label="unigram model, validation")
+    axes.set(xlabel="step", ylabel=f"loss, nats a {unit}")
     axes.legend()
     figure.tight_layout()
     figure.savefig(file, dpi=120)

@@ -13,7 +13,10 @@ import cg
 from cg.backends.timing.statistics import Statistics
 from cg.launch.api.compiled_programs import Cost, Programs
 from cg.launch.api.repeated import Repeated
+from cg.launch.checkpoints.weights import Weights
 from cg.launch.measure.profiling import Profile
+from cg.launch.models.cut_model import Cuts, StageOfModel
+from cg.launch.models.part import ModelPart
 from cg.passes.simulate.memory_plan import MemoryPlan
 from cg.passes.simulate.program_times import ProgramTimes, RankTimes
 
@@ -25,6 +28,7 @@ _GROUP = re.compile(r'^    # (.+)$|^    "(\w+)": ', re.MULTILINE)
 
 PAGES = {
     "program": "Writing a program",
+    "models": "Models of other libraries",
     "world": "The world",
     "compiled": "What compiling gives",
     "costs": "What it costs",
@@ -34,6 +38,9 @@ PAGES = {
 
 _TOLD = (Statistics, MemoryPlan, Cost, ProgramTimes, RankTimes, Repeated, Profile)
 """What methods of `Compiled` return; no public names, since users make none of them."""
+
+_OF_MODELS = (Cuts, StageOfModel, ModelPart, Weights)
+"""What `cg.cut_layers` and `cg.pretrained` return."""
 
 
 def index() -> str:
@@ -62,8 +69,8 @@ def group(page: str) -> str:
     for name in names:
         example = f"\n\n*Example*:\n\n{shown[name]}" if name in shown else ""
         parts.append(f"## cg.{name}\n\n{_describe(name, getattr(cg, name))}{example}")
-    if page == "compiled":
-        parts += [f"## {cls.__name__}\n\n{_class(cls.__name__, cls)}" for cls in _TOLD]
+    told = {"compiled": _TOLD, "models": _OF_MODELS}.get(page, ())
+    parts += [f"## {cls.__name__}\n\n{_class(cls.__name__, cls)}" for cls in told]
     return "\n\n".join(parts)
 
 

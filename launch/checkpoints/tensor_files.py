@@ -11,22 +11,22 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from ...ir.layout import Interval, Region, shape_of, whole
 from ...ir.types import DType
 from ...tracer.actors.actor_state import StateTensor, collect
 from ...tracer.actors.actors import ActorHandle
-from ...tracer.groups.group import GroupActor
-from ...tracer.step.specs import ir_dtype
+from ...tracer.step.specs import ir_dtype, torch_dtype
 from ..world.world import world
+from .held import NameOf, Piece, held, optimizer_pieces, pieces, trains
+from .together import on_rank_0, together
 
 _NAMES = {
     DType.F64: "F64",
@@ -47,16 +47,11 @@ _NAMES = {
     DType.BOOL: "BOOL",
 }
 
+_TYPES = {word: torch_dtype(dtype) for dtype, word in _NAMES.items()}
+"""Torch's element types, by what the format calls them."""
 
-@dataclass(frozen=True)
-class _Piece:
-    """A rank's piece of a logical tensor, and whether it is the one that writes it."""
-
-    name: str
-    tensor: torch.Tensor
-    shape: tuple[int, ...]
-    region: Region
-    counts: bool
+Table: TypeAlias = Mapping[str, tuple[DType, tuple[int, ...]]]
+"""The element type and the shape of tensors, by name."""
 
 
 def save(file: str | os.PathLike[str], actors: Mapping[str, ActorHandle]) -> None:
@@ -75,16 +70,12 @@ def save(file: str | os.PathLike[str], actors: Mapping[str, ActorHandle]) -> Non
     """
     path = Path(file)
     partial = path.with_name(f".{path.name}.partial")
-    pieces = [piece for prefix, actor in actors.items() for piece in _pieces(prefix, actor)]
-    table = _table([(p.name, ir_dtype(p.tensor.dtype), p.shape) for p in pieces if p.counts])
-    header, offsets = _header(table)
-    if world().rank == 0:
-        _together(lambda: _create(partial, header, offsets))
-    else:
-        _together(lambda: None)
-    start = 8 + len(header)
-    _together(lambda: _write_all(partial, start, offsets, pieces))
-    _together(lambda: os.replace(partial, path) if world().rank == 0 else None)
+    mine: list[Piece] = []
+    for prefix, actor in actors.items():
+        mine += pieces(actor, _named(prefix))
+        mine += optimizer_pieces(actor, _named(f"optimizer.{prefix}"))
+    write(partial, table_of(mine), mine)
+    on_rank_0(lambda: replace(partial, path))
 
 
 def load(file: str | os.PathLike[str], actors: Mapping[str, ActorHandle]) -> None:
@@ -98,96 +89,142 @@ def load(file: str | os.PathLike[str], actors: Mapping[str, ActorHandle]) -> Non
 
     Raises:
         KeyError: the file lacks a tensor that an actor has.
-        ValueError: a tensor has another shape or element type in the file.
+        ValueError: a tensor has another shape or element type in the file, or the file is damaged.
+            Nothing has been filled.
     """
-    with safe_open(os.fspath(file), framework="pt") as opened:
-        names = set(opened.keys())
-        for prefix, actor in actors.items():
-            for rank in actor.instances:
-                _fill(opened, names, prefix, actor, rank)
+    opened = TensorFile(Path(file))
+    wanted = [(actor, _named(prefix)) for prefix, actor in actors.items()]
+    for actor, name_of in wanted:
+        check_state(opened, actor, name_of)
+    for (actor, name_of), prefix in zip(wanted, actors, strict=True):
+        fill_state(opened, actor, name_of)
+        fill_optimizers(opened, actor, _named(f"optimizer.{prefix}"))
 
 
-def _fill(opened: Any, names: set[str], prefix: str, actor: ActorHandle, rank: int) -> None:
-    group = actor._member.group
-    state = collect(actor.instances[rank])
-    for each in state.tensors:
-        name = prefix + each.path
-        if name not in names:
-            raise KeyError(f"the file has no tensor '{name}', which {actor.name} has")
-        shape, region = _held(each, group, rank)
-        each.tensor.data.copy_(_read(opened, name, shape, region, each.tensor.dtype))
-        kept = f"optimizer.{name}."
-        for key in sorted(n.removeprefix(kept) for n in names if n.startswith(kept)):
-            for trainer in state.trainers:
-                _fill_optimizer(opened, kept + key, key, trainer, each, region)
+def _named(prefix: str) -> NameOf:
+    return lambda state: prefix + state.path
 
 
-def _fill_optimizer(
-    opened: Any, name: str, key: str, trainer: Any, state: StateTensor, region: Region
-) -> None:
-    """Fill what an optimizer keeps for a parameter; nothing, if it does not train that."""
-    if not isinstance(trainer, torch.optim.Optimizer):
-        return
-    if all(p is not state.tensor for group in trainer.param_groups for p in group["params"]):
-        return
-    found = opened.get_slice(name)
-    shape = tuple(found.get_shape())
-    own = region if len(shape) == len(region) else whole(shape)
-    value = _read(opened, name, shape, own, None)
-    trainer.state[state.tensor][key] = value.to(state.tensor.device) if shape else value
+class TensorFile:
+    """A safetensors file that is read: tensors by name.
+
+    Attributes:
+        path: of the file.
+        shapes: of its tensors, by name.
+        dtypes: likewise; None where cg has no name for the type.
+
+    Raises:
+        ValueError: it is damaged.
+        FileNotFoundError: it is not there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with safe_open(os.fspath(path), framework="pt") as opened:
+                found = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+                self.shapes = {name: tuple(each.get_shape()) for name, each in found.items()}
+                self.dtypes = {name: _TYPES.get(each.get_dtype()) for name, each in found.items()}
+        except SafetensorError as error:
+            raise ValueError(f"{path} is damaged, or no safetensors file: {error}") from error
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.shapes
+
+    def check(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Compare a tensor of the file with what is wanted.
+
+        Raises:
+            ValueError: it has another shape or element type.
+        """
+        found = self.shapes[name]
+        if found != shape:
+            raise ValueError(f"'{name}' is {list(found)} in the file, and {list(shape)} here")
+        if self.dtypes[name] != dtype:
+            raise ValueError(f"'{name}' is {self.dtypes[name]} in the file, and {dtype} here")
+
+    def read(self, name: str, region: Region) -> torch.Tensor:
+        """The part of a tensor in a region, in memory of its own.
+
+        The file is opened for the one tensor. Else the pages that have been read would stay in
+        memory beside the tensors.
+        """
+        with safe_open(os.fspath(self.path), framework="pt") as opened:
+            if not region:
+                return opened.get_tensor(name).clone()  # type: ignore[no-any-return]
+            found = opened.get_slice(name)
+            value = torch.empty(shape_of(region), dtype=self.dtypes[name])
+            for here, there in _boxes(region):
+                value[here] = found[there]
+            return value
 
 
-def _pieces(prefix: str, actor: ActorHandle) -> Iterator[_Piece]:
-    """The pieces of an actor, and of its optimizers' state, that this process's ranks hold."""
+def check_state(opened: TensorFile, actor: ActorHandle, name_of: NameOf) -> None:
+    """Compare what a file has with the tensors of an actor, as far as this process holds it.
+
+    Raises:
+        KeyError: the file lacks one.
+        ValueError: it has one of another shape or element type.
+    """
+    for piece in pieces(actor, name_of):
+        if piece.name not in opened:
+            raise KeyError(f"the file has no tensor '{piece.name}', which {actor.name} has")
+        opened.check(piece.name, piece.shape, piece.tensor.dtype)
+
+
+def fill_state(opened: TensorFile, actor: ActorHandle, name_of: NameOf) -> None:
+    """Give the tensors of an actor the numbers of a file."""
+    for piece in pieces(actor, name_of):
+        piece.tensor.data.copy_(opened.read(piece.name, piece.region))
+
+
+def fill_optimizers(opened: TensorFile, actor: ActorHandle, name_of: NameOf) -> None:
+    """Give an actor's optimizers what a file has for their parameters."""
+    keys: dict[str, list[str]] = {}
+    for name in sorted(opened.shapes):
+        parameter, _, key = name.rpartition(".")
+        keys.setdefault(parameter, []).append(key)
     group = actor._member.group
     for rank, instance in actor.instances.items():
         state = collect(instance)
         for each in state.tensors:
-            shape, region = _held(each, group, rank)
-            counts = _counts(group, each.path, rank)
-            yield _Piece(prefix + each.path, each.tensor, shape, region, counts)
+            name = name_of(each)
             for trainer in state.trainers:
-                kept = trainer.state.get(each.tensor, {}) if _is_optimizer(trainer) else {}
-                for key, value in kept.items():
-                    if isinstance(value, torch.Tensor):
-                        same = value.shape == each.tensor.shape
-                        like = (shape, region) if same else (tuple(value.shape), whole(value.shape))
-                        name = f"optimizer.{prefix}{each.path}.{key}"
-                        first = counts if same else _counts(group, None, rank)
-                        yield _Piece(name, value, *like, first)
+                if not isinstance(trainer, torch.optim.Optimizer) or name not in keys:
+                    continue
+                if trains(trainer, each.tensor):
+                    _, region = held(each, group, rank)
+                    _fill_optimizer(opened, name, keys[name], trainer, each, region)
 
 
-def _is_optimizer(trainer: object) -> bool:
-    return isinstance(trainer, torch.optim.Optimizer)
+def _fill_optimizer(
+    opened: TensorFile,
+    name: str,
+    keys: Iterable[str],
+    optimizer: torch.optim.Optimizer,
+    state: StateTensor,
+    region: Region,
+) -> None:
+    """Fill what an optimizer keeps for a parameter."""
+    for key in keys:
+        shape = opened.shapes[f"{name}.{key}"]
+        own = region if len(shape) == len(region) else whole(shape)
+        value = opened.read(f"{name}.{key}", own)
+        optimizer.state[state.tensor][key] = value.to(state.tensor.device) if shape else value
 
 
-def _held(
-    state: StateTensor, group: GroupActor | None, rank: int
-) -> tuple[tuple[int, ...], Region]:
-    """The shape of the logical tensor, and the part of it that a rank holds."""
-    logical = None if group is None else group.logical.get(state.path)
-    if group is None or logical is None or logical.layout is None:
-        shape = tuple(state.tensor.shape)
-        return shape, whole(shape)
-    return logical.shape, logical.layout.region(logical.shape, group.mesh.position(rank))
+# -- writing ------------------------------------------------------------------------------------
 
 
-def _counts(group: GroupActor | None, path: str | None, rank: int) -> bool:
-    """True if the rank is the first of those that hold copies of a piece."""
-    if group is None:
-        return True
-    logical = group.logical.get(path) if path is not None else None
-    cutting = () if logical is None or logical.layout is None else logical.layout.axes
-    position = group.mesh.position(rank)
-    return all(position[axis][0] == 0 for axis, _ in group.mesh.grid if axis not in cutting)
+def table_of(mine: Iterable[Piece]) -> Table:
+    """All tensors that ranks write, by name, sorted; the same on all ranks. Collective.
 
-
-def _table(
-    mine: list[tuple[str, DType, tuple[int, ...]]],
-) -> dict[str, tuple[DType, tuple[int, ...]]]:
-    """All tensors by name, sorted; the same on all ranks."""
+    Raises:
+        ValueError: two tensors have one name, or one has an element type without a name there.
+    """
+    own = [(p.name, ir_dtype(p.tensor.dtype), p.shape) for p in mine if p.counts]
     found: dict[str, tuple[DType, tuple[int, ...]]] = {}
-    for theirs in world().allgather(mine):
+    for theirs in world().allgather(own):
         for name, dtype, shape in theirs:
             if found.setdefault(name, (dtype, shape)) != (dtype, shape):
                 raise ValueError(f"two tensors have the name '{name}'; give prefixes that differ")
@@ -197,15 +234,49 @@ def _table(
     return dict(sorted(found.items()))
 
 
-def _header(
-    table: Mapping[str, tuple[DType, tuple[int, ...]]],
-) -> tuple[bytes, dict[str, tuple[int, int]]]:
+def size_of(table: Table, name: str) -> int:
+    """The bytes of a tensor of a table."""
+    dtype, shape = table[name]
+    return math.prod(shape) * dtype.itemsize
+
+
+def write(path: Path, table: Table, mine: Sequence[Piece]) -> None:
+    """Write a file of the tensors of a table, of which this process has pieces; collective.
+
+    When it returns, the file is on the disk.
+
+    Raises:
+        OSError: a rank could not write.
+    """
+    header, offsets = _header(table)
+    on_rank_0(lambda: _create(path, header, offsets))
+    start = 8 + len(header)
+    own = [piece for piece in mine if piece.counts and piece.name in table]
+    together(lambda: _write_all(path, start, offsets, own))
+
+
+def replace(partial: Path, path: Path) -> None:
+    """Give what is complete its name, for good."""
+    os.replace(partial, path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Have a file, or the entries of a folder, on the disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def _header(table: Table) -> tuple[bytes, dict[str, tuple[int, int]]]:
     """The header behind its length, and where each tensor begins and ends behind it."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offsets: dict[str, tuple[int, int]] = {}
     at = 0
     for name, (dtype, shape) in table.items():
-        end = at + math.prod(shape) * dtype.itemsize
+        end = at + size_of(table, name)
         offsets[name] = at, end
         entries[name] = {
             "dtype": _NAMES[dtype],
@@ -217,57 +288,35 @@ def _header(
     return text + b" " * (-len(text) % 8), offsets
 
 
-def _create(partial: Path, header: bytes, offsets: Mapping[str, tuple[int, int]]) -> None:
-    with partial.open("wb") as opened:
+def _create(path: Path, header: bytes, offsets: Mapping[str, tuple[int, int]]) -> None:
+    with path.open("wb") as opened:
         opened.write(len(header).to_bytes(8, "little") + header)
         opened.truncate(8 + len(header) + max((end for _, end in offsets.values()), default=0))
 
 
 def _write_all(
-    partial: Path, start: int, offsets: Mapping[str, tuple[int, int]], pieces: list[_Piece]
+    path: Path, start: int, offsets: Mapping[str, tuple[int, int]], mine: Iterable[Piece]
 ) -> None:
-    for piece in pieces:
-        if piece.counts:
-            _write(partial, start, offsets, piece)
+    for piece in mine:
+        _write(path, start, offsets, piece)
+    sync(path)
 
 
-def _write(
-    partial: Path, start: int, offsets: Mapping[str, tuple[int, int]], piece: _Piece
-) -> None:
+def _write(path: Path, start: int, offsets: Mapping[str, tuple[int, int]], piece: Piece) -> None:
     local = shape_of(piece.region)
     if not math.prod(local):
         return
     size = piece.tensor.element_size()
     flat = piece.tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     unit = np.dtype((np.void, size))
-    held = flat.view(unit).reshape(local)
+    own = flat.view(unit).reshape(local)
     at = start + offsets[piece.name][0]
-    file = np.memmap(partial, unit, "r+", at, piece.shape or (1,))
+    file = np.memmap(path, unit, "r+", at, piece.shape or (1,))
     if not piece.shape:
-        file[0] = held
+        file[0] = own
     for here, there in _boxes(piece.region):
-        file[there] = held[here]
+        file[there] = own[here]
     file.flush()
-
-
-def _read(
-    opened: Any, name: str, shape: tuple[int, ...], region: Region, dtype: torch.dtype | None
-) -> torch.Tensor:
-    """The part of a tensor of a file in a region."""
-    found = opened.get_slice(name)
-    if tuple(found.get_shape()) != shape:
-        raise ValueError(f"'{name}' is {found.get_shape()} in the file, and {list(shape)} here")
-    if not shape:
-        value: torch.Tensor = opened.get_tensor(name).clone()
-    else:
-        parts = [(here, found[there]) for here, there in _boxes(region)]
-        kind = found[tuple(slice(0, 0) for _ in shape)].dtype
-        value = torch.empty(shape_of(region), dtype=kind)
-        for here, part in parts:
-            value[here] = part
-    if dtype is not None and value.dtype != dtype:
-        raise ValueError(f"'{name}' is {value.dtype} in the file, and {dtype} here")
-    return value
 
 
 def _boxes(region: Region) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
@@ -281,22 +330,3 @@ def _runs(intervals: tuple[Interval, ...]) -> Iterator[tuple[slice, slice]]:
     for start, stop in intervals:
         yield slice(at, at + stop - start), slice(start, stop)
         at += stop - start
-
-
-def _together(work: Any) -> None:
-    """Do something on each rank; where one fails, all do.
-
-    Raises:
-        OSError: one has failed.
-    """
-    failed: Exception | None = None
-    try:
-        work()
-    except OSError as error:
-        failed = error
-    told = world().allgather(None if failed is None else str(failed))
-    if failed is not None:
-        raise failed
-    for rank, words in enumerate(told):
-        if words is not None:
-            raise OSError(f"rank {rank} could not write: {words}")

@@ -6,7 +6,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -16,6 +16,7 @@ from ..functions.interface import Peers
 from ..groups.construct import Constructor
 from ..groups.group_calls import as_plan
 from ..groups.mesh import describe
+from ..groups.meta import Init, TensorSource, fill_from
 from ..groups.plan import Plan, Sharding, whole
 from ..source import caller_location
 from ..step.session import is_tracing
@@ -77,7 +78,7 @@ class ActorFactory:
         *,
         plan: Plan | Mapping[str, Sharding] | None = None,
         store: Sharding = whole,
-        init: Literal["whole", "meta"] = "whole",
+        init: Init = "whole",
     ) -> Make:
         """Choose the rank of an actor of class `cls`, or its mesh; call the result to make it.
 
@@ -89,13 +90,16 @@ class ActorFactory:
             where: a rank, or a mesh.
             plan: on a mesh, how tensors and arguments are laid out; what it does not name is whole.
             store: on a mesh, how the trained tensors are cut further where they rest.
-            init: "meta": the constructor runs on the meta device, and each module is filled by its
-                `reset_parameters()`, so that no rank ever holds the whole object.
+            init: where tensors come from. "whole": the constructor has made them. "meta", on a
+                mesh: the constructor runs on the meta device, and each module is filled by its
+                `reset_parameters()`. A source, such as `cg.pretrained(folder)`: it fills what the
+                constructor has left on the meta device. With the last two, no rank ever holds the
+                whole object of which it keeps a piece.
 
         Raises:
             ActorError: the world has no such rank, a step is being traced, or a method of `cls`
                 has a name that handles use themselves.
-            ValueError: the plan fits neither the class nor the mesh.
+            ValueError: the plan fits neither the class nor the mesh, or a source lacks a tensor.
         """
         peers = self._world()
         shown = f"{cls.__name__}.on({where!r})"
@@ -123,21 +127,29 @@ class ActorFactory:
                 )
 
         if isinstance(where, Mesh):
-            mesh, chosen, on_meta = where, as_plan(plan), init == "meta"
-            return lambda *a, **k: self._make_group(cls, mesh, chosen, store, on_meta, peers, a, k)
-        if plan is not None or store != whole or init != "whole":
+            mesh, chosen = where, as_plan(plan)
+            return lambda *a, **k: self._make_group(cls, mesh, chosen, store, init, peers, a, k)
+        if plan is not None or store != whole or init == "meta":
             raise ActorError(f"{shown}: a plan is of an actor on a mesh, as cg.mesh(dp=2) makes it")
-        return lambda *a, **k: self._make(cls, ranks[0], peers, a, k)
+        return lambda *a, **k: self._make(cls, ranks[0], init, peers, a, k)
 
     def _make(
-        self, cls: type[Any], rank: int, peers: Peers, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        cls: type[Any],
+        rank: int,
+        init: Init,
+        peers: Peers,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> ActorHandle:
         """Make the instance, where its rank is played, and a handle everywhere.
 
         What the constructor raises is raised on its rank alone.
         """
         name = self.new_name(cls)
-        instance = self._instance(cls, args, kwargs) if peers.plays(rank) else ELSEWHERE
+        instance: Any = ELSEWHERE
+        if peers.plays(rank):
+            instance = self._instance(cls, init, name, args, kwargs)
         if instance is not ELSEWHERE:
             self._refuse_shared(name, instance, peers)
         handle = ActorHandle(name, rank, cls, peers, instance, self.actors)
@@ -149,7 +161,7 @@ class ActorFactory:
         mesh: Mesh,
         plan: Plan,
         store: Sharding,
-        on_meta: bool,
+        init: Init,
         peers: Peers,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -160,7 +172,7 @@ class ActorFactory:
         def check(instance: Any) -> None:
             self._refuse_shared(name, instance, peers, is_group=True)
 
-        constructor = Constructor(name, cls, mesh, plan, store, on_meta, peers, check)
+        constructor = Constructor(name, cls, mesh, plan, store, init, peers, check)
         group = constructor.make(lambda: cls(*args, **kwargs), self.device())
         instance = group.instances[group.first] if group.instances else ELSEWHERE
         handle = ActorHandle(name, mesh.ranks[0], cls, peers, instance, self.actors, group)
@@ -191,11 +203,15 @@ class ActorFactory:
             self.actors.note_given(member, given)
         return handle
 
-    def _instance(self, cls: type[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _instance(
+        self, cls: type[Any], init: Init, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """The instance; what it holds is on its rank's device."""
         device = self.device()
         # Made on the host first, so that it starts from the same numbers as anywhere else.
         instance = cls(*args, **kwargs)
+        if isinstance(init, TensorSource):
+            fill_from(init, instance, {}, None, name)
         if device is not None:
             for held in collect(instance).tensors:
                 # In place: an optimizer, say, knows the parameter by its identity.

@@ -16,7 +16,7 @@ from ...ir.types import Mesh
 from ..actors.actor_state import collect
 from ..functions.interface import Peers
 from .group import GroupActor
-from .meta import fill
+from .meta import Init, TensorSource, fill, fill_from
 from .pieces import LogicalTensor, keep_pieces, lay_out
 from .pieces_only import refuse_optimizers
 from .plan import Plan, Sharding
@@ -29,7 +29,7 @@ class Constructor:
     Attributes:
         name: of the actor.
         cls: its class.
-        mesh, plan, store, on_meta: as `Cls.on` takes them.
+        mesh, plan, store, init: as `Cls.on` takes them.
         peers: the world.
         check: refuses an instance that cannot be on a mesh.
     """
@@ -39,7 +39,7 @@ class Constructor:
     mesh: Mesh
     plan: Plan
     store: Sharding
-    on_meta: bool
+    init: Init
     peers: Peers
     check: Callable[[Any], None]
 
@@ -70,7 +70,7 @@ class Constructor:
         return made if made is not None else self._actor({}, {})
 
     def _device(self) -> AbstractContextManager[Any]:
-        return torch.device("meta") if self.on_meta else nullcontext()
+        return torch.device("meta") if self.init == "meta" else nullcontext()
 
     def _actor(self, logical: dict[str, LogicalTensor], instances: dict[int, Any]) -> GroupActor:
         return GroupActor(self.name, self.mesh, self.plan, logical, instances)
@@ -95,11 +95,14 @@ class Constructor:
         """The instance of each played rank; where these are several, each has its own."""
         copies = [instance, *(copy.deepcopy(instance) for _ in played[1:])]
         for rank, each in zip(played, copies, strict=True):
-            if self.on_meta:
+            by_path = {tensor.path: tensor for tensor in logical}
+            if self.init == "meta":
                 with _drawing_from(state, is_own=False):
-                    fill(each, {t.path: t for t in logical}, self.mesh, rank, self.name)
+                    fill(each, by_path, self.mesh, rank, self.name)
             else:
                 keep_pieces(each, logical, self.mesh, rank)
+            if isinstance(self.init, TensorSource):
+                fill_from(self.init, each, by_path, self.mesh.position(rank), self.name)
             if device is not None:
                 for held in collect(each).tensors:
                     held.tensor.data = held.tensor.data.to(device)

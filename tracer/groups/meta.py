@@ -1,12 +1,17 @@
-"""Fill an actor that began on the meta device: module by module, of which pieces are kept."""
+"""Fill an actor that began on the meta device, with a rank's pieces: from modules, or a source.
+
+Without a source, each module says what it holds, and is made whole by itself. A source, such as a
+folder of weights, gives the pieces.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
+from ...ir.layout import Position, Region, whole
 from ...ir.types import Mesh
 from ..actors.actor_state import collect
 from .pieces import LogicalTensor, piece
@@ -17,6 +22,66 @@ class _Resets(Protocol):
     """A module that can set the numbers of its own parameters, as torch's layers do."""
 
     def reset_parameters(self) -> None: ...
+
+
+@runtime_checkable
+class TensorSource(Protocol):
+    """Where an actor's tensors come from that begin on the meta device: `on(..., init=source)`."""
+
+    def names(self, wanted: Mapping[str, torch.Tensor], actor: str) -> Mapping[str, str]:
+        """The source's names of tensors of an actor, by their path.
+
+        Args:
+            wanted: by path, tensors with the shapes and types of the whole ones.
+            actor: its name, for messages.
+
+        Raises:
+            ValueError: it lacks one, or has one of another shape or type.
+        """
+        ...
+
+    def read(self, name: str, region: Region, dtype: torch.dtype) -> torch.Tensor:
+        """The part of a tensor in a region, in memory of its own.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        ...
+
+
+Init: TypeAlias = Literal["whole", "meta"] | TensorSource
+"""The origin of an actor's tensors: its constructor, its modules, or a source."""
+
+
+def fill_from(
+    source: TensorSource,
+    instance: object,
+    logical: Mapping[str, LogicalTensor],
+    position: Position | None,
+    name: str,
+) -> None:
+    """Give the tensors of an actor that are on the meta device what a source has for them.
+
+    Tensors stay the objects that they are.
+
+    Args:
+        logical: of an actor on a mesh, what `lay_out` has returned, by path.
+        position: of the rank on that mesh.
+
+    Raises:
+        ValueError, OSError: as the methods of the source do.
+    """
+    wanted = {s.path: s.tensor for s in collect(instance).tensors if s.tensor.is_meta}
+    names = source.names(wanted, name)
+    for path, tensor in wanted.items():
+        kept = logical.get(path)
+        region = whole(tuple(tensor.shape))
+        if kept is not None and kept.layout is not None and position is not None:
+            region = kept.layout.region(kept.shape, position)
+        value = source.read(names[path], region, tensor.dtype)
+        if isinstance(tensor, torch.nn.Parameter):
+            value = torch.nn.Parameter(value, tensor.requires_grad)
+        torch.utils.swap_tensors(tensor, value)  # type: ignore[no-untyped-call]
 
 
 def fill(

@@ -90,6 +90,8 @@ def keep_pieces(
 ) -> None:
     """Put a rank's pieces in the place of an actor's whole tensors, gradients included.
 
+    What is on the meta device stays as it is.
+
     The tensors stay the objects that they are, so an optimizer still has them.
 
     Args:
@@ -97,7 +99,7 @@ def keep_pieces(
     """
     position = mesh.position(rank)
     for each, kept in zip(collect(instance).tensors, logical, strict=True):
-        if kept.layout is None:
+        if kept.layout is None or each.tensor.is_meta:
             continue
         region = kept.layout.region(kept.shape, position)
         tensor, grad = each.tensor, each.tensor.grad

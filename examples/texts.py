@@ -1,0 +1,97 @@
+"""Texts as batches of tokens: read, tokenized, packed, and drawn by a seed and a step's number."""
+
+from __future__ import annotations
+
+import json
+import pydoc_data.topics
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def documents(files: Sequence[Path]) -> Iterator[str | list[Any]]:
+    """The documents of files: a text file is one, and so is each line of a file of JSON lines.
+
+    A line has `text`, or a conversation as `messages`. Without files they are Python's help texts.
+
+    Raises:
+        ValueError: a file or a line is none of these.
+    """
+    if not files:
+        topics = pydoc_data.topics.topics
+        yield from (topics[name] for name in sorted(topics))
+    for file in files:
+        if file.suffix not in (".jsonl", ".json"):
+            yield file.read_text(encoding="utf-8")
+            continue
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+            try:
+                found = json.loads(line)
+                yield found["text"] if "text" in found else found["messages"]
+            except (json.JSONDecodeError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f'{file}:{number} is no JSON object with "text" or "messages": {error}'
+                ) from error
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Windows of tokens, int64 [windows, length]: one stream of all documents, cut.
+
+    Attributes:
+        train, validation: the windows to learn from, and the last of them to be judged on.
+    """
+
+    train: Tensor
+    validation: Tensor
+
+    @staticmethod
+    def of(texts: Iterable[str | list[Any]], tokenizer: Any, length: int, most: int) -> Texts:
+        """Tokenize and pack documents, an end of text between them.
+
+        Args:
+            most: windows to be made.
+
+        Raises:
+            ValueError: there are too few tokens.
+        """
+        stream: list[int] = []
+        for text in texts:
+            if isinstance(text, list):
+                text = tokenizer.apply_chat_template(text, tokenize=False)
+            stream += tokenizer(text)["input_ids"]
+            stream += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+            if len(stream) >= most * length:
+                break
+        count = min(most, len(stream) // length)
+        held_out = max(1, count // 20)
+        if count < 2:
+            raise ValueError(
+                f"the texts are {len(stream)} tokens, and two windows of {length} are the least: "
+                "one to learn from and one to be judged on; give more texts, or a smaller --length"
+            )
+        windows = torch.tensor(stream[: count * length]).view(count, length)
+        return Texts(windows[:-held_out], windows[-held_out:])
+
+    def batch(self, step: int, size: int, seed: int) -> Tensor:
+        """The windows of a step, [size, length].
+
+        They follow from the numbers alone: no rank can have others, and a run that is resumed goes
+        on in its data where it was. Each pass over the windows has an order of its own.
+        """
+        count = len(self.train)
+        chosen = []
+        for position in range(step * size, (step + 1) * size):
+            generator = torch.Generator().manual_seed(seed + position // count)
+            chosen.append(int(torch.randperm(count, generator=generator)[position % count]))
+        return self.train[chosen]
+
+    def validation_batches(self, size: int, most: int) -> Iterator[Tensor]:
+        """Batches to be judged on; the last windows come again where they do not fill one."""
+        count = len(self.validation)
+        for start in range(0, min(count, most * size), size):
+            yield self.validation[[(start + i) % count for i in range(size)]]

@@ -1,0 +1,265 @@
+"""Checkpoints of training: a folder that the model's library opens, and what goes on from it.
+
+A checkpoint is a folder of weights (`weights.py`). In its folder `training` are the state of the
+optimizers, a safetensors file, and `state.json`, with all that is no tensor. A checkpoint has its
+name when it is complete and on the disk, and not before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...tracer.actors.actor_state import collect
+from ...tracer.actors.actors import ActorHandle
+from ..api.compiled import Compiled
+from ..models.part import ModelPart
+from ..world.world import world
+from .held import NameOf, Piece, optimizer_pieces, pieces
+from .tensor_files import TensorFile, fill_optimizers, replace, sync, table_of, write
+from .together import on_rank_0, together
+from .trainers import TrainerState, check_trainers, put_trainers, trainers_of
+from .weights import Rename, Weights, dtype_of, index_of, read_json, shards
+
+_TRAINING, _OPTIMIZERS, _STATE = "training", "optimizers.safetensors", "state.json"
+_NUMBERED = re.compile(r"step-(\d+)")
+_WEIGHTS = (".safetensors", ".index.json", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack")
+
+
+def save_checkpoint(
+    folder: str | os.PathLike[str],
+    actors: Sequence[ActorHandle],
+    *,
+    compiled: Compiled | None = None,
+    state: Mapping[str, Any] | None = None,
+    like: str | os.PathLike[str] | None = None,
+    files: Mapping[str, str] | None = None,
+    rename: Rename = str,
+    stem: str = "model",
+    largest: int = 5_000_000_000,
+) -> None:
+    """Write the parts of a cut model, and the state of its training, as a folder; collective.
+
+    The folder is one of weights, which `from_pretrained` opens, whatever meshes the actors are on.
+    It appears when it is complete: whatever ends the job before leaves it as it was. All ranks see
+    one file system.
+
+    Args:
+        folder: its name; `step-000100`, say, so that `newest_checkpoint` finds it.
+        actors: each has a part of the model (`Cuts.part`), and all parts are given. Their
+            optimizers and LR schedulers have one kind of options.
+        compiled: the step, for the random numbers that it would draw next.
+        state: what else the training goes on from, such as the position in its data, for JSON; the
+            same on all ranks.
+        like: a folder whose other files are copied: the configuration and the tokenizer.
+        files: other files by name, with their text.
+        rename: what the folder calls a tensor of the model; None for what is not written.
+        stem: of the names of files with weights.
+        largest: bytes in one of them.
+
+    Raises:
+        ValueError: an actor has no part of a model, or tensors besides; or optimizers differ.
+        OSError: a rank could not write, or the folder is there already.
+    """
+    path = Path(folder)
+    partial = path.with_name(f".{path.name}.partial")
+    trainers = trainers_of(actors)
+    weights: list[Piece] = []
+    optimizers: list[Piece] = []
+    for actor, name_of in together(lambda: _named(actors, rename), "name its tensors"):
+        weights += pieces(actor, name_of)
+        optimizers += optimizer_pieces(actor, name_of)
+    on_rank_0(lambda: _make_empty(partial, path))
+    table = table_of(weights)
+    parts = list(shards(table, stem, largest))
+    for part in parts:
+        write(partial / part.file, part.table, weights)
+    write(partial / _TRAINING / _OPTIMIZERS, table_of(optimizers), optimizers)
+    texts = dict(files or {})
+    if len(parts) > 1:
+        texts[f"{stem}.safetensors.index.json"] = json.dumps(index_of(parts), indent=1)
+    kept = {
+        "trainers": trainers.as_json(),
+        "compiled": None if compiled is None else compiled.state_dict(),
+        "state": dict(state or {}),
+    }
+    texts[f"{_TRAINING}/{_STATE}"] = json.dumps(kept, indent=1)
+    on_rank_0(lambda: _finish(partial, path, texts, like, dtype_of(table)))
+
+
+def load_checkpoint(
+    folder: str | os.PathLike[str],
+    actors: Sequence[ActorHandle],
+    *,
+    compiled: Compiled | None = None,
+    rename: Rename = str,
+    stem: str = "model",
+) -> dict[str, Any]:
+    """Go on from a checkpoint that `save_checkpoint` has written; collective.
+
+    The ranks, the meshes and the cuts of the model may be others than those that have written it.
+    All that is to be read is looked at on all ranks before anything is filled.
+
+    Args:
+        folder: of the checkpoint.
+        actors, compiled, rename, stem: as for `save_checkpoint`.
+
+    Returns:
+        Its `state`.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+        KeyError: it lacks a tensor that an actor has.
+        ValueError: it is damaged, or of another model or other optimizers: a tensor is surplus, or
+            of another shape or type. Nothing has been changed.
+    """
+    path = Path(folder)
+    read = together(lambda: _Reading.of(path, actors, rename, stem), f"read {path}")
+    surplus = read.names.difference(*world().allgather(read.taken))
+    if surplus:
+        raise ValueError(
+            f"{path} has tensors that no actor has, such as '{min(surplus)}': is it of another "
+            "model?"
+        )
+    if compiled is not None and read.compiled is not None:
+        compiled.load_state_dict(read.compiled)
+    read.fill(actors)
+    return read.state
+
+
+def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
+    """The checkpoint `step-N` of the largest N in a folder; None if there is none.
+
+    All ranks get what rank 0 sees. Collective.
+    """
+    found: tuple[int, str] | None = None
+    if world().rank == 0 and Path(folder).is_dir():
+        matches = ((_NUMBERED.fullmatch(each.name), each) for each in Path(folder).iterdir())
+        found = max(((int(m[1]), str(each)) for m, each in matches if m), default=None)
+    found = world().broadcast(found, 0)
+    return None if found is None else Path(found[1])
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """A checkpoint of which everything has been looked at.
+
+    Attributes:
+        weights, optimizers: its tensors.
+        named: the actors, with what their tensors are called.
+        names: of the weights.
+        taken: those that this process's ranks have.
+        trainers, compiled, state: as they were saved.
+    """
+
+    weights: Weights
+    optimizers: TensorFile
+    named: list[tuple[ActorHandle, NameOf]]
+    names: frozenset[str]
+    taken: frozenset[str]
+    trainers: TrainerState
+    compiled: dict[str, int] | None
+    state: dict[str, Any]
+
+    @staticmethod
+    def of(path: Path, actors: Sequence[ActorHandle], rename: Rename, stem: str) -> _Reading:
+        if not path.is_dir():
+            raise FileNotFoundError(f"there is no checkpoint {path}")
+        weights = Weights(path, stem, rename)
+        optimizers = TensorFile(path / _TRAINING / _OPTIMIZERS)
+        found = read_json(path / _TRAINING / _STATE)
+        try:
+            trainers = TrainerState.of_json(found["trainers"])
+            compiled, state = found["compiled"], found["state"]
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{path / _TRAINING / _STATE} is damaged: {error}") from error
+        check_trainers(actors, trainers)
+        named = _named(actors, rename)
+        taken: set[str] = set()
+        for actor, name_of in named:
+            for piece in pieces(actor, name_of):
+                if piece.name not in weights.files:
+                    raise KeyError(f"{path} has no '{piece.name}', which {actor.name} has")
+                weights.files[piece.name].check(piece.name, piece.shape, piece.tensor.dtype)
+                taken.add(piece.name)
+        names = frozenset(weights.files)
+        return _Reading(
+            weights, optimizers, named, names, frozenset(taken), trainers, compiled, state
+        )
+
+    def fill(self, actors: Sequence[ActorHandle]) -> None:
+        put_trainers(actors, self.trainers)
+        for actor, name_of in self.named:
+            for piece in pieces(actor, name_of):
+                value = self.weights.read(piece.name, piece.region, piece.tensor.dtype)
+                piece.tensor.data.copy_(value)
+            fill_optimizers(self.optimizers, actor, name_of)
+
+
+def _named(actors: Sequence[ActorHandle], rename: Rename) -> list[tuple[ActorHandle, NameOf]]:
+    """The actors, with what their tensors are called in the files.
+
+    Raises:
+        ValueError: an actor has no part of a model, or has tensors besides.
+    """
+    return [(actor, _names_of(actor, rename)) for actor in actors]
+
+
+def _names_of(actor: ActorHandle, rename: Rename) -> NameOf:
+    names: dict[int, str | None] = {}
+    for instance in actor.instances.values():
+        modules = instance.named_modules() if isinstance(instance, torch.nn.Module) else ()
+        part = next((module for _, module in modules if isinstance(module, ModelPart)), None)
+        if part is None:
+            raise ValueError(f"{actor.name} has no part of a model, as cg.cut_layers makes them")
+        kept = part.model.state_dict(keep_vars=True)
+        tensors = {**dict(part.named_buffers()), **dict(part.named_parameters())}
+        own: dict[int, str | None] = {id(tensor): None for tensor in tensors.values()}
+        own |= {id(tensor): rename(name) for name, tensor in reversed(kept.items())}
+        for each in collect(instance).tensors:
+            if id(each.tensor) not in own:
+                raise ValueError(
+                    f"'{each.path}' of {actor.name} is no tensor of the model, so a folder of the "
+                    "model's weights has no place for it; save it by cg.save"
+                )
+        names |= own
+    return lambda state: names[id(state.tensor)]
+
+
+def _make_empty(partial: Path, path: Path) -> None:
+    if path.exists():
+        raise FileExistsError(f"{path} is there already; save under another name, or remove it")
+    shutil.rmtree(partial, ignore_errors=True)
+    (partial / _TRAINING).mkdir(parents=True)
+
+
+def _finish(
+    partial: Path,
+    path: Path,
+    texts: Mapping[str, str],
+    like: str | os.PathLike[str] | None,
+    dtype: str | None,
+) -> None:
+    """Write what is no tensor, and give the folder its name."""
+    for file in sorted(Path(like).iterdir()) if like is not None else ():
+        if file.is_file() and not file.name.endswith(_WEIGHTS) and not file.name.startswith("."):
+            shutil.copyfile(file, partial / file.name)
+    for name, text in texts.items():
+        (partial / name).write_text(text, encoding="utf-8")
+    config = partial / "config.json"
+    if dtype is not None and config.exists():
+        settings = read_json(config)
+        settings.pop("torch_dtype", None)  # its older name
+        config.write_text(json.dumps(settings | {"dtype": dtype}, indent=2), encoding="utf-8")
+    for file in partial.rglob("*"):
+        sync(file)
+    sync(partial)
+    replace(partial, path)

@@ -1,0 +1,129 @@
+"""The options and positions of optimizers and LR schedulers: all that is no tensor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from ...tracer.actors.actor_state import collect
+from ...tracer.actors.actors import ActorHandle
+from ..world.world import world
+from .together import together
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """The options of an actor's optimizers, and the states of its schedulers.
+
+    Attributes:
+        groups: of each optimizer the options of its groups of parameters.
+        schedulers: what each scheduler's `state_dict` returns.
+    """
+
+    groups: tuple[tuple[dict[str, Any], ...], ...] = ()
+    schedulers: tuple[dict[str, Any], ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """As `of_json` takes it."""
+        return {"optimizers": self.groups, "schedulers": self.schedulers}
+
+    @staticmethod
+    def of_json(found: Any) -> TrainerState:
+        """The state that was written.
+
+        Raises:
+            KeyError, TypeError: it is no such thing.
+        """
+        groups = tuple(tuple(map(dict, each)) for each in found["optimizers"])
+        return TrainerState(groups, tuple(map(dict, found["schedulers"])))
+
+
+def trainers_of(actors: Sequence[ActorHandle]) -> TrainerState:
+    """The state that the trainers of all actors have in common. Collective.
+
+    Raises:
+        ValueError: they differ, or hold something that JSON has no form for.
+    """
+    mine = together(lambda: _by_text(actors), "save its optimizers")
+    everywhere = {text: who for theirs in world().allgather(mine) for text, who in theirs.items()}
+    if len(everywhere) > 1:
+        one, other, *_ = everywhere.values()
+        raise ValueError(
+            f"the optimizers or schedulers of {one} and {other} have other options or positions; "
+            "those of all parts of a model are saved as one: give them equal ones"
+        )
+    return next((TrainerState.of_json(json.loads(text)) for text in everywhere), TrainerState())
+
+
+def _by_text(actors: Sequence[ActorHandle]) -> dict[str, str]:
+    """The trainers of this process's actors as JSON, each with the name of an actor."""
+    found: dict[str, str] = {}
+    for name, instance in _instances(actors):
+        state = _state(instance)
+        if state == TrainerState():
+            continue
+        try:
+            found.setdefault(json.dumps(state.as_json()), name)
+        except TypeError as error:
+            raise ValueError(f"{name} has an optimizer or scheduler with {error}") from error
+    return found
+
+
+def check_trainers(actors: Sequence[ActorHandle], saved: TrainerState) -> None:
+    """Compare the numbers of trainers and groups with those that were saved.
+
+    Raises:
+        ValueError: they are others.
+    """
+    for name, instance in _instances(actors):
+        mine = _state(instance)
+        here = [len(groups) for groups in mine.groups], len(mine.schedulers)
+        there = [len(groups) for groups in saved.groups], len(saved.schedulers)
+        if mine != TrainerState() and here != there:
+            raise ValueError(
+                f"{name} has optimizers with {here[0]} groups of parameters and {here[1]} "
+                f"schedulers; in the checkpoint they are {there[0]} and {there[1]}"
+            )
+
+
+def put_trainers(actors: Sequence[ActorHandle], saved: TrainerState) -> None:
+    """Give optimizers and schedulers what was saved of them."""
+    for _, instance in _instances(actors):
+        optimizers, schedulers = _trainers(instance)
+        for optimizer, groups in zip(optimizers, saved.groups, strict=False):
+            for group, options in zip(optimizer.param_groups, groups, strict=True):
+                group.update({k: _like(group.get(k), v) for k, v in options.items()})
+        for scheduler, state in zip(schedulers, saved.schedulers, strict=False):
+            scheduler.load_state_dict(state)
+
+
+def _like(now: Any, value: Any) -> Any:
+    return tuple(value) if isinstance(now, tuple) else value
+
+
+def _instances(actors: Sequence[ActorHandle]) -> Iterator[tuple[str, object]]:
+    for actor in actors:
+        for instance in actor.instances.values():
+            yield actor.name, instance
+
+
+def _trainers(instance: object) -> tuple[list[torch.optim.Optimizer], list[LRScheduler]]:
+    found = collect(instance).trainers
+    optimizers = [each for each in found if isinstance(each, torch.optim.Optimizer)]
+    return optimizers, [each for each in found if isinstance(each, LRScheduler)]
+
+
+def _state(instance: object) -> TrainerState:
+    optimizers, schedulers = _trainers(instance)
+    return TrainerState(
+        tuple(
+            tuple({k: v for k, v in group.items() if k != "params"} for group in each.param_groups)
+            for each in optimizers
+        ),
+        tuple(each.state_dict() for each in schedulers),
+    )

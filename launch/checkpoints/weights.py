@@ -1,0 +1,266 @@
+"""Weights in the folder format of Hugging Face: safetensors files, an index, and a configuration.
+
+The format: https://huggingface.co/docs/transformers/models, `model.safetensors`, or several files
+of tensors and `model.safetensors.index.json`, which says where each tensor is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import torch
+from torch import nn
+
+from ...ir.layout import Region
+from ...tracer.step.specs import torch_dtype
+from .tensor_files import Table, TensorFile, size_of
+
+Rename: TypeAlias = Callable[[str], str | None]
+"""The name of a tensor in the files, by its name in the model; None if it is not there."""
+
+_OTHER_FORMATS = ("*.bin", "*.gguf", "*.pt", "*.pth", "*.h5", "*.msgpack")
+
+
+class Weights:
+    """The tensors of a folder, which are read piece by piece; a source for `Cls.on(init=...)`.
+
+    Attributes:
+        folder: where they are.
+        files: of each tensor, by its name.
+    """
+
+    def __init__(self, folder: Path, stem: str, rename: Rename) -> None:
+        self.folder = folder
+        self._stem, self._rename = stem, rename
+        self.files = {name: file for file in self._open() for name in file.shapes}
+
+    def __repr__(self) -> str:
+        return f"the weights in {self.folder}"
+
+    def check(self, model: nn.Module) -> None:
+        """Compare the names and shapes of a whole model's tensors with those of the folder.
+
+        Args:
+            model: it may be on the meta device. Of a tied parameter, one name is enough.
+
+        Raises:
+            ValueError: tensors are missing, surplus, or of other shapes or kinds of types.
+        """
+        tensors = model.state_dict(keep_vars=True)
+        tied: dict[int, list[str]] = {}
+        for name, tensor in tensors.items():
+            tied.setdefault(id(tensor), []).append(name)
+        prefix = self._prefix(tensors)
+        named = self._named(prefix)
+        wanted = {n[0]: tensors[n[0]] for n in tied.values() if any(map(named, n))}
+        known = self.names(wanted, type(model).__name__, {n[0]: n for n in tied.values()})
+        taken = {found for found in map(named, tensors) if found} | {*known.values()}
+        surplus = [n for n in self.files if n not in taken and not _is_ignored(model, n)]
+        if surplus:
+            raise ValueError(
+                f"{self.folder} has tensors that {type(model).__name__} has not: "
+                f"{_few(surplus)}; is it of another model, or of other layers?"
+            )
+
+    def names(
+        self,
+        wanted: Mapping[str, torch.Tensor],
+        actor: str,
+        tied: Mapping[str, Iterable[str]] | None = None,
+    ) -> Mapping[str, str]:
+        """The names in the files of tensors of an actor, by their path.
+
+        Paths and names may differ by what stands in front: an actor's attributes, or the name of a
+        model without a head.
+
+        Raises:
+            ValueError: tensors are missing, or of other shapes or kinds of types.
+        """
+        prefix = self._prefix(wanted)
+        named = self._named(prefix)
+        found, missing = {}, []
+        for path, tensor in wanted.items():
+            names = [named(each) for each in (tied or {}).get(path, (path,))]
+            name = next((each for each in names if each in self.files), None)
+            if name is None:
+                missing.append(path.removeprefix(prefix))
+                continue
+            found[path] = name
+            self._compare(name, tensor)
+        if missing:
+            raise ValueError(
+                f"{self.folder} lacks tensors that {actor} has: {_few(missing)}; it has "
+                f"{_few(list(self.files))}. If the model's library renames or joins tensors as it "
+                "loads them, load it there, and write the model's state_dict() as safetensors"
+            )
+        return found
+
+    def read(self, name: str, region: Region, dtype: torch.dtype) -> torch.Tensor:
+        """The part of a tensor in a region, as an element type; only that part is read."""
+        return self.files[name].read(name, region).to(dtype)
+
+    def _named(self, prefix: str) -> Callable[[str], str | None]:
+        return lambda path: self._rename(path.removeprefix(prefix))
+
+    def _prefix(self, paths: Iterable[str]) -> str:
+        """The prefix of paths in front of names: the shortest with which a name is found."""
+        for path in paths:
+            parts = path.split(".")
+            for start in range(len(parts)):
+                name = self._rename(".".join(parts[start:]))
+                if name in self.files:
+                    return "".join(f"{part}." for part in parts[:start])
+        return ""
+
+    def _compare(self, name: str, tensor: torch.Tensor) -> None:
+        shape, dtype = self.files[name].shapes[name], self.files[name].dtypes[name]
+        if shape != tuple(tensor.shape):
+            raise ValueError(
+                f"'{name}' is {list(shape)} in {self.folder}, and {list(tensor.shape)} in the model"
+            )
+        if dtype is None or dtype.is_floating_point != tensor.dtype.is_floating_point:
+            raise ValueError(f"'{name}' is {dtype} in {self.folder}, and {tensor.dtype} here")
+
+    def _open(self) -> list[TensorFile]:
+        index = self.folder / f"{self._stem}.safetensors.index.json"
+        single = self.folder / f"{self._stem}.safetensors"
+        if not index.exists():
+            if not single.exists():
+                raise self._no_weights()
+            return [TensorFile(single)]
+        where = read_json(index).get("weight_map")
+        if not isinstance(where, dict):
+            raise ValueError(f"{index} has no weight_map, which says where each tensor is")
+        opened = {}
+        for file in sorted(set(where.values())):
+            if not (self.folder / file).exists():
+                raise ValueError(f"{index} names {file}, which is not in {self.folder}")
+            opened[file] = TensorFile(self.folder / file)
+        for name, file in where.items():
+            if name not in opened[file]:
+                raise ValueError(f"{index} says that '{name}' is in {file}, which has it not")
+        return list(opened.values())
+
+    def _no_weights(self) -> FileNotFoundError:
+        others = [file.name for pattern in _OTHER_FORMATS for file in self.folder.glob(pattern)]
+        if not self.folder.is_dir():
+            return FileNotFoundError(f"{self.folder} is no folder, so no model can be read from it")
+        why = f"; it has {_few(others)}, which are of other formats" if others else ""
+        return FileNotFoundError(
+            f"{self.folder} has neither {self._stem}.safetensors nor "
+            f"{self._stem}.safetensors.index.json{why}; write one with the model's save_pretrained"
+        )
+
+
+def pretrained(
+    folder: str | os.PathLike[str], *, rename: Rename = str, stem: str = "model"
+) -> Weights:
+    """Open a folder of weights, as `save_pretrained` of transformers writes it.
+
+    An actor takes its weights from it piece by piece, so that no rank reads or holds more than its
+    own. Floating-point numbers are converted to the model's type.
+
+    ```python
+    weights = cg.pretrained(folder)
+    weights.check(model)
+    stage = Stage.on(cg.mesh(dp=2, tp=2), plan=plan, init=weights)(cuts, 0)
+    ```
+
+    Args:
+        folder: with `model.safetensors`, or several such files and their index.
+        rename: what the folder calls a tensor of the model, by its name; names that differ by a
+            prefix alone are found without it.
+        stem: of the names of files.
+
+    Raises:
+        FileNotFoundError: the folder has no weights.
+        ValueError: a file is damaged, or the index does not fit.
+    """
+    return Weights(Path(folder), stem, rename)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a file of JSON.
+
+    Raises:
+        ValueError: it is damaged.
+        FileNotFoundError: it is not there.
+    """
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{file} is damaged: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} holds a {type(found).__name__}, where an object is expected")
+    return found
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One of the files of a folder.
+
+    Attributes:
+        file: its name.
+        table: its tensors.
+    """
+
+    file: str
+    table: Table
+
+
+def shards(table: Table, stem: str, largest: int) -> Iterator[Shard]:
+    """Share tensors out to files of no more than so many bytes, or one tensor."""
+    parts: list[dict[str, Any]] = [{}]
+    size = 0
+    for name, entry in table.items():
+        size += size_of(table, name)
+        if parts[-1] and size > largest:
+            parts.append({})
+            size = size_of(table, name)
+        parts[-1][name] = entry
+    if len(parts) == 1:
+        yield Shard(f"{stem}.safetensors", parts[0])
+        return
+    for number, part in enumerate(parts, 1):
+        yield Shard(f"{stem}-{number:05d}-of-{len(parts):05d}.safetensors", part)
+
+
+def index_of(files: Iterable[Shard]) -> dict[str, Any]:
+    """The index of several files."""
+    tables = list(files)
+    total = sum(size_of(each.table, name) for each in tables for name in each.table)
+    where = {name: each.file for each in tables for name in each.table}
+    return {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+
+
+def dtype_of(table: Table) -> str | None:
+    """The floating-point type of the tensors of a table, as configurations name it; None: several.
+
+    Torch's name, such as `float32`.
+    """
+    found = {dtype for dtype, _ in table.values() if dtype.is_differentiable}
+    return str(torch_dtype(*found)).removeprefix("torch.") if len(found) == 1 else None
+
+
+@runtime_checkable
+class _Ignores(Protocol):
+    """A model of transformers, which knows what older files have besides."""
+
+    _keys_to_ignore_on_load_unexpected: Iterable[str] | None
+
+
+def _is_ignored(model: nn.Module, name: str) -> bool:
+    """Whether a model says of a tensor that files may have it for nothing."""
+    patterns = model._keys_to_ignore_on_load_unexpected if isinstance(model, _Ignores) else None
+    return any(re.search(pattern, name) for pattern in patterns or ())
+
+
+def _few(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(f"'{name}'" for name in names[:3]) + more

@@ -1,0 +1,56 @@
+"""Cut a row of costs into runs, so that the dearest run costs as little as can be."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from functools import cache
+
+
+def balance(
+    costs: Sequence[float],
+    parts: int,
+    before: float = 0.0,
+    after: float = 0.0,
+    may_cut: Callable[[int], bool] = lambda index: True,
+) -> list[int] | None:
+    """Cut costs into contiguous runs of one or more.
+
+    Args:
+        costs: of each item.
+        parts: the number of runs.
+        before, after: what the first run and the last one cost besides.
+        may_cut: whether a run may begin at an index.
+
+    Returns:
+        The length of each run; None if there are no such runs. Of equally good ones, those with the
+        cheapest last run, then the cheapest one before it.
+    """
+    sums = [0.0, *itertools.accumulate(costs)]
+    count = len(costs)
+
+    @cache
+    def best(stop: int, runs: int) -> tuple[float, int] | None:
+        """The dearest of so many runs that end at an index, and where the last of them begins."""
+        own = after if stop == count else 0.0
+        if runs == 1:
+            return sums[stop] + before + own, 0
+        found: tuple[float, int] | None = None
+        for start in range(stop - 1, runs - 2, -1):
+            rest = best(start, runs - 1) if may_cut(start) else None
+            if rest is None:
+                continue
+            dearest = max(rest[0], sums[stop] - sums[start] + own)
+            if found is None or dearest < found[0]:
+                found = dearest, start
+        return found
+
+    if not 1 <= parts <= count:
+        return None
+    bounds = [count]
+    for runs in range(parts, 0, -1):
+        chosen = best(bounds[-1], runs)
+        if chosen is None:
+            return None
+        bounds.append(chosen[1])
+    return [stop - start for stop, start in itertools.pairwise(bounds)][::-1]

@@ -1,0 +1,126 @@
+"""`cg.cut_layers`: a model becomes the stages of a pipeline, unchanged inside."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from torch import nn
+
+from .analysis import Analysis, analyse
+from .balance import balance
+from .chain import Chain, find_chain
+from .cut_model import Costs, Cuts
+from .example_inputs import example_of
+
+
+def cut_layers(
+    model: nn.Module,
+    stages: int | Sequence[int],
+    costs: Sequence[float] | Literal["flops", "bytes"] = "flops",
+    *,
+    example: Mapping[str, Any] | None = None,
+    layers: str | None = None,
+) -> Cuts:
+    """Cut a model between its layers into the stages of a pipeline.
+
+    The model's forward runs once, on fake tensors, and is left as it is. A stage has the parameters
+    that its part of the forward uses: the first one an embedding, the last one a norm and a head.
+    What depends on the inputs alone, such as masks and rotary tables, each stage computes by
+    itself. A parameter that several stages use and that is trained, such as tied embeddings, is in
+    the first of them alone, and goes to the others as a value (`ModelPart.lend`). One that is
+    frozen is in each.
+
+    ```python
+    with cg.empty_weights():
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    cuts = cg.cut_layers(model, 4)
+    print(cuts)
+    ```
+
+    Args:
+        model: a model of transformers, or any other with a `ModuleList` or `Sequential` of layers
+            that it runs one after the other. It may be on the meta device.
+        stages: how many, or the number of layers of each.
+        costs: by which the dearest stage is made as cheap as can be: "flops" of one forward,
+            "bytes" of parameters, or a number for each layer. With two numbers more, the first is
+            of what comes before the layers and the last of what comes after them.
+        example: the model's inputs by name, for that one run; the models of transformers that take
+            texts or images need none.
+        layers: the path of the list of layers, if it is not the one with most parameters.
+
+    Returns:
+        The stages, whose `str` is a table of them; `part(i)` makes the module of one.
+
+    Raises:
+        ValueError: the model has no such layers, fewer than stages, or does something around them
+            that cannot be cut; it cannot run on the example; or the costs are not those of its
+            layers.
+    """
+    chain = find_chain(model, layers)
+    analysis = analyse(model, chain, example_of(model) if example is None else example)
+    chosen = _costs(model, chain, analysis, costs)
+    return Cuts(model, chain, analysis, _lengths(model, chain, analysis, chosen, stages), chosen)
+
+
+def _costs(
+    model: nn.Module,
+    chain: Chain,
+    analysis: Analysis,
+    costs: Sequence[float] | Literal["flops", "bytes"],
+) -> Costs:
+    counted = costs == "flops" and any(analysis.flops)
+    if counted:
+        return Costs("FLOPs", analysis.flops)
+    if isinstance(costs, str):
+        if costs not in ("flops", "bytes"):
+            raise ValueError(f'costs is \'{costs}\'; give "flops", "bytes" or a number a layer')
+        sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
+        parts = (analysis.before, *analysis.layers, analysis.after)
+        return Costs("bytes", tuple(sum(sizes[name] for name in part) for part in parts))
+    given, count = tuple(costs), len(chain.layers)
+    if len(given) == count:
+        given = (0.0, *given, 0.0)
+    if len(given) != count + 2 or any(not cost >= 0 for cost in given):
+        raise ValueError(
+            f"{len(tuple(costs))} costs are given for the {count} layers of '{chain.path}'; give "
+            f"{count} numbers that are not negative, or {count + 2}, with what comes before and "
+            "after"
+        )
+    return Costs("as given", given)
+
+
+def _lengths(
+    model: nn.Module, chain: Chain, analysis: Analysis, costs: Costs, stages: int | Sequence[int]
+) -> list[int]:
+    """The number of layers of each stage."""
+    count, who = len(chain.layers), type(model).__name__
+    refusals = {i: b.refusal for i, b in enumerate(analysis.boundaries, 1) if b.refusal}
+    if not isinstance(stages, int):
+        lengths = list(stages)
+        if sum(lengths) != count or min(lengths, default=0) < 1:
+            raise ValueError(
+                f"stages of {', '.join(map(str, lengths))} layers are asked for, and {who} has "
+                f"{count} in '{chain.path}'; give each at least one, {count} in all"
+            )
+        starts = [sum(lengths[:i]) for i in range(1, len(lengths))]
+        for start in starts:
+            if start in refusals:
+                raise ValueError(
+                    f"{who} cannot be cut in front of {chain.path_of(start)}: {refusals[start]}"
+                )
+        return lengths
+    if not 1 <= stages <= count:
+        raise ValueError(
+            f"{stages} stages are asked for, and {who} has {count} layers in '{chain.path}'; each "
+            "stage has at least one"
+        )
+    before, *each, after = costs.values
+    found = balance(each, stages, before, after, lambda index: index not in refusals)
+    if found is None:
+        where, why = next(iter(refusals.items()))
+        raise ValueError(
+            f"{who} cannot be cut into {stages} stages; in front of {chain.path_of(where)}, for "
+            f"one: {why}"
+        )
+    return found

@@ -1,0 +1,203 @@
+"""A model that is cut: what each stage has, and the modules of the stages."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+from torch import nn
+
+from .analysis import Analysis
+from .chain import Chain
+from .part import Entry, Exit, Missing, ModelPart, Passage
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The costs of the parts of a model.
+
+    Attributes:
+        unit: in words.
+        values: of what comes before the layers, of each layer, and of what comes after.
+    """
+
+    unit: str
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class StageOfModel:
+    """The contents of one stage of a cut model.
+
+    Attributes:
+        layers: by their number.
+        parameters: their names, in the order of the model; a tied one has the first of its names.
+        borrowed: the names of those that it uses and an earlier stage has.
+        lent: the names of its own that later stages use.
+        elements, bytes: of its parameters.
+        cost: of one forward, in the unit of the costs by which the model was cut.
+    """
+
+    layers: range
+    parameters: tuple[str, ...]
+    borrowed: tuple[str, ...]
+    lent: tuple[str, ...]
+    elements: int
+    bytes: int
+    cost: float
+
+
+class Cuts(Sequence[StageOfModel]):
+    """A model that is cut into stages; `str` of it is a table.
+
+    Attributes:
+        model: the whole model.
+        costs: by which it was cut.
+    """
+
+    def __init__(
+        self, model: nn.Module, chain: Chain, analysis: Analysis, lengths: list[int], costs: Costs
+    ) -> None:
+        self.model, self.costs = model, costs
+        self._chain, self._analysis = chain, analysis
+        self._parameters = dict(model.named_parameters())
+        self._stages = self._share_out(lengths)
+
+    @overload
+    def __getitem__(self, index: int) -> StageOfModel: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[StageOfModel]: ...
+    def __getitem__(self, index: int | slice) -> StageOfModel | Sequence[StageOfModel]:
+        return self._stages[index]
+
+    def __len__(self) -> int:
+        return len(self._stages)
+
+    def part(self, index: int) -> ModelPart:
+        """Make the module of a stage, with copies of its tensors.
+
+        Of a model on the meta device they are there as well, until an actor fills them (`init=`).
+        """
+        stage, layers = self[index], self._chain.layers
+        start, stop = stage.layers.start, stage.layers.stop
+        boundaries = self._analysis.boundaries
+        passage = Passage(boundaries[start - 1] if start else None)
+        # What deepcopy finds in its memo it takes for the copy, so nothing else is copied.
+        memo: dict[int, Any] = {id(layer): Entry(layer, passage) for layer in layers[:start]}
+        memo |= {id(layer): Exit(layer, boundaries[stop - 1]) for layer in layers[stop:]}
+        missing = list(self._missing(stage))
+        memo |= {id(self._parameters[each.name]): None for each in missing}
+        return ModelPart(
+            copy.deepcopy(self.model, memo), missing, stage.borrowed, stage.lent, passage
+        )
+
+    def _missing(self, stage: StageOfModel) -> Iterator[Missing]:
+        """The places in a stage's model whose parameters it has not."""
+        own = set(stage.parameters)
+        first = {id(p): name for name, p in self._parameters.items()}
+        absent = tuple(
+            f"{self._chain.path_of(i)}."
+            for i in range(len(self._chain.layers))
+            if i not in stage.layers
+        )
+        for path, parameter in self.model.named_parameters(remove_duplicate=False):
+            name = first[id(parameter)]
+            if name not in own and not path.startswith(absent):
+                yield Missing(path, name, parameter.shape, parameter.dtype)
+
+    def _share_out(self, lengths: list[int]) -> tuple[StageOfModel, ...]:
+        bounds = [0, *itertools.accumulate(lengths)]
+        runs = [range(a, b) for a, b in itertools.pairwise(bounds)]
+        used = [self._used(run) for run in runs]
+        idle = self._parameters.keys() - set().union(*used)  # saved with the model, for all that
+        used[0] |= idle
+        have: list[list[str]] = [[] for _ in runs]
+        lent: list[list[str]] = [[] for _ in runs]
+        borrowed: list[list[str]] = [[] for _ in runs]
+        for name, parameter in self._parameters.items():
+            users = [i for i, names in enumerate(used) if name in names]
+            if len(users) > 1 and parameter.requires_grad:
+                lent[users[0]].append(name)
+                for user in users[1:]:
+                    borrowed[user].append(name)
+                users = users[:1]
+            for user in users:
+                have[user].append(name)
+        return tuple(
+            self._stage(run, *map(tuple, names))
+            for run, *names in zip(runs, have, borrowed, lent, strict=True)
+        )
+
+    def _used(self, layers: range) -> set[str]:
+        """The parameters that the part of the forward with these layers uses."""
+        analysis = self._analysis
+        found: set[str] = set().union(*(analysis.layers[i] for i in layers))
+        if layers.start == 0:
+            found |= analysis.before
+        if layers.stop == len(self._chain.layers):
+            found |= analysis.after
+        return found
+
+    def _stage(
+        self,
+        layers: range,
+        parameters: tuple[str, ...],
+        borrowed: tuple[str, ...],
+        lent: tuple[str, ...],
+    ) -> StageOfModel:
+        before, *each, after = self.costs.values
+        cost = sum(each[i] for i in layers)
+        cost += before if layers.start == 0 else 0
+        cost += after if layers.stop == len(each) else 0
+        held = [self._parameters[name] for name in parameters]
+        elements = sum(p.numel() for p in held)
+        size = sum(p.numel() * p.element_size() for p in held)
+        return StageOfModel(layers, parameters, borrowed, lent, elements, size, cost)
+
+    # -- the table ----------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        count, where = len(self._chain.layers), self._chain.path or "the model itself"
+        head = f"{type(self.model).__name__}: {count} layers in {where}, {len(self)} stages"
+        dearest = max((stage.cost for stage in self), default=0.0) or 1.0
+        rows = [("stage", "layers", "parameters", self.costs.unit, "of the dearest", "besides")]
+        for index, stage in enumerate(self):
+            rows.append(
+                (
+                    str(index),
+                    f"{stage.layers.start}-{stage.layers.stop - 1}",
+                    f"{stage.elements:,}",
+                    f"{stage.cost:,.6g}" if self.costs.unit == "as given" else f"{stage.cost:,}",
+                    f"{stage.cost / dearest:.0%}",
+                    self._besides(stage),
+                )
+            )
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines = [
+            "  ".join(
+                cell.ljust(width) if i in (1, 5) else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in rows
+        ]
+        return "\n".join([head, *lines])
+
+    def _besides(self, stage: StageOfModel) -> str:
+        """Return what a stage has beside its layers, in words."""
+        inner = set().union(*self._analysis.layers)
+        modules = dict.fromkeys(
+            name.rpartition(".")[0] or name for name in stage.parameters if name not in inner
+        )
+        words = [_few(list(modules))] if modules else []
+        words += [f"uses {name} of stage {self._owner(name)}" for name in stage.borrowed]
+        return ", ".join(words)
+
+    def _owner(self, name: str) -> int:
+        return next(i for i, stage in enumerate(self) if name in stage.lent)
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")

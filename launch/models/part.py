@@ -1,0 +1,221 @@
+"""A stage of a cut model: the model's own forward, of which it runs a part.
+
+A part is the model, without the tensors and layers of other stages. In their place stand layers
+that let in what the stage before has made, and one that ends the run where the next stage goes on.
+So no line of the model's code is changed, and what it computes around its layers, such as masks and
+rotary tables, it computes from the inputs in each stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from .analysis import Boundary
+
+Moving: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
+"""The tensors that go from a stage to the next one; several only if the layers give several."""
+
+
+class ModelPart(nn.Module):
+    """Some layers of a model, and what it computes before or after them, if they are its ends.
+
+    Its parameters and buffers have the names that they have in the model, behind `model.`.
+
+    Attributes:
+        model: the model, of which it has a part.
+        borrowed: the names of parameters that it uses and another part has.
+        lent: the names of its own parameters that others use.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        missing: Sequence[Missing],
+        borrowed: tuple[str, ...],
+        lent: tuple[str, ...],
+        passage: Passage,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.borrowed, self.lent = borrowed, lent
+        self._missing = tuple(missing)
+        self._passage = passage
+
+    def forward(
+        self,
+        entering: Moving | None,
+        /,
+        *args: Any,
+        lent: Mapping[str, torch.Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the part.
+
+        Args:
+            entering: what the part before has returned; None for the first one.
+            args, kwargs: the model's inputs, the same for all parts.
+            lent: by name, what `lend` of other parts has returned of `borrowed`.
+
+        Returns:
+            What the next part takes; of the last one, what the model returns.
+
+        Raises:
+            ValueError: `entering` or `lent` are not what this part takes.
+        """
+        self._check(entering, lent or {})
+        self._passage.entering = _as_tuple(entering)
+        try:
+            with self._filled(lent or {}):
+                return self.model(*args, **kwargs)
+        except _Leaves as leaving:
+            moving = leaving.moving
+            return moving[0] if len(moving) == 1 else moving
+        finally:
+            self._passage.entering = None
+
+    def lend(self, rows: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+        """The parameters of this part that others use, by name; they are trained here alone.
+
+        Args:
+            rows: for each the numbers of all its rows, `torch.arange(len(parameter))`. On a mesh
+                whose ranks share the batch they are cut along that axis, so that the gradient is a
+                sum over these ranks, as that of the part's other methods is.
+        """
+        lent: dict[str, torch.Tensor]
+        lent = {name: self.model.get_parameter(name) for name in self.lent}
+        if rows is None:
+            return lent
+        return {name: nn.functional.embedding(rows[name], value) for name, value in lent.items()}
+
+    def _check(self, entering: Moving | None, lent: Mapping[str, torch.Tensor]) -> None:
+        taken = self._passage.taken
+        given = 0 if entering is None else len(_as_tuple(entering) or ())
+        if given != taken:
+            what = "the first part takes None" if not taken else f"this part takes {taken} tensors"
+            raise ValueError(f"{what} of the part before it, and was given {given}")
+        wanting = [name for name in self.borrowed if name not in lent]
+        if wanting:
+            raise ValueError(
+                f"this part uses {', '.join(wanting)} of another part; give it what that part's "
+                "lend() returns, as lent={name: value}"
+            )
+
+    @contextmanager
+    def _filled(self, lent: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Inside the `with` block no parameter is missing.
+
+        What others lend is in its place. For all else stand zeros of one element: what is computed
+        of them does not reach what the part returns.
+        """
+        device = next(self.model.parameters(), torch.empty(0)).device
+        slots = []
+        for each in self._missing:
+            path, _, key = each.path.rpartition(".")
+            slots.append((self.model.get_submodule(path)._parameters, key))
+            value = lent[each.name] if each.name in self.borrowed else each.zeros(device)
+            slots[-1][0][key] = value  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            for holder, key in slots:
+                holder[key] = None
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A place in a part's model whose parameter the part has not.
+
+    Attributes:
+        path: of the place, from the model.
+        name: of the parameter: the first of the paths that it has in the whole model.
+        shape, dtype: of the parameter.
+    """
+
+    path: str
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def zeros(self, device: torch.device) -> torch.Tensor:
+        """A tensor for the place, of one element in memory."""
+        return torch.zeros((), dtype=self.dtype, device=device).expand(self.shape)
+
+
+class Passage:
+    """The tensors that enter a part, while it runs.
+
+    Args:
+        boundary: what the part before gives; None for the first part.
+    """
+
+    def __init__(self, boundary: Boundary | None) -> None:
+        self.boundary = boundary
+        self.entering: tuple[torch.Tensor, ...] | None = None
+
+    @property
+    def taken(self) -> int:
+        return 0 if self.boundary is None else len(self.boundary.moving)
+
+    def give(self) -> Any:
+        """Return what has entered, as the layer in front gives it."""
+        assert self.boundary is not None
+        assert self.entering is not None
+        leaves = list(self.boundary.leaves)
+        for (position, _), tensor in zip(self.boundary.moving, self.entering, strict=True):
+            leaves[position] = tensor
+        return tree_unflatten(leaves, self.boundary.structure)
+
+
+class _Leaves(BaseException):  # not an Exception, which a model may catch
+    """Ends a model's forward where the next part goes on."""
+
+    def __init__(self, moving: tuple[torch.Tensor, ...]) -> None:
+        super().__init__()
+        self.moving = moving
+
+
+class _Stand(nn.Module):
+    """Stands in the place of a layer, and has its attributes, since models read some."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        own = vars(self)
+        own.update({k: v for k, v in vars(layer).items() if k not in own and _is_plain(v)})
+
+
+class Entry(_Stand):
+    """In the place of a layer before the part's own: gives what has entered."""
+
+    def __init__(self, layer: nn.Module, passage: Passage) -> None:
+        super().__init__(layer)
+        self._passage = passage
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._passage.give()
+
+
+class Exit(_Stand):
+    """In the place of the layer behind the part's last one: ends the run with what it is given."""
+
+    def __init__(self, layer: nn.Module, boundary: Boundary) -> None:
+        super().__init__(layer)
+        self._taken = tuple(position for _, position in boundary.moving)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, _ = tree_flatten((args, kwargs))
+        raise _Leaves(tuple(leaves[position] for position in self._taken))
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _as_tuple(moving: Moving | None) -> tuple[torch.Tensor, ...] | None:
+    return (moving,) if isinstance(moving, torch.Tensor) else moving

@@ -1,0 +1,292 @@
+"""examples/finetune.py on a tiny model: shapes of ranks, adapters, checkpoints, what it refuses."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cg.backends.virtual.world import VirtualWorld
+from cg.launch.world.world import use_world
+
+from ..mpi.jobs import ROOT, needs_mpi, run
+from ..sampling import scale
+
+transformers = pytest.importorskip("transformers")
+
+from . import tiny_model  # noqa: E402 (it needs transformers)
+
+sys.path.insert(0, str(ROOT / "examples"))
+
+import finetune  # noqa: E402 (found by the line above)
+from texts import Texts, documents  # noqa: E402
+
+pytestmark = pytest.mark.timeout(600)
+SLOW = pytest.mark.slow
+
+SCRIPT = str(ROOT / "examples" / "finetune.py")
+TINY = "--length 16 --windows 60 --batch 8 --microbatches 2 --rate 1e-3 --sample 0"
+
+
+def options(model: Path, out: Path, more: str) -> list[str]:
+    return [SCRIPT, "--model", str(model), "--out", str(out), *TINY.split(), *more.split()]
+
+
+def tune(model: Path, out: Path, more: str, ranks: int = 2) -> str:
+    """Fine-tune on ranks that this process plays; what is written."""
+    text = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(text), redirect_stderr(text):
+        patch.setattr(sys, "argv", options(model, out, more))
+        with use_world(VirtualWorld(ranks)):
+            finetune.main()
+    return text.getvalue()
+
+
+def losses(out: Path) -> list[float]:
+    found: list[float] = json.loads((out / "figures.json").read_text())["losses"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model.write(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted run on 2 ranks of one process, with a checkpoint after each step."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    more = "--steps 6 --save-every 1 --keep 9 --sample 2 --evaluate-every 3 --prompt hello"
+    output = tune(model, out, f"{more} --trace {out / 'trace.json'}")
+    assert json.loads((out / "trace.json").read_text())["traceEvents"]
+    assert "uses model.embed_tokens.weight of stage 0" in output
+    assert output.count("hello") == 2
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    return out
+
+
+def plain(model: Path, steps: int) -> list[float]:
+    """The losses of plain transformers in one process."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    texts = Texts.of(documents([]), tokenizer, 16, 60)
+    trained = transformers.AutoModelForCausalLM.from_pretrained(model)
+    optimizer, scheduler = finetune.trainers(trained.parameters(), 1e-3, 0.0, steps)
+    found = []
+    for step in range(steps):
+        ids = texts.batch(step, 8, seed=0)
+        loss = trained(input_ids=ids, labels=ids).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        found.append(float(loss.detach()))
+    return found
+
+
+def test_losses_are_those_of_plain_transformers(model: Path, whole: Path) -> None:
+    assert losses(whole) == pytest.approx(plain(model, 6), rel=1e-5)
+    checkpoints = sorted((whole / "checkpoints").iterdir())
+    assert [each.name for each in checkpoints] == [f"step-{n:06d}" for n in range(1, 7)]
+    for each in checkpoints:
+        check_opens(each)
+
+
+def check_opens(folder: Path) -> None:
+    """A checkpoint is a model, and all of it."""
+    found, report = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True
+    )
+    assert found.dtype == torch.float32
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def resumable(whole: Path, out: Path, step: int) -> None:
+    """A run that has come to a step, as it would be found."""
+    (out / "checkpoints").mkdir(parents=True)
+    name = f"step-{step:06d}"
+    shutil.copytree(whole / "checkpoints" / name, out / "checkpoints" / name)
+
+
+REST = "--steps 6 --resume --evaluate-every 0"
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        "--pp 1 --dp 2 --tp 2",
+        pytest.param("--pp 2 --dp 2 --schedule zb-h1", marks=SLOW),
+        pytest.param("--pp 2 --tp 2", marks=SLOW),
+    ],
+)
+def test_another_shape_goes_on(shape: str, model: Path, whole: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    resumable(whole, out, 4)
+    assert "goes on from" in tune(model, out, f"{shape} {REST}", ranks=4)
+    assert losses(out) == pytest.approx(losses(whole), rel=1e-5)
+    check_opens(out / "checkpoints" / "step-000006")
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=needs_mpi)])
+def test_mpi_ranks_go_on(ranks: int, model: Path, whole: Path, tmp_path: Path) -> None:
+    """Each reads and writes its own; by a schedule that splits backwards."""
+    out = tmp_path / "run"
+    resumable(whole, out, 4)
+    given = options(model, out, f"--pp 2 --schedule zb-h1 {REST}")
+    ended = run(ranks, given, seconds=240, folder=tmp_path, warm=True)
+    assert ended.code == 0, ended.output
+    assert losses(out) == pytest.approx(losses(whole), rel=1e-5)
+    check_opens(out / "checkpoints" / "step-000006")
+
+
+def test_the_same_shape_goes_on_bit_for_bit(model: Path, whole: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    resumable(whole, out, 3)
+    tune(model, out, REST)
+    assert losses(out) == losses(whole)
+
+
+def test_adapters_open_with_peft(model: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="adapters need peft: pip install peft")
+    out = tmp_path / "run"
+    more = "--lora 4 --bf16 --save-every 2 --evaluate-every 0"
+    tune(model, out, f"{more} --steps 2")
+    tune(model, out, f"{more} --steps 3 --resume")
+    folder = out / "checkpoints" / "step-000003"
+    base = transformers.AutoModelForCausalLM.from_pretrained(model)
+    adapted = peft.PeftModel.from_pretrained(base, folder)
+    moved = [p.abs().sum() for name, p in adapted.named_parameters() if "lora_B" in name]
+    assert len(moved) == 4 * 7
+    assert all(moved)
+    assert (folder / "adapter_model.safetensors").stat().st_size < 50_000, "adapters alone"
+
+
+# -- kill -9 ------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(4000)
+def test_killed_at_any_moment(model: Path, whole: Path, tmp_path: Path) -> None:
+    """Each time it goes on from what was complete, and comes to the same losses, bit for bit."""
+    kills = 30 if scale() > 1 else 3
+    job = str(Path(__file__).with_name("killing_job.py"))
+    more = "--steps 6 --save-every 1 --keep 9 --resume --evaluate-every 3"
+    words = [SCRIPT, "--model", str(model), *TINY.split(), *more.split()]
+    ended = run(
+        0,
+        [job, str(kills), str(tmp_path), *words],
+        seconds=120.0 * kills,
+        variables={"CG_RANKS": "2"},
+        folder=tmp_path,
+    )
+    assert ended.code == 0, ended.output
+    assert f"{kills} kills" in ended.output
+    runs = sorted(tmp_path.glob("run*"))
+    assert runs
+    for out in runs:
+        assert losses(out) == losses(whole)
+
+
+# -- what it refuses ----------------------------------------------------------------------------
+
+
+def refused(monkeypatch: pytest.MonkeyPatch, *given: Any) -> str:
+    """What it says of its arguments, in this process."""
+    monkeypatch.setattr(sys, "argv", [SCRIPT, *map(str, given)])
+    with pytest.raises(SystemExit) as caught:
+        finetune.main()
+    return str(caught.value.code)
+
+
+def test_folders_that_cannot_be_tuned(
+    model: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    assert "is no folder of a model: it has no config.json" in refused(
+        monkeypatch, "--model", tmp_path, "--out", out
+    )
+    broken = tmp_path / "broken"
+    shutil.copytree(model, broken)
+    (broken / "model.safetensors").unlink()
+    message = refused(monkeypatch, "--model", broken, "--out", out)
+    assert re.search(r"cannot be fine-tuned: .* has neither model.safetensors nor", message)
+    shutil.copy(model / "model.safetensors", broken)
+    for file in broken.glob("tokenizer*"):
+        file.unlink()
+    assert "has no tokenizer" in refused(monkeypatch, "--model", broken, "--out", out)
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    message = refused(monkeypatch, "--model", broken, "--out", out)
+    assert "has tensors that LlamaForCausalLM has not: 'model.layers.3" in message
+    message = refused(monkeypatch, "--model", model, "--out", whole, *TINY.split())
+    assert "has checkpoints: go on with --resume, or give another --out" in message
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("--pp 2", "--pp 2 x --dp 1 x --tp 1 are 2 ranks, and there are 1"),
+        ("--batch 6", "--batch 6 does not divide into 4 microbatches"),
+        ("--attention flex_attention", "invalid choice: 'flex_attention'"),
+        ("--data no.txt", "--data: there is no file no.txt"),
+        ("--steps 0", "--steps must be at least 1"),
+    ],
+)
+def test_options_that_do_not_fit(
+    given: str,
+    message: str,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    refused(monkeypatch, "--model", model, *given.split())
+    assert message in capsys.readouterr().err
+
+
+def test_more_stages_than_layers(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finetune, "homes", lambda schedule, groups: [0] * 5)
+    message = refused(monkeypatch, "--model", model, "--out", tmp_path / "out", *TINY.split())
+    assert "5 stages are asked for, and LlamaForCausalLM has 4 layers" in message
+
+
+# -- data ---------------------------------------------------------------------------------------
+
+
+def test_documents_of_files(tmp_path: Path) -> None:
+    text, table, bad = (tmp_path / name for name in ("a.txt", "b.jsonl", "c.jsonl"))
+    text.write_text("one\ntwo")
+    chat = [{"role": "user", "content": "hello"}]
+    table.write_text(f'{{"text": "three"}}\n{json.dumps({"messages": chat})}')
+    assert list(documents([text, table])) == ["one\ntwo", "three", chat]
+    bad.write_text('{"text": "x"}\n{"other": 1}')
+    with pytest.raises(ValueError, match=r'c.jsonl:2 is no JSON object with "text" or "messages"'):
+        list(documents([bad]))
+
+
+def test_batches_follow_from_the_step(model: Path) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    texts = Texts.of(["0123456789" * 20], tokenizer, 8, most=100)
+    assert texts.train.shape == (24, 8)
+    assert len(texts.validation) == 1
+    stream = torch.cat([texts.train, texts.validation]).flatten().tolist()
+    assert tokenizer.decode(stream) == ("0123456789" * 20)[:200]
+    first = torch.cat([texts.batch(step, 6, seed=1) for step in range(4)])
+    assert torch.equal(first.sort(0).values, texts.train.sort(0).values), "each window once"
+    assert torch.equal(first[6:12], texts.batch(1, 6, seed=1))
+    again = torch.cat([texts.batch(step, 6, seed=1) for step in range(4, 8)])
+    assert not torch.equal(first, again)
+    with pytest.raises(ValueError, match="the texts are 4 tokens, and two windows of 8 are the"):
+        Texts.of(["abc"], tokenizer, 8, most=9)

@@ -1,0 +1,271 @@
+"""`cg.cut_layers`: stages give what the whole model gives, and so do their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import cg
+from cg.backends.virtual.world import VirtualWorld
+from cg.launch.world.world import use_world
+
+from .families import FAMILIES, TIED, inputs_of, model_of
+
+pytestmark = pytest.mark.timeout(300)
+SLOW = pytest.mark.slow
+
+
+def run(cuts: Any, inputs: Mapping[str, torch.Tensor]) -> tuple[Any, list[Any]]:
+    """The parts of a model, one after the other in plain Python; what they give, and they."""
+    parts = [cuts.part(index) for index in range(len(cuts))]
+    moving, lent = None, {}
+    for part in parts:
+        moving = part(moving, **inputs, lent=lent)
+        lent |= part.lend()
+    return moving, parts
+
+
+def gradients(parts: list[Any]) -> dict[str, torch.Tensor | None]:
+    """By the names of parameters; each is in one part."""
+    found: dict[str, torch.Tensor | None] = {}
+    for part in parts:
+        for name, parameter in part.model.named_parameters():
+            assert name not in found
+            found[name] = parameter.grad
+    return found
+
+
+def check_gradients(model: nn.Module, parts: list[Any]) -> None:
+    found = gradients(parts)
+    wanted = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert found.keys() == wanted.keys()
+    # Some are nothing but roundings: what is added to all keys does not change attention.
+    largest = max(float(each.abs().max()) for each in wanted.values() if each is not None)
+    for name, grad in wanted.items():
+        mine = found[name]
+        if grad is None:
+            assert mine is None or not mine.any(), name
+        else:
+            assert mine is not None, name
+            torch.testing.assert_close(mine, grad, rtol=1e-5, atol=1e-7 * largest)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parts_are_the_model_bit_for_bit(family: str, stages: int) -> None:
+    model, inputs = model_of(family), inputs_of(family)
+    cuts = cg.cut_layers(model, stages, example=inputs)
+    output, parts = run(cuts, inputs)
+    wanted = model(**inputs).logits
+    assert torch.equal(output.logits, wanted)
+    weights = torch.randn_like(wanted)
+    (wanted * weights).sum().backward()
+    (output.logits * weights).sum().backward()
+    check_gradients(model, parts)
+    assert sum(stage.elements for stage in cuts) == sum(p.numel() for p in model.parameters())
+    assert bool(cuts[-1].borrowed) == (family in TIED and stages > 1)
+
+
+@cg.actor
+class Stage(nn.Module):
+    def __init__(self, cuts: Any, index: int) -> None:
+        super().__init__()
+        self.part = cuts.part(index)
+
+    def lend(self) -> dict[str, torch.Tensor]:
+        return self.part.lend()
+
+    def forward(self, moving: Any, inputs: Any, lent: Any) -> Any:
+        return self.part(moving, **inputs, lent=lent)
+
+    def logits(self, moving: Any, inputs: Any, lent: Any) -> torch.Tensor:
+        return self.part(moving, **inputs, lent=lent).logits
+
+
+@pytest.mark.parametrize(
+    ("family", "stages"),
+    [
+        *((family, 2) for family in ("Llama", "Gemma", "Mixtral", "GPT2", "Bert", "ViT")),
+        *(pytest.param(family, 2, marks=SLOW) for family in ("Qwen2", "Qwen3", "Mistral")),
+        *(pytest.param(family, n, marks=SLOW) for family in FAMILIES for n in (1, 4)),
+    ],
+)
+def test_a_pipeline_trains_as_the_model(family: str, stages: int) -> None:
+    """Traced, in microbatches, by a schedule that splits backwards."""
+    model, inputs = model_of(family, layers=max(stages, 2)), inputs_of(family)
+    wanted = model(**inputs).logits
+    weights = torch.randn_like(wanted)
+    with use_world(VirtualWorld(stages)):
+        cuts = cg.cut_layers(model, stages, example=inputs)
+        actors = [Stage.on(index)(cuts, index) for index in range(stages)]
+
+        @cg.trace
+        def step(inputs: dict[str, torch.Tensor], weights: torch.Tensor) -> torch.Tensor:
+            lent = {name: value for actor in actors for name, value in actor.lend().items()}
+            outputs, losses = [], []
+            for mine, chosen in cg.microbatches((inputs, weights), 2):
+                moving = None
+                for actor, stage in zip(actors, cuts, strict=True):
+                    method = actor.logits if actor is actors[-1] else actor.forward
+                    moving = method(moving, mine, {name: lent[name] for name in stage.borrowed})
+                outputs.append(moving)
+                losses.append((moving * chosen).sum())
+            cg.backward(*losses)
+            return torch.cat(outputs)
+
+        compiled = step.lower(inputs, weights).compile(schedule=cg.schedules.zb_h1())
+        found = compiled(inputs, weights)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    (wanted * weights).sum().backward()
+    check_gradients(model, [actor.local.part for actor in actors])
+
+
+def test_costs_decide_where_it_is_cut() -> None:
+    model = model_of("Llama", layers=6)
+
+    def lengths(*args: Any, **options: Any) -> list[int]:
+        return [len(stage.layers) for stage in cg.cut_layers(model, *args, **options)]
+
+    assert lengths(2) == [3, 3]
+    assert lengths(3) == [2, 2, 2]
+    assert lengths(2, [1, 1, 1, 1, 1, 5]) == [5, 1]
+    assert lengths(2, [0, 1, 1, 1, 1, 1, 1, 4]) == [5, 1]
+    assert lengths(2, [4, 1, 1, 1, 1, 1, 1, 0]) == [1, 5]
+    assert lengths([1, 3, 2]) == [1, 3, 2]
+    assert lengths(2, "bytes") == [3, 3]
+    large = model_of("Llama", layers=6, vocab_size=2000)
+    assert len(cg.cut_layers(large, 2)[-1].layers) < 3, "the head counts"
+
+
+def test_the_table() -> None:
+    cuts = cg.cut_layers(model_of("GPT2"), [3, 1], example=inputs_of("GPT2", rows=1))
+    assert str(cuts).splitlines() == [
+        "GPT2LMHeadModel: 4 layers in transformer.h, 2 stages",
+        "stage  layers  parameters    FLOPs  of the dearest  besides",
+        "    0  0-2         10,848  129,024            100%  transformer.wte, transformer.wpe",
+        "    1  3-3          3,312   49,952             39%  transformer.ln_f, uses "
+        "transformer.wte.weight of stage 0",
+    ]
+
+
+def test_what_is_frozen_is_in_each_stage_that_uses_it() -> None:
+    model, inputs = model_of("GPT2").requires_grad_(False), inputs_of("GPT2")
+    cuts = cg.cut_layers(model, 2)
+    assert not cuts[1].borrowed
+    assert "transformer.wte.weight" in cuts[1].parameters
+    output, parts = run(cuts, inputs)
+    assert torch.equal(output.logits, model(**inputs).logits)
+    tied = parts[1].model
+    assert tied.lm_head.weight is tied.transformer.wte.weight
+
+
+def test_a_part_has_no_tensor_of_another() -> None:
+    with cg.empty_weights():
+        model = model_of("Llama")
+    parts = [cg.cut_layers(model, 4).part(index) for index in range(4)]
+    assert all(p.is_meta for part in parts for p in part.parameters())
+    assert not any(b.is_meta for part in parts for b in part.buffers()), "tables are computed"
+    names = [set(part.model.state_dict()) for part in parts]
+    assert sum(map(len, names)) == len(set().union(*names)) == len(model.state_dict())
+
+
+def test_gradients_flow_through_checkpointed_layers() -> None:
+    model, inputs = model_of("Llama").train(), inputs_of("Llama")
+    model.gradient_checkpointing_enable()
+    output, parts = run(cg.cut_layers(model, 2), inputs)
+    output.logits.square().sum().backward()
+    model(**inputs).logits.square().sum().backward()
+    check_gradients(model, parts)
+
+
+class Tower(nn.Module):
+    """Layers that give two tensors, of which the next one takes both by name."""
+
+    def __init__(self, skip: int = 0, doubles: bool = False, again: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.skip, self.doubles, self.again = skip, doubles, again
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = x
+        for index, layer in enumerate(self.layers):
+            x = layer(2 * x if self.doubles and index else x)
+            if index == 0:
+                first = x
+            if index + 1 == self.skip:
+                x = x + first
+        return self.layers[0](x) if self.again else x
+
+
+@pytest.mark.parametrize("model", [nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), Tower()])
+def test_any_module_with_a_chain(model: nn.Module) -> None:
+    name = "input" if isinstance(model, nn.Sequential) else "x"
+    x = torch.randn(3, 4)
+    cuts = cg.cut_layers(model, 3, example={name: x})
+    moving: Any = None
+    for index in range(3):
+        moving = cuts.part(index)(moving, x)
+    assert torch.equal(moving, model(x))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: cg.cut_layers(model_of("Llama"), 5),
+            "5 stages are asked for, and .* has 4 layers",
+        ),
+        (lambda: cg.cut_layers(model_of("Llama"), 0), "0 stages are asked for"),
+        (lambda: cg.cut_layers(model_of("Llama"), [1, 2]), "stages of 1, 2 layers are asked for"),
+        (lambda: cg.cut_layers(model_of("Llama"), 2, [1, 2]), "2 costs are given for the 4 layers"),
+        (lambda: cg.cut_layers(model_of("Llama"), 2, "time"), "costs is 'time'; give"),
+        (lambda: cg.cut_layers(nn.Linear(2, 2), 1), "has no ModuleList or Sequential, so"),
+        (lambda: cg.cut_layers(Tower(), 2), "does not know what Tower takes; give it inputs"),
+        (
+            lambda: cg.cut_layers(model_of("Llama"), 2, layers="model.norm"),
+            "has a LlamaRMSNorm at 'model.norm', where .* there are 'model.layers'",
+        ),
+        (
+            lambda: cg.cut_layers(model_of("Llama"), 2, example={"input_ids": torch.zeros(2)}),
+            "LlamaForCausalLM does not run on the example inputs input_ids: ",
+        ),
+        (
+            lambda: cg.cut_layers(Tower(doubles=True), 2, example={"x": torch.zeros(1, 4)}),
+            r"in front of layers.1, for one: layers.1 takes nothing that layers.0 gives",
+        ),
+        (
+            lambda: cg.cut_layers(Tower(skip=3), [2, 2], example={"x": torch.zeros(1, 4)}),
+            "in front of layers.2: layers.3 takes what layers.0 gives, other than by the layers",
+        ),
+        (
+            lambda: cg.cut_layers(Tower(again=True), 2, example={"x": torch.zeros(1, 4)}),
+            "Tower runs layers.0 out of order, or more than once",
+        ),
+    ],
+)
+def test_what_cannot_be_cut(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_cuts_are_where_nothing_else_crosses() -> None:
+    """Layer 3 takes what layer 0 gives, so they are in one stage."""
+    cuts = cg.cut_layers(Tower(skip=2), 2, [1, 1, 1, 1], example={"x": torch.zeros(1, 4)})
+    assert [len(stage.layers) for stage in cuts] == [3, 1]
+
+
+def test_a_part_says_what_it_takes() -> None:
+    model, inputs = model_of("GPT2"), inputs_of("GPT2")
+    parts = [cg.cut_layers(model, 2).part(index) for index in range(2)]
+    with pytest.raises(ValueError, match="the first part takes None of the part before it"):
+        parts[0](torch.zeros(1), **inputs)
+    moving = parts[0](None, **inputs)
+    with pytest.raises(ValueError, match=r"uses transformer.wte.weight of another part; give it"):
+        parts[1](moving, **inputs)
+    with pytest.raises(ValueError, match="this part takes 1 tensors of the part before it"):
+        parts[1](None, **inputs, lent=parts[0].lend())
