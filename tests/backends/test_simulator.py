@@ -206,7 +206,7 @@ def test_a_message_takes_latency_and_bytes() -> None:
         ("[]", "file.json: costs are an object, not list"),
         (
             '{"tx": 1}',
-            "file.json: there is no cost 'tx'; choose from tf, tb, tw, tcomm, tgather, tred",
+            "file.json: there is no cost 'tx'; choose from tf, tb, tw, tcomm, mw, activation_b",
         ),
         ('{"tf": -1}', "file.json: costs: tf is -1; it must be finite and not negative"),
         ('{"tf": "1"}', "file.json: costs: tf is '1'; it must be a number"),

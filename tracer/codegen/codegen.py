@@ -7,6 +7,7 @@ line that it stems from.
 
 from __future__ import annotations
 
+import builtins
 import functools
 import itertools
 import linecache
@@ -144,7 +145,9 @@ def _make(source: Source, piece: Piece, name: str) -> GraphBody:
     file = f"<cg {name} #{next(_serial)}>"
     shown = "cg_" + re.sub(r"\W", "_", name)
     slots = _slots(piece)
-    names = source.globals | {held: slots[number].holder for held, number in source.holders}
+    # What C code imports, such as a warning's filter, it imports by the caller's `__builtins__`.
+    names = source.globals | {"__builtins__": builtins}
+    names |= {held: slots[number].holder for held, number in source.holders}
     code = source.code.replace(co_filename=file, co_name=shown, co_qualname=shown)
     run = names[_FUNCTION] = FunctionType(code, names, shown)
     linecache.cache[file] = (len(source.text), None, source.text.splitlines(keepends=True), file)

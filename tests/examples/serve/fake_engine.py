@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from serve.work import Decode, Limits, Prefill, Row, Sampling
+from examples.serve.work import Decode, Limits, Prefill, Row, Sampling
 
 TINY = Limits(
     groups=2, slots=4, chunk=5, blocks=16, block_size=3, context=30, vocabulary=50, eos=(7,)

@@ -14,10 +14,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from serve import features as switches
-from serve.loop import EngineLoop
-from serve.work import Decode, Prefill
-
+from examples.serve import features as switches
+from examples.serve.loop import EngineLoop
+from examples.serve.work import Decode, Prefill
 from tests.examples.serve.fake_engine import ROOMY, FakeEngine
 
 FAILS, EXHAUSTS, DIES, HANGS = 255, 254, 253, 252

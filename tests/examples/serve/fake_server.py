@@ -9,10 +9,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from serve import features as switches
-from serve.front.connections import listen
-from serve.front.server import Bounds, Front
-from serve.front.text import Bytes
+from examples.serve import features as switches
+from examples.serve.front.connections import listen
+from examples.serve.front.server import Bounds, Front
+from examples.serve.front.text import Bytes
 
 
 def main() -> int:

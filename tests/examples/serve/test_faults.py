@@ -17,7 +17,7 @@ from ...mpi.jobs import ROOT
 
 sys.path.insert(0, str(ROOT / "examples"))
 
-from serve.front.text import Bytes
+from examples.serve.front.text import Bytes
 
 from .fake_engine import ROOMY, reference
 from .fake_rank import DIES, EXHAUSTS, FAILS, HANGS

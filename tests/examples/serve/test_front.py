@@ -14,8 +14,8 @@ from ...mpi.jobs import ROOT
 
 sys.path.insert(0, str(ROOT / "examples"))
 
-from serve.front.text import Bytes
-from serve.work import Sampling
+from examples.serve.front.text import Bytes
+from examples.serve.work import Sampling
 
 from .fake_engine import ROOMY, reference
 from .servers import Server, serving

@@ -22,7 +22,7 @@ from ...sampling import scale
 
 sys.path.insert(0, str(ROOT / "examples"))
 
-from serve.front.text import Bytes
+from examples.serve.front.text import Bytes
 
 from .fake_engine import ROOMY, reference
 from .servers import PATIENCE, Server, read_all, serving

@@ -17,12 +17,12 @@ from ...mpi.jobs import ROOT
 
 sys.path.insert(0, str(ROOT / "examples"))
 
-from serve import wire
-from serve.features import parse
-from serve.loop import BACKLOG, BUDGET, EngineLoop
-from serve.scheduler import End, Events, Request
-from serve.wire import Kind, Link
-from serve.work import Sampling
+from examples.serve import wire
+from examples.serve.features import parse
+from examples.serve.loop import BACKLOG, BUDGET, EngineLoop
+from examples.serve.scheduler import End, Events, Request
+from examples.serve.wire import Kind, Link
+from examples.serve.work import Sampling
 
 from .fake_engine import ROOMY, FakeEngine, reference
 

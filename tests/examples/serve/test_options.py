@@ -15,10 +15,10 @@ from ...mpi.jobs import ROOT
 
 sys.path.insert(0, str(ROOT / "examples"))
 
-from serve import __main__ as command
-from serve import ranks
-from serve.features import Counters, parse
-from serve.options import add_arguments
+from examples.serve import __main__ as command
+from examples.serve import ranks
+from examples.serve.features import Counters, parse
+from examples.serve.options import add_arguments
 
 from .fake_engine import TINY
 

@@ -22,11 +22,11 @@ from ...sampling import examples
 
 sys.path.insert(0, str(ROOT / "examples"))
 
-from serve.blocks import Blocks, chain
-from serve.features import Counters, Features, parse, tokens
-from serve.front.admission import Admission
-from serve.scheduler import Request, Scheduler, Sequence, Ticket
-from serve.work import Decode, Limits, Prefill, Sampling
+from examples.serve.blocks import Blocks, chain
+from examples.serve.features import Counters, Features, parse, tokens
+from examples.serve.front.admission import Admission
+from examples.serve.scheduler import Request, Scheduler, Sequence, Ticket
+from examples.serve.work import Decode, Limits, Prefill, Sampling
 
 from .fake_engine import TINY, FakeEngine, FakeResult, reference
 
@@ -276,7 +276,7 @@ def test_a_whole_prompt_in_the_cache_still_draws() -> None:
 
 
 def test_a_collision_of_digests_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serve.blocks.digest", lambda before, tokens: b"always the same")
+    monkeypatch.setattr("examples.serve.blocks.digest", lambda before, tokens: b"always the same")
     it = Harness()
     it.add([1, 2, 3, 4], 2, ignore_eos=True)
     it.finish()

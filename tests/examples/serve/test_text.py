@@ -15,8 +15,8 @@ from ...mpi.jobs import ROOT
 
 sys.path.insert(0, str(ROOT / "examples"))
 
-from serve.front.text import Bytes, HuggingFace, Stops, load
-from serve.models import resolve
+from examples.serve.front.text import Bytes, HuggingFace, Stops, load
+from examples.serve.models import resolve
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>\n"
