@@ -77,7 +77,7 @@ def test_streamed_chats_are_the_unstreamed(client: openai.OpenAI, n: int) -> Non
             {"role": "system", "content": "be brief"},
             {
                 "role": "user",
-                "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}],
+                "content": [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}],
             },
         ],
         "max_completion_tokens": 30,
