@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 RANKS  ?= 2
-JOBS   ?= 5
+JOBS   ?= 3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.stamp
@@ -69,7 +69,7 @@ demo: $(DEMO_STAMP)
 	  --schedule zb-h1 --steps 20 --batch 8 --microbatches 4 --length 128 --rate 5e-5 --windows 400 \
 	  --evaluate-every 10 --save-every 20 --prompt "The \"for\" statement is used to" $(ARGS)
 
-# More processes than most machines of CI have cores, for jobs wait a lot; see tests/conftest.py.
+# One more process than most machines of CI have cores, for jobs wait a lot; see tests/conftest.py.
 test: setup
 	$(BIN)/python -m pytest --numprocesses $(JOBS) $(ARGS)
 
