@@ -111,16 +111,14 @@ def test_a_large_body(clean: Server) -> None:
 
 
 def test_an_endless_body(clean: Server) -> None:
-    """A gibibyte in chunks is refused after the first mebibyte."""
+    """A gibibyte in chunks takes no memory: what comes behind the first mebibyte is dropped."""
     sock = clean.connect()
-    before, sent = clean.memory(), 0
+    before = clean.memory()
     sock.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
     chunk = b"%x\r\n" % MEBIBYTE + b" " * MEBIBYTE + b"\r\n"
     with contextlib.suppress(ConnectionError):
         for _ in range(1024):
             sock.sendall(chunk)
-            sent += 1
-    assert sent < 1024
     sock.close()
     assert clean.memory() < before + 16 * MEBIBYTE
 
