@@ -3,18 +3,40 @@
 from __future__ import annotations
 
 import gc
+import os
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
 
 import cg
 
+from .mpi import jobs, warm
 from .sampling import DEFAULT
 
 ROOT = Path(__file__).resolve().parent.parent
+
+LONGEST = (
+    "tests/examples/test_train_gpt.py",
+    "tests/examples/test_finetune.py",
+    "tests/backends/hccl/test_jobs.py",
+    "tests/mpi/test_devices.py",
+    "tests/launch/test_jobs.py",
+    "tests/mpi/test_executions.py",
+    "tests/examples/test_serve_engine.py",
+    "tests/mpi/test_groups.py",
+    "tests/mpi/test_hosts.py",
+    "tests/mpi/test_equality.py",
+    "tests/mpi/test_pipelines.py",
+    "tests/tracer/groups/test_random_training.py",
+    "tests/properties/test_oracle.py",
+    "tests/models/test_weights.py",
+    "tests/properties/test_group_pipelines.py",
+)
+"""Files, and beginnings of names of tests, that take longest; in the order in which they begin."""
 
 # How long an example takes says nothing of cg: the machine may be busy with other work.
 settings.register_profile(
@@ -70,6 +92,12 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(
             f"cg is imported from {cg.__file__}, not from {ROOT}; run make setup in this checkout"
         )
+    if config.getoption("numprocesses", None):  # of which this one hands out the tests
+        os.environ[warm.INTERPRETERS] = jobs.start_interpreters()
+
+
+def pytest_unconfigure() -> None:
+    jobs.end_interpreters()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -81,6 +109,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if starts_jobs(item.nodeid):
             item.add_marker(pytest.mark.mpi)
+    if hasattr(config, "workerinput"):
+        longest_first(items)
 
 
 def pytest_collection_finish() -> None:
@@ -93,20 +123,42 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(700, 10, 100)
 
 
+def longest_first(items: list[pytest.Item]) -> None:
+    """Move what takes longest to the front, so that no process is left with it at the end."""
+
+    def place(item: pytest.Item) -> int:
+        found = (i for i, start in enumerate(LONGEST) if item.nodeid.startswith(start))
+        return next(found, len(LONGEST))
+
+    items.sort(key=place)
+
+
 def starts_jobs(nodeid: str) -> bool:
     """Whether a test starts processes under mpirun."""
     file = PurePosixPath(nodeid.partition("::")[0])
     return file.parts[1] in ("mpi", "examples") or file.name == "test_jobs.py"
 
 
-class JobsByFile(LoadScopeScheduling):
-    """Tests side by side; one process does those of a file that starts jobs, which share some."""
+class Lanes(LoadScopeScheduling):
+    """Tests side by side: the first process does what starts no jobs, while the others do jobs.
+
+    Ranks wait a lot, for each other and for deadlines, and what computes alone fills these gaps.
+    Whoever has no more of its kind helps the others. One process does all of a file that starts
+    jobs, for its tests share some.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
         return nodeid.partition("::")[0] if starts_jobs(nodeid) else nodeid
 
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        does_jobs = node is not self.nodes[0]
+        mine = (scope for scope in self.workqueue if starts_jobs(scope) is does_jobs)
+        self.workqueue.move_to_end(next(mine, next(iter(self.workqueue))), last=False)
+        super()._assign_work_unit(node)
+
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> JobsByFile:
-    """What hands tests to processes under `--numprocesses`."""
-    return JobsByFile(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Lanes:
+    """Makes what hands tests to processes under `--numprocesses`."""
+    config.option.loadscopereorder = False  # `longest_first` has ordered them
+    return Lanes(config, log)

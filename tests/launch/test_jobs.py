@@ -19,7 +19,8 @@ import pytest
 from cg.launch.job.launcher import Flavour, find
 
 from ..mpi import warm as interpreting
-from .conftest import PROGRAMS, Job, Launch, Start, of_interpreters
+from ..mpi.jobs import of_interpreters
+from .conftest import PROGRAMS, Job, Launch, Start
 
 pytestmark = pytest.mark.timeout(180)
 
