@@ -26,10 +26,9 @@ def train(
     virtual: int | None = None,
     warm: bool = True,
 ) -> Ended:
-    """Train on so many MPI ranks, forked unless not `warm`; 0: on `virtual` ranks."""
+    """Train on so many MPI ranks, forked unless not `warm`; 0: in one process, on `virtual` ones."""
     given = [*TINY.split(), "--steps", str(steps), "--out", str(folder), *options.split()]
     variables = {} if virtual is None else {"CG_RANKS": str(virtual)}
-    warm = warm and ranks > 0
     return run(
         ranks, [SCRIPT, *given], variables=variables, folder=folder.parent, seconds=120, warm=warm
     )
@@ -60,7 +59,7 @@ def check_written(folder: Path, ended: Ended, ranks: int, steps: int = 2) -> lis
 def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
     """Two steps in one process; its folder and its losses."""
     folder = tmp_path_factory.mktemp("plain") / "run"
-    ended = train(0, folder, f"--sample 8 --dump {folder / 'dumps'}")
+    ended = train(0, folder, f"--sample 8 --dump {folder / 'dumps'}", warm=False)
     assert "--- sample ---" in ended.output
     return folder, check_written(folder, ended, ranks=1)
 
