@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -92,6 +93,8 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(
             f"cg is imported from {cg.__file__}, not from {ROOT}; run make setup in this checkout"
         )
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell has it of a job with `&`
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs are interrupted by it
     if config.getoption("numprocesses", None):  # of which this one hands out the tests
         os.environ[warm.INTERPRETERS] = jobs.start_interpreters()
 
@@ -143,16 +146,16 @@ class Lanes(LoadScopeScheduling):
     """Tests side by side: the first process does what starts no jobs, while the others do jobs.
 
     Ranks wait a lot, for each other and for deadlines, and what computes alone fills these gaps.
-    Whoever has no more of its kind helps the others. One process does all of a file that starts
-    jobs, for its tests share some.
+    Whoever has no more of its kind helps the others. One process does all of a file, whose tests
+    share jobs and traces.
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        return nodeid.partition("::")[0] if starts_jobs(nodeid) else nodeid
+        return nodeid.partition("::")[0]
 
     def _assign_work_unit(self, node: WorkerController) -> None:
         does_jobs = node is not self.nodes[0]
-        mine = (scope for scope in self.workqueue if starts_jobs(scope) is does_jobs)
+        mine = (file for file in self.workqueue if starts_jobs(file) is does_jobs)
         self.workqueue.move_to_end(next(mine, next(iter(self.workqueue))), last=False)
         super()._assign_work_unit(node)
 

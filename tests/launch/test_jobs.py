@@ -42,7 +42,7 @@ def test_ranks_talk_and_leave_nothing(launch: Launch) -> None:
 
 @pytest.mark.parametrize("mode", ["early", "early_asleep", "in_collective", "asleep"])
 def test_an_exception_on_one_rank_ends_the_job(launch: Launch, mode: str) -> None:
-    job = launch(2, "behave.py", mode, warm="asleep" not in mode)
+    job = launch(2, "behave.py", mode, warm=mode != "asleep")
     assert job.finish() == 1, job.output
     assert re.search(FAILURE, job.output)
     assert "behave.py" in job.output

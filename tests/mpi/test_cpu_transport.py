@@ -71,7 +71,7 @@ def run_job(
 
 def alone(program: Sequence[str], nodes: Sequence[int]) -> list[Ended]:
     """Run each rank as a process of its own, without MPI."""
-    processes = [start(0, [*program, str(rank)]) for rank in range(len(nodes))]
+    processes = [start(0, [*program, str(rank)], warm=True) for rank in range(len(nodes))]
     try:
         return [finish(process, SECONDS) for process in processes]
     finally:

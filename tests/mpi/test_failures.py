@@ -25,7 +25,7 @@ def fail(scenarios: str, *arguments: str, variables: dict[str, str] | None = Non
     """Run scenarios on four ranks, one after the other."""
     program = [str(JOB), scenarios, *arguments]
     # How a launcher takes the end of a process by a signal is seen where that is the rank itself.
-    warm = not scenarios.startswith("killed")
+    warm = scenarios != "killed"
     return run(4, program, seconds=SECONDS, variables=variables, warm=warm)
 
 

@@ -28,8 +28,8 @@ def hang(*scenarios: str, timeout: str = "60") -> Ended:
     """Run scenarios on three ranks, one after the other."""
     variables = {"CG_TIMEOUT": timeout}
     with tempfile.NamedTemporaryFile() as file:
-        program, warm = [str(JOB), ",".join(scenarios), file.name], "stopped" not in scenarios
-        return run(3, program, seconds=SECONDS, variables=variables, warm=warm)
+        program = [str(JOB), ",".join(scenarios), file.name]
+        return run(3, program, seconds=SECONDS, variables=variables, warm=True)
 
 
 def messages(*scenarios: str) -> Messages:
