@@ -22,22 +22,38 @@ ROOT = Path(__file__).resolve().parent.parent
 
 LONGEST = (
     "tests/examples/test_train_gpt.py",
-    "tests/examples/test_finetune.py",
     "tests/backends/hccl/test_jobs.py",
-    "tests/mpi/test_devices.py",
+    "tests/examples/test_finetune.py",
     "tests/launch/test_jobs.py",
-    "tests/mpi/test_executions.py",
+    "tests/mpi/test_devices.py",
+    "tests/examples/serve/test_faults.py",
+    "tests/examples/serve/test_hostile.py",
     "tests/examples/test_serve_engine.py",
+    "tests/mpi/test_executions.py",
     "tests/mpi/test_groups.py",
     "tests/mpi/test_hosts.py",
     "tests/mpi/test_equality.py",
+    "tests/mpi/graphs/test_behaviours.py",
     "tests/mpi/test_pipelines.py",
-    "tests/tracer/groups/test_random_training.py",
-    "tests/properties/test_oracle.py",
+    "tests/mpi/test_hangs.py",
+    "tests/models/test_cut_layers.py",
     "tests/models/test_weights.py",
+    "tests/tracer/groups/test_fsdp.py",
+    "tests/tracer/groups/test_group_training.py",
+    "tests/properties/test_oracle.py",
+    "tests/tracer/groups/test_hf_training.py",
+    "tests/properties/test_clipping.py",
+    "tests/tracer/groups/test_random_training.py",
     "tests/properties/test_group_pipelines.py",
+    "tests/properties/test_shapes.py",
+    "tests/tracer/layouts/test_rules.py",
+    "tests/tracer/groups/test_left_out_transfers.py",
+    "tests/test_docs.py",
 )
-"""Files, and beginnings of names of tests, that take longest; in the order in which they begin."""
+"""Files that take longest: those that start jobs, and those that do not; they begin in this order.
+
+Any other file comes behind them.
+"""
 
 # How long an example takes says nothing of cg: the machine may be busy with other work.
 settings.register_profile(
@@ -128,17 +144,17 @@ def pytest_collection_finish() -> None:
 
 def longest_first(items: list[pytest.Item]) -> None:
     """Move what takes longest to the front, so that no process is left with it at the end."""
+    places = {file: place for place, file in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(file_of(item.nodeid), len(places)))
 
-    def place(item: pytest.Item) -> int:
-        found = (i for i, start in enumerate(LONGEST) if item.nodeid.startswith(start))
-        return next(found, len(LONGEST))
 
-    items.sort(key=place)
+def file_of(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
 
 
 def starts_jobs(nodeid: str) -> bool:
     """Whether a test starts processes under mpirun."""
-    file = PurePosixPath(nodeid.partition("::")[0])
+    file = PurePosixPath(file_of(nodeid))
     return file.parts[1] in ("mpi", "examples") or file.name == "test_jobs.py"
 
 
@@ -151,7 +167,7 @@ class Lanes(LoadScopeScheduling):
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        return nodeid.partition("::")[0]
+        return file_of(nodeid)
 
     def _assign_work_unit(self, node: WorkerController) -> None:
         does_jobs = node is not self.nodes[0]
@@ -163,5 +179,6 @@ class Lanes(LoadScopeScheduling):
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Lanes:
     """Makes what hands tests to processes under `--numprocesses`."""
+    assert [file for file in LONGEST if not (ROOT / file).exists()] == []
     config.option.loadscopereorder = False  # `longest_first` has ordered them
     return Lanes(config, log)
