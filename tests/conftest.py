@@ -153,7 +153,7 @@ def file_of(nodeid: str) -> str:
 
 
 def starts_jobs(nodeid: str) -> bool:
-    """Whether a test starts processes under mpirun."""
+    """True if a test, or those of a file, may start processes under mpirun."""
     file = PurePosixPath(file_of(nodeid))
     return file.parts[1] in ("mpi", "examples") or file.name == "test_jobs.py"
 

@@ -204,7 +204,7 @@ def test_killed_at_any_moment(model: Path, whole: Path, tmp_path: Path) -> None:
 
 
 def refused(monkeypatch: pytest.MonkeyPatch, *given: Any) -> str:
-    """What it says of its arguments, in this process."""
+    """The message by which it refuses its arguments, in this process."""
     monkeypatch.setattr(sys, "argv", [SCRIPT, *map(str, given)])
     with pytest.raises(SystemExit) as caught:
         finetune.main()

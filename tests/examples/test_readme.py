@@ -27,7 +27,7 @@ def printed(output: str) -> dict[int, float]:
 
 @pytest.fixture(scope="module")
 def virtual(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """What it prints in one process that plays three ranks."""
+    """The losses that it prints in one process that plays three ranks."""
     folder = tmp_path_factory.mktemp("virtual")
     ended = run(0, [program(folder)], variables={"CG_RANKS": "3"}, folder=folder, seconds=80)
     assert ended.code == 0, ended.output

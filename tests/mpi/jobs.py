@@ -189,5 +189,5 @@ def run(
 
 
 def counts_of_agreement(output: str) -> list[int]:
-    """What the ranks of `oracle_job` say: how many steps they have compared, each."""
+    """The counts that the ranks of `oracle_job` print: steps that they have compared, each."""
     return [int(n) for n in re.findall(r"rank \d: (\d+) of \d+ agree", output)]

@@ -96,7 +96,7 @@ def left_behind(before: set[str]) -> set[str]:
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=str)
 def reports(request: pytest.FixtureRequest) -> Reports:
-    """What the ranks of one job reported; `messages` is from rank 0 to the last."""
+    """The reports of the ranks of one job; `messages` is from rank 0 to the last."""
     return run_job(SCENARIOS, LAYOUTS[request.param])
 
 

@@ -15,7 +15,7 @@ pytestmark = [*needs_mpi, pytest.mark.timeout(120)]
 HERE = Path(__file__).parent
 NAMES = ("north", "south")
 LIMIT = "40"
-"""What `CG_TIMEOUT` is: an end that is said to be quick comes before."""
+"""The value of `CG_TIMEOUT`: an end that is said to be quick comes before."""
 
 
 @pytest.fixture(autouse=True, scope="module")

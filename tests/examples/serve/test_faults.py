@@ -1,4 +1,4 @@
-"""What breaks in the server itself: who is told, who is not hurt, and that it serves again."""
+"""Faults of the server itself: who is told, who is not hurt, and that it serves again."""
 
 from __future__ import annotations
 
