@@ -93,6 +93,7 @@ def serve(listener: socket.socket) -> list[str]:
         getattr(package, name)  # which imports its home
     gc.collect()
     gc.freeze()
+    gc.set_threshold(700, 10, 100)  # as in the process of the tests
     own = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     links: dict[int, tuple[socket.socket, int]] = {}
     """By the descriptor of a fork's process: who has asked for it, and its number."""
