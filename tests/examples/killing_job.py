@@ -19,9 +19,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch._dynamo.config  # which a trace imports
+import torch.export
 import transformers
 
-import cg  # noqa: F401 (so that forks have it)
+import cg
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
@@ -84,7 +86,16 @@ def open_all(folder: Path) -> None:
         assert all(bool(p.isfinite().all()) for p in model.parameters())
 
 
+def import_all() -> None:
+    """Import what cg and transformers would import on first use, so that forks have it."""
+    for name in cg.__all__:
+        getattr(cg, name)
+    for name in ("AutoConfig", "AutoTokenizer", "AutoModelForCausalLM", "LlamaForCausalLM"):
+        getattr(transformers, name)
+
+
 def main() -> None:
+    import_all()
     wanted, folder, words = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
     draw = random.Random(0)
     kills = runs = 0
