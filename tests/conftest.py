@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -55,7 +56,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuse to test another checkout's code, or the checkout where the wheel is meant."""
+    """Refuse to test another checkout's code, or the checkout where the wheel is meant.
+
+    Tests stay on the host, wherever they run; those of GPUs say otherwise.
+    """
+    os.environ.setdefault("CG_DEVICE", "cpu")
     times = config.getoption("--times")
     if times is not None:
         count = DEFAULT * times
