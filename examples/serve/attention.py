@@ -17,7 +17,7 @@ class Pages:
     """Where the tokens of a batch lie in the pools of blocks; the same for all layers of a stage.
 
     Attributes:
-        pools: of each layer of the stage, [blocks, block_size, kv heads, 2, width]: keys and values.
+        pools: of each layer of the stage, [blocks, block_size, kv heads, 2, width]: keys, values.
         first: the number of the stage's first layer in the model.
         entries: int64 [rows * tokens], the entry of each new token, counted through all blocks.
         tables: int64 [rows * blocks of a row].

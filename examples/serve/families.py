@@ -20,7 +20,7 @@ from torch.nn import functional as F  # noqa: N812 (its usual name)
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from .attention import Pages, attend
-from .layers import FIXED_TURNS, merge, turns
+from .layers import FIXED_TURNS, RmsNorm, merge, turns
 from .projections import project
 
 
@@ -204,6 +204,8 @@ class DecoderPart(nn.Module):
         self.register_buffer("turns", turns)
         for layer in self.layers:
             merge(layer)
+        if hasattr(self, "norm"):
+            self.norm = RmsNorm(self.norm)
         project(self)
 
     def run(self, hidden: Tensor, positions: Tensor, pages: Pages) -> Tensor:
@@ -219,6 +221,7 @@ class DecoderPart(nn.Module):
 
 def _hugging_face(config: PretrainedConfig, weights: Weights) -> Model:
     _check(config)
+
     def build(layers: range, dtype: torch.dtype) -> nn.Module:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)

@@ -1,7 +1,8 @@
 """What layers of transformers' decoders are made of here: merged products and a paged cache.
 
-A layer keeps its own code. Its norms, its attention and its MLP are replaced by modules that compute
-the same with fewer operators: on CPUs, and for few rows on devices, a decode step is bound by these.
+A layer keeps its own code. Its norms, its attention and its MLP are replaced by modules that
+compute the same with fewer operators: on CPUs, and for few rows on devices, a decode step is bound
+by these.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ def _norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 class Attention(nn.Module):
     """Attention over a paged cache, with one product for queries, keys and values.
 
-    The product's rows are those of one KV head after the other: the queries that share it, its key,
-    its value. So what the cache keeps lies together, and a part of the KV heads is a part of the rows.
+    The product's rows are those of one KV head after the other: the queries that share it, its
+    key, its value. So a part of the KV heads is a part of the rows.
     """
 
     def __init__(self, old: Any) -> None:

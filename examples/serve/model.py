@@ -14,12 +14,12 @@ from .attention import locate
 from .families import Model
 from .sampling import draw, greedy
 
-# Columns of a decode batch: int64 [rows, TABLE + blocks of a row]. An entry is that of the pools that
-# the token's keys and values go to, counted through all blocks.
+# Columns of a decode batch: int64 [rows, TABLE + blocks of a row]. An entry is where in the pools
+# the keys and values of the token go, counted through all blocks.
 TOKEN, POSITION, SLOT, SEED, TOP_K, ENTRY = range(6)
 TABLE = 6
-# Columns of a prefill chunk: int64 [1, PROMPT + 2 * tokens], ids and then entries; and its table int64
-# [1, blocks].
+# Columns of a prefill chunk: int64 [1, PROMPT + 2 * tokens], ids and then entries. Its table is
+# int64 [1, blocks].
 START, LENGTH, CHUNK_SEED, CHUNK_TOP_K = range(4)
 PROMPT = 4
 # Columns of what temperatures and shares need: float32 [rows, 2].
