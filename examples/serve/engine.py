@@ -135,10 +135,12 @@ class CgEngine:
             _check(-1 <= row.token < limits.vocabulary, f"token {row.token}")
             _check(0 <= row.slot < limits.slots, f"slot {row.slot}")
             table = self._table(row.blocks, row.position + 1, width)
-            numbers += (row.token, row.position, row.slot, row.sampling.seed, row.sampling.top_k)
+            entry = table[row.position // size] * size + row.position % size
+            sampling = row.sampling
+            numbers += (row.token, row.position, row.slot, sampling.seed, sampling.top_k, entry)
             numbers += table
         count = _bucket(self._options.batches, len(rows))
-        numbers += ([0, 0, limits.slots, 0, 0] + [0] * width) * (count - len(rows))
+        numbers += ([0, 0, limits.slots, 0, 0, 0] + [0] * width) * (count - len(rows))
         batch = torch.tensor(numbers).view(count, TABLE + width)
         graph = self.decode[work.group]
         if all(row.sampling.temperature == 0 for row in rows):
@@ -158,6 +160,9 @@ class CgEngine:
         count = _bucket(self._options.chunks, length)
         sampling = work.sampling
         numbers = [work.start, length, sampling.seed, sampling.top_k, *work.tokens]
+        numbers += [0] * (count - length)
+        size = limits.block_size
+        numbers += (table[at // size] * size + at % size for at in range(work.start, end))
         numbers += [0] * (count - length)
         chunk = torch.tensor([numbers])
         future = self.prefill.execute(chunk, torch.tensor([table]), _controls([sampling]))
@@ -247,7 +252,7 @@ def prefill_step(stages: Sequence[cg.ActorHandle], via: str = "auto") -> cg.Step
 
     @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
     def prefill(chunk: Tensor, table: Tensor, controls: Tensor) -> Tensor:
-        x = chunk[:, PROMPT:]
+        x = chunk[:, PROMPT : PROMPT + (chunk.shape[1] - PROMPT) // 2]
         for stage in stages:
             x = cg.via(stage.prefill(x, chunk, table, controls), via)
         return x
@@ -276,7 +281,7 @@ def prefill_variants(limits: Limits, options: Options):
     """Arguments of each variant of the prefill step."""
     for width in widths(limits, options):
         for count in options.chunks:
-            chunk = torch.zeros(1, PROMPT + count, dtype=torch.int64)
+            chunk = torch.zeros(1, PROMPT + 2 * count, dtype=torch.int64)
             chunk[0, LENGTH] = 1
             yield chunk, torch.zeros(1, width, dtype=torch.int64), _controls([Sampling()])
 

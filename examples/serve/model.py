@@ -14,10 +14,12 @@ from .attention import locate
 from .families import Model
 from .sampling import draw, greedy
 
-# Columns of a decode batch: int64 [rows, len(HEAD) + blocks of a row].
-TOKEN, POSITION, SLOT, SEED, TOP_K = range(5)
-TABLE = 5
-# Columns of a prefill chunk: int64 [1, PROMPT + tokens], and its table int64 [1, blocks].
+# Columns of a decode batch: int64 [rows, TABLE + blocks of a row]. An entry is where in the pools
+# the keys and values of the token go, counted through all blocks.
+TOKEN, POSITION, SLOT, SEED, TOP_K, ENTRY = range(6)
+TABLE = 6
+# Columns of a prefill chunk: int64 [1, PROMPT + 2 * tokens], ids and then entries. Its table is
+# int64 [1, blocks].
 START, LENGTH, CHUNK_SEED, CHUNK_TOP_K = range(4)
 PROMPT = 4
 # Columns of what temperatures and shares need: float32 [rows, 2].
@@ -58,7 +60,7 @@ class Stage(nn.Module):
         self.first = layers.start
         self.shared = model.heads // model.groups
         self.part = model.build(layers, dtype)
-        shape = (pool.blocks, pool.size, 2, model.groups, model.width)
+        shape = (pool.blocks, pool.size, model.groups, 2, model.width)
         self.count = len(layers)
         for index in range(self.count):
             self.register_buffer(f"pool{index}", torch.zeros(shape, dtype=dtype))
@@ -71,9 +73,8 @@ class Stage(nn.Module):
             batch: int64 [rows, TABLE + blocks of a row]; padding has blocks 0.
             controls: float32 [rows, 2], temperature and top_p; None if all rows are greedy.
         """
-        positions = batch[:, POSITION : POSITION + 1]
-        tables = batch[:, TABLE:]
-        hidden = self._layers(x, positions, tables, None)
+        positions, entries = batch[:, POSITION : POSITION + 1], batch[:, ENTRY]
+        hidden = self._layers(x, positions, entries, batch[:, TABLE:])
         if not self.is_last:
             return hidden
         logits = self.part.logits(hidden[:, 0])
@@ -88,15 +89,16 @@ class Stage(nn.Module):
 
         Args:
             x: ids int64 [1, tokens] on the first stage, else [1, tokens, hidden].
-            chunk: int64 [1, PROMPT + tokens]: where it starts, how many tokens are no padding.
+            chunk: int64 [1, PROMPT + 2 * tokens]: where it starts, how many tokens are no padding;
+                the ids of the tokens, and their entries.
             table: int64 [1, blocks].
             controls: float32 [1, 2].
         """
         start, length = chunk[:, START : START + 1], chunk[:, LENGTH : LENGTH + 1]
-        steps = torch.arange(chunk.shape[1] - PROMPT, device=chunk.device)[None]
-        valid = steps < length
-        positions = torch.where(valid, start + steps, start)
-        hidden = self._layers(x, positions, table, valid)
+        count = (chunk.shape[1] - PROMPT) // 2
+        steps = torch.arange(count, device=chunk.device)[None]
+        positions = torch.where(steps < length, start + steps, start)
+        hidden = self._layers(x, positions, chunk[:, PROMPT + count :], table)
         if not self.is_last:
             return hidden
         last = (length - 1)[:, :, None].expand(-1, -1, hidden.shape[-1])
@@ -105,9 +107,9 @@ class Stage(nn.Module):
         at = (start + length)[:, 0]
         return draw(logits, at, seeds, controls[:, TEMPERATURE], top_k, controls[:, TOP_P])
 
-    def _layers(self, x: Tensor, positions: Tensor, tables: Tensor, valid: Tensor | None) -> Tensor:
+    def _layers(self, x: Tensor, positions: Tensor, entries: Tensor, tables: Tensor) -> Tensor:
         pools = tuple(getattr(self, f"pool{index}") for index in range(self.count))
-        pages = locate(pools, self.first, positions, tables, valid, self.shared)
+        pages = locate(pools, self.first, positions, entries, tables, self.shared)
         if self.is_first:
             x = self.part.embed(x.view(positions.shape), positions)
         return self.part.run(x, positions, pages)

@@ -37,23 +37,25 @@ class Projection(nn.Linear):
         rows = x.numel() // x.shape[-1]
         if x.device.type != "cpu" or x.dtype is not torch.float32 or rows < LEAST:
             return super().forward(x)
-        return torch.ops.cg_serve.linear(x, self.weight, self.bias)
+        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
 
 
 def project(module: nn.Module) -> None:
-    """Replace the linear layers of a module, whose weights are of the meta device, if it pays."""
-    if not torch.backends.mkldnn.is_available():
-        return
-    for name, child in module.named_children():
-        if type(child) is nn.Linear:
-            has_bias = child.bias is not None
-            new = Projection(child.in_features, child.out_features, has_bias, device="meta")
-            new.weight, new.bias = child.weight, child.bias
-            setattr(module, name, new)
-        else:
-            project(child)
+    """Replace the linear layers of a module, if it pays, and lay their weights out."""
+    looked_up = {id(each.weight) for each in module.modules() if isinstance(each, nn.Embedding)}
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                setattr(parent, name, _projection(child, id(child.weight) in looked_up))
 
 
-def lay_out(weight: Tensor) -> Tensor:
+def _projection(old: nn.Linear, is_tied: bool) -> nn.Linear:
+    new = Projection(old.in_features, old.out_features, old.bias is not None, device="meta")
+    new.weight = old.weight if is_tied else _laid_out(old.weight)
+    new.bias = old.bias
+    return new
+
+
+def _laid_out(weight: nn.Parameter) -> nn.Parameter:
     """The weight of a linear layer, [out, in], with its columns in a row."""
-    return weight.t().contiguous().t()
+    return nn.Parameter(weight.t().contiguous().t(), requires_grad=False)
