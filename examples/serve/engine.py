@@ -47,6 +47,8 @@ class Options:
         seed: of random weights.
         warm: whether all variants run before the engine is ready.
         via: what activations and tokens travel by from stage to stage, as `cg.via` takes it.
+        draws: whether decode batches with a temperature are taken; without, half as many variants
+            are compiled.
     """
 
     groups: int | None = None
@@ -63,6 +65,7 @@ class Options:
     seed: int = 0
     warm: bool = True
     via: str = "auto"
+    draws: bool = True
 
 
 class Tokens:
@@ -145,6 +148,7 @@ class CgEngine:
         graph = self.decode[work.group]
         if all(row.sampling.temperature == 0 for row in rows):
             return Tokens(graph.execute(batch, None), len(rows))
+        _check(self._options.draws, "a temperature, and it is to draw nothing")
         samplings = [row.sampling for row in rows] + [Sampling()] * (count - len(rows))
         return Tokens(graph.execute(batch, _controls(samplings)), len(rows))
 
@@ -274,7 +278,8 @@ def decode_variants(limits: Limits, options: Options):
             batch = torch.zeros(count, TABLE + width, dtype=torch.int64)
             batch[:, SLOT] = limits.slots
             yield batch, None
-            yield batch, _controls([Sampling()] * count)
+            if options.draws:
+                yield batch, _controls([Sampling()] * count)
 
 
 def prefill_variants(limits: Limits, options: Options):

@@ -77,10 +77,14 @@ class SegmentMaker:
         return [linked.bodies[name] for name in dict.fromkeys(f.body_name for f in traced)]
 
     def is_one_call(self, first: int, last: int) -> bool:
-        """Whether some instructions in a row do one op, a call, and nothing beside it."""
+        """Whether some instructions in a row do one op, the call of a function that torch traced.
+
+        Of a body that is not of torch it is not known how much it does.
+        """
         ops = {info.op for info in self._code.infos[first:last] if info.role is not Role.KEEP}
-        program = self._binder.linked.program
-        return len(ops) == 1 and all(isinstance(program.ops[op], Call) for op in ops)
+        bodies = self.bodies(first, last)
+        is_traced = all(isinstance(body, GraphBody) for body in bodies)
+        return len(ops) == len(bodies) == 1 and is_traced
 
     def is_worth_it(self, number: int, first: int, last: int) -> bool:
         """Whether the functions that they call have operators enough; if not, that is noted."""

@@ -1,0 +1,51 @@
+"""Attention to a paged cache by kernels, in Triton's interpreter, against a gather of the blocks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+CASES = ((1, 1, 1), (3, 2, 7), (2, 2, 16), (4, 1, 20))
+"""Rows, KV heads, and heads that share one."""
+
+
+def test_kernels_attend_as_a_gather_does() -> None:
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "tests.examples.test_serve_paged"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("equal") == len(CASES)
+
+
+def main() -> None:
+    """Compare, with the kernels in the interpreter: it is chosen when they are defined."""
+    import torch
+
+    from examples.serve.attention import Pages, attend
+    from examples.serve.paged import attend as by_kernels
+
+    generator = torch.Generator().manual_seed(0)
+    size, blocks, width = 16, 40, 16
+    for rows, groups, shared in CASES:
+        pool = torch.randn(1 + rows * blocks, size, groups, 2, width, generator=generator)
+        order = torch.randperm(rows * blocks, generator=generator) + 1
+        tables = order.view(rows, blocks)
+        positions = torch.tensor([0, 255, 256, 600][:rows])
+        entries = tables.gather(1, positions[:, None] // size)[:, 0] * size + positions % size
+        query = torch.randn(rows, 1, groups, shared, width, generator=generator)
+        new = torch.randn(rows, 1, groups, 2, width, generator=generator)
+        shut = torch.arange(blocks * size) > positions[:, None]
+        mask = torch.zeros(rows, 1, 1, blocks * size).masked_fill(shut[:, None, None], -torch.inf)
+        pages = Pages((pool,), 0, entries, tables.flatten(), mask, positions)
+        right = attend(query, new, pages, 0, 0.3)
+        mine = by_kernels(query[:, 0], pool, tables.flatten(), positions, 0.3)
+        torch.testing.assert_close(mine.reshape(right.shape), right)
+        print("equal")
+
+
+if __name__ == "__main__":
+    main()
