@@ -72,14 +72,17 @@ def decode(bench: OneGpu) -> None:
         module = subjects[0].module
         bench.report.note("decode", "weights", module.weight_bytes / 2**20, "MiB")
         for subject in subjects:
-            _as_they_are(bench, subject)
-        if bench.wants("engine", 20.0 if bench.is_gpu else 0.0):
-            _engine(bench, sizes, dtype, None)
+            if bench.wants(subject.name("as they are"), 15.0 if bench.is_gpu else 0.0):
+                _as_they_are(bench, subject)
+        if bench.wants("the engine", 30.0 if bench.is_gpu else 0.0):
+            _engine(bench, sizes, dtype, sizes.batches, None)
         order = sorted(subjects, key=lambda subject: abs(subject.batch - 8))
         for subject in order if bench.compiles or bench.is_small else ():
             what = subject.name("compiled")
             if bench.wants(what, bench.compile_seconds(COMPILE_SECONDS)):
                 _compiled(bench, subject)
+        if bench.wants("the fused engine", bench.compile_seconds(COMPILE_SECONDS)):
+            _engine(bench, sizes, dtype, sizes.batches[1:2], bench.fuse)
         del subjects, order, subject
     bench.free()
 
@@ -142,26 +145,29 @@ def _compiled(bench: OneGpu, subject: Subject) -> None:
 # -- the engine ---------------------------------------------------------------------------------
 
 
-def _engine(bench: OneGpu, sizes: Sizes, dtype: torch.dtype, fuse: str | None) -> None:
+def _engine(
+    bench: OneGpu, sizes: Sizes, dtype: torch.dtype, batches: tuple[int, ...], fuse: str | None
+) -> None:
     """The engine of examples/serve, with a paged cache, and its tokens known on the host."""
     table = sizes.context // 16
     options = Options(
         groups=1,
-        batches=sizes.batches,
+        batches=batches,
         chunks=(16,),
-        blocks=1 + table * sizes.batches[-1],
+        blocks=1 + table * batches[-1],
         context=sizes.context,
         widths=(),
         dtype=dtype,
         fuse=fuse,
         draws=False,
     )
-    with bench.timed("the engine"):
+    name = "engine, paged" if fuse is None else "engine, paged, fused"
+    with bench.timed(name):
         engine = start(sizes.config(), options)
     assert engine is not None, "there is one rank"
     arms: dict[str, Run] = {}
-    for batch in sizes.batches:
-        arms[f"B = {batch:2}, engine, paged, a step"] = _Steps(engine, sizes, batch)
+    for batch in batches:
+        arms[f"B = {batch:2}, {name}, a step"] = _Steps(engine, sizes, batch)
     for name, milliseconds in bench.turns(arms, 1).items():
         bench.report.note("decode", name, milliseconds / sizes.inner, "ms")
     engine.close()

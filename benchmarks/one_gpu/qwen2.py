@@ -1,4 +1,4 @@
-"""Qwen2.5-0.5B's shapes with random weights: transformers' model with a static cache, as an actor."""
+"""Qwen2.5-0.5B's shapes with random weights: transformers' model and a static cache, an actor."""
 
 from __future__ import annotations
 

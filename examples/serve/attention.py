@@ -56,9 +56,7 @@ def locate(
     """
     size, dtype, device = pools[0].shape[1], pools[0].dtype, tables.device
     if positions.shape[1] == 1 and paged.is_served(device):
-        return Pages(
-            pools, first, entries.flatten(), tables.flatten(), None, positions.flatten()
-        )
+        return Pages(pools, first, entries.flatten(), tables.flatten(), None, positions.flatten())
     seen = torch.arange(tables.shape[1] * size, device=device)
     shut = torch.full((), -torch.inf, dtype=dtype, device=device)
     mask = torch.where(seen > positions[:, :, None], shut, torch.zeros_like(shut))[:, None]

@@ -41,9 +41,7 @@ def _shape_of(
     return query.new_empty(query.shape)
 
 
-def attend(
-    query: Tensor, pool: Tensor, tables: Tensor, positions: Tensor, scale: float
-) -> Tensor:
+def attend(query: Tensor, pool: Tensor, tables: Tensor, positions: Tensor, scale: float) -> Tensor:
     """Attend to what the rows' blocks hold, up to each row's position.
 
     Args:
@@ -135,7 +133,7 @@ if triton is not None:
         most = tl.full([HEADS], float("-inf"), tl.float32)
         total = tl.zeros([HEADS], tl.float32)
         sums = tl.zeros([HEADS, WIDTH], tl.float32)
-        for part in range(0, PARTS):
+        for part in range(PARTS):
             is_there = (head >= 0) & (part * PART < length)
             place = (at * PARTS + part) * HEADS + head
             its_most = tl.load(state + place * 2, mask=is_there, other=float("-inf"))

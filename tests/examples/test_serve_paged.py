@@ -1,4 +1,4 @@
-"""Attention to a paged cache by kernels, in Triton's interpreter, against a gather of the blocks."""
+"""Attention to a paged cache by kernels, in Triton's interpreter, against a gather of blocks."""
 
 from __future__ import annotations
 
