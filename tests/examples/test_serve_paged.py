@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 CASES = ((1, 1, 1), (3, 2, 7), (2, 2, 16), (4, 1, 20))
 """Rows, KV heads, and heads that share one."""
@@ -21,10 +22,14 @@ def test_kernels_attend_as_a_gather_does() -> None:
     assert done.stdout.count("equal") == len(CASES)
 
 
-def main() -> None:
-    """Compare, with the kernels in the interpreter: it is chosen when they are defined."""
-    import torch
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_kernels_on_a_gpu_attend_as_a_gather_does() -> None:
+    compare("cuda")
 
+
+def compare(device: str) -> None:
+    """Attend by kernels on a device, and by a gather on the host."""
     from examples.serve.attention import Pages, attend
     from examples.serve.paged import attend as by_kernels
 
@@ -42,10 +47,11 @@ def main() -> None:
         mask = torch.zeros(rows, 1, 1, blocks * size).masked_fill(shut[:, None, None], -torch.inf)
         pages = Pages((pool,), 0, entries, tables.flatten(), mask, positions)
         right = attend(query, new, pages, 0, 0.3)
-        mine = by_kernels(query[:, 0], pool, tables.flatten(), positions, 0.3)
-        torch.testing.assert_close(mine.reshape(right.shape), right)
+        there = (each.to(device) for each in (query[:, 0], pool, tables.flatten(), positions))
+        mine = by_kernels(*there, 0.3).cpu()
+        torch.testing.assert_close(mine.reshape(right.shape), right, rtol=1e-4, atol=1e-5)
         print("equal")
 
 
 if __name__ == "__main__":
-    main()
+    compare("cpu")  # in the interpreter, which is chosen when the kernels are defined

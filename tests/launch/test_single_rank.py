@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import cg
 from cg.backends.base import World
+from cg.backends.devices import find
 from cg.launch.config import Config
 from cg.launch.world import devices
 from cg.launch.world import world as worlds
@@ -22,10 +23,26 @@ WIDTH = 8
 EXECUTIONS = 6
 
 
-@pytest.fixture
-def world() -> Iterator[World]:
-    with worlds.use_world(SingleRankWorld(FakeDevice())) as found:
+ON_A_GPU = pytest.param(
+    lambda: find.make("cuda", 0),
+    id="gpu",
+    marks=[
+        pytest.mark.gpu,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    ],
+)
+
+
+@pytest.fixture(params=[pytest.param(FakeDevice, id="fake"), ON_A_GPU])
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    with worlds.use_world(SingleRankWorld(request.param())) as found:
         yield found
+
+
+def check(mine: Tensor | None, right: Tensor | None) -> None:
+    """Both are equal, but for rounding, wherever they are."""
+    assert mine is not None
+    torch.testing.assert_close(mine.cpu(), right)
 
 
 class Layer(nn.Module):
@@ -68,9 +85,9 @@ def test_a_step_is_replayed_and_gives_what_the_module_gives(world: World) -> Non
     step = cg.trace(lambda x: layer.remember(x))
     with torch.no_grad(), step.lower(x_of(0)).compile() as compiled:
         for number in range(EXECUTIONS):
-            torch.testing.assert_close(compiled(x_of(number)), plain.remember(x_of(number)))
+            check(compiled(x_of(number)), plain.remember(x_of(number)))
         assert replays(compiled._runtimes[0].bound[0]) == EXECUTIONS - 2
-    torch.testing.assert_close(layer.local.seen, plain.seen)
+    check(layer.local.seen, plain.seen)
 
 
 def test_a_backward_is_replayed_and_gives_the_gradients_of_autograd(world: World) -> None:
@@ -87,9 +104,9 @@ def test_a_backward_is_replayed_and_gives_the_gradients_of_autograd(world: World
             for module in (layer.local, plain):
                 module.zero_grad(set_to_none=True)
             plain.loss(x_of(number)).backward()
-            torch.testing.assert_close(compiled(x_of(number)), plain.loss(x_of(number)))
+            check(compiled(x_of(number)), plain.loss(x_of(number)))
             for mine, right in zip(layer.local.parameters(), plain.parameters(), strict=True):
-                torch.testing.assert_close(mine.grad, right.grad)
+                check(mine.grad, right.grad)
         assert replays(compiled._runtimes[0].bound[0]) == EXECUTIONS - 2
 
 
@@ -108,7 +125,7 @@ def test_a_driven_graph_with_state_is_replayed(world: World) -> None:
         futures = [graph.execute(x_of(number)) for number in range(EXECUTIONS)]
         for number, future in enumerate(futures):
             before = plain.remember(x_of(number) + before)
-            torch.testing.assert_close(future.result(), before)
+            check(future.result(), before)
         contexts = graph._made.graph.contexts[0]
         instances = [each for context in contexts for each in context.instances]
         assert replays(instances) == EXECUTIONS - 2  # each ends at once, and all are of one context
@@ -128,7 +145,7 @@ def test_a_method_that_raises_is_an_error_of_its_execution_alone(world: World) -
     with step.lower(x_of(0)).compile() as compiled:
         with pytest.raises(cg.RemoteError, match="too much"):
             compiled(x_of(99))
-        assert torch.equal(compiled(x_of(1)), x_of(1))
+        check(compiled(x_of(1)), x_of(1))
 
 
 def test_a_process_that_is_alone_is_one_rank_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
