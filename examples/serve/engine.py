@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 
 import cg
 
-from .families import GptConfig, open_model
+from .families import GptConfig, Model, open_model
 from .model import LENGTH, PROMPT, SLOT, TABLE, TOKEN, Pool, Stage, split
 from .work import Decode, Limits, Prefill, Sampling
 
@@ -47,6 +47,8 @@ class Options:
         seed: of random weights.
         warm: whether all variants run before the engine is ready.
         via: what activations and tokens travel by from stage to stage, as `cg.via` takes it.
+        tp: ranks that hold a stage together, each a part of its heads, of its hidden units and of
+            the vocabulary.
     """
 
     groups: int | None = None
@@ -63,6 +65,7 @@ class Options:
     seed: int = 0
     warm: bool = True
     via: str = "auto"
+    tp: int = 1
 
 
 class Tokens:
@@ -197,10 +200,12 @@ def start(
     """
     options = Options() if options is None else options
     model = open_model(Path(source) if isinstance(source, str) else source, options.seed)
-    ranks = cg.world_size()
+    _check(cg.world_size() % options.tp == 0, f"{cg.world_size()} ranks by {options.tp}")
+    _check(model.groups % options.tp == 0, f"{model.groups} heads of keys by {options.tp}")
+    count = cg.world_size() // options.tp
     context = min(model.context, options.context or model.context)
     limits = Limits(
-        groups=options.groups or ranks,
+        groups=options.groups or count,
         slots=options.batches[-1],
         chunk=min(options.chunks[-1], context),
         blocks=options.blocks,
@@ -209,11 +214,11 @@ def start(
         vocabulary=model.vocabulary,
         eos=model.eos,
     )
-    _check(model.layers >= ranks, f"{model.layers} layers on {ranks} ranks")
+    _check(model.layers >= count, f"{model.layers} layers in {count} stages")
     pool = Pool(limits.blocks, limits.block_size)
     stages = [
-        Stage.on(rank)(model, layers, pool, options.dtype)
-        for rank, layers in enumerate(split(model.layers, ranks))
+        make_stage(model, layers, pool, options, stage)
+        for stage, layers in enumerate(split(model.layers, count))
     ]
     compiling = {"max_inflight": options.in_flight, "fuse": options.fuse, "passes": options.passes}
     decode_examples = list(decode_variants(limits, options))
@@ -229,6 +234,21 @@ def start(
     if options.warm:
         engine.warm()
     return engine
+
+
+def make_stage(
+    model: Model, layers: range, pool: Pool, options: Options, stage: int
+) -> cg.ActorHandle:
+    """A stage on its rank, or cut over its ranks."""
+    tp = options.tp
+    if tp == 1:
+        return Stage.on(stage)(model, layers, pool, options.dtype)
+    mesh = cg.mesh(list(range(stage * tp, (stage + 1) * tp)), tp=tp)
+    rows = cg.cut(0, "tp")
+    ends = {"part.tokens.weight": rows} if layers.start == 0 else {}
+    ends |= {"part.head.weight": rows} if layers.stop == model.layers else {}
+    plan = cg.plan({"pool*": cg.cut(2, "tp"), **model.cuts, **ends})
+    return Stage.on(mesh, plan=plan)(model, layers, pool, options.dtype, packs=False)
 
 
 def decode_step(stages: Sequence[cg.ActorHandle], slots: int, via: str = "auto") -> cg.Step:

@@ -19,7 +19,7 @@ def without_writes(graph: fx.Graph) -> None:
     """Replace them where there is another form, in place."""
     for node in list(graph.nodes):
         view = _VIEWS.get(node.target)
-        form = view or _other_form(node.target)
+        form = view or other_form(node.target)
         first = node.args[0] if node.args else None
         if form is None or not isinstance(first, fx.Node):
             continue
@@ -55,7 +55,7 @@ _VIEWS: Mapping[object, torch._ops.OpOverload] = {
 """Forms of ops that write no memory in place: they change how a tensor regards its own."""
 
 
-def _other_form(target: object) -> torch._ops.OpOverload | None:
+def other_form(target: object) -> torch._ops.OpOverload | None:
     """The op that computes the same as one that writes in place, if that draws nothing."""
     if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
         return None
