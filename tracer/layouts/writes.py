@@ -68,9 +68,11 @@ class StateWrites:
             LayoutError: one is used in several parts.
         """
         for node in reversed(parts):
-            if memory_of(node) not in self._memory or not is_view(node):
+            if memory_of(node) not in self._memory:
                 continue
             used = {parts[user] for user in node.users if user in parts}
+            if not is_view(node):
+                used.add(parts[node])
             if len(used) > 1:
                 raise self._error(node, "is used before and behind an exchange between ranks")
             parts[node] = min(used, default=parts[node])
