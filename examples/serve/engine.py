@@ -97,7 +97,7 @@ class CgEngine:
         self.limits = limits
         self.decode = tuple(decode)
         self.prefill = prefill
-        self._options = options
+        self.options = options
         self._widths = widths(limits, options)
         self._closed = False
 
@@ -117,12 +117,12 @@ class CgEngine:
     def warm(self) -> None:
         """Run each variant in each of its contexts, on trash."""
         for graph, variants in (
-            *((graph, list(decode_variants(self.limits, self._options))) for graph in self.decode),
-            (self.prefill, list(prefill_variants(self.limits, self._options))),
+            *((graph, list(decode_variants(self.limits, self.options))) for graph in self.decode),
+            (self.prefill, list(prefill_variants(self.limits, self.options))),
         ):
             for example in variants:
                 for _ in range(WARM_UPS):
-                    futures = [graph.execute(*example) for _ in range(self._options.in_flight)]
+                    futures = [graph.execute(*example) for _ in range(self.options.in_flight)]
                     for future in futures:
                         future.result()
 
@@ -142,7 +142,7 @@ class CgEngine:
             sampling = row.sampling
             numbers += (row.token, row.position, row.slot, sampling.seed, sampling.top_k, entry)
             numbers += table
-        count = _bucket(self._options.batches, len(rows))
+        count = _bucket(self.options.batches, len(rows))
         numbers += ([0, 0, limits.slots, 0, 0, 0] + [0] * width) * (count - len(rows))
         batch = torch.tensor(numbers).view(count, TABLE + width)
         graph = self.decode[work.group]
@@ -160,7 +160,7 @@ class CgEngine:
         end = work.start + length
         width = _bucket(self._widths, -(-end // limits.block_size))
         table = self._table(work.blocks, end, width)
-        count = _bucket(self._options.chunks, length)
+        count = _bucket(self.options.chunks, length)
         sampling = work.sampling
         numbers = [work.start, length, sampling.seed, sampling.top_k, *work.tokens]
         numbers += [0] * (count - length)

@@ -144,7 +144,7 @@ def test_what_no_part_can_do(method: str, said: str) -> None:
 
 def test_copies_take_no_pieces() -> None:
     actor = on(kind=Copies)
-    with pytest.raises(cg.TraceError, match="would have to be gathered|writes in place"):
+    with pytest.raises(cg.TraceError, match=r"would have to be gathered|writes in place"):
         cg.trace(lambda y: actor.adds_what_is_cut(y)).lower(torch.ones(2, 4))
 
 
