@@ -81,10 +81,9 @@ def test_greedy_tokens_are_those_of_generate(ranks: int, folder: Path, model: An
         assert each.out == generate(model, each.prompt, 12)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_stages_that_are_cut_over_ranks(ranks: int, folder: Path, model: Any) -> None:
-    """Greedy and sampled tokens, by one stage of two ranks and by two of them."""
-    with serving(folder, ranks, replace(FEW, groups=1, tp=2)) as engine:
+def test_a_stage_that_is_cut_over_ranks(folder: Path, model: Any) -> None:
+    """Greedy and sampled tokens."""
+    with serving(folder, 2, replace(FEW, groups=1, tp=2)) as engine:
         assert engine.limits.groups == 1
         requests = random_requests(8, 11, engine.limits)
         Driver(engine, Habits(seed=11, preempting=0.03)).run(requests)
