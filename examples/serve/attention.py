@@ -81,12 +81,13 @@ def attend(query: Tensor, new: Tensor, pages: Pages, layer: int, scale: float) -
     rows, tokens, groups, shared, width = query.shape
     pool = pages.pools[layer - pages.first]
     blocks, size = pool.shape[:2]
-    pool.view(blocks * size, -1).index_copy_(0, pages.entries, new.reshape(rows * tokens, -1))
+    entries = pool.view(blocks * size, groups, 2, width)
+    entries.index_copy_(0, pages.entries, new.reshape(rows * tokens, groups, 2, width))
     if pages.mask is None:
         mixed = torch.ops.cg_paged.attend(query[:, 0], pool, pages.tables, pages.positions, scale)
         return mixed.view(rows, 1, groups * shared * width)
-    held = pool.view(blocks, -1).index_select(0, pages.tables)
-    key, value = held.view(rows, -1, groups, 2, width).transpose(1, 2).unbind(3)
+    held = pool.index_select(0, pages.tables).view(rows, -1, groups, 2, width)
+    key, value = held.transpose(1, 2).unbind(3)
     # Heads that share keys are rows of one product: [rows, groups, tokens * shared, width].
     query = query.transpose(1, 2).reshape(rows, groups, tokens * shared, width)
     mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=pages.mask, scale=scale)

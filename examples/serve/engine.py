@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 
 import cg
 
-from .families import GptConfig, open_model
+from .families import GptConfig, Model, open_model
 from .model import LENGTH, PROMPT, SLOT, TABLE, TOKEN, Pool, Stage, split
 from .work import Decode, Limits, Prefill, Sampling
 
@@ -50,6 +50,8 @@ class Options:
         via: what activations and tokens travel by from stage to stage, as `cg.via` takes it.
         draws: whether decode batches with a temperature are taken; without, half as many variants
             are compiled.
+        tp: ranks that hold a stage together, each a part of its heads, of its hidden units and of
+            the vocabulary.
     """
 
     groups: int | None = None
@@ -67,6 +69,7 @@ class Options:
     warm: bool = True
     via: str = "auto"
     draws: bool = True
+    tp: int = 1
 
 
 class Tokens:
@@ -134,7 +137,7 @@ class CgEngine:
         self._tokens = DeviceTokens if on_device else Tokens
         self.decode = tuple(decode)
         self.prefill = prefill
-        self._options = options
+        self.options = options
         self._widths = widths(limits, options)
         self._closed = False
 
@@ -154,12 +157,12 @@ class CgEngine:
     def warm(self) -> None:
         """Run each variant in each of its contexts, on trash."""
         for graph, variants in (
-            *((graph, list(decode_variants(self.limits, self._options))) for graph in self.decode),
-            (self.prefill, list(prefill_variants(self.limits, self._options))),
+            *((graph, list(decode_variants(self.limits, self.options))) for graph in self.decode),
+            (self.prefill, list(prefill_variants(self.limits, self.options))),
         ):
             for example in variants:
                 for _ in range(WARM_UPS):
-                    futures = [graph.execute(*example) for _ in range(self._options.in_flight)]
+                    futures = [graph.execute(*example) for _ in range(self.options.in_flight)]
                     for future in futures:
                         future.result()
 
@@ -180,7 +183,7 @@ class CgEngine:
             head = (row.token, row.position, row.slot, sampling.seed, sampling.top_k, entry)
             numbers.extend(head)
             numbers.extend(table)
-        count = _bucket(self._options.batches, len(rows))
+        count = _bucket(self.options.batches, len(rows))
         numbers.extend(([0, 0, limits.slots, 0, 0, 0] + [0] * width) * (count - len(rows)))
         batch = torch.frombuffer(numbers, dtype=torch.int64).view(count, TABLE + width)
         if self._is_on_device:
@@ -188,7 +191,7 @@ class CgEngine:
         graph = self.decode[work.group]
         if all(row.sampling.temperature == 0 for row in rows):
             return self._tokens(graph.execute(batch, None), len(rows))
-        _check(self._options.draws, "a temperature, and it is to draw nothing")
+        _check(self.options.draws, "a temperature, and it is to draw nothing")
         samplings = [row.sampling for row in rows] + [Sampling()] * (count - len(rows))
         return self._tokens(graph.execute(batch, _controls(samplings)), len(rows))
 
@@ -201,7 +204,7 @@ class CgEngine:
         end = work.start + length
         width = _bucket(self._widths, -(-end // limits.block_size))
         table = self._table(work.blocks, end, width)
-        count = _bucket(self._options.chunks, length)
+        count = _bucket(self.options.chunks, length)
         sampling = work.sampling
         numbers = [work.start, length, sampling.seed, sampling.top_k, *work.tokens]
         numbers += [0] * (count - length)
@@ -241,10 +244,12 @@ def start(
     """
     options = Options() if options is None else options
     model = open_model(Path(source) if isinstance(source, str) else source, options.seed)
-    ranks = cg.world_size()
+    _check(cg.world_size() % options.tp == 0, f"{cg.world_size()} ranks by {options.tp}")
+    _check(model.groups % options.tp == 0, f"{model.groups} heads of keys by {options.tp}")
+    count = cg.world_size() // options.tp
     context = min(model.context, options.context or model.context)
     limits = Limits(
-        groups=options.groups or ranks,
+        groups=options.groups or count,
         slots=options.batches[-1],
         chunk=min(options.chunks[-1], context),
         blocks=options.blocks,
@@ -253,11 +258,11 @@ def start(
         vocabulary=model.vocabulary,
         eos=model.eos,
     )
-    _check(model.layers >= ranks, f"{model.layers} layers on {ranks} ranks")
+    _check(model.layers >= count, f"{model.layers} layers in {count} stages")
     pool = Pool(limits.blocks, limits.block_size)
     stages = [
-        Stage.on(rank)(model, layers, pool, options.dtype)
-        for rank, layers in enumerate(split(model.layers, ranks))
+        make_stage(model, layers, pool, options, stage)
+        for stage, layers in enumerate(split(model.layers, count))
     ]
     compiling = {"max_inflight": options.in_flight, "fuse": options.fuse, "passes": options.passes}
     decode_examples = list(decode_variants(limits, options))
@@ -274,6 +279,21 @@ def start(
     if options.warm:
         engine.warm()
     return engine
+
+
+def make_stage(
+    model: Model, layers: range, pool: Pool, options: Options, stage: int
+) -> cg.ActorHandle:
+    """A stage on its rank, or cut over its ranks."""
+    tp = options.tp
+    if tp == 1:
+        return Stage.on(stage)(model, layers, pool, options.dtype)
+    mesh = cg.mesh(list(range(stage * tp, (stage + 1) * tp)), tp=tp)
+    rows = cg.cut(0, "tp")
+    ends = {"part.tokens.weight": rows} if layers.start == 0 else {}
+    ends |= {"part.head.weight": rows} if layers.stop == model.layers else {}
+    plan = cg.plan({"pool*": cg.cut(2, "tp"), **model.cuts, **ends})
+    return Stage.on(mesh, plan=plan)(model, layers, pool, options.dtype, packs=False)
 
 
 def decode_step(stages: Sequence[cg.ActorHandle], slots: int, via: str = "auto") -> cg.Step:

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 (its usual name)
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
+import cg
+
 from .attention import Pages, attend
 from .layers import FIXED_TURNS, RmsNorm, merge, turns
-from .projections import project
 
 
 class Part(Protocol):
@@ -53,6 +54,7 @@ class Model:
         vocabulary: the number of tokens.
         eos: the tokens that end a sequence.
         build: makes the part with these layers, with its weights.
+        cuts: how ranks that hold some layers together share them, by paths of tensors.
     """
 
     layers: int
@@ -64,6 +66,7 @@ class Model:
     vocabulary: int
     eos: tuple[int, ...]
     build: Callable[[range, torch.dtype], nn.Module]
+    cuts: Mapping[str, Any]
 
 
 def open_model(source: Path | PretrainedConfig | GptConfig, seed: int = 0) -> Model:
@@ -206,7 +209,6 @@ class DecoderPart(nn.Module):
             merge(layer)
         if hasattr(self, "norm"):
             self.norm = RmsNorm(self.norm)
-        project(self)
 
     def run(self, hidden: Tensor, positions: Tensor, pages: Pages) -> Tensor:
         turns = self.turns.index_select(0, positions.flatten())
@@ -250,6 +252,11 @@ def _hugging_face(config: PretrainedConfig, weights: Weights) -> Model:
         vocabulary=config.vocab_size,
         eos=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
         build=build,
+        cuts={
+            "*.qkv.*": cg.cut(0, "tp"),
+            "*.gate_up.*": cg.cut(0, "tp", blocks=2),
+            "*.o_proj.weight|*.down_proj.weight": cg.cut(1, "tp"),
+        },
     )
 
 
@@ -344,7 +351,6 @@ def _gpt(config: GptConfig, weights: Weights) -> Model:
         with torch.device("meta"):
             part = GptPart(config, layers)
         _fill(part, {name: name for name, _ in part.named_parameters()}, weights, dtype)
-        project(part)
         return part
 
     return Model(
@@ -357,6 +363,11 @@ def _gpt(config: GptConfig, weights: Weights) -> Model:
         vocabulary=config.vocabulary,
         eos=(),
         build=build,
+        cuts={
+            "*.qkv.*": cg.cut(0, "tp", blocks=3),
+            "*.up.*": cg.cut(0, "tp"),
+            "*.out.weight|*.down.weight": cg.cut(1, "tp"),
+        },
     )
 
 

@@ -12,6 +12,7 @@ import cg
 
 from .attention import locate
 from .families import Model
+from .projections import project
 from .sampling import draw, greedy
 
 # Columns of a decode batch: int64 [rows, TABLE + blocks of a row]. An entry is where in the pools
@@ -53,13 +54,17 @@ class Stage(nn.Module):
     The first stage takes ids, and the last gives a token for each row, int64 [rows].
     """
 
-    def __init__(self, model: Model, layers: range, pool: Pool, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: Model, layers: range, pool: Pool, dtype: torch.dtype, packs: bool = True
+    ) -> None:
         super().__init__()
         self.is_first = layers.start == 0
         self.is_last = layers.stop == model.layers
         self.first = layers.start
         self.shared = model.heads // model.groups
         self.part = model.build(layers, dtype)
+        if packs:
+            project(self.part)
         shape = (pool.blocks, pool.size, model.groups, 2, model.width)
         self.count = len(layers)
         for index in range(self.count):
@@ -77,7 +82,7 @@ class Stage(nn.Module):
         hidden = self._layers(x, positions, entries, batch[:, TABLE:])
         if not self.is_last:
             return hidden
-        logits = self.part.logits(hidden[:, 0])
+        logits = self._logits(hidden[:, 0])
         if controls is None:
             return greedy(logits)
         seeds, top_k = batch[:, SEED], batch[:, TOP_K]
@@ -103,10 +108,14 @@ class Stage(nn.Module):
             return hidden
         # A device tries graphs out with zeros, and a wrong index ends the process there.
         last = (length - 1).clamp(min=0)[:, :, None].expand(-1, -1, hidden.shape[-1])
-        logits = self.part.logits(hidden.gather(1, last)[:, 0])
+        logits = self._logits(hidden.gather(1, last)[:, 0])
         seeds, top_k = chunk[:, CHUNK_SEED], chunk[:, CHUNK_TOP_K]
         at = (start + length)[:, 0]
         return draw(logits, at, seeds, controls[:, TEMPERATURE], top_k, controls[:, TOP_P])
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """The logits of the whole vocabulary, of which each rank computes a part."""
+        return cg.layout(self.part.logits(hidden), cg.whole)
 
     def _layers(self, x: Tensor, positions: Tensor, entries: Tensor, tables: Tensor) -> Tensor:
         pools = tuple(getattr(self, f"pool{index}") for index in range(self.count))

@@ -19,14 +19,13 @@ _LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 
 def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     packed: Tensor = weight.packed  # type: ignore[attr-defined]
-    return _linear(x, packed, bias, "none", [], "")
+    return torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
 
 
 def _shape_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
-_linear = torch.ops.mkldnn._linear_pointwise.default._op
 _LIBRARY.impl("linear", _by_onednn, "CPU")
 _LIBRARY.impl("linear", _shape_of, "Meta")
 
