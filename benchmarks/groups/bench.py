@@ -1,4 +1,4 @@
-"""What all sections share: the device, options, and how arms are timed in turns."""
+"""The device, options, and the timing of arms in turns, which all sections share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What cannot be done with actors on meshes is an error that names the user's line."""
+"""Errors of actors on meshes name the user's line."""
 
 from __future__ import annotations
 

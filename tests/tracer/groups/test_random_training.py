@@ -81,7 +81,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Case:
-    """What is drawn.
+    """A training that was drawn.
 
     Attributes:
         layers: of the chain.
