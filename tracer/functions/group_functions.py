@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
@@ -22,7 +22,7 @@ from ...ir.ops import Transfer as TransferOp
 from ...ir.types import DType, TensorType, UnitType
 from ..actors.actor_state import StateTensor
 from ..autodiff.subgraphs import Gradient, Piece, fake_of, memory_of
-from ..codegen.codegen import make_body, returning_unit
+from ..codegen.codegen import Source, make_body, returning_unit, write_source
 from ..groups.stored import Gather, Reduce, Stored
 from ..layouts.cases import LayoutError
 from ..layouts.cuts import unmerged
@@ -143,13 +143,17 @@ class Maker:
     def _part(self, index: int, plan: _PartPlan) -> TracedPart:
         bodies: dict[int, Body] = {}
         name = f"{self.name}.part{index}"
-        flops = None
-        for rank in self.state:
-            piece = plan.piece(rank, self.section.state, self.state[rank], self.owner)
-            flops = count_flops(piece.graph) if flops is None else flops
+        pieces: dict[int, tuple[Piece, Source]] = {}
+        for rank, own in self.state.items():
+            which = plan.graph_of(rank)
+            if which not in pieces:
+                piece = plan.piece(rank, self.section.state, own, self.owner)
+                pieces[which] = piece, write_source(piece)
             if rank in self.played:
-                body = make_body(piece, name)
+                piece, source = pieces[which]
+                body = make_body(_on(piece, own), name, source)
                 bodies[rank] = body if plan.returned else body.wrapped(returning_unit)
+        first, _ = next(iter(pieces.values()))
         touches = plan.gradients or plan.reads(self.section.state)
         function = Function(
             name,
@@ -159,7 +163,7 @@ class Maker:
             actor=self.actor,
             random=plan.is_random,
             loc=self.loc,
-            flops=flops or NO_FLOPS,
+            flops=count_flops(first.graph),
         )
         return TracedPart(function, RankBodies.of(bodies) if bodies else None)
 
@@ -218,6 +222,10 @@ class _PartPlan:
         """The state that it reads."""
         return tuple(version for version in self.versions if version in state)
 
+    def graph_of(self, rank: int) -> int:
+        """The index of a rank's graph; ranks with the same one run the same piece."""
+        return 0 if self.part is None else self.part.bodies.of_rank[rank]
+
     def piece(
         self,
         rank: int,
@@ -261,6 +269,12 @@ class _PartPlan:
             state_outputs=(),
             locations=builder.locations,
         )
+
+
+def _on(piece: Piece, own: Mapping[str, StateTensor]) -> Piece:
+    """The piece for a rank that has these tensors, by path."""
+    gradients = tuple(replace(g, tensor=own[g.tensor.path]) for g in piece.gradients)
+    return replace(piece, state=tuple(own[t.path] for t in piece.state), gradients=gradients)
 
 
 class _PieceBuilder:
