@@ -137,7 +137,9 @@ class Maker:
             left = [pair for pair in left if pair not in gradients]
             returned = tuple(version for version in part.outputs if version in wanted)
             yield _PartPlan(part, returned, gradients)
-        if left:  # those that are exchanged, or that are values of others
+        parts = section.partition.parts
+        is_idle = not (section.gives or section.gradients or any(part.nodes for part in parts))
+        if left or is_idle:  # gradients that are exchanged, or values of others; or nothing at all
             yield _PartPlan(None, (), left)
 
     def _part(self, index: int, plan: _PartPlan) -> TracedPart:
@@ -192,7 +194,7 @@ class Maker:
 
 @dataclass(frozen=True)
 class _PartPlan:
-    """A part, what it returns, and what it adds to gradients; None: it does only that."""
+    """A part, what it returns, and what it adds to gradients; None: it does that at most."""
 
     part: Part | None
     returned: tuple[Version, ...]
@@ -200,7 +202,7 @@ class _PartPlan:
 
     @property
     def is_needed(self) -> bool:
-        return bool(self.returned or self.gradients or (self.part and self.part.nodes))
+        return self.part is None or bool(self.returned or self.gradients or self.part.nodes)
 
     @property
     def is_random(self) -> bool:
@@ -406,7 +408,7 @@ class _Writer:
         """The program; one that gives nothing returns a unit."""
         values = tuple([self._values[version] for version in gives])
         if not values:
-            assert self._done is not None, "a function that gives nothing accumulates gradients"
+            assert self._done is not None, "a function that gives nothing calls another that does"
             values = (self._done,)
         self._ops.append(Return(values, ()))
         return Program(name, list(self._params), list(self._ops))
