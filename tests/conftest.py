@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -91,6 +92,17 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(700, 10, 100)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how many cases searches have drawn that count them, by `record_property`."""
+    counts: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport) and report.when == "call":
+                counts.update({what: n for what, n in report.user_properties if type(n) is int})
+    for what, count in counts.items():
+        terminalreporter.write_line(f"{count:,} {what}")
 
 
 def starts_jobs(nodeid: str) -> bool:
