@@ -64,6 +64,8 @@ OF_ATTENTION: Mapping[str, Mapping[str, Sharding]] = {
     "two axes of rows": {ALL: cg.cut(0, "dp", "tp")},
     "all whole": {ALL: cg.whole},
 }
+LINES = ("zb-h1", "zb-h2")
+"""Schedules that want the stages of a rank side by side."""
 GRIDS = [(1, 1), (1, 2), (2, 1), (3, 1), (1, 3), (2, 2), (3, 2)]
 
 
@@ -175,12 +177,14 @@ def cases(draw: st.DrawFn) -> Case:
     """Chains of up to four layers; attention is the first one, or its numbers would grow."""
     first = draw(st.sampled_from([None, *cg.schedules.names()]))
     homes = HOMES.get(first or "", tuple(range(draw(st.integers(1, 3)))))
+    where = draw(places(max(homes) + 1, first in HOMES))
     names: list[str | None] = [None]  # where there is no pipeline
     if first in HOMES:
         names = [name for name, others in HOMES.items() if others == homes]
     elif len(homes) > 1:
         names = [None, *(name for name in cg.schedules.names() if name not in HOMES)]
-    where = draw(places(max(homes) + 1, first in HOMES))
+        if len(where) == 3 and where[0].ranks[0] == where[2].ranks[0] != where[1].ranks[0]:
+            names = [name for name in names if name not in LINES]
     chosen = [draw(layers(where[home], not i)) for i, home in enumerate(homes)]
     has_attention = chosen[0].cls is Attention
     is_stored = any(each.is_stored and dict(each.place.grid)["dp"] > 1 for each in chosen)
