@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -64,3 +64,70 @@ def test_methods_that_give_no_tensor(store: Any) -> None:
     h, gone, sizes, number = step(X)
     torch.testing.assert_close(h, plain.forward(X).detach())
     assert (gone, sizes, number) == ((None, None, None), plain.sizes(X), 6)
+
+
+@cg.actor
+class Writer(nn.Module):
+    """Writes in place to what it has computed: a sum over ranks, where `a` is cut along columns."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.a = nn.Linear(6, 4)
+        self.b = nn.Linear(4, 6)
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        WRITES[self.kind](h)
+        return self.b(h)
+
+    def stepped(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        above = h.detach().clone()
+        above.gt_(0)  # ones and zeros, and no booleans
+        whole = (10 * h.detach()).int()
+        whole //= 3
+        return self.b(h * above * whole)
+
+    def asked(self, x: Tensor) -> Tensor:
+        h = cg.layout(self.a(x), cg.cut(0, "dp")).relu()
+        return self.b(torch.where(h > h.mean(), h.exp(), h.clamp(-1, 1)))
+
+
+WRITES: dict[str, Callable[[Tensor], Tensor]] = {
+    "a power": lambda h: h.pow_(2),
+    "a power by entry": lambda h: h.abs_().pow_(torch.full((4,), 2.0)),
+    "a product with float64": lambda h: h.mul_(torch.full(h.shape, 0.3, dtype=torch.float64)),
+    "a clamp": lambda h: h.add_(1).clamp_(0.1, 0.7),
+    "a sum": lambda h: h.sub_(0.5).mul_(3),
+}
+PLANS = {
+    "columns": {"a.weight": cg.cut(1, "tp")},
+    "rows": {"a.*": cg.cut(0, "tp"), "b.weight": cg.cut(1, "tp")},
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("method", ["forward", "stepped", "asked"])
+def test_sums_over_ranks_are_reduced_where_an_op_is_not_linear(method: str, plan: str) -> None:
+    for kind in WRITES if method == "forward" else ["a sum"]:
+        shardings = {f"{method}(x)": ROWS, **PLANS[plan]}
+        actor = Writer.on(cg.mesh(dp=2, tp=2), plan=shardings)(kind)  # type: ignore[attr-defined]
+        plain = Writer(kind)
+
+        def step(writer: Any, x: Tensor, method: str = method) -> Any:
+            made = getattr(writer, method)(x)
+            loss = made.square().sum()
+            if isinstance(writer, Writer):
+                loss.backward()
+            else:
+                cg.backward(loss)
+            return made, loss
+
+        found = cg.trace(lambda x, step=step, actor=actor: step(actor, x))(X)
+        made, loss = step(plain, X)
+        torch.testing.assert_close(found, (made.detach(), loss.detach()))
+        grad = plain.b.bias.grad
+        for piece in actor.instances.values():
+            torch.testing.assert_close(piece.b.bias.grad, grad)

@@ -43,6 +43,8 @@ from .training import (
     step_of,
 )
 
+pytestmark = pytest.mark.timeout(900)
+
 WORLD = 6
 ALL = "forward(x)|loss(h)|loss(y)"
 OF_AN_MLP: Mapping[str, Mapping[str, Sharding]] = {
@@ -206,14 +208,14 @@ def _world() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("shard", shards(4))
+@pytest.mark.parametrize("shard", shards(10))
 def test_random_chains_train_exactly(
     shard: int, record_property: Callable[[str, object], None]
 ) -> None:
     """Outputs, all gradients, and parameters after each of three updates."""
     done = 0
 
-    @of_shard(shard, 36)
+    @of_shard(shard, 12)
     @given(case=cases())
     def search(case: Case) -> None:
         nonlocal done
