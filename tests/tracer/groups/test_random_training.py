@@ -1,6 +1,6 @@
 """Random chains of layers on random meshes train exactly as they do in one process.
 
-A chain is traced once, and trained by up to three programs that are compiled of the trace: under
+A chain is traced once, and trained by up to five programs that are compiled of the trace: under
 other schedules, or with parameters gathered for other times. Each of these is a training of its
 own, from the first numbers on: three steps, of which outputs, all gradients and all parameters are
 compared. A run says how many trainings there were.
@@ -66,6 +66,8 @@ OF_ATTENTION: Mapping[str, Mapping[str, Sharding]] = {
     "two axes of rows": {ALL: cg.cut(0, "dp", "tp")},
     "all whole": {ALL: cg.whole},
 }
+MOST = 5
+"""Orders of a chain."""
 LINES = ("zb-h1", "zb-h2")
 """Schedules that want the stages of a rank side by side."""
 GRIDS = [(1, 1), (1, 2), (2, 1), (3, 1), (1, 3), (2, 2), (3, 2)]
@@ -163,14 +165,14 @@ def places(draw: st.DrawFn, count: int, are_apart: bool) -> list[Mesh]:
 
 @st.composite
 def orders(draw: st.DrawFn, schedules: Sequence[str | None], is_stored: bool) -> tuple[Order, ...]:
-    """Up to three orders, each of which makes another program."""
+    """Up to `MOST` orders, each of which makes another program."""
     each = st.builds(
         Order,
         st.sampled_from(schedules),
         st.sampled_from(["step", "task"]) if is_stored else st.none(),
         st.integers(0, 3) if is_stored else st.just(0),
     )
-    most = min(3, len(schedules) * (8 if is_stored else 1))
+    most = min(MOST, len(schedules) * (8 if is_stored else 1))
     return tuple(draw(st.lists(each, min_size=most, max_size=most, unique=True)))
 
 
@@ -215,7 +217,7 @@ def test_random_chains_train_exactly(
     """Outputs, all gradients, and parameters after each of three updates."""
     done = 0
 
-    @of_shard(shard, 12)
+    @of_shard(shard, 10)
     @given(case=cases())
     def search(case: Case) -> None:
         nonlocal done
