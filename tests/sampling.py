@@ -4,7 +4,7 @@
 shards, each a test that draws others, so that `--numprocesses` shares them out. Ten thousand
 trainings of random chains of layers on meshes, on all cores:
 
-    OMP_NUM_THREADS=1 pytest tests/tracer/groups/test_random_training.py --times 30 -n auto
+    OMP_NUM_THREADS=1 pytest tests/tracer/groups/test_random_training.py --times 34 -n auto
 """
 
 from __future__ import annotations

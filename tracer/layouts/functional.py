@@ -88,7 +88,8 @@ def _other_form(target: object) -> torch._ops.OpOverload | None:
     packet = getattr(_ATEN, name.removesuffix("_"), None)
     if not isinstance(packet, torch._ops.OpOverloadPacket):
         return None
-    forms = (getattr(packet, overload) for overload in packet.overloads())
+    names = packet.overloads()  # type: ignore[no-untyped-call]
+    forms = (getattr(packet, overload) for overload in names)
     return next((form for form in forms if _takes(form) == _takes(target)), None)
 
 

@@ -158,12 +158,12 @@ class Session:
         before, self.paused = self.paused, why
         recorder = self.recorder if _innermost_mode() is self.recorder else None
         if recorder is not None:
-            recorder.__exit__(None, None, None)
+            recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
             if recorder is not None:
-                recorder.__enter__()
+                recorder.__enter__()  # type: ignore[no-untyped-call]
             self.paused = before
 
     def emit(self, op: O) -> O:

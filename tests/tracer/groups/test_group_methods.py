@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import cg
 from cg.backends.virtual.world import VirtualWorld
 from cg.launch.world.world import use_world
+from cg.tracer.methods import joint
 
 ROWS = cg.cut(0, "dp")
 X = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
@@ -131,3 +132,72 @@ def test_sums_over_ranks_are_reduced_where_an_op_is_not_linear(method: str, plan
         grad = plain.b.bias.grad
         for piece in actor.instances.values():
             torch.testing.assert_close(piece.b.bias.grad, grad)
+
+
+@cg.actor
+class Scaled(nn.Module):
+    """Alike those with the same factor, on whatever mesh."""
+
+    def __init__(self, seed: int, factor: float) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.weight = nn.Parameter(torch.randn(6, 6, dtype=torch.float64))
+        self.register_buffer("shift", torch.full((6,), float(seed), dtype=torch.float64))
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.weight.t()).tanh() * self.factor + self.shift
+
+
+def test_alike_actors_on_meshes_share_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    count = 0
+    trace = joint._Run.trace
+
+    def counted(run: joint._Run) -> joint.Joint:
+        nonlocal count
+        count += 1
+        return trace(run)
+
+    monkeypatch.setattr(joint._Run, "trace", counted)
+    made = [(0, 2.0), (1, 2.0), (2, 2.0), (3, 2.0), (4, 0.5)]
+    grids: list[dict[str, int]] = [{"dp": 2, "tp": 2}, {"dp": 2, "tp": 1}, {"dp": 1, "tp": 3}]
+    places = [cg.mesh(**grid) for grid in (*grids, {"dp": 2}, {"dp": 4})]
+    plans = [
+        {"forward(x)": ROWS, "weight|shift": cg.cut(0, "tp")},
+        {"forward(x)": cg.cut(1, "dp"), "weight": cg.cut(1, "dp")},
+        {"forward(x)": cg.cut(0, "tp")},
+        {"forward(x)": ROWS},
+        {"forward(x)": cg.cut(1, "dp"), "weight": cg.cut(1, "dp")},
+    ]
+    actors = [
+        Scaled.on(place, plan=plan)(*args)  # type: ignore[attr-defined]
+        for place, plan, args in zip(places, plans, made, strict=True)
+    ]
+    plain = [Scaled(*args) for args in made]
+
+    @cg.trace
+    def step(x: Tensor) -> Tensor:
+        for actor in actors:
+            x = actor.forward(x)
+        loss = x.square().sum()
+        cg.backward(loss)
+        return loss
+
+    x = X.double()
+    for layer in plain:
+        x = layer.forward(x)
+    loss = x.square().sum()
+    loss.backward()
+    torch.testing.assert_close(step(X.double()), loss.detach())
+    for actor, layer in zip(actors, plain, strict=True):
+        for rank, piece in actor.instances.items():
+            logical = actor._group.logical["weight"]
+            whole = layer.weight.grad
+            if logical.layout is not None:
+                region = logical.layout.region(logical.shape, actor.place.position(rank))
+                (rows,), (columns,) = region
+                whole = whole[slice(*rows), slice(*columns)]
+            torch.testing.assert_close(piece.weight.grad, whole)
+    # The forward, and that with its backward: of the first actor, whose input needs no gradient, of
+    # the three that are alike, and of the last; and of the square and the sum of the step.
+    assert count == 2 * (3 + 2)
