@@ -90,6 +90,27 @@ def test_a_list_schedule_starts_its_tasks_when_play_does(
         assert max(listed.spans(problem)) == pytest.approx(timeline.makespan)
 
 
+@examples(100)
+@given(problems(), st.randoms(use_true_random=False))
+def test_only_schedules_that_are_too_long_are_given_up(
+    drawn: tuple[Problem, Costs], random: Random
+) -> None:
+    problem, _ = drawn
+    urgency = [
+        [random.random() for _ in range(problem.microbatches)] for _ in range(3 * problem.parts)
+    ]
+    rule = Rule(urgency, (0.5, 0.0, 0.5))
+    listed = list_schedule(problem, rule)
+    if listed is None:
+        return
+    span = max(listed.spans(problem))
+    assert list_schedule(problem, rule, span) == listed
+    shorter = list_schedule(problem, rule, 0.9 * span)
+    idle = span - max(problem.microbatches * problem.work(r) for r in range(problem.ranks))
+    if idle > 1e-6:
+        assert shorter is None
+
+
 def shortest(p: int, m: int, costs: Costs, memory: int) -> float:
     """The makespan of the best order of a line of stages, by trying them all."""
     problem = Problem.of(Pipeline(tuple(range(p)), m), costs, memory)
@@ -199,6 +220,25 @@ def test_random_settings_are_close_to_the_bound() -> None:
         gaps.append(found.gap)
     assert max(gaps) <= 0.03
     assert sum(gap <= 0.01 for gap in gaps) >= 0.9 * len(gaps) - 1
+
+
+def test_in_the_memory_of_1f1b_nothing_is_longer_than_by_the_heuristic() -> None:
+    """Recorded makespans of the best of the zero-bubble heuristic's options, as it was."""
+    rows = [
+        row
+        for row in recorded()["random"]
+        if row["before"] and row["setting"]["memory"] == row["setting"]["ranks"]
+    ]
+    rows = [row for row in rows if row["makespan"] > row["bound"] * (1 + 1e-6)]
+    rows.sort(key=lambda row: row["search_s"])
+    for row in rows[: 6 * scale() ** 2]:
+        setting = row["setting"]
+        line = tuple(range(setting["ranks"]))
+        rest = line[::-1] if setting["layout"] == "vee" else line
+        ranks = line + rest * (setting["chunks"] - 1)
+        costs = Costs(*(setting[name] for name in ("tf", "tb", "tw", "tcomm"))).shared(ranks)
+        found = best(Pipeline(ranks, setting["microbatches"]), setting["memory"], costs)
+        assert found.makespan <= row["before"] * (1 + 1e-6), row
 
 
 @pytest.mark.parametrize("ranks", [(0, 1, 2), (0, 1, 2, 2, 1, 0)])

@@ -18,7 +18,7 @@ from .bound import MOST_TASKS, find_windows, lower_bound
 from .improve import Search, Start, Trial, Urgency, following
 from .known_orders import known_orders
 from .list_scheduling import Listed, list_schedule
-from .policies import SEEDS, Policy
+from .policies import BACKWARDS_FIRST, SEEDS, Policy
 from .problem import ROUNDING, Problem
 from .stretch import CUTS, PATIENCES, STEP, fewer_microbatches, stretched
 
@@ -161,7 +161,8 @@ class _Finder:
             urgency = _urgency(small, self._play(small, order))
             starts.append((following(0.5), urgency))
         search = Search(small, windows, least, self.random, self._budget(small, 1.0))
-        trials = _distinct(search.run(starts))
+        others = _others(starts) if is_whole else []
+        trials = _distinct(search.run(starts, others))
         self.trials += search.count
         if is_whole:
             self._keep(problem, trials)
@@ -200,7 +201,7 @@ class _Finder:
         starts += [(policy, None) for policy in dict.fromkeys([*policies[:2], *firsts[:5]])]
         windows, budget = find_windows(problem), self._budget(problem, 0.3)
         search = Search(problem, windows, bound, self.random, budget)
-        self._keep(problem, _distinct(search.run(starts)))
+        self._keep(problem, _distinct(search.run(starts, _others(starts))))
         self.trials += search.count
 
     def _keep(self, problem: Problem, trials: Sequence[Trial]) -> None:
@@ -264,6 +265,12 @@ class _Finder:
     def _backward(self, part: int) -> list[int]:
         n = self.problem.parts
         return [n + part, 2 * n + part] if self.problem.split else [n + part]
+
+
+def _others(starts: Sequence[Start]) -> list[Policy]:
+    """The policies of the zero-bubble heuristic that a search does not begin with."""
+    begun = {policy for policy, boosts in starts if boosts is None}
+    return [policy for policy in BACKWARDS_FIRST if policy not in begun]
 
 
 def _distinct(trials: Sequence[Trial]) -> list[Trial]:

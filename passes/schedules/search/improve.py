@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -79,9 +80,16 @@ class Search:
         self.random = random
         self.goes_on = goes_on
         self.count = 0
+        self._unpaid = 0
 
-    def run(self, starts: Iterable[Start]) -> list[Trial]:
-        """The best trials, best first; none if nothing to begin with gives an order."""
+    def run(self, starts: Iterable[Start], others: Iterable[Policy] = ()) -> list[Trial]:
+        """The best trials, best first; none if nothing to begin with gives an order.
+
+        Args:
+            starts: what the search begins with.
+            others: policies that count only where they are shorter than all starts. They are not
+                counted against the number of trials, since most are soon given up.
+        """
         found: list[Trial] = []
         for policy, boosts in starts:
             trial = self.attempt(policy, boosts)
@@ -89,11 +97,19 @@ class Search:
                 found.append(trial)
                 if self._is_best(trial):
                     break
-            if found and not self.goes_on(self.count):
+            if found and not self._goes_on():
                 break
         found.sort(key=_quality)
+        for policy in others:
+            if (found and self._is_best(found[0])) or not self._goes_on():
+                break
+            self._unpaid += 1
+            trial = self.attempt(policy, None, found[0] if found else None)
+            if trial is not None:
+                found.append(trial)
+                found.sort(key=_quality)
         tops = self._kinds(found)
-        while tops and self.goes_on(self.count) and not self._is_best(tops[0]):
+        while tops and self._goes_on() and not self._is_best(tops[0]):
             at = 0 if self.random.random() < 0.7 else self.random.randrange(len(tops))
             moved = self._move(tops[at])
             if moved is not None and moved.beats(tops[at]):
@@ -101,8 +117,10 @@ class Search:
                 tops.sort(key=_quality)
         return sorted([*tops, *found], key=_quality)
 
-    def attempt(self, policy: Policy, boosts: Urgency | None) -> Trial | None:
-        """A list schedule; None if the policy gives no order."""
+    def attempt(
+        self, policy: Policy, boosts: Urgency | None, known: Trial | None = None
+    ) -> Trial | None:
+        """A list schedule; None if the policy gives no order, or one longer than a known one."""
         self.count += 1
         urgency = policy.urgency(self.problem, self.windows)
         if boosts is not None:
@@ -110,12 +128,16 @@ class Search:
                 [a + b for a, b in zip(lane, more, strict=True)]
                 for lane, more in zip(urgency, boosts, strict=True)
             ]
-        listed = list_schedule(self.problem, policy.rule(self.problem, urgency))
+        longest = math.inf if known is None else known.span
+        listed = list_schedule(self.problem, policy.rule(self.problem, urgency), longest)
         if listed is None:
             return None
         spans = listed.spans(self.problem)
         excess = sum(span - self.bound for span in spans if span > self.bound)
         return Trial(max(spans), excess, policy, boosts, listed)
+
+    def _goes_on(self) -> bool:
+        return self.goes_on(self.count - self._unpaid)
 
     def _is_best(self, trial: Trial) -> bool:
         return trial.span <= self.bound * (1.0 + 1e-6)
@@ -129,9 +151,9 @@ class Search:
 
     def _move(self, trial: Trial) -> Trial | None:
         if self.random.random() < 0.4:
-            return self.attempt(trial.policy.varied(self.random), trial.boosts)
+            return self.attempt(trial.policy.varied(self.random), trial.boosts, trial)
         boosts = self._boosted(trial)
-        return None if boosts is None else self.attempt(trial.policy, boosts)
+        return None if boosts is None else self.attempt(trial.policy, boosts, trial)
 
     def _boosted(self, trial: Trial) -> Urgency | None:
         """Make urgent a task that could have filled idle time, with all that it needs.

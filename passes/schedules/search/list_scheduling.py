@@ -46,7 +46,7 @@ class Listed:
         ]
 
 
-def list_schedule(problem: Problem, rule: Rule) -> Listed | None:
+def list_schedule(problem: Problem, rule: Rule, longest: float = _NEVER) -> Listed | None:
     """Run all tasks in order of time, each rank the most urgent one that it can.
 
     All times and all memory are known as in the real run, so the result never holds more than it
@@ -54,8 +54,14 @@ def list_schedule(problem: Problem, rule: Rule) -> Listed | None:
     microbatch that has come furthest can always go on. An F that finds no room lends its urgency
     to W, which makes room.
 
+    Args:
+        problem: what has to be ordered.
+        rule: what a free rank runs.
+        longest: the longest span that is of use.
+
     Returns:
-        The lanes of all ranks; None if the ranks come to wait for memory for ever.
+        The lanes of all ranks; None if the ranks come to wait for memory for ever, or as soon as
+        what a rank has left to do is sure to make its span longer.
 
     Source: list scheduling, Graham 1966; with tails as urgency it is the rule of Schrage, see
     Carlier, The one-machine sequencing problem, 1982.
@@ -84,6 +90,9 @@ def list_schedule(problem: Problem, rule: Rule) -> Listed | None:
     events = [(0.0, rank) for rank in range(problem.ranks)]
     heapify(events)
     last = n - 1
+    left = [m * problem.work(rank) for rank in range(problem.ranks)]
+    slack = 2 * ROUNDING * (1.0 + longest)
+    due = [longest + slack] * problem.ranks
     while events:
         now, rank = heappop(events)
         if free[rank] > now:
@@ -130,10 +139,16 @@ def list_schedule(problem: Problem, rule: Rule) -> Listed | None:
             if awaited < until:
                 heappush(events, (awaited, rank))
                 continue
+        if now > free[rank]:  # it was idle
+            if not starts[rank]:
+                due[rank] = now + longest + slack
+            elif now + left[rank] > due[rank]:
+                return None
         lanes[rank].append(chosen)
         starts[rank].append(now)
         held[rank] += grows[chosen]
         end = now + length
+        left[rank] -= length
         free[rank] = end
         heappush(events, (end, rank))
         if chosen < n:
