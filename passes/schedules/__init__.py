@@ -102,6 +102,7 @@ def auto(
     seconds: float | None = None,
     measure: bool | str | Path = False,
     splits: bool = True,
+    remat: bool = False,
 ) -> Schedule:
     """The fastest order that a search finds in a given memory, and how far it is from a bound.
 
@@ -123,6 +124,8 @@ def auto(
             arguments that `lower` was given; what it does to actors is undone. A path names a file
             that they are kept in, and read from if it is there. Not together with `costs`.
         splits: whether an order may have W, so that backwards are compiled in two halves.
+        remat: whether to choose stages that recompute, as by `cg.remat`, where memory is too short
+            for what they save. The costs must have `mr`.
 
     Raises:
         ValueError: both `costs` and `measure` are given.
@@ -138,6 +141,7 @@ def auto(
         ("seconds", seconds),
         ("measure", str(measure) if isinstance(measure, Path) else measure),
         ("splits", splits),
+        ("remat", remat),
     )
     if measure and costs is not None:
         raise ValueError("schedule 'auto': give costs, or have them measured, not both")

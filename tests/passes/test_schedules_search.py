@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -29,6 +30,7 @@ from ..sampling import examples, scale
 RECORDED = Path(__file__).parents[2] / "benchmarks" / "results" / "auto_search.json"
 
 times = st.sampled_from([0.0, 0.5, 0.8, 1.0, 1.3, 2.0])
+may = st.booleans()
 
 
 def best(pipeline: Pipeline, memory: float, costs: Costs, **options: Any) -> Found:
@@ -47,7 +49,13 @@ def problems(draw: st.DrawFn) -> tuple[Problem, Costs]:
         | st.lists(st.integers(0, p), min_size=1, max_size=5).map(tuple)
     )
     each = st.tuples(*[times] * len(ranks))
-    costs = Costs(draw(each), draw(each), draw(each), draw(times), draw(st.sampled_from([0.4, 1])))
+    remat = tuple(sorted(draw(st.sets(st.integers(0, len(ranks) - 1))))) if draw(may) else ()
+    costs = Costs(
+        *(draw(each), draw(each), draw(each), draw(times)),
+        mw=draw(st.sampled_from([0.4, 1])),
+        mr=draw(st.sampled_from([0.0, 0.2, 0.7, 1.0])),
+        remat=remat,
+    )
     return Problem.of(Pipeline(ranks, m), costs, draw(st.sampled_from([1, 1.5, 2, 4, 8]))), costs
 
 
@@ -171,6 +179,56 @@ def test_small_pipelines_are_optimal(p: int, m: int, memory: int) -> None:
         optimum = shortest(p, m, costs, memory)
         assert found.bound <= optimum + 1e-6
         assert found.makespan == pytest.approx(optimum)
+
+
+@pytest.mark.parametrize("memory", [1.0, 1.5, 2.0])
+def test_stages_recompute_where_memory_is_short(memory: float) -> None:
+    """Both ends of what may be chosen are no better, and the memory is kept to."""
+    pipeline, costs = Pipeline((0, 1, 2, 3), 12), Costs(1.0, 1.1, 0.8, 0.05, mr=0.05)
+    chosen = best(pipeline, memory, costs, remat=True)
+    none = best(pipeline, memory, costs)
+    assert chosen.makespan <= none.makespan
+    if memory > 1:
+        every = best(pipeline, memory, replace(costs, remat=(0, 1, 2, 3)))
+        assert chosen.makespan <= every.makespan
+        assert chosen.makespan < 0.9 * none.makespan
+        assert 0 < len(chosen.remat) < 4
+    paid = replace(costs, remat=chosen.remat)
+    timeline = play(chosen.order, pipeline.stage_ranks, 12, paid)
+    assert timeline.makespan == pytest.approx(chosen.makespan)
+    assert max(timeline.held(rank, paid) for rank in range(4)) <= memory + 1e-6
+    assert chosen.makespan >= chosen.bound - 1e-6
+
+
+def test_no_stage_recomputes_where_memory_is_enough() -> None:
+    found = best(Pipeline((0, 1, 2), 9), 3, Costs(mr=0.1), remat=True)
+    assert found.remat == ()
+    assert "recompute" not in str(found)
+
+
+def test_the_rank_that_lacks_memory_recomputes() -> None:
+    pipeline = Pipeline((0, 1, 2), 9)
+    costs = Costs(1.0, 1.0, 0.7, activation_bytes=1.0, mr=0.1)
+    (found, *_) = schedules.found_orders(
+        schedules.auto(costs=costs, max_bytes=(3.0, 1.5, 3.0), remat=True), pipeline
+    )
+    assert found.remat == (1,)
+    assert str(found).endswith("; stage 1 recomputes")
+
+
+def test_where_one_microbatch_does_not_fit_the_error_names_what_would() -> None:
+    pipeline, costs = Pipeline((0, 1, 0, 1), 4), Costs(activation_bytes=2.0, mr=0.5)
+    with pytest.raises(ValueError, match=r"takes 4; auto\(remat=True\)"):
+        schedules.auto(costs=costs, max_bytes=3.0)(pipeline)
+    found = schedules.found_orders(schedules.auto(costs=costs, max_bytes=3.0, remat=True), pipeline)
+    assert len(found[0].remat) > 0
+    with pytest.raises(ValueError, match=r"takes 3; .* all its stages recompute"):
+        schedules.auto(costs=costs, max_bytes=2.5, remat=True)(pipeline)
+
+
+def test_remat_needs_to_know_what_a_stage_holds() -> None:
+    with pytest.raises(ValueError, match="remat needs costs with mr"):
+        schedules.auto(2, remat=True)(Pipeline((0, 1), 4))
 
 
 @cache

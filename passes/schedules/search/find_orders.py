@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from operator import itemgetter
@@ -20,12 +20,18 @@ from .known_orders import known_orders
 from .list_scheduling import Listed, list_schedule
 from .policies import BACKWARDS_FIRST, SEEDS, Policy
 from .problem import ROUNDING, Problem
+from .recompute import sets_to_try
 from .stretch import CUTS, PATIENCES, STEP, fewer_microbatches, stretched
 
 CHOICES = 4
 """How many of the best orders are kept; more hardly ever bring anything."""
 _LARGE = 1_000_000
 """Beyond so many tasks only some known orders are played, and no list schedule is made."""
+_LESS = {
+    False: "auto(remat=True), or cg.remat(actor.method) in the step, keeps less of it",
+    True: "and all its stages recompute; smaller microbatches take less",
+}
+"""What to do where not one microbatch fits, by whether stages recompute."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,7 @@ class Found:
         bound: what no order can be shorter than.
         source: what the order comes from: a known schedule, or the search's own.
         trials: how many orders were tried in all.
+        remat: the stages that recompute. The bound is that of orders in which these do.
     """
 
     order: Order
@@ -49,6 +56,7 @@ class Found:
     bound: float
     source: str
     trials: int
+    remat: tuple[int, ...] = ()
 
     @property
     def gap(self) -> float:
@@ -59,7 +67,15 @@ class Found:
         return (
             f"{100 * self.gap:.1f} % above the bound, {self.makespan:.6g} ms of {self.bound:.6g}, "
             f"in {100 * self.peak:.0f} % of the memory: {self.source}, of {self.trials} tried"
+            f"{self._recomputing}"
         )
+
+    @property
+    def _recomputing(self) -> str:
+        if not self.remat:
+            return ""
+        stages = ", ".join(map(str, self.remat))
+        return f"; stages {stages} recompute" if "," in stages else f"; stage {stages} recomputes"
 
 
 def find_orders(
@@ -70,6 +86,7 @@ def find_orders(
     splits: bool = True,
     seed: int = 0,
     seconds: float | None = None,
+    remat: bool = False,
 ) -> tuple[Found, ...]:
     """The best orders that a search finds, best first: at least one, at most `CHOICES`.
 
@@ -86,15 +103,30 @@ def find_orders(
         seed: what the search draws its moves from.
         seconds: for how long to search; as many trials as the size of the pipeline asks for,
             without.
+        remat: whether to choose which stages recompute, too. The search is then done for some sets
+            of stages; without, those of `costs.remat` do.
 
     Raises:
-        ValueError: not one microbatch fits into the memory, or the costs are not for these stages.
+        ValueError: not one microbatch fits into the memory, or the costs are not for these stages,
+            or have no `mr`, which `remat` needs.
     """
-    fields = (costs.tf, costs.tb, costs.tw, costs.tcomm, costs.mw, costs.activation_bytes)
-    return _find(pipeline, fields, memory, splits, seed, seconds)
+    sets = sets_to_try(pipeline, costs, memory, splits) if remat else [costs.remat]
+    each = None if seconds is None else seconds / len(sets)
+    best: tuple[Found, ...] = ()
+    trials = 0
+    for chosen in sets:
+        fields = (costs.tf, costs.tb, costs.tw, costs.tcomm, costs.mw, costs.activation_bytes)
+        found = _find(pipeline, (*fields, costs.mr, chosen), memory, splits, seed, each)
+        trials += found[0].trials
+        if not best or found[0].makespan < best[0].makespan * (1.0 - ROUNDING):
+            best = found
+    return tuple(replace(one, trials=trials) for one in best)
 
 
-_Fields = tuple[PerStage, PerStage, PerStage, PerStage, float, PerStage | None]
+_Fields = tuple[
+    *(PerStage, PerStage, PerStage, PerStage),
+    *(float, PerStage | None, PerStage | None, tuple[int, ...]),
+]
 
 
 @lru_cache(maxsize=16)
@@ -106,9 +138,7 @@ def _find(
     seed: int,
     seconds: float | None,
 ) -> tuple[Found, ...]:
-    tf, tb, tw, tcomm, mw, activation_bytes = fields
-    costs = Costs(tf, tb, tw, tcomm, mw, activation_bytes)
-    return _Finder(pipeline, costs, memory, splits, seed, seconds).run()
+    return _Finder(pipeline, Costs(*fields), memory, splits, seed, seconds).run()
 
 
 class _Finder:
@@ -146,7 +176,7 @@ class _Finder:
         if not self.best:
             self._one_at_a_time()
         return tuple(
-            Found(order, span, end, peak, min(bound, span), source, self.trials)
+            Found(order, span, end, peak, min(bound, span), source, self.trials, self.costs.remat)
             for (span, end, peak), order, source in self.best
         )
 
@@ -243,15 +273,14 @@ class _Finder:
         return bool(self.best) and self.best[0][0][0] <= bound * (1.0 + 1e-6)
 
     def _check_memory(self) -> None:
-        problem = self.problem
-        for rank, parts in enumerate(problem.hosted):
-            needed = sum(problem.grows[k] for k in parts)
-            if needed > problem.capacities[rank] * (1.0 + ROUNDING) + ROUNDING:
-                raise ValueError(
-                    f"schedule 'auto': rank {problem.pipeline.ranks[rank]} may hold "
-                    f"{problem.capacities[rank]:g}, but one microbatch takes {needed:g}; "
-                    "cg.remat(actor.method) in the step keeps less of it"
-                )
+        lacking = self.problem.lacking()
+        if lacking is not None:
+            rank, needed = lacking
+            raise ValueError(
+                f"schedule 'auto': rank {self.problem.pipeline.ranks[rank]} may hold "
+                f"{self.problem.capacities[rank]:g}, but one microbatch takes {needed:g}; "
+                f"{_LESS[bool(self.costs.remat)]}"
+            )
 
     def _one_at_a_time(self) -> None:
         """Each microbatch after the other: what fits wherever one microbatch does."""

@@ -51,8 +51,8 @@ def list_schedule(problem: Problem, rule: Rule, longest: float = _NEVER) -> List
 
     All times and all memory are known as in the real run, so the result never holds more than it
     may. A part whose rank hosts later ones leaves room for a microbatch in each of these, so the
-    microbatch that has come furthest can always go on. An F that finds no room lends its urgency
-    to W, which makes room.
+    microbatch that has come furthest can always go on. An F that finds no room, or a B that
+    recomputes and finds none, lends its urgency to W, which makes room.
 
     Args:
         problem: what has to be ordered.
@@ -68,12 +68,15 @@ def list_schedule(problem: Problem, rule: Rule, longest: float = _NEVER) -> List
     """
     n, m = problem.parts, problem.microbatches
     rank_of, durations, transfers = problem.rank_of, problem.durations, problem.transfers
-    grows, split = problem.grows, problem.split
+    grows, needs, split = problem.grows, problem.needs, problem.split
     urgency, (wait_f, wait_b, wait_w), swing = rule.urgency, rule.patience, rule.swing
     ahead = rule.ahead or (_NEVER,) * n
-    # The room that an F needs: its own, and that of a microbatch in each later part of its rank.
+    # The room that an F needs: its own, that of a microbatch in each later part of its rank, and
+    # what a B that recomputes needs there.
     rooms = [
-        sum(grows[later] for later in problem.hosted[rank_of[k]] if later >= k) for k in range(n)
+        problem.reserve(rank_of[k])
+        + sum(grows[later] for later in problem.hosted[rank_of[k]] if later >= k)
+        for k in range(n)
     ]
     limits = [c * (1.0 + ROUNDING) + ROUNDING for c in problem.capacities]
     # Last part first: its tasks free memory soonest, so it comes first among equals.
@@ -108,6 +111,8 @@ def list_schedule(problem: Problem, rule: Rule, longest: float = _NEVER) -> List
                 time, value = backwards[k][i], urgency[n + k][i]
                 if time > now:
                     coming.append((time, value))
+                elif needs[k] > room:
+                    blocked = max(blocked, value)
                 elif value > best:
                     best, chosen = value, n + k
             i = f[k]

@@ -1,0 +1,93 @@
+"""Choose the stages that recompute: whose B runs their forward again, where memory is short."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from ....ir.pipeline.costs import Costs
+from ..base import Pipeline
+from .bound import find_windows
+from .list_scheduling import list_schedule
+from .policies import SEEDS
+from .problem import Problem
+from .stretch import fewer_microbatches
+
+SEARCHES = 3
+"""How many sets of stages a search tries, at most."""
+_SPREAD = 8
+"""How many numbers of stages are looked at first."""
+_POLICIES = 4
+"""How many list schedules say what a set of stages promises."""
+
+
+def sets_to_try(
+    pipeline: Pipeline, costs: Costs, memory: float | tuple[float, ...], splits: bool
+) -> list[tuple[int, ...]]:
+    """The sets of stages that promise the shortest orders; the best first.
+
+    The earlier a stage, the longer its activations wait for their B. So the first stages of all
+    recompute, as many as is best, but for those that need not. What a set promises is the best of
+    a few list schedules of few microbatches.
+
+    Args:
+        pipeline: any stages on any ranks.
+        costs: with `mr`; what they say of stages that recompute does not count.
+        memory, splits: as `find_orders` takes them.
+
+    Returns:
+        At most `SEARCHES` sets into whose memory one microbatch fits; all stages if there is none.
+
+    Raises:
+        ValueError: the costs have no `mr`.
+    """
+    if costs.mr is None:
+        raise ValueError(
+            "schedule 'auto': remat needs costs with mr, the share of its activations that a stage "
+            "that recomputes holds between F and B: Costs(mr=...), or --mr of cg-sim"
+        )
+    few = fewer_microbatches(Problem.of(pipeline, replace(costs, remat=()), memory, splits))
+    pipeline = Pipeline(pipeline.stage_ranks, few)
+    spans: dict[tuple[int, ...], float] = {}
+
+    def span(parts: Iterable[int]) -> float:
+        chosen = tuple(sorted(stage for part in parts for stage in pipeline.parts[part]))
+        if chosen not in spans:
+            problem = Problem.of(pipeline, replace(costs, remat=chosen), memory, splits)
+            spans[chosen] = math.inf if problem.lacking() else _shortest(problem)
+        return spans[chosen]
+
+    count = _best_count(len(pipeline.parts), lambda count: span(range(count)))
+    needed = list(range(count))
+    for part in range(count):
+        fewer = [each for each in needed if each != part]
+        if span(fewer) <= span(needed) < math.inf:
+            needed = fewer
+    ranked = sorted(spans, key=lambda chosen: (round(spans[chosen], 9), len(chosen)))
+    fitting = [chosen for chosen in ranked if spans[chosen] < math.inf]
+    return fitting[:SEARCHES] or [tuple(range(pipeline.stages))]
+
+
+def _shortest(problem: Problem) -> float:
+    """The span of the best of a few list schedules."""
+    windows = find_windows(problem)
+    least = math.inf
+    for policy in SEEDS[:_POLICIES]:
+        rule = policy.rule(problem, policy.urgency(problem, windows))
+        listed = list_schedule(problem, rule, least)
+        if listed is not None:
+            least = min(least, max(listed.spans(problem)))
+    return least
+
+
+def _best_count(most: int, span: Callable[[int], float]) -> int:
+    """The number from 0 to `most` with the shortest span, as far as some of them tell."""
+    counts = {round(most * share / _SPREAD) for share in range(_SPREAD + 1)}
+    step = most // _SPREAD
+    while True:
+        best = min(counts, key=lambda count: (round(span(count), 9), count))
+        if not step:
+            return best
+        counts |= {max(0, best - step), min(most, best + step)}
+        step //= 2
