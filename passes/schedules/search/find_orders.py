@@ -110,23 +110,14 @@ def find_orders(
         ValueError: not one microbatch fits into the memory, or the costs are not for these stages,
             or have no `mr`, which `remat` needs.
     """
-    sets = sets_to_try(pipeline, costs, memory, splits) if remat else [costs.remat]
-    each = None if seconds is None else seconds / len(sets)
-    best: tuple[Found, ...] = ()
-    trials = 0
-    for chosen in sets:
-        fields = (costs.tf, costs.tb, costs.tw, costs.tcomm, costs.mw, costs.activation_bytes)
-        found = _find(pipeline, (*fields, costs.mr, chosen), memory, splits, seed, each)
-        trials += found[0].trials
-        if not best or found[0].makespan < best[0].makespan * (1.0 - ROUNDING):
-            best = found
-    return tuple(replace(one, trials=trials) for one in best)
+    fields = (costs.tf, costs.tb, costs.tw, costs.tcomm, costs.mw, costs.activation_bytes)
+    of_search = (*fields, costs.mr, costs.remat)
+    return _find(pipeline, of_search, memory, splits, seed, seconds, remat)
 
 
-_Fields = tuple[
-    *(PerStage, PerStage, PerStage, PerStage),
-    *(float, PerStage | None, PerStage | None, tuple[int, ...]),
-]
+_Given = PerStage | None
+_Fields = tuple[PerStage, PerStage, PerStage, PerStage, float, _Given, _Given, tuple[int, ...]]
+"""What a search needs of costs; it can be hashed, and they cannot."""
 
 
 @lru_cache(maxsize=16)
@@ -137,8 +128,20 @@ def _find(
     splits: bool,
     seed: int,
     seconds: float | None,
+    remat: bool,
 ) -> tuple[Found, ...]:
-    return _Finder(pipeline, Costs(*fields), memory, splits, seed, seconds).run()
+    costs = Costs(*fields)
+    sets = sets_to_try(pipeline, costs, memory, splits) if remat else [costs.remat]
+    share = None if seconds is None else seconds / len(sets)
+    best: tuple[Found, ...] = ()
+    trials = 0
+    for chosen in sets:
+        paid = replace(costs, remat=chosen)
+        found = _Finder(pipeline, paid, memory, splits, seed, share).run()
+        trials += found[0].trials
+        if not best or found[0].makespan < best[0].makespan * (1.0 - ROUNDING):
+            best = found
+    return tuple(replace(one, trials=trials) for one in best)
 
 
 class _Finder:
