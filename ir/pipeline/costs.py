@@ -62,7 +62,9 @@ class Costs:
         activation_bytes: the memory that a microbatch holds on a stage between F and B, in bytes;
             one for all stages, or one for each. Without it memory is counted in microbatches, to
             which each of the v stages of a rank adds 1/v.
-        mr: the share of these activations that a microbatch holds between F and B on a stage that
+        weight_bytes: the memory that a microbatch holds on a stage between B and W, in bytes, beside
+            `activation_bytes`; without it, `mw` of that.
+        mr: the share of the activations that a microbatch holds between F and B on a stage that
             recomputes, which is its inputs; one for all stages, or one for each. A search that may
             choose which stages recompute needs it.
         remat: the stages that recompute: B runs their forward again, so it takes `tf` longer, and
@@ -84,6 +86,7 @@ class Costs:
     tcomm: PerStage = 0.0
     mw: float = 1.0
     activation_bytes: PerStage | None = None
+    weight_bytes: PerStage | None = None
     mr: PerStage | None = None
     remat: tuple[int, ...] = ()
     tgather: float = 0.0
@@ -96,7 +99,7 @@ class Costs:
     channels: Mapping[int, Link] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("tf", "tb", "tw", "tcomm", "activation_bytes", "mr"):
+        for name in ("tf", "tb", "tw", "tcomm", "activation_bytes", "weight_bytes", "mr"):
             value = getattr(self, name)
             for cost in value if isinstance(value, tuple) else () if value is None else (value,):
                 _check(name, cost)
@@ -113,6 +116,8 @@ class Costs:
         for stage in self.remat:
             if isinstance(stage, bool) or not isinstance(stage, int) or stage < 0:
                 raise ValueError(f"costs: remat has {stage!r}; it is a tuple of numbers of stages")
+        if self.weight_bytes is not None and self.activation_bytes is None:
+            raise ValueError("costs: weight_bytes are given, and no activation_bytes")
         if self.remat and self.mr is None:
             raise ValueError("costs: stages that recompute need mr, the share that they hold")
 
@@ -137,10 +142,14 @@ class Costs:
         """
         value = 1.0 if self.activation_bytes is None else self.activation_bytes
         size = _pick("activation_bytes", value, stage)
-        after = self.mw * size if split else 0.0
+        left = self.mw * size
+        if self.weight_bytes is not None:
+            left = _pick("weight_bytes", self.weight_bytes, stage)
+        # Without a W of its own, one half of the backward still leaves it to the other.
+        during, after = max(size, left), left if split else 0.0
         if stage in self.remat and self.mr is not None:
-            return Memory(_pick("mr", self.mr, stage) * size, size, after)
-        return Memory(size, size, after)
+            return Memory(_pick("mr", self.mr, stage) * size, during, after)
+        return Memory(size, during, after)
 
     def shared(self, stage_ranks: Sequence[int]) -> Costs:
         """The costs of each stage, where `tf`, `tb` and `tw` are those of all stages of a rank.

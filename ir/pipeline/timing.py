@@ -122,7 +122,7 @@ class Timeline:
         deltas = [m.before for m in each] + [m.after - m.before for m in each]
         deltas += [-m.after for m in each]
         lanes = (number // self.microbatches for number in self.rows[rank])
-        if not costs.remat:
+        if all(m.during <= max(m.before, m.after) for m in each):
             return max(accumulate(deltas[lane] for lane in lanes), default=0.0)
         stages = len(each)
         held = most = 0.0

@@ -108,7 +108,7 @@ def auto_orders(
         raise ValueError(
             f"schedule 'auto': max_activations is {memory}; a rank must be able to hold at least 1"
         )
-    counted = replace(costs, activation_bytes=None)
+    counted = replace(costs, activation_bytes=None, weight_bytes=None)
     return find_orders(
         pipeline, counted, memory, splits=splits, seed=seed, seconds=seconds, remat=remat
     )

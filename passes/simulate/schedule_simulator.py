@@ -93,5 +93,5 @@ def _peak(timeline: Timeline, rank: int, costs: Costs) -> float:
     """Of how many microbatches a rank holds the activations; a stage that recomputes holds less."""
     if not costs.remat:
         return timeline.peak(rank, costs.mw)
-    counted = replace(costs, activation_bytes=None)
+    counted = replace(costs, activation_bytes=None, weight_bytes=None)
     return timeline.held(rank, counted) / timeline.stage_ranks.count(rank)

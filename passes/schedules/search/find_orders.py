@@ -29,7 +29,7 @@ _LARGE = 1_000_000
 """Beyond so many tasks only some known orders are played, and no list schedule is made."""
 _LESS = {
     False: "auto(remat=True), or cg.remat(actor.method) in the step, keeps less of it",
-    True: "and all its stages recompute; smaller microbatches take less",
+    True: "even as stages recompute; smaller microbatches take less",
 }
 """What to do where not one microbatch fits, by whether stages recompute."""
 
@@ -110,13 +110,15 @@ def find_orders(
         ValueError: not one microbatch fits into the memory, or the costs are not for these stages,
             or have no `mr`, which `remat` needs.
     """
-    fields = (costs.tf, costs.tb, costs.tw, costs.tcomm, costs.mw, costs.activation_bytes)
-    of_search = (*fields, costs.mr, costs.remat)
-    return _find(pipeline, of_search, memory, splits, seed, seconds, remat)
+    times = costs.tf, costs.tb, costs.tw, costs.tcomm
+    memories = costs.mw, costs.activation_bytes, costs.weight_bytes, costs.mr, costs.remat
+    return _find(pipeline, (*times, *memories), memory, splits, seed, seconds, remat)
 
 
 _Given = PerStage | None
-_Fields = tuple[PerStage, PerStage, PerStage, PerStage, float, _Given, _Given, tuple[int, ...]]
+_Fields = tuple[
+    PerStage, PerStage, PerStage, PerStage, float, _Given, _Given, _Given, tuple[int, ...]
+]
 """What a search needs of costs; it can be hashed, and they cannot."""
 
 

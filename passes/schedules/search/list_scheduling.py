@@ -51,8 +51,8 @@ def list_schedule(problem: Problem, rule: Rule, longest: float = _NEVER) -> List
 
     All times and all memory are known as in the real run, so the result never holds more than it
     may. A part whose rank hosts later ones leaves room for a microbatch in each of these, so the
-    microbatch that has come furthest can always go on. An F that finds no room, or a B that
-    recomputes and finds none, lends its urgency to W, which makes room.
+    microbatch that has come furthest can always go on. An F that finds no room lends its urgency
+    to W, which makes room, and so does a B that needs some.
 
     Args:
         problem: what has to be ordered.
@@ -72,7 +72,7 @@ def list_schedule(problem: Problem, rule: Rule, longest: float = _NEVER) -> List
     urgency, (wait_f, wait_b, wait_w), swing = rule.urgency, rule.patience, rule.swing
     ahead = rule.ahead or (_NEVER,) * n
     # The room that an F needs: its own, that of a microbatch in each later part of its rank, and
-    # what a B that recomputes needs there.
+    # what a B needs there, if any does.
     rooms = [
         problem.reserve(rank_of[k])
         + sum(grows[later] for later in problem.hosted[rank_of[k]] if later >= k)

@@ -31,11 +31,10 @@ class Problem:
         durations: by lane, in milliseconds; without a split B takes what W would, and W nothing.
         transfers: time from a part to the next one, in both directions; 0 on one rank.
         grows: by lane, the memory that a task takes, or gives back where negative.
-        needs: for each part, the memory that B needs while it runs, beside what is held before;
-            -inf for a part that does not recompute, whose B can always run.
+        needs: for each part, the memory that B needs beside what is held before, as it recomputes
+            or leaves more to W than F has taken; -inf where it needs none, and can always run.
         capacities: the memory of each rank, in the unit of `grows`.
-        kept: for each part, the share of what F takes that is not given back before W, at least; 0
-            for a part that recomputes.
+        kept: for each part, the share of what F takes that is not given back before W.
         offsets: when each rank starts, if nothing keeps the first microbatch waiting.
     """
 
@@ -80,7 +79,6 @@ class Problem:
         ends = [part[-1] for part in parts[:-1]]
         transfers = (*(costs.between(stage) for stage in ends), 0.0)
         sizes = [_memory(costs, part, split) for part in parts]
-        kept = costs.mw if split else 0.0
         if isinstance(memory, Sequence):
             capacities = tuple(float(each) for each in memory)
         elif costs.activation_bytes is None:
@@ -95,7 +93,6 @@ class Problem:
             for each in hosted
         ]
         capacities = tuple(map(min, capacities, most))
-        recomputes = [any(stage in costs.remat for stage in part) for part in parts]
         starts: dict[int, float] = {}
         clock = 0.0
         for k, rank in enumerate(rank_of):
@@ -114,11 +111,11 @@ class Problem:
                 *(-size.after for size in sizes),
             ),
             tuple(
-                size.during - size.before if again else -math.inf
-                for size, again in zip(sizes, recomputes, strict=True)
+                size.during - size.before if size.during > size.before else -math.inf
+                for size in sizes
             ),
             capacities,
-            tuple(0.0 if again else kept for again in recomputes),
+            tuple(min(1.0, size.after / size.before) if size.before else 0.0 for size in sizes),
             tuple(starts[rank] for rank in range(len(ranks))),
         )
 
@@ -149,7 +146,7 @@ class Problem:
         return math.fsum(self.durations[lane] for lane in lanes)
 
     def reserve(self, rank: int) -> float:
-        """The memory that a rank keeps free for a B that recomputes; 0 if none does."""
+        """The memory that a rank keeps free for a B that needs some; 0 if none does."""
         return max(0.0, *(self.needs[k] for k in self.hosted[rank]))
 
     def lacking(self) -> tuple[int, float] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from ....ir.pipeline.costs import Costs
@@ -37,7 +37,8 @@ def sets_to_try(
         memory, splits: as `find_orders` takes them.
 
     Returns:
-        At most `SEARCHES` sets into whose memory one microbatch fits; all stages if there is none.
+        At most `SEARCHES` sets, with which one microbatch fits; the largest, if there are none.
+        Stages that would hold no less are in none.
 
     Raises:
         ValueError: the costs have no `mr`.
@@ -49,6 +50,8 @@ def sets_to_try(
         )
     few = fewer_microbatches(Problem.of(pipeline, replace(costs, remat=()), memory, splits))
     pipeline = Pipeline(pipeline.stage_ranks, few)
+    every = replace(costs, remat=tuple(range(pipeline.stages)))
+    useful = [part for part in range(len(pipeline.parts)) if _gains(every, pipeline.parts[part])]
     spans: dict[tuple[int, ...], float] = {}
 
     def span(parts: Iterable[int]) -> float:
@@ -58,15 +61,21 @@ def sets_to_try(
             spans[chosen] = math.inf if problem.lacking() else _shortest(problem)
         return spans[chosen]
 
-    count = _best_count(len(pipeline.parts), lambda count: span(range(count)))
-    needed = list(range(count))
-    for part in range(count):
+    count = _best_count(len(useful), lambda count: span(useful[:count]))
+    needed = useful[:count]
+    for part in useful[:count]:
         fewer = [each for each in needed if each != part]
         if span(fewer) <= span(needed) < math.inf:
             needed = fewer
     ranked = sorted(spans, key=lambda chosen: (round(spans[chosen], 9), len(chosen)))
     fitting = [chosen for chosen in ranked if spans[chosen] < math.inf]
-    return fitting[:SEARCHES] or [tuple(range(pipeline.stages))]
+    return fitting[:SEARCHES] or [max(spans, key=len)]
+
+
+def _gains(costs: Costs, part: Sequence[int]) -> bool:
+    """True if a part holds less before B for recomputing."""
+    each = [costs.memory(stage, False) for stage in part]
+    return any(memory.before < memory.during for memory in each)
 
 
 def _shortest(problem: Problem) -> float:
