@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ...ir.attributes import Action, Effect
 from ...ir.module import Module, Program
-from ...ir.ops import Call, Free, Value
+from ...ir.ops import Call, Free, Recv, Value
 from ...ir.storage import SharedStorage
 from ...ir.types import tensor_bytes
 from .memory_plan import brings
@@ -19,8 +19,8 @@ class StageMemory:
 
     Attributes:
         activations: bytes that a microbatch holds between F and B, the most of all microbatches.
-            What stages of one rank share counts for each; parameters of the step, slots of channels
-            and what actors hold do not, as in `MemoryPlan.values`.
+            What stages of one rank share counts for each; parameters of the step and what actors
+            hold do not.
         weights: the same between B and W; 0 where the schedule does not split backwards.
         actors: whose calls a stage is.
     """
@@ -79,7 +79,9 @@ def _held(program: Program, module: Module) -> tuple[Mapping[_Place, int], Mappi
     before: dict[_Place, set[Value]] = {}
     after: dict[_Place, set[Value]] = {}
     for op in program.ops:
-        for value in brings(op, module.functions):
+        # A message that B needs stays in its slot, which takes memory, too.
+        is_message = isinstance(op, Recv) and not op.operands
+        for value in op.results if is_message else brings(op, module.functions):
             group = storage.of(value)
             sizes[group] = sizes.get(group, 0) + tensor_bytes(value.type)
         if op.task is None or isinstance(op, Free):
