@@ -27,6 +27,8 @@ CHOICES = 4
 """How many of the best orders are kept; more hardly ever bring anything."""
 _LARGE = 1_000_000
 """Beyond so many tasks only some known orders are played, and no list schedule is made."""
+_NEAR = 0.002
+"""Where so many tasks are that one list schedule takes long, a gap of this share is good enough."""
 _LESS = {
     False: "auto(remat=True), or cg.remat(actor.method) in the step, keeps less of it",
     True: "even as stages recompute; smaller microbatches take less",
@@ -225,6 +227,8 @@ class _Finder:
         ]
         if problem.tasks > MOST_TASKS:
             for policy, urgency in best:
+                if self._is_best(bound * (1.0 + _NEAR)):
+                    break
                 listed = list_schedule(problem, policy.rule(problem, urgency))
                 self.trials += 1
                 if listed is not None:

@@ -80,15 +80,14 @@ class Search:
         self.random = random
         self.goes_on = goes_on
         self.count = 0
-        self._unpaid = 0
 
     def run(self, starts: Iterable[Start], others: Iterable[Policy] = ()) -> list[Trial]:
         """The best trials, best first; none if nothing to begin with gives an order.
 
         Args:
             starts: what the search begins with.
-            others: policies that count only where they are shorter than all starts. They are not
-                counted against the number of trials, since most are soon given up.
+            others: policies that are tried at the end, and count only where they are shorter. Most
+                are soon given up, so whoever counts trials leaves them out.
         """
         found: list[Trial] = []
         for policy, boosts in starts:
@@ -97,24 +96,24 @@ class Search:
                 found.append(trial)
                 if self._is_best(trial):
                     break
-            if found and not self._goes_on():
+            if found and not self.goes_on(self.count):
                 break
         found.sort(key=_quality)
-        for policy in others:
-            if (found and self._is_best(found[0])) or not self._goes_on():
-                break
-            self._unpaid += 1
-            trial = self.attempt(policy, None, found[0] if found else None)
-            if trial is not None:
-                found.append(trial)
-                found.sort(key=_quality)
         tops = self._kinds(found)
-        while tops and self._goes_on() and not self._is_best(tops[0]):
+        while tops and self.goes_on(self.count) and not self._is_best(tops[0]):
             at = 0 if self.random.random() < 0.7 else self.random.randrange(len(tops))
             moved = self._move(tops[at])
             if moved is not None and moved.beats(tops[at]):
                 tops[at] = moved
                 tops.sort(key=_quality)
+        best = min(tops, key=_quality, default=None)
+        for policy in others:
+            if (best is not None and self._is_best(best)) or not self.goes_on(0):
+                break
+            trial = self.attempt(policy, None, best)
+            if trial is not None:
+                best = trial
+                found.append(trial)
         return sorted([*tops, *found], key=_quality)
 
     def attempt(
@@ -135,9 +134,6 @@ class Search:
         spans = listed.spans(self.problem)
         excess = sum(span - self.bound for span in spans if span > self.bound)
         return Trial(max(spans), excess, policy, boosts, listed)
-
-    def _goes_on(self) -> bool:
-        return self.goes_on(self.count - self._unpaid)
 
     def _is_best(self, trial: Trial) -> bool:
         return trial.span <= self.bound * (1.0 + 1e-6)
