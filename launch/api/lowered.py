@@ -258,7 +258,7 @@ class Lowered:
                 "them: cg.schedules.auto(costs=costs)"
             )
         args, kwargs = self._example
-        undo = Undo(self.trace.instances.values())
+        undo = Undo(self.trace.instances)
         with self.compile(schedule=schedule, passes=passes, seed=seed, timeout=timeout) as compiled:
             undo.remember()
             try:

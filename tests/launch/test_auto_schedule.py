@@ -13,6 +13,8 @@ import cg
 from cg.backends.virtual.world import VirtualWorld
 from cg.launch.world.world import use_world
 
+from ..tracer.groups.training import Block, Model, batch, step_of
+
 
 @pytest.fixture(autouse=True)
 def two_ranks() -> Iterator[None]:
@@ -195,6 +197,27 @@ def test_memory_in_bytes_is_measured_in_the_step(tmp_path: Path) -> None:
     assert cg.Costs.load(tmp_path / "costs.json").activation_bytes is None
     compiled = step.lower(WIDE).compile(schedule=cg.schedules.auto(max_bytes=9 * HIDDEN))
     assert "with equal costs of all tasks" in compiled.schedule_report
+
+
+def test_groups_of_ranks_recompute_and_are_measured() -> None:
+    """With updates of weights, so that what a measurement does must be undone on all ranks."""
+    found = []
+    for schedule in (
+        cg.schedules.one_f_one_b(),
+        cg.schedules.auto(1.6, cg.Costs(0.2, 1.0, 1.0), remat=True),
+        cg.schedules.auto(max_bytes=3000, measure=True),
+    ):
+        with use_world(VirtualWorld(4)):
+            stages = Model([(Block, (seed, "sgd")) for seed in range(2)]).on(
+                cg.mesh(pp=2, dp=2, tp=1).unbind("pp")
+            )
+            lowered = cg.trace(step_of(stages, 4)).lower(*batch(0, 8, "reals"))
+            compiled = lowered.compile(schedule=schedule)
+            found.append([compiled(*batch(0, 8, "reals")) for _ in range(2)])
+        reports = compiled.schedule_report
+        assert ("stage 0 recomputes" in reports) == ("1.6" in str(schedule.options))
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0])
 
 
 def test_steps_that_cannot_be_traced_again_say_what_to_do() -> None:

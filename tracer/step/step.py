@@ -103,9 +103,10 @@ def trace_step(
     recheck(session)
     watch_arguments(session)
     instances = {
-        callee.target.actor: callee.target.instance
+        id(instance): instance
         for callee in session.callees.values()
         if isinstance(callee.target, MethodTarget)
+        for instance in _instances(callee.target)
     }
     return Trace(
         session.module,
@@ -114,9 +115,16 @@ def trace_step(
         replace(spec, dtype=_baked_dtype(session)),
         OutputSpec(session.results, at),
         tuple(session.guards.values()),
-        instances,
+        tuple(instances.values()),
         tuple(map(_given, session.callees.values())),
     )
+
+
+def _instances(target: MethodTarget) -> tuple[Any, ...]:
+    """The objects of the ranks that this process plays."""
+    if target.group is None or target.group.actor is None:
+        return (target.instance,)
+    return tuple(target.group.actor.instances.values())
 
 
 def _of_compiler(error: Exception, name: str) -> TraceError | None:
