@@ -94,7 +94,12 @@ def _arguments() -> argparse.ArgumentParser:
     add("--mr", type=float, metavar="SHARE", help="of them that a stage holds that recomputes")
     add("--costs", metavar="FILE", help="costs as JSON; the options above come before it")
     add("--max-activations", type=float, metavar="K", help="memory of auto; default: P")
-    add("--max-bytes", type=float, metavar="N", help="the same in bytes; needs activation_bytes")
+    add(
+        "--max-bytes",
+        type=_bytes,
+        metavar="N[,N...]",
+        help="the same in bytes, or for each rank; needs activation_bytes",
+    )
     add("--budget", type=float, metavar="SECONDS", help="time of auto; default: by size")
     add("--remat", action="store_const", const=True, help="auto may let stages recompute: --mr")
     add("--seed", type=int, metavar="N", help="what auto draws its moves from; default: 0")
@@ -103,6 +108,12 @@ def _arguments() -> argparse.ArgumentParser:
     add("--html", metavar="FILE", type=Path, help="draw it as a page to zoom into")
     add("--perfetto", metavar="FILE", type=Path, help="write it as a trace for ui.perfetto.dev")
     return parser
+
+
+def _bytes(text: str) -> float | tuple[float, ...]:
+    """What every rank may hold, or each of them."""
+    found = tuple(map(float, text.split(",")))
+    return found if len(found) > 1 else found[0]
 
 
 def _simulate(options: argparse.Namespace) -> str:
@@ -235,11 +246,10 @@ def _searched(options: argparse.Namespace, pipeline: Pipeline, costs: Costs) -> 
         "bound_ms": _number(best.bound),
         "gap": round(best.gap, 9),
         "source": best.source,
+        **({"remat": list(best.remat)} if options.remat else {}),
         "tried": best.trials,
         "search_s": round(seconds, 3),
     }
-    if options.remat:
-        search["remat"] = list(best.remat)
     return _Problem(pipeline, best.order, search, best.remat)
 
 
