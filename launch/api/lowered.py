@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,10 @@ from .numbering import Numbering
 from .optimistic import Optimistic
 from .option_checks import check_keywords, check_options
 from .select_schedule import (
+    check_costs,
     choose_remat,
     choose_residency,
+    costs_of,
     run_passes,
     wants_costs,
     wants_memory,
@@ -180,6 +182,7 @@ class Lowered:
         if schedule is not None and wants_costs(schedule):
             measure = functools.partial(self._measure, passes, seed, timeout)
             schedule = with_costs(schedule, measure, self._world)
+        check_costs(schedule)
         with lock_of(self._world).held(self._step.name):
             lowered = self
             if schedule is not None and wants_memory(schedule):
@@ -329,6 +332,7 @@ class Lowered:
         )
         folder = None if dump is None else Path(dump)
         variants = []
+        costs = costs_of(schedule)
         for trace, fusing in zip(self.traces, self._fusing, strict=True):
             dumped = make_dump(settings, folder, self._step.name, self._world)
             sink = dumped if dumped is not None and dumped.is_wanted else None
@@ -340,6 +344,8 @@ class Lowered:
                 sink.finish(module, scheduled.reports)
                 if scheduled.choice:
                     sink.add("schedule.txt", f"{scheduled.choice}\n")
+                if costs is not None:
+                    sink.add("costs.json", replace(costs, remat=()).to_json())
                 self._dump_graphs(module, sink, is_driven)
             fallbacks = _fallbacks(module, self._world, dumped)
             fused = self._fuse(fusing, module, fuse, sink)

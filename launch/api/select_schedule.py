@@ -75,13 +75,35 @@ def with_costs(schedule: Schedule, measure: Callable[[Schedule], Costs], world: 
     return _with(schedule, costs=costs)
 
 
+def costs_of(schedule: Schedule | None) -> Costs | None:
+    """The costs that a search goes by, if it has any."""
+    if not isinstance(schedule, Schedule) or not is_search(schedule):
+        return None
+    costs: Costs | None = dict(schedule.options)["costs"]
+    return costs
+
+
+def check_costs(schedule: Schedule | None) -> None:
+    """Return if no costs say which stages recompute: what a step does, its trace says.
+
+    Raises:
+        ValueError: some do.
+    """
+    costs = costs_of(schedule)
+    if costs is not None and costs.remat:
+        raise ValueError(
+            f"the costs say that stages {costs.remat} recompute, which is for orders on paper; "
+            "auto(remat=True) lets stages of a step recompute, or cg.remat(actor.method) in it"
+        )
+
+
 def wants_memory(schedule: Schedule | None) -> bool:
     """True if a search is given memory in bytes, and no costs that say what stages hold."""
     if not isinstance(schedule, Schedule) or not is_search(schedule):
         return False
-    options = dict(schedule.options)
-    costs = options["costs"]
-    return options["max_bytes"] is not None and (costs is None or costs.activation_bytes is None)
+    costs = costs_of(schedule)
+    is_in_bytes = dict(schedule.options)["max_bytes"] is not None
+    return is_in_bytes and (costs is None or costs.activation_bytes is None)
 
 
 def with_memory(schedule: Schedule, modules: Sequence[Module]) -> Schedule:

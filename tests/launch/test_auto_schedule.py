@@ -110,6 +110,8 @@ def test_it_says_what_it_has_chosen_and_why(tmp_path: Path) -> None:
     assert "with the given costs; its programs are the fastest on paper of" in report
     (text,) = tmp_path.glob("*.schedule.txt")
     assert text.read_text() == f"{report}\n"
+    (costs,) = tmp_path.glob("*.costs.json")
+    assert cg.Costs.load(costs) == cg.Costs(1.0, 1.0, 0.5)
     assert (
         "equal costs of all tasks"
         in lowered().compile(schedule=cg.schedules.auto()).schedule_report
@@ -225,6 +227,9 @@ def test_steps_that_cannot_be_traced_again_say_what_to_do() -> None:
     schedule = cg.schedules.auto(2, COSTS, remat=True)
     with pytest.raises(ValueError, match=r"use cg\.remat\(actor\.method\) in the step"):
         step.lower_many([WIDE]).compile(schedule=schedule)
+    assumed = cg.schedules.auto(2, cg.Costs(mr=0.1, remat=(0,)))
+    with pytest.raises(ValueError, match=r"stages \(0,\) recompute, which is for orders on paper"):
+        step.lower(WIDE).compile(schedule=assumed)
     with pytest.raises(ValueError, match=r"cg\.remat\(actor\.method\) in the step says it"):
         step.lower(WIDE).compile_optimistic(schedule=schedule)
 
