@@ -295,7 +295,7 @@ def test_in_the_memory_of_1f1b_nothing_is_longer_than_by_the_heuristic() -> None
     ]
     rows = [row for row in rows if row["makespan"] > row["bound"] * (1 + 1e-6)]
     rows.sort(key=lambda row: row["search_s"])
-    for row in rows[: 6 * scale() ** 2]:
+    for row in rows[: 4 * scale() ** 2]:
         setting = row["setting"]
         line = tuple(range(setting["ranks"]))
         rest = line[::-1] if setting["layout"] == "vee" else line
