@@ -8,16 +8,18 @@ from dataclasses import replace
 
 from ....ir.pipeline.costs import Costs
 from ..base import Pipeline
-from .bound import find_windows
+from .bound import MOST_TASKS, find_windows
 from .list_scheduling import list_schedule
 from .policies import SEEDS
 from .problem import Problem
 from .stretch import fewer_microbatches
 
 SEARCHES = 3
-"""How many sets of stages a search tries, at most."""
+"""How many sets of stages a search tries, at most; one where there are more than `MOST_TASKS`."""
 _SPREAD = 8
 """How many numbers of stages are looked at first."""
+_PIECES = 16
+"""In how many pieces, at most, it is tried what need not recompute."""
 _POLICIES = 4
 """How many list schedules say what a set of stages promises."""
 
@@ -48,8 +50,9 @@ def sets_to_try(
             "schedule 'auto': remat needs costs with mr, the share of its activations that a stage "
             "that recomputes holds between F and B: Costs(mr=...), or --mr of cg-sim"
         )
-    few = fewer_microbatches(Problem.of(pipeline, replace(costs, remat=()), memory, splits))
-    pipeline = Pipeline(pipeline.stage_ranks, few)
+    whole = Problem.of(pipeline, replace(costs, remat=()), memory, splits)
+    few = min(fewer_microbatches(whole), MOST_TASKS * whole.microbatches // whole.tasks)
+    pipeline = Pipeline(pipeline.stage_ranks, max(1, few))
     every = replace(costs, remat=tuple(range(pipeline.stages)))
     useful = [part for part in range(len(pipeline.parts)) if _gains(every, pipeline.parts[part])]
     spans: dict[tuple[int, ...], float] = {}
@@ -63,13 +66,16 @@ def sets_to_try(
 
     count = _best_count(len(useful), lambda count: span(useful[:count]))
     needed = useful[:count]
-    for part in useful[:count]:
-        fewer = [each for each in needed if each != part]
+    width = max(1, count // _PIECES)
+    for at in range(0, count, width):
+        piece = useful[at : min(at + width, count)]
+        fewer = [part for part in needed if part not in piece]
         if span(fewer) <= span(needed) < math.inf:
             needed = fewer
     ranked = sorted(spans, key=lambda chosen: (round(spans[chosen], 9), len(chosen)))
     fitting = [chosen for chosen in ranked if spans[chosen] < math.inf]
-    return fitting[:SEARCHES] or [max(spans, key=len)]
+    most = SEARCHES if whole.tasks <= MOST_TASKS else 1
+    return fitting[:most] or [max(spans, key=len)]
 
 
 def _gains(costs: Costs, part: Sequence[int]) -> bool:
