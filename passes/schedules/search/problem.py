@@ -87,9 +87,10 @@ class Problem:
         else:
             capacities = (float(memory),) * len(ranks)
         # More than all microbatches take is of no use.
+        still = [max(size.before, size.after) for size in sizes]
         most = [
-            pipeline.microbatches * sum(max(sizes[k].before, sizes[k].after) for k in each)
-            + max(sizes[k].during for k in each)
+            pipeline.microbatches * sum(still[k] for k in each)
+            + max(sizes[k].during - still[k] for k in each)
             for each in hosted
         ]
         capacities = tuple(map(min, capacities, most))
