@@ -274,7 +274,8 @@ def start(
         for graph in (*decode, prefill):
             graph.serve()
         return None
-    on_device = stages[0].local.pool0.device.type != "cpu"
+    first = next(iter(stages[0].instances.values()))
+    on_device = first.pool0.device.type != "cpu"
     engine = CgEngine(limits, options, decode, prefill, on_device)
     if options.warm:
         engine.warm()
