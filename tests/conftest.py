@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import sys
+from collections import Counter
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -95,7 +96,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuse to test another checkout's code, or the checkout where the wheel is meant."""
+    """Refuse to test another checkout's code, or the checkout where the wheel is meant.
+
+    Tests stay on the host, wherever they run; those of GPUs say otherwise.
+    """
+    os.environ.setdefault("CG_DEVICE", "cpu")
     times = config.getoption("--times")
     if times is not None:
         count = DEFAULT * times
@@ -155,6 +160,17 @@ def longest_first(items: list[pytest.Item]) -> None:
 
 def file_of(nodeid: str) -> str:
     return nodeid.partition("::")[0]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how many cases searches have drawn that count them, by `record_property`."""
+    counts: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport) and report.when == "call":
+                counts.update({what: n for what, n in report.user_properties if type(n) is int})
+    for what, count in counts.items():
+        terminalreporter.write_line(f"{count:,} {what}")
 
 
 def starts_jobs(nodeid: str) -> bool:
