@@ -293,6 +293,11 @@ def sharing(
     return tuple((i, j) for i, node in numbered for j in memory.get(memory_of(node), ()))
 
 
+def state_references(values: Sequence[fx.Node], state: set[int | None]) -> tuple[int, ...]:
+    """The values that share memory with the state, which is given as its memory."""
+    return tuple(i for i, node in enumerate(values) if memory_of(node) in state)
+
+
 def returned_values(
     builder: Builder, values: Sequence[fx.Node], inputs: Sequence[fx.Node], state: set[int | None]
 ) -> tuple[list[fx.Node], tuple[tuple[int, int], ...], tuple[int, ...]]:
@@ -306,7 +311,7 @@ def returned_values(
         The new nodes; the pairs (value, input) that may share memory; the values that were
         references to the state.
     """
-    references = tuple(i for i, node in enumerate(values) if memory_of(node) in state)
+    references = state_references(values, state)
     cloned = {
         i
         for i, node in enumerate(values)

@@ -21,7 +21,8 @@ from ...ir.types import TensorType
 from ..actors.actor_state import ActorState, StateTensor, collect
 from ..actors.sharing import shares_of
 from ..autodiff.split_backward import SplitBackward
-from ..autodiff.subgraphs import Piece, fake_of, sharing
+from ..autodiff.subgraphs import Piece, fake_of, sharing, state_references
+from ..autodiff.subgraphs import memory_of as memory_of_node
 from ..autodiff.version_counters import CHANGE_AFTER, changed_between, with_versions
 from ..errors import TraceError
 from ..groups.group import Group
@@ -125,12 +126,14 @@ class Functions:
         if isinstance(target, MethodTarget):
             who, state = type(target.instance).__qualname__, methods.read(joint)
             guard = build_guard(call, joint.reads, state, who, target.method)
+        memory = {memory_of_node(node) for node, _ in joint.state}
         return TracedFunction(
             made.declaration,
             joint.results,
-            (),
+            state_references(joint.outputs, memory),
             None,
             guard,
+            views=sharing(joint.outputs, joint.inputs),
             program=made.program,
             parts=made.parts,
         )

@@ -18,7 +18,7 @@ from ..errors import TraceError
 from ..step.arguments import Arguments
 from ..step.session import Session
 from ..step.specs import TensorSpec
-from ..step.values import ObjectValue, Traced, TracedTensor
+from ..step.values import ObjectValue, Traced, TracedTensor, share
 from .group import Group, GroupActor
 from .mesh import describe
 from .plan import Plan
@@ -81,7 +81,7 @@ def bring(
             layouts.append(None)
         elif isinstance(leaf, TracedTensor):
             layout = _wanted(actor, name, names.get(index), leaf, loc)
-            leaves[index] = moved(session, leaf, actor.mesh, layout, loc)
+            leaves[index] = _passed(session, leaf, actor.mesh, layout, loc)
             layouts.append(layout)
     operands = [leaf.traced for leaf in leaves if isinstance(leaf, TracedTensor | ObjectValue)]
     return replace(arguments, operands=operands, leaves=leaves), tuple(layouts)
@@ -90,11 +90,25 @@ def bring(
 def gather(session: Session, place: Place, arguments: Arguments, loc: Location | None) -> Arguments:
     """The arguments of a method of an actor on one rank: there is no other layout than whole."""
     leaves = [
-        moved(session, leaf, place, None, loc) if isinstance(leaf, TracedTensor) else leaf
+        _passed(session, leaf, place, None, loc) if isinstance(leaf, TracedTensor) else leaf
         for leaf in arguments.leaves
     ]
     operands = [leaf.traced for leaf in leaves if isinstance(leaf, TracedTensor | ObjectValue)]
     return replace(arguments, operands=operands, leaves=leaves)
+
+
+def _passed(
+    session: Session,
+    tensor: TracedTensor,
+    place: Place,
+    layout: Layout | None,
+    loc: Location | None,
+) -> TracedTensor:
+    """A value as a method is given it; what the method returns of it is the value itself."""
+    given = moved(session, tensor, place, layout, loc)
+    if given is not tensor:
+        share(tensor, given)
+    return given
 
 
 def _wanted(

@@ -30,6 +30,17 @@ class Layer(nn.Module):
     def penalty(self) -> Tensor:
         return self.weight.square().sum()
 
+    def itself(self) -> Tensor:
+        return self.weight
+
+    def same(self, x: Tensor) -> Tensor:
+        return x
+
+    @cg.opaque
+    def update(self) -> None:
+        with torch.no_grad():
+            self.weight.sub_(1)
+
     def count(self, x: Tensor) -> Tensor:
         self.seen = self.seen + x.detach().sum(0)
         return x
@@ -167,6 +178,51 @@ def a_penalty_that_takes_no_batch() -> Any:
     return step
 
 
+def state_that_has_been_updated_since() -> Any:
+    layer = on({"loss(x)": ROWS, "weight": cg.cut(0, "tp")})
+
+    def step(x: Tensor) -> Tensor:
+        weight = layer.itself()
+        cg.backward(layer.loss(x))
+        layer.update()
+        return weight.sum()
+
+    return step
+
+
+def a_write_to_a_view_of_a_cut_value() -> Any:
+    layer = on({"forward(x)": ROWS})
+
+    def step(x: Tensor) -> Tensor:
+        made = layer.forward(x)
+        made.t().mul_(2)
+        return made.sum()
+
+    return step
+
+
+def a_write_to_what_a_method_has_passed_on() -> Any:
+    layer = on({"forward(x)|same(x)": ROWS})
+
+    def step(x: Tensor) -> Tensor:
+        made = layer.forward(x)
+        layer.same(made).add_(1)
+        return made.sum()
+
+    return step
+
+
+def a_write_to_what_another_mesh_has_passed_on() -> Any:
+    layer, other = Layer.on(0)(), on({"same(x)": ROWS})  # type: ignore[attr-defined]
+
+    def step(x: Tensor) -> Tensor:
+        made = layer.forward(x)
+        other.same(made).add_(1)
+        return made.sum()
+
+    return step
+
+
 STEPS = [
     (laid_out_and_not_named, "the actor's plan does not say how forward(x) is laid out"),
     (an_argument_without_the_dimension, "has 2 dimensions, so dimension 3 cannot be cut"),
@@ -174,6 +230,10 @@ STEPS = [
     (replaces_a_buffer, "it changes 'seen', and its actor is on a mesh"),
     (two_meshes, "pass one of them through a method of an actor on the other one's mesh"),
     (sums_along_other_axes, "is a sum along tp in one of its methods, and along dp in another"),
+    (state_that_has_been_updated_since, "has been written to since: plain Python would see the"),
+    (a_write_to_a_view_of_a_cut_value, "is a view of another value or has views"),
+    (a_write_to_what_a_method_has_passed_on, "is a view of another value or has views"),
+    (a_write_to_what_another_mesh_has_passed_on, "is a view of another value or has views"),
     (rows_of_a_cut_value, "would have to be gathered: dimension 0 of"),
     (a_penalty_that_takes_no_batch, "is a sum along no axis in one of its methods, and along dp"),
     (a_gradient_that_is_not_cut_as_its_tensor, "would have to be gathered"),
