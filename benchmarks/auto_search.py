@@ -66,7 +66,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Row:
-    """What was found for a setting. Times are in milliseconds, but for `search_s`.
+    """The findings for a setting. Times are in milliseconds, but for `search_s`.
 
     Attributes:
         bound, makespan: no order is under the one; the best found has the other.
@@ -153,7 +153,7 @@ def random_rows(count: int, jobs: int, before: dict[int, float]) -> Iterator[Row
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """What the rows say, a line for each memory."""
+    """A summary of the rows, a line for each memory."""
     lines = []
     for name, chosen in (
         ("2p", [row for row in rows if row.setting.memory == 2 * row.setting.ranks]),

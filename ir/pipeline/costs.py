@@ -62,8 +62,8 @@ class Costs:
         activation_bytes: the memory that a microbatch holds on a stage between F and B, in bytes;
             one for all stages, or one for each. Without it memory is counted in microbatches, to
             which each of the v stages of a rank adds 1/v.
-        weight_bytes: the memory that a microbatch holds on a stage between B and W, in bytes, beside
-            `activation_bytes`; without it, `mw` of that.
+        weight_bytes: the memory that a microbatch holds on a stage between B and W, in bytes,
+            beside `activation_bytes`; without it, `mw` of that.
         mr: the share of the activations that a microbatch holds between F and B on a stage that
             recomputes, which is its inputs; one for all stages, or one for each. A search that may
             choose which stages recompute needs it.

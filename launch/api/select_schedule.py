@@ -12,14 +12,13 @@ from typing import Any
 from ...backends.agreement.gather import gather
 from ...backends.base import World
 from ...ir.attributes import Action
-from ...ir.clone import clone
 from ...ir.diagnostics import IRError
 from ...ir.module import Module
 from ...ir.pipeline.costs import Costs
 from ...ir.text.files import read_text
 from ...passes.base import Pipeline
 from ...passes.frontend.fsdp import Fsdp
-from ...passes.manager import DumpSink, PassManager, PassReport
+from ...passes.manager import DumpSink, PassReport, run_on_copy
 from ...passes.pipelines import default_pipeline
 from ...passes.schedules import (
     Order,
@@ -193,8 +192,8 @@ def _stages(module: Module) -> tuple[StageMemory, Stages]:
             for rank, tasks in gpipe()(pipeline).items()
         }
 
-    copy = clone(module)
-    PassManager(default_pipeline(Schedule("gpipe with W", order, splits=True))).run(copy)
+    watched = default_pipeline(Schedule("gpipe with W", order, splits=True))
+    copy, _ = run_on_copy(watched, module)
     if len(set(seen)) != 1:
         raise ValueError(
             f"step {module.name} has {len(set(seen))} pipelines, and auto measures what stages "
@@ -295,9 +294,8 @@ def choose_residency(
 def _run(
     schedule: Schedule | None, module: Module, pipeline_of: PipelineOf, sink: DumpSink | None
 ) -> Scheduled:
-    copy = clone(module)
     if not isinstance(schedule, Schedule) or not is_search(schedule):
-        return Scheduled(copy, PassManager(pipeline_of(schedule), dump=sink).run(copy), "")
+        return Scheduled(*run_on_copy(pipeline_of(schedule), module, sink), "")
     seen: list[Stages] = []
 
     def order(pipeline: Stages, **options: Any) -> Order:
@@ -305,10 +303,9 @@ def _run(
         return schedule.order(pipeline, **options)
 
     watched = replace(schedule, order=order)
-    reports = PassManager(pipeline_of(watched), dump=sink).run(copy)
-    return Scheduled(
-        copy, reports, "\n".join(_choice(schedule, each) for each in dict.fromkeys(seen))
-    )
+    copy, reports = run_on_copy(pipeline_of(watched), module, sink)
+    choice = "\n".join(_choice(schedule, each) for each in dict.fromkeys(seen))
+    return Scheduled(copy, reports, choice)
 
 
 def _choice(schedule: Schedule, pipeline: Stages) -> str:
@@ -360,8 +357,7 @@ def _select_schedule(
     costs = dict(schedule.options)["costs"]
 
     def makespan(candidate: Schedule) -> float:
-        compiled = clone(module)
-        PassManager(pipeline_of(candidate)).run(compiled)
+        compiled, _ = run_on_copy(pipeline_of(candidate), module)
         # Times are sums of the same numbers in other orders: equal ones may differ a little.
         return round(simulate_programs(compiled, costs).makespan, 9)
 
