@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def _as_markdown(notebook: Any, name: str) -> str:
     for cell in notebook["cells"]:
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
-            parts.append(source)
+            parts.append(re.sub(r"\]\((\w+)\.ipynb\)", r"](\1.md)", source))
             continue
         parts.append(f"```python\n{source}\n```")
         printed = "".join(line for out in cell["outputs"] for line in out["text"])

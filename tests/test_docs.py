@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -21,7 +22,15 @@ IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 DRAWN = [str(file.relative_to(ROOT)) for file in (*PICTURES, *NOTEBOOKS)]
 
 
-@pytest.mark.parametrize("page", [*PAGES, *PICTURES, *NOTEBOOKS], ids=IDS + DRAWN)
+def marked(page: Path) -> object:
+    """Notebooks that start ranks of their own are tagged as slow."""
+    tags = (
+        json.loads(page.read_text("utf-8"))["metadata"].get("tags", ()) if page in NOTEBOOKS else ()
+    )
+    return pytest.param(page, marks=[pytest.mark.slow] if "slow" in tags else [])
+
+
+@pytest.mark.parametrize("page", map(marked, (*PAGES, *PICTURES, *NOTEBOOKS)), ids=IDS + DRAWN)
 def test_pages_are_up_to_date(page: Path) -> None:
     """Runs the page's snippets in the virtual world, too."""
     lines, written = render(page).splitlines(), page.read_text(encoding="utf-8").splitlines()
