@@ -30,7 +30,10 @@ def marked(page: Path) -> object:
     return pytest.param(page, marks=[pytest.mark.slow] if "slow" in tags else [])
 
 
-@pytest.mark.parametrize("page", map(marked, (*PAGES, *PICTURES, *NOTEBOOKS)), ids=IDS + DRAWN)
+EVERY = [marked(page) for page in (*PAGES, *PICTURES, *NOTEBOOKS)]
+
+
+@pytest.mark.parametrize("page", EVERY, ids=IDS + DRAWN)
 def test_pages_are_up_to_date(page: Path) -> None:
     """Runs the page's snippets in the virtual world, too."""
     lines, written = render(page).splitlines(), page.read_text(encoding="utf-8").splitlines()
