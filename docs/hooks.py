@@ -45,7 +45,7 @@ def on_page_markdown(markdown: str, *, page: Any, **_: object) -> str:
     if page.file.src_uri != "changelog.md":
         return markdown
     text = (Path(__file__).resolve().parents[1] / "CHANGELOG.md").read_text(encoding="utf-8")
-    return text.replace("](docs/", "](")
+    return text.replace("](docs/", "](").replace(".ipynb)", ".md)")
 
 
 def on_files(files: Any, *, config: Any, **_: object) -> Any:

@@ -117,6 +117,20 @@ def test_pages_are_short(page: Path) -> None:
     assert words <= LONGEST, f"{page} has {words} words: divide it"
 
 
+def test_one_version_is_named_everywhere() -> None:
+    """The changelog begins with it, and the package is cited by it."""
+    places = {
+        "setup.cfg": r"^version = (\S+)$",
+        "CITATION.cff": r"^version: (\S+)$",
+        "CHANGELOG.md": r"^## (\S+) ",
+    }
+    found = {
+        name: re.findall(pattern, (ROOT / name).read_text("utf-8"), re.MULTILINE)[0]
+        for name, pattern in places.items()
+    }
+    assert len(set(found.values())) == 1, found
+
+
 def test_every_picture_is_shown_by_a_page() -> None:
     shown = {(page.parent / link).resolve() for page in PAGES for link in links(page)}
     assert set(PICTURES) <= shown
