@@ -41,11 +41,11 @@ def on_startup(**_: object) -> None:
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: object) -> str:
-    """Show the changelog of the repository, whose links begin at its root."""
-    if page.file.src_uri != "changelog.md":
-        return markdown
-    text = (Path(__file__).resolve().parents[1] / "CHANGELOG.md").read_text(encoding="utf-8")
-    return text.replace("](docs/", "](").replace(".ipynb)", ".md)")
+    """Links to notebooks lead to their pages; the changelog is the repository's, at its root."""
+    if page.file.src_uri == "changelog.md":
+        text = (Path(__file__).resolve().parents[1] / "CHANGELOG.md").read_text(encoding="utf-8")
+        markdown = text.replace("](docs/", "](")
+    return re.sub(r"\]\((?!\./)([\w./-]+)\.ipynb\)", r"](\1.md)", markdown)
 
 
 def on_files(files: Any, *, config: Any, **_: object) -> Any:
@@ -62,11 +62,11 @@ def _as_markdown(notebook: Any, name: str) -> str:
     for cell in notebook["cells"]:
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
-            parts.append(re.sub(r"\]\((\w+)\.ipynb\)", r"](\1.md)", source))
+            parts.append(source)
             continue
         parts.append(f"```python\n{source}\n```")
         printed = "".join(line for out in cell["outputs"] for line in out["text"])
         if printed:
             parts.append(f"```text\n{printed.rstrip()}\n```")
-    parts.append(f"[Download this page as a notebook]({name})")
+    parts.append(f"[Download this page as a notebook](./{name})")
     return "\n\n".join(parts)
