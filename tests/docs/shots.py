@@ -32,7 +32,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 PAGES = {
     "home": "",
-    "tutorial": "tutorials/transformers/",
+    "tutorial": "tutorials/huggingface/",
     "api": "reference/api/program/",
     "benchmarks": "benchmarks/",
 }
