@@ -15,7 +15,8 @@ ORDINARY = frozenset(
     re.findall(
         r"\w+",
         """block body code command effect engine event function heap instance lend method module
-        order phase piece place plan poison port post queue region slot task trace traffic value""",
+        order phase piece place plan poison port post program queue region slot task trace
+        traffic value""",
     )
 )
 """Terms that pages use in their ordinary sense, too; links at these would often be wrong."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from cg.launch.models.cut_model import Cuts, StageOfModel
 from cg.launch.models.part import ModelPart
 from cg.passes.simulate.memory_plan import MemoryPlan
 from cg.passes.simulate.program_times import ProgramTimes, RankTimes
+from cg.tracer.actors.factory import ActorFactory
 
 from .docstrings import first_sentence, to_markdown
 from .examples import examples
@@ -116,6 +118,10 @@ def _groups() -> Iterator[tuple[str, list[str]]]:
 def _describe(name: str, value: Any) -> str:
     if isinstance(value, ModuleType):
         return _module(name, value)
+    if isinstance(value, ActorFactory):
+        on = _code("Cls.on", functools.partial(value.place, object))
+        made, placed = type(value).__doc__, value.place.__doc__
+        return f"{to_markdown(made, skip=('Args',))}\n\n{on}\n\n{to_markdown(placed)}"
     if isinstance(value, type):
         return _class(name, value)
     if inspect.isfunction(value):
