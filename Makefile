@@ -18,7 +18,7 @@ help:
 	@echo "make serve   serve the GPT that was trained last, or a random one, at http://127.0.0.1:8000/"
 	@echo "make demo    fine-tune a small model with real weights on $(RANKS) ranks, with a sample before and after"
 	@echo "make test    run all tests, $(JOBS) at a time (JOBS=n for another number)"
-	@echo "make lint    ruff, codespell and mypy --strict"
+	@echo "make lint    ruff, codespell, the English of pages, and mypy --strict"
 	@echo "make bench   the benchmarks that need no GPU"
 	@echo "make bench-save  run the micro-benchmarks and save their statistics (NAME=…)"
 	@echo "make bench-compare  run them, and compare with what was saved last"
@@ -92,6 +92,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	git ls-files '*.md' '*.py' '*.cfg' '*.toml' | xargs $(BIN)/codespell
+	$(BIN)/python docs/style.py
 	$(BIN)/mypy
 
 bench: setup

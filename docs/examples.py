@@ -461,3 +461,28 @@ try:
     Stage.on(7)()
 except cg.ActorError as error:
     print(str(error).partition(";")[0])
+
+# cg.CapacityError
+with graph.lower(x).compile(max_inflight=2) as compiled:
+    try:
+        future = compiled.execute(x, block=False)
+    except cg.CapacityError:
+        print("two executions are in flight: come back later")
+    else:
+        print(future.result().shape)
+
+# cg.StepTimeout
+compiled = train.lower(x, y).compile(timeout=60.0)
+try:
+    compiled(x, y)
+except cg.StepTimeout as error:
+    print(error)  # where this rank waits, and for whom
+    raise
+
+# cg.IRError
+from cg.ir.parser import parse_module
+
+try:
+    parse_module("module @step {")
+except cg.IRError as error:
+    print(error.diagnostics[0].message)

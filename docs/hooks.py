@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +41,11 @@ def on_startup(**_: object) -> None:
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: object) -> str:
-    """Show the changelog of the repository, whose links begin at its root."""
-    if page.file.src_uri != "changelog.md":
-        return markdown
-    text = (Path(__file__).resolve().parents[1] / "CHANGELOG.md").read_text(encoding="utf-8")
-    return text.replace("](docs/", "](")
+    """Links to notebooks lead to their pages; the changelog is the repository's, at its root."""
+    if page.file.src_uri == "changelog.md":
+        text = (Path(__file__).resolve().parents[1] / "CHANGELOG.md").read_text(encoding="utf-8")
+        markdown = text.replace("](docs/", "](")
+    return re.sub(r"\]\((?!\./)([\w./-]+)\.ipynb\)", r"](\1.md)", markdown)
 
 
 def on_files(files: Any, *, config: Any, **_: object) -> Any:
@@ -67,5 +68,5 @@ def _as_markdown(notebook: Any, name: str) -> str:
         printed = "".join(line for out in cell["outputs"] for line in out["text"])
         if printed:
             parts.append(f"```text\n{printed.rstrip()}\n```")
-    parts.append(f"[Download this page as a notebook]({name})")
+    parts.append(f"[Download this page as a notebook](./{name})")
     return "\n\n".join(parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -21,7 +22,18 @@ IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 DRAWN = [str(file.relative_to(ROOT)) for file in (*PICTURES, *NOTEBOOKS)]
 
 
-@pytest.mark.parametrize("page", [*PAGES, *PICTURES, *NOTEBOOKS], ids=IDS + DRAWN)
+def marked(page: Path) -> object:
+    """Notebooks that start ranks of their own are tagged as slow."""
+    tags = (
+        json.loads(page.read_text("utf-8"))["metadata"].get("tags", ()) if page in NOTEBOOKS else ()
+    )
+    return pytest.param(page, marks=[pytest.mark.slow] if "slow" in tags else [])
+
+
+EVERY = [marked(page) for page in (*PAGES, *PICTURES, *NOTEBOOKS)]
+
+
+@pytest.mark.parametrize("page", EVERY, ids=IDS + DRAWN)
 def test_pages_are_up_to_date(page: Path) -> None:
     """Runs the page's snippets in the virtual world, too."""
     lines, written = render(page).splitlines(), page.read_text(encoding="utf-8").splitlines()
@@ -103,6 +115,20 @@ def test_pages_are_short(page: Path) -> None:
     written = re.sub(r"<!-- generated.*?<!-- end -->", "", page.read_text("utf-8"), flags=re.S)
     words = len(re.sub(r"^```.*?^```", "", written, flags=re.S | re.M).split())
     assert words <= LONGEST, f"{page} has {words} words: divide it"
+
+
+def test_one_version_is_named_everywhere() -> None:
+    """The changelog begins with it, and the package is cited by it."""
+    places = {
+        "setup.cfg": r"^version = (\S+)$",
+        "CITATION.cff": r"^version: (\S+)$",
+        "CHANGELOG.md": r"^## (\S+) ",
+    }
+    found = {
+        name: re.findall(pattern, (ROOT / name).read_text("utf-8"), re.MULTILINE)[0]
+        for name, pattern in places.items()
+    }
+    assert len(set(found.values())) == 1, found
 
 
 def test_every_picture_is_shown_by_a_page() -> None:

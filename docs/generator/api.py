@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator
@@ -19,9 +20,11 @@ from cg.launch.models.cut_model import Cuts, StageOfModel
 from cg.launch.models.part import ModelPart
 from cg.passes.simulate.memory_plan import MemoryPlan
 from cg.passes.simulate.program_times import ProgramTimes, RankTimes
+from cg.tracer.actors.factory import ActorFactory
 
 from .docstrings import first_sentence, to_markdown
 from .examples import examples
+from .see import SEE
 
 _GROUP = re.compile(r'^    # (.+)$|^    "(\w+)": ', re.MULTILINE)
 
@@ -67,8 +70,13 @@ def group(page: str) -> str:
     shown = examples()
     parts = []
     for name in names:
+        value = getattr(cg, name)
+        is_error = isinstance(value, type) and issubclass(value, BaseException)
+        if name not in shown and not is_error:
+            raise KeyError(f"docs/examples.py has no example of cg.{name}")
         example = f"\n\n*Example*:\n\n{shown[name]}" if name in shown else ""
-        parts.append(f"## cg.{name}\n\n{_describe(name, getattr(cg, name))}{example}")
+        more = f"\n\n*See*: [{_title(SEE[name])}](../../{SEE[name]})"
+        parts.append(f"## cg.{name}\n\n{_describe(name, value)}{example}{more}")
     told = {"compiled": _TOLD, "models": _OF_MODELS}.get(page, ())
     parts += [f"## {cls.__name__}\n\n{_class(cls.__name__, cls)}" for cls in told]
     return "\n\n".join(parts)
@@ -77,6 +85,15 @@ def group(page: str) -> str:
 def prelude() -> str:
     """What the examples of all pages begin with."""
     return examples()[""]
+
+
+def _title(target: str) -> str:
+    """The heading that a link leads to."""
+    page, _, anchor = target.partition("#")
+    text = (Path(__file__).resolve().parents[1] / page).read_text(encoding="utf-8")
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text, flags=re.S | re.M), re.M)
+    slugs = {re.sub(r"[^\w-]", "", h.lower().replace(" ", "-")): h for h in headings[1:]}
+    return f"{headings[0]}: {slugs[anchor].replace('`', '')}" if anchor else headings[0]
 
 
 def _doc(value: Any) -> str | None:
@@ -101,6 +118,10 @@ def _groups() -> Iterator[tuple[str, list[str]]]:
 def _describe(name: str, value: Any) -> str:
     if isinstance(value, ModuleType):
         return _module(name, value)
+    if isinstance(value, ActorFactory):
+        on = _code("Cls.on", functools.partial(value.place, object))
+        made, placed = type(value).__doc__, value.place.__doc__
+        return f"{to_markdown(made, skip=('Args',))}\n\n{on}\n\n{to_markdown(placed)}"
     if isinstance(value, type):
         return _class(name, value)
     if inspect.isfunction(value):

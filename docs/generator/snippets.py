@@ -49,7 +49,11 @@ python() { "$PYTHON" "$@"; }
 cg-opt() { python -m cg.launch.tools.opt "$@"; }
 cg-sim() { python -m cg.launch.tools.sim "$@"; }
 """
-_IMPORTABLE = [str(Path(entry).resolve()) for entry in sys.path if entry]
+_ROOT = Path(__file__).resolve().parents[2]
+_DOCS = _ROOT / "docs"  # has an examples.py, which is not the examples of the checkout
+_ENTRIES = (_ROOT, *(Path(entry).resolve() for entry in sys.path if entry))
+_PATHS = os.pathsep.join(str(entry) for entry in _ENTRIES if entry != _DOCS)
+"""Where programs that snippets start find cg, and the examples of the checkout."""
 _SECONDS = 120
 
 
@@ -152,6 +156,7 @@ def run_parts(name: str, parts: list[str], ranks: int) -> list[str]:
 def _sandbox(ranks: int = 2) -> Iterator[Path]:
     """A directory, a world and a numbering of actors of the page's own."""
     ours = {name: value for name, value in os.environ.items() if not name.startswith("CG_")}
+    ours["PYTHONPATH"] = _PATHS
     before = Path.cwd()
     with (
         tempfile.TemporaryDirectory() as directory,
@@ -187,7 +192,6 @@ def _run_shell(body: str, directory: Path) -> tuple[str, str | None]:
         env=os.environ
         | {
             "PYTHON": sys.executable,
-            "PYTHONPATH": os.pathsep.join(_IMPORTABLE),
             "PYTHONWARNINGS": "ignore",
         },
         stdout=subprocess.PIPE,

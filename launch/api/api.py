@@ -26,6 +26,9 @@ actor = ActorFactory(world, lambda: torch_device(world()))
 def on(*ranks: int) -> Place:
     """The place of the given ranks, for `inputs=` and `outputs=` of `cg.trace`.
 
+    Args:
+        ranks: numbers of processes, from 0.
+
     Raises:
         TypeError: a rank is no integer.
         ValueError: there is none, or one is negative, or is there twice.
@@ -99,6 +102,9 @@ def barrier() -> None:
 
 def allgather(value: T) -> list[T]:
     """Give every rank the (picklable) values of all, by rank.
+
+    Args:
+        value: an object that can be pickled; it should be small.
 
     Raises:
         TimeoutError: some rank has not come by the deadline (CG_TIMEOUT).

@@ -139,6 +139,9 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     """The checkpoint `step-N` of the largest N in a folder; None if there is none.
 
     All ranks get what rank 0 sees. Collective.
+
+    Args:
+        folder: the one in which `save_checkpoint` makes folders; it need not be there.
     """
     found: tuple[int, str] | None = None
     if world().rank == 0 and Path(folder).is_dir():

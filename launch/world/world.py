@@ -70,12 +70,20 @@ def world() -> World:
 
 
 def rank() -> int:
-    """This process's rank; 0 in a virtual world."""
+    """This process's rank; 0 in a virtual world.
+
+    Raises:
+        WorldError: this process was started as a rank, and cannot join the others.
+    """
     return world().rank
 
 
 def world_size() -> int:
-    """The number of ranks."""
+    """The number of ranks.
+
+    Raises:
+        WorldError: as `rank`.
+    """
     return world().size
 
 

@@ -48,6 +48,10 @@ def all_reduce(values: Tensors, op: str = "sum") -> list[torch.Tensor]:
 
     Returns:
         The result as often as there are values: the i-th is for the rank of the i-th value.
+
+    Raises:
+        TraceError: there are no values; one is no tensor; they differ in dtype or shape; `op`
+            is none of these, or "avg" of integers.
     """
     group = _group("all_reduce", values)
     reduction = group.reduction(op)
@@ -61,8 +65,16 @@ def all_reduce(values: Tensors, op: str = "sum") -> list[torch.Tensor]:
 def all_gather(values: Tensors, dim: int = 0) -> list[torch.Tensor]:
     """Concatenate tensors of one dtype and shape along `dim`; each rank gets the result.
 
+    Args:
+        values: tensors of one dtype and shape, one for each rank of the group.
+        dim: the dimension along which they are concatenated.
+
     Returns:
         The result as often as there are values: the i-th is for the rank of the i-th value.
+
+    Raises:
+        TraceError: there are no values; one is no tensor; they differ in dtype or shape; they
+            have no dimension `dim`.
     """
     group = _group("all_gather", values)
     dim = group.dimension(dim)
@@ -83,6 +95,9 @@ def reduce_scatter(values: Tensors, op: str = "sum", dim: int = 0) -> list[torch
 
     Returns:
         The parts in order: the i-th is for the rank of the i-th value.
+
+    Raises:
+        TraceError: as `all_reduce`; or `dim` cannot be divided among the ranks.
     """
     group = _group("reduce_scatter", values)
     reduction = group.reduction(op)
@@ -102,6 +117,9 @@ def all_to_all(values: Tensors, dim: int = 0) -> list[torch.Tensor]:
 
     Returns:
         One tensor for the rank of each value, of the same shape.
+
+    Raises:
+        TraceError: as `all_gather`; or `dim` cannot be divided among the ranks.
     """
     group = _group("all_to_all", values)
     dim = group.dimension(dim, len(values))
@@ -114,8 +132,15 @@ def all_to_all(values: Tensors, dim: int = 0) -> list[torch.Tensor]:
 def broadcast(value: torch.Tensor, actors: Sequence[ActorHandle]) -> list[torch.Tensor]:
     """Give a tensor to the ranks of all `actors`.
 
+    Args:
+        value: a tensor of any dtype and shape.
+        actors: those whose ranks get it.
+
     Returns:
         The tensor as often as there are actors: the i-th is for the rank of the i-th actor.
+
+    Raises:
+        TraceError: `value` is no tensor, or `actors` are not a list of at least one actor.
     """
     _check_actors("broadcast", actors, f"{_AN_ACTOR}: cg.broadcast(value, [a, b])")
     group = _group("broadcast", [value])
@@ -138,6 +163,9 @@ def gather(values: Tensors, root: ActorHandle, dim: int = 0) -> torch.Tensor:
 
     Returns:
         The concatenation; other ranks that use it get it from the root.
+
+    Raises:
+        TraceError: as `all_gather`; or `root` is no actor.
     """
     _check_actors("gather", [root], "an actor: cg.gather(values, root=a)")
     group = _group("gather", values)
@@ -160,6 +188,9 @@ def scatter(value: torch.Tensor, actors: Sequence[ActorHandle], dim: int = 0) ->
 
     Returns:
         The parts in order: the i-th is for the rank of the i-th actor.
+
+    Raises:
+        TraceError: as `broadcast`; or `dim` cannot be divided among the actors.
     """
     _check_actors("scatter", actors, f"{_AN_ACTOR}: cg.scatter(value, [a, b])")
     group = _group("scatter", [value])

@@ -58,6 +58,12 @@ def microbatches(tree: T, n: int) -> Iterator[T]:
 def mean(values: Iterable[torch.Tensor]) -> torch.Tensor:
     """The mean over all elements of tensors of one shape: `torch.stack(values).mean()`.
 
+    Args:
+        values: floating-point tensors of one shape, of any places.
+
+    Returns:
+        A tensor without dimensions, of their dtype.
+
     Raises:
         ValueError: there are no values.
         TraceError: one of them is an object that is known only when the step runs.
