@@ -30,7 +30,7 @@ from ..autodiff.subgraphs import Piece, memory_of, results
 from ..functions.interface import Bodies, Body, RankBodies
 from ..step.torch_modes import is_autocast_on
 from .accumulate import accumulate
-from .constants import fold_constants
+from .constant_folding import fold_constants
 from .fusible import Fusible, make_fusible
 
 Compute = Callable[..., Sequence[torch.Tensor]]
