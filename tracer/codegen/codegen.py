@@ -31,6 +31,7 @@ from ..functions.interface import Bodies, Body, RankBodies
 from ..step.torch_modes import is_autocast_on
 from .accumulate import accumulate
 from .constant_folding import fold_constants
+from .direct_calls import call_of
 from .fusible import Fusible, make_fusible
 
 Compute = Callable[..., Sequence[torch.Tensor]]
@@ -363,7 +364,7 @@ class _Writer:
             return f"{self._literal(value)}[{self._literal(index)}]"
         args = [self._literal(a) for a in node.args]
         args += [f"{k}={self._literal(v)}" for k, v in node.kwargs.items()]
-        text = f"{self._global(_callable(node.target))}({', '.join(args)})"
+        text = f"{self._global(call_of(node.target))}({', '.join(args)})"
         # Each product would lay an expanded matrix out for itself.
         return f"{text}.contiguous()" if is_expanded_for_products(node) else text
 
@@ -410,13 +411,6 @@ class _Writer:
             known = self._known[id(value)] = f"G{len(self._known)}"
             self.globals[known] = value
         return known
-
-
-def _callable(target: Any) -> Any:
-    """The function to call for an operator: below its Python wrapper, where there is one."""
-    if type(target) is torch._ops.OpOverload:
-        return getattr(target, "_op", target)
-    return target
 
 
 def _nbytes(node: fx.Node) -> int:

@@ -1,0 +1,67 @@
+"""The bindings that bodies call do what the operators do that they stand for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from cg.tracer.codegen.direct_calls import BINDINGS, call_of
+
+_ATEN = torch.ops.aten
+X, INTS = torch.randn(3, 4), torch.arange(12).view(3, 4)
+ZERO, COMPLEX = torch.tensor(2), torch.randn(3, 4, dtype=torch.complex64)
+HALF = torch.randn(3, 4).bfloat16()
+
+PAIRS: list[tuple[Any, ...]] = [
+    *((a, b) for a in (X, INTS, ZERO, HALF) for b in (X, INTS, ZERO, HALF, 2, 2.5, True)),
+    (X, 1j),
+    (COMPLEX, X),
+    (X, X[:1]),
+    (X[:0], 1.0),
+]
+
+CALLS: dict[Any, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {
+    _ATEN.add.Tensor: [*((p, {}) for p in PAIRS), ((X, X), {"alpha": 2}), ((X, 1), {"alpha": 0.5})],
+    _ATEN.sub.Tensor: [*((p, {}) for p in PAIRS if p[1] is not True), ((X, X), {"alpha": 2})],
+    _ATEN.mul.Tensor: [(p, {}) for p in PAIRS],
+    _ATEN.div.Tensor: [(p, {}) for p in PAIRS],
+    _ATEN.mm.default: [((X, X.t()), {}), ((X[:0], X.t()), {}), ((HALF, HALF.t()), {})],
+    _ATEN.addcmul.default: [((X, X, X), {}), ((X[0], X, X[:, :1]), {"value": 0.5})],
+    _ATEN.cat.default: [(([X, X],), {}), (([X, X[:0]], 0), {}), (([X, HALF], -1), {})],
+    _ATEN.index_select.default: [
+        ((X, 0, torch.tensor([2, 0])), {}),
+        ((X, -1, torch.tensor(1)), {}),
+    ],
+    _ATEN.view.default: [((X, [2, -1]), {}), ((X[0, 0], []), {}), ((X[:0], [0, 7]), {})],
+    _ATEN.transpose.int: [((X, 0, -1), {}), ((ZERO, 0, -1), {})],
+    _ATEN.permute.default: [((X, [1, 0]), {}), ((X, [-1, 0]), {}), ((ZERO, []), {})],
+    _ATEN.unsqueeze.default: [((X, -1), {}), ((ZERO, 0), {})],
+    _ATEN.select.int: [((X, 0, 1), {}), ((X, -1, -2), {})],
+}
+
+
+def test_all_are_compared() -> None:
+    assert CALLS.keys() == BINDINGS.keys()
+
+
+@pytest.mark.parametrize("op", CALLS, ids=str)
+def test_they_are_the_operators(op: Any) -> None:
+    function = call_of(op)
+    assert function is BINDINGS[op]
+    for args, kwargs in CALLS[op]:
+        found, expected = function(*args, **kwargs), op(*args, **kwargs)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+        assert found.stride() == expected.stride()
+        shares = [
+            each.untyped_storage()._cdata == args[0].untyped_storage()._cdata
+            for each in (found, expected)
+            if isinstance(args[0], torch.Tensor)
+        ]
+        assert len(set(shares)) <= 1
+
+
+def test_what_has_no_binding() -> None:
+    assert call_of(_ATEN.view.dtype) is _ATEN.view.dtype._op
+    assert call_of(len) is len
