@@ -166,7 +166,7 @@ class Pipe:
         )
 
     def gradients(self, compiled: cg.Compiled, m: int) -> list[torch.Tensor]:
-        """What one execution gives the weights of this rank's stages; collective."""
+        """The gradients that one execution gives the weights of this rank's stages; collective."""
         mine = [stage.local.weight for stage in self.stages if stage.is_local]
         for weight in mine:
             weight.grad = None

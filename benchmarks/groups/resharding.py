@@ -45,7 +45,7 @@ class Change:
 
     @property
     def held(self) -> list[list[float]]:
-        """What share of the tensor's elements each of the two ranks holds, in each layout."""
+        """The share of the tensor's elements that each of the two ranks holds, in each layout."""
         shares = []
         for rank in range(2):
             mine = []

@@ -1,4 +1,4 @@
-"""What the sections share: time, memory, and graphs that are captured by hand."""
+"""Helpers of the sections: time, memory, and graphs that are captured by hand."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class OneGpu(Bench):
         return self.limit - (time.monotonic() - self._began)
 
     def wants(self, what: str, seconds: float = 0.0) -> bool:
-        """Whether something is wanted and can be done in time; says so if time is short.
+        """True if something is wanted and can be done in time; prints a line if time is short.
 
         Args:
             seconds: that it takes at most.
@@ -54,7 +54,7 @@ class OneGpu(Bench):
         return True
 
     def compile_seconds(self, on_gpu: float) -> float:
-        """What compiling takes at most: nothing to speak of in a trial, where nothing is."""
+        """The most that compiling takes: nothing to speak of in a trial, where nothing is."""
         return on_gpu if self.compiles else 0.0
 
     @contextmanager
@@ -126,7 +126,7 @@ class ByHand:
 
 
 def how_captured(compiled: Any) -> str:
-    """What the graphs of a compiled step, or of a driven graph's contexts, have done."""
+    """The work that the graphs of a compiled step, or of a driven graph's contexts, have done."""
     if compiled._made is None:
         executables = compiled._runtimes[0].bound[cg.rank()]
     else:

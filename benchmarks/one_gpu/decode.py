@@ -64,7 +64,7 @@ class Subject:
         return f"B = {self.batch:2}, {arm}"
 
     def tokens(self, step: Any) -> list[list[int]]:
-        """What some steps give from the beginning; more than warm-ups take."""
+        """The results of some steps from the beginning; more than warm-ups take."""
         self.module.rewind()
         found, ids = [], self.ids
         for _ in range(8):

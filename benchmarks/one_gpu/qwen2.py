@@ -13,7 +13,7 @@ import cg
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is decoded.
+    """Sizes of the model, its caches and a measurement.
 
     Attributes:
         layers, hidden, mlp, heads, groups, vocabulary: of the model.

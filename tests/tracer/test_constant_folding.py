@@ -1,4 +1,4 @@
-"""What a graph makes of numbers alone is made once, where nobody can tell."""
+"""Values that a graph makes of numbers alone are made once, where nobody can tell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What methods of actors on meshes may take, give and do; each as in one process."""
+"""Methods of actors on meshes take, give and do the same as in one process."""
 
 from __future__ import annotations
 

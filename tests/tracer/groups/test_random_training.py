@@ -109,7 +109,7 @@ class Order:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What `compile` takes."""
+        """The arguments of `compile`."""
         fsdp = None if self.keep is None else cg.fsdp(keep=self.keep, prefetch=self.prefetch)
         schedule = None if self.schedule is None else cg.schedules.by_name(self.schedule)
         return {"schedule": schedule, "fsdp": fsdp}

@@ -327,7 +327,7 @@ def batch(seed: int, rows: int, kind: str, width: int = WIDTH) -> tuple[Tensor, 
 
 @dataclass(frozen=True)
 class Held:
-    """What a stage in one process has after a step: gradients and parameters, by name."""
+    """The gradients and parameters of a stage in one process after a step, by name."""
 
     found: Mapping[str, Tensor]
     parameters: Mapping[str, Tensor]
@@ -339,7 +339,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Moment:
-    """What one process has after a step: what that gave, and what each stage has."""
+    """The results of a step in one process, and the tensors of each stage after it."""
 
     outputs: Any
     stages: Sequence[Held]
