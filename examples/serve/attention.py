@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 (its usual name)
 
+from . import paged
+
 TRASH = 0
 """The block that padding is written to; no request has it."""
 
@@ -22,14 +24,17 @@ class Pages:
         entries: int64 [rows * tokens], the entry of each new token, counted through all blocks.
         tables: int64 [rows * blocks of a row].
         mask: [rows, 1, tokens, entries of a row], 0 where a token sees an entry, else -inf; the
-            tokens are there once for each of the heads that share keys.
+            tokens are there once for each of the heads that share keys. None where kernels read
+            the blocks as they lie: of one token a row, on a device that has them.
+        positions: int64 [rows * tokens].
     """
 
     pools: tuple[Tensor, ...]
     first: int
     entries: Tensor
     tables: Tensor
-    mask: Tensor
+    mask: Tensor | None
+    positions: Tensor
 
 
 def locate(
@@ -50,12 +55,14 @@ def locate(
         shared: how many heads share keys.
     """
     size, dtype, device = pools[0].shape[1], pools[0].dtype, tables.device
+    if positions.shape[1] == 1 and paged.is_served(device):
+        return Pages(pools, first, entries.flatten(), tables.flatten(), None, positions.flatten())
     seen = torch.arange(tables.shape[1] * size, device=device)
     shut = torch.full((), -torch.inf, dtype=dtype, device=device)
     mask = torch.where(seen > positions[:, :, None], shut, torch.zeros_like(shut))[:, None]
     if mask.shape[2] > 1:  # a single token's is expanded where it is used
         mask = mask.repeat_interleave(shared, 2)
-    return Pages(pools, first, entries.flatten(), tables.flatten(), mask)
+    return Pages(pools, first, entries.flatten(), tables.flatten(), mask, positions.flatten())
 
 
 def attend(query: Tensor, new: Tensor, pages: Pages, layer: int, scale: float) -> Tensor:
@@ -76,6 +83,9 @@ def attend(query: Tensor, new: Tensor, pages: Pages, layer: int, scale: float) -
     blocks, size = pool.shape[:2]
     entries = pool.view(blocks * size, groups, 2, width)
     entries.index_copy_(0, pages.entries, new.reshape(rows * tokens, groups, 2, width))
+    if pages.mask is None:
+        mixed = torch.ops.cg_paged.attend(query[:, 0], pool, pages.tables, pages.positions, scale)
+        return mixed.view(rows, 1, groups * shared * width)
     held = pool.index_select(0, pages.tables).view(rows, -1, groups, 2, width)
     key, value = held.transpose(1, 2).unbind(3)
     # Heads that share keys are rows of one product: [rows, groups, tokens * shared, width].

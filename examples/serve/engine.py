@@ -8,6 +8,7 @@ it, so the next batch of the group may be submitted before the results of this o
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -47,6 +48,8 @@ class Options:
         seed: of random weights.
         warm: whether all variants run before the engine is ready.
         via: what activations and tokens travel by from stage to stage, as `cg.via` takes it.
+        draws: whether decode batches with a temperature are taken; without, half as many variants
+            are compiled.
         tp: ranks that hold a stage together, each a part of its heads, of its hidden units and of
             the vocabulary.
     """
@@ -65,6 +68,7 @@ class Options:
     seed: int = 0
     warm: bool = True
     via: str = "auto"
+    draws: bool = True
     tp: int = 1
 
 
@@ -88,13 +92,49 @@ class Tokens:
         self._future.add_done_callback(lambda _: call())
 
 
+class DeviceTokens(Tokens):
+    """The same on a device, where an execution has ended when its work is on streams.
+
+    Its tokens are copied to the host behind it and ahead of the next execution, which whoever asks
+    for these would otherwise wait for as well.
+    """
+
+    def __init__(self, future: cg.Future, count: int) -> None:
+        super().__init__(future, count)
+        self._host: Tensor | None = None
+        self._there: torch.Event | None = None
+        future.add_done_callback(self._fetch)
+
+    def result(self, timeout: float | None = None) -> list[int]:
+        tokens = self._future.result(timeout)
+        if self._host is None or self._there is None:
+            return tokens[: self._count].tolist()
+        self._there.synchronize()
+        return self._host[: self._count].tolist()
+
+    def _fetch(self, future: cg.Future) -> None:
+        if future.exception() is None:
+            tokens = future.result()
+            self._host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            self._host.copy_(tokens, non_blocking=True)
+            self._there = torch.Event(tokens.device)
+            self._there.record()
+
+
 class CgEngine:
     """Rank 0's end of the engine; `start` makes it."""
 
     def __init__(
-        self, limits: Limits, options: Options, decode: Sequence[cg.Compiled], prefill: cg.Compiled
+        self,
+        limits: Limits,
+        options: Options,
+        decode: Sequence[cg.Compiled],
+        prefill: cg.Compiled,
+        on_device: bool = False,
     ) -> None:
         self.limits = limits
+        self._is_on_device = on_device
+        self._tokens = DeviceTokens if on_device else Tokens
         self.decode = tuple(decode)
         self.prefill = prefill
         self.options = options
@@ -133,23 +173,27 @@ class CgEngine:
         size = limits.block_size
         needed = [row.position // size + 1 for row in rows]
         width = _bucket(self._widths, max(needed))
-        numbers: list[int] = []
+        numbers = array("q")
         for row in rows:
             _check(-1 <= row.token < limits.vocabulary, f"token {row.token}")
             _check(0 <= row.slot < limits.slots, f"slot {row.slot}")
             table = self._table(row.blocks, row.position + 1, width)
             entry = table[row.position // size] * size + row.position % size
             sampling = row.sampling
-            numbers += (row.token, row.position, row.slot, sampling.seed, sampling.top_k, entry)
-            numbers += table
+            head = (row.token, row.position, row.slot, sampling.seed, sampling.top_k, entry)
+            numbers.extend(head)
+            numbers.extend(table)
         count = _bucket(self.options.batches, len(rows))
-        numbers += ([0, 0, limits.slots, 0, 0, 0] + [0] * width) * (count - len(rows))
-        batch = torch.tensor(numbers).view(count, TABLE + width)
+        numbers.extend(([0, 0, limits.slots, 0, 0, 0] + [0] * width) * (count - len(rows)))
+        batch = torch.frombuffer(numbers, dtype=torch.int64).view(count, TABLE + width)
+        if self._is_on_device:
+            batch = batch.pin_memory()  # other memory is copied once the device comes to it
         graph = self.decode[work.group]
         if all(row.sampling.temperature == 0 for row in rows):
-            return Tokens(graph.execute(batch, None), len(rows))
+            return self._tokens(graph.execute(batch, None), len(rows))
+        _check(self.options.draws, "a temperature, and it is to draw nothing")
         samplings = [row.sampling for row in rows] + [Sampling()] * (count - len(rows))
-        return Tokens(graph.execute(batch, _controls(samplings)), len(rows))
+        return self._tokens(graph.execute(batch, _controls(samplings)), len(rows))
 
     def _prefill(self, work: Prefill) -> Tokens:
         limits, length = self.limits, len(work.tokens)
@@ -169,7 +213,7 @@ class CgEngine:
         numbers += [0] * (count - length)
         chunk = torch.tensor([numbers])
         future = self.prefill.execute(chunk, torch.tensor([table]), _controls([sampling]))
-        return Tokens(future, 1 if work.last else 0)
+        return self._tokens(future, 1 if work.last else 0)
 
     def _table(self, blocks: Sequence[int], tokens: int, width: int) -> list[int]:
         """The blocks that hold so many tokens, filled up with trash."""
@@ -230,7 +274,9 @@ def start(
         for graph in (*decode, prefill):
             graph.serve()
         return None
-    engine = CgEngine(limits, options, decode, prefill)
+    first = next(iter(stages[0].instances.values()))
+    on_device = first.pool0.device.type != "cpu"
+    engine = CgEngine(limits, options, decode, prefill, on_device)
     if options.warm:
         engine.warm()
     return engine
@@ -294,7 +340,8 @@ def decode_variants(limits: Limits, options: Options):
             batch = torch.zeros(count, TABLE + width, dtype=torch.int64)
             batch[:, SLOT] = limits.slots
             yield batch, None
-            yield batch, _controls([Sampling()] * count)
+            if options.draws:
+                yield batch, _controls([Sampling()] * count)
 
 
 def prefill_variants(limits: Limits, options: Options):

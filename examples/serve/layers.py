@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 (its usual name)
 
 from .attention import Pages, attend
 
@@ -36,6 +37,8 @@ class RmsNorm(nn.Module):
         self.epsilon = old.variance_epsilon
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.is_cuda:  # one kernel
+            return F.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
         return _norm(x, self.weight, self.epsilon)
 
 

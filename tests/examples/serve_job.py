@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def say_how_devices_run(engine: CgEngine) -> None:
-    """Whether each program of this rank is one graph, messages and state included, and replayed.
+    """Print how many programs of this rank are one graph with messages and state, and replayed.
 
     Which context runs an execution depends on time, so one of each variant's is enough.
     """

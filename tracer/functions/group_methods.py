@@ -13,6 +13,7 @@ from ..actors.actor_state import StateTensor
 from ..errors import TraceError
 from ..groups.group import Group
 from ..groups.stored import Stored
+from ..layouts.cases import LayoutError
 from ..layouts.joints import propagate_joint
 from ..layouts.sections import Cutter, Section, with_all_gradients
 from ..methods.dispatch_modes import storage_key
@@ -103,11 +104,18 @@ class GroupMethods:
         layouts: dict[str, Layout] = {} if actor is None else actor.layouts
         gathered: dict[str, Layout] = {} if actor is None else actor.gathered
         pins = {n: gathered[state.path] for n, state in joint.state if state.path in gathered}
-        propagation = propagate_joint(
-            joint, self.group.place, layouts, self.group.inputs, pins=pins
-        )
         layers = {path: layer_of(path) for path in gathered}
-        return Cutter(joint, propagation, self._ranks, layers)
+        try:
+            propagation = propagate_joint(
+                joint, self.group.place, layouts, self.group.inputs, pins=pins
+            )
+            return Cutter(joint, propagation, self._ranks, layers)
+        except LayoutError as error:
+            if error.loc is not None:
+                raise
+            # A torch function of the step, or an op of no line of the method.
+            loc = self.call.error_loc
+            raise LayoutError(error.reason, loc=loc, remedy=error.remedy) from None
 
     @property
     def _ranks(self) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from ..autodiff.subgraphs import memory_of, written_in_place
+from .expansions import fake_mode_of
 
 _ATEN = torch.ops.aten
 
@@ -33,11 +34,32 @@ def without_writes(graph: fx.Graph) -> None:
         if view is None and not _is_own(first):
             continue
         node.target = form
+        made = node if view is not None else _as_written(node, first)
         passed = False
         for user in list(graph.nodes):
             if passed and first in user.all_input_nodes:
-                user.replace_input_with(first, node)
-            passed = passed or user is node
+                user.replace_input_with(first, made)
+            passed = passed or user is made
+
+
+def _as_written(node: fx.Node, first: fx.Node) -> fx.Node:
+    """The result of an op with the element type that it would have had in place of its operand.
+
+    A product with float64 is one, and a comparison is of booleans, but in place neither is.
+    """
+    fake: torch.Tensor = first.meta["val"]
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
+    assert callable(node.target)
+    with fake_mode_of([fake]):
+        made = node.target(*args, **kwargs)
+    if made.dtype == fake.dtype:
+        return node
+    with node.graph.inserting_after(node):
+        cast = node.graph.call_function(_ATEN._to_copy.default, (node,), {"dtype": fake.dtype})
+    node.replace_all_uses_with(cast, delete_user_cb=lambda user: user is not cast)
+    cast.meta.update(node.meta)
+    node.meta["val"] = made
+    return cast
 
 
 def read_later(made: Iterable[fx.Node], place: fx.Node) -> None:
@@ -70,7 +92,16 @@ def other_form(target: object) -> torch._ops.OpOverload | None:
     if not name.endswith("_") or torch.Tag.nondeterministic_seeded in target.tags:
         return None
     packet = getattr(_ATEN, name.removesuffix("_"), None)
-    return getattr(packet, target._overloadname, None)
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return None
+    names = packet.overloads()  # type: ignore[no-untyped-call]
+    forms = (getattr(packet, overload) for overload in names)
+    return next((form for form in forms if _takes(form) == _takes(target)), None)
+
+
+def _takes(target: torch._ops.OpOverload) -> list[tuple[str, str]]:
+    """The names and types of an op's arguments."""
+    return [(argument.name, str(argument.type)) for argument in target._schema.arguments]
 
 
 def _is_own(node: fx.Node) -> bool:
