@@ -272,10 +272,16 @@ def test_on_mpi_ranks(ranks: int, on_devices: bool, folder: Path) -> None:
 
 
 @pytest.mark.timeout(160)
-@pytest.mark.parametrize("ranks", [pytest.param(4, marks=needs_mpi)])
-def test_two_stages_of_two_mpi_ranks(ranks: int, folder: Path) -> None:
-    program = ["-m", "tests.examples.serve_job", str(folder), "16", "2"]
+@pytest.mark.parametrize(
+    ("ranks", "on_devices"),
+    [pytest.param(4, False, marks=needs_mpi), pytest.param(2, True, marks=needs_mpi)],
+)
+def test_stages_of_two_mpi_ranks(ranks: int, on_devices: bool, folder: Path) -> None:
+    """Two stages, and one on fake devices, whose graphs are whole with all reductions in them."""
+    job = ["tests.examples.serve_job", str(folder), "16", "2"]
+    program = ["-m", *(["tests.mpi.device_job"] if on_devices else []), *job]
     ended = run(ranks, program, folder=ROOT, seconds=150, warm=True)
     assert ended.code == 0, ended.output
-    assert "rank 3 has served" in ended.output
+    assert f"rank {ranks - 1} has served" in ended.output
+    assert ("5 of 5 whole, 5 replayed" in ended.output) == on_devices, ended.output
     assert re.findall(r"16 requests, \d+ tokens: (\d+) differences", ended.output) == ["0"]
