@@ -24,6 +24,7 @@ from ..autodiff.split_backward import SplitBackward
 from ..autodiff.subgraphs import Piece, fake_of, sharing
 from ..autodiff.version_counters import CHANGE_AFTER, changed_between, with_versions
 from ..errors import TraceError
+from ..groups.buckets import Buckets, GradientLayout
 from ..groups.group import Group
 from ..groups.pieces_only import watching_norms
 from ..guards.guard import build_guard
@@ -66,6 +67,7 @@ class Functions:
         self._effects = Effects()
         self._traces = Traces()
         self._pieces = Pieces()
+        self._buckets: dict[str, Buckets] = {}
 
     def trace(
         self, target: Target, signature: Tree, name: str, loc: Location | None
@@ -119,7 +121,7 @@ class Functions:
         self, target: Target, group: Group, call: Call, joint: Joint, name: str
     ) -> TracedFunction:
         """A function that ranks call together, each on its pieces."""
-        methods = GroupMethods(target, group, call, self._effects_on(target))
+        methods = self._methods(target, group, call)
         made = methods.forward(joint, name)
         guard = None
         if isinstance(target, MethodTarget):
@@ -170,8 +172,7 @@ class Functions:
             _refuse_remat(call, joint)
         effects = self._effects_on(target)
         if target.group is not None and target.group.has_layouts:
-            methods = GroupMethods(target, target.group, call, effects)
-            return methods.derivative(joint, name, between)
+            return self._methods(target, target.group, call).derivative(joint, name, between)
         parts = self._pieces.split(joint, effects.volatile(joint, between), target.remat)
         _refuse_history(call, parts.forward.state)
         _refuse_written(call, parts.backward, effects, between)
@@ -202,6 +203,13 @@ class Functions:
         if unknown and parts.backward.state:
             return with_versions(traced, parts.backward.state, len(parts.saved), call.what, unknown)
         return traced
+
+    def _methods(self, target: Target, group: Group, call: Call) -> GroupMethods:
+        buckets = Buckets()
+        if group.actor is not None:
+            new = Buckets(group.actor.bucket_bytes)
+            buckets = self._buckets.setdefault(group.actor.name, new)
+        return GroupMethods(target, group, call, self._effects_on(target), buckets)
 
     def _joint(
         self, target: Target, call: Call, wanted: Wanted | None = None
@@ -343,9 +351,10 @@ def _call_of(target: Target, signature: Tree, loc: Location | None) -> Call:
     return Call(target.name, function, ActorState(), signature, host, loc, home)
 
 
-def _whole_gradients(piece: Piece) -> dict[str, Layout]:
+def _whole_gradients(piece: Piece) -> dict[str, GradientLayout]:
     """The gradients that a backward adds to `.grad` where every rank does the same."""
-    return {g.tensor.path: Layout((WHOLE,) * g.tensor.tensor.dim()) for g in piece.gradients}
+    tensors = [gradient.tensor for gradient in piece.gradients]
+    return {t.path: GradientLayout(Layout((WHOLE,) * t.tensor.dim())) for t in tensors}
 
 
 def _of_backward(effects: Effects, joint: Joint, piece: Piece) -> Effect:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..autodiff.subgraphs import has_effect
+from ..autodiff.subgraphs import has_effect, is_view
 from ..methods.dispatch_modes import is_random
 from .cuts import Product
 from .local_graphs import build
@@ -87,6 +87,7 @@ def partition(
     state: Collection[fx.Node] = (),
     ranks: Collection[int] | None = None,
     stored: Mapping[fx.Node, str] | None = None,
+    buckets: Mapping[fx.Node, int] | None = None,
 ) -> Partition:
     """Cut a graph that has layouts.
 
@@ -100,9 +101,13 @@ def partition(
         ranks: those whose graphs are made; None: all.
         stored: the layer of each placeholder of state that is gathered for its use. A part begins
             where a layer is used first.
+        buckets: of gradients, by what gives them. A part ends where the last one of a bucket is
+            there, if others follow.
     """
     chosen = propagation.place.ranks if ranks is None else tuple(ranks)
-    return _Cutter(propagation, nodes, outputs, given, state, chosen, stored or {}).all()
+    return _Cutter(
+        propagation, nodes, outputs, given, state, chosen, stored or {}, buckets or {}
+    ).all()
 
 
 def exchanged(
@@ -116,7 +121,7 @@ def exchanged(
 
     Not those of stored state, which is gathered again wherever it is used.
     """
-    cutter = _Cutter(propagation, nodes, outputs, (), state, (), stored)
+    cutter = _Cutter(propagation, nodes, outputs, (), state, (), stored, {})
     return frozenset(transfer.after for transfer in cutter.exchanges())
 
 
@@ -132,6 +137,7 @@ class _Cutter:
         state: Collection[fx.Node],
         ranks: Sequence[int],
         stored: Mapping[fx.Node, str],
+        buckets: Mapping[fx.Node, int],
     ) -> None:
         self.propagation = propagation
         self.stored = stored
@@ -149,7 +155,8 @@ class _Cutter:
         own = set(self.ops)
         self.level: dict[fx.Node, int] = {}
         self.needed: dict[int, dict[Version, None]] = {}
-        drawn, following = 0, 0
+        drawn, following, earliest = 0, 0, 0
+        self.ends = _last_of_buckets(self.ops, buckets)
         for node in self.ops:
             for version in self.reads(node):
                 self._open(version, following)
@@ -157,9 +164,13 @@ class _Cutter:
                 self.available(v) for v in self.reads(node) if v.node in own or v in self.transfers
             ]
             self.level[node] = max(found, default=0)
+            if node.target is not operator.getitem:  # which is where its tuple is
+                self.level[node] = max(self.level[node], earliest)
             if is_random(node.target, node.args, node.kwargs):  # they draw in the graph's order
                 drawn = self.level[node] = max(self.level[node], drawn)
             following = max(following, self.level[node] + 1)
+            if node in self.ends:
+                earliest = following
         self._put_off()
 
     def _open(self, version: Version, level: int) -> None:
@@ -180,11 +191,15 @@ class _Cutter:
         return transfer.before not in self.transfers
 
     def _put_off(self) -> None:
-        """Compute values that go to no other part, since no type says so, where they are read."""
+        """Compute values that go to no other part, since no type says so, where they are read.
+
+        So are views in a graph that is cut at buckets: one that goes to another part is copied.
+        """
         latest: dict[fx.Node, int] = {}
         for node in reversed(self.ops):
             random = is_random(node.target, node.args, node.kwargs)
-            if _is_product(node, self.propagation) and not random and not has_effect(node):
+            moves = _is_product(node, self.propagation) or (self.ends and _is_plain_view(node))
+            if moves and not random and not has_effect(node):
                 self.level[node] = max(self.level[node], latest.get(node, 0))
             for version in self.reads(node):
                 if version in self.given or version.node not in self.level:
@@ -392,6 +407,20 @@ class _Name(str):
 
 
 _NO_LAYOUT: Any = None
+
+
+def _is_plain_view(node: fx.Node) -> bool:
+    """True if a node is a view, and neither one of several that an op gives nor that op."""
+    if node.target is operator.getitem or not isinstance(node.meta.get("val"), torch.Tensor):
+        return False
+    return is_view(node)
+
+
+def _last_of_buckets(ops: Sequence[fx.Node], buckets: Mapping[fx.Node, int]) -> set[fx.Node]:
+    """The nodes behind which all gradients of a bucket are there, while others' are not yet."""
+    last = {buckets[node]: node for node in ops if node in buckets}
+    found = [node for node in ops if node in last.values()]
+    return set(found[:-1])
 
 
 def _is_op(node: fx.Node, propagation: Propagation) -> bool:
