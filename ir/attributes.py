@@ -88,7 +88,7 @@ NO_SHARES = Shares()
 class Stream(FastEnum):
     """An in-order queue of a rank: work on one stream never overtakes itself.
 
-    GATHER and REDUCE take the collectives of parameters that are stored in pieces, and of their
+    GATHER and REDUCE take the collectives of parameters that are stored in pieces, and those of
     gradients, beside all other collectives.
     MESSAGE takes both directions of a transport that does a rank's messages one after the other.
     COPY takes the copies between a device and its host that are part of messages by way of hosts;
@@ -108,8 +108,8 @@ class Stream(FastEnum):
 class Traffic(enum.Enum):
     """What collectives beside those of a step's work are for; each has communicators of its own.
 
-    GATHER brings parameters that are stored in pieces to those who use them. REDUCE adds up the
-    gradients of such parameters.
+    GATHER brings parameters that are stored in pieces to those who use them. REDUCE adds up
+    gradients: of such parameters, or of those whose gradients come in several buckets.
     """
 
     GATHER = "gather"

@@ -64,9 +64,11 @@ def note_gradients(
     Raises:
         TraceError: another backward adds to one of them along other axes.
     """
-    if any(_summed(found)) and actor in session.reduced and actor not in session.unreduced:
-        _record_begin(session, session.groups[actor], found, loc)
     pending = session.unreduced.setdefault(actor, {})
+    reduced = session.reduced.get(actor, {})
+    again = {path: one for path, one in found.items() if path in reduced and path not in pending}
+    if _summed(again):
+        _record_begin(session, session.groups[actor], again, loc)
     for path, one in found.items():
         both = pending.setdefault(path, one).layout.summands, one.layout.summands
         if both[0] != both[1]:

@@ -156,7 +156,7 @@ class _Cutter:
         self.level: dict[fx.Node, int] = {}
         self.needed: dict[int, dict[Version, None]] = {}
         drawn, following, earliest = 0, 0, 0
-        self.ends = _last_of_buckets(self.ops, buckets)
+        ends = _last_of_buckets(self.ops, buckets)
         for node in self.ops:
             for version in self.reads(node):
                 self._open(version, following)
@@ -169,7 +169,7 @@ class _Cutter:
             if is_random(node.target, node.args, node.kwargs):  # they draw in the graph's order
                 drawn = self.level[node] = max(self.level[node], drawn)
             following = max(following, self.level[node] + 1)
-            if node in self.ends:
+            if node in ends:
                 earliest = following
         self._put_off()
 
@@ -193,18 +193,22 @@ class _Cutter:
     def _put_off(self) -> None:
         """Compute values that go to no other part, since no type says so, where they are read.
 
-        So are views in a graph that is cut at buckets: one that goes to another part is copied.
+        So are views that nobody exchanges: one that goes to another part is copied.
         """
         latest: dict[fx.Node, int] = {}
+        exchanged: set[fx.Node] = set()
         for node in reversed(self.ops):
+            moves = _is_product(node, self.propagation)
+            moves = moves or (_is_plain_view(node) and node not in exchanged)
             random = is_random(node.target, node.args, node.kwargs)
-            moves = _is_product(node, self.propagation) or (self.ends and _is_plain_view(node))
             if moves and not random and not has_effect(node):
                 self.level[node] = max(self.level[node], latest.get(node, 0))
             for version in self.reads(node):
                 if version in self.given or version.node not in self.level:
                     continue
                 exchanges = self.available(version) - self.level[version.node]
+                if exchanges:
+                    exchanged.add(version.node)
                 bound = self.level[node] - exchanges
                 latest[version.node] = min(latest.get(version.node, bound), bound)
 

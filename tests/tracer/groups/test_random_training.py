@@ -15,6 +15,7 @@ import cg
 from cg.backends.virtual.world import VirtualWorld
 from cg.ir.types import Mesh
 from cg.launch.world.world import use_world
+from cg.tracer.groups.buckets import BUCKET
 from cg.tracer.groups.plan import Sharding
 
 from ...sampling import examples
@@ -91,6 +92,7 @@ class Case:
         count: of microbatches.
         schedule: None for the order in which the step is written.
         keep, prefetch: of parameters that are cut where they rest, as `cg.fsdp` takes them.
+        bucket_bytes: as `Cls.on` takes it; from a bucket for each gradient to one for all.
     """
 
     layers: tuple[Layer, ...]
@@ -100,6 +102,7 @@ class Case:
     schedule: str | None
     keep: str
     prefetch: int
+    bucket_bytes: int
 
     @property
     def is_stored(self) -> bool:
@@ -146,6 +149,7 @@ def cases(draw: st.DrawFn) -> Case:
         schedule,
         draw(st.sampled_from(["step", "task"])),
         draw(st.integers(0, 3)),
+        draw(st.sampled_from([1, 100, 400, BUCKET])),
     )
 
 
@@ -172,6 +176,7 @@ def test_a_random_chain_trains_exactly(case: Case) -> None:
         [each.place for each in case.layers],
         [each.shardings for each in case.layers],
         [cg.cut(0, "dp") if each.is_stored else cg.whole for each in case.layers],
+        case.bucket_bytes,
     )
     rows = case.rows * case.count
     fsdp = cg.fsdp(keep=case.keep, prefetch=case.prefetch) if case.is_stored else None
