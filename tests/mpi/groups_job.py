@@ -15,6 +15,7 @@ from torch import nn
 import cg
 from cg.ir.types import Mesh
 from cg.launch.world.world import world
+from cg.tracer.groups.buckets import BUCKET
 from tests.tracer.groups.training import Attention, Block, Language, Mlp, Model, Tower, train
 
 
@@ -33,7 +34,9 @@ class Careless(nn.Module):
 def main() -> None:
     torch.set_num_threads(1)
     for name, (model, places, rows, schedule, kind) in cases().items():
-        stages = model.on(places, store=cg.cut(0, "dp") if name == "stored" else cg.whole)
+        store = cg.cut(0, "dp") if name == "stored" else cg.whole
+        limit = 100 if name == "buckets" else BUCKET
+        stages = model.on(places, store=store, bucket_bytes=limit)
         made = train(model, stages, rows, 2, schedule, kind, steps=2)
         for rank, digest in sorted(made.items()):
             print(f"{name} on rank {rank}: {digest}")
@@ -78,6 +81,7 @@ def cases() -> dict[str, Case]:
             "reals",
         ),
         "stored": (Model([(Block, (0, "adam"))]), grid, 14, None, "reals"),
+        "buckets": (Model([(Block, (0, "adam"))]), grid, 14, None, "reals"),
         "attention": (Model([(Attention, (0, "adam"))]), grid, 6, None, "reals"),
         "language": (Model([(Language, (0,))]), grid, 14, None, "words"),
         "overlap": (
