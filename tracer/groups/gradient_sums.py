@@ -262,7 +262,7 @@ def _program(name: str, buckets: Sequence[_Bucket]) -> Program:
         for one, write in zip(sums, bucket.writes, strict=True):
             total = Value(names.fresh("total"), *write.inputs)
             done = Value(names.fresh("done"), UnitType())
-            travel.append(Transfer((one,), (total,), traffic=traffic))
+            travel.append(Transfer((one,), (total,), traffic=traffic, donated=True))
             back.append(Call((total,), (done,), fn=Symbol(write.name)))
     return Program(name, [], [*travel, *back, Return(back[-1].results, ())])
 
@@ -314,7 +314,10 @@ class _Held:
         return grads[0].contiguous()
 
     def write(self, value: torch.Tensor) -> None:
-        """Put gradients in the place of theirs."""
+        """Put gradients in the place of theirs, unless they have been added up there."""
+        first = self.tensors[0].grad
+        if first is not None and not self.is_flat and first.data_ptr() == value.data_ptr():
+            return
         parts = torch.split(value.view(-1), [tensor.numel() for tensor in self.tensors])
         for tensor, part in zip(self.tensors, parts, strict=True):
             if tensor.grad is None:
