@@ -166,7 +166,7 @@ class _Exchange:
             if not receivers.isdisjoint(ranks):
                 is_near = group.near >= set(ranks)
                 whose = None if is_near or exchange.cut is None else group.ranks.index(ranks[0])
-                message = Outgoing(codec_of(sent if is_near else part, group.copier))
+                message = Outgoing(codec_of(sent if is_near else part, group.copier), is_held=True)
                 self._out.append((queue, message, whose))
         # Queues with their messages in, by rank; values are held in place until `release`.
         self._into: dict[int, tuple[RecvQueue, Incoming]] = {}
