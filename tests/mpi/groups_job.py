@@ -41,7 +41,7 @@ def main() -> None:
         for rank, digest in sorted(made.items()):
             print(f"{name} on rank {rank}: {digest}")
     for name, (model, places, rows, width, schedule, fsdp) in stored().items():
-        stages = model.on(places, store=cg.cut(0, "dp"))
+        stages = model.on(places, store=cg.whole if name == "large" else cg.cut(0, "dp"))
         made = train(model, stages, rows, 2, schedule, "reals", steps=2, width=width, fsdp=fsdp)
         for rank, digest in sorted(made.items()):
             print(f"{name} on rank {rank}: {digest}")
@@ -95,7 +95,10 @@ def cases() -> dict[str, Case]:
 
 
 def stored() -> dict[str, tuple[Model, tuple[Mesh, ...], int, int, str | None, object]]:
-    """Models whose parameters are stored in pieces: of two stages, and uneven."""
+    """Models whose parameters are stored in pieces: of two stages, and uneven; and a large one.
+
+    That is not stored: gradients of 2 MiB are added up where they are.
+    """
     pair = cg.mesh(pp=2, dp=2, tp=1).unbind("pp")
     towers = Model([(Tower, (0, "adam")), (Tower, (1, "adam"))])
     uneven = Model([(Tower, (0, "sgd", 5))]), (cg.mesh([0, 2, 3], dp=3, tp=1),)
@@ -104,6 +107,7 @@ def stored() -> dict[str, tuple[Model, tuple[Mesh, ...], int, int, str | None, o
         "task": (towers, pair, 8, 8, "1f1b", cg.fsdp(keep="task", prefetch=2)),
         "auto": (Model([(Block, (0, "sgd"))]), (cg.mesh(dp=2, tp=2),), 8, 8, None, cg.fsdp()),
         "uneven": (*uneven, 6, 5, None, None),
+        "large": (Model([(Tower, (0, "sgd", 512, 1))]), (cg.mesh(dp=3, tp=1),), 6, 512, None, None),
     }
 
 
