@@ -22,7 +22,7 @@ from torch import nn
 import cg
 from cg.ir.types import Mesh
 from cg.launch.world import world as worlds
-from cg.tracer.groups.buckets import BUCKET
+from cg.tracer.groups.gradient_buckets import BUCKET
 from cg.tracer.groups.pieces import piece
 from cg.tracer.groups.plan import Sharding
 

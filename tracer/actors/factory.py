@@ -13,8 +13,8 @@ import torch
 from ...ir.types import Mesh
 from ..errors import note_refusal
 from ..functions.interface import Peers
-from ..groups.buckets import BUCKET
 from ..groups.construct import Constructor
+from ..groups.gradient_buckets import BUCKET
 from ..groups.group_calls import as_plan
 from ..groups.mesh import describe
 from ..groups.meta import Init, TensorSource, fill_from

@@ -14,7 +14,6 @@ from dataclasses import replace
 import torch
 
 from ...ir.attributes import Effect, Shares
-from ...ir.layout import WHOLE, Layout
 from ...ir.location import Location
 from ...ir.module import Function, FunctionKind, Vjp
 from ...ir.types import TensorType
@@ -24,7 +23,7 @@ from ..autodiff.split_backward import SplitBackward
 from ..autodiff.subgraphs import Piece, fake_of, sharing
 from ..autodiff.version_counters import CHANGE_AFTER, changed_between, with_versions
 from ..errors import TraceError
-from ..groups.buckets import Buckets, GradientLayout
+from ..groups.gradient_buckets import Buckets, whole_gradients
 from ..groups.group import Group
 from ..groups.pieces_only import watching_norms
 from ..guards.guard import build_guard
@@ -197,7 +196,9 @@ class Functions:
             self._part(target, forward, parts.forward),
             self._part(target, backward, parts.backward),
             halves,
-            gradients={} if target.group is None else _whole_gradients(parts.backward),
+            gradients={}
+            if target.group is None
+            else whole_gradients(gradient.tensor for gradient in parts.backward.gradients),
         )
         unknown = effects.unknown(between)
         if unknown and parts.backward.state:
@@ -349,12 +350,6 @@ def _call_of(target: Target, signature: Tree, loc: Location | None) -> Call:
     home = definition(function) if isinstance(target, MethodTarget) else None
     host = torch.device("cpu")
     return Call(target.name, function, ActorState(), signature, host, loc, home)
-
-
-def _whole_gradients(piece: Piece) -> dict[str, GradientLayout]:
-    """The gradients that a backward adds to `.grad` where every rank does the same."""
-    tensors = [gradient.tensor for gradient in piece.gradients]
-    return {t.path: GradientLayout(Layout((WHOLE,) * t.tensor.dim())) for t in tensors}
 
 
 def _of_backward(effects: Effects, joint: Joint, piece: Piece) -> Effect:

@@ -23,7 +23,7 @@ from ...ir.types import DType, TensorType, UnitType
 from ..actors.actor_state import StateTensor
 from ..autodiff.subgraphs import Gradient, Piece, fake_of, memory_of
 from ..codegen.codegen import make_body, returning_unit
-from ..groups.buckets import buckets_of
+from ..groups.gradient_buckets import buckets_of
 from ..groups.stored import Gather, Reduce, Stored
 from ..layouts.cases import LayoutError
 from ..layouts.cuts import unmerged

@@ -12,7 +12,7 @@ from ...ir.names import layer_of
 from ..actors.actor_state import StateTensor
 from ..autodiff.subgraphs import fake_of
 from ..errors import TraceError
-from ..groups.buckets import Buckets, GradientLayout, numel_at_rank
+from ..groups.gradient_buckets import Buckets, GradientLayout, numel_at_rank
 from ..groups.group import Group
 from ..groups.stored import Stored
 from ..layouts.joints import propagate_joint

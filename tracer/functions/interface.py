@@ -23,7 +23,7 @@ from ...ir.types import Place, Type, relocate
 from ..actors.actor_state import ActorState
 from ..actors.holdings import Shared, Use
 from ..errors import TraceError
-from ..groups.buckets import GradientLayout
+from ..groups.gradient_buckets import GradientLayout
 from ..groups.group import Group
 from ..heap.kinds import SCALARS, is_plain, is_walked
 from ..step.specs import Leaf, ObjectSpec, Static, TensorSpec, Tree, ir_dtype

@@ -28,7 +28,7 @@ from ..functions.calls import PublicPart, agree, enter, public_part
 from ..functions.interface import Body, RankBodies, TracedPart
 from ..step.session import Session
 from ..step.specs import ir_dtype
-from .buckets import GradientLayout, numel_at_rank
+from .gradient_buckets import GradientLayout, numel_at_rank
 from .group import GroupActor
 
 LARGE = 1 << 20

@@ -12,7 +12,7 @@ from ...ir.layout import WHOLE, Layout
 from ...ir.types import Mesh, Place
 from ..actors.actor_state import ActorState, StateTensor, collect
 from ..errors import TraceError
-from .buckets import BUCKET
+from .gradient_buckets import BUCKET
 from .pieces import LogicalTensor
 from .plan import Plan
 

@@ -23,7 +23,7 @@ from ...ir.types import DType, Mesh, TensorType, UnitType
 from ..codegen.accumulate import accumulate
 from ..functions.interface import Body, RankBodies, TracedPart
 from ..step.specs import ir_dtype
-from .buckets import buckets_of
+from .gradient_buckets import buckets_of
 from .group import GroupActor
 from .pieces import LogicalTensor, piece, put
 

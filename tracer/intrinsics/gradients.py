@@ -17,7 +17,7 @@ from ..autodiff.tape import Entry, Reached
 from ..errors import TraceError
 from ..functions.calls import PublicPart, agree, enter, public_part, tracing
 from ..functions.interface import Callee, TracedVjp, VjpKey, Write
-from ..groups.buckets import GradientLayout
+from ..groups.gradient_buckets import GradientLayout
 from ..groups.gradient_sums import note_gradients
 from ..source import caller_location
 from ..step.session import Session, recording

@@ -20,6 +20,7 @@ from ..methods.dispatch_modes import is_random
 from .cuts import Product
 from .local_graphs import build
 from .versions import Propagation, Transfer, Version
+from .words import Name, kind_of, names_of, text_of_graph
 
 
 @dataclass(frozen=True)
@@ -324,7 +325,7 @@ class _Cutter:
         nodes = [node for node in self.ops if self.level[node] == level]
         outputs = tuple(self.needed.get(level, {}))
         inputs = tuple(self._inputs(level, nodes, outputs))
-        names = _names(inputs, nodes)
+        names = names_of(inputs, nodes)
         key = self._key(names, inputs, nodes, outputs)
         if key not in graphs:
             graphs[key] = self._graphs(inputs, nodes, outputs)
@@ -366,7 +367,7 @@ class _Cutter:
         place = self.propagation.place
         for rank in self.ranks:
             graph = build(self.propagation, place.position(rank), inputs, nodes, outputs)
-            text = _text(graph)
+            text = text_of_graph(graph)
             if text not in found:
                 found[text] = len(graphs)
                 graphs.append(graph)
@@ -383,12 +384,12 @@ class _Cutter:
         lines = [f"in {self._version(v, names)}" for v in inputs]
         for node in nodes:
             arguments = fx.node.map_arg(
-                (node.args, dict(node.kwargs)), lambda n: _Name(names.get(n, n.name))
+                (node.args, dict(node.kwargs)), lambda n: Name(names.get(n, n.name))
             )
             layouts = self.propagation.layouts[node]
             reads = [self._version(v, names) for v in self.propagation.reads.get(node, ())]
             lines.append(
-                f"{names[node]} = {node.target}{arguments} {layouts} {reads} {_kind(node)}"
+                f"{names[node]} = {node.target}{arguments} {layouts} {reads} {kind_of(node)}"
             )
         lines += [f"out {self._version(v, names)}" for v in outputs]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
@@ -397,17 +398,10 @@ class _Cutter:
         """A version, and what it is cut from, in words that do not depend on names."""
         transfer = self.transfers.get(version)
         name = names.get(version.node, version.node.name)
-        text = f"{name} {version.layout} {_kind(version.node)}"
+        text = f"{name} {version.layout} {kind_of(version.node)}"
         if transfer is None or transfer.change.communicates:
             return text
         return f"{text} from {self._version(transfer.before, names)}"
-
-
-class _Name(str):
-    """Stands for a node in a text."""
-
-    def __repr__(self) -> str:
-        return str(self)
 
 
 _NO_LAYOUT: Any = None
@@ -435,30 +429,3 @@ def _is_product(node: fx.Node, propagation: Propagation) -> bool:
     """True if a dimension of a result is cut as its factors are, which no type says."""
     layouts = (layout for layout in propagation.layouts[node] if layout is not None)
     return any(isinstance(cut, Product) for layout in layouts for cut in layout.cuts)
-
-
-def _kind(node: fx.Node) -> str:
-    val = node.meta.get("val")
-    values = val if isinstance(val, (tuple, list)) else (val,)
-    return ", ".join(
-        f"{v.dtype}{list(v.shape)}{list(v.stride())}" if isinstance(v, torch.Tensor) else str(v)
-        for v in values
-    )
-
-
-def _names(inputs: Sequence[Version], nodes: Sequence[fx.Node]) -> dict[fx.Node, str]:
-    """Numbers for the nodes of a part."""
-    names: dict[fx.Node, str] = {}
-    for node in (*(v.node for v in inputs), *nodes):
-        names.setdefault(node, f"%{len(names)}")
-    return names
-
-
-def _text(graph: fx.Graph) -> str:
-    """A graph in words that are the same for equal graphs."""
-    names = {node: _Name(f"%{i}") for i, node in enumerate(graph.nodes)}
-    return "\n".join(
-        f"{node.op} {node.target if node.op != 'placeholder' else ''} "
-        f"{fx.node.map_arg((node.args, dict(node.kwargs)), names.__getitem__)} {_kind(node)}"
-        for node in graph.nodes
-    )

@@ -22,7 +22,7 @@ from ..actors.sharing import Sharing
 from ..autodiff.tape import Tape
 from ..errors import TraceError, different
 from ..functions.interface import Bodies, Callee, FunctionTracer, Guard, Peers, Write
-from ..groups.buckets import GradientLayout
+from ..groups.gradient_buckets import GradientLayout
 from ..groups.group import GroupActor
 from ..source import caller_location, is_user_file
 from .specs import ObjectSpec, TensorSpec, Tree

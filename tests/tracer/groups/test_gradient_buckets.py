@@ -16,7 +16,7 @@ from cg.ir.module import Module, Program
 from cg.ir.ops import Call, Collective, Op, Wait
 from cg.ir.printer import format_module
 from cg.launch.world.world import use_world
-from cg.tracer.groups.buckets import BUCKET, Buckets
+from cg.tracer.groups.gradient_buckets import BUCKET, Buckets
 
 from .training import Block, Model, Tower, batch, meshes, step_of, train
 

@@ -15,7 +15,7 @@ import cg
 from cg.backends.virtual.world import VirtualWorld
 from cg.ir.types import Mesh
 from cg.launch.world.world import use_world
-from cg.tracer.groups.buckets import BUCKET
+from cg.tracer.groups.gradient_buckets import BUCKET
 from cg.tracer.groups.plan import Sharding
 
 from ...sampling import examples

@@ -19,7 +19,7 @@ from torch.nn import functional
 import cg
 from cg.ir.layout import Region
 from cg.ir.types import Mesh
-from cg.tracer.groups.buckets import BUCKET
+from cg.tracer.groups.gradient_buckets import BUCKET
 from cg.tracer.groups.pieces import piece
 from cg.tracer.groups.plan import Sharding
 

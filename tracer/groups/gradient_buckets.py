@@ -9,8 +9,9 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ...ir.layout import Layout
+from ...ir.layout import WHOLE, Layout
 from ...ir.types import Place
+from ..actors.actor_state import StateTensor
 
 BUCKET = 25 << 20
 """Bytes of a bucket at most, on each rank, unless one gradient is larger; as DDP's are."""
@@ -59,6 +60,11 @@ class Buckets:
                 self._last, self._nbytes = self._last + 1, 0
             self.of[path] = self._last
             self._nbytes += nbytes
+
+
+def whole_gradients(tensors: Iterable[StateTensor]) -> dict[str, GradientLayout]:
+    """The gradients of some tensors, by path, where every rank adds the same to them."""
+    return {each.path: GradientLayout(Layout((WHOLE,) * each.tensor.dim())) for each in tensors}
 
 
 def numel_at_rank(shape: tuple[int, ...], layout: Layout, place: Place) -> int:
