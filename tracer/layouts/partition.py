@@ -18,26 +18,9 @@ from torch import fx
 from ..autodiff.subgraphs import has_effect, is_view
 from ..methods.dispatch_modes import is_random
 from .cuts import Product
-from .local_graphs import build
+from .rank_graphs import Graphs, Name, build_all, kind
 from .versions import Propagation, Transfer, Version
-from .words import Name, kind_of, names_of, text_of_graph
-
-
-@dataclass(frozen=True)
-class Graphs:
-    """The graphs of a part, for all ranks.
-
-    Attributes:
-        graphs: those that differ. Placeholders are the part's inputs; the output is a tuple.
-        of_rank: the index of each rank's graph.
-    """
-
-    graphs: tuple[fx.Graph, ...]
-    of_rank: Mapping[int, int]
-
-    def at(self, rank: int) -> fx.Graph:
-        """The graph of a rank."""
-        return self.graphs[self.of_rank[rank]]
+from .writes import StateWrites
 
 
 @dataclass(frozen=True)
@@ -158,21 +141,25 @@ class _Cutter:
         self.needed: dict[int, dict[Version, None]] = {}
         drawn, following, earliest = 0, 0, 0
         ends = _last_of_buckets(self.ops, buckets)
+        writes = StateWrites(propagation, self.ops, self.state)
         for node in self.ops:
             for version in self.reads(node):
                 self._open(version, following)
             found = [
                 self.available(v) for v in self.reads(node) if v.node in own or v in self.transfers
             ]
-            self.level[node] = max(found, default=0)
+            self.level[node] = max([*found, writes.earliest(node)])
             if node.target is not operator.getitem:  # which is where its tuple is
                 self.level[node] = max(self.level[node], earliest)
             if is_random(node.target, node.args, node.kwargs):  # they draw in the graph's order
                 drawn = self.level[node] = max(self.level[node], drawn)
             following = max(following, self.level[node] + 1)
+            writes.note(node, self.level[node])
             if node in ends:
                 earliest = following
-        self._put_off()
+        self._put_off(writes)
+        writes.move_views(self.level)
+        writes.check(self.outputs, (t.before for t in self.transfers.values()))
 
     def _open(self, version: Version, level: int) -> None:
         """Note the level from which on a layer's state is gathered, where it is used first."""
@@ -191,7 +178,7 @@ class _Cutter:
             return False
         return transfer.before not in self.transfers
 
-    def _put_off(self) -> None:
+    def _put_off(self, writes: StateWrites) -> None:
         """Compute values that go to no other part, since no type says so, where they are read.
 
         So are views that nobody exchanges: one that goes to another part is copied.
@@ -202,7 +189,7 @@ class _Cutter:
             moves = _is_product(node, self.propagation)
             moves = moves or (_is_plain_view(node) and node not in exchanged)
             random = is_random(node.target, node.args, node.kwargs)
-            if moves and not random and not has_effect(node):
+            if moves and not random and not has_effect(node) and not writes.has(node):
                 self.level[node] = max(self.level[node], latest.get(node, 0))
             for version in self.reads(node):
                 if version in self.given or version.node not in self.level:
@@ -325,10 +312,10 @@ class _Cutter:
         nodes = [node for node in self.ops if self.level[node] == level]
         outputs = tuple(self.needed.get(level, {}))
         inputs = tuple(self._inputs(level, nodes, outputs))
-        names = names_of(inputs, nodes)
+        names = _names(inputs, nodes)
         key = self._key(names, inputs, nodes, outputs)
         if key not in graphs:
-            graphs[key] = self._graphs(inputs, nodes, outputs)
+            graphs[key] = build_all(self.propagation, self.ranks, inputs, nodes, outputs)
         return Part(tuple(nodes), inputs, outputs, key, graphs[key])
 
     def _inputs(
@@ -358,22 +345,6 @@ class _Cutter:
             transfer = self.transfers.get(version)
         return version
 
-    def _graphs(
-        self, inputs: Sequence[Version], nodes: Sequence[fx.Node], outputs: Sequence[Version]
-    ) -> Graphs:
-        found: dict[str, int] = {}
-        graphs: list[fx.Graph] = []
-        of_rank: dict[int, int] = {}
-        place = self.propagation.place
-        for rank in self.ranks:
-            graph = build(self.propagation, place.position(rank), inputs, nodes, outputs)
-            text = text_of_graph(graph)
-            if text not in found:
-                found[text] = len(graphs)
-                graphs.append(graph)
-            of_rank[rank] = found[text]
-        return Graphs(tuple(graphs), of_rank)
-
     def _key(
         self,
         names: Mapping[fx.Node, str],
@@ -388,9 +359,7 @@ class _Cutter:
             )
             layouts = self.propagation.layouts[node]
             reads = [self._version(v, names) for v in self.propagation.reads.get(node, ())]
-            lines.append(
-                f"{names[node]} = {node.target}{arguments} {layouts} {reads} {kind_of(node)}"
-            )
+            lines.append(f"{names[node]} = {node.target}{arguments} {layouts} {reads} {kind(node)}")
         lines += [f"out {self._version(v, names)}" for v in outputs]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
@@ -398,7 +367,7 @@ class _Cutter:
         """A version, and what it is cut from, in words that do not depend on names."""
         transfer = self.transfers.get(version)
         name = names.get(version.node, version.node.name)
-        text = f"{name} {version.layout} {kind_of(version.node)}"
+        text = f"{name} {version.layout} {kind(version.node)}"
         if transfer is None or transfer.change.communicates:
             return text
         return f"{text} from {self._version(transfer.before, names)}"
@@ -429,3 +398,11 @@ def _is_product(node: fx.Node, propagation: Propagation) -> bool:
     """True if a dimension of a result is cut as its factors are, which no type says."""
     layouts = (layout for layout in propagation.layouts[node] if layout is not None)
     return any(isinstance(cut, Product) for layout in layouts for cut in layout.cuts)
+
+
+def _names(inputs: Sequence[Version], nodes: Sequence[fx.Node]) -> dict[fx.Node, str]:
+    """Numbers for the nodes of a part."""
+    names: dict[fx.Node, str] = {}
+    for node in (*(v.node for v in inputs), *nodes):
+        names.setdefault(node, f"%{len(names)}")
+    return names
