@@ -18,15 +18,18 @@ class Effect(FastEnum):
     """The effect of a function on the state of its actor.
 
     PURE touches no state. READ reads it. ACCUMULATE adds to the actor's gradients, and reads
-    nothing that an UPDATE changes: such calls commute with all but WRITE. UPDATE reads state and
-    changes some of it that no backward reads, as batch norm does with its statistics: it keeps its
-    program order against all but ACCUMULATE. WRITE may do anything: it keeps its program order
-    against every other call on the actor.
+    nothing that an UPDATE changes: such calls commute with all but REDUCE and WRITE. REDUCE takes
+    gradients that have been added up, or puts others in their place, and touches nothing else: it
+    commutes with READ and UPDATE, and with what works on other buckets of gradients
+    (`Function.buckets`). UPDATE reads state and changes some of it that no backward reads, as batch
+    norm does with its statistics: it keeps its program order against READ, UPDATE and WRITE. WRITE
+    may do anything: it keeps its program order against every other call on the actor.
     """
 
     PURE = "pure"
     READ = "read"
     ACCUMULATE = "accumulate"
+    REDUCE = "reduce"
     UPDATE = "update"
     WRITE = "write"
 
@@ -36,11 +39,24 @@ class Effect(FastEnum):
         return self in (Effect.UPDATE, Effect.WRITE)
 
     def conflicts_with(self, other: Effect) -> bool:
-        """True if two calls on one actor with these effects must keep their program order."""
+        """True if two calls on one actor with these effects must keep their program order.
+
+        Where both work on gradients, these are of one bucket.
+        """
         pair = (self, other)
         if Effect.PURE in pair:
             return False
-        return Effect.WRITE in pair or (Effect.UPDATE in pair and Effect.ACCUMULATE not in pair)
+        if Effect.WRITE in pair:
+            return True
+        if self.is_on_gradients or other.is_on_gradients:
+            both = self.is_on_gradients and other.is_on_gradients
+            return both and Effect.REDUCE in pair
+        return Effect.UPDATE in pair
+
+    @property
+    def is_on_gradients(self) -> bool:
+        """True if it changes or takes gradients, and no other state that changes."""
+        return self in (Effect.ACCUMULATE, Effect.REDUCE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +88,7 @@ NO_SHARES = Shares()
 class Stream(FastEnum):
     """An in-order queue of a rank: work on one stream never overtakes itself.
 
-    GATHER and REDUCE take the collectives of parameters that are stored in pieces, and of their
+    GATHER and REDUCE take the collectives of parameters that are stored in pieces, and those of
     gradients, beside all other collectives.
     MESSAGE takes both directions of a transport that does a rank's messages one after the other.
     COPY takes the copies between a device and its host that are part of messages by way of hosts;
@@ -92,8 +108,8 @@ class Stream(FastEnum):
 class Traffic(enum.Enum):
     """What collectives beside those of a step's work are for; each has communicators of its own.
 
-    GATHER brings parameters that are stored in pieces to those who use them. REDUCE adds up the
-    gradients of such parameters.
+    GATHER brings parameters that are stored in pieces to those who use them. REDUCE adds up
+    gradients: of such parameters, or of those whose gradients come in several buckets.
     """
 
     GATHER = "gather"

@@ -52,6 +52,8 @@ class Function:
         parameter: the parameter of its actor, by path, that it does nothing to but hand it over: it
             reads it as it rests, makes it whole of what was gathered, lays a gradient of it out to
             be reduced, or adds to its gradient; None of all others.
+        buckets: of its actor's gradients, those that it adds to or that it reduces; none: the first
+            one, 0, which has all gradients that are in no other.
     """
 
     name: str
@@ -70,11 +72,13 @@ class Function:
     ranks: tuple[int, ...] = ()
     body: str | None = None
     parameter: str | None = None
+    buckets: tuple[int, ...] = ()
 
     @property
     def is_work(self) -> bool:
         """True if it does work of an actor, and not only hands a parameter or a gradient over."""
-        return self.actor is not None and self.parameter is None
+        hands_over = self.parameter is not None or self.effect is Effect.REDUCE
+        return self.actor is not None and not hands_over
 
     @property
     def body_name(self) -> str:
@@ -98,10 +102,23 @@ class Function:
 
     def conflicts_with(self, other: Function) -> bool:
         """True if a call of this function and one of another must keep their program order."""
+        if self.actor == other.actor and self._is_apart_from(other):
+            return False
         theirs = dict(other.touches)
         return any(
             name in theirs and effect.conflicts_with(theirs[name]) for name, effect in self.touches
         )
+
+    def _is_apart_from(self, other: Function) -> bool:
+        """True if both work on nothing but gradients, and on no bucket together."""
+        if not (self.effect.is_on_gradients and other.effect.is_on_gradients):
+            return False
+        return set(self.gradient_buckets).isdisjoint(other.gradient_buckets)
+
+    @property
+    def gradient_buckets(self) -> tuple[int, ...]:
+        """The buckets that it works on, if its effect is on gradients."""
+        return self.buckets or (0,)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from .module import Function, Program
-from .ops import Call, Collective, Value
+from .ops import AllReduce, Call, Collective, Op, Value
 
 
 class SharedStorage:
     """The groups of a program's values that share storage, by union-find.
 
     A value shares storage with its views, with the values that wait for it, with the future that
-    promised it, with the buffer that it was received into, and with the results of calls that may
-    alias it.
+    promised it, with the buffer that it was received into, with what comes of it in an `all_reduce`
+    to which it is donated, and with the results of calls that may alias it.
 
     Args:
         collectives: whether what a collective hands back to its root is one with what the root
@@ -30,7 +30,7 @@ class SharedStorage:
                 function = functions.get(op.fn.name)  # the verifier says where one is missing
                 for output, operand in function.aliases if function is not None else ():
                     self._share(op.results[output], op.operands[operand])
-            elif not op.shares_operand or not op.results or not op.operands:
+            elif not _may_share(op) or not op.results or not op.operands:
                 continue
             elif collectives or not isinstance(op, Collective):
                 self._share(op.results[0], op.operands[0])
@@ -53,3 +53,7 @@ class SharedStorage:
         one, other = self.of(one), self.of(other)
         if one is not other:
             self._parents[one] = other
+
+
+def _may_share(op: Op) -> bool:
+    return op.shares_operand or (isinstance(op, AllReduce) and bool(op.donated))

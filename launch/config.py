@@ -22,6 +22,9 @@ THREAD_VARIABLES = (
 )
 """The variables that the thread pools under torch and numpy read when they are loaded."""
 
+MALLOC_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+"""The variables by which glibc is told when to give memory back to the system."""
+
 
 class ConfigError(ValueError):
     """An environment variable, or an option of the launcher, has a value that it does not take."""
@@ -51,6 +54,8 @@ class Config:
     """Hold each rank's thread pools to its share of the cores."""
     affinity: bool = True
     """Bind each rank to its share of the cores."""
+    keep_memory: bool = True
+    """Let each rank keep the host memory that it frees."""
     bind_devices: bool = True
     """Let each rank select the accelerator of its local rank."""
     device: str = "auto"
@@ -67,6 +72,8 @@ class Config:
     """The facts by which a launcher without MPI started this process; None: it did not."""
     preset_threads: frozenset[str] = frozenset()
     """Those of `THREAD_VARIABLES` that are set already."""
+    preset_malloc: bool = False
+    """Whether one of `MALLOC_VARIABLES` is set: then the heap is left as it says."""
     given: frozenset[str] = field(default=frozenset(), compare=False)
     """The fields whose variables are set."""
 
@@ -93,6 +100,7 @@ class Config:
             launch=_launch(environ),
             foreign=foreign.detect(environ),
             preset_threads=frozenset(name for name in THREAD_VARIABLES if environ.get(name)),
+            preset_malloc=any(environ.get(name) for name in MALLOC_VARIABLES),
         )
 
 
@@ -318,6 +326,15 @@ VARIABLES = (
         _ON,
         "1",
         "Whether a rank is bound to its share of the machine's cores.",
+        _switch,
+    ),
+    Variable(
+        "CG_KEEP_MEMORY",
+        "keep_memory",
+        _ON,
+        "1",
+        "Whether a rank keeps the host memory that it frees, so that its next step takes it again "
+        "without page faults. What glibc's own variables say comes first.",
         _switch,
     ),
     Variable(

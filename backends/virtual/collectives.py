@@ -15,7 +15,7 @@ from torch import Tensor
 from ...ir.attributes import ReduceOp
 from ...ir.ops import Exchange
 
-_COMBINE: dict[ReduceOp, Callable[[Tensor, Tensor], Tensor]] = {
+_COMBINE: dict[ReduceOp, Callable[..., Tensor]] = {
     ReduceOp.SUM: torch.add,
     ReduceOp.AVG: torch.add,
     ReduceOp.PROD: torch.mul,
@@ -24,14 +24,19 @@ _COMBINE: dict[ReduceOp, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def reduce(tensors: Sequence[Tensor], op: ReduceOp) -> Tensor:
+def reduce(tensors: Sequence[Tensor], op: ReduceOp, donated: int | None = None) -> Tensor:
     """Combine tensors of one dtype and shape elementwise, from the first to the last.
 
     The average of integers is cut towards zero. The sum of booleans is their disjunction.
+
+    Args:
+        donated: the tensor, contiguous, in whose memory the result may lie; its index.
     """
     total, *others = tensors
-    for tensor in others:
-        total = _COMBINE[op](total, tensor)
+    for index, tensor in enumerate(others, start=1):
+        # Its memory is written once its own numbers are in the total.
+        into = None if donated is None or donated > index else tensors[donated]
+        total = _COMBINE[op](total, tensor, out=into)
     if others:  # then the total has memory of its own, and needs no copy
         total = total.contiguous()
     else:
@@ -50,10 +55,14 @@ def cut(exchange: Exchange, value: Any, member: int) -> Any:
     return split(value, len(exchange.members), exchange.cut)[member]
 
 
-def combine(exchange: Exchange, pieces: Sequence[Any]) -> Any:
-    """The value that a receiver makes of its pieces, one of each sender; a tensor is a new one."""
+def combine(exchange: Exchange, pieces: Sequence[Any], donated: int | None = None) -> Any:
+    """The value that a receiver makes of its pieces, one of each sender; a tensor is a new one.
+
+    Args:
+        donated: the piece, if one is, in whose memory a reduction may leave its result.
+    """
     if exchange.reduce is not None:
-        return reduce(pieces, exchange.reduce)
+        return reduce(pieces, exchange.reduce, donated)
     if exchange.concat is not None:
         return torch.cat(list(pieces), exchange.concat)
     (piece,) = pieces

@@ -224,13 +224,18 @@ _EACH = "one tensor for each rank, all of one type"
 
 @dataclass(eq=False, slots=True)
 class AllReduce(Collective):
-    """Combine the group's tensors elementwise; every rank gets the result."""
+    """Combine the group's tensors elementwise; every rank gets the result.
+
+    With `donated` nothing uses the operands any more, so a rank's result may lie in the memory of
+    its operand.
+    """
 
     opcode: ClassVar[str] = "all_reduce"
     takes: ClassVar[str] = _EACH
     gives: ClassVar[str] = "that type, at the group"
     adjoint: ClassVar[Adjoint | None] = Adjoint.SAME
     op: ReduceOp = field(default=ReduceOp.SUM, kw_only=True)
+    donated: bool | None = field(default=None, kw_only=True)
 
     @property
     def exchange(self) -> Exchange:

@@ -30,7 +30,8 @@ class Transfer(Op):
     `via` names the transport, and `why` says why that one. Without `via` it is what the run time
     has for every value. `traffic` says that it gathers parameters that are stored in pieces, or
     reduces their gradients. Before PLACED a transfer of copies goes from a place to the same place:
-    it says how its operand is to travel to those who use the result.
+    it says how its operand is to travel to those who use the result. `donated` is as in
+    `all_reduce`, if the transfer becomes one.
 
     Summands are combined, but for those that the result has along the same axes of the same mesh.
     Copies may become summands: of a sum the first rank along the axes keeps its own, and the others
@@ -48,6 +49,7 @@ class Transfer(Op):
     takes_layouts: ClassVar[bool] = True
     takes_summands: ClassVar[bool] = True
     traffic: Traffic | None = field(default=None, kw_only=True)
+    donated: bool | None = field(default=None, kw_only=True)
     via: str | None = field(default=None, kw_only=True)
     why: str | None = field(default=None, kw_only=True)
 

@@ -93,7 +93,7 @@ class OpBoxes:
             return Kind.OTHER if function.actor is None else KIND_OF[op.task.action]
         if function.actor is None:
             return Kind.OTHER
-        updates = bool(self._chunks) and function.effect is Effect.WRITE
+        updates = bool(self._chunks) and function.effect in (Effect.WRITE, Effect.REDUCE)
         return Kind.UPDATE if updates else Kind.CALL
 
     def _name(self, op: Op) -> str:

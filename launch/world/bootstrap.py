@@ -1,4 +1,4 @@
-"""Prepare a process before torch is imported: failure hooks, cores, threads."""
+"""Prepare a process before torch is imported: failure hooks, cores, threads, heap."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..config import Config, config, environment, export, unknown_variables
 from ..job import listening_ports as ports
 from ..job import process_manager as manager
 from ..job.detect import Launch
-from . import cores, failure
+from . import allocator, cores, failure
 
 
 def prepare() -> Config:
@@ -30,6 +30,8 @@ def prepare() -> Config:
             preset = environment()
             export({name: value for name, value in VARIABLES.items() if name not in preset})
         keep_to_share(settings, settings.launch)
+        if settings.keep_memory and not settings.preset_malloc:
+            allocator.keep_freed_memory()
         above = manager.find(settings.launch)
         if above is not None:
             manager.follow(above)  # by a thread, bound as this one is

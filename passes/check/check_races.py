@@ -11,6 +11,7 @@ from ...ir.diagnostics import Diagnostic, IRError
 from ...ir.module import FunctionKind, Module, Program
 from ...ir.ops import (
     Alloc,
+    AllReduce,
     Call,
     Collective,
     Constant,
@@ -45,7 +46,9 @@ class CheckRaces(Pass):
     - a receive into a buffer starts when all uses of the buffer are over, and nothing uses the
       buffer before the receive is complete;
     - the bytes of an `alloc` are those of no other that is alive;
-    - what lives in a slot is not handed out, as an output or to an opaque call.
+    - what lives in a slot is not handed out, as an output or to an opaque call;
+    - an `all_reduce` to which an operand is donated starts when all uses of that are over, nothing
+      but its result is used behind it, and the operand is the program's own, and in no slot.
 
     A slot itself cannot be overwritten too soon: its next message waits for its `free`.
 
@@ -103,11 +106,13 @@ class _Uses:
         latest: for each line its latest use.
         written: for each line the latest op that made or wrote it.
         freed: the op that freed it.
+        values: those that have it, so far.
     """
 
     latest: dict[Line, int] = field(default_factory=dict)
     written: dict[Line, int] = field(default_factory=dict)
     freed: int | None = None
+    values: list[Value] = field(default_factory=list)
 
 
 class _Checker:
@@ -124,6 +129,8 @@ class _Checker:
         self._makers: dict[Value, int] = {}
         # What the program has been given, and views of it: that is not the program's to free.
         self._given = set(program.params)
+        # By values that have been donated, the collective that may have overwritten them.
+        self._donated: dict[Value, int] = {}
 
     def run(self) -> Iterator[Diagnostic]:
         for index, op in enumerate(self._program.ops):
@@ -138,14 +145,17 @@ class _Checker:
             else:
                 if isinstance(op, Alloc):
                     yield from self._alloc(index, op)
+                donates = isinstance(op, AllReduce) and op.donated
                 for value in op.operands:
-                    yield from self._read(index, value)
+                    yield from (self._donate if donates else self._read)(index, value)
                 self._make(index, op)
                 is_part = isinstance(op, (View, Slice))
                 if is_part or (isinstance(op, Constant) and op.ref is not None):
                     self._pass_on(op)
             for value in op.results:
                 self._makers[value] = index
+                if (made := self._of(value)) is not None:
+                    made.values.append(value)
 
     def _pass_on(self, op: Op) -> None:
         if self._given.issuperset(op.operands):
@@ -190,6 +200,14 @@ class _Checker:
             return
         yield from self._after_free(index, value, uses)
         yield from self._in_slot(index, value)
+        if value in self._donated:
+            yield self._problem(
+                index,
+                value,
+                f"%{value.name} is used behind the all_reduce that it is donated to",
+                (self._donated[value], "which may write its result there"),
+                "use it before, or do not donate it",
+            )
         for earlier in uses.written.values():
             if not self._is_over(earlier, index):
                 yield self._problem(
@@ -217,6 +235,28 @@ class _Checker:
                 )
         uses.latest[self._clocks.lines[index]] = index
         uses.written[self._clocks.lines[index]] = index
+
+    def _donate(self, index: int, value: Value) -> Iterator[Diagnostic]:
+        if value in self._given:
+            yield self._problem(
+                index,
+                value,
+                f"%{value.name} is donated, which the program has been given",
+                None,
+                "donate only what the program makes",
+            )
+        yield from self._write(index, value)
+        storage = self._storages.of(value)
+        if storage is not None and any(recv.slot is not None for recv in storage.slots):
+            yield self._problem(
+                index,
+                value,
+                f"%{value.name} is donated, but it lives in a slot, which the next message needs",
+                None,
+                "copy it before, or do not donate it",
+            )
+        if (uses := self._of(value)) is not None:
+            self._donated.update(dict.fromkeys(uses.values, index))
 
     def _free(self, index: int, op: Free) -> Iterator[Diagnostic]:
         value = op.operands[0]

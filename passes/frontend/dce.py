@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...ir.attributes import Effect
 from ...ir.module import Module
 from ...ir.ops import Backward, Call, Op, Return, Value
 from ...ir.phases import Phase
@@ -61,7 +60,7 @@ def _live(module: Module, ops: list[Op]) -> list[Op]:
 def _is_root(module: Module, op: Op) -> bool:
     if isinstance(op, Call):
         effect = effect_of(op, module.functions)
-        return effect.changes_state or effect is Effect.ACCUMULATE
+        return effect.changes_state or effect.is_on_gradients
     return op.synchronizes or isinstance(op, (Return, Backward))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -11,7 +11,8 @@ from ...ir.module import Function
 from ...ir.ops import Call, Op, Value
 
 State: TypeAlias = tuple[str, object]
-"""The state that an effect touches: an actor's, what two share, or the ranks' outside of actors."""
+"""The state that an effect touches: an actor's, one bucket of its gradients, what two share, or the
+ranks' outside of actors."""
 
 
 def effect_of(op: Op, functions: Mapping[str, Function]) -> Effect:
@@ -29,7 +30,7 @@ class _History:
         write: the last write.
         update: the last update since then.
         reads: since the last write or update.
-        accumulates: since the last write.
+        accumulates: what has worked on gradients since the last write.
     """
 
     write: int | None = None
@@ -49,10 +50,11 @@ def dependencies(ops: Sequence[Op], functions: Mapping[str, Function]) -> list[t
     """
     makers: dict[Value, int] = {}
     histories: dict[State, _History] = {}
+    reducing = {f.actor for f in functions.values() if f.effect is Effect.REDUCE}
     edges: list[tuple[int, ...]] = []
     for index, op in enumerate(ops):
         before = {makers[value] for value in op.operands if value in makers}
-        for state, effect in _touches(op, functions):
+        for state, effect in _touches(op, functions, reducing):
             history = histories.get(state)
             if history is None:
                 history = histories[state] = _History()
@@ -63,7 +65,14 @@ def dependencies(ops: Sequence[Op], functions: Mapping[str, Function]) -> list[t
     return edges
 
 
-def _touches(op: Op, functions: Mapping[str, Function]) -> list[tuple[State, Effect]]:
+def _touches(
+    op: Op, functions: Mapping[str, Function], reducing: Set[str | None]
+) -> list[tuple[State, Effect]]:
+    """The states that an op touches, and how.
+
+    Args:
+        reducing: the actors whose gradients are reduced.
+    """
     if not isinstance(op, Call):
         if not op.synchronizes or op.place is None:
             return []
@@ -77,15 +86,25 @@ def _touches(op: Op, functions: Mapping[str, Function]) -> list[tuple[State, Eff
     touched: list[tuple[State, Effect]] = [(("rank", rank), Effect.READ) for rank in ranks]
     if function.actor is not None:
         touched += [(("actor", name), effect) for name, effect in function.touches]
+        if function.effect.is_on_gradients and function.actor in reducing:
+            # To its actor's other state a reduction is like what is added up.
+            effect = _on_one_state(function.effect)
+            buckets = function.gradient_buckets
+            touched += [(("gradients", (function.actor, bucket)), effect) for bucket in buckets]
     else:
-        touched += [(("outside", rank), function.effect) for rank in ranks]
+        touched += [(("outside", rank), _on_one_state(function.effect)) for rank in ranks]
     return touched
+
+
+def _on_one_state(effect: Effect) -> Effect:
+    """An effect, where there is one bucket of gradients: a reduction is a write to that."""
+    return Effect.WRITE if effect is Effect.REDUCE else effect
 
 
 def _follow(history: _History, effect: Effect, index: int) -> list[int]:
     """Enter an effect into a state's history; what it has to follow."""
     written = [] if history.write is None else [history.write]
-    if effect is Effect.ACCUMULATE:
+    if effect.is_on_gradients:
         history.accumulates.append(index)
         return written
     changed = written if history.update is None else [history.update]

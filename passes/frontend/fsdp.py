@@ -81,8 +81,12 @@ class Fsdp(Pass):
                 program=module.program,
                 help=f"these are {', '.join(paths[:8]) or 'none'}",
             )
+        transfers = [op for op in module.program.ops if isinstance(op, Transfer)]
+        if not self.separate:
+            for op in transfers:
+                op.traffic = None
         if not paths:
-            return False
+            return not self.separate and bool(transfers)
         return _Rewriter(self, module).run()
 
     def keeps(self, actor: str, bucket: str, what: str) -> bool:

@@ -53,7 +53,7 @@ class Work:
         computing: the calls that do work of an actor.
         ahead: nodes that begin to gather parameters that are stored in pieces.
         uses: nodes that make parameters of what has been gathered.
-        behind: nodes that take in gradients that have been reduced to pieces.
+        behind: nodes that take in gradients that have been reduced.
     """
 
     program: Program
@@ -101,8 +101,10 @@ def sort_work(module: Module) -> Work:
         reach.append((index,) if is_node else follows)
     work.stages = groups.stages()
     work.late = _late(program.ops, edges).intersection(work.nodes)
-    if any(function.parameter is not None for function in module.functions.values()):
+    if any(f.parameter is not None for f in module.functions.values()):
         _find_stored(work, module)
+    if any(f.effect is Effect.REDUCE for f in module.functions.values()):
+        work.behind.update(i for i in work.nodes if _takes_reduced(work.program.ops[i], module))
     for anchors in work.anchors.values():
         # A task takes one unit however many calls it has.
         work.costs.update(dict.fromkeys(anchors[:-1], 0))
@@ -125,6 +127,13 @@ def _find_stored(work: Work, module: Module) -> None:
                 taken = {ways[value] for value in op.results if value in ways}
             if len(taken) == 1 and (way := taken.pop()) in kinds:
                 kinds[way].add(index)
+
+
+def _takes_reduced(op: Op, module: Module) -> bool:
+    """True if an op puts reduced gradients in the place of those that ranks have added up."""
+    if not isinstance(op, Call) or not op.operands:
+        return False
+    return module.functions[op.fn.name].effect is Effect.REDUCE
 
 
 def _late(ops: Sequence[Op], edges: Sequence[tuple[int, ...]]) -> set[int]:

@@ -150,6 +150,8 @@ class _Recipe:
             made.loc, made.mb, made.task = op.loc, op.mb, op.task
             if isinstance(made, Transfer | Collective):
                 made.via, made.why, made.traffic = op.via, op.why, op.traffic
+            if isinstance(made, AllReduce):
+                made.donated = op.donated
             ops.append(made)
         return values[self.made]
 

@@ -260,6 +260,21 @@ def test_reduction_runs_in_group_order() -> None:
     assert torch.equal(collectives.reduce(tensors, ReduceOp.SUM), expected)
 
 
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.PROD, ReduceOp.MAX])
+@pytest.mark.parametrize("donated", range(4))
+def test_a_reduction_in_the_memory_of_an_operand_has_the_same_bits(
+    donated: int, op: ReduceOp
+) -> None:
+    tensors = [torch.tensor([value, 3.0]) for value in (1e8, 1.0, -1e8, 1.5)]
+    others = [tensor.clone() for tensor in tensors]
+    expected = collectives.reduce(tensors, op)
+    made = collectives.reduce(tensors, op, donated)
+    assert torch.equal(made, expected)
+    assert made.data_ptr() == tensors[donated].data_ptr()
+    for index in {0, 1, 2, 3} - {donated}:
+        assert torch.equal(tensors[index], others[index])
+
+
 def test_average_of_integers_is_cut_towards_zero() -> None:
     tensors = [torch.tensor([-3, 3]), torch.tensor([0, 0])]
     assert collectives.reduce(tensors, ReduceOp.AVG).tolist() == [-1, 1]

@@ -90,6 +90,7 @@ ATTRIBUTES: dict[str, st.SearchStrategy[Any]] = {
     "fn": symbols,
     "key": st.none() | small,
     "traffic": st.none() | st.sampled_from(Traffic),
+    "donated": st.none() | st.booleans(),
     "via": st.none() | words,
     "why": st.none() | words,
     "slot": st.none() | small,
@@ -123,6 +124,7 @@ functions = st.builds(
     indices,
     st.none() | words,
     st.none() | words,
+    indices,
 )
 maybe = st.none() | names
 vjps = st.builds(Vjp, names, names, names, indices, indices, maybe, maybe, indices)

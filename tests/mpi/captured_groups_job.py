@@ -1,12 +1,12 @@
 """Trains actors on meshes of devices, replayed as they are: the same numbers as on one device.
 
-    mpiexec -n 2 python -m tests.mpi.device_job tests.mpi.captured_groups_job tp dp stored pp clip
-    mpiexec -n 2 python -m tests.mpi.captured_groups_job tp dp stored pp clip     # on GPUs
+    mpiexec -n 2 python -m tests.mpi.device_job tests.mpi.captured_groups_job tp dp buckets pp clip
+    mpiexec -n 2 python -m tests.mpi.captured_groups_job tp dp buckets stored pp clip     # on GPUs
 
-Each word is a way to share the model out; `clip` is `tp` with clipping, and in `sums` each step
-adds to the gradients of the one before. Every rank trains the whole model by itself, too, on its
-own device. Its program must be one graph, as that of actors on single ranks is; but for clipping,
-whose last part is opaque.
+Each word is a way to share the model out; `buckets` is `dp` with several buckets of gradients,
+`clip` is `tp` with clipping, and in `sums` each step adds to the gradients of the one before. Every
+rank trains the whole model by itself, too, on its own device. Its program must be one graph, as
+that of actors on single ranks is; but for clipping, whose last part is opaque.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import nn
 import cg
 from cg.ir.types import Mesh
 from cg.launch.world import world as worlds
+from cg.tracer.groups.gradient_buckets import BUCKET
 from cg.tracer.groups.pieces import piece
 from cg.tracer.groups.plan import Sharding
 
@@ -58,6 +59,7 @@ def places(kind: str) -> tuple[Sequence[Mesh], Sharding]:
         "clip": lambda: [cg.mesh(dp=1, tp=ranks)] * 2,
         "sums": lambda: [cg.mesh(dp=1, tp=ranks)] * 2,
         "dp": lambda: [cg.mesh(dp=ranks, tp=1)] * 2,
+        "buckets": lambda: [cg.mesh(dp=ranks, tp=1)] * 2,
         "stored": lambda: [cg.mesh(dp=ranks, tp=1)] * 2,
         "pp": lambda: [
             cg.mesh(range(ranks // 2), dp=1, tp=ranks // 2),
@@ -70,8 +72,9 @@ def places(kind: str) -> tuple[Sequence[Mesh], Sharding]:
 def train(kind: str) -> float:
     """Train, and alone beside it; the largest relative difference of a loss or a gradient."""
     meshes, store = places(kind)
+    limit = 4 * 2 * WIDTH * WIDTH if kind == "buckets" else BUCKET
     stages = [
-        Block.on(place, plan=COLUMNS | BATCH, store=store)(seed)  # type: ignore[attr-defined]
+        Block.on(place, plan=COLUMNS | BATCH, store=store, bucket_bytes=limit)(seed)  # type: ignore[attr-defined]
         for seed, place in enumerate(meshes)
     ]
 

@@ -15,6 +15,7 @@ from torch import nn
 import cg
 from cg.ir.types import Mesh
 from cg.launch.world.world import world
+from cg.tracer.groups.gradient_buckets import BUCKET
 from tests.tracer.groups.training import Attention, Block, Language, Mlp, Model, Tower, train
 
 
@@ -33,7 +34,9 @@ class Careless(nn.Module):
 def main() -> None:
     torch.set_num_threads(1)
     for name, (model, places, rows, schedule, kind) in cases().items():
-        stages = model.on(places, store=cg.cut(0, "dp") if name == "stored" else cg.whole)
+        store = cg.cut(0, "dp") if name == "stored" else cg.whole
+        limit = 100 if name == "buckets" else BUCKET
+        stages = model.on(places, store=store, bucket_bytes=limit)
         made = train(model, stages, rows, 2, schedule, kind, steps=2)
         for rank, digest in sorted(made.items()):
             print(f"{name} on rank {rank}: {digest}")
@@ -42,6 +45,8 @@ def main() -> None:
         made = train(model, stages, rows, 2, schedule, "reals", steps=2, width=width, fsdp=fsdp)
         for rank, digest in sorted(made.items()):
             print(f"{name} on rank {rank}: {digest}")
+    for rank, digest in sorted(large().items()):
+        print(f"large on rank {rank}: {digest}")
     if world().is_virtual:
         return
     refuse("with other numbers", lambda: Careless.on(cg.mesh(dp=2))(raises=False))
@@ -78,6 +83,7 @@ def cases() -> dict[str, Case]:
             "reals",
         ),
         "stored": (Model([(Block, (0, "adam"))]), grid, 14, None, "reals"),
+        "buckets": (Model([(Block, (0, "adam"))]), grid, 14, None, "reals"),
         "attention": (Model([(Attention, (0, "adam"))]), grid, 6, None, "reals"),
         "language": (Model([(Language, (0,))]), grid, 14, None, "words"),
         "overlap": (
@@ -101,6 +107,13 @@ def stored() -> dict[str, tuple[Model, tuple[Mesh, ...], int, int, str | None, o
         "auto": (Model([(Block, (0, "sgd"))]), (cg.mesh(dp=2, tp=2),), 8, 8, None, cg.fsdp()),
         "uneven": (*uneven, 6, 5, None, None),
     }
+
+
+def large() -> dict[int, str]:
+    """Train a model whose gradients, of 2 MiB each, are added up where they are."""
+    model = Model([(Tower, (0, "sgd", 512, 1))])
+    stages = model.on([cg.mesh(dp=3, tp=1)])
+    return train(model, stages, 6, 2, None, "reals", steps=2, width=512)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,14 @@ FUNCTIONS = {
     for actor in ("a", "b")
     for effect in Effect
 }
+for word, effect, buckets in (
+    ("adds-to-1", Effect.ACCUMULATE, (1,)),
+    ("adds-to-both", Effect.ACCUMULATE, (0, 1)),
+    ("reduces-1", Effect.REDUCE, (1,)),
+):
+    FUNCTIONS[f"a.{word}"] = Function(
+        f"a.{word}", (), (), effect=effect, actor="a", buckets=buckets
+    )
 OUTSIDE = {
     f"outside.{effect.value}": Function(f"outside.{effect.value}", (), (), effect=effect)
     for effect in Effect
@@ -42,6 +50,19 @@ def test_a_write_keeps_its_order_against_all() -> None:
         (),
         (1, 2),
         (4,),
+    ]
+
+
+def test_a_reduction_keeps_its_order_against_what_adds_to_its_bucket() -> None:
+    """Functions that name no bucket add to the first one, which is 0."""
+    names = ("a.accumulate", "a.adds-to-1", "a.reduce", "a.reduces-1", "a.read", "a.update")
+    assert edges(*names) == [(), (), (0,), (1,), (), (4,)]
+    assert edges("a.adds-to-both", "a.reduce", "a.reduces-1", "a.adds-to-1", "a.write") == [
+        (),
+        (0,),
+        (0,),
+        (2,),
+        (0, 1, 2, 3),
     ]
 
 
@@ -118,7 +139,8 @@ def test_exactly_the_conflicting_pairs_are_ordered(names: list[str]) -> None:
         reach.append(set(before).union(*(reach[earlier] for earlier in before)))
         for earlier in range(later):
             one, other = FUNCTIONS[names[earlier]], FUNCTIONS[names[later]]
-            conflict = one.actor == other.actor and one.effect.conflicts_with(other.effect)
+            conflict = one.conflicts_with(other)
+            assert conflict == other.conflicts_with(one)
             assert not conflict or earlier in reach[later]
             assert earlier not in before or conflict
 

@@ -14,6 +14,7 @@ from ...ir.types import Mesh
 from ..errors import note_refusal
 from ..functions.interface import Peers
 from ..groups.construct import Constructor
+from ..groups.gradient_buckets import BUCKET
 from ..groups.group_calls import as_plan
 from ..groups.mesh import describe
 from ..groups.meta import Init, TensorSource, fill_from
@@ -79,6 +80,7 @@ class ActorFactory:
         plan: Plan | Mapping[str, Sharding] | None = None,
         store: Sharding = whole,
         init: Init = "whole",
+        bucket_bytes: int = BUCKET,
     ) -> Make:
         """Choose the rank of an actor of class `cls`, or its mesh; call the result to make it.
 
@@ -95,11 +97,15 @@ class ActorFactory:
                 `reset_parameters()`. A source, such as `cg.pretrained(folder)`: it fills what the
                 constructor has left on the meta device. With the last two, no rank ever holds the
                 whole object of which it keeps a piece.
+            bucket_bytes: on a mesh, how many bytes of gradients are reduced together at most, on
+                each rank; a larger gradient is reduced by itself. Backwards are cut there, so that
+                a bucket is reduced while the rest of a backward runs.
 
         Raises:
             ActorError: the world has no such rank, a step is being traced, or a method of `cls`
                 has a name that handles use themselves.
-            ValueError: the plan fits neither the class nor the mesh, or a source lacks a tensor.
+            ValueError: the plan fits neither the class nor the mesh, a source lacks a tensor, or
+                `bucket_bytes` is less than 1.
         """
         peers = self._world()
         shown = f"{cls.__name__}.on({where!r})"
@@ -127,8 +133,12 @@ class ActorFactory:
                 )
 
         if isinstance(where, Mesh):
+            if bucket_bytes < 1:
+                raise ValueError(f"{shown}: bucket_bytes is at least 1, not {bucket_bytes}")
             mesh, chosen = where, as_plan(plan)
-            return lambda *a, **k: self._make_group(cls, mesh, chosen, store, init, peers, a, k)
+            return lambda *a, **k: self._make_group(
+                cls, mesh, chosen, store, init, bucket_bytes, peers, a, k
+            )
         if plan is not None or store != whole or init == "meta":
             raise ActorError(f"{shown}: a plan is of an actor on a mesh, as cg.mesh(dp=2) makes it")
         return lambda *a, **k: self._make(cls, ranks[0], init, peers, a, k)
@@ -162,6 +172,7 @@ class ActorFactory:
         plan: Plan,
         store: Sharding,
         init: Init,
+        bucket_bytes: int,
         peers: Peers,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -172,7 +183,7 @@ class ActorFactory:
         def check(instance: Any) -> None:
             self._refuse_shared(name, instance, peers, is_group=True)
 
-        constructor = Constructor(name, cls, mesh, plan, store, init, peers, check)
+        constructor = Constructor(name, cls, mesh, plan, store, init, bucket_bytes, peers, check)
         group = constructor.make(lambda: cls(*args, **kwargs), self.device())
         instance = group.instances[group.first] if group.instances else ELSEWHERE
         handle = ActorHandle(name, mesh.ranks[0], cls, peers, instance, self.actors, group)

@@ -14,7 +14,6 @@ from dataclasses import replace
 import torch
 
 from ...ir.attributes import Effect, Shares
-from ...ir.layout import WHOLE, Layout
 from ...ir.location import Location
 from ...ir.module import Function, FunctionKind, Vjp
 from ...ir.types import TensorType
@@ -25,6 +24,7 @@ from ..autodiff.subgraphs import Piece, fake_of, sharing, state_references
 from ..autodiff.subgraphs import memory_of as memory_of_node
 from ..autodiff.version_counters import CHANGE_AFTER, changed_between, with_versions
 from ..errors import TraceError
+from ..groups.gradient_buckets import Buckets, whole_gradients
 from ..groups.group import Group
 from ..groups.pieces_only import watching_norms
 from ..guards.guard import build_guard
@@ -67,6 +67,7 @@ class Functions:
         self._effects = Effects()
         self._traces = Traces()
         self._pieces = Pieces()
+        self._buckets: dict[str, Buckets] = {}
 
     def trace(
         self, target: Target, signature: Tree, name: str, loc: Location | None
@@ -120,7 +121,7 @@ class Functions:
         self, target: Target, group: Group, call: Call, joint: Joint, name: str
     ) -> TracedFunction:
         """A function that ranks call together, each on its pieces."""
-        methods = GroupMethods(target, group, call, self._effects_on(target))
+        methods = self._methods(target, group, call)
         made = methods.forward(joint, name)
         guard = None
         if isinstance(target, MethodTarget):
@@ -173,8 +174,7 @@ class Functions:
             _refuse_remat(call, joint)
         effects = self._effects_on(target)
         if target.group is not None and target.group.has_layouts:
-            methods = GroupMethods(target, target.group, call, effects)
-            return methods.derivative(joint, name, between)
+            return self._methods(target, target.group, call).derivative(joint, name, between)
         parts = self._pieces.split(joint, effects.volatile(joint, between), target.remat)
         _refuse_history(call, parts.forward.state)
         _refuse_written(call, parts.backward, effects, between)
@@ -199,12 +199,21 @@ class Functions:
             self._part(target, forward, parts.forward),
             self._part(target, backward, parts.backward),
             halves,
-            gradients={} if target.group is None else _whole_gradients(parts.backward),
+            gradients={}
+            if target.group is None
+            else whole_gradients(gradient.tensor for gradient in parts.backward.gradients),
         )
         unknown = effects.unknown(between)
         if unknown and parts.backward.state:
             return with_versions(traced, parts.backward.state, len(parts.saved), call.what, unknown)
         return traced
+
+    def _methods(self, target: Target, group: Group, call: Call) -> GroupMethods:
+        buckets = Buckets()
+        if group.actor is not None:
+            new = Buckets(group.actor.bucket_bytes)
+            buckets = self._buckets.setdefault(group.actor.name, new)
+        return GroupMethods(target, group, call, self._effects_on(target), buckets)
 
     def _joint(
         self, target: Target, call: Call, wanted: Wanted | None = None
@@ -342,11 +351,6 @@ def _call_of(target: Target, signature: Tree, loc: Location | None) -> Call:
     home = definition(function) if isinstance(target, MethodTarget) else None
     host = torch.device("cpu")
     return Call(target.name, function, ActorState(), signature, host, loc, home)
-
-
-def _whole_gradients(piece: Piece) -> dict[str, Layout]:
-    """The gradients that a backward adds to `.grad` where every rank does the same."""
-    return {g.tensor.path: Layout((WHOLE,) * g.tensor.tensor.dim()) for g in piece.gradients}
 
 
 def _of_backward(effects: Effects, joint: Joint, piece: Piece) -> Effect:

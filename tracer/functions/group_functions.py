@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import torch
@@ -23,6 +23,7 @@ from ...ir.types import DType, TensorType, UnitType
 from ..actors.actor_state import StateTensor
 from ..autodiff.subgraphs import Gradient, Piece, fake_of, memory_of
 from ..codegen.codegen import Source, make_body, returning_unit, write_source
+from ..groups.gradient_buckets import buckets_of
 from ..groups.stored import Gather, Reduce, Stored
 from ..layouts.cases import LayoutError
 from ..layouts.cuts import unmerged
@@ -74,6 +75,7 @@ class Maker:
         effect: of the parts that touch state.
         loc: the user's line.
         stored: the actor's parameters that are gathered; None without an actor.
+        buckets: of gradients that are reduced, by path.
     """
 
     name: str
@@ -85,6 +87,7 @@ class Maker:
     effect: Effect
     loc: Location | None
     stored: Stored | None = None
+    buckets: Mapping[str, int] = field(default_factory=dict)
 
     def make(self) -> GroupFunction:
         """The function."""
@@ -166,6 +169,7 @@ class Maker:
             random=plan.is_random,
             loc=self.loc,
             flops=count_flops(first.graph),
+            buckets=buckets_of((t.path for t, _ in plan.gradients), self.buckets),
         )
         return TracedPart(function, RankBodies.of(bodies) if bodies else None)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ...ir.attributes import Effect
@@ -10,12 +10,15 @@ from ...ir.layout import Layout
 from ...ir.module import Vjp
 from ...ir.names import layer_of
 from ..actors.actor_state import StateTensor
+from ..autodiff.subgraphs import fake_of
 from ..errors import TraceError
+from ..groups.gradient_buckets import Buckets, GradientLayout, numel_at_rank
 from ..groups.group import Group
 from ..groups.stored import Stored
 from ..layouts.cases import LayoutError
 from ..layouts.joints import propagate_joint
 from ..layouts.sections import Cutter, Section, with_all_gradients
+from ..layouts.versions import Version
 from ..methods.dispatch_modes import storage_key
 from ..methods.joint import Joint
 from .effects import Effects
@@ -32,12 +35,14 @@ class GroupMethods:
         group: the ranks that call it.
         call: how.
         effects: what is known of the step's other functions.
+        buckets: of the actor's gradients.
     """
 
     target: Target
     group: Group
     call: Call
     effects: Effects
+    buckets: Buckets
 
     def forward(self, joint: Joint, name: str) -> GroupFunction:
         """The function, without a derivative.
@@ -63,7 +68,10 @@ class GroupMethods:
         self._refuse_changes([*written, *(rebind.slot.path for rebind, _ in joint.rebinds)])
         joint = with_all_gradients(joint)
         volatile = self.effects.volatile(joint, between)
-        found = self._cutter(joint).sections(volatile, self.target.remat)
+        cutter = self._cutter(joint)
+        self.buckets.enter(self._sums(cutter.gradients))
+        cutter.buckets = self.buckets.of
+        found = cutter.sections(volatile, self.target.remat)
         self._refuse_between(between, found.backward)
         effect = self.effects.of_forward(joint, [*found.forward.state.values()], name)
         forward = self._make(f"{name}.forward", found.forward, joint, effect)
@@ -92,8 +100,19 @@ class GroupMethods:
             backward.part,
             tuple(half.part for half in halves),
             called=tuple(p for made in (forward, backward, *halves) for p in made.parts),
-            gradients={t.path: version.layout for t, version in found.backward.gradients},
+            gradients={
+                t.path: GradientLayout(version.layout, self.buckets.of.get(t.path, 0))
+                for t, version in found.backward.gradients
+            },
         )
+
+    def _sums(self, gradients: Iterable[tuple[StateTensor, Version]]) -> Iterator[tuple[str, int]]:
+        """The gradients that are to be reduced, each with its bytes on a rank."""
+        for tensor, version in gradients:
+            if version.layout.summands:
+                fake = fake_of(version.node)
+                count = numel_at_rank(tuple(fake.shape), version.layout, self.group.place)
+                yield tensor.path, count * fake.element_size()
 
     def read(self, joint: Joint) -> list[StateTensor]:
         """The state that a forward reads."""
@@ -152,7 +171,8 @@ class GroupMethods:
             joint.owner,
             effect,
             self.call.error_loc,
-            None if actor is None else Stored(actor, self.call.error_loc),
+            None if actor is None else Stored(actor, self.call.error_loc, self.buckets.of),
+            self.buckets.of,
         ).make()
 
     def _note(self, read: Sequence[StateTensor], graded: Sequence[StateTensor], name: str) -> None:

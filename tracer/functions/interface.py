@@ -17,13 +17,13 @@ import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ...ir.attributes import Symbol
-from ...ir.layout import Layout
 from ...ir.location import Location
 from ...ir.module import Function, Program, Vjp
 from ...ir.types import Place, Type, relocate
 from ..actors.actor_state import ActorState
 from ..actors.holdings import Shared, Use
 from ..errors import TraceError
+from ..groups.gradient_buckets import GradientLayout
 from ..groups.group import Group
 from ..heap.kinds import SCALARS, is_plain, is_walked
 from ..step.specs import Leaf, ObjectSpec, Static, TensorSpec, Tree, ir_dtype
@@ -202,7 +202,7 @@ class TracedVjp:
     second: TracedPart
     halves: tuple[TracedPart, ...] = ()
     called: tuple[TracedPart, ...] = ()
-    gradients: Mapping[str, Layout] = field(default_factory=dict)
+    gradients: Mapping[str, GradientLayout] = field(default_factory=dict)
 
     @property
     def forward(self) -> Function:

@@ -29,7 +29,7 @@ class Constructor:
     Attributes:
         name: of the actor.
         cls: its class.
-        mesh, plan, store, init: as `Cls.on` takes them.
+        mesh, plan, store, init, bucket_bytes: as `Cls.on` takes them.
         peers: the world.
         check: refuses an instance that cannot be on a mesh.
     """
@@ -40,6 +40,7 @@ class Constructor:
     plan: Plan
     store: Sharding
     init: Init
+    bucket_bytes: int
     peers: Peers
     check: Callable[[Any], None]
 
@@ -73,7 +74,7 @@ class Constructor:
         return torch.device("meta") if self.init == "meta" else nullcontext()
 
     def _actor(self, logical: dict[str, LogicalTensor], instances: dict[int, Any]) -> GroupActor:
-        return GroupActor(self.name, self.mesh, self.plan, logical, instances)
+        return GroupActor(self.name, self.mesh, self.plan, logical, instances, self.bucket_bytes)
 
     def _lay_out(self, instance: Any) -> tuple[LogicalTensor, ...]:
         self.check(instance)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -23,7 +23,7 @@ from ..functions.interface import Body, RankBodies, TracedPart
 from ..step.session import Session
 from ..step.specs import TensorSpec, ir_dtype, torch_dtype
 from ..step.values import TracedTensor
-from .gradient_sums import declared, reduce_gradients
+from .gradient_sums import Gradients, declared, reduce_gradients
 from .group import GroupActor
 
 
@@ -53,7 +53,7 @@ def _powers(
     norm_type: float,
     group: GroupActor,
     name: str,
-    layouts: Mapping[str, Layout],
+    gradients: Gradients,
     loc: Location | None,
 ) -> list[TracedPart]:
     bodies: dict[int, Body] = {}

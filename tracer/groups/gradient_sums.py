@@ -1,20 +1,22 @@
-"""Reduce the gradients of actors on meshes: once behind the last backward, in buckets.
+"""Reduce the gradients of actors on meshes: each bucket once, when nothing is added to it any more.
 
 A backward adds to `.grad` what a rank's own rows, or its own part of a product, give: along some
 axes ranks hold summands of the gradient. They stay so over all microbatches. The first that works
-on gradients, an optimizer say, finds them reduced.
+on gradients, an optimizer say, finds them reduced. Until then what reduces a bucket keeps its order
+only against what adds to that bucket, so it may come between two parts of the last backward.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
-from ...ir.attributes import Effect, Symbol
+from ...ir.attributes import Effect, Symbol, Traffic
 from ...ir.layout import Cut, Layout, shape_of
 from ...ir.location import Location
 from ...ir.module import Function, FunctionKind, Program
@@ -26,18 +28,16 @@ from ..functions.calls import PublicPart, agree, enter, public_part
 from ..functions.interface import Body, RankBodies, TracedPart
 from ..step.session import Session
 from ..step.specs import ir_dtype
+from .gradient_buckets import GradientLayout, numel_at_rank
 from .group import GroupActor
-
-BUCKET = 25 << 20
-"""Bytes of gradients that are reduced together, at most."""
 
 LARGE = 1 << 20
 """Bytes of a rank's gradient that is reduced by itself, which saves a copy of it."""
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """Gradients that are reduced together, as one tensor.
+class Message:
+    """Gradients of a bucket that are reduced as one tensor.
 
     Attributes:
         paths: of their tensors.
@@ -49,22 +49,30 @@ class Bucket:
     type: TensorType
     is_flat: bool
 
+    @property
+    def reduced(self) -> TensorType:
+        """The type of what comes of it."""
+        assert self.type.layout is not None
+        return TensorType(self.type.dtype, self.type.shape, None, Layout.of(self.type.layout.cuts))
+
 
 def note_gradients(
-    session: Session, actor: str, found: Mapping[str, Layout], loc: Location | None
+    session: Session, actor: str, found: Mapping[str, GradientLayout], loc: Location | None
 ) -> None:
     """Take note of what a backward is about to add to the gradients of an actor on a mesh.
 
     Raises:
         TraceError: another backward adds to one of them along other axes.
     """
-    sums = any(layout.summands for layout in found.values())
-    if sums and actor in session.reduced and actor not in session.unreduced:
-        _record_begin(session, session.groups[actor], found, loc)
     pending = session.unreduced.setdefault(actor, {})
-    for path, layout in found.items():
-        if pending.setdefault(path, layout).summands != layout.summands:
-            axes = [".".join(each.summands) or "no axis" for each in (pending[path], layout)]
+    reduced = session.reduced.get(actor, {})
+    again = {path: one for path, one in found.items() if path in reduced and path not in pending}
+    if _summed(again):
+        _record_begin(session, session.groups[actor], again, loc)
+    for path, one in found.items():
+        both = pending.setdefault(path, one).layout.summands, one.layout.summands
+        if both[0] != both[1]:
+            axes = [".".join(summands) or "no axis" for summands in both]
             raise TraceError(
                 f"the gradient of '{path}' of {actor} is a sum along {axes[0]} in one of its "
                 f"methods, and along {axes[1]} in another",
@@ -76,14 +84,19 @@ def note_gradients(
 
 def reduce_gradients(session: Session, actor: str, loc: Location | None) -> None:
     """Record the reduction of what backwards have added since the last one, if they have."""
-    pending = session.unreduced.pop(actor, None)
-    if pending is None or not any(layout.summands for layout in pending.values()):
+    pending = session.unreduced.pop(actor, {})
+    summed = _summed(pending)
+    if not summed:
         return
     group = session.groups[actor]
     session.reduced.setdefault(actor, {}).update(pending)
-    summands = {path: layout for path, layout in pending.items() if layout.summands}
-    name = declared(session, group, f"{actor}.reduce_gradients", summands, _reduction, loc)
+    name = declared(session, group, f"{actor}.reduce_gradients", summed, _reduction, loc)
     session.emit(_call(session, group.mesh, name, loc))
+
+
+def _summed(found: Mapping[str, GradientLayout]) -> dict[str, GradientLayout]:
+    """The gradients that are to be reduced."""
+    return {path: each for path, each in found.items() if each.layout.summands}
 
 
 def finish_gradients(session: Session) -> None:
@@ -97,13 +110,13 @@ def finish_gradients(session: Session) -> None:
 def _record_begin(
     session: Session,
     group: GroupActor,
-    found: Mapping[str, Layout],
+    found: Mapping[str, GradientLayout],
     loc: Location | None,
     first: bool = False,
 ) -> None:
     """Record that gradients, of which ranks hold copies, become summands: one of them counts."""
-    summands = {path: layout for path, layout in found.items() if layout.summands}
-    name = declared(session, group, f"{group.name}.begin_gradients", summands, _beginning, loc)
+    name = f"{group.name}.begin_gradients"
+    name = declared(session, group, name, _summed(found), _beginning, loc)
     op = _call(session, group.mesh, name, loc)
     ops = session.module.program.ops
     ops.insert(0 if first else len(ops), op)
@@ -114,19 +127,21 @@ def _call(session: Session, mesh: Mesh, name: str, loc: Location | None) -> Call
     return Call((), (done,), fn=Symbol(name), loc=loc)
 
 
-Maker = Callable[[GroupActor, str, Mapping[str, Layout], Location | None], list[TracedPart]]
+Gradients: TypeAlias = Mapping[str, GradientLayout]
+
+Maker = Callable[[GroupActor, str, Gradients, Location | None], list[TracedPart]]
 
 
 def declared(
     session: Session,
     group: GroupActor,
     base: str,
-    layouts: Mapping[str, Layout],
+    gradients: Gradients,
     make: Maker,
     loc: Location | None,
 ) -> str:
     """The function of that kind for some gradients, which is made at first."""
-    key = (base, tuple(sorted((path, str(layout)) for path, layout in layouts.items())))
+    key = (base, tuple(sorted((path, str(each)) for path, each in gradients.items())))
     name = session.reductions.get(key)
     if name is None:
         session.refuse_new(base, loc)
@@ -134,7 +149,7 @@ def declared(
         fresh = name
 
         def made() -> tuple[list[TracedPart], list[PublicPart]]:
-            parts = make(group, fresh, layouts, loc)
+            parts = make(group, fresh, gradients, loc)
             return parts, list(map(public_part, parts))
 
         mine, parts = agree(
@@ -145,7 +160,7 @@ def declared(
 
 
 def _beginning(
-    group: GroupActor, name: str, layouts: Mapping[str, Layout], loc: Location | None
+    group: GroupActor, name: str, gradients: Gradients, loc: Location | None
 ) -> list[TracedPart]:
     bodies: dict[int, Body] = {}
     for rank in group.instances:
@@ -153,8 +168,8 @@ def _beginning(
         tensors = group.tensors(rank)
         cleared = [
             tensors[path]
-            for path, layout in layouts.items()
-            if any(position[axis][0] for axis in layout.summands)
+            for path, each in gradients.items()
+            if any(position[axis][0] for axis in each.layout.summands)
         ]
         bodies[rank] = _Clearing(cleared)
     function = Function(name, (), (UnitType(),), effect=Effect.WRITE, actor=group.name, loc=loc)
@@ -186,92 +201,99 @@ class _Clearing:
 
 
 def _reduction(
-    group: GroupActor, name: str, layouts: Mapping[str, Layout], loc: Location | None
+    group: GroupActor, name: str, gradients: Gradients, loc: Location | None
 ) -> list[TracedPart]:
-    buckets = list(_buckets(group, layouts))
-    summands = tuple(bucket.type for bucket in buckets)
-    reduced = tuple(_reduced(type_) for type_ in summands)
-    common: dict[str, Any] = {"effect": Effect.WRITE, "actor": group.name, "loc": loc}
-    program = Function(name, (), (UnitType(),), kind=FunctionKind.PROGRAM, **common)
-    read = Function(f"{name}.read", (), summands, **common)
-    writes = [
-        Function(f"{name}.write{index}", (type_,), (UnitType(),), **common)
-        for index, type_ in enumerate(reduced)
-    ]
-    reading: dict[int, Body] = {}
-    writing: list[dict[int, Body]] = [{} for _ in buckets]
-    for rank in group.instances:
-        tensors = group.tensors(rank)
-        held = [_Held([tensors[path] for path in b.paths], b.is_flat) for b in buckets]
-        reading[rank] = _Reading(held)
-        for bodies, bucket in zip(writing, held, strict=True):
-            bodies[rank] = _Writing([bucket])
-    return [
-        TracedPart(program, None, _program(read, writes)),
-        TracedPart(read, RankBodies.of(reading)),
-        *(TracedPart(f, RankBodies.of(b)) for f, b in zip(writes, writing, strict=True)),
-    ]
+    numbers = sorted({each.bucket for each in gradients.values()})
+    write: dict[str, Any] = {"actor": group.name, "loc": loc, "effect": Effect.WRITE}
+    buckets: list[_Bucket] = []
+    for number in numbers:
+        layouts = {path: each.layout for path, each in gradients.items() if each.bucket == number}
+        messages = tuple(_messages(group, layouts))
+        base, common = name, write
+        if len(numbers) > 1:  # else nothing is left to be computed meanwhile
+            base = f"{name}.{number}"
+            common = write | {"effect": Effect.REDUCE, "buckets": (number,)}
+        read = Function(f"{base}.read", (), tuple(each.type for each in messages), **common)
+        writes = tuple(
+            Function(f"{base}.write{index}", (each.reduced,), (UnitType(),), **common)
+            for index, each in enumerate(messages)
+        )
+        buckets.append(_Bucket(messages, read, writes))
+    program = Function(name, (), (UnitType(),), kind=FunctionKind.PROGRAM, **write)
+    functions = [part for bucket in buckets for part in bucket.functions(group)]
+    return [TracedPart(program, None, _program(name, buckets)), *functions]
 
 
-def _program(read: Function, writes: Sequence[Function]) -> Program:
-    """The body of a reduction: it reads gradients, transfers them, and writes each bucket back.
+@dataclass(frozen=True)
+class _Bucket:
+    """The functions that reduce one bucket.
 
-    A bucket is written when it has come, while others are under way, and its memory is free then.
+    Attributes:
+        messages: as which its gradients travel.
+        read: gives them.
+        writes: each puts one back.
+    """
+
+    messages: tuple[Message, ...]
+    read: Function
+    writes: tuple[Function, ...]
+
+    def functions(self, group: GroupActor) -> Iterator[TracedPart]:
+        """Its functions with their bodies."""
+        held: dict[int, list[_Held]] = {}
+        for rank in group.instances:
+            tensors = group.tensors(rank)
+            held[rank] = [_Held([tensors[p] for p in m.paths], m.is_flat) for m in self.messages]
+        reading = {rank: _Reading(each) for rank, each in held.items()}
+        yield TracedPart(self.read, RankBodies.of(reading))
+        for index, write in enumerate(self.writes):
+            writing = {rank: _Writing([each[index]]) for rank, each in held.items()}
+            yield TracedPart(write, RankBodies.of(writing))
+
+
+def _program(name: str, buckets: Sequence[_Bucket]) -> Program:
+    """The body of a reduction: it reads each bucket, transfers its gradients, and puts them back.
+
+    They are put back when they have come, while others are under way, and their memory is free
+    then. Where there are several buckets, others are still computed while the first ones travel: so
+    these stand in no queue behind what the backward exchanges, nor before it.
     """
     names = Names()
-    sums = tuple(Value(names.fresh("sum"), type_) for type_ in read.outputs)
-    transfers, calls = list[Transfer](), list[Call]()
-    for one, write in zip(sums, writes, strict=True):
-        total = Value(names.fresh("total"), *write.inputs)
-        done = Value(names.fresh("done"), UnitType())
-        transfers.append(Transfer((one,), (total,)))
-        calls.append(Call((total,), (done,), fn=Symbol(write.name)))
-    ops = [
-        Call((), sums, fn=Symbol(read.name)),
-        *transfers,
-        *calls,
-        Return(calls[-1].results, ()),
-    ]
-    return Program(read.name.rpartition(".")[0], [], ops)
+    traffic = Traffic.REDUCE if len(buckets) > 1 else None
+    travel, back = list[Call | Transfer](), list[Call]()
+    for bucket in buckets:
+        sums = tuple(Value(names.fresh("sum"), type_) for type_ in bucket.read.outputs)
+        travel.append(Call((), sums, fn=Symbol(bucket.read.name)))
+        for one, write in zip(sums, bucket.writes, strict=True):
+            total = Value(names.fresh("total"), *write.inputs)
+            done = Value(names.fresh("done"), UnitType())
+            travel.append(Transfer((one,), (total,), traffic=traffic, donated=True))
+            back.append(Call((total,), (done,), fn=Symbol(write.name)))
+    return Program(name, [], [*travel, *back, Return(back[-1].results, ())])
 
 
-def _buckets(group: GroupActor, layouts: Mapping[str, Layout]) -> Iterator[Bucket]:
-    """Gradients in buckets, those of the last tensors first: a backward has them first."""
-    open_: dict[tuple[DType, frozenset[str], tuple[str, ...]], list[str]] = {}
-    sizes: dict[tuple[DType, frozenset[str], tuple[str, ...]], int] = {}
-    axes = dict(group.mesh.grid)
+def _messages(group: GroupActor, layouts: Mapping[str, Layout]) -> Iterator[Message]:
+    """The gradients of a bucket, those of the last tensors first: small ones travel as one."""
+    together: dict[tuple[DType, frozenset[str], tuple[str, ...]], list[str]] = {}
+    counts: Counter[tuple[DType, frozenset[str], tuple[str, ...]]] = Counter()
     tensors = group.tensors(group.first)
     for path in reversed(list(tensors)):
         if path not in layouts:
             continue
         layout, shape = layouts[path], group.shape(path, tensors[path])
         dtype = ir_dtype(tensors[path].dtype)
-        cut = tuple(axis for each in layout.cuts for axis in each.axes)
-        nbytes = math.prod(shape) // math.prod(axes[axis] for axis in cut) * dtype.itemsize
-        if nbytes >= LARGE or not _is_even(layout, shape, group.mesh):
-            yield Bucket((path,), TensorType(dtype, shape, None, layout), is_flat=False)
+        count = numel_at_rank(shape, layout, group.mesh)
+        if count * dtype.itemsize >= LARGE or not _is_even(layout, shape, group.mesh):
+            yield Message((path,), TensorType(dtype, shape, None, layout), is_flat=False)
             continue
-        key = (dtype, frozenset(cut), layout.summands)
-        if key in open_ and sizes[key] + nbytes > BUCKET:
-            yield _flat(open_.pop(key), key, sizes.pop(key), group.mesh)
-        open_.setdefault(key, []).append(path)
-        sizes[key] = sizes.get(key, 0) + nbytes
-    for key, paths in open_.items():
-        yield _flat(paths, key, sizes[key], group.mesh)
-
-
-def _flat(
-    paths: Sequence[str],
-    key: tuple[DType, frozenset[str], tuple[str, ...]],
-    nbytes: int,
-    mesh: Mesh,
-) -> Bucket:
-    """Gradients of equal pieces as one tensor: each rank has a piece of it, or a summand."""
-    dtype, cut, summands = key
-    axes = tuple(axis for axis, _ in mesh.grid if axis in cut)
-    count = nbytes // dtype.itemsize * math.prod(dict(mesh.grid)[axis] for axis in axes)
-    type_ = TensorType(dtype, (count,), None, Layout((Cut(axes),), summands))
-    return Bucket(tuple(paths), type_, is_flat=True)
+        key = dtype, frozenset(axis for cut in layout.cuts for axis in cut.axes), layout.summands
+        together.setdefault(key, []).append(path)
+        counts[key] += count
+    for (dtype, cut, summands), paths in together.items():
+        axes = tuple((axis, size) for axis, size in group.mesh.grid if axis in cut)
+        count = counts[dtype, cut, summands] * math.prod(size for _, size in axes)
+        flat = Layout((Cut(tuple(axis for axis, _ in axes)),), summands)
+        yield Message(tuple(paths), TensorType(dtype, (count,), None, flat), is_flat=True)
 
 
 def _is_even(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> bool:
@@ -282,14 +304,9 @@ def _is_even(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> bool:
     return len(pieces) == 1
 
 
-def _reduced(type_: TensorType) -> TensorType:
-    assert type_.layout is not None
-    return TensorType(type_.dtype, type_.shape, None, Layout.of(type_.layout.cuts))
-
-
 @dataclass(frozen=True)
 class _Held:
-    """A rank's tensors of a bucket."""
+    """A rank's tensors of a message."""
 
     tensors: Sequence[torch.Tensor]
     is_flat: bool
@@ -302,7 +319,10 @@ class _Held:
         return grads[0].contiguous()
 
     def write(self, value: torch.Tensor) -> None:
-        """Put gradients in the place of theirs."""
+        """Put gradients in the place of theirs, unless they have been added up there."""
+        first = self.tensors[0].grad
+        if first is not None and not self.is_flat and first.data_ptr() == value.data_ptr():
+            return
         parts = torch.split(value.view(-1), [tensor.numel() for tensor in self.tensors])
         for tensor, part in zip(self.tensors, parts, strict=True):
             if tensor.grad is None:
@@ -311,10 +331,10 @@ class _Held:
 
 
 @dataclass(frozen=True)
-class _Buckets:
-    """Works on the gradients of some buckets."""
+class _Gradients:
+    """Works on the gradients of some messages."""
 
-    buckets: Sequence[_Held]
+    messages: Sequence[_Held]
 
     def state(self) -> Sequence[torch.Tensor]:
         """Nothing: it reads no parameter."""
@@ -322,22 +342,22 @@ class _Buckets:
 
     def trained(self) -> Sequence[torch.Tensor]:
         """The parameters whose gradients it reads or writes."""
-        return [tensor for bucket in self.buckets for tensor in bucket.tensors]
+        return [tensor for message in self.messages for tensor in message.tensors]
 
 
-class _Reading(_Buckets):
-    """Gives the gradients of some buckets."""
+class _Reading(_Gradients):
+    """Gives the gradients of some messages."""
 
     def __call__(self) -> Sequence[torch.Tensor]:
         with torch.no_grad():
-            return tuple(bucket.read() for bucket in self.buckets)
+            return tuple(message.read() for message in self.messages)
 
 
-class _Writing(_Buckets):
-    """Puts back what has become of the gradients of some buckets."""
+class _Writing(_Gradients):
+    """Puts back what has become of the gradients of some messages."""
 
     def __call__(self, *values: torch.Tensor) -> Sequence[Any]:
         with torch.no_grad():
-            for bucket, value in zip(self.buckets, values, strict=True):
-                bucket.write(value)
+            for message, value in zip(self.messages, values, strict=True):
+                message.write(value)
         return (None,)

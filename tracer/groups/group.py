@@ -12,6 +12,7 @@ from ...ir.layout import WHOLE, Layout
 from ...ir.types import Mesh, Place
 from ..actors.actor_state import ActorState, StateTensor, collect
 from ..errors import TraceError
+from .gradient_buckets import BUCKET
 from .pieces import LogicalTensor
 from .plan import Plan
 
@@ -26,6 +27,7 @@ class GroupActor:
         plan: how its tensors and the arguments of its methods are laid out.
         logical: its tensors when it was made, by path; empty where this process holds no pieces.
         instances: the objects with the pieces of the ranks that this process plays, by rank.
+        bucket_bytes: as `Cls.on` takes it.
     """
 
     name: str
@@ -33,6 +35,7 @@ class GroupActor:
     plan: Plan
     logical: Mapping[str, LogicalTensor]
     instances: Mapping[int, Any]
+    bucket_bytes: int = BUCKET
 
     @property
     def first(self) -> int:

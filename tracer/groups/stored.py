@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -24,6 +24,7 @@ from ...ir.types import DType, Mesh, TensorType, UnitType
 from ..codegen.accumulate import accumulate
 from ..functions.interface import Body, RankBodies, TracedPart
 from ..step.specs import ir_dtype
+from .gradient_buckets import buckets_of
 from .group import GroupActor
 from .pieces import LogicalTensor, piece, put
 
@@ -35,10 +36,12 @@ class Stored:
     Attributes:
         group: the actor.
         loc: the line of the user's that calls it.
+        buckets: of gradients that are reduced further, by path.
     """
 
     group: GroupActor
     loc: Location | None = None
+    buckets: Mapping[str, int] = field(default_factory=dict)
 
     def __contains__(self, path: str) -> bool:
         return path in self.group.gathered
@@ -114,6 +117,7 @@ class Stored:
             actor=self.group.name,
             loc=self.loc,
             parameter=path,
+            buckets=buckets_of([path], self.buckets),
         )
         laying = {rank: _Laying(flat.at(rank)) for rank in tensors}
         adding = {rank: _Adding(tensor) for rank, tensor in tensors.items()}

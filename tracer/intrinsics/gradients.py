@@ -10,7 +10,6 @@ from operator import itemgetter
 import torch
 
 from ...ir.attributes import Symbol
-from ...ir.layout import Layout
 from ...ir.location import Location
 from ...ir.module import Vjp
 from ...ir.ops import Backward, Value
@@ -18,6 +17,7 @@ from ..autodiff.tape import Entry, Reached
 from ..errors import TraceError
 from ..functions.calls import PublicPart, agree, enter, public_part, tracing
 from ..functions.interface import Callee, TracedVjp, VjpKey, Write
+from ..groups.gradient_buckets import GradientLayout
 from ..groups.gradient_sums import note_gradients
 from ..source import caller_location
 from ..step.session import Session, recording
@@ -194,7 +194,7 @@ def _tell(
 ) -> None:
     """Enter a derivative into the module on every rank, and its bodies where it was traced."""
 
-    def made() -> tuple[TracedVjp, tuple[Vjp, list[PublicPart], Mapping[str, Layout]]]:
+    def made() -> tuple[TracedVjp, tuple[Vjp, list[PublicPart], Mapping[str, GradientLayout]]]:
         assert traced is not None, "only the owner of an actor traces its methods"
         if isinstance(traced, TraceError):
             raise traced

@@ -12,9 +12,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
-from ..autodiff.subgraphs import has_effect
+from ..autodiff.subgraphs import has_effect, is_view
 from ..methods.dispatch_modes import is_random
 from .cuts import Product
 from .rank_graphs import Graphs, Name, build_all, kind
@@ -70,6 +71,7 @@ def partition(
     state: Collection[fx.Node] = (),
     ranks: Collection[int] | None = None,
     stored: Mapping[fx.Node, str] | None = None,
+    buckets: Mapping[fx.Node, int] | None = None,
 ) -> Partition:
     """Cut a graph that has layouts.
 
@@ -83,9 +85,13 @@ def partition(
         ranks: those whose graphs are made; None: all.
         stored: the layer of each placeholder of state that is gathered for its use. A part begins
             where a layer is used first.
+        buckets: of gradients, by what gives them. A part ends where the last one of a bucket is
+            there, if others follow.
     """
     chosen = propagation.place.ranks if ranks is None else tuple(ranks)
-    return _Cutter(propagation, nodes, outputs, given, state, chosen, stored or {}).all()
+    return _Cutter(
+        propagation, nodes, outputs, given, state, chosen, stored or {}, buckets or {}
+    ).all()
 
 
 def exchanged(
@@ -99,7 +105,7 @@ def exchanged(
 
     Not those of stored state, which is gathered again wherever it is used.
     """
-    cutter = _Cutter(propagation, nodes, outputs, (), state, (), stored)
+    cutter = _Cutter(propagation, nodes, outputs, (), state, (), stored, {})
     return frozenset(transfer.after for transfer in cutter.exchanges())
 
 
@@ -115,6 +121,7 @@ class _Cutter:
         state: Collection[fx.Node],
         ranks: Sequence[int],
         stored: Mapping[fx.Node, str],
+        buckets: Mapping[fx.Node, int],
     ) -> None:
         self.propagation = propagation
         self.stored = stored
@@ -132,7 +139,8 @@ class _Cutter:
         own = set(self.ops)
         self.level: dict[fx.Node, int] = {}
         self.needed: dict[int, dict[Version, None]] = {}
-        drawn, following = 0, 0
+        drawn, following, earliest = 0, 0, 0
+        ends = _last_of_buckets(self.ops, buckets)
         writes = StateWrites(propagation, self.ops, self.state)
         for node in self.ops:
             for version in self.reads(node):
@@ -141,11 +149,15 @@ class _Cutter:
                 self.available(v) for v in self.reads(node) if v.node in own or v in self.transfers
             ]
             self.level[node] = max([*found, writes.earliest(node)])
+            if node.target is not operator.getitem:  # which is where its tuple is
+                self.level[node] = max(self.level[node], earliest)
             if is_random(node.target, node.args, node.kwargs):  # they draw in the graph's order
                 drawn = self.level[node] = max(self.level[node], drawn)
             following = max(following, self.level[node] + 1)
             writes.note(node, self.level[node])
-        self._put_off()
+            if node in ends:
+                earliest = following
+        self._put_off(writes)
         writes.move_views(self.level)
         writes.check(self.outputs, (t.before for t in self.transfers.values()))
 
@@ -166,17 +178,25 @@ class _Cutter:
             return False
         return transfer.before not in self.transfers
 
-    def _put_off(self) -> None:
-        """Compute values that go to no other part, since no type says so, where they are read."""
+    def _put_off(self, writes: StateWrites) -> None:
+        """Compute values that go to no other part, since no type says so, where they are read.
+
+        So are views that nobody exchanges: one that goes to another part is copied.
+        """
         latest: dict[fx.Node, int] = {}
+        exchanged: set[fx.Node] = set()
         for node in reversed(self.ops):
+            moves = _is_product(node, self.propagation)
+            moves = moves or (_is_plain_view(node) and node not in exchanged)
             random = is_random(node.target, node.args, node.kwargs)
-            if _is_product(node, self.propagation) and not random and not has_effect(node):
+            if moves and not random and not has_effect(node) and not writes.has(node):
                 self.level[node] = max(self.level[node], latest.get(node, 0))
             for version in self.reads(node):
                 if version in self.given or version.node not in self.level:
                     continue
                 exchanges = self.available(version) - self.level[version.node]
+                if exchanges:
+                    exchanged.add(version.node)
                 bound = self.level[node] - exchanges
                 latest[version.node] = min(latest.get(version.node, bound), bound)
 
@@ -354,6 +374,20 @@ class _Cutter:
 
 
 _NO_LAYOUT: Any = None
+
+
+def _is_plain_view(node: fx.Node) -> bool:
+    """True if a node is a view, and neither one of several that an op gives nor that op."""
+    if node.target is operator.getitem or not isinstance(node.meta.get("val"), torch.Tensor):
+        return False
+    return is_view(node)
+
+
+def _last_of_buckets(ops: Sequence[fx.Node], buckets: Mapping[fx.Node, int]) -> set[fx.Node]:
+    """The nodes behind which all gradients of a bucket are there, while others' are not yet."""
+    last = {buckets[node]: node for node in ops if node in buckets}
+    found = [node for node in ops if node in last.values()]
+    return set(found[:-1])
 
 
 def _is_op(node: fx.Node, propagation: Propagation) -> bool:

@@ -145,6 +145,10 @@ class Cutter:
         propagation: its layouts.
         ranks: those whose graphs are wanted.
         stored: the layer of each parameter that is gathered for its use, by path.
+
+    Attributes:
+        buckets: of the gradients of state, by path; a backward is cut where the last one of a
+            bucket is there.
     """
 
     def __init__(
@@ -166,6 +170,13 @@ class Cutter:
         self._forward = [n for n in propagation.graph.nodes if n.name in self.joint.forward]
         self._state = dict(self.joint.state)
         self._stored = {n: stored[t.path] for n, t in self._state.items() if t.path in stored}
+        self.buckets: Mapping[str, int] = {}
+
+    @property
+    def gradients(self) -> list[tuple[StateTensor, Version]]:
+        """What the backward adds to `.grad` of the state, in the order in which it is there."""
+        order = {node: index for index, node in enumerate(self._propagation.graph.nodes)}
+        return sorted(self._gradients, key=lambda pair: order[pair[1].node])
 
     def _refuse_products(self) -> None:
         """Refuse outputs of which several factors of a dimension are cut: no type says that."""
@@ -282,8 +293,9 @@ class Cutter:
         state: dict[fx.Node, StateTensor],
     ) -> Section:
         outputs = [*gives, *(version for _, version in gradients)]
+        buckets = {v.node: self.buckets[t.path] for t, v in gradients if t.path in self.buckets}
         parts = partition(
-            self._propagation, nodes, outputs, given, state, self._ranks, self._stored
+            self._propagation, nodes, outputs, given, state, self._ranks, self._stored, buckets
         )
         missing = [version for version in parts.inputs if version not in takes]
         assert not missing, f"a section takes {missing} of nobody"

@@ -43,6 +43,10 @@ class StateWrites:
         self._wrote: dict[int | None, int] = {}
         self._read: dict[int | None, int] = {}
 
+    def has(self, node: fx.Node) -> bool:
+        """True if a node reads or writes state that is written, or gives a view of it."""
+        return memory_of(node) in self._memory or bool(self._touched(node))
+
     def earliest(self, node: fx.Node) -> int:
         """The part in which a node can run at the earliest; nodes come in the graph's order."""
         written = self._written.get(node, set())

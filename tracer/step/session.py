@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ...ir.layout import Layout
 from ...ir.location import Location
 from ...ir.module import Module, Program
 from ...ir.names import Names
@@ -24,6 +23,7 @@ from ..actors.sharing import Sharing
 from ..autodiff.tape import Tape
 from ..errors import TraceError, different
 from ..functions.interface import Bodies, Callee, FunctionTracer, Guard, Peers, Write
+from ..groups.gradient_buckets import GradientLayout
 from ..groups.group import GroupActor
 from ..source import caller_location, is_user_file
 from .specs import ObjectSpec, TensorSpec, Tree
@@ -95,9 +95,9 @@ class Session:
     assumptions: list[TracedTensor] = field(default_factory=list)
     results: Tree = field(init=False)
     groups: dict[str, GroupActor] = field(default_factory=dict)
-    gradients: dict[str, Mapping[str, Layout]] = field(default_factory=dict)
-    unreduced: dict[str, dict[str, Layout]] = field(default_factory=dict)
-    reduced: dict[str, dict[str, Layout]] = field(default_factory=dict)
+    gradients: dict[str, Mapping[str, GradientLayout]] = field(default_factory=dict)
+    unreduced: dict[str, dict[str, GradientLayout]] = field(default_factory=dict)
+    reduced: dict[str, dict[str, GradientLayout]] = field(default_factory=dict)
     reductions: dict[Hashable, str] = field(default_factory=dict)
     function_names: Names = field(default_factory=Names)
     constant_names: Names = field(default_factory=Names)

@@ -77,13 +77,16 @@ class SendBuffers:
         """Those that are lent, or can be."""
         return tuple(self._to_lend)
 
-    def find(self, nbytes: int) -> SharedBuffer | None:
-        """A buffer to lend, for a message; None if all are lent, or no memory is left."""
+    def find(self, nbytes: int, is_held: bool = False) -> SharedBuffer | None:
+        """A buffer to lend, for a message; None if all are lent, or no memory is left.
+
+        A small value in a large buffer would keep all of it; one that is only held may lie in any.
+        """
         fallow = None
         for buffer in self._to_lend:
             if not buffer.is_free:
                 continue
-            if nbytes <= buffer.room <= max(_MANY * nbytes, _SPARE):
+            if nbytes <= buffer.room and (is_held or buffer.room <= max(_MANY * nbytes, _SPARE)):
                 return buffer
             fallow = buffer
         place = len(self._to_lend)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ....ir.ops import Collective, Exchange
+from ....ir.ops import AllReduce, Collective, Exchange
 from ....ir.ops.rules import resized
 from ....ir.types import TensorType, UnitType, ValueType
 from ...errors import BindError
@@ -146,10 +146,14 @@ class _Exchange:
 
     Args:
         sent: the type of operands.
+        donates: whether the result of a reduction may lie in the memory of this rank's operand.
     """
 
-    def __init__(self, exchange: Exchange, group: Group, sent: ValueType) -> None:
+    def __init__(
+        self, exchange: Exchange, group: Group, sent: ValueType, donates: bool = False
+    ) -> None:
         self._exchange = exchange
+        self._donates = donates
         self._rank = group.rank
         self._near = group.near
         self._member = group.ranks.index(group.rank)
@@ -162,7 +166,7 @@ class _Exchange:
             if not receivers.isdisjoint(ranks):
                 is_near = group.near >= set(ranks)
                 whose = None if is_near or exchange.cut is None else group.ranks.index(ranks[0])
-                message = Outgoing(codec_of(sent if is_near else part, group.copier))
+                message = Outgoing(codec_of(sent if is_near else part, group.copier), is_held=True)
                 self._out.append((queue, message, whose))
         # Queues with their messages in, by rank; values are held in place until `release`.
         self._into: dict[int, tuple[RecvQueue, Incoming]] = {}
@@ -180,7 +184,8 @@ class _Exchange:
     def run(self, value: Any) -> Steps:
         """The value that this rank gets; None if it gets none."""
         pieces = yield from self.pieces(value)
-        result = combine(self._exchange, pieces) if self._combines else None
+        donated = self._member if self._donates and value.is_contiguous() else None
+        result = combine(self._exchange, pieces, donated) if self._combines else None
         self.release()
         return result
 
@@ -233,9 +238,17 @@ class _Exchange:
 
 
 class _SplitAllReduce:
-    """All-reduce in two exchanges: reduce the own part of everybody's, then gather the parts."""
+    """All-reduce in two exchanges: reduce the own part of everybody's, then gather the parts.
 
-    def __init__(self, exchange: Exchange, group: Group, operand: TensorType) -> None:
+    Args:
+        operand: its type.
+        donates: as of `_Exchange`.
+    """
+
+    def __init__(
+        self, exchange: Exchange, group: Group, operand: TensorType, donates: bool
+    ) -> None:
+        self._donates = donates
         assert exchange.reduce is not None, "an all-reduce reduces"
         self._op = exchange.reduce
         self._shape = operand.shape
@@ -256,7 +269,12 @@ class _SplitAllReduce:
         if missing:
             part = torch.cat([part, part.new_zeros(missing)])
         parts = yield from self._parts.pieces(part)
-        result = torch.cat(parts)[: self._numel].view(self._shape)
+        if self._donates and value.is_contiguous():
+            for target, source in zip(value.view(-1).split(self._part), parts, strict=False):
+                target.copy_(source[: target.numel()])
+            result = value
+        else:
+            result = torch.cat(parts)[: self._numel].view(self._shape)
         self._parts.release()
         return result
 
@@ -286,7 +304,8 @@ def _algorithm(
         return _Exchange(exchange, group, sent)
     if not isinstance(sent, TensorType):
         raise BindError(f"`{op.opcode}` combines tensors, and its operand is {sent}")
+    donates = isinstance(op, AllReduce) and bool(op.donated)
     split_up = sent.nbytes > SPLIT_BYTES and len(group.ranks) > 2
     if exchange.reduce is not None and exchange.is_shared and split_up:
-        return _SplitAllReduce(exchange, group, sent)
-    return _Exchange(exchange, group, sent)
+        return _SplitAllReduce(exchange, group, sent, donates)
+    return _Exchange(exchange, group, sent, donates)

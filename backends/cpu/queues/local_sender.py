@@ -214,7 +214,7 @@ class LocalSender:
         buffers, words, header = self.buffers, self.words, self._places[slot][0]
         # An error is not lent, for it may be looked at ahead of time.
         lends = self._lends and not message.mark & POISON
-        lent = buffers.find(message.nbytes) if lends else None
+        lent = buffers.find(message.nbytes, message.is_held) if lends else None
         try:
             buffer = lent or buffers.beside(slot, message.nbytes)
         except OSError as error:

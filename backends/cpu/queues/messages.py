@@ -30,13 +30,15 @@ class Outgoing:
             at once is copied.
         mark: what it is (`layout.py`), if it is not a value of the codec's.
         done: whether it has been written, so that the value may be changed.
+        is_held: whether receivers hold the value in place until they are done, and nobody keeps it.
     """
 
-    __slots__ = ("codec", "done", "keeps", "mark", "nbytes", "prepared", "slot")
+    __slots__ = ("codec", "done", "is_held", "keeps", "mark", "nbytes", "prepared", "slot")
 
-    def __init__(self, codec: Codec, slot: int | None = None) -> None:
+    def __init__(self, codec: Codec, slot: int | None = None, is_held: bool = False) -> None:
         self.codec = codec
         self.slot = slot
+        self.is_held = is_held
         self.prepared: Any = None
         self.nbytes = 0
         self.keeps = False

@@ -97,6 +97,35 @@ def test_sizes_may_change(sizes: list[int]) -> None:
     assert len(buffers) <= LIMIT
 
 
+@pytest.mark.parametrize("is_donated", [False, True])
+def test_collectives_of_several_sizes_use_the_same_segments(is_donated: bool) -> None:
+    """What is only held while it is combined may lie in a segment that is much too large."""
+    group, pair = Channel(0, (0, 1), collective=True), Place((0, 1))
+    types = [TensorType(DType.F32, (count,)) for count in (1 << 20, 20_000, 1 << 18)]
+
+    def body(communicator: CpuCommunicator, world: ThreadWorld) -> Any:
+        op = AllReduce(op=ReduceOp.SUM, group=pair, donated=is_donated or None)
+        ports = [communicator.collective_port(op, group, type_, type_) for type_ in types]
+        (sender,) = communicator._senders[0].values()
+        made_so_far = 0
+        for number in range(20):
+            given = [torch.full(type_.shape, float(number)) for type_ in types]
+            for port, value in zip(ports, given, strict=True):
+                port.start(value)
+            while not all(port.poll() for port in ports):
+                communicator.progress()
+            for port, value in zip(ports, given, strict=True):
+                made = port.take()
+                assert made.eq(2.0 * number).all()
+                assert (made.data_ptr() == value.data_ptr()) is is_donated
+            names = [buffer.name for buffer in sender.buffers.to_lend]  # type: ignore[union-attr]
+            made_so_far = max(made_so_far, *(name >> 32 for name in names))
+        return made_so_far
+
+    # They only grow, until each is as large as the largest message.
+    assert max(run_communicators(2, [group], body)) <= LIMIT * len(types)
+
+
 def test_broadcast_objects_keep_their_place_among_other_collectives() -> None:
     """Small and large ones, with reductions in flight before and after them."""
     group, everyone = Channel(0, (0, 1, 2), collective=True), Place((0, 1, 2))

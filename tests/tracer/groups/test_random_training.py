@@ -23,6 +23,7 @@ import cg
 from cg.backends.virtual.world import VirtualWorld
 from cg.ir.types import Mesh
 from cg.launch.world.world import use_world
+from cg.tracer.groups.gradient_buckets import BUCKET
 from cg.tracer.groups.plan import Sharding
 
 from ...sampling import of_shard, shards
@@ -126,6 +127,7 @@ class Case:
         rows: of a microbatch.
         count: of microbatches.
         orders: those in which the chain is trained.
+        bucket_bytes: as `Cls.on` takes it; from a bucket for each gradient to one for all.
     """
 
     layers: tuple[Layer, ...]
@@ -133,6 +135,7 @@ class Case:
     rows: int
     count: int
     orders: tuple[Order, ...]
+    bucket_bytes: int
 
 
 @st.composite
@@ -198,6 +201,7 @@ def cases(draw: st.DrawFn) -> Case:
         draw(st.integers(2, 7)),
         draw(st.sampled_from([2, 4] if len(homes) > 1 else [1, 2])),
         draw(orders(names, is_stored)),
+        draw(st.sampled_from([1, 100, 400, BUCKET])),
     )
 
 
@@ -241,6 +245,7 @@ def train_exactly(case: Case) -> None:
         [each.place for each in case.layers],
         [each.shardings for each in case.layers],
         [cg.cut(0, "dp") if each.is_stored else cg.whole for each in case.layers],
+        case.bucket_bytes,
     )
     rows = case.rows * case.count
     batches = [batch(number, rows, "integers", case.width) for number in range(3)]

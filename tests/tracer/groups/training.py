@@ -19,6 +19,7 @@ from torch.nn import functional
 import cg
 from cg.ir.layout import Region
 from cg.ir.types import Mesh
+from cg.tracer.groups.gradient_buckets import BUCKET
 from cg.tracer.groups.pieces import piece
 from cg.tracer.groups.plan import Sharding
 
@@ -266,13 +267,14 @@ class Model:
         places: Sequence[Mesh],
         plans: Sequence[Any] | None = None,
         store: Sharding | Sequence[Sharding] = cg.whole,
+        bucket_bytes: int = BUCKET,
     ) -> list[Any]:
         """The stages on meshes; `store` is of all of them, or of each."""
         chosen = [PLANS[cls] for cls, _ in self.stages] if plans is None else plans
         rests = [store] * len(self.stages) if isinstance(store, Sharding) else store
         each = zip(self.stages, places, chosen, rests, strict=True)
         return [
-            cls.on(place, plan=plan, store=rest)(*args)  # type: ignore[attr-defined]
+            cls.on(place, plan=plan, store=rest, bucket_bytes=bucket_bytes)(*args)  # type: ignore[attr-defined]
             for (cls, args), place, plan, rest in each
         ]
 
