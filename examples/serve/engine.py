@@ -9,9 +9,10 @@ it, so the next batch of the group may be submitted before the results of this o
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ import cg
 
 from .families import GptConfig, open_model
 from .model import LENGTH, PROMPT, SLOT, TABLE, TOKEN, Pool, Stage, split
-from .work import Decode, Limits, Prefill, Sampling
+from .work import LOGPROBS, Decode, Limits, Prefill, Sampling, Scores
 
 WARM_UPS = 3
 """Executions of each variant in each context; the third records it where devices can."""
@@ -66,7 +67,7 @@ class Options:
 
 
 class Tokens:
-    """The result of a piece of work."""
+    """The result of a piece of work: tokens, and log-probabilities if its variant gives some."""
 
     def __init__(self, future: cg.Future, count: int) -> None:
         self._future = future
@@ -78,7 +79,20 @@ class Tokens:
 
     def result(self, timeout: float | None = None) -> list[int]:
         """The tokens; errors are those of `cg.Future.result`."""
-        return self._future.result(timeout)[: self._count].tolist()
+        found = self._future.result(timeout)
+        tokens = found if isinstance(found, Tensor) else found[0]
+        return tokens[: self._count].tolist()
+
+    def scores(self) -> list[Scores]:
+        """Of each token, once the result is there; empty unless the work asked for some."""
+        found = self._future.result()
+        if isinstance(found, Tensor):
+            return []
+        values, tokens = (each[: self._count].tolist() for each in found[1:])
+        return [
+            Scores(drawn, tuple(zip(row, rest, strict=True)))
+            for (drawn, *rest), row in zip(values, tokens, strict=True)
+        ]
 
     def when_done(self, call: Callable[[], None]) -> None:
         """Call back when the work has ended, in the thread that moves the engine on."""
@@ -129,7 +143,8 @@ class CgEngine:
         _check(0 < len(rows) <= limits.slots, f"{len(rows)} rows of at most {limits.slots}")
         size = limits.block_size
         needed = [row.position // size + 1 for row in rows]
-        width = _bucket(self._widths, max(needed))
+        scored = _scored(limits, (row.sampling for row in rows))
+        width = _bucket(self._lengths(scored), max(needed))
         numbers: list[int] = []
         for row in rows:
             _check(-1 <= row.token < limits.vocabulary, f"token {row.token}")
@@ -137,14 +152,15 @@ class CgEngine:
             table = self._table(row.blocks, row.position + 1, width)
             numbers += (row.token, row.position, row.slot, row.sampling.seed, row.sampling.top_k)
             numbers += table
-        count = _bucket(self._options.batches, len(rows))
+        batches = self._options.batches
+        count = _bucket(batches if scored is None else batches[-1:], len(rows))
         numbers += ([0, 0, limits.slots, 0, 0] + [0] * width) * (count - len(rows))
         batch = torch.tensor(numbers).view(count, TABLE + width)
         graph = self.decode[work.group]
-        if all(row.sampling.temperature == 0 for row in rows):
-            return Tokens(graph.execute(batch, None), len(rows))
+        if scored is None and all(row.sampling.temperature == 0 for row in rows):
+            return Tokens(graph.execute(batch, None, None), len(rows))
         samplings = [row.sampling for row in rows] + [Sampling()] * (count - len(rows))
-        return Tokens(graph.execute(batch, _controls(samplings)), len(rows))
+        return Tokens(graph.execute(batch, _controls(samplings), scored), len(rows))
 
     def _prefill(self, work: Prefill) -> Tokens:
         limits, length = self.limits, len(work.tokens)
@@ -153,15 +169,20 @@ class CgEngine:
         for token in work.tokens:
             _check(0 <= token < limits.vocabulary, f"token {token}")
         end = work.start + length
-        width = _bucket(self._widths, -(-end // limits.block_size))
+        scored = _scored(limits, (work.sampling,)) if work.last else None
+        width = _bucket(self._lengths(scored), -(-end // limits.block_size))
         table = self._table(work.blocks, end, width)
         count = _bucket(self._options.chunks, length)
         sampling = work.sampling
         numbers = [work.start, length, sampling.seed, sampling.top_k, *work.tokens]
         numbers += [0] * (count - length)
         chunk = torch.tensor([numbers])
-        future = self.prefill.execute(chunk, torch.tensor([table]), _controls([sampling]))
+        future = self.prefill.execute(chunk, torch.tensor([table]), _controls([sampling]), scored)
         return Tokens(future, 1 if work.last else 0)
+
+    def _lengths(self, scored: int | None) -> tuple[int, ...]:
+        """The lengths of tables of these variants, ascending."""
+        return self._widths if scored is None else self._widths[-1:]
 
     def _table(self, blocks: Sequence[int], tokens: int, width: int) -> list[int]:
         """The blocks that hold so many tokens, filled up with trash."""
@@ -231,12 +252,12 @@ def decode_step(stages: Sequence[cg.ActorHandle], slots: int, via: str = "auto")
     carried = cg.carry(torch.zeros(slots + 1, dtype=torch.int64), on=0)
 
     @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
-    def decode(batch: Tensor, controls: Tensor | None) -> Tensor:
+    def decode(batch: Tensor, controls: Tensor | None, logprobs: int | None) -> Any:
         given, slot = batch[:, TOKEN], batch[:, SLOT]
         x = torch.where(given < 0, carried.get(slot), given)
         for stage in stages:
-            x = cg.via(stage.decode(x, batch, controls), via)
-        carried.set(x, slot)
+            x = cg.via(stage.decode(x, batch, controls, logprobs), via)
+        carried.set(x if logprobs is None else x[0], slot)
         return x
 
     return decode
@@ -246,10 +267,10 @@ def prefill_step(stages: Sequence[cg.ActorHandle], via: str = "auto") -> cg.Step
     """The step of a chunk of one prompt."""
 
     @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
-    def prefill(chunk: Tensor, table: Tensor, controls: Tensor) -> Tensor:
+    def prefill(chunk: Tensor, table: Tensor, controls: Tensor, logprobs: int | None) -> Any:
         x = chunk[:, PROMPT:]
         for stage in stages:
-            x = cg.via(stage.prefill(x, chunk, table, controls), via)
+            x = cg.via(stage.prefill(x, chunk, table, controls, logprobs), via)
         return x
 
     return prefill
@@ -263,22 +284,42 @@ def widths(limits: Limits, options: Options) -> tuple[int, ...]:
 
 
 def decode_variants(limits: Limits, options: Options):
-    """Arguments of each variant of a decode step: padding alone, which is written to the trash."""
+    """Arguments of each variant of a decode step: padding alone, which is written to the trash.
+
+    One gives log-probabilities, of the largest batch: they are asked for rarely, and each variant
+    takes time to compile and to warm.
+    """
     for width in widths(limits, options):
         for count in options.batches:
             batch = torch.zeros(count, TABLE + width, dtype=torch.int64)
             batch[:, SLOT] = limits.slots
-            yield batch, None
-            yield batch, _controls([Sampling()] * count)
+            yield batch, None, None
+            yield batch, _controls([Sampling()] * count), None
+    yield batch, _controls([Sampling()] * count), _ranked(limits)
 
 
 def prefill_variants(limits: Limits, options: Options):
     """Arguments of each variant of the prefill step."""
-    for width in widths(limits, options):
+    lengths = widths(limits, options)
+    for width in lengths:
         for count in options.chunks:
             chunk = torch.zeros(1, PROMPT + count, dtype=torch.int64)
             chunk[0, LENGTH] = 1
-            yield chunk, torch.zeros(1, width, dtype=torch.int64), _controls([Sampling()])
+            table = torch.zeros(1, width, dtype=torch.int64)
+            yield chunk, table, _controls([Sampling()]), None
+            if width == lengths[-1]:
+                yield chunk, table, _controls([Sampling()]), _ranked(limits)
+
+
+def _ranked(limits: Limits) -> int:
+    """How many of the likeliest tokens a variant with log-probabilities gives."""
+    return min(LOGPROBS, limits.vocabulary)
+
+
+def _scored(limits: Limits, samplings: Iterable[Sampling]) -> int | None:
+    """The same where log-probabilities are wanted, else None."""
+    wants = any(sampling.logprobs is not None for sampling in samplings)
+    return _ranked(limits) if wants else None
 
 
 def _controls(samplings: Sequence[Sampling]) -> Tensor:

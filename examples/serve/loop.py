@@ -173,11 +173,11 @@ class EngineLoop:
             while lane and lane[0][1].done():
                 ticket, result, _ = lane.popleft()
                 try:
-                    drawn = result.result()
+                    drawn, scores = result.result(), result.scores()
                 except Exception as error:
                     self._fail(ticket, error)
                 else:
-                    self.scheduler.complete(ticket, drawn)
+                    self.scheduler.complete(ticket, drawn, scores)
         if was_busy and not any(self._lanes):
             self._busy += monotonic() - self._since
 
@@ -203,13 +203,13 @@ class EngineLoop:
         self._unsent.started += new.started
         self._unsent.pairs += new.pairs
         self._unsent.ends += new.ends
+        self._unsent.scores += new.scores
         if not self._unsent or self.link.is_full:
             return
         events, self._unsent = self._unsent, Events()
         if self._feeder is not None:
             self.counters["queue_ipc"] += 1
-            ends = [(end.id, end.reason, end.count, end.message) for end in events.ends]
-            self._feeder.put((list(events.started), list(events.pairs), ends))
+            self._feeder.put(wire.plain(events))
         else:
             self._send_frame(events)
         if self.scheduler.is_idle:

@@ -12,7 +12,7 @@ import cg
 
 from .attention import locate
 from .families import Model
-from .sampling import draw, greedy
+from .sampling import draw, greedy, score
 
 # Columns of a decode batch: int64 [rows, len(HEAD) + blocks of a row].
 TOKEN, POSITION, SLOT, SEED, TOP_K = range(5)
@@ -63,13 +63,16 @@ class Stage(nn.Module):
         for index in range(self.count):
             self.register_buffer(f"pool{index}", torch.zeros(shape, dtype=dtype))
 
-    def decode(self, x: Tensor, batch: Tensor, controls: Tensor | None = None) -> Tensor:
-        """The next token of each row.
+    def decode(
+        self, x: Tensor, batch: Tensor, controls: Tensor | None = None, logprobs: int | None = None
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+        """The next token of each row; with `logprobs` that, and what `score` gives.
 
         Args:
             x: ids int64 [rows] on the first stage, else [rows, 1, hidden].
             batch: int64 [rows, TABLE + blocks of a row]; padding has blocks 0.
             controls: float32 [rows, 2], temperature and top_p; None if all rows are greedy.
+            logprobs: of how many of the likeliest tokens.
         """
         positions = batch[:, POSITION : POSITION + 1]
         tables = batch[:, TABLE:]
@@ -81,10 +84,18 @@ class Stage(nn.Module):
             return greedy(logits)
         seeds, top_k = batch[:, SEED], batch[:, TOP_K]
         at = batch[:, POSITION] + 1
-        return draw(logits, at, seeds, controls[:, TEMPERATURE], top_k, controls[:, TOP_P])
+        drawn = draw(logits, at, seeds, controls[:, TEMPERATURE], top_k, controls[:, TOP_P])
+        return drawn if logprobs is None else (drawn, *score(logits, drawn, logprobs))
 
-    def prefill(self, x: Tensor, chunk: Tensor, table: Tensor, controls: Tensor) -> Tensor:
-        """The token that follows a chunk of one prompt.
+    def prefill(
+        self,
+        x: Tensor,
+        chunk: Tensor,
+        table: Tensor,
+        controls: Tensor,
+        logprobs: int | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+        """The token that follows a chunk of one prompt; with `logprobs` as `decode`.
 
         Args:
             x: ids int64 [1, tokens] on the first stage, else [1, tokens, hidden].
@@ -103,7 +114,8 @@ class Stage(nn.Module):
         logits = self.part.logits(hidden.gather(1, last)[:, 0])
         seeds, top_k = chunk[:, CHUNK_SEED], chunk[:, CHUNK_TOP_K]
         at = (start + length)[:, 0]
-        return draw(logits, at, seeds, controls[:, TEMPERATURE], top_k, controls[:, TOP_P])
+        drawn = draw(logits, at, seeds, controls[:, TEMPERATURE], top_k, controls[:, TOP_P])
+        return drawn if logprobs is None else (drawn, *score(logits, drawn, logprobs))
 
     def _layers(self, x: Tensor, positions: Tensor, tables: Tensor, valid: Tensor | None) -> Tensor:
         pools = tuple(getattr(self, f"pool{index}") for index in range(self.count))

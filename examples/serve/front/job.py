@@ -13,9 +13,9 @@ import logging
 import os
 import signal
 import threading
-from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from time import monotonic
@@ -26,8 +26,9 @@ from ..features import Counters, Features
 from ..scheduler import End, Events, Request
 from ..transports import Ring, unpickle
 from ..wire import Kind, Link
-from ..work import Limits, Sampling
-from .protocol import ApiError, Completion
+from ..work import Limits, Scores
+from .errors import ApiError
+from .protocol import Completion
 
 log = logging.getLogger("serve")
 
@@ -55,6 +56,7 @@ class Reply:
         self.ids: list[int] = []
         self.prompts = prompts  # lengths, a choice each
         self.tokens: list[list[int]] = [[] for _ in prompts]
+        self.scores: list[list[Scores]] = [[] for _ in prompts]  # of tokens, if they are wanted
         self.ends: list[End | None] = [None for _ in prompts]
         self.arrived = monotonic()
         self.started = False
@@ -162,7 +164,7 @@ class EngineJob:
                     self._ids,
                     what.prompts[index // what.n],
                     what.max_tokens,
-                    Sampling(how.temperature, how.top_k, how.top_p, seed),
+                    replace(how, seed=seed),
                     what.ignore_eos,
                     what.salt,
                 )
@@ -206,10 +208,7 @@ class EngineJob:
         if kind in (Kind.EVENTS, Kind.OBJECTS):
             self._take_events(wire.unpack_events(kind, payload))
         elif kind is Kind.PICKLED and self.features.queue_ipc:
-            started, pairs, ends = unpickle(payload)
-            self._take_events(
-                Events(array("I", started), array("I", pairs), [End(*each) for each in ends])
-            )
+            self._take_events(wire.events_of(*unpickle(payload)))
         elif kind is Kind.STATS:
             self.stats = json.loads(payload)
             self._on_stats(self.stats)
@@ -235,6 +234,10 @@ class EngineJob:
                 reply, index = found
                 reply.tokens[index].append(events.pairs[place + 1])
                 changed[reply] = changed.get(reply, 0) + 1
+        for id_, scores in events.scores:
+            if id_ in self._replies:
+                reply, index = self._replies[id_]
+                reply.scores[index].append(scores)
         for end in events.ends:
             found = self._replies.pop(end.id, None)
             if found is not None:

@@ -23,10 +23,11 @@ from aiohttp import web
 from ..features import Counters, Features
 from . import protocol
 from .admission import Admission
-from .connections import Refusal, limit_waits, most_connections
+from .connections import Gate, limit_waits
+from .errors import ApiError
 from .job import EngineJob, Reply, State
 from .metrics import Metrics
-from .protocol import ApiError, Completion
+from .protocol import Completion
 from .shapes import DONE, Choice, Shape
 from .text import Text
 
@@ -88,9 +89,7 @@ class Front:
             self._on_stats,
         )
         self.is_draining = False
-        self._arriving = 0
         self._writes: dict[asyncio.Transport, float] = {}  # since when one is waited for
-        self._most_connections = most_connections(self.bounds.connections)
         self._key = key.encode() if key else None
         self._tokenizing = ThreadPoolExecutor(1)
         self._stop = asyncio.Event()
@@ -129,7 +128,9 @@ class Front:
             loop.add_signal_handler(each, self.stop)
         await self.runner.setup()
         limit_waits(listener, self.bounds.stall)
-        server = await loop.create_server(self._connect, sock=listener, backlog=1024)
+        assert self.runner.server is not None
+        gate = Gate(self.runner.server, self.bounds.connections)
+        server = await loop.create_server(gate.connect, sock=listener, backlog=1024)
         job = asyncio.ensure_future(self.job.run())
         stop = asyncio.ensure_future(self._stop.wait())
         cutter = asyncio.ensure_future(self._cut_off())
@@ -149,20 +150,6 @@ class Front:
         cutter.cancel()
         self._tokenizing.shutdown(wait=False)
         return code
-
-    def _connect(self) -> asyncio.Protocol:
-        """What answers a new connection: the endpoints, or a refusal of one too many."""
-        loop, server = asyncio.get_running_loop(), self.runner.server
-        assert server is not None
-        if len(server.connections) + self._arriving >= self._most_connections:
-            return Refusal()
-        # The server counts a connection in the next turn of the loop, which may accept more first.
-        self._arriving += 1
-        loop.call_soon(loop.call_soon, self._arrive)
-        return server()
-
-    def _arrive(self) -> None:
-        self._arriving -= 1
 
     def stop(self) -> None:
         """Drain; when asked again, end at once."""
@@ -281,9 +268,8 @@ class Front:
                 continue
             pieces = []
             for index, text in self._read(reply, choices):
-                reason = choices[index].reason
-                if text or reason is not None:
-                    pieces.append(shape.chunk(index, text, reason, is_first[index]))
+                if text or choices[index].reason is not None:
+                    pieces.append(shape.chunk(index, text, choices[index], is_first[index]))
                     is_first[index] = False
             if pieces:
                 await write(b"".join(pieces))
@@ -299,11 +285,12 @@ class Front:
             tokens, end = reply.tokens[index], reply.ends[index]
             if choice.reason is not None or (not tokens and end is None):
                 continue
-            reply.tokens[index] = []
+            scores = reply.scores[index]
+            reply.tokens[index], reply.scores[index] = [], []
             if end is not None and end.reason == "error":
                 is_gone = self.job.state is not State.READY or self.is_draining
                 raise ApiError(503 if is_gone else 500, end.message)
-            text = choice.feed(tokens, end)
+            text = choice.feed(tokens, end, scores)
             if choice.reason is not None and end is None:
                 self.job.cancel(reply, index)  # at a stop string
             found.append((index, text))

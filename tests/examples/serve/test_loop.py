@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import pickle
 import sys
 from array import array
 from collections.abc import Awaitable, Callable
@@ -21,8 +22,9 @@ from examples.serve import wire
 from examples.serve.features import parse
 from examples.serve.loop import BACKLOG, BUDGET, EngineLoop
 from examples.serve.scheduler import End, Events, Request
+from examples.serve.transports import unpickle
 from examples.serve.wire import Kind, Link
-from examples.serve.work import Sampling
+from examples.serve.work import LOGPROBS, Sampling, Scores
 
 from .fake_engine import ROOMY, FakeEngine, reference
 
@@ -38,9 +40,14 @@ REQUESTS = st.builds(
         top_k=IDS,
         top_p=st.floats(0, 1, width=32),
         seed=st.integers(0, 2**63 - 1),
+        logprobs=st.none() | st.integers(0, LOGPROBS),
     ),
     ignore_eos=st.booleans(),
     salt=st.binary(max_size=100),
+)
+LOGS = st.floats(max_value=0, allow_nan=False)
+SCORES = st.builds(
+    Scores, drawn=LOGS, likeliest=st.lists(st.tuples(IDS, LOGS), max_size=3).map(tuple)
 )
 
 
@@ -67,15 +74,21 @@ def test_requests_that_are_cut_off(requests: list[Request], data: st.DataObject)
     st.lists(IDS),
     st.lists(st.tuples(IDS, IDS)),
     st.lists(st.builds(End, id=IDS, reason=st.text(), count=IDS, message=st.text())),
+    st.lists(st.tuples(IDS, SCORES)),
     st.booleans(),
 )
 def test_events_cross(
-    started: list[int], pairs: list[tuple[int, int]], ends: list[End], is_flat: bool
+    started: list[int],
+    pairs: list[tuple[int, int]],
+    ends: list[End],
+    scores: list[tuple[int, Scores]],
+    is_flat: bool,
 ) -> None:
     flat = array("I", [number for pair in pairs for number in pair])
-    events = Events(array("I", started), flat, ends)
+    events = Events(array("I", started), flat, ends, scores)
     kind = Kind.EVENTS if is_flat else Kind.OBJECTS
     assert wire.unpack_events(kind, wire.pack_events(events, is_flat)) == events
+    assert wire.events_of(*unpickle(pickle.dumps(wire.plain(events)))) == events
 
 
 def test_many_requests_are_several_frames() -> None:
