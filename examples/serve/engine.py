@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 import cg
 
 from .families import GptConfig, open_model
-from .model import LENGTH, PROMPT, SLOT, TABLE, TOKEN, Pool, Stage, split
+from .model import LENGTH, PROMPT, SLOT, TABLE, TOKEN, Guards, Pool, Stage, split
 from .work import LOGPROBS, Decode, Limits, Prefill, Sampling, Scores
 
 WARM_UPS = 3
@@ -47,6 +47,8 @@ class Options:
         passes: as `compile` takes them.
         seed: of random weights.
         warm: whether all variants run before the engine is ready.
+        clamp: whether the graph clamps ids to the vocabulary, beside the checks of the driver.
+        debug_bounds: whether it checks ids, positions and blocks; an execution fails otherwise.
         via: what activations and tokens travel by from stage to stage, as `cg.via` takes it.
     """
 
@@ -63,6 +65,8 @@ class Options:
     passes: str = ""
     seed: int = 0
     warm: bool = True
+    clamp: bool = False
+    debug_bounds: bool = False
     via: str = "auto"
 
 
@@ -227,8 +231,9 @@ def start(
     )
     _check(model.layers >= ranks, f"{model.layers} layers on {ranks} ranks")
     pool = Pool(limits.blocks, limits.block_size)
+    guards = Guards(options.clamp, options.debug_bounds)
     stages = [
-        Stage.on(rank)(model, layers, pool, options.dtype)
+        Stage.on(rank)(model, layers, pool, options.dtype, guards)
         for rank, layers in enumerate(split(model.layers, ranks))
     ]
     compiling = {"max_inflight": options.in_flight, "fuse": options.fuse, "passes": options.passes}

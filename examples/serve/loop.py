@@ -187,8 +187,11 @@ class EngineLoop:
         self._wake.set()
 
     def _count(self, ticket: Ticket) -> None:
-        """What the engine's switches change: rows of padding, and tokens of long chunks."""
+        """What the engine's switches change: rows of padding, tokens of long chunks, checks."""
         work, limits = ticket.work, self.engine.limits
+        ids = len(work.rows) if isinstance(work, Decode) else len(work.tokens)
+        self.counters["clamp"] += ids if self.features.clamp else 0
+        self.counters["debug_bounds"] += self.features.debug_bounds
         if isinstance(work, Decode):
             if not self.features.variants:
                 self.counters["variants"] += limits.slots - len(work.rows)

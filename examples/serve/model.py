@@ -32,6 +32,14 @@ class Pool:
     size: int
 
 
+@dataclass(frozen=True)
+class Guards:
+    """What a stage does about indices, which the driver has checked before; see `Options`."""
+
+    clamp: bool = False
+    debug_bounds: bool = False
+
+
 def split(layers: int, stages: int) -> list[range]:
     """Contiguous, nearly equal parts of the layers; the last ones are the smaller.
 
@@ -51,11 +59,15 @@ class Stage(nn.Module):
     The first stage takes ids, and the last gives a token for each row, int64 [rows].
     """
 
-    def __init__(self, model: Model, layers: range, pool: Pool, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: Model, layers: range, pool: Pool, dtype: torch.dtype, guards: Guards
+    ) -> None:
         super().__init__()
         self.is_first = layers.start == 0
         self.is_last = layers.stop == model.layers
         self.first = layers.start
+        self.vocabulary = model.vocabulary
+        self.guards = guards
         self.shared = model.heads // model.groups
         self.part = model.build(layers, dtype)
         shape = (pool.blocks, pool.size, 2, model.groups, model.width)
@@ -120,6 +132,19 @@ class Stage(nn.Module):
     def _layers(self, x: Tensor, positions: Tensor, tables: Tensor, valid: Tensor | None) -> Tensor:
         pools = tuple(getattr(self, f"pool{index}") for index in range(self.count))
         pages = locate(pools, self.first, positions, tables, valid, self.shared)
+        if self.guards.debug_bounds:
+            _check("a block", tables, pools[0].shape[0])
+            _check("a position", positions, tables.shape[1] * pools[0].shape[1])
         if self.is_first:
-            x = self.part.embed(x.view(positions.shape), positions)
+            ids = x.view(positions.shape)
+            if self.guards.clamp:
+                ids = ids.clamp(0, self.vocabulary - 1)
+            if self.guards.debug_bounds:
+                _check("a token", ids, self.vocabulary)
+            x = self.part.embed(ids, positions)
         return self.part.run(x, positions, pages)
+
+
+def _check(what: str, numbers: Tensor, bound: int) -> None:
+    """Fail the execution unless all are from 0 to below a bound; on devices without waiting."""
+    torch._assert_async(((numbers >= 0) & (numbers < bound)).all(), f"{what} is out of bounds")

@@ -16,9 +16,9 @@ import torch
 import cg
 from cg.backends.virtual.world import VirtualWorld
 from cg.launch.world.world import use_world
-from examples.serve.engine import CgEngine, Options, start, widths
+from examples.serve.engine import CgEngine, Options, decode_variants, start, widths
 from examples.serve.families import open_model
-from examples.serve.model import split
+from examples.serve.model import POSITION, TABLE, split
 from examples.serve.work import Decode, Prefill, Row, Sampling
 
 from ..mpi.jobs import ROOT, needs_mpi, run
@@ -196,6 +196,22 @@ def test_log_probabilities_are_those_of_the_model(
         assert [float(row[id_]) for id_, _ in each.likeliest] == pytest.approx(
             wanted.values.tolist(), abs=1e-4
         )
+
+
+def test_guards_in_the_graph(folder: Path, model: Any) -> None:
+    """They change no token; what the driver would refuse fails where bounds are checked."""
+    options = replace(FEW, groups=1, clamp=True, debug_bounds=True)
+    with serving(folder, 2, options) as engine:
+        requests = random_requests(4, 3, engine.limits)
+        Driver(engine, Habits(seed=3)).run(requests)
+        assert differences(logits_of(model), requests) == (0, 0)
+        batch, controls, _ = next(decode_variants(engine.limits, options))
+        for column, number in ((TABLE, 20), (TABLE, -1), (POSITION, -1)):
+            wrong = batch.clone()
+            wrong[0, column] = number
+            with pytest.raises(RuntimeError, match="is out of bounds"):
+                engine.decode[0].execute(wrong, controls, None).result()
+        assert engine.decode[0].execute(batch, controls, None).result().shape == (4,)
 
 
 def test_two_tables_may_share_blocks(engine: CgEngine, model: Any) -> None:

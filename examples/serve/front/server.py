@@ -11,7 +11,7 @@ import hmac
 import logging
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,9 +74,11 @@ class Front:
         bounds: Bounds | None = None,
         features: Features | None = None,
         key: str | None = None,
+        counters: Counters | None = None,
     ) -> None:
         self.name, self.text, self.bounds = name, text, bounds or Bounds()
-        self.features, self.counters = features or Features(), Counters()
+        self.features = features or Features()
+        self.counters = Counters() if counters is None else counters
         self.metrics = Metrics(self.counters)
         self.admission = Admission(self.bounds.requests, self.bounds.tokens)
         self.job = EngineJob(
@@ -278,9 +280,11 @@ class Front:
             prompt = sum(map(len, what.prompts))
             await write(shape.usage_chunk(prompt, sum(choice.count for choice in choices)))
 
-    def _read(self, reply: Reply, choices: list[Choice]) -> list[tuple[int, str]]:
-        """Take all that has come: for each choice with news, its text. Raises ApiError."""
-        found = []
+    def _read(self, reply: Reply, choices: list[Choice]) -> Iterator[tuple[int, str]]:
+        """Take all that has come: for each choice with news, its text. Raises ApiError.
+
+        With `+stream_tok` each token is news of its own.
+        """
         for index, choice in enumerate(choices):
             tokens, end = reply.tokens[index], reply.ends[index]
             if choice.reason is not None or (not tokens and end is None):
@@ -290,11 +294,15 @@ class Front:
             if end is not None and end.reason == "error":
                 is_gone = self.job.state is not State.READY or self.is_draining
                 raise ApiError(503 if is_gone else 500, end.message)
-            text = choice.feed(tokens, end, scores)
+            if self.features.stream_tok:
+                self.counters["stream_tok"] += max(0, len(tokens) - 1)
+                while len(tokens) > 1 and choice.reason is None:
+                    yield index, choice.feed(tokens[:1], None, scores[:1])
+                    tokens, scores = tokens[1:], scores[1:]
+            if choice.reason is None:
+                yield index, choice.feed(tokens, end, scores)
             if choice.reason is not None and end is None:
                 self.job.cancel(reply, index)  # at a stop string
-            found.append((index, text))
-        return found
 
     def _is_small(self, reply: Reply) -> bool:
         """Whether what has come can wait for more, with `+stream_interval`."""

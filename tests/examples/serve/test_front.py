@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import re
+import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -273,6 +277,25 @@ def test_the_guide_names_every_field() -> None:
     assert named == [served, fields.IGNORED, set(fields.NEUTRAL)]
 
 
+def test_every_line_of_the_guides_tables_has_its_test() -> None:
+    """Of hostile clients and faults: a docstring quotes each attack and each fault."""
+    text = (ROOT / "docs/guide/serving.md").read_text()
+    _, _, rest = text.partition("**Hostile clients and faults.**")
+    rows = [
+        line.split("|")[1] for line in rest.partition("\n`/health`")[0].splitlines() if "|" in line
+    ]
+    lines = {each.strip() for row in rows for each in row.split(";") if "---" not in row}
+    quoted: set[str] = set()
+    for file in Path(__file__).parent.glob("test_*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                found = " ".join((ast.get_docstring(node) or "").split())
+                quoted |= {each.lower() for each in re.findall(r'"([^"]+)"', found)}
+    assert len(lines) > 40
+    heads = {"a client does this", "a fault"}
+    assert {each for each in lines - heads if each.lower() not in quoted} == set()
+
+
 def test_errors_are_those_of_openai(client: openai.OpenAI, server: Server) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         client.completions.create(model="other", prompt="x")
@@ -292,6 +315,7 @@ def test_errors_are_those_of_openai(client: openai.OpenAI, server: Server) -> No
 
 
 def test_a_key_is_wanted(tmp_path: Path) -> None:
+    """ "No key"."""
     with serving(tmp_path, key="sesame") as own:
         for key in (None, "", "Sesame", "sesam", "\udcff"):
             status, body = own.get(
@@ -331,12 +355,19 @@ def test_metrics_have_the_names_of_vllm(clean: Server) -> None:
         assert f"\ncg:{name}" in text
 
 
+NEEDS_UVLOOP = pytest.mark.skipif(
+    importlib.util.find_spec("uvloop") is None, reason="no uvloop: pip install uvloop"
+)
+
+
 @pytest.mark.parametrize(
     ("features", "name"),
     [
         *[(f"-{name}", name) for name in ("flat_evts", "batch_send", "fast_sse")],
         *[(f"-{name}", name) for name in ("async_stream", "async_sched", "carry", "fast_cnt")],
-        *[(f"+{name}", name) for name in ("stream_interval", "queue_ipc", "shm_ring")],
+        *[(f"+{name}", name) for name in ("stream_interval", "stream_tok", "queue_ipc")],
+        ("+shm_ring", "shm_ring"),
+        pytest.param("+uvloop", "uvloop", marks=NEEDS_UVLOOP),
     ],
 )
 def test_switches_change_no_text_and_count_what_they_change(
@@ -348,10 +379,17 @@ def test_switches_change_no_text_and_count_what_they_change(
             assert b" 200 OK" in sock.recv(1 << 16)
             sock.close()
         options: dict[str, Any] = {"prompt": "hello", "max_tokens": 40, "temperature": 0}
-        with openai.OpenAI(base_url=own.url("/v1"), api_key="none") as client:
-            chunks = list(client.completions.create(model="fake", stream=True, **options))
-        assert "".join(chunk.choices[0].text for chunk in chunks) == wanted("hello", 40)
-        own.wait_for(
-            lambda: own.metric(f'feature_changes_total{{feature="{name}"}}') > 0,
-            f"what {name} counts",
-        )
+
+        def is_counted() -> bool:
+            """Ask again; the front stops for a moment, so that tokens have to be merged."""
+            with openai.OpenAI(base_url=own.url("/v1"), api_key="none") as client:
+                stream = client.completions.create(model="fake", stream=True, **options)
+                text = next(stream).choices[0].text
+                own.process.send_signal(signal.SIGSTOP)
+                time.sleep(0.02)
+                own.process.send_signal(signal.SIGCONT)
+                text += "".join(chunk.choices[0].text for chunk in stream)
+            assert text == wanted("hello", 40)
+            return own.metric(f'feature_changes_total{{feature="{name}"}}') > 0
+
+        own.wait_for(is_counted, f"what {name} counts")

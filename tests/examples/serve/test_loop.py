@@ -175,6 +175,32 @@ def test_a_conversation(tmp_path: Path) -> None:
     assert loop.scheduler.blocks.used == 0
 
 
+@pytest.mark.parametrize("number", [1, 3, 12])
+def test_what_is_cancelled_is_free_before_another_step(tmp_path: Path, number: int) -> None:
+    """Whether it decodes, is in prefill, or waits: it is in none of the executions behind that."""
+
+    async def story(front: Front, loop: EngineLoop) -> None:
+        front.add(*(Request(i, (i,) * 40, 100) for i in range(1, number + 1)))
+        engine = loop.engine
+        assert isinstance(engine, FakeEngine)
+        while engine.works < 6 or loop.scheduler.running < min(number, 4):
+            if engine.queue:
+                engine.run_one()
+            await asyncio.sleep(0)
+        in_flight = len(engine.queue)
+        front.link.send(Kind.CANCEL, wire.pack_ids(range(1, number + 1)))
+        while not loop.scheduler.is_idle:
+            await asyncio.sleep(0)
+        assert loop.scheduler.blocks.used == 0
+        assert len(engine.queue) <= in_flight + 2  # a turn may have come before the frame
+        while engine.queue:
+            engine.run_one()
+        await asyncio.sleep(0)
+        assert not front.ends
+
+    run(tmp_path, story, delay=None)
+
+
 @pytest.mark.parametrize("features", ["", "-cmd_budget"])
 def test_a_burst_of_commands_does_not_hold_up_a_step(tmp_path: Path, features: str) -> None:
     number = 3 * BUDGET
