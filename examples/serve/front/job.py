@@ -118,7 +118,7 @@ class EngineJob:
         self._ring: Ring | None = None
         self._ended = asyncio.Event()
         self._family: set[tuple[int, str]] = set()
-        self._beat = monotonic()
+        self._beat = self._began = monotonic()
         self._server: asyncio.Server | None = None
         self._threads = None if features.async_stream else ThreadPoolExecutor(most)
 
@@ -220,7 +220,12 @@ class EngineJob:
             self.is_known.set()
             if self.process is not None:  # now, for later their parents may have died
                 self._family = family(self.process.pid)
-            log.info("the engine is ready: %s", self.limits)
+            log.info(
+                "the engine is ready after %.0f s: %d requests at a time, of %d tokens at most",
+                monotonic() - self._began,
+                self.limits.groups * self.limits.slots,
+                self.limits.context,
+            )
 
     def _take_events(self, events: Events) -> None:
         for id_ in events.started:
@@ -288,6 +293,8 @@ class EngineJob:
         self._ended.clear()
         self._link = None
         self.starts += 1
+        self._began = monotonic()
+        log.info("starting the engine")
         if callable(self.command):
             exits: asyncio.Future[Any] = asyncio.ensure_future(self.command(self.path))
         else:
@@ -337,7 +344,8 @@ class EngineJob:
         self.state = State.CLOSED
         self.is_known.set()
         self.end_all("the server is shutting down")
-        await self._end_process(GRACE)
+        # Ranks that have not connected yet do not see the socket close.
+        await self._end_process(0.0 if self._link is None else GRACE)
         if self._server is not None:
             self._server.close()
         if self._threads is not None:

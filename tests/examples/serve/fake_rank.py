@@ -54,8 +54,7 @@ class HangingEngine(FakeEngine):
 def main() -> None:
     logging.basicConfig(format="%(message)s")
     options = json.loads(sys.argv[1])
-    if options.get("slow_start"):
-        time.sleep(1.0)
+    time.sleep(options.get("slow_start", 0.0))
     limits = replace(ROOMY, **options.get("limits", {}))
     engine = HangingEngine(limits, options.get("delay", 0.0), trouble)
     features = switches.parse(options.get("features", ""))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,10 @@ from .servers import PROGRAM, Server, serving
 sys.path.insert(0, str(ROOT / "benchmarks" / "serving"))
 
 import ablate
+import ratios
 from load import Arrival, Row, make_trace, run, summarize
+
+from examples.serve.features import Features
 
 
 def test_a_trace_is_that_of_its_seed() -> None:
@@ -83,8 +87,7 @@ def test_clients_that_leave_are_counted_apart(tmp_path: Path) -> None:
 
 
 def test_base_stands_round_all_arms() -> None:
-    found = ablate.order(["-a", "-b", "-c", "-d"], 3, seed=0)
-    blocks = [[arm for block, arm in found if block == number] for number in range(3)]
+    blocks = [ablate.order(["-a", "-b", "-c", "-d"], number, seed=0) for number in range(3)]
     for block in blocks:
         assert (block[0], block[3], block[-1]) == ("", "", "")
         assert sorted(block) == ["", "", "", "-a", "-b", "-c", "-d"]
@@ -107,15 +110,31 @@ def test_ratios_are_paired_and_have_an_interval() -> None:
     for block, base in enumerate((100.0, 101.0, 99.5, 100.0, 102.0)):
         runs += [made(block, "", base), made(block, "-prefix", base * 0.8)]
         runs.append(made(block, "-chunk", base * (1 + 0.05 * (-1) ** block)))
-    assert ablate.problems(runs) == []
-    found = ablate.ratios(runs)
+    assert ratios.problems(runs) == []
+    found = ratios.ratios(runs)
     name = "offline: output_tokens_per_second"
     assert found["-prefix"][name]["ratio"] == pytest.approx(0.8)
     assert found["-prefix"][name]["effect"]
     assert not found["-chunk"][name]["effect"]
-    text = ablate.table(found)
+    runs += [made(block, "-warm", 100.0, counters={}) for block in range(5)]
+    assert ratios.unmoved(runs) == ["-warm"]
+    assert ratios.ratios(runs) == found  # what has switched nothing has no ratio
+    text = ratios.table(found, ["-warm"])
     assert "-20.0%" in text
     assert "no effect" in text
+    assert "-warm\n  switched nothing here: refused" in text
+
+
+def test_each_switch_is_measured_by_one_plan() -> None:
+    arms = [*ablate.FRONT.arms, *ablate.ENGINE.arms]
+    base = Features()
+    assert sorted(arms) == sorted(
+        f"{'-' if on else '+'}{name}" for name, on in asdict(base).items()
+    )
+    assert ablate.FRONT.share + ablate.ENGINE.share == 1.0
+
+
+BASES = {"": [], "-prefix": [made(0, "", 100.0)]}
 
 
 @pytest.mark.parametrize(
@@ -124,11 +143,10 @@ def test_ratios_are_paired_and_have_an_interval() -> None:
         (made(0, "", 104.0), "base drifts by 4.0%"),
         (made(0, "-prefix", 100.0, output_tokens=11), "different numbers of tokens"),
         (made(0, "-prefix", 100.0, failed=2), "2 requests failed with -prefix"),
-        (made(0, "-prefix", 100.0, counters={}), "-prefix switched nothing"),
     ],
 )
 def test_runs_that_make_no_table(run_: dict[str, Any], message: str) -> None:
-    (found,) = ablate.problems([made(0, "", 100.0), run_])
+    (found,) = ratios.problems([made(0, "", 100.0), run_, *BASES[run_["arm"]]])
     assert message in found
 
 
@@ -136,20 +154,23 @@ def test_an_ablation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the fake engine; whether there is a table depends on how quiet the machine is."""
     server = f"{sys.executable} {PROGRAM} {json.dumps({'delay': 0.001}).replace(' ', '')}"
     line = ["ablate.py", "--out", str(tmp_path), "--arms", "-fast_sse", "--blocks", "1"]
-    line += ["--requests", "8", "--means", "8", "8", "--rate", "500", "--server", server]
+    line += ["--requests", "8", "--scales", "0.4", "0.8", "1.6", "inf", "--rate", "500"]
+    line += ["--server", server, "--minutes", "0"]
     monkeypatch.setattr(sys, "argv", line)
     assert ablate.main() in (0, 1)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
-    assert [each["arm"] for each in manifest["runs"]] == ["", "", "-fast_sse", ""]
-    assert list(manifest["runs"][0]["traces"]) == [
+    runs = manifest["runs"]["front"]
+    assert [each["arm"] for each in runs] == ["", "", "-fast_sse", ""]
+    assert list(runs[0]["traces"]) == [
         "online x0.4",
         "online x0.8",
         "online x1.6",
         "online inf",
     ]
-    found = json.loads((tmp_path / "ratios.json").read_text())
+    found = json.loads((tmp_path / "ratios.json").read_text())["front"]
     assert all("base drifts" in each for each in found["problems"])
     assert "online inf: ttft p50" in found["ratios"]["-fast_sse"]
+    assert found["ratios"]["-fast_sse"]["online inf: cpu_ms_per_token"]["ratio"] > 0
     pictures = ablate.draw(found["ratios"], tmp_path)
-    assert len(pictures) == 4 * 7
+    assert len(pictures) == 1 + 4 * 8
     assert all(picture.stat().st_size > 1000 for picture in pictures)

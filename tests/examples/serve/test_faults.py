@@ -85,7 +85,7 @@ def read_all_until(sock: socket.socket, mark: bytes) -> bytes:
 
 
 def test_requests_meanwhile_are_told_to_come_again(tmp_path: Path) -> None:
-    with serving(tmp_path, waits=False, slow_start=True) as own:
+    with serving(tmp_path, waits=False, slow_start=1.0) as own:
         own.wait_for(lambda: own.get("/health")[0] == 200)
         found, body = own.complete("x")
         assert found == 503
@@ -93,6 +93,15 @@ def test_requests_meanwhile_are_told_to_come_again(tmp_path: Path) -> None:
         assert own.get("/ready")[0] == 503
         own.wait_for(own.is_ready)
         serves_again(own)
+
+
+def test_ending_while_the_engine_starts(tmp_path: Path) -> None:
+    """It is not waited for: it has no socket yet whose end it could see."""
+    with serving(tmp_path, waits=False, slow_start=3600.0) as own:
+        own.wait_for(lambda: bool(own.children()))
+        (rank,) = own.children()
+        assert own.end() == 0
+        assert not is_alive(rank)
 
 
 def test_an_engine_that_never_gets_ready(tmp_path: Path) -> None:
