@@ -1,21 +1,22 @@
-"""What each switch of the server is worth: base, and base with one switch, in random order.
+"""What each switch of the server is worth: a server with it in turns with one without.
 
     python benchmarks/serving/ablate.py --out runs/ablation --minutes 12 --record
     python benchmarks/serving/ablate.py --arms -prefix +shm_ring --mode offline --out …
-    python benchmarks/serving/ablate.py --scales 0.4 0.8 1.6 inf --blocks 5 --out …
+    python benchmarks/serving/ablate.py --scales 0.4 0.8 1.6 inf --rounds 5 --out …
     python benchmarks/serving/ablate.py --profile-only --out …
 
-Switches of the front are measured on a server whose engine costs nothing, which starts in a second
-and shows them larger than they are beside a model; all others on a tiny Qwen2 on two ranks.
+Switches of the front are measured on a server whose engine costs nothing, which shows them larger
+than they are beside a model; all others on a tiny Qwen2 on two ranks.
 
-Each run has a server of its own. In each block all arms run once, in random order, with the base at
-both ends and in the middle. A figure is the median over blocks of the ratio to the base runs of the
-same block, with a bootstrap interval; an interval that spans 1 is called no effect. There is no
-table if the base drifts by more than 3 %, if arms drew different numbers of tokens, or if a request
-failed. An arm whose counter did not move is refused.
+Each arm has two fresh servers, and waits for its turn in random order. Both are warmed, and take a
+trace in turns: base, arm, base, arm, …, base; who has no turn is idle. A figure is the median of
+the ratios of the arm's runs to the two runs of the base around each, with a bootstrap interval; an
+interval that spans 1 is called no effect. An arm is refused if its base drifts by more than 3 %, if
+runs drew different numbers of tokens, if a request failed, or if the counter of the switch did not
+move.
 
-With --minutes there are as many blocks, up to --blocks, as there is time for; the switches of the
-engine get three quarters of it.
+With --minutes every arm has its part of the time, most of which its servers take to start, and as
+many rounds as fit into the rest, at least three.
 """
 
 from __future__ import annotations
@@ -27,10 +28,9 @@ import json
 import math
 import os
 import platform
-import random
 import sys
 import time
-from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -39,11 +39,14 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
 from load import Arrival, make_trace, run, summarize  # noqa: E402 - a script's own folder
 from plots import draw  # noqa: E402
-from processes import ROOT, get, serving  # noqa: E402
+from processes import ROOT, Running, get, serving  # noqa: E402
 from provenance import provenance  # noqa: E402
-from ratios import problems, ratios, table, unmoved  # noqa: E402
+from ratios import Comparison, Run, arms_in_order, judge, table, without_problems  # noqa: E402
 
 from examples.serve import features as switches  # noqa: E402 - the path is that of processes.py
+
+FEWEST = 3
+"""Rounds of an arm, whatever time they take."""
 
 
 @dataclass(frozen=True)
@@ -75,24 +78,24 @@ FRONT = Plan(
         *("-flat_evts", "-batch_send", "-fast_cnt", "-async_stream", "-fast_sse"),
         *("+queue_ipc", "+shm_ring", "+uvloop", "+stream_interval", "+stream_tok"),
     ),
-    share=0.25,
+    share=0.2,
     requests=64,
     means=(16.0, 100.0),
     longest=256,
 )
 ENGINE = Plan(
     "engine",
-    f"{sys.executable} -m examples.serve -n 2 --model tiny-qwen2 --blocks 512 --context 256 "
+    f"{sys.executable} -m examples.serve -n 2 --model tiny-qwen2 --blocks 256 --context 128 "
     "--batch 4 --chunk 32 --requests 4096 --port 0",
     (
         *("-thr_cap", "-affinity", "-cmd_budget", "-fill_tgt", "-async_sched", "-groups"),
         *("-carry", "-variants", "-prefix", "-chunk", "-warm", "-gc_freeze", "-overlap"),
         *("-capture", "+clamp", "+inproc", "+kv256", "+debug_bounds"),
     ),
-    share=0.75,
-    requests=96,
-    means=(24.0, 24.0),
-    longest=192,
+    share=0.8,
+    requests=64,
+    means=(16.0, 24.0),
+    longest=96,
     prefix=32,
 )
 
@@ -124,55 +127,53 @@ def traces(given: argparse.Namespace, plan: Plan) -> dict[str, list[Arrival]]:
     }
 
 
-def measure(given: argparse.Namespace, plan: Plan, arm: str, log: Path) -> dict[str, Any]:
-    """One run of an arm: a fresh server, a warm-up of all shapes, and the traces."""
-    result: dict[str, Any] = {"arm": arm, "load_before": os.getloadavg(), "traces": {}}
-    began = time.monotonic()
-    with serving((given.server or plan.server).split(), arm, log) as server:
-        result["seconds_to_ready"] = time.monotonic() - began
-        planned = traces(given, plan)
-        warm = next(iter(planned.values()))
-        run(server.url, [Arrival(0.0, each.prompt, each.output) for each in warm[: len(warm) // 4]])
-        for name, trace in planned.items():
-            before = server.cpu_of_all()
-            rows = run(server.url, trace, streams=given.mode == "online")
-            spent = server.cpu_of_all() - before
-            summary = summarize(rows, trace)
-            result["traces"][name] = {
-                "summary": summary,
-                "cpu_ms_per_token": spent / max(1, summary["output_tokens"]) * 1e3,
-                "rows": [asdict(row) for row in rows],
-            }
+def measure(server: Running, planned: dict[str, list[Arrival]], streams: bool) -> Run:
+    """One run: the traces, each with its summary and rows, and the CPU time of all processes."""
+    found = {}
+    for name, trace in planned.items():
+        before = server.cpu_of_all()
+        rows = run(server.url, trace, streams=streams)
+        spent = server.cpu_of_all() - before
+        summary = summarize(rows, trace)
+        found[name] = {
+            "summary": summary,
+            "cpu_ms_per_token": spent / max(1, summary["output_tokens"]) * 1e3,
+            "rows": [asdict(row) for row in rows],
+        }
+    return found
+
+
+def compare(given: argparse.Namespace, plan: Plan, arm: str, seconds: float) -> Comparison:
+    """Let two fresh servers take the traces in turns, for about so many seconds with all."""
+    end = time.monotonic() + seconds
+    command = (given.server or plan.server).split()
+    planned = traces(given, plan)
+    warm = {name: trace[: max(8, len(trace) // 2)] for name, trace in planned.items()}
+    found = Comparison(arm)
+    with ExitStack() as stack:
+        servers, ready = [], []
+        for features in ("", arm):
+            began = time.monotonic()
+            log = given.out / f"server-{arm}{'' if features else '-base'}.log"
+            servers.append(stack.enter_context(serving(command, features, log)))
+            ready.append(time.monotonic() - began)
+        base, other = servers
+        found.ready = (ready[0], ready[1])
+        streams = given.mode == "online"
+        for server in servers:
+            measure(server, warm, streams)
+        found.bases.append(measure(base, planned, streams))
+        round_ = 0.0
+        while len(found.arms) < given.rounds:
+            began = time.monotonic()
+            if len(found.arms) >= FEWEST and began + round_ > end:
+                break
+            found.arms.append(measure(other, planned, streams))
+            found.bases.append(measure(base, planned, streams))
+            round_ = time.monotonic() - began
         time.sleep(1.2)  # the engine's counts come once a second
-        result["counters"] = counters(server.url)
-    result["load_after"] = os.getloadavg()
-    return result
-
-
-def order(arms: Sequence[str], block: int, seed: int) -> list[str]:
-    """The runs of a block: arms in random order, the base at both ends and in the middle."""
-    mixed = list(arms)
-    random.Random(f"{seed} {block}").shuffle(mixed)
-    half = len(mixed) // 2
-    return ["", *mixed[:half], "", *mixed[half:], ""]
-
-
-def ablate(given: argparse.Namespace, plan: Plan) -> list[dict[str, Any]]:
-    """As many blocks as are asked for, or as there is time for; at least one."""
-    runs: list[dict[str, Any]] = []
-    arms = [arm for arm in plan.arms if arm in given.arms]
-    end = time.monotonic() + given.minutes * 60 * plan.share
-    longest = 0.0
-    for block in range(given.blocks if arms else 0):
-        began = time.monotonic()
-        if block and began + longest > end:
-            break
-        for arm in order(arms, block, given.seed):
-            print(f"{plan.name}, block {block}: {arm or 'base'}", flush=True)
-            log = given.out / f"server-{plan.name}-{len(runs):03d}.log"
-            runs.append({"block": block, **measure(given, plan, arm, log)})
-        longest = max(longest, time.monotonic() - began)
-    return runs
+        found.counters = counters(other.url)
+    return found
 
 
 def profile(given: argparse.Namespace) -> None:
@@ -203,8 +204,8 @@ def parse() -> argparse.Namespace:
     add("--out", type=Path, required=True, help="a folder for logs, figures and plots")
     add("--arms", nargs="*", help="switches; all by default. Write --arms=-name for a single one")
     add("--mode", choices=("offline", "online"), default="online")
-    add("--blocks", type=int, default=5, help="at most")
-    add("--minutes", type=float, default=math.inf, help="for all blocks together, about")
+    add("--rounds", type=int, default=5, help="of each arm, at most")
+    add("--minutes", type=float, default=math.inf, help="for all arms together, about")
     add("--requests", type=int, default=0, help="of a trace; by default those of the plan")
     add("--scales", type=float, nargs="+", default=[math.inf], help="of gaps; inf: all at once")
     add("--rate", type=float, default=16.0, help="requests a second at scale 1")
@@ -235,8 +236,16 @@ def main() -> int:
         profile(given)
         return 0
     began = time.monotonic()
-    measured = {plan.name: ablate(given, plan) for plan in (FRONT, ENGINE)}
+    compared: dict[str, list[Comparison]] = {}
+    for plan in (FRONT, ENGINE):
+        arms = arms_in_order([arm for arm in plan.arms if arm in given.arms], given.seed)
+        each = given.minutes * 60 * plan.share / max(1, len(arms))
+        compared[plan.name] = []
+        for arm in arms:
+            print(f"{plan.name}: {arm}", flush=True)
+            compared[plan.name].append(compare(given, plan, arm, each))
     origin = provenance()
+    wall = time.monotonic() - began
     manifest = {
         **origin,
         "argv": sys.argv,
@@ -244,32 +253,24 @@ def main() -> int:
         "python": platform.python_version(),
         "affinity": sorted(os.sched_getaffinity(0)),
         "seed": given.seed,
-        "wall_s": time.monotonic() - began,
-        "runs": measured,
+        "wall_s": wall,
+        "comparisons": {name: [asdict(each) for each in found] for name, found in compared.items()},
     }
     (given.out / "manifest.json").write_text(json.dumps(manifest) + "\n")
-    result: dict[str, Any] = {}
-    for name, runs in measured.items():
-        if runs:
-            result[name] = {
-                "blocks": runs[-1]["block"] + 1,
-                "ratios": ratios(runs),
-                "unmoved": unmoved(runs),
-                "problems": problems(runs),
-            }
-    (given.out / "ratios.json").write_text(json.dumps(result, indent=1) + "\n")
-    for name, each in result.items():
-        print(f"== {name}, {each['blocks']} blocks")
-        if each["problems"]:
-            print("no table:\n  " + "\n  ".join(each["problems"]))
-        else:
-            print(table(each["ratios"], each["unmoved"]))
-            draw(each["ratios"], given.out / name)
+    judged = {
+        name: {each.arm: {**judge(each), "rounds": len(each.arms)} for each in found}
+        for name, found in compared.items()
+    }
+    (given.out / "ratios.json").write_text(json.dumps(judged, indent=1) + "\n")
+    for name, found in judged.items():
+        print(f"== {name}\n{table(found)}")
+        draw(without_problems(found), given.out / name)
     if given.record:
-        figures = {**result, "wall_s": manifest["wall_s"]}
-        text = json.dumps({**origin, "figures": figures}, indent=1, sort_keys=True) + "\n"
-        (ROOT / "benchmarks" / "results" / "serving_ablation.json").write_text(text)
-    return int(any(each["problems"] or each["unmoved"] for each in result.values()))
+        text = json.dumps(
+            {**origin, "figures": {**judged, "wall_s": wall}}, indent=1, sort_keys=True
+        )
+        (ROOT / "benchmarks" / "results" / "serving_ablation.json").write_text(text + "\n")
+    return int(any(each["problems"] for found in judged.values() for each in found.values()))
 
 
 if __name__ == "__main__":

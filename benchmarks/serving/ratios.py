@@ -1,27 +1,46 @@
-"""Runs of an ablation to ratios: paired with the base, with intervals, or the reasons for none."""
+"""Runs of an arm and of the base in turns, to ratios with intervals; or the reasons for none."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 DRIFT = 0.03
-"""By how much base runs may change from the first half of a measurement to the second."""
+"""By how much the base may change from the first half of a comparison to the second."""
 SAMPLES = 10_000
 
+Run = dict[str, Any]
+"""What was measured with one trace, or several: by trace its summary, and CPU per token."""
 
-def figures(run: dict[str, Any]) -> dict[str, float]:
+
+@dataclass
+class Comparison:
+    """A server with one switch beside one without: base, arm, base, arm, base, and so on.
+
+    Attributes:
+        arm: the switch.
+        bases, arms: their runs; there is one base more.
+        counters: of the switches, as the server of the arm counts them.
+        ready: seconds until the servers were ready, of the base and of the arm.
+    """
+
+    arm: str
+    bases: list[Run] = field(default_factory=list)
+    arms: list[Run] = field(default_factory=list)
+    counters: dict[str, float] = field(default_factory=dict)
+    ready: tuple[float, float] = (1.0, 1.0)
+
+
+def figures(run: Run) -> dict[str, float]:
     """The figures of a run that are compared."""
     found = {}
-    if "seconds_to_ready" in run:
-        found["seconds_to_ready"] = run["seconds_to_ready"]
-    for trace, each in run["traces"].items():
+    for trace, each in run.items():
         summary = each["summary"]
         found[f"{trace}: output_tokens_per_second"] = summary["output_tokens_per_second"]
-        if "cpu_ms_per_token" in each:
-            found[f"{trace}: cpu_ms_per_token"] = each["cpu_ms_per_token"]
+        found[f"{trace}: cpu_ms_per_token"] = each["cpu_ms_per_token"]
         for name in ("ttft", "itl", "e2e"):
             for percentile in ("p50", "p99"):
                 if name in summary["ms"]:
@@ -29,81 +48,86 @@ def figures(run: dict[str, Any]) -> dict[str, float]:
     return found
 
 
-def ratios(runs: Sequence[dict[str, Any]], seed: int = 0) -> dict[str, dict[str, Any]]:
-    """For each arm and figure the median of the paired ratios to the base, with an interval.
+def ratios(comparison: Comparison, seed: int = 0) -> dict[str, dict[str, Any]]:
+    """For each figure the median ratio of the arm to the two runs of the base around it.
 
-    The interval is the percentile bootstrap's of the median, 95 %. Arms that switched nothing have
-    no ratios.
+    The interval is the percentile bootstrap's of the median, 95 %.
     """
     rng = np.random.default_rng(seed)
-    found: dict[str, dict[str, Any]] = {}
-    idle = unmoved(runs)
-    shared = set.intersection(*(set(figures(each)) for each in runs))
-    for arm in sorted({each["arm"] for each in runs} - {"", *idle}):
-        found[arm] = {}
-        for name in sorted(shared):
-            pairs = []
-            for block in sorted({each["block"] for each in runs}):
-                here = [each for each in runs if each["block"] == block]
-                base = np.median([figures(each)[name] for each in here if each["arm"] == ""])
-                pairs += [figures(each)[name] / base for each in here if each["arm"] == arm]
-            samples = np.median(rng.choice(pairs, (SAMPLES, len(pairs))), axis=1)
-            low, high = np.percentile(samples, (2.5, 97.5))
-            found[arm][name] = {
-                "ratio": float(np.median(pairs)),
-                "low": float(low),
-                "high": float(high),
-                "effect": bool(low > 1 or high < 1) and len(pairs) > 1,
-                "pairs": pairs,
-            }
+    bases = [figures(run) for run in comparison.bases]
+    found = {}
+    for name in bases[0]:
+        pairs = [
+            figures(run)[name] * 2 / (before[name] + behind[name])
+            for run, before, behind in zip(comparison.arms, bases, bases[1:], strict=False)
+        ]
+        samples = np.median(rng.choice(pairs, (SAMPLES, len(pairs))), axis=1)
+        low, high = np.percentile(samples, (2.5, 97.5))
+        found[name] = {
+            "ratio": float(np.median(pairs)),
+            "low": float(low),
+            "high": float(high),
+            "effect": bool(low > 1 or high < 1) and len(pairs) > 1,
+            "pairs": pairs,
+        }
     return found
 
 
-def unmoved(runs: Sequence[dict[str, Any]]) -> list[str]:
-    """Arms whose counter stood still in a run: they measured nothing."""
-    found = set()
-    for each in runs:
-        names = (token[1:] for token in each["arm"].replace(",", " ").split())
-        if not all(map(each["counters"].get, names)):
-            found.add(each["arm"])
-    return sorted(found)
-
-
-def problems(runs: Sequence[dict[str, Any]]) -> list[str]:
-    """Why there is no table; empty if there is one."""
+def problems(comparison: Comparison) -> list[str]:
+    """Why a comparison says nothing; empty if it does."""
     found = []
-    base = [figures(each) for each in runs if each["arm"] == ""]
-    half = len(base) // 2
-    for name in base[0]:
-        if name.endswith("output_tokens_per_second"):
-            values = [each[name] for each in base]
-            early, late = np.median(values[:half]), np.median(values[-half:])
-            drift = float(max(early / late, late / early)) - 1
-            if drift > DRIFT:
-                found.append(f"base drifts by {drift:.1%} in {name}: the machine is not quiet")
-    for trace in runs[0]["traces"]:
-        totals = {each["traces"][trace]["summary"]["output_tokens"] for each in runs}
+    for token in comparison.arm.replace(",", " ").split():
+        if not comparison.counters.get(token[1:]):
+            found.append(f"{token} switched nothing: its counter stands at 0")
+    runs = [*comparison.bases, *comparison.arms]
+    for trace in runs[0]:
+        speeds = [run[trace]["summary"]["output_tokens_per_second"] for run in comparison.bases]
+        half = len(speeds) // 2
+        early, late = float(np.median(speeds[:half])), float(np.median(speeds[-half:]))
+        drift = max(early / late, late / early) - 1
+        if drift > DRIFT:
+            found.append(f"the base drifts by {drift:.1%} in {trace}: the machine is not quiet")
+        totals = {run[trace]["summary"]["output_tokens"] for run in runs}
         if len(totals) > 1:
             found.append(f"runs drew different numbers of tokens in {trace}: {sorted(totals)}")
-    for each in runs:
-        failed = sum(part["summary"]["failed"] for part in each["traces"].values())
+        failed = sum(run[trace]["summary"]["failed"] for run in runs)
         if failed:
-            found.append(f"{failed} requests failed with {each['arm'] or 'base'}")
-    return list(dict.fromkeys(found))
+            found.append(f"{failed} requests failed in {trace}")
+    return found
 
 
-def table(ratios_: dict[str, dict[str, Any]], unmoved_: Sequence[str] = ()) -> str:
+def judge(comparison: Comparison) -> dict[str, Any]:
+    """Everything that is said of an arm."""
+    base, arm = comparison.ready
+    return {
+        "ratios": ratios(comparison),
+        "ready": arm / base,
+        "problems": problems(comparison),
+    }
+
+
+def table(judged: dict[str, dict[str, Any]]) -> str:
     """As text: the labels have spaces for underscores."""
     lines = []
-    for arm, row in ratios_.items():
+    for arm, each in judged.items():
         lines.append(arm.replace("_", " "))
-        for name, each in row.items():
-            interval = f"{each['ratio']:.3f} [{each['low']:.3f}, {each['high']:.3f}]"
-            lines.append(f"  {name:<44} {interval}  {verdict(each)}")
-    lines += [f"{arm.replace('_', ' ')}\n  switched nothing here: refused" for arm in unmoved_]
+        lines += [f"  refused: {why}" for why in each["problems"]]
+        for name, row in each["ratios"].items() if not each["problems"] else ():
+            interval = f"{row['ratio']:.3f} [{row['low']:.3f}, {row['high']:.3f}]"
+            lines.append(f"  {name:<44} {interval}  {verdict(row)}")
     return "\n".join(lines)
 
 
-def verdict(each: dict[str, Any]) -> str:
+def verdict(row: dict[str, Any]) -> str:
     """What a ratio with its interval says."""
-    return f"{each['ratio'] - 1:+.1%}" if each["effect"] else "no effect"
+    return f"{row['ratio'] - 1:+.1%}" if row["effect"] else "no effect"
+
+
+def without_problems(judged: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The ratios of the arms that are not refused."""
+    return {arm: each["ratios"] for arm, each in judged.items() if not each["problems"]}
+
+
+def arms_in_order(arms: Sequence[str], seed: int) -> list[str]:
+    """Arms in random order."""
+    return [str(arm) for arm in np.random.default_rng(seed).permutation(list(arms))]

@@ -15,7 +15,6 @@ _FIGURES = {
     "online inf: itl p50": "ITL, median",
     "online inf: itl p99": "ITL, 99 %",
     "online inf: cpu_ms_per_token": "CPU per token",
-    "seconds_to_ready": "time to ready",
 }
 _ON = {
     "front": "Switches of the front, on a server whose engine costs nothing",
@@ -30,19 +29,14 @@ def ablation() -> str:
         return "Not recorded yet."
     parts = []
     for name, title in _ON.items():
-        found = recorded["figures"].get(name)
-        if found is None:
-            continue
-        parts.append(f"{title}, {found['blocks']} blocks:")
-        if found["problems"]:
-            parts.append("There is no table: " + "; ".join(found["problems"]) + ".")
-            continue
-        rows = [
-            [f"`{arm}`", *(_cell(figures.get(key)) for key in _FIGURES)]
-            for arm, figures in found["ratios"].items()
-        ]
-        rows += [[f"`{arm}`", "switched nothing", *[""] * 5] for arm in found["unmoved"]]
-        parts.append(table(["", *_FIGURES.values()], rows))
+        rows = []
+        for arm, each in sorted(recorded["figures"][name].items()):
+            cells = [_cell(each["ratios"].get(key)) for key in _FIGURES]
+            if each["problems"]:
+                cells = ["refused: " + "; ".join(each["problems"]), *[""] * (len(_FIGURES) - 1)]
+            rows.append([f"`{arm}`", str(each["rounds"]), *cells])
+        if rows:
+            parts += [f"{title}:", table(["", "rounds", *_FIGURES.values()], rows)]
     return "\n\n".join([*parts, _source(recorded)])
 
 
