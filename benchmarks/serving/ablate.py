@@ -45,6 +45,8 @@ from ratios import Comparison, Run, arms_in_order, judge, table, without_problem
 
 from examples.serve import features as switches  # noqa: E402 - the path is that of processes.py
 
+VOCABULARY = 250
+"""Of prompts: the engine that costs nothing takes higher first ids for requests for trouble."""
 FEWEST = 3
 """Rounds of an arm, whatever time they take."""
 
@@ -113,6 +115,7 @@ def counters(url: str) -> dict[str, float]:
 def traces(given: argparse.Namespace, plan: Plan) -> dict[str, list[Arrival]]:
     """The traces: one that is sent at once, or one for each scale."""
     more: dict[str, Any] = {"means": plan.means, "longest": plan.longest, "prefix": plan.prefix}
+    more["vocabulary"] = VOCABULARY
     number = given.requests or plan.requests
     if given.mode == "offline":
         return {"offline": make_trace(number, given.seed, lengths="fixed", **more)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -51,15 +52,18 @@ def figures(run: Run) -> dict[str, float]:
 def ratios(comparison: Comparison, seed: int = 0) -> dict[str, dict[str, Any]]:
     """For each figure the median ratio of the arm to the two runs of the base around it.
 
-    The interval is the percentile bootstrap's of the median, 95 %.
+    The interval is the percentile bootstrap's of the median, 95 %. A figure that some run lacks, as
+    one in which all requests failed does, has no ratio.
     """
     rng = np.random.default_rng(seed)
-    bases = [figures(run) for run in comparison.bases]
+    bases, arms = ([figures(run) for run in runs] for runs in (comparison.bases, comparison.arms))
     found = {}
     for name in bases[0]:
+        if not all(each.get(name, 0.0) > 0 for each in (*bases, *arms)):
+            continue
         pairs = [
-            figures(run)[name] * 2 / (before[name] + behind[name])
-            for run, before, behind in zip(comparison.arms, bases, bases[1:], strict=False)
+            each[name] * 2 / (before[name] + behind[name])
+            for each, (before, behind) in zip(arms, pairwise(bases), strict=True)
         ]
         samples = np.median(rng.choice(pairs, (SAMPLES, len(pairs))), axis=1)
         low, high = np.percentile(samples, (2.5, 97.5))
@@ -84,7 +88,7 @@ def problems(comparison: Comparison) -> list[str]:
         speeds = [run[trace]["summary"]["output_tokens_per_second"] for run in comparison.bases]
         half = len(speeds) // 2
         early, late = float(np.median(speeds[:half])), float(np.median(speeds[-half:]))
-        drift = max(early / late, late / early) - 1
+        drift = max(early, late) / max(min(early, late), 1e-9) - 1
         if drift > DRIFT:
             found.append(f"the base drifts by {drift:.1%} in {trace}: the machine is not quiet")
         totals = {run[trace]["summary"]["output_tokens"] for run in runs}

@@ -11,8 +11,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from . import features as switches
+from .front.admission import Bounds
 from .front.connections import listen
-from .front.server import Bounds, Front
+from .front.server import Front
 from .front.text import load
 from .models import resolve
 from .options import add_arguments

@@ -19,7 +19,7 @@ from typing import Any
 
 from . import wire
 from .features import Counters, Features
-from .scheduler import End, Events, Request, Scheduler, Ticket
+from .scheduler import ERROR, End, Events, Request, Scheduler, Ticket
 from .transports import Feeder, Ring
 from .wire import Kind, Link
 from .work import Decode, Engine, Result
@@ -149,7 +149,7 @@ class EngineLoop:
         try:
             self.scheduler.add(what)
         except ValueError as error:  # the front has checked it, so it is the front's mistake
-            self._unsent.ends.append(End(what.id, "error", 0, str(error)))
+            self._unsent.ends.append(End(what.id, ERROR, 0, str(error)))
 
     # -- work --------------------------------------------------------------------------------------
 

@@ -23,6 +23,8 @@ from .features import Counters, Features
 from .work import Decode, Limits, Prefill, Row, Sampling, Scores
 
 GREEDY = Sampling()
+ERROR = "error"
+"""The reason of an end that comes with a message."""
 
 
 @dataclass(frozen=True)
@@ -226,7 +228,7 @@ class Scheduler:
         self._land(ticket)
         for sequence, _, _ in ticket.shares:
             if not sequence.is_over:
-                self._finish(sequence, "error", message)
+                self._finish(sequence, ERROR, message)
 
     # -- decode ------------------------------------------------------------------------------------
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import resource
 import socket
+from time import monotonic
 
 from aiohttp import web
 
 from .errors import ApiError
+
+log = logging.getLogger("serve")
 
 SEND_BUFFER = 1 << 16
 """Bytes that the system keeps for a client that does not read; it may double them."""
@@ -119,3 +123,34 @@ def limit_waits(listener: socket.socket, stall: float) -> None:
     """
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(stall * 1000))
+
+
+class Waits:
+    """Writes that wait for their readers, each since when.
+
+    A timeout of asyncio for each chunk would cost a tenth of the chunk; this looks at all at times.
+
+    Args:
+        stall: seconds after which a client that does not read is cut off.
+    """
+
+    def __init__(self, stall: float) -> None:
+        self._stall = stall
+        self._since: dict[asyncio.Transport, float] = {}
+
+    def begin(self, transport: asyncio.Transport) -> None:
+        """Something is being written."""
+        self._since[transport] = monotonic()
+
+    def end(self, transport: asyncio.Transport) -> None:
+        """It has been, or cannot be."""
+        del self._since[transport]
+
+    async def cut_off(self) -> None:
+        """Close connections whose clients have not read for too long, until it is cancelled."""
+        while True:
+            await asyncio.sleep(min(1.0, self._stall / 4))
+            oldest = monotonic() - self._stall
+            for transport in [each for each, began in self._since.items() if began < oldest]:
+                log.warning("a client has not read for %g s, and is cut off", self._stall)
+                transport.abort()

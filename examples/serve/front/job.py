@@ -38,6 +38,8 @@ GRACE = 10.0
 """Seconds for the job to end by itself, once the socket is closed."""
 FAREWELL = 3.0
 """Seconds for a job that has lost a rank to say so and end."""
+GONE = "gone"
+"""The reason of an end beside those of the scheduler: the engine has gone."""
 LONGEST_PAUSE = 30.0
 """Seconds between two starts of an engine that keeps failing."""
 
@@ -185,11 +187,11 @@ class EngineJob:
             self._link.send(Kind.CANCEL, wire.pack_ids(told))
 
     def end_all(self, message: str) -> None:
-        """End every request with an error."""
+        """End every request, for there is no engine for them."""
         replies, self._replies = self._replies, {}
         self._outbox.clear()
         for id_, (reply, index) in replies.items():
-            reply.ends[index] = End(id_, "error", 0, message)
+            reply.ends[index] = End(id_, GONE, 0, message)
             reply.touch()
 
     def _flush(self) -> None:

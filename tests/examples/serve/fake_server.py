@@ -10,8 +10,9 @@ import tempfile
 from pathlib import Path
 
 from examples.serve import features as switches
+from examples.serve.front.admission import Bounds
 from examples.serve.front.connections import listen
-from examples.serve.front.server import Bounds, Front
+from examples.serve.front.server import Front
 from examples.serve.front.text import Bytes
 from examples.serve.transports import loop_factory
 

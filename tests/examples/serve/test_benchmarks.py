@@ -131,6 +131,7 @@ def test_each_switch_is_measured_by_one_plan() -> None:
         ({"bases": [made(100.0), made(104.0)]}, "the base drifts by 4.0%"),
         ({"arms": [made(100.0, tokens=11)]}, "different numbers of tokens"),
         ({"arms": [made(100.0, failed=2)]}, "2 requests failed"),
+        ({"arms": [made(0.0, failed=9)]}, "9 requests failed"),
         ({"counters": {}}, "-prefix switched nothing"),
     ],
 )
@@ -151,6 +152,8 @@ def test_an_ablation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", line)
     assert ablate.main() in (0, 1)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
+    every = [*manifest["comparisons"]["front"][0]["bases"]]
+    assert not any(trace["summary"]["failed"] for run_ in every for trace in run_.values())
     (found,) = manifest["comparisons"]["front"]
     assert (found["arm"], len(found["bases"]), len(found["arms"])) == ("-fast_sse", 3, 2)
     assert list(found["bases"][0]) == ["online x0.4", "online inf"]

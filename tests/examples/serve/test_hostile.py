@@ -27,7 +27,7 @@ from ...mpi.jobs import ROOT
 
 sys.path.insert(0, str(ROOT / "examples"))
 
-from examples.serve.front.server import Bounds
+from examples.serve.front.admission import Bounds
 from examples.serve.front.text import Bytes
 
 from .fake_engine import ROOMY, reference
