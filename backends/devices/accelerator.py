@@ -5,13 +5,23 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
 
 from ...ir.attributes import Stream
 from .base import Event, Fabric, Graph, Queue
+
+
+class CaptureNodes(Protocol):
+    """Tells and sets what captured work stands behind, by raw streams; see `Device.nodes`."""
+
+    def of(self, stream: int) -> tuple[int, ...] | None:
+        """The nodes of the graph that the next work on a stream stands behind."""
+
+    def replace(self, stream: int, nodes: Sequence[int]) -> None:
+        """Let the next work on a stream stand behind these nodes alone."""
 
 
 class Accelerator:
@@ -28,6 +38,7 @@ class Accelerator:
             the stream itself.
         end_pool: tells torch's allocator that a capture to a pool of a device is over, where there
             is such a call, else None; raises RuntimeError if it knows.
+        capture_nodes: tells and sets what captured work stands behind; None where nothing can.
     """
 
     def __init__(
@@ -39,6 +50,7 @@ class Accelerator:
         graph: str,
         current: Callable[[int], int] | None = None,
         end_pool: Callable[[int, Any], None] | None = None,
+        capture_nodes: CaptureNodes | None = None,
     ) -> None:
         self.kind = kind
         self.index = index
@@ -53,6 +65,7 @@ class Accelerator:
         self._callers: list[Any] = []
         self._pool: Any = None
         self._end_pool = end_pool
+        self._capture_nodes = capture_nodes
         self._broken: list[Any] = []
         self._graphs: WeakSet[Any] = WeakSet()
         self._begin = self._module.Event()
@@ -183,6 +196,14 @@ class Accelerator:
             except RuntimeError:
                 return  # it knows: the capture has ended, and only its graph could not be made
             self._broken.append(graph)
+
+    def nodes(self, queue: Queue) -> tuple[int, ...] | None:
+        found = self._capture_nodes
+        return None if found is None else found.of(self.raw(queue))
+
+    def follow_alone(self, queue: Queue, event: Event, nodes: tuple[int, ...]) -> None:
+        assert self._capture_nodes is not None
+        self._capture_nodes.replace(self.raw(queue), nodes)
 
     def give_back(self) -> None:
         self.synchronize()

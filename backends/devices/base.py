@@ -132,6 +132,20 @@ class Device(Protocol):
         Nothing of it runs. All graphs of the device that there are share one pool of memory.
         """
 
+    def nodes(self, queue: Queue) -> tuple[Any, ...] | None:
+        """What the next work on a stream stands behind in the graph that is being captured.
+
+        None if the stream is not captured, and where the device cannot tell.
+        """
+
+    def follow_alone(self, queue: Queue, event: Event, nodes: tuple[Any, ...]) -> None:
+        """Let the next work on a stream that is captured stand behind an event, and nothing else.
+
+        Args:
+            nodes: `nodes` of the stream on which the event was recorded, at that moment. What the
+                stream has stood behind must come before them.
+        """
+
     def give_back(self) -> None:
         """Give memory that nobody uses back, for graphs to take; blocks as `synchronize` does."""
 

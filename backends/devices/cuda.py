@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ...ir.types import DType
+from . import cuda_driver
 from .accelerator import Accelerator
 from .base import Fabric
 
@@ -42,6 +43,7 @@ def make(index: int) -> Accelerator:
         graph="CUDAGraph",
         current=current,
         end_pool=_end_pool,
+        capture_nodes=cuda_driver.load(),
     )
 
 

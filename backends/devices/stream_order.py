@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from ...ir.attributes import Stream
 from .base import Device, Event, Queue
+from .capture_order import CaptureOrder, Mark
 
 OUTSIDE = 0
 """The place of events that no graph holds."""
@@ -22,12 +23,14 @@ class StreamOrder:
         device: whose streams they are.
         compute: the stream that others fork from and join.
         place: the capture in progress, by number; `OUTSIDE` if there is none.
+        captured: what streams stand behind in that capture, or in the last one.
     """
 
     def __init__(self, device: Device) -> None:
         self.device = device
         self.compute = device.stream(Stream.COMPUTE)
         self.place = OUTSIDE
+        self.captured = CaptureOrder(device)
         self._captures = 0
         self._sides: dict[Stream, StreamEvent] = {}
         self._fork = StreamEvent(self)
@@ -61,6 +64,7 @@ class StreamOrder:
         """Let a graph hold what is put on streams from now on."""
         self._captures += 1
         self.place = self._captures
+        self.captured = CaptureOrder(self.device)
 
     def end_capture(self) -> None:
         """It no longer does."""
@@ -72,10 +76,11 @@ class StreamEvent:
 
     __slots__ = ("_captured", "_event", "_order", "_place")
 
+    _captured: tuple[Event, Mark]
+
     def __init__(self, order: StreamOrder) -> None:
         self._order = order
         self._event = order.device.event()
-        self._captured: Event | None = None
         self._place = -1
 
     @property
@@ -99,11 +104,16 @@ class StreamEvent:
             self._event.record(queue)
             return
         # An event that belongs to a graph is of no use outside of it.
-        self._captured = order.device.event()
-        self._captured.record(queue)
+        event = order.device.event()
+        event.record(queue)
+        self._captured = event, order.captured.mark(queue)
 
     def wait(self, queue: Queue) -> None:
         """Let a stream wait for the event, if it is where the stream is; see above."""
         place = self._order.place
-        if self._place == place:
-            queue.wait_event(self._event if place == OUTSIDE else self._captured)
+        if self._place != place:
+            return
+        if place == OUTSIDE:
+            queue.wait_event(self._event)
+        else:
+            self._order.captured.wait(queue, *self._captured)

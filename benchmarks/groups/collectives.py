@@ -18,11 +18,12 @@ from cg.ir.types import DType
 
 from .bench import Bench, Run
 
-CHAIN = 8
-"""Collectives of a step, each of what becomes of the result of the one before."""
+SIZES = {"8 B": (2, 128), "40 MB": (10_000_000, 32)}
+"""Elements of float32 of the larger of operand and result, and how many collectives a step has.
 
-SIZES = {"8 B": 2, "40 MB": 10_000_000}
-"""Elements of float32 of the larger of operand and result."""
+Each is of what becomes of the result of the one before. There are so many that what a step costs
+besides, as its start and what it gives to the caller, counts for little.
+"""
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 
@@ -53,15 +54,15 @@ class Chain:
 class HandChain(Hand):
     """The chain by calls of NCCL, all on one stream, as one graph."""
 
-    def __init__(self, kind: str, x: torch.Tensor) -> None:
+    def __init__(self, kind: str, x: torch.Tensor, length: int) -> None:
         self.ranks = cg.world_size()
         super().__init__([Channel(0, tuple(range(self.ranks)), collective=True)])
-        self.kind, self.x, self.made = kind, x, x
+        self.kind, self.x, self.made, self.length = kind, x, x, length
         self.capture(self.work)
 
     def work(self) -> None:
         value = self.x
-        for _ in range(CHAIN):
+        for _ in range(self.length):
             value = self._one(between(self.kind, self.ranks, value))
         self.made = value
 
@@ -80,13 +81,13 @@ class HandChain(Hand):
         return made
 
 
-def gloo_chain(kind: str, x: torch.Tensor) -> Run:
+def gloo_chain(kind: str, x: torch.Tensor, length: int) -> Run:
     """The chain by torch.distributed, for trials on hosts."""
     ranks = cg.world_size()
 
     def go() -> torch.Tensor:
         value = x
-        for _ in range(CHAIN):
+        for _ in range(length):
             operand = between(kind, ranks, value)
             if kind == "all_reduce":
                 dist.all_reduce(operand)
@@ -102,7 +103,7 @@ def gloo_chain(kind: str, x: torch.Tensor) -> Run:
     return go
 
 
-def compiled_chain(kind: str, x: torch.Tensor) -> tuple[Any, Run]:
+def compiled_chain(kind: str, x: torch.Tensor, length: int) -> tuple[Any, Run]:
     """The chain as a step of cg."""
     ranks = cg.world_size()
     actors = [Chain.on(rank)() for rank in range(ranks)]  # type: ignore[attr-defined]
@@ -110,7 +111,7 @@ def compiled_chain(kind: str, x: torch.Tensor) -> tuple[Any, Run]:
     @cg.trace
     def step(x: torch.Tensor) -> list[torch.Tensor]:
         values = [x] * ranks
-        for _ in range(CHAIN):
+        for _ in range(length):
             made = [a.next(kind, ranks, v) for a, v in zip(actors, values, strict=True)]
             values = CALLS[kind](made)
         # The caller gets a number of each rank, so that no large result is sent to it.
@@ -121,20 +122,20 @@ def compiled_chain(kind: str, x: torch.Tensor) -> tuple[Any, Run]:
 
 
 def collectives(bench: Bench) -> None:
-    """Chains of each kind and size; times are of one collective with what makes its operand."""
+    """Chains of each kind and size; times are of a whole step."""
     ranks = cg.world_size()
     for kind in KINDS:
-        for label, numel in SIZES.items():
+        for label, (numel, length) in SIZES.items():
             count = numel // (100 if bench.is_small and numel > 100 else 1)
             count = max(ranks, count // ranks * ranks)
             starts = count // ranks if kind == "reduce_scatter" else count
             x = torch.full((starts,), 2.0, device=bench.device)
-            compiled, run = compiled_chain(kind, x)
-            hand = HandChain(kind, x) if bench.is_gpu else None
-            other = gloo_chain(kind, x) if hand is None else hand.replay
+            compiled, run = compiled_chain(kind, x, length)
+            hand = HandChain(kind, x, length) if bench.is_gpu else None
+            other = gloo_chain(kind, x, length) if hand is None else hand.replay
             bench.compare(
                 "collectives",
-                f"{CHAIN} x {kind}, {label}",
+                f"{length} x {kind}, {label}",
                 {"cg": run, "NCCL by hand": other},
                 inner=5,
                 is_ahead=True,

@@ -1,4 +1,7 @@
-"""Transfers between layouts, against plain messages of as many bytes as the busiest rank gets."""
+"""Transfers between layouts, against plain messages of as many bytes as the busiest rank gets.
+
+Both sides have a kernel between transfers, which reads and writes what a rank holds.
+"""
 
 from __future__ import annotations
 
@@ -39,6 +42,18 @@ class Change:
     places: tuple[Mesh, Mesh]
     plans: tuple[Any, Any]
     phases: Phases
+
+    @property
+    def held(self) -> list[list[float]]:
+        """What share of the tensor's elements each of the two ranks holds, in each layout."""
+        shares = []
+        for rank in range(2):
+            mine = []
+            for place, plan in zip(self.places, self.plans, strict=True):
+                cut = 1.0 if plan is cg.whole else 1.0 / len(place.ranks)
+                mine.append(cut if rank in place.ranks else 0.0)
+            shares.append(mine)
+        return shares
 
 
 def changes() -> Mapping[str, Change]:
@@ -82,16 +97,24 @@ def compiled_change(change: Change, x: torch.Tensor) -> tuple[Any, Run]:
 
 
 class HandCopies(Hand):
-    """The bytes of the round trips as messages of one piece, captured as one graph."""
+    """The same kernels, and the bytes as messages of one piece, captured as one graph.
 
-    def __init__(self, phases: Phases, x: torch.Tensor) -> None:
+    Nothing is put together of pieces here, nor taken apart: a message is of memory as it lies.
+    """
+
+    def __init__(self, change: Change, x: torch.Tensor) -> None:
         super().__init__()
-        self.parts = parts_of(phases, x)
+        self.parts = parts_of(change.phases, x)
+        shares = change.held[cg.rank()]
+        self.held = [torch.ones(int(s * x.numel()), device=x.device) for s in shares if s]
         self.capture(self.work)
 
     def work(self) -> None:
         compute = torch.cuda.current_stream()
-        for parts in self.parts * CHAIN:
+        for number, parts in enumerate(self.parts * CHAIN):
+            if number % len(self.parts) == 0:
+                for mine in self.held:
+                    torch.mul(mine, 1.0)
             # Both ways at once where a phase has both: a stream each.
             event = compute.record_event()
             for number, stream in enumerate(list(self.streams.values())[1:3]):
@@ -141,7 +164,7 @@ def resharding(bench: Bench) -> None:
     for name, change in changes().items():
         compiled, run = compiled_change(change, x)
         assert float(run()) == 1.0, name  # type: ignore[arg-type]
-        hand = HandCopies(change.phases, x) if bench.is_gpu else None
+        hand = HandCopies(change, x) if bench.is_gpu else None
         other = gloo_copies(change.phases, x) if hand is None else hand.replay
         bench.compare(
             "resharding",

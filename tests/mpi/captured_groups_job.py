@@ -3,9 +3,10 @@
     mpiexec -n 2 python -m tests.mpi.device_job tests.mpi.captured_groups_job tp dp stored pp clip
     mpiexec -n 2 python -m tests.mpi.captured_groups_job tp dp stored pp clip     # on GPUs
 
-Each word is a way to share the model out; `clip` is `tp` with clipping. Every rank trains the whole
-model by itself, too, on its own device. Its program must be one graph, as that of actors on single
-ranks is; but for clipping, whose last part is opaque.
+Each word is a way to share the model out; `clip` is `tp` with clipping, and in `sums` each step
+adds to the gradients of the one before. Every rank trains the whole model by itself, too, on its
+own device. Its program must be one graph, as that of actors on single ranks is; but for clipping,
+whose last part is opaque.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ def places(kind: str) -> tuple[Sequence[Mesh], Sharding]:
     made: dict[str, Callable[[], Sequence[Mesh]]] = {
         "tp": lambda: [cg.mesh(dp=1, tp=ranks)] * 2,
         "clip": lambda: [cg.mesh(dp=1, tp=ranks)] * 2,
+        "sums": lambda: [cg.mesh(dp=1, tp=ranks)] * 2,
         "dp": lambda: [cg.mesh(dp=ranks, tp=1)] * 2,
         "stored": lambda: [cg.mesh(dp=ranks, tp=1)] * 2,
         "pp": lambda: [
@@ -108,7 +110,7 @@ def train(kind: str) -> float:
             pairs += _gradients(stages[index], block, alone[index])
         worst = max(worst, *(difference(one, two) for one, two in pairs if two.numel()))
         assert worst <= RTOL, f"{kind}, step {number}: {worst}"
-        if number % 3:  # else the next step adds to them
+        if number % 3 and kind != "sums":  # else the next step adds to them
             for block in (*mine.values(), *alone):
                 block.zero_grad()
     if worlds.world().device is not None:

@@ -158,7 +158,7 @@ def test_masks_of_dropout_on_fake_devices() -> None:
     assert play("captured_job", "dropout", fake=True).count("dropout is as it should be") == 2
 
 
-GROUPS = ("tp", "dp", "stored", "pp", "clip")
+GROUPS = ("tp", "dp", "stored", "pp", "clip", "sums")
 
 
 def test_groups_on_fake_devices() -> None:

@@ -150,19 +150,22 @@ def _beginning(
     for rank in group.instances:
         position = group.mesh.position(rank)
         tensors = group.tensors(rank)
-        dropped = [
+        cleared = [
             tensors[path]
             for path, layout in layouts.items()
             if any(position[axis][0] for axis in layout.summands)
         ]
-        bodies[rank] = _Dropping(dropped)
+        bodies[rank] = _Clearing(cleared)
     function = Function(name, (), (UnitType(),), effect=Effect.WRITE, actor=group.name, loc=loc)
     return [TracedPart(function, RankBodies.of(bodies))]
 
 
 @dataclass(frozen=True)
-class _Dropping:
-    """Drops the gradients of some tensors: the first ranks along their axes keep theirs."""
+class _Clearing:
+    """Sets the gradients of some tensors to zero: the first ranks along their axes keep theirs.
+
+    They stay the same tensors, as the graphs of a device need.
+    """
 
     tensors: Sequence[torch.Tensor]
 
@@ -171,12 +174,13 @@ class _Dropping:
         return ()
 
     def trained(self) -> Sequence[torch.Tensor]:
-        """The parameters whose gradients it drops."""
+        """The parameters whose gradients it clears."""
         return self.tensors
 
     def __call__(self) -> Sequence[Any]:
         for tensor in self.tensors:
-            tensor.grad = None
+            if tensor.grad is not None:
+                tensor.grad.zero_()
         return (None,)
 
 

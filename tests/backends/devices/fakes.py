@@ -46,6 +46,7 @@ class FakeQueue:
         self.log: list[str] = []
         self.delay = 0.0
         self.error: BaseException | None = None
+        self.nodes: tuple[int, ...] | None = None
         self._branch: FakeQueue | None = None
         self._work: queue.Queue[Callable[[], None] | None] = queue.Queue()
         if not inline:
@@ -71,6 +72,7 @@ class FakeQueue:
         if recording is not None:
             branch = self.branch
             recording.append(lambda: branch.put(what, work, comm))
+            self.device.note(self)
             return
         self.log.append(what)
         in_turn = work if comm is None else comm.in_turn(work)
@@ -84,6 +86,7 @@ class FakeQueue:
             branch = self.branch
             self.device.recording.append(lambda: branch.wait_event(event))
             assert event.captured, "a graph cannot wait for what is outside of it"
+            self.nodes = tuple(sorted({*(self.nodes or ()), *event.nodes}))
             return
         token = event.token
         self.put(f"wait {event.name}", lambda: _wait(token, self.name))
@@ -122,10 +125,11 @@ class FakeEvent:
         self.token = threading.Event()
         self.token.set()
         self.captured = False
+        self.nodes: tuple[int, ...] = ()
 
     def record(self, stream: FakeQueue) -> None:
         if stream.device.recording is not None:
-            self.captured = True
+            self.captured, self.nodes = True, stream.nodes or ()
             branch = stream.branch
             stream.device.recording.append(lambda: self.record(branch))
             return
@@ -170,6 +174,18 @@ class FakeGraph:
             work()
 
 
+class _OnCompute:
+    """Notes down what torch does in a capture: it is work of the compute stream."""
+
+    def __init__(self, device: FakeDevice, recording: list[Callable[[], None]]) -> None:
+        self.device = device
+        self.recording = recording
+
+    def append(self, step: Callable[[], None], /) -> None:
+        self.recording.append(step)
+        self.device.note(self.device.stream(Stream.COMPUTE))
+
+
 class FakeDevice:
     """A `Device` on the host: its streams are queues of work, run at once or by threads."""
 
@@ -184,6 +200,7 @@ class FakeDevice:
         self.given_back = 0
         self.recording: list[Callable[[], None]] | None = None
         self.recorded_of: list[FakeComm] = []
+        self.before: list[frozenset[int]] = []
         self.pool = Pool()
         self.queues: dict[Stream, FakeQueue] = {}
         self.events: list[FakeEvent] = []
@@ -258,9 +275,11 @@ class FakeDevice:
         queue.put("copy", lambda: _copy(source, target))
 
     def capture(self, work: Callable[[], None]) -> FakeGraph:
-        self.recording, self.recorded_of = [], []
+        self.recording, self.recorded_of, self.before = [], [], []
+        for each in self.queues.values():
+            each.nodes = () if each.inline else None
         try:
-            with Recording(self.recording, self.pool):
+            with Recording(_OnCompute(self, self.recording), self.pool):
                 work()
             graph = FakeGraph(self.recording)
         finally:
@@ -268,6 +287,21 @@ class FakeDevice:
         for comm in self.recorded_of:
             comm.graphs.add(graph)
         return graph
+
+    def note(self, queue: FakeQueue) -> None:
+        """Make a node of the graph that is being captured, behind those of a stream."""
+        nodes = queue.nodes or ()
+        self.before.append(frozenset(nodes).union(*(self.before[node] for node in nodes)))
+        queue.nodes = (len(self.before) - 1,)
+
+    def nodes(self, queue: FakeQueue) -> tuple[int, ...] | None:
+        return None if self.recording is None else queue.nodes
+
+    def follow_alone(self, queue: FakeQueue, event: FakeEvent, nodes: tuple[int, ...]) -> None:
+        implied = frozenset(nodes).union(*(self.before[node] for node in nodes))
+        assert implied.issuperset(queue.nodes or ()), "an edge of the graph is lost"
+        queue.wait_event(event)
+        queue.nodes = nodes
 
     def synchronize(self) -> None:
         self.synchronized += 1
