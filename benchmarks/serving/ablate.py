@@ -88,14 +88,14 @@ FRONT = Plan(
 ENGINE = Plan(
     "engine",
     f"{sys.executable} -m examples.serve -n 2 --model tiny-qwen2 --blocks 256 --context 128 "
-    "--batch 4 --chunk 32 --requests 4096 --port 0",
+    "--batch 2 --chunk 32 --requests 4096 --port 0",  # few variants, to start soon
     (
         *("-thr_cap", "-affinity", "-cmd_budget", "-fill_tgt", "-async_sched", "-groups"),
         *("-carry", "-variants", "-prefix", "-chunk", "-warm", "-gc_freeze", "-overlap"),
         *("-capture", "+clamp", "+inproc", "+kv256", "+debug_bounds"),
     ),
     share=0.8,
-    requests=64,
+    requests=48,
     means=(16.0, 24.0),
     longest=96,
     prefix=32,
@@ -242,11 +242,12 @@ def main() -> int:
     compared: dict[str, list[Comparison]] = {}
     for plan in (FRONT, ENGINE):
         arms = arms_in_order([arm for arm in plan.arms if arm in given.arms], given.seed)
-        each = given.minutes * 60 * plan.share / max(1, len(arms))
+        end = time.monotonic() + given.minutes * 60 * plan.share
         compared[plan.name] = []
-        for arm in arms:
+        for number, arm in enumerate(arms):
             print(f"{plan.name}: {arm}", flush=True)
-            compared[plan.name].append(compare(given, plan, arm, each))
+            seconds = (end - time.monotonic()) / (len(arms) - number)
+            compared[plan.name].append(compare(given, plan, arm, seconds))
     origin = provenance()
     wall = time.monotonic() - began
     manifest = {

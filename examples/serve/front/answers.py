@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Iterator
-from time import monotonic
 
 from aiohttp import web
 
@@ -12,9 +11,10 @@ from ..features import Counters, Features
 from ..scheduler import ERROR
 from .connections import Waits
 from .errors import ApiError
-from .job import GONE, EngineJob, Reply
+from .job import GONE, EngineJob
 from .metrics import Metrics
 from .protocol import Completion
+from .reply import Reply
 from .shapes import DONE, Choice, Shape
 from .text import Text
 
@@ -57,8 +57,8 @@ class Answers:
             await reply.changed()
             for index, text in self._read(reply, choices):
                 texts[index] += text
-        self._count_end(what, reply, choices)
         prompt = sum(map(len, what.prompts))
+        self._metrics.count_end(reply, prompt, (choice.reason for choice in choices))
         shape = Shape(what, self._features, self._counters)
         return web.json_response(shape.answer(texts, choices, prompt))
 
@@ -115,9 +115,9 @@ class Answers:
                     is_first[index] = False
             if pieces:
                 await write(b"".join(pieces))
-        self._count_end(what, reply, choices)
+        prompt = sum(map(len, what.prompts))
+        self._metrics.count_end(reply, prompt, (choice.reason for choice in choices))
         if what.include_usage:
-            prompt = sum(map(len, what.prompts))
             await write(shape.usage_chunk(prompt, sum(choice.count for choice in choices)))
 
     def _read(self, reply: Reply, choices: list[Choice]) -> Iterator[tuple[int, str]]:
@@ -149,12 +149,6 @@ class Answers:
         waits = number < INTERVAL and not any(reply.ends)
         self._counters["stream_interval"] += waits
         return waits
-
-    def _count_end(self, what: Completion, reply: Reply, choices: list[Choice]) -> None:
-        self._metrics.whole.add(monotonic() - reply.arrived)
-        self._metrics.prompt_tokens += sum(map(len, what.prompts))
-        for choice in choices:
-            self._metrics.ends[choice.reason or "abort"] += 1
 
 
 def _event(error: ApiError) -> bytes:

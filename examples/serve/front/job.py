@@ -1,8 +1,4 @@
-"""The engine's job, as the front sees it: started, watched, ended, started again.
-
-A reply is the one buffer of a request: events are merged into it, and whoever reads it takes all
-that is there. So a slow reader gets larger pieces, and no queue grows.
-"""
+"""The engine's job, as the front sees it: started, watched, ended, started again."""
 
 from __future__ import annotations
 
@@ -12,7 +8,6 @@ import json
 import logging
 import os
 import signal
-import threading
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -26,9 +21,11 @@ from ..features import Counters, Features
 from ..scheduler import End, Events, Request
 from ..transports import Ring, unpickle
 from ..wire import Kind, Link
-from ..work import Limits, Scores
+from ..work import Limits
 from .errors import ApiError
+from .metrics import Metrics
 from .protocol import Completion
+from .reply import Reply
 
 log = logging.getLogger("serve")
 
@@ -51,37 +48,6 @@ class State(Enum):
     CLOSED = "closed"
 
 
-class Reply:
-    """What the choices of a request have got and nobody has read."""
-
-    def __init__(self, prompts: Sequence[int], threads: ThreadPoolExecutor | None) -> None:
-        self.ids: list[int] = []
-        self.prompts = prompts  # lengths, a choice each
-        self.tokens: list[list[int]] = [[] for _ in prompts]
-        self.scores: list[list[Scores]] = [[] for _ in prompts]  # of tokens, if they are wanted
-        self.ends: list[End | None] = [None for _ in prompts]
-        self.arrived = monotonic()
-        self.started = False
-        self.last: float | None = None  # when tokens came last
-        self._event = asyncio.Event()
-        self._threads = threads
-        self._thread_event = threading.Event()
-
-    def touch(self) -> None:
-        """There is something to read."""
-        self._event.set()
-        if self._threads is not None:
-            self._thread_event.set()
-
-    async def changed(self) -> None:
-        """Wait until there is something to read."""
-        if self._threads is not None:
-            await asyncio.get_running_loop().run_in_executor(self._threads, self._thread_event.wait)
-            self._thread_event.clear()
-        await self._event.wait()
-        self._event.clear()
-
-
 class EngineJob:
     """Starts `command` with the address of a socket, and gives it requests.
 
@@ -90,8 +56,7 @@ class EngineJob:
             in this process.
         folder: of mode 0700, for the socket.
         most: requests at once, which bounds threads.
-        on_tokens: called for each reply with the number of its new tokens, and whether it started.
-        on_stats: called with the engine's counts.
+        metrics: what the engine says is counted there.
     """
 
     def __init__(
@@ -101,18 +66,16 @@ class EngineJob:
         features: Features,
         counters: Counters,
         most: int,
-        on_tokens: Callable[[Reply, int, bool], None],
-        on_stats: Callable[[dict[str, Any]], None],
+        metrics: Metrics,
     ) -> None:
         self.command, self.path = command, folder / "engine"
         self.features, self.counters = features, counters
         self.state = State.STARTING
         self.is_known = asyncio.Event()  # ready, failed or closed
-        self.stats: dict[str, Any] = {}
         self.starts = 0
         self.process: asyncio.subprocess.Process | None = None
         self.limits: Limits | None = None
-        self._on_tokens, self._on_stats = on_tokens, on_stats
+        self._metrics = metrics
         self._replies: dict[int, tuple[Reply, int]] = {}
         self._outbox: list[Request] = []
         self._ids = 0
@@ -212,8 +175,7 @@ class EngineJob:
         elif kind is Kind.PICKLED and self.features.queue_ipc:
             self._take_events(wire.events_of(*unpickle(payload)))
         elif kind is Kind.STATS:
-            self.stats = json.loads(payload)
-            self._on_stats(self.stats)
+            self._metrics.take_stats(json.loads(payload))
         elif kind is Kind.HELLO:
             self.limits = wire.unpack_hello(payload)
             if self.features.shm_ring:
@@ -232,8 +194,7 @@ class EngineJob:
     def _take_events(self, events: Events) -> None:
         for id_ in events.started:
             if id_ in self._replies:
-                reply, _ = self._replies[id_]
-                self._on_tokens(reply, 0, True)
+                self._metrics.count_start(self._replies[id_][0])
         changed: dict[Reply, int] = {}
         for place in range(0, len(events.pairs), 2):
             found = self._replies.get(events.pairs[place])
@@ -252,7 +213,7 @@ class EngineJob:
                 reply.ends[index] = end
                 changed.setdefault(reply, 0)
         for reply, number in changed.items():
-            self._on_tokens(reply, number, False)
+            self._metrics.count_tokens(reply, number)
             reply.touch()
 
     def _on_end(self, link: Link) -> None:

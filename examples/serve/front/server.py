@@ -14,7 +14,6 @@ import socket
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 from aiohttp import web
@@ -25,7 +24,7 @@ from .admission import Admission, Bounds
 from .answers import Answers
 from .connections import Gate, Waits, limit_waits
 from .errors import ApiError
-from .job import EngineJob, Reply, State
+from .job import EngineJob, State
 from .metrics import Metrics
 from .protocol import Completion
 from .text import Text
@@ -70,8 +69,7 @@ class Front:
             self.features,
             self.counters,
             self.bounds.requests,
-            self._on_tokens,
-            self._on_stats,
+            self.metrics,
         )
         self.is_draining = False
         self.waits = Waits(self.bounds.stall)
@@ -319,24 +317,3 @@ class Front:
         if len(payload) < LARGE:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work)
-
-    # -- counts ------------------------------------------------------------------------------------
-
-    def _on_tokens(self, reply: Reply, number: int, is_start: bool) -> None:
-        now = monotonic()
-        metrics = self.metrics
-        if is_start:
-            if not reply.started:
-                metrics.queue.add(now - reply.arrived)
-            reply.started = True
-        if not number:
-            return
-        metrics.generated_tokens += number
-        if reply.last is None:
-            metrics.first_token.add(now - reply.arrived)
-        else:
-            metrics.inter_token.add(now - reply.last)
-        reply.last = now
-
-    def _on_stats(self, stats: dict[str, Any]) -> None:
-        self.metrics.take_stats(stats)
