@@ -43,6 +43,7 @@ class EngineLoop:
 
     Args:
         patience: as `PATIENCE`.
+        usual_chunk: the longest chunk without `-chunk`.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class EngineLoop:
         features: Features | None = None,
         counters: Counters | None = None,
         patience: float = PATIENCE,
+        usual_chunk: int = USUAL_CHUNK,
     ) -> None:
         self.engine, self.features = engine, features or Features()
         self.counters = Counters() if counters is None else counters
@@ -60,7 +62,7 @@ class EngineLoop:
         self._lanes: list[deque[tuple[Ticket, Result, float]]] = [deque() for _ in range(lanes)]
         self._unsent = Events()
         self._wake = asyncio.Event()
-        self._patience = patience
+        self._patience, self._usual_chunk = patience, usual_chunk
         self._busy = self._since = 0.0  # seconds with work in flight; since when there is some
         self._timer: asyncio.TimerHandle | None = None
         self._fault: Exception | None = None
@@ -196,7 +198,7 @@ class EngineLoop:
             if not self.features.variants:
                 self.counters["variants"] += limits.slots - len(work.rows)
         elif not self.features.chunk:
-            self.counters["chunk"] += max(0, len(work.tokens) - USUAL_CHUNK)
+            self.counters["chunk"] += max(0, len(work.tokens) - self._usual_chunk)
 
     # -- events ------------------------------------------------------------------------------------
 

@@ -117,7 +117,7 @@ async def serve(
     features = switches.parse(given.features)
     count(counters, features, engine.limits, given.block_size)
     try:
-        await EngineLoop(engine, features, counters).run(path)
+        await EngineLoop(engine, features, counters, usual_chunk=given.chunk).run(path)
     finally:
         engine.close()
 

@@ -224,14 +224,6 @@ def test_log_probabilities_change_no_text_and_are_not_there_unasked(client: open
     assert client.completions.create(**options, logprobs=0).choices[0].text == plain.choices[0].text
 
 
-@pytest.mark.parametrize("features", ["-flat_evts", "+queue_ipc", "+shm_ring"])
-def test_log_probabilities_by_other_transports(tmp_path: Path, features: str) -> None:
-    with serving(tmp_path, features=features) as own:
-        _, found = own.complete("chances", 8, logprobs=1)
-        values = [its.drawn for _, its in scored("chances", 8, Sampling())]
-        assert found["choices"][0]["logprobs"]["token_logprobs"] == values
-
-
 PARAMETERS = {
     "chat": openai.types.chat.completion_create_params.CompletionCreateParamsNonStreaming,
     "completions": openai.types.completion_create_params.CompletionCreateParamsNonStreaming,
@@ -393,3 +385,6 @@ def test_switches_change_no_text_and_count_what_they_change(
             return own.metric(f'feature_changes_total{{feature="{name}"}}') > 0
 
         own.wait_for(is_counted, f"what {name} counts")
+        _, found = own.complete("chances", 8, logprobs=1)
+        values = [its.drawn for _, its in scored("chances", 8, Sampling())]
+        assert found["choices"][0]["logprobs"]["token_logprobs"] == values

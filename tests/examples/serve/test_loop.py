@@ -132,6 +132,7 @@ def run(
     story: Callable[[Front, EngineLoop], Awaitable[None]],
     features: str = "",
     delay: float | None = 0.0,
+    **options: int,
 ) -> EngineLoop:
     """Let a loop and a front talk, until the front has told its story."""
     engine = FakeEngine(ROOMY, delay)
@@ -142,7 +143,7 @@ def run(
         server = await asyncio.get_running_loop().create_unix_server(
             lambda: front.link, str(folder / "engine")
         )
-        loop = EngineLoop(engine, parse(features))
+        loop = EngineLoop(engine, parse(features), **options)
         loops.append(loop)
         running = asyncio.ensure_future(loop.run(folder / "engine"))
         await front.until(lambda: bool(front.frames))
@@ -237,6 +238,16 @@ def test_commands_are_not_kept_without_bound(tmp_path: Path) -> None:
         await front.until(lambda: not front.link.is_full or bool(loop._commands))
 
     run(tmp_path, story, delay=None)
+
+
+def test_long_chunks_are_counted(tmp_path: Path) -> None:
+    """With `-chunk` the engine has longer ones than it usually has."""
+
+    async def story(front: Front, loop: EngineLoop) -> None:
+        front.add(Request(1, (1,) * 20, 3), Request(2, (2,) * 7, 3))
+        await front.until(lambda: len(front.ends) == 2)
+
+    assert run(tmp_path, story, "-chunk", usual_chunk=8).counters["chunk"] == 12
 
 
 def test_a_request_that_the_front_should_have_refused(tmp_path: Path) -> None:
