@@ -38,7 +38,7 @@ BENCHMARKS = {
     "simulator": ["simulator.py", "--json", "FILE"],
     "slow_link": ["-m", "cg.launch", "-n", "2", "serving/slow_link.py", "--json", "FILE"],
 }
-TIMEOUT = 900.0
+TIMEOUT = 1800.0
 
 
 def run(name: str) -> dict[str, Any]:

@@ -6,16 +6,18 @@ import gc
 import hashlib
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
+from ..ir.clone import clone
 from ..ir.diagnostics import IRError
 from ..ir.module import Module
 from ..ir.phases import Phase
 from ..ir.printer import format_module
 from ..ir.verify.verifier import verify
 from .base import Pass, Pipeline
+from .check.check_types import CheckTypes
 
 
 class PipelineError(ValueError):
@@ -59,7 +61,9 @@ class PassManager:
 
     Attributes:
         pipeline: the passes.
-        verify: whether to verify the module before the first pass and after each that changed it.
+        verify: whether to verify the module.
+        each: whether to do so before the first pass, and after each that changed it, so that an
+            error names the pass; or only where a phase ends, and at the end.
         check: whether to hold each pass to its answer by comparing the text before and after.
         dump: where texts go, if anywhere.
         on_pass: called after each pass, and its verification.
@@ -67,6 +71,7 @@ class PassManager:
 
     pipeline: Pipeline
     verify: bool = True
+    each: bool = True
     check: bool = False
     dump: DumpSink | None = None
     on_pass: OnPass | None = None
@@ -85,12 +90,13 @@ class PassManager:
             return self._run(module)
 
     def _run(self, module: Module) -> list[PassReport]:
-        if self.verify:
+        if self.verify and self.each:
             verify(module)
         if self.dump is not None:
             self.dump.write(0, str(module.phase), format_module(module))
         digest = _digest(module) if self.check else None
         reports = []
+        is_stale = False
         for step, pass_ in enumerate(self.pipeline, start=1):
             report = _timed(pass_, module)
             reports.append(report)
@@ -98,6 +104,10 @@ class PassManager:
                 digest = _check_honesty(report, digest, _digest(module))
             if report.changed:
                 self._after_change(step, pass_, module)
+            is_stale = not isinstance(pass_, CheckTypes) and (is_stale or report.changed)
+            if pass_.ensures is not None or (is_stale and step == len(self.pipeline)):
+                self._after_phase(module)
+                is_stale = False
             if self.on_pass is not None:
                 self.on_pass(pass_, module, report)
         return reports
@@ -106,13 +116,40 @@ class PassManager:
         # The dump comes first: who reads of an invalid module wants to see it.
         if self.dump is not None:
             self.dump.write(step, f"after-{pass_.name}", format_module(module))
-        if not self.verify:
+        if not (self.verify and self.each):
             return
         try:
             verify(module)
         except IRError as error:
             error.add_note(f"the module was valid until pass '{pass_.name}' changed it")
             raise
+
+    def _after_phase(self, module: Module) -> None:
+        """Verify what no single pass has been verified for."""
+        if self.verify and not self.each:
+            verify(module)
+
+
+def run_on_copy(
+    pipeline: Pipeline, module: Module, dump: DumpSink | None = None
+) -> tuple[Module, list[PassReport]]:
+    """Run a pipeline on a copy of a module, which stays as it is.
+
+    The copy is verified where a phase ends, and at the end. If anything is wrong, all is done once
+    more and verified after each pass: the error names the pass.
+
+    Returns:
+        The copy, and what each pass did.
+
+    Raises:
+        PipelineError, IRError: as `PassManager.run` does.
+    """
+    if dump is None:
+        copy = clone(module)
+        with suppress(Exception):
+            return copy, PassManager(pipeline, each=False).run(copy)
+    copy = clone(module)
+    return copy, PassManager(pipeline, dump=dump).run(copy)
 
 
 def check_pipeline(pipeline: Pipeline, phase: Phase) -> Phase:

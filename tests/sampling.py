@@ -1,16 +1,20 @@
 """Counts of examples of long searches: few in a default run, three times as many with --slow.
 
-`--times N` draws N times as many (N above 3), and others for each `--hypothesis-seed`. Ten thousand
-chains of layers on meshes, in eight processes:
+`--times N` draws N times as many (N above 3). A search that would take one test minutes is cut into
+shards, each a test that draws others, so that `--numprocesses` shares them out. Ten thousand
+trainings of random chains of layers on meshes, on all cores:
 
-    for seed in 1 2 3 4 5 6 7 8; do
-        pytest tests/tracer/groups/test_random_training.py --times 64 --hypothesis-seed $seed &
-    done; wait
+    OMP_NUM_THREADS=1 pytest tests/tracer/groups/test_random_training.py --times 34 -n auto
 """
 
 from __future__ import annotations
 
-from hypothesis import Phase, settings
+from collections.abc import Callable
+from typing import TypeVar
+
+from hypothesis import Phase, seed, settings
+
+T = TypeVar("T", bound=Callable[..., object])
 
 DEFAULT = 100
 """`max_examples` of the profile of default runs."""
@@ -41,3 +45,21 @@ def examples(count: int, *, shrinks: bool = False) -> settings:
         derandomize=not is_thorough,
         phases=[p for p in Phase if p is not Phase.shrink or shrinks or is_thorough],
     )
+
+
+def shards(count: int) -> range:
+    """The numbers of a search's shards: so many in a default run, or in proportion."""
+    return range(count * scale())
+
+
+def of_shard(number: int, count: int) -> Callable[[T], T]:
+    """Run so many examples: the same ones in every run, and others in each shard."""
+    profile = settings.default
+    assert profile is not None
+    phases = [phase for phase in Phase if phase is not Phase.shrink]
+    chosen = settings(profile, max_examples=count, database=None, phases=phases)
+
+    def decorate(test: T) -> T:
+        return seed(number)(chosen(test))
+
+    return decorate

@@ -1,4 +1,4 @@
-"""What each switch of the server is worth: a server with it in turns with one without.
+"""Measure each switch of the server: a server with it in turns with one without.
 
     python benchmarks/serving/ablate.py --out runs/ablation --minutes 12 --record
     python benchmarks/serving/ablate.py --arms -prefix +shm_ring --mode offline --out …

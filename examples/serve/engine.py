@@ -8,6 +8,7 @@ it, so the next batch of the group may be submitted before the results of this o
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from transformers import PretrainedConfig
 
 import cg
 
-from .families import GptConfig, open_model
+from .families import GptConfig, Model, open_model
 from .model import LENGTH, PROMPT, SLOT, TABLE, TOKEN, Guards, Pool, Stage, split
 from .work import LOGPROBS, Decode, Limits, Prefill, Sampling, Scores
 
@@ -50,6 +51,10 @@ class Options:
         clamp: whether the graph clamps ids to the vocabulary, beside the checks of the driver.
         debug_bounds: whether it checks ids, positions and blocks; an execution fails otherwise.
         via: what activations and tokens travel by from stage to stage, as `cg.via` takes it.
+        draws: whether decode batches with a temperature are taken; without, half as many variants
+            are compiled.
+        tp: ranks that hold a stage together, each a part of its heads, of its hidden units and of
+            the vocabulary.
     """
 
     groups: int | None = None
@@ -68,6 +73,8 @@ class Options:
     clamp: bool = False
     debug_bounds: bool = False
     via: str = "auto"
+    draws: bool = True
+    tp: int = 1
 
 
 class Tokens:
@@ -83,16 +90,14 @@ class Tokens:
 
     def result(self, timeout: float | None = None) -> list[int]:
         """The tokens; errors are those of `cg.Future.result`."""
-        found = self._future.result(timeout)
-        tokens = found if isinstance(found, Tensor) else found[0]
-        return tokens[: self._count].tolist()
+        return self._parts(timeout)[0][: self._count].tolist()
 
     def scores(self) -> list[Scores]:
         """Of each token, once the result is there; empty unless the work asked for some."""
-        found = self._future.result()
-        if isinstance(found, Tensor):
+        _, *found = self._parts()
+        if not found:
             return []
-        values, tokens = (each[: self._count].tolist() for each in found[1:])
+        values, tokens = (each[: self._count].tolist() for each in found)
         return [
             Scores(drawn, tuple(zip(row, rest, strict=True)))
             for (drawn, *rest), row in zip(values, tokens, strict=True)
@@ -102,17 +107,60 @@ class Tokens:
         """Call back when the work has ended, in the thread that moves the engine on."""
         self._future.add_done_callback(lambda _: call())
 
+    def _parts(self, timeout: float | None = None) -> tuple[Tensor, ...]:
+        """Tokens, and with log-probabilities what `sampling.score` gives."""
+        return _tuple(self._future.result(timeout))
+
+
+class DeviceTokens(Tokens):
+    """The same on a device, where an execution has ended when its work is on streams.
+
+    Its tokens are copied to the host behind it and ahead of the next execution, which whoever asks
+    for these would otherwise wait for as well.
+    """
+
+    def __init__(self, future: cg.Future, count: int) -> None:
+        super().__init__(future, count)
+        self._host: tuple[Tensor, ...] = ()
+        self._there: torch.Event | None = None
+        future.add_done_callback(self._fetch)
+
+    def _parts(self, timeout: float | None = None) -> tuple[Tensor, ...]:
+        parts = super()._parts(timeout)
+        if self._there is None:
+            return parts
+        self._there.synchronize()
+        return self._host
+
+    def _fetch(self, future: cg.Future) -> None:
+        if future.exception() is None:
+            parts = _tuple(future.result())
+            self._host = tuple(
+                torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in parts
+            )
+            for host, part in zip(self._host, parts, strict=True):
+                host.copy_(part, non_blocking=True)
+            self._there = torch.Event(parts[0].device)
+            self._there.record()
+
 
 class CgEngine:
     """Rank 0's end of the engine; `start` makes it."""
 
     def __init__(
-        self, limits: Limits, options: Options, decode: Sequence[cg.Compiled], prefill: cg.Compiled
+        self,
+        limits: Limits,
+        options: Options,
+        decode: Sequence[cg.Compiled],
+        prefill: cg.Compiled,
+        on_device: bool = False,
     ) -> None:
         self.limits = limits
+        self._is_on_device = on_device
+        self._tokens = DeviceTokens if on_device else Tokens
         self.decode = tuple(decode)
         self.prefill = prefill
-        self._options = options
+        self.options = options
         self._widths = widths(limits, options)
         self._closed = False
 
@@ -132,12 +180,12 @@ class CgEngine:
     def warm(self) -> None:
         """Run each variant in each of its contexts, on trash."""
         for graph, variants in (
-            *((graph, list(decode_variants(self.limits, self._options))) for graph in self.decode),
-            (self.prefill, list(prefill_variants(self.limits, self._options))),
+            *((graph, list(decode_variants(self.limits, self.options))) for graph in self.decode),
+            (self.prefill, list(prefill_variants(self.limits, self.options))),
         ):
             for example in variants:
                 for _ in range(WARM_UPS):
-                    futures = [graph.execute(*example) for _ in range(self._options.in_flight)]
+                    futures = [graph.execute(*example) for _ in range(self.options.in_flight)]
                     for future in futures:
                         future.result()
 
@@ -149,22 +197,28 @@ class CgEngine:
         needed = [row.position // size + 1 for row in rows]
         scored = _scored(limits, (row.sampling for row in rows))
         width = _bucket(self._lengths(scored), max(needed))
-        numbers: list[int] = []
+        numbers = array("q")
         for row in rows:
             _check(-1 <= row.token < limits.vocabulary, f"token {row.token}")
             _check(0 <= row.slot < limits.slots, f"slot {row.slot}")
             table = self._table(row.blocks, row.position + 1, width)
-            numbers += (row.token, row.position, row.slot, row.sampling.seed, row.sampling.top_k)
-            numbers += table
-        batches = self._options.batches
+            entry = table[row.position // size] * size + row.position % size
+            sampling = row.sampling
+            head = (row.token, row.position, row.slot, sampling.seed, sampling.top_k, entry)
+            numbers.extend(head)
+            numbers.extend(table)
+        batches = self.options.batches
         count = _bucket(batches if scored is None else batches[-1:], len(rows))
-        numbers += ([0, 0, limits.slots, 0, 0] + [0] * width) * (count - len(rows))
-        batch = torch.tensor(numbers).view(count, TABLE + width)
+        numbers.extend(([0, 0, limits.slots, 0, 0, 0] + [0] * width) * (count - len(rows)))
+        batch = torch.frombuffer(numbers, dtype=torch.int64).view(count, TABLE + width)
+        if self._is_on_device:
+            batch = batch.pin_memory()  # other memory is copied once the device comes to it
         graph = self.decode[work.group]
         if scored is None and all(row.sampling.temperature == 0 for row in rows):
-            return Tokens(graph.execute(batch, None, None), len(rows))
+            return self._tokens(graph.execute(batch, None, None), len(rows))
+        _check(self.options.draws, "a temperature or log-probabilities, without `draws`")
         samplings = [row.sampling for row in rows] + [Sampling()] * (count - len(rows))
-        return Tokens(graph.execute(batch, _controls(samplings), scored), len(rows))
+        return self._tokens(graph.execute(batch, _controls(samplings), scored), len(rows))
 
     def _prefill(self, work: Prefill) -> Tokens:
         limits, length = self.limits, len(work.tokens)
@@ -176,13 +230,16 @@ class CgEngine:
         scored = _scored(limits, (work.sampling,)) if work.last else None
         width = _bucket(self._lengths(scored), -(-end // limits.block_size))
         table = self._table(work.blocks, end, width)
-        count = _bucket(self._options.chunks, length)
+        count = _bucket(self.options.chunks, length)
         sampling = work.sampling
         numbers = [work.start, length, sampling.seed, sampling.top_k, *work.tokens]
         numbers += [0] * (count - length)
+        size = limits.block_size
+        numbers += (table[at // size] * size + at % size for at in range(work.start, end))
+        numbers += [0] * (count - length)
         chunk = torch.tensor([numbers])
         future = self.prefill.execute(chunk, torch.tensor([table]), _controls([sampling]), scored)
-        return Tokens(future, 1 if work.last else 0)
+        return self._tokens(future, 1 if work.last else 0)
 
     def _lengths(self, scored: int | None) -> tuple[int, ...]:
         """The lengths of tables of these variants, ascending."""
@@ -217,10 +274,12 @@ def start(
     """
     options = Options() if options is None else options
     model = open_model(Path(source) if isinstance(source, str) else source, options.seed)
-    ranks = cg.world_size()
+    _check(cg.world_size() % options.tp == 0, f"{cg.world_size()} ranks by {options.tp}")
+    _check(model.groups % options.tp == 0, f"{model.groups} heads of keys by {options.tp}")
+    count = cg.world_size() // options.tp
     context = min(model.context, options.context or model.context)
     limits = Limits(
-        groups=options.groups or ranks,
+        groups=options.groups or count,
         slots=options.batches[-1],
         chunk=min(options.chunks[-1], context),
         blocks=options.blocks,
@@ -229,12 +288,11 @@ def start(
         vocabulary=model.vocabulary,
         eos=model.eos,
     )
-    _check(model.layers >= ranks, f"{model.layers} layers on {ranks} ranks")
+    _check(model.layers >= count, f"{model.layers} layers in {count} stages")
     pool = Pool(limits.blocks, limits.block_size)
-    guards = Guards(options.clamp, options.debug_bounds)
     stages = [
-        Stage.on(rank)(model, layers, pool, options.dtype, guards)
-        for rank, layers in enumerate(split(model.layers, ranks))
+        make_stage(model, layers, pool, options, stage)
+        for stage, layers in enumerate(split(model.layers, count))
     ]
     compiling = {"max_inflight": options.in_flight, "fuse": options.fuse, "passes": options.passes}
     decode_examples = list(decode_variants(limits, options))
@@ -246,10 +304,27 @@ def start(
         for graph in (*decode, prefill):
             graph.serve()
         return None
-    engine = CgEngine(limits, options, decode, prefill)
+    first = next(iter(stages[0].instances.values()))
+    on_device = first.pool0.device.type != "cpu"
+    engine = CgEngine(limits, options, decode, prefill, on_device)
     if options.warm:
         engine.warm()
     return engine
+
+
+def make_stage(
+    model: Model, layers: range, pool: Pool, options: Options, stage: int
+) -> cg.ActorHandle:
+    """A stage on its rank, or cut over its ranks."""
+    tp, guards = options.tp, Guards(options.clamp, options.debug_bounds)
+    if tp == 1:
+        return Stage.on(stage)(model, layers, pool, options.dtype, guards=guards)
+    mesh = cg.mesh(list(range(stage * tp, (stage + 1) * tp)), tp=tp)
+    rows = cg.cut(0, "tp")
+    ends = {"part.tokens.weight": rows} if layers.start == 0 else {}
+    ends |= {"part.head.weight": rows} if layers.stop == model.layers else {}
+    plan = cg.plan({"pool*": cg.cut(2, "tp"), **model.cuts, **ends})
+    return Stage.on(mesh, plan=plan)(model, layers, pool, options.dtype, packs=False, guards=guards)
 
 
 def decode_step(stages: Sequence[cg.ActorHandle], slots: int, via: str = "auto") -> cg.Step:
@@ -273,7 +348,7 @@ def prefill_step(stages: Sequence[cg.ActorHandle], via: str = "auto") -> cg.Step
 
     @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
     def prefill(chunk: Tensor, table: Tensor, controls: Tensor, logprobs: int | None) -> Any:
-        x = chunk[:, PROMPT:]
+        x = chunk[:, PROMPT : PROMPT + (chunk.shape[1] - PROMPT) // 2]
         for stage in stages:
             x = cg.via(stage.prefill(x, chunk, table, controls, logprobs), via)
         return x
@@ -299,8 +374,10 @@ def decode_variants(limits: Limits, options: Options):
             batch = torch.zeros(count, TABLE + width, dtype=torch.int64)
             batch[:, SLOT] = limits.slots
             yield batch, None, None
-            yield batch, _controls([Sampling()] * count), None
-    yield batch, _controls([Sampling()] * count), _ranked(limits)
+            if options.draws:
+                yield batch, _controls([Sampling()] * count), None
+    if options.draws:
+        yield batch, _controls([Sampling()] * count), _ranked(limits)
 
 
 def prefill_variants(limits: Limits, options: Options):
@@ -308,12 +385,16 @@ def prefill_variants(limits: Limits, options: Options):
     lengths = widths(limits, options)
     for width in lengths:
         for count in options.chunks:
-            chunk = torch.zeros(1, PROMPT + count, dtype=torch.int64)
+            chunk = torch.zeros(1, PROMPT + 2 * count, dtype=torch.int64)
             chunk[0, LENGTH] = 1
             table = torch.zeros(1, width, dtype=torch.int64)
             yield chunk, table, _controls([Sampling()]), None
-            if width == lengths[-1]:
+            if width == lengths[-1] and options.draws:
                 yield chunk, table, _controls([Sampling()]), _ranked(limits)
+
+
+def _tuple(result: Any) -> tuple[Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
 
 
 def _ranked(limits: Limits) -> int:

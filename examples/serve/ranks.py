@@ -58,7 +58,8 @@ def options(given: argparse.Namespace, features: switches.Features) -> Options:
         blocks=-(-given.blocks * given.block_size // block_size),
         block_size=block_size,
         context=given.context,
-        in_flight=max(2, groups or cg.world_size()),
+        in_flight=max(2, groups or cg.world_size() // given.tp),
+        tp=given.tp,
         dtype=getattr(torch, given.dtype),
         fuse=given.fuse,
         warm=features.warm,
@@ -77,12 +78,15 @@ def sizes(usual: Sequence[int], most: int) -> tuple[int, ...]:
 
 
 def count(
-    counters: switches.Counters, features: switches.Features, limits: Limits, block_size: int
+    counters: switches.Counters,
+    features: switches.Features,
+    limits: Limits,
+    given: argparse.Namespace,
 ) -> None:
     """What switches that act on ranks have changed.
 
     Args:
-        block_size: the usual one.
+        given: the options of the job.
     """
     cores = os.cpu_count() or 1
     if not features.thr_cap:
@@ -90,9 +94,9 @@ def count(
     if not features.affinity:
         counters["affinity"] = len(os.sched_getaffinity(0)) - max(1, cores // cg.world_size())
     if not features.groups:
-        counters["groups"] = cg.world_size() - limits.groups
+        counters["groups"] = cg.world_size() // given.tp - limits.groups
     if features.kv256:
-        counters["kv256"] = limits.block_size - block_size
+        counters["kv256"] = limits.block_size - given.block_size
     for name in ("overlap", "capture", "warm"):
         counters[name] = not getattr(features, name)
 
@@ -115,7 +119,7 @@ async def serve(
 ) -> None:
     """Serve the front that listens at a path, until it goes."""
     features = switches.parse(given.features)
-    count(counters, features, engine.limits, given.block_size)
+    count(counters, features, engine.limits, given)
     try:
         await EngineLoop(engine, features, counters, usual_chunk=given.chunk).run(path)
     finally:

@@ -1,4 +1,4 @@
-"""What the pass manager checks, measures and writes."""
+"""The pass manager: its checks, its measurements, and the files that it writes."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from cg.ir.module import Module
 from cg.ir.ops import Constant, Value
 from cg.ir.parser import parse_module
 from cg.ir.phases import Phase
+from cg.ir.printer import format_module
 from cg.ir.types import DType, Place, TensorType
 from cg.launch.api.dumps import Dump
 from cg.passes.base import Pass
@@ -25,6 +26,7 @@ from cg.passes.manager import (
     PipelineError,
     check_pipeline,
     format_reports,
+    run_on_copy,
 )
 from cg.passes.registry import parse_pipeline
 
@@ -156,6 +158,29 @@ def test_a_pass_that_breaks_the_module_is_named_and_the_dump_shows_it(
     assert caught.value.__notes__ == ["the module was valid until pass 'grow' changed it"]
     assert [(step, label) for step, label, _ in texts.written] == [(0, "traced"), (1, "after-grow")]
     assert "%h = constant()" in texts.written[1][2]
+
+
+def test_on_a_copy_the_pass_is_named_as_well(read: Callable[[str], Module]) -> None:
+    """Although the module is verified only where a phase ends, and at the end."""
+    module = read(TEXT)
+    copy, (report,) = run_on_copy((Grow(1),), module)
+    assert (report.name, len(copy.program.ops)) == ("grow", len(module.program.ops) + 1)
+    ends = parse_pipeline("insert-transfers")
+    for pipeline in ((Grow(1, True, "h"),), (Grow(1, True, "h"), *ends)):
+        with pytest.raises(IRError, match="%h is defined twice") as caught:
+            run_on_copy(pipeline, module)
+        assert caught.value.__notes__ == ["the module was valid until pass 'grow' changed it"]
+    assert format_module(module) == format_module(read(TEXT))
+
+
+def test_a_phase_is_verified_where_it_ends(read: Callable[[str], Module]) -> None:
+    for pipeline in (
+        (Grow(1, True, "h"),),
+        (Grow(1, True, "h"), *parse_pipeline("insert-transfers")),
+    ):
+        with pytest.raises(IRError, match="%h is defined twice") as caught:
+            PassManager(pipeline, each=False).run(read(TEXT))
+        assert not hasattr(caught.value, "__notes__")
 
 
 def test_an_invalid_module_is_refused_before_the_first_pass(read: Callable[[str], Module]) -> None:

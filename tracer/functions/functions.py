@@ -213,13 +213,11 @@ class Functions:
         """
         if not isinstance(target, MethodTarget):
             return settled(call, wanted)
-        is_laid_out = target.group is not None and target.group.has_layouts
-        found = None if is_laid_out else self._traces.find(call, wanted)
+        found = self._traces.find(call, wanted)
         if found is not None:
             return call, found
         call, joint = self._traces.make(call, wanted)
-        if not is_laid_out:
-            self._traces.add(call, wanted, joint)
+        self._traces.add(call, wanted, joint)
         return call, joint
 
     def _with_state(self, target: Target, call: Call) -> Call:

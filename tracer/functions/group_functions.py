@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
@@ -22,7 +22,7 @@ from ...ir.ops import Transfer as TransferOp
 from ...ir.types import DType, TensorType, UnitType
 from ..actors.actor_state import StateTensor
 from ..autodiff.subgraphs import Gradient, Piece, fake_of, memory_of
-from ..codegen.codegen import make_body, returning_unit
+from ..codegen.codegen import Source, make_body, returning_unit, write_source
 from ..groups.stored import Gather, Reduce, Stored
 from ..layouts.cases import LayoutError
 from ..layouts.cuts import unmerged
@@ -137,19 +137,25 @@ class Maker:
             left = [pair for pair in left if pair not in gradients]
             returned = tuple(version for version in part.outputs if version in wanted)
             yield _PartPlan(part, returned, gradients)
-        if left:  # those that are exchanged, or that are values of others
+        parts = section.partition.parts
+        is_idle = not (section.gives or section.gradients or any(part.nodes for part in parts))
+        if left or is_idle:  # gradients that are exchanged, or values of others; or nothing at all
             yield _PartPlan(None, (), left)
 
     def _part(self, index: int, plan: _PartPlan) -> TracedPart:
         bodies: dict[int, Body] = {}
         name = f"{self.name}.part{index}"
-        flops = None
-        for rank in self.state:
-            piece = plan.piece(rank, self.section.state, self.state[rank], self.owner)
-            flops = count_flops(piece.graph) if flops is None else flops
+        pieces: dict[int, tuple[Piece, Source]] = {}
+        for rank, own in self.state.items():
+            which = plan.graph_of(rank)
+            if which not in pieces:
+                piece = plan.piece(rank, self.section.state, own, self.owner)
+                pieces[which] = piece, write_source(piece)
             if rank in self.played:
-                body = make_body(piece, name)
+                piece, source = pieces[which]
+                body = make_body(_on(piece, own), name, source)
                 bodies[rank] = body if plan.returned else body.wrapped(returning_unit)
+        first, _ = next(iter(pieces.values()))
         touches = plan.gradients or plan.reads(self.section.state)
         function = Function(
             name,
@@ -159,7 +165,7 @@ class Maker:
             actor=self.actor,
             random=plan.is_random,
             loc=self.loc,
-            flops=flops or NO_FLOPS,
+            flops=count_flops(first.graph),
         )
         return TracedPart(function, RankBodies.of(bodies) if bodies else None)
 
@@ -188,7 +194,7 @@ class Maker:
 
 @dataclass(frozen=True)
 class _PartPlan:
-    """A part, what it returns, and what it adds to gradients; None: it does only that."""
+    """A part, what it returns, and what it adds to gradients; None: it does that at most."""
 
     part: Part | None
     returned: tuple[Version, ...]
@@ -196,7 +202,7 @@ class _PartPlan:
 
     @property
     def is_needed(self) -> bool:
-        return bool(self.returned or self.gradients or (self.part and self.part.nodes))
+        return self.part is None or bool(self.returned or self.gradients or self.part.nodes)
 
     @property
     def is_random(self) -> bool:
@@ -217,6 +223,10 @@ class _PartPlan:
     def reads(self, state: Collection[Version]) -> tuple[Version, ...]:
         """The state that it reads."""
         return tuple(version for version in self.versions if version in state)
+
+    def graph_of(self, rank: int) -> int:
+        """The index of a rank's graph; ranks with the same one run the same piece."""
+        return 0 if self.part is None else self.part.bodies.of_rank[rank]
 
     def piece(
         self,
@@ -261,6 +271,12 @@ class _PartPlan:
             state_outputs=(),
             locations=builder.locations,
         )
+
+
+def _on(piece: Piece, own: Mapping[str, StateTensor]) -> Piece:
+    """The piece for a rank that has these tensors, by path."""
+    gradients = tuple(replace(g, tensor=own[g.tensor.path]) for g in piece.gradients)
+    return replace(piece, state=tuple(own[t.path] for t in piece.state), gradients=gradients)
 
 
 class _PieceBuilder:
@@ -392,7 +408,7 @@ class _Writer:
         """The program; one that gives nothing returns a unit."""
         values = tuple([self._values[version] for version in gives])
         if not values:
-            assert self._done is not None, "a function that gives nothing accumulates gradients"
+            assert self._done is not None, "a function that gives nothing calls another that does"
             values = (self._done,)
         self._ops.append(Return(values, ()))
         return Program(name, list(self._params), list(self._ops))

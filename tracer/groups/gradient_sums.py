@@ -69,7 +69,8 @@ def note_gradients(
                 f"the gradient of '{path}' of {actor} is a sum along {axes[0]} in one of its "
                 f"methods, and along {axes[1]} in another",
                 loc=loc,
-                remedy="cut the batch along the same axes in all methods that a loss depends on",
+                remedy="cut the batch along the same axes in all methods that a loss depends on; "
+                "let one that takes no batch, as a penalty on weights, be a part of one that does",
             )
 
 

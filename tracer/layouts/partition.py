@@ -12,31 +12,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
 from ..autodiff.subgraphs import has_effect
 from ..methods.dispatch_modes import is_random
 from .cuts import Product
-from .local_graphs import build
+from .rank_graphs import Graphs, Name, build_all, kind
 from .versions import Propagation, Transfer, Version
-
-
-@dataclass(frozen=True)
-class Graphs:
-    """The graphs of a part, for all ranks.
-
-    Attributes:
-        graphs: those that differ. Placeholders are the part's inputs; the output is a tuple.
-        of_rank: the index of each rank's graph.
-    """
-
-    graphs: tuple[fx.Graph, ...]
-    of_rank: Mapping[int, int]
-
-    def at(self, rank: int) -> fx.Graph:
-        """The graph of a rank."""
-        return self.graphs[self.of_rank[rank]]
+from .writes import StateWrites
 
 
 @dataclass(frozen=True)
@@ -150,17 +133,21 @@ class _Cutter:
         self.level: dict[fx.Node, int] = {}
         self.needed: dict[int, dict[Version, None]] = {}
         drawn, following = 0, 0
+        writes = StateWrites(propagation, self.ops, self.state)
         for node in self.ops:
             for version in self.reads(node):
                 self._open(version, following)
             found = [
                 self.available(v) for v in self.reads(node) if v.node in own or v in self.transfers
             ]
-            self.level[node] = max(found, default=0)
+            self.level[node] = max([*found, writes.earliest(node)])
             if is_random(node.target, node.args, node.kwargs):  # they draw in the graph's order
                 drawn = self.level[node] = max(self.level[node], drawn)
             following = max(following, self.level[node] + 1)
+            writes.note(node, self.level[node])
         self._put_off()
+        writes.move_views(self.level)
+        writes.check(self.outputs, (t.before for t in self.transfers.values()))
 
     def _open(self, version: Version, level: int) -> None:
         """Note the level from which on a layer's state is gathered, where it is used first."""
@@ -308,7 +295,7 @@ class _Cutter:
         names = _names(inputs, nodes)
         key = self._key(names, inputs, nodes, outputs)
         if key not in graphs:
-            graphs[key] = self._graphs(inputs, nodes, outputs)
+            graphs[key] = build_all(self.propagation, self.ranks, inputs, nodes, outputs)
         return Part(tuple(nodes), inputs, outputs, key, graphs[key])
 
     def _inputs(
@@ -338,22 +325,6 @@ class _Cutter:
             transfer = self.transfers.get(version)
         return version
 
-    def _graphs(
-        self, inputs: Sequence[Version], nodes: Sequence[fx.Node], outputs: Sequence[Version]
-    ) -> Graphs:
-        found: dict[str, int] = {}
-        graphs: list[fx.Graph] = []
-        of_rank: dict[int, int] = {}
-        place = self.propagation.place
-        for rank in self.ranks:
-            graph = build(self.propagation, place.position(rank), inputs, nodes, outputs)
-            text = _text(graph)
-            if text not in found:
-                found[text] = len(graphs)
-                graphs.append(graph)
-            of_rank[rank] = found[text]
-        return Graphs(tuple(graphs), of_rank)
-
     def _key(
         self,
         names: Mapping[fx.Node, str],
@@ -364,13 +335,11 @@ class _Cutter:
         lines = [f"in {self._version(v, names)}" for v in inputs]
         for node in nodes:
             arguments = fx.node.map_arg(
-                (node.args, dict(node.kwargs)), lambda n: _Name(names.get(n, n.name))
+                (node.args, dict(node.kwargs)), lambda n: Name(names.get(n, n.name))
             )
             layouts = self.propagation.layouts[node]
             reads = [self._version(v, names) for v in self.propagation.reads.get(node, ())]
-            lines.append(
-                f"{names[node]} = {node.target}{arguments} {layouts} {reads} {_kind(node)}"
-            )
+            lines.append(f"{names[node]} = {node.target}{arguments} {layouts} {reads} {kind(node)}")
         lines += [f"out {self._version(v, names)}" for v in outputs]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
@@ -378,17 +347,10 @@ class _Cutter:
         """A version, and what it is cut from, in words that do not depend on names."""
         transfer = self.transfers.get(version)
         name = names.get(version.node, version.node.name)
-        text = f"{name} {version.layout} {_kind(version.node)}"
+        text = f"{name} {version.layout} {kind(version.node)}"
         if transfer is None or transfer.change.communicates:
             return text
         return f"{text} from {self._version(transfer.before, names)}"
-
-
-class _Name(str):
-    """Stands for a node in a text."""
-
-    def __repr__(self) -> str:
-        return str(self)
 
 
 _NO_LAYOUT: Any = None
@@ -404,28 +366,9 @@ def _is_product(node: fx.Node, propagation: Propagation) -> bool:
     return any(isinstance(cut, Product) for layout in layouts for cut in layout.cuts)
 
 
-def _kind(node: fx.Node) -> str:
-    val = node.meta.get("val")
-    values = val if isinstance(val, (tuple, list)) else (val,)
-    return ", ".join(
-        f"{v.dtype}{list(v.shape)}{list(v.stride())}" if isinstance(v, torch.Tensor) else str(v)
-        for v in values
-    )
-
-
 def _names(inputs: Sequence[Version], nodes: Sequence[fx.Node]) -> dict[fx.Node, str]:
     """Numbers for the nodes of a part."""
     names: dict[fx.Node, str] = {}
     for node in (*(v.node for v in inputs), *nodes):
         names.setdefault(node, f"%{len(names)}")
     return names
-
-
-def _text(graph: fx.Graph) -> str:
-    """A graph in words that are the same for equal graphs."""
-    names = {node: _Name(f"%{i}") for i, node in enumerate(graph.nodes)}
-    return "\n".join(
-        f"{node.op} {node.target if node.op != 'placeholder' else ''} "
-        f"{fx.node.map_arg((node.args, dict(node.kwargs)), names.__getitem__)} {_kind(node)}"
-        for node in graph.nodes
-    )

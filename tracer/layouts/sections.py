@@ -7,7 +7,7 @@ the backward takes what the forward has exchanged, and does not exchange it agai
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -67,14 +67,23 @@ def with_all_gradients(joint: Joint) -> Joint:
     """The joint graph, in which an input that no output depends on has zeros as its cotangent."""
     if all(node is not None for node in joint.input_grads):
         return joint
-    graph = joint.graph
-    end = graph.output_node()
+    joint = _copied(joint)
+    end = joint.graph.output_node()
     found: list[fx.Node] = []
     for index, node in zip(joint.wanted_inputs, joint.input_grads, strict=True):
-        found.append(node if node is not None else _zeros(graph, joint.inputs[index]))
+        found.append(node if node is not None else _zeros(joint.graph, joint.inputs[index]))
     forward = [*joint.outputs, *(node for _, node in joint.rebinds)]
     end.args = ((*forward, *found, *(node for _, node in joint.state_grads)),)
     return replace(joint, input_grads=tuple(found))
+
+
+def _copied(joint: Joint) -> Joint:
+    """The joint graph with a graph of its own, which no other call shares."""
+    graph = fx.Graph(joint.owner)
+    of: dict[fx.Node, fx.Node] = {}
+    for node in joint.graph.nodes:
+        of[node] = graph.node_copy(node, of.__getitem__)
+    return _on_nodes(joint, graph, of, of.__getitem__)
 
 
 def _zeros(graph: fx.Graph, like: fx.Node) -> fx.Node:
@@ -104,9 +113,20 @@ def relabelled(joint: Joint, propagation: Propagation) -> Joint:
         version = next(ends)  # of the node's copy, or of one that was made in another layout
         return of[node] if version is None else version.node
 
+    moved = _on_nodes(joint, propagation.graph, of, end)
+    return replace(moved, forward=frozenset(forward))
+
+
+def _on_nodes(
+    joint: Joint,
+    graph: fx.Graph,
+    of: Mapping[fx.Node, fx.Node],
+    end: Callable[[fx.Node], fx.Node],
+) -> Joint:
+    """The joint graph in terms of another one; `end` is called for each output, in order."""
     return replace(
         joint,
-        graph=propagation.graph,
+        graph=graph,
         state=tuple((of[node], tensor) for node, tensor in joint.state),
         inputs=tuple(of[node] for node in joint.inputs),
         cotangents=tuple(of[node] for node in joint.cotangents),
@@ -114,7 +134,6 @@ def relabelled(joint: Joint, propagation: Propagation) -> Joint:
         rebinds=tuple((rebind, end(node)) for rebind, node in joint.rebinds),
         input_grads=tuple(None if n is None else end(n) for n in joint.input_grads),
         state_grads=tuple((tensor, end(node)) for tensor, node in joint.state_grads),
-        forward=frozenset(forward),
     )
 
 

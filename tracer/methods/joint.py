@@ -149,7 +149,7 @@ class _Run(Scene):
         memory = Counter(storage_key(tensor.tensor) for tensor in call.state.tensors)
         self.state = [
             self._plain_fake(tensor.tensor)
-            if memory[storage_key(tensor.tensor)] == 1 and _is_plain(tensor)
+            if memory[storage_key(tensor.tensor)] == 1 and is_plain(tensor)
             else self._fake_state(tensor)
             for tensor in call.state.tensors
         ]
@@ -360,7 +360,7 @@ def ends(spec: pytree.TreeSpec, leaves: Sequence[Any], rebinds: Sequence[Rebind]
     return (spec, leaves, replaced)
 
 
-def _is_plain(state: StateTensor) -> bool:
+def is_plain(state: StateTensor) -> bool:
     """True if a tensor is a leaf that has its memory to itself, and nothing special about it."""
     tensor = state.tensor
     return (

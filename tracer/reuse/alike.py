@@ -24,7 +24,7 @@ from ..functions.interface import Call
 from ..heap.snapshot import Snapshot
 from ..methods.changes import Rebind, sort_changes
 from ..methods.dispatch_modes import FunctionGuard, storage_key
-from ..methods.joint import Joint, Wanted, ends
+from ..methods.joint import Joint, Wanted, ends, is_plain
 from ..methods.randomness import random_state_watched
 from ..methods.scene import Scene
 from ..methods.twice import refuse_hidden_state, settled
@@ -219,7 +219,11 @@ def _outline(state: ActorState) -> Hashable | None:
 
 
 def _metadata(tensor: StateTensor) -> tuple[Hashable, ...]:
+    """What torch knows of a tensor. A trace sees pieces as the logical tensors, which are plain."""
     value = tensor.tensor
+    if tensor.shape != tuple(value.shape) or is_plain(tensor):
+        seen = (value.requires_grad, value.is_leaf, bool(value._backward_hooks))
+        return (type(value), value.dtype, value.device, tensor.shape, *seen)
     strides = (value.stride(), value.storage_offset(), value.untyped_storage().nbytes())
     flags = (value.requires_grad, value.is_leaf, value.is_conj(), value.is_neg(), value._is_view())
     is_hooked = bool(value._backward_hooks)

@@ -44,6 +44,7 @@ class Recorder(TorchFunctionMode):
     def __init__(self, session: Session) -> None:
         super().__init__()
         self._session = session
+        session.recorder = self
 
     def __torch_function__(
         self, func: Function, types: Any, args: Any = (), kwargs: Any = None

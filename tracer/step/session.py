@@ -10,6 +10,7 @@ from operator import itemgetter
 from typing import Any, TypeVar
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from ...ir.layout import Layout
 from ...ir.location import Location
@@ -54,6 +55,7 @@ class Session:
         guards: the guard of each function that has one and can run in this process.
         tape: the calls through which gradients flow.
         mb: the microbatch that the step is at, if any.
+        recorder: what records torch functions, while it does.
         paused: why torch functions are not recorded now, if they are not.
         writes: how often the state of each actor, or what others share of it, has been changed.
         written: the calls that have written to these, with their indices in the program.
@@ -62,6 +64,7 @@ class Session:
         ambient: torch's modes under which all of the step is traced.
         first: where the step is traced a second time, the first time.
         optimistic: whether to assume that no gradients have to be clipped.
+        remat: the actors whose backwards compute their forwards again, as by `cg.remat`.
         assumptions: scalars that are true where that is so.
         results: the pytree that the step returned, once it has.
         groups: the actors on meshes that the step has called, by name.
@@ -79,6 +82,7 @@ class Session:
     guards: dict[str, Guard] = field(default_factory=dict)
     tape: Tape = field(default_factory=Tape)
     mb: int | None = None
+    recorder: TorchFunctionMode | None = None
     paused: str | None = None
     writes: dict[str, int] = field(default_factory=dict)
     written: dict[str, list[tuple[int, Write]]] = field(default_factory=dict)
@@ -87,6 +91,7 @@ class Session:
     ambient: Ambient = field(default_factory=Ambient.now)
     first: Session | None = None
     optimistic: bool = False
+    remat: frozenset[str] = frozenset()
     assumptions: list[TracedTensor] = field(default_factory=list)
     results: Tree = field(init=False)
     groups: dict[str, GroupActor] = field(default_factory=dict)
@@ -122,6 +127,7 @@ class Session:
             reductions=self.reductions,
             sharing=self.sharing,
             optimistic=self.optimistic,
+            remat=self.remat,
             ambient=self.ambient,
             first=self,
         )
@@ -147,11 +153,20 @@ class Session:
 
     @contextmanager
     def pause(self, why: str) -> Iterator[None]:
-        """Let torch functions run as usual, and refuse to record, inside the `with` block."""
+        """Let torch functions run as usual, and refuse to record, inside the `with` block.
+
+        The recorder is not only told so, but left: it would be asked about all that torch's own
+        code does to trace a method, which is two thirds of what it is asked about at all.
+        """
         before, self.paused = self.paused, why
+        recorder = self.recorder if _innermost_mode() is self.recorder else None
+        if recorder is not None:
+            recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
+            if recorder is not None:
+                recorder.__enter__()  # type: ignore[no-untyped-call]
             self.paused = before
 
     def emit(self, op: O) -> O:
@@ -279,6 +294,12 @@ class Session:
 
 
 _CURRENT: ContextVar[Session | None] = ContextVar("cg_session", default=None)
+
+
+def _innermost_mode() -> object:
+    """The mode that is asked about torch functions first; None if there is none."""
+    count = torch._C._len_torch_function_stack()
+    return torch._C._get_function_stack_at(count - 1) if count else None
 
 
 def current() -> Session | None:

@@ -65,10 +65,10 @@ def test_switches_of_the_engine() -> None:
 def test_what_they_count() -> None:
     counters = Counters()
     limits = ranks.Limits(1, 4, 5, 16, 256, 30, 50, ())
-    ranks.count(counters, parse("-groups,-overlap,+kv256"), limits, 16)
+    ranks.count(counters, parse("-groups,-overlap,+kv256"), limits, given())
     assert (counters["groups"], counters["overlap"], counters["capture"]) == (1, 1, 0)
     assert counters["kv256"] == 240
-    ranks.count(counters := Counters(), parse(""), TINY, TINY.block_size)
+    ranks.count(counters := Counters(), parse(""), TINY, given())
     assert not any(counters.values())
 
 

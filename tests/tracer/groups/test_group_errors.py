@@ -1,4 +1,4 @@
-"""What cannot be done with actors on meshes is an error that names the user's line."""
+"""Errors of actors on meshes name the user's line."""
 
 from __future__ import annotations
 
@@ -27,8 +27,11 @@ class Layer(nn.Module):
     def loss(self, x: Tensor) -> Tensor:
         return (x @ self.weight.t()).sum()
 
+    def penalty(self) -> Tensor:
+        return self.weight.square().sum()
+
     def count(self, x: Tensor) -> Tensor:
-        self.seen.add_(x.detach().sum(0))
+        self.seen = self.seen + x.detach().sum(0)
         return x
 
 
@@ -122,7 +125,7 @@ def an_argument_of_an_axis_that_is_not_there() -> Any:
     return lambda x: layer.forward(x)
 
 
-def changes_a_buffer() -> Any:
+def replaces_a_buffer() -> Any:
     layer = on({"weight": cg.cut(0, "tp")})
     return lambda x: layer.count(x)
 
@@ -150,13 +153,29 @@ def a_gradient_that_is_not_cut_as_its_tensor() -> Any:
     return step
 
 
+def rows_of_a_cut_value() -> Any:
+    layer = on({"forward(x)": ROWS})
+    return lambda x: layer.forward(x)[1:3].sum()
+
+
+def a_penalty_that_takes_no_batch() -> Any:
+    layer = on({"loss(x)": ROWS})
+
+    def step(x: Tensor) -> None:
+        cg.backward(layer.loss(x) + layer.penalty())
+
+    return step
+
+
 STEPS = [
     (laid_out_and_not_named, "the actor's plan does not say how forward(x) is laid out"),
     (an_argument_without_the_dimension, "has 2 dimensions, so dimension 3 cannot be cut"),
     (an_argument_of_an_axis_that_is_not_there, "is cut along 'ep', but the mesh"),
-    (changes_a_buffer, "it changes 'seen', and its actor is on a mesh"),
+    (replaces_a_buffer, "it changes 'seen', and its actor is on a mesh"),
     (two_meshes, "pass one of them through a method of an actor on the other one's mesh"),
     (sums_along_other_axes, "is a sum along tp in one of its methods, and along dp in another"),
+    (rows_of_a_cut_value, "would have to be gathered: dimension 0 of"),
+    (a_penalty_that_takes_no_batch, "is a sum along no axis in one of its methods, and along dp"),
     (a_gradient_that_is_not_cut_as_its_tensor, "would have to be gathered"),
 ]
 

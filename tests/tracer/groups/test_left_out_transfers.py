@@ -101,3 +101,22 @@ def test_each_reduction_and_each_gather_is_needed() -> None:
                 count["reductions" if sums else "others"] += 1
     assert count.total() >= WANTED, count
     assert count["reductions"] >= WANTED // 2, count
+
+
+def test_a_sum_that_nobody_reduces_is_named_with_its_line() -> None:
+    """Users cannot write one: each op of a method that takes no sum gets it reduced."""
+    module = traced(Mlp, "dp-tp", False)
+    programs_with_sums = [
+        (number, at)
+        for number, program in enumerate(programs(module))
+        for at, op in enumerate(program.ops)
+        if isinstance(op, Transfer) and isinstance(op.operands[0].type, TensorType)
+        if (layout := op.operands[0].type.layout) is not None and layout.summands == ("tp",)
+    ]
+    number, at = programs_with_sums[0]
+    with pytest.raises(IRError) as caught:
+        verify(without(module, number, at))
+    message = str(caught.value)
+    assert "|+tp], but" in message
+    assert "training.py" in message
+    assert "a transfer changes the layout: %y = transfer(" in message

@@ -1,15 +1,23 @@
-"""Random chains of layers on random meshes train exactly as they do in one process."""
+"""Random chains of layers on random meshes train exactly as they do in one process.
+
+A chain is traced once, and trained by up to five programs that are compiled of the trace: under
+other schedules, or with parameters gathered for other times. Each of these is a training of its
+own, from the first numbers on: three steps, of which outputs, all gradients and all parameters are
+compared. A run says how many trainings there were.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 import cg
 from cg.backends.virtual.world import VirtualWorld
@@ -17,7 +25,7 @@ from cg.ir.types import Mesh
 from cg.launch.world.world import use_world
 from cg.tracer.groups.plan import Sharding
 
-from ...sampling import examples
+from ...sampling import of_shard, shards
 from .training import (
     HEADS,
     HOMES,
@@ -29,10 +37,13 @@ from .training import (
     Mlp,
     Model,
     Stage,
-    train,
+    alone,
+    batch,
+    compare_all,
+    step_of,
 )
 
-pytestmark = pytest.mark.timeout(7200)  # of thousands of draws
+pytestmark = pytest.mark.timeout(900)
 
 WORLD = 6
 ALL = "forward(x)|loss(h)|loss(y)"
@@ -55,6 +66,10 @@ OF_ATTENTION: Mapping[str, Mapping[str, Sharding]] = {
     "two axes of rows": {ALL: cg.cut(0, "dp", "tp")},
     "all whole": {ALL: cg.whole},
 }
+MOST = 5
+"""Orders of a chain."""
+LINES = ("zb-h1", "zb-h2")
+"""Schedules that want the stages of a rank side by side."""
 GRIDS = [(1, 1), (1, 2), (2, 1), (3, 1), (1, 3), (2, 2), (3, 2)]
 
 
@@ -80,8 +95,29 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class Order:
+    """In which order a chain trains, and how parameters are gathered.
+
+    Attributes:
+        schedule: None for the order in which the step is written.
+        keep, prefetch: as `cg.fsdp` takes them; None where nothing is gathered.
+    """
+
+    schedule: str | None
+    keep: str | None
+    prefetch: int
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What `compile` takes."""
+        fsdp = None if self.keep is None else cg.fsdp(keep=self.keep, prefetch=self.prefetch)
+        schedule = None if self.schedule is None else cg.schedules.by_name(self.schedule)
+        return {"schedule": schedule, "fsdp": fsdp}
+
+
+@dataclass(frozen=True)
 class Case:
-    """What is drawn.
+    """A training that was drawn.
 
     Attributes:
         layers: of the chain.
@@ -89,22 +125,14 @@ class Case:
             viewed together with another one.
         rows: of a microbatch.
         count: of microbatches.
-        schedule: None for the order in which the step is written.
-        keep, prefetch: of parameters that are cut where they rest, as `cg.fsdp` takes them.
+        orders: those in which the chain is trained.
     """
 
     layers: tuple[Layer, ...]
     width: int
     rows: int
     count: int
-    schedule: str | None
-    keep: str
-    prefetch: int
-
-    @property
-    def is_stored(self) -> bool:
-        """True if a parameter rests in smaller pieces than those in which it is used."""
-        return any(each.is_stored and dict(each.place.grid)["dp"] > 1 for each in self.layers)
+    orders: tuple[Order, ...]
 
 
 @st.composite
@@ -119,33 +147,57 @@ def layers(draw: st.DrawFn, place: Mesh, has_attention: bool) -> Layer:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
-    """Chains of up to four layers; attention is the first one, or its numbers would grow."""
-    schedule = draw(st.sampled_from([None, *cg.schedules.names()]))
-    homes = HOMES.get(schedule or "", tuple(range(draw(st.integers(1, 3)))))
-    if len(homes) == 1:
-        schedule = None  # there is no pipeline
+def places(draw: st.DrawFn, count: int, are_apart: bool) -> list[Mesh]:
+    """Meshes of the world's ranks; those that are apart have no rank in common."""
     ranks = draw(st.permutations(range(WORLD)))
-    places = []
-    for _ in range(max(homes) + 1):
-        if schedule in HOMES:  # its meshes have no rank in common
+    found: list[Mesh] = []
+    for _ in range(count):
+        if are_apart:
             dp, tp = draw(st.sampled_from([grid for grid in GRIDS if math.prod(grid) < WORLD - 1]))
-            dp, tp = (dp, tp) if dp * tp <= len(ranks) - (not places) else (1, 1)
+            dp, tp = (dp, tp) if dp * tp <= len(ranks) - (not found) else (1, 1)
             mine, ranks = ranks[: dp * tp], ranks[dp * tp :]
         else:
             dp, tp = draw(st.sampled_from(GRIDS))
             mine = draw(st.permutations(ranks))[: dp * tp]
-        places.append(cg.mesh(mine, dp=dp, tp=tp))
-    chosen = [draw(layers(places[home], not i)) for i, home in enumerate(homes)]
+        found.append(cg.mesh(mine, dp=dp, tp=tp))
+    return found
+
+
+@st.composite
+def orders(draw: st.DrawFn, schedules: Sequence[str | None], is_stored: bool) -> tuple[Order, ...]:
+    """Up to `MOST` orders, each of which makes another program."""
+    each = st.builds(
+        Order,
+        st.sampled_from(schedules),
+        st.sampled_from(["step", "task"]) if is_stored else st.none(),
+        st.integers(0, 3) if is_stored else st.just(0),
+    )
+    most = min(MOST, len(schedules) * (8 if is_stored else 1))
+    return tuple(draw(st.lists(each, min_size=most, max_size=most, unique=True)))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Chains of up to four layers; attention is the first one, or its numbers would grow."""
+    first = draw(st.sampled_from([None, *cg.schedules.names()]))
+    homes = HOMES.get(first or "", tuple(range(draw(st.integers(1, 3)))))
+    where = draw(places(max(homes) + 1, first in HOMES))
+    names: list[str | None] = [None]  # where there is no pipeline
+    if first in HOMES:
+        names = [name for name, others in HOMES.items() if others == homes]
+    elif len(homes) > 1:
+        names = [None, *(name for name in cg.schedules.names() if name not in HOMES)]
+        if len(where) == 3 and where[0].ranks[0] == where[2].ranks[0] != where[1].ranks[0]:
+            names = [name for name in names if name not in LINES]
+    chosen = [draw(layers(where[home], not i)) for i, home in enumerate(homes)]
     has_attention = chosen[0].cls is Attention
+    is_stored = any(each.is_stored and dict(each.place.grid)["dp"] > 1 for each in chosen)
     return Case(
         tuple(chosen),
         WIDTH if has_attention else draw(st.integers(2, 5)),
         draw(st.integers(2, 7)),
-        draw(st.sampled_from([2, 4] if schedule else [1, 2])),
-        schedule,
-        draw(st.sampled_from(["step", "task"])),
-        draw(st.integers(0, 3)),
+        draw(st.sampled_from([2, 4] if len(homes) > 1 else [1, 2])),
+        draw(orders(names, is_stored)),
     )
 
 
@@ -158,21 +210,54 @@ def _world() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@given(case=cases())
-@examples(20)
-def test_a_random_chain_trains_exactly(case: Case) -> None:
+@pytest.mark.parametrize("shard", shards(10))
+def test_random_chains_train_exactly(
+    shard: int, record_property: Callable[[str, object], None]
+) -> None:
     """Outputs, all gradients, and parameters after each of three updates."""
-    model = Model(
-        [
-            (each.cls, (seed, "signs") if each.cls is Attention else (seed, "signs", case.width))
-            for seed, each in enumerate(case.layers)
-        ]
-    )
+    done = 0
+
+    @of_shard(shard, 10)
+    @given(case=cases())
+    def search(case: Case) -> None:
+        nonlocal done
+        train_exactly(case)
+        done += len(case.orders)
+
+    try:
+        search()
+    finally:
+        record_property("trainings", done)
+
+
+def train_exactly(case: Case) -> None:
+    """Train a chain in all its orders, each from the first numbers on, and compare."""
+    made = [
+        (each.cls, (number, "signs") if each.cls is Attention else (number, "signs", case.width))
+        for number, each in enumerate(case.layers)
+    ]
+    model = Model(made)
     stages = model.on(
         [each.place for each in case.layers],
         [each.shardings for each in case.layers],
         [cg.cut(0, "dp") if each.is_stored else cg.whole for each in case.layers],
     )
     rows = case.rows * case.count
-    fsdp = cg.fsdp(keep=case.keep, prefetch=case.prefetch) if case.is_stored else None
-    train(model, stages, rows, case.count, case.schedule, "integers", width=case.width, fsdp=fsdp)
+    batches = [batch(number, rows, "integers", case.width) for number in range(3)]
+    moments = alone(model, rows, case.count, "integers", width=case.width)
+    lowered = cg.trace(step_of(stages, case.count)).lower(*batches[0])
+    first = [parameter.detach().clone() for parameter in parameters(stages)]
+    for order in case.orders:
+        with torch.no_grad():
+            for parameter, number in zip(parameters(stages), first, strict=True):
+                parameter.copy_(number)
+        with lowered.compile(**order.options) as compiled:
+            for number, (values, moment) in enumerate(zip(batches, moments, strict=True)):
+                compare_all(stages, compiled(*values), moment, True, f"{order}, step {number}")
+
+
+def parameters(stages: Sequence[Any]) -> Iterator[nn.Parameter]:
+    """All pieces that this process holds."""
+    for stage in stages:
+        for instance in stage.instances.values():
+            yield from instance.parameters()
