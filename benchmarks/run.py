@@ -36,6 +36,7 @@ BENCHMARKS = {
     "compile_groups": ["compile_groups.py", "--json", "FILE"],
     "schedules": ["-m", "cg.launch", "-n", "4", "schedules.py", "--json", "FILE"],
     "simulator": ["simulator.py", "--json", "FILE"],
+    "slow_link": ["-m", "cg.launch", "-n", "2", "serving/slow_link.py", "--json", "FILE"],
 }
 TIMEOUT = 1800.0
 

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "docs"))  # the generator is no part of the package
 
-from generator import bars  # noqa: E402
+from generator import bars, serving  # noqa: E402
 from generator.docstrings import to_markdown  # noqa: E402
 from generator.pages import NOTEBOOKS, PAGES, PICTURES, render  # noqa: E402
 from generator.snippets import SnippetError, run_page  # noqa: E402
@@ -217,3 +217,29 @@ def test_docstrings_become_markdown() -> None:
         "*Returns*: The rest."
     )
     assert "Returns" not in to_markdown(doc, skip=("Returns",))
+
+
+def test_what_is_recorded_of_the_server_becomes_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "_RESULTS", tmp_path)
+    assert serving.ablation() == serving.slow_link() == "Not recorded yet."
+    machine = {"cores": 2, "cpu": "some CPU", "packages": {"torch": "2.13"}}
+    origin = {"machine": machine, "date": "today", "command": "python it.py"}
+    speed = {"ratio": 0.8, "low": 0.79, "high": 0.81, "effect": True}
+    same = {"ratio": 1.0, "low": 0.9, "high": 1.1, "effect": False}
+    figures = {"online inf: output_tokens_per_second": speed, "online inf: itl p50": same}
+    good = {"ratios": figures, "problems": [], "rounds": 5}
+    bad = {"ratios": {}, "problems": ["-prefix switched nothing"], "rounds": 3}
+    record = {**origin, "figures": {"front": {"-fast_sse": good}, "engine": {"-prefix": bad}}}
+    (tmp_path / "serving_ablation.json").write_text(json.dumps(record))
+    text = serving.ablation()
+    assert "| `-fast_sse` | 5 | **0.80**, 0.79 to 0.81 |  | 0.90 to 1.10 |" in text
+    assert "| `-prefix` | 3 | refused: -prefix switched nothing |" in text
+    row: dict[str, object] = {"arm": "blocking", "groups": 2}
+    for name in ("ttft_ms", "itl_ms", "tokens_per_second"):
+        row |= {name: 10.04, f"predicted_{name}": 9.0}
+    (tmp_path / "slow_link.json").write_text(json.dumps({**origin, "figures": {"rows": [row]}}))
+    text = serving.slow_link()
+    assert "| blocking | 2 | 10.0, 9.0 | 10.0, 9.0 | 10, 9 |" in text
+    assert "today: `python it.py` (2 cores of some CPU, torch 2.13)" in text

@@ -1,5 +1,7 @@
 """CPU of the server's processes: of the front for each chunk of a stream, and of all while idle.
 
+Also the time to the first token, warm and after idling.
+
     python benchmarks/serving/costs.py               # an engine that costs nothing
     python benchmarks/serving/costs.py --server "python -m examples.serve -n 2 --port 0"
 
@@ -11,57 +13,51 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
+import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from ablate import ROOT, serving
 from load import Arrival, run
-from serve.front.job import family
+from processes import ROOT, serving
 
 FAKE = f"{sys.executable} {ROOT}/tests/examples/serve/fake_server.py"
-TICK = 1 / os.sysconf("SC_CLK_TCK")
-
-
-def cpu(pid: int) -> float:
-    """Seconds of a process, in user mode and in the kernel."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) * TICK
-
-
-def listener(url: str) -> int:
-    """The process of the front: the child of this one that serves at the address."""
-    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
-    (found,) = (int(pid) for pid in children)
-    return found
 
 
 def measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The costs of one server."""
     trace = [Arrival(0.0, (i, i + 1, i + 2), given.tokens) for i in range(given.streams)]
-    with serving(given.server.split(), given.features, folder / "log") as url:
-        front = listener(url)
-        run(url, trace[:4])
-        before = cpu(front)
-        rows = run(url, trace)
-        spent = cpu(front) - before
+    with serving(given.server.split(), given.features, folder / "log") as server:
+        run(server.url, trace[:4])
+        before = server.cpu()
+        rows = run(server.url, trace)
+        spent = server.cpu() - before
         chunks = sum(len(row.gaps) + 1 for row in rows)
-        everyone = [pid for pid, _ in family(front)]
+        warm = [first_token(server.url, trace) for _ in range(5)]
         time.sleep(2.0)
-        idle = sum(map(cpu, everyone))
+        idle = server.cpu_of_all()
         time.sleep(given.idle)
-        idle = sum(map(cpu, everyone)) - idle
+        idle = server.cpu_of_all() - idle
+        after = first_token(server.url, trace)
     return {
+        "ttft_ms": {"warm": statistics.median(warm), "after_idling": after},
         "front_us_per_chunk": spent / chunks * 1e6,
         "chunks": chunks,
         "tokens": sum(row.output for row in rows),
         "idle_share_of_a_core": idle / given.idle,
     }
+
+
+def first_token(url: str, trace: Sequence[Arrival]) -> float:
+    """Milliseconds to the first token of one request."""
+    (row,) = run(url, trace[:1])
+    assert row.first is not None, row.error
+    return (row.first - row.began) * 1e3
 
 
 def main() -> None:

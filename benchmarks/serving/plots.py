@@ -13,6 +13,7 @@ from matplotlib import pyplot
 
 def draw(ratios: dict[str, dict[str, Any]], out: Path) -> list[Path]:
     """One picture for each figure; arms without an effect are grey."""
+    out.mkdir(exist_ok=True)
     made = []
     for name in next(iter(ratios.values()), {}):
         arms = list(ratios)

@@ -30,6 +30,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -280,41 +281,67 @@ def first_token(engine: CgEngine) -> float:
     return (time.perf_counter() - began) * 1e3
 
 
-def predicted(engine: CgEngine, groups: int, stage: float, link: float, send: float) -> float:
-    """ITL in ms on paper; `send` is for how long a message keeps its sender busy."""
-    graph = engine.decode[0]
-    stages = [name for name in graph.module.functions if name.endswith(".decode")]
-    slow = [id_ for id_, channel in graph.module.channels.items() if channel.via is not None]
-    costs = cg.Costs(
-        functions=dict.fromkeys(stages, stage), channels=dict.fromkeys(slow, cg.Link(link))
-    )
-    end = max(message.ready for message in graph.simulate(costs).messages)
-    return max(end, groups * (stage + send))
+@dataclass(frozen=True)
+class Paper:
+    """What predictions are made from: milliseconds of a stage, and of a message.
+
+    Attributes:
+        stage, chunk: of a decode batch, and of a chunk of a prompt.
+        link: for a message to cross.
+        send: for how long a message keeps its sender busy.
+    """
+
+    stage: float
+    chunk: float
+    link: float = 0.0
+    send: float = 0.0
+
+    def itl(self, engine: CgEngine, groups: int) -> float:
+        """An execution of a group begins when its last has ended, or when a rank has time."""
+        return max(self._end(engine.decode[0], ".decode", self.stage), groups * self._turn())
+
+    def ttft(self, engine: CgEngine) -> float:
+        """The second chunk follows the first by as long as a rank is busy with that."""
+        return self._end(engine.prefill, ".prefill", self.chunk) + self.chunk + self.send
+
+    def _turn(self) -> float:
+        return self.stage + self.send
+
+    def _end(self, graph: cg.Compiled, method: str, stage: float) -> float:
+        """When the last message of one execution has arrived, as `simulate` says."""
+        stages = [name for name in graph.module.functions if name.endswith(method)]
+        slow = [id_ for id_, channel in graph.module.channels.items() if channel.via is not None]
+        costs = cg.Costs(
+            functions=dict.fromkeys(stages, stage),
+            channels=dict.fromkeys(slow, cg.Link(self.link)),
+        )
+        return max(message.ready for message in graph.simulate(costs).messages)
 
 
 def arm(
-    name: str, engine: CgEngine, rounds: int, delay: float, stage: float, send: float = 0.0,
-    by_driver: bool = False,
-) -> list[dict[str, Any]]:  # fmt: skip
+    name: str, engine: CgEngine, rounds: int, paper: Paper, by_driver: bool = False
+) -> list[dict[str, Any]]:
     found = []
     for groups in GROUPS:
         decode(engine, groups, by_driver)  # warm
         runs = [decode(engine, groups, by_driver) for _ in range(rounds)]
         itl = statistics.median(run["itl"] for run in runs)
-        paper = predicted(engine, groups, stage, delay, send)
+        predicted = paper.itl(engine, groups)
         row = {
             "arm": name,
             "groups": groups,
             "ttft_ms": statistics.median(first_token(engine) for _ in range(rounds)),
             "itl_ms": itl,
-            "predicted_itl_ms": paper,
+            "predicted_ttft_ms": paper.ttft(engine),
+            "predicted_itl_ms": predicted,
             "tokens_per_second": statistics.median(run["tokens_per_second"] for run in runs),
-            "predicted_tokens_per_second": groups * BATCH / paper * 1e3,
+            "predicted_tokens_per_second": groups * BATCH / predicted * 1e3,
         }
         print(
-            f"{name:>20} | {groups} groups | TTFT {row['ttft_ms']:6.1f} ms | ITL "
-            f"{itl:6.1f} ms, on paper {paper:6.1f} | {row['tokens_per_second']:6.0f} tokens/s, "
-            f"on paper {row['predicted_tokens_per_second']:6.0f}",
+            f"{name:>20} | {groups} groups | TTFT {row['ttft_ms']:6.1f} ms, on paper "
+            f"{row['predicted_ttft_ms']:6.1f} | ITL {itl:6.1f} ms, on paper {predicted:6.1f} | "
+            f"{row['tokens_per_second']:6.0f} tokens/s, on paper "
+            f"{row['predicted_tokens_per_second']:6.0f}",
             flush=True,
         )
         found.append(row)
@@ -330,7 +357,7 @@ def main() -> None:
     torch.set_num_threads(1)
     register_links(args.delay / 1e3)
     found: list[dict[str, Any]] = []
-    stage = 0.0
+    stage = chunk = 0.0
     plan = [
         ("no link", "auto", "", 0.0, 0.0, False),
         ("asynchronous", "slow", "", args.delay, 0.0, False),
@@ -350,7 +377,10 @@ def main() -> None:
         if not stage:
             runs = [decode(engine, 1)["itl"] for _ in range(args.rounds + 1)]
             stage = statistics.median(runs[1:]) / cg.world_size()
-        found += arm(name, engine, args.rounds, delay, stage, send, by_driver)
+            firsts = [first_token(engine) for _ in range(args.rounds + 1)]
+            chunk = statistics.median(firsts[1:]) / (cg.world_size() + 1)  # two chunks in a row
+        paper = Paper(stage, chunk, delay, send)
+        found += arm(name, engine, args.rounds, paper, by_driver)
     if engine is not None:
         engine.close()
         if args.json:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import socket
 import sys
@@ -27,9 +26,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import numpy as np
-from ablate import SERVER, _get, serving
-from costs import listener
+from ablate import ENGINE
 from load import make_trace, run, summarize
+from processes import Running, get, serving
 
 GARBAGE = (
     b"\x16\x03\x01" * 20,
@@ -39,16 +38,6 @@ GARBAGE = (
 )
 RATES = (5.0, 20.0, 60.0, 10.0)
 PROBES = ("The", "A pipeline", "0123456789")
-
-
-def resident(pid: int) -> float:
-    """MiB of a process."""
-    rows = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return int(next(row for row in rows if row.startswith("VmRSS")).split()[1]) / 1024
-
-
-def files(pid: int) -> int:
-    return len(os.listdir(f"/proc/{pid}/fd"))
 
 
 def spoil(url: str, rng: random.Random) -> None:
@@ -72,14 +61,13 @@ def probe(url: str) -> list[str]:
 
 def is_empty(url: str) -> bool:
     """True if no block is held."""
-    rows = (_get(f"{url}/metrics") or "").splitlines()
+    rows = (get(f"{url}/metrics") or "").splitlines()
     return any(row == "cg:kv_cache_usage_perc 0.0" for row in rows)
 
 
-def soak(given: argparse.Namespace, url: str) -> dict[str, Any]:
+def soak(given: argparse.Namespace, server: Running) -> dict[str, Any]:
     """All rounds; what was seen."""
-    rng = random.Random(given.seed)
-    front = listener(url)
+    rng, url = random.Random(given.seed), server.url
     wanted = probe(url)
     rounds: list[dict[str, Any]] = []
     end = time.monotonic() + 60 * given.minutes
@@ -107,8 +95,8 @@ def soak(given: argparse.Namespace, url: str) -> dict[str, Any]:
             {
                 "at": time.monotonic(),
                 "rate": rate,
-                "memory": resident(front),
-                "files": files(front),
+                "memory": server.resident(),
+                "files": server.files(),
                 "itl_p99": summary["ms"].get("itl", {"p99": 0.0})["p99"],
                 "tokens": summary["output_tokens"],
             }
@@ -145,13 +133,13 @@ def main() -> int:
     add("--growth", type=float, default=16.0, help="MiB an hour that the front may grow by")
     add("--longest", type=int, default=128)
     add("--seed", type=int, default=0)
-    add("--server", default=SERVER)
+    add("--server", default=ENGINE.server)
     given = parser.parse_args()
     with (
         tempfile.TemporaryDirectory() as folder,
-        serving(given.server.split(), "", Path(folder) / "log") as url,
+        serving(given.server.split(), "", Path(folder) / "log") as server,
     ):
-        found = soak(given, url)
+        found = soak(given, server)
     print(json.dumps(found, indent=1))
     return 0 if found["is_flat"] else 1
 

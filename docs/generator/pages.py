@@ -18,6 +18,7 @@ from . import (
     operations,
     passes,
     ray,
+    serving,
     tables,
 )
 from .snippets import dumped, run_page
@@ -59,6 +60,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "ray-at-all-times": ray.at_all_times,
     "ray-throughput": ray.throughput,
     "soak": ray.soak,
+    "serving-ablation": serving.ablation,
+    "slow-link": serving.slow_link,
     "llama-speed": llama.speed,
     "llama-speed-of-two": llama.speed_of_two,
     "llama-sizes": llama.sizes,

@@ -11,11 +11,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from . import features as switches
+from .front.admission import Bounds
 from .front.connections import listen
-from .front.server import Bounds, Front
+from .front.server import Front
 from .front.text import load
 from .models import resolve
 from .options import add_arguments
+from .transports import loop_factory
 
 ROOT = Path(__file__).resolve().parents[2]
 BAD_USAGE = 2
@@ -27,7 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
     log = logging.getLogger("serve")
     try:
-        features = switches.parse(given.features)
+        features, counters = switches.parse(given.features), switches.Counters()
+        new_loop = loop_factory(features, counters)
         listener = listen(given.host, given.port)
         model, note = resolve(given.model)
         text = load(model)
@@ -42,11 +45,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         bounds = Bounds(requests=given.requests, tokens=given.tokens, drain=given.drain)
         command = in_process(given, model) if features.inproc else job(given, model, features)
 
-        async def run() -> int:
-            front = Front(name, text, command, Path(folder.name), bounds, features, given.api_key)
+        async def serve() -> int:
+            path = Path(folder.name)
+            front = Front(name, text, command, path, bounds, features, given.api_key, counters)
             return await front.serve(listener)
 
-        return asyncio.run(run())
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            return runner.run(serve())
 
 
 def job(given: argparse.Namespace, model: str, features: switches.Features) -> list[str]:

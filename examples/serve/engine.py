@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,8 +22,8 @@ from transformers import PretrainedConfig
 import cg
 
 from .families import GptConfig, Model, open_model
-from .model import LENGTH, PROMPT, SLOT, TABLE, TOKEN, Pool, Stage, split
-from .work import Decode, Limits, Prefill, Sampling
+from .model import LENGTH, PROMPT, SLOT, TABLE, TOKEN, Guards, Pool, Stage, split
+from .work import LOGPROBS, Decode, Limits, Prefill, Sampling, Scores
 
 WARM_UPS = 3
 """Executions of each variant in each context; the third records it where devices can."""
@@ -47,6 +48,8 @@ class Options:
         passes: as `compile` takes them.
         seed: of random weights.
         warm: whether all variants run before the engine is ready.
+        clamp: whether the graph clamps ids to the vocabulary, beside the checks of the driver.
+        debug_bounds: whether it checks ids, positions and blocks; an execution fails otherwise.
         via: what activations and tokens travel by from stage to stage, as `cg.via` takes it.
         draws: whether decode batches with a temperature are taken; without, half as many variants
             are compiled.
@@ -67,13 +70,15 @@ class Options:
     passes: str = ""
     seed: int = 0
     warm: bool = True
+    clamp: bool = False
+    debug_bounds: bool = False
     via: str = "auto"
     draws: bool = True
     tp: int = 1
 
 
 class Tokens:
-    """The result of a piece of work."""
+    """The result of a piece of work: tokens, and log-probabilities if its variant gives some."""
 
     def __init__(self, future: cg.Future, count: int) -> None:
         self._future = future
@@ -85,11 +90,26 @@ class Tokens:
 
     def result(self, timeout: float | None = None) -> list[int]:
         """The tokens; errors are those of `cg.Future.result`."""
-        return self._future.result(timeout)[: self._count].tolist()
+        return self._parts(timeout)[0][: self._count].tolist()
+
+    def scores(self) -> list[Scores]:
+        """Of each token, once the result is there; empty unless the work asked for some."""
+        _, *found = self._parts()
+        if not found:
+            return []
+        values, tokens = (each[: self._count].tolist() for each in found)
+        return [
+            Scores(drawn, tuple(zip(row, rest, strict=True)))
+            for (drawn, *rest), row in zip(values, tokens, strict=True)
+        ]
 
     def when_done(self, call: Callable[[], None]) -> None:
         """Call back when the work has ended, in the thread that moves the engine on."""
         self._future.add_done_callback(lambda _: call())
+
+    def _parts(self, timeout: float | None = None) -> tuple[Tensor, ...]:
+        """Tokens, and with log-probabilities what `sampling.score` gives."""
+        return _tuple(self._future.result(timeout))
 
 
 class DeviceTokens(Tokens):
@@ -101,23 +121,26 @@ class DeviceTokens(Tokens):
 
     def __init__(self, future: cg.Future, count: int) -> None:
         super().__init__(future, count)
-        self._host: Tensor | None = None
+        self._host: tuple[Tensor, ...] = ()
         self._there: torch.Event | None = None
         future.add_done_callback(self._fetch)
 
-    def result(self, timeout: float | None = None) -> list[int]:
-        tokens = self._future.result(timeout)
-        if self._host is None or self._there is None:
-            return tokens[: self._count].tolist()
+    def _parts(self, timeout: float | None = None) -> tuple[Tensor, ...]:
+        parts = super()._parts(timeout)
+        if self._there is None:
+            return parts
         self._there.synchronize()
-        return self._host[: self._count].tolist()
+        return self._host
 
     def _fetch(self, future: cg.Future) -> None:
         if future.exception() is None:
-            tokens = future.result()
-            self._host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-            self._host.copy_(tokens, non_blocking=True)
-            self._there = torch.Event(tokens.device)
+            parts = _tuple(future.result())
+            self._host = tuple(
+                torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in parts
+            )
+            for host, part in zip(self._host, parts, strict=True):
+                host.copy_(part, non_blocking=True)
+            self._there = torch.Event(parts[0].device)
             self._there.record()
 
 
@@ -172,7 +195,8 @@ class CgEngine:
         _check(0 < len(rows) <= limits.slots, f"{len(rows)} rows of at most {limits.slots}")
         size = limits.block_size
         needed = [row.position // size + 1 for row in rows]
-        width = _bucket(self._widths, max(needed))
+        scored = _scored(limits, (row.sampling for row in rows))
+        width = _bucket(self._lengths(scored), max(needed))
         numbers = array("q")
         for row in rows:
             _check(-1 <= row.token < limits.vocabulary, f"token {row.token}")
@@ -183,17 +207,18 @@ class CgEngine:
             head = (row.token, row.position, row.slot, sampling.seed, sampling.top_k, entry)
             numbers.extend(head)
             numbers.extend(table)
-        count = _bucket(self.options.batches, len(rows))
+        batches = self.options.batches
+        count = _bucket(batches if scored is None else batches[-1:], len(rows))
         numbers.extend(([0, 0, limits.slots, 0, 0, 0] + [0] * width) * (count - len(rows)))
         batch = torch.frombuffer(numbers, dtype=torch.int64).view(count, TABLE + width)
         if self._is_on_device:
             batch = batch.pin_memory()  # other memory is copied once the device comes to it
         graph = self.decode[work.group]
-        if all(row.sampling.temperature == 0 for row in rows):
-            return self._tokens(graph.execute(batch, None), len(rows))
-        _check(self.options.draws, "a temperature, and it is to draw nothing")
+        if scored is None and all(row.sampling.temperature == 0 for row in rows):
+            return self._tokens(graph.execute(batch, None, None), len(rows))
+        _check(self.options.draws, "a temperature or log-probabilities, without `draws`")
         samplings = [row.sampling for row in rows] + [Sampling()] * (count - len(rows))
-        return self._tokens(graph.execute(batch, _controls(samplings)), len(rows))
+        return self._tokens(graph.execute(batch, _controls(samplings), scored), len(rows))
 
     def _prefill(self, work: Prefill) -> Tokens:
         limits, length = self.limits, len(work.tokens)
@@ -202,7 +227,8 @@ class CgEngine:
         for token in work.tokens:
             _check(0 <= token < limits.vocabulary, f"token {token}")
         end = work.start + length
-        width = _bucket(self._widths, -(-end // limits.block_size))
+        scored = _scored(limits, (work.sampling,)) if work.last else None
+        width = _bucket(self._lengths(scored), -(-end // limits.block_size))
         table = self._table(work.blocks, end, width)
         count = _bucket(self.options.chunks, length)
         sampling = work.sampling
@@ -212,8 +238,12 @@ class CgEngine:
         numbers += (table[at // size] * size + at % size for at in range(work.start, end))
         numbers += [0] * (count - length)
         chunk = torch.tensor([numbers])
-        future = self.prefill.execute(chunk, torch.tensor([table]), _controls([sampling]))
+        future = self.prefill.execute(chunk, torch.tensor([table]), _controls([sampling]), scored)
         return self._tokens(future, 1 if work.last else 0)
+
+    def _lengths(self, scored: int | None) -> tuple[int, ...]:
+        """The lengths of tables of these variants, ascending."""
+        return self._widths if scored is None else self._widths[-1:]
 
     def _table(self, blocks: Sequence[int], tokens: int, width: int) -> list[int]:
         """The blocks that hold so many tokens, filled up with trash."""
@@ -286,15 +316,15 @@ def make_stage(
     model: Model, layers: range, pool: Pool, options: Options, stage: int
 ) -> cg.ActorHandle:
     """A stage on its rank, or cut over its ranks."""
-    tp = options.tp
+    tp, guards = options.tp, Guards(options.clamp, options.debug_bounds)
     if tp == 1:
-        return Stage.on(stage)(model, layers, pool, options.dtype)
+        return Stage.on(stage)(model, layers, pool, options.dtype, guards=guards)
     mesh = cg.mesh(list(range(stage * tp, (stage + 1) * tp)), tp=tp)
     rows = cg.cut(0, "tp")
     ends = {"part.tokens.weight": rows} if layers.start == 0 else {}
     ends |= {"part.head.weight": rows} if layers.stop == model.layers else {}
     plan = cg.plan({"pool*": cg.cut(2, "tp"), **model.cuts, **ends})
-    return Stage.on(mesh, plan=plan)(model, layers, pool, options.dtype, packs=False)
+    return Stage.on(mesh, plan=plan)(model, layers, pool, options.dtype, packs=False, guards=guards)
 
 
 def decode_step(stages: Sequence[cg.ActorHandle], slots: int, via: str = "auto") -> cg.Step:
@@ -302,12 +332,12 @@ def decode_step(stages: Sequence[cg.ActorHandle], slots: int, via: str = "auto")
     carried = cg.carry(torch.zeros(slots + 1, dtype=torch.int64), on=0)
 
     @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
-    def decode(batch: Tensor, controls: Tensor | None) -> Tensor:
+    def decode(batch: Tensor, controls: Tensor | None, logprobs: int | None) -> Any:
         given, slot = batch[:, TOKEN], batch[:, SLOT]
         x = torch.where(given < 0, carried.get(slot), given)
         for stage in stages:
-            x = cg.via(stage.decode(x, batch, controls), via)
-        carried.set(x, slot)
+            x = cg.via(stage.decode(x, batch, controls, logprobs), via)
+        carried.set(x if logprobs is None else x[0], slot)
         return x
 
     return decode
@@ -317,10 +347,10 @@ def prefill_step(stages: Sequence[cg.ActorHandle], via: str = "auto") -> cg.Step
     """The step of a chunk of one prompt."""
 
     @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
-    def prefill(chunk: Tensor, table: Tensor, controls: Tensor) -> Tensor:
+    def prefill(chunk: Tensor, table: Tensor, controls: Tensor, logprobs: int | None) -> Any:
         x = chunk[:, PROMPT : PROMPT + (chunk.shape[1] - PROMPT) // 2]
         for stage in stages:
-            x = cg.via(stage.prefill(x, chunk, table, controls), via)
+            x = cg.via(stage.prefill(x, chunk, table, controls, logprobs), via)
         return x
 
     return prefill
@@ -334,23 +364,48 @@ def widths(limits: Limits, options: Options) -> tuple[int, ...]:
 
 
 def decode_variants(limits: Limits, options: Options):
-    """Arguments of each variant of a decode step: padding alone, which is written to the trash."""
+    """Arguments of each variant of a decode step: padding alone, which is written to the trash.
+
+    One gives log-probabilities, of the largest batch: they are asked for rarely, and each variant
+    takes time to compile and to warm.
+    """
     for width in widths(limits, options):
         for count in options.batches:
             batch = torch.zeros(count, TABLE + width, dtype=torch.int64)
             batch[:, SLOT] = limits.slots
-            yield batch, None
+            yield batch, None, None
             if options.draws:
-                yield batch, _controls([Sampling()] * count)
+                yield batch, _controls([Sampling()] * count), None
+    if options.draws:
+        yield batch, _controls([Sampling()] * count), _ranked(limits)
 
 
 def prefill_variants(limits: Limits, options: Options):
     """Arguments of each variant of the prefill step."""
-    for width in widths(limits, options):
+    lengths = widths(limits, options)
+    for width in lengths:
         for count in options.chunks:
             chunk = torch.zeros(1, PROMPT + 2 * count, dtype=torch.int64)
             chunk[0, LENGTH] = 1
-            yield chunk, torch.zeros(1, width, dtype=torch.int64), _controls([Sampling()])
+            table = torch.zeros(1, width, dtype=torch.int64)
+            yield chunk, table, _controls([Sampling()]), None
+            if width == lengths[-1] and options.draws:
+                yield chunk, table, _controls([Sampling()]), _ranked(limits)
+
+
+def _tuple(result: Any) -> tuple[Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def _ranked(limits: Limits) -> int:
+    """How many of the likeliest tokens a variant with log-probabilities gives."""
+    return min(LOGPROBS, limits.vocabulary)
+
+
+def _scored(limits: Limits, samplings: Iterable[Sampling]) -> int | None:
+    """The same where log-probabilities are wanted, else None."""
+    wants = any(sampling.logprobs is not None for sampling in samplings)
+    return _ranked(limits) if wants else None
 
 
 def _controls(samplings: Sequence[Sampling]) -> Tensor:

@@ -40,6 +40,11 @@ class Features:
     shm_ring: bool = False  # frames that went through shared memory
     inproc: bool = False  # frames that stayed in the process
     stream_interval: bool = False  # tokens held back for a later chunk
+    stream_tok: bool = False  # events beyond those that the same tokens would have shared
+    uvloop: bool = False  # event loops that are uvloop's
+    kv256: bool = False  # tokens of a block beyond the usual ones
+    clamp: bool = False  # ids that the graph has clamped to the vocabulary
+    debug_bounds: bool = False  # executions whose ids, positions and blocks the graph has checked
 
 
 def parse(text: str) -> Features:

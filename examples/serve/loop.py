@@ -19,7 +19,7 @@ from typing import Any
 
 from . import wire
 from .features import Counters, Features
-from .scheduler import End, Events, Request, Scheduler, Ticket
+from .scheduler import ERROR, End, Events, Request, Scheduler, Ticket
 from .transports import Feeder, Ring
 from .wire import Kind, Link
 from .work import Decode, Engine, Result
@@ -43,6 +43,7 @@ class EngineLoop:
 
     Args:
         patience: as `PATIENCE`.
+        usual_chunk: the longest chunk without `-chunk`.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class EngineLoop:
         features: Features | None = None,
         counters: Counters | None = None,
         patience: float = PATIENCE,
+        usual_chunk: int = USUAL_CHUNK,
     ) -> None:
         self.engine, self.features = engine, features or Features()
         self.counters = Counters() if counters is None else counters
@@ -60,7 +62,7 @@ class EngineLoop:
         self._lanes: list[deque[tuple[Ticket, Result, float]]] = [deque() for _ in range(lanes)]
         self._unsent = Events()
         self._wake = asyncio.Event()
-        self._patience = patience
+        self._patience, self._usual_chunk = patience, usual_chunk
         self._busy = self._since = 0.0  # seconds with work in flight; since when there is some
         self._timer: asyncio.TimerHandle | None = None
         self._fault: Exception | None = None
@@ -149,7 +151,7 @@ class EngineLoop:
         try:
             self.scheduler.add(what)
         except ValueError as error:  # the front has checked it, so it is the front's mistake
-            self._unsent.ends.append(End(what.id, "error", 0, str(error)))
+            self._unsent.ends.append(End(what.id, ERROR, 0, str(error)))
 
     # -- work --------------------------------------------------------------------------------------
 
@@ -173,11 +175,11 @@ class EngineLoop:
             while lane and lane[0][1].done():
                 ticket, result, _ = lane.popleft()
                 try:
-                    drawn = result.result()
+                    drawn, scores = result.result(), result.scores()
                 except Exception as error:
                     self._fail(ticket, error)
                 else:
-                    self.scheduler.complete(ticket, drawn)
+                    self.scheduler.complete(ticket, drawn, scores)
         if was_busy and not any(self._lanes):
             self._busy += monotonic() - self._since
 
@@ -187,13 +189,16 @@ class EngineLoop:
         self._wake.set()
 
     def _count(self, ticket: Ticket) -> None:
-        """What the engine's switches change: rows of padding, and tokens of long chunks."""
+        """What the engine's switches change: rows of padding, tokens of long chunks, checks."""
         work, limits = ticket.work, self.engine.limits
+        ids = len(work.rows) if isinstance(work, Decode) else len(work.tokens)
+        self.counters["clamp"] += ids if self.features.clamp else 0
+        self.counters["debug_bounds"] += self.features.debug_bounds
         if isinstance(work, Decode):
             if not self.features.variants:
                 self.counters["variants"] += limits.slots - len(work.rows)
         elif not self.features.chunk:
-            self.counters["chunk"] += max(0, len(work.tokens) - USUAL_CHUNK)
+            self.counters["chunk"] += max(0, len(work.tokens) - self._usual_chunk)
 
     # -- events ------------------------------------------------------------------------------------
 
@@ -203,13 +208,13 @@ class EngineLoop:
         self._unsent.started += new.started
         self._unsent.pairs += new.pairs
         self._unsent.ends += new.ends
+        self._unsent.scores += new.scores
         if not self._unsent or self.link.is_full:
             return
         events, self._unsent = self._unsent, Events()
         if self._feeder is not None:
             self.counters["queue_ipc"] += 1
-            ends = [(end.id, end.reason, end.count, end.message) for end in events.ends]
-            self._feeder.put((list(events.started), list(events.pairs), ends))
+            self._feeder.put(wire.plain(events))
         else:
             self._send_frame(events)
         if self.scheduler.is_idle:

@@ -13,7 +13,7 @@ import cg
 from .attention import locate
 from .families import Model
 from .projections import project
-from .sampling import draw, greedy
+from .sampling import draw, greedy, score
 
 # Columns of a decode batch: int64 [rows, TABLE + blocks of a row]. An entry is where in the pools
 # the keys and values of the token go, counted through all blocks.
@@ -33,6 +33,14 @@ class Pool:
 
     blocks: int
     size: int
+
+
+@dataclass(frozen=True)
+class Guards:
+    """What a stage does about indices, which the driver has checked before; see `Options`."""
+
+    clamp: bool = False
+    debug_bounds: bool = False
 
 
 def split(layers: int, stages: int) -> list[range]:
@@ -55,12 +63,20 @@ class Stage(nn.Module):
     """
 
     def __init__(
-        self, model: Model, layers: range, pool: Pool, dtype: torch.dtype, packs: bool = True
+        self,
+        model: Model,
+        layers: range,
+        pool: Pool,
+        dtype: torch.dtype,
+        packs: bool = True,
+        guards: Guards | None = None,
     ) -> None:
         super().__init__()
         self.is_first = layers.start == 0
         self.is_last = layers.stop == model.layers
         self.first = layers.start
+        self.vocabulary = model.vocabulary
+        self.guards = guards or Guards()
         self.shared = model.heads // model.groups
         self.part = model.build(layers, dtype)
         if packs:
@@ -70,13 +86,16 @@ class Stage(nn.Module):
         for index in range(self.count):
             self.register_buffer(f"pool{index}", torch.zeros(shape, dtype=dtype))
 
-    def decode(self, x: Tensor, batch: Tensor, controls: Tensor | None = None) -> Tensor:
-        """The next token of each row.
+    def decode(
+        self, x: Tensor, batch: Tensor, controls: Tensor | None = None, logprobs: int | None = None
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+        """The next token of each row; with `logprobs` that, and what `score` gives.
 
         Args:
             x: ids int64 [rows] on the first stage, else [rows, 1, hidden].
             batch: int64 [rows, TABLE + blocks of a row]; padding has blocks 0.
             controls: float32 [rows, 2], temperature and top_p; None if all rows are greedy.
+            logprobs: of how many of the likeliest tokens.
         """
         positions, entries = batch[:, POSITION : POSITION + 1], batch[:, ENTRY]
         hidden = self._layers(x, positions, entries, batch[:, TABLE:])
@@ -87,10 +106,18 @@ class Stage(nn.Module):
             return greedy(logits)
         seeds, top_k = batch[:, SEED], batch[:, TOP_K]
         at = batch[:, POSITION] + 1
-        return draw(logits, at, seeds, controls[:, TEMPERATURE], top_k, controls[:, TOP_P])
+        drawn = draw(logits, at, seeds, controls[:, TEMPERATURE], top_k, controls[:, TOP_P])
+        return drawn if logprobs is None else (drawn, *score(logits, drawn, logprobs))
 
-    def prefill(self, x: Tensor, chunk: Tensor, table: Tensor, controls: Tensor) -> Tensor:
-        """The token that follows a chunk of one prompt.
+    def prefill(
+        self,
+        x: Tensor,
+        chunk: Tensor,
+        table: Tensor,
+        controls: Tensor,
+        logprobs: int | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+        """The token that follows a chunk of one prompt; with `logprobs` as `decode`.
 
         Args:
             x: ids int64 [1, tokens] on the first stage, else [1, tokens, hidden].
@@ -111,7 +138,8 @@ class Stage(nn.Module):
         logits = self._logits(hidden.gather(1, last)[:, 0])
         seeds, top_k = chunk[:, CHUNK_SEED], chunk[:, CHUNK_TOP_K]
         at = (start + length)[:, 0]
-        return draw(logits, at, seeds, controls[:, TEMPERATURE], top_k, controls[:, TOP_P])
+        drawn = draw(logits, at, seeds, controls[:, TEMPERATURE], top_k, controls[:, TOP_P])
+        return drawn if logprobs is None else (drawn, *score(logits, drawn, logprobs))
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """The logits of the whole vocabulary, of which each rank computes a part."""
@@ -120,6 +148,20 @@ class Stage(nn.Module):
     def _layers(self, x: Tensor, positions: Tensor, entries: Tensor, tables: Tensor) -> Tensor:
         pools = tuple(getattr(self, f"pool{index}") for index in range(self.count))
         pages = locate(pools, self.first, positions, entries, tables, self.shared)
+        if self.guards.debug_bounds:
+            _check("a block", tables, pools[0].shape[0])
+            _check("an entry", entries, pools[0].shape[0] * pools[0].shape[1])
+            _check("a position", positions, tables.shape[1] * pools[0].shape[1])
         if self.is_first:
-            x = self.part.embed(x.view(positions.shape), positions)
+            ids = x.view(positions.shape)
+            if self.guards.clamp:
+                ids = ids.clamp(0, self.vocabulary - 1)
+            if self.guards.debug_bounds:
+                _check("a token", ids, self.vocabulary)
+            x = self.part.embed(ids, positions)
         return self.part.run(x, positions, pages)
+
+
+def _check(what: str, numbers: Tensor, bound: int) -> None:
+    """Fail the execution unless all are from 0 to below a bound; on devices without waiting."""
+    torch._assert_async(((numbers >= 0) & (numbers < bound)).all(), f"{what} is out of bounds")

@@ -25,9 +25,12 @@ from .engine import CgEngine, Options, start
 from .loop import EngineLoop
 from .models import source
 from .options import add_arguments
+from .transports import loop_factory
 from .work import Limits
 
 CHUNKS = (32, 128, 512)
+KV256 = 256
+"""Tokens of a block with `+kv256`, in pools of the same size."""
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -47,18 +50,21 @@ def options(given: argparse.Namespace, features: switches.Features) -> Options:
         if given.context is None:
             raise ValueError("-chunk needs --context, for a chunk is as long as that")
         chunks = sizes(CHUNKS, given.context)
+    block_size = KV256 if features.kv256 else given.block_size
     chosen = Options(
         groups=groups,
         batches=batches if features.variants else batches[-1:],
         chunks=chunks if features.variants else chunks[-1:],
-        blocks=given.blocks,
-        block_size=given.block_size,
+        blocks=-(-given.blocks * given.block_size // block_size),
+        block_size=block_size,
         context=given.context,
         in_flight=max(2, groups or cg.world_size() // given.tp),
         tp=given.tp,
         dtype=getattr(torch, given.dtype),
         fuse=given.fuse,
         warm=features.warm,
+        clamp=features.clamp,
+        debug_bounds=features.debug_bounds,
         passes=",".join(
             f"-{name}" for name in ("overlap", "capture") if not getattr(features, name)
         ),
@@ -72,16 +78,25 @@ def sizes(usual: Sequence[int], most: int) -> tuple[int, ...]:
 
 
 def count(
-    counters: switches.Counters, features: switches.Features, limits: Limits, tp: int = 1
+    counters: switches.Counters,
+    features: switches.Features,
+    limits: Limits,
+    given: argparse.Namespace,
 ) -> None:
-    """What switches that act on ranks have changed."""
+    """What switches that act on ranks have changed.
+
+    Args:
+        given: the options of the job.
+    """
     cores = os.cpu_count() or 1
     if not features.thr_cap:
         counters["thr_cap"] = torch.get_num_threads() - max(1, cores // cg.world_size())
     if not features.affinity:
         counters["affinity"] = len(os.sched_getaffinity(0)) - max(1, cores // cg.world_size())
     if not features.groups:
-        counters["groups"] = cg.world_size() // tp - limits.groups
+        counters["groups"] = cg.world_size() // given.tp - limits.groups
+    if features.kv256:
+        counters["kv256"] = limits.block_size - given.block_size
     for name in ("overlap", "capture", "warm"):
         counters[name] = not getattr(features, name)
 
@@ -94,25 +109,28 @@ def main() -> None:
     with cg.profile(given.profile) if given.profile else contextlib.nullcontext():
         engine = start(source(given.model), options(given, features))
         if engine is not None:  # the others have served until now
-            asyncio.run(serve(engine, features, given.socket))
+            counters = switches.Counters()
+            with asyncio.Runner(loop_factory=loop_factory(features, counters)) as runner:
+                runner.run(serve(engine, given, given.socket, counters))
 
 
-async def serve(engine: CgEngine, features: switches.Features, path: Path) -> None:
+async def serve(
+    engine: CgEngine, given: argparse.Namespace, path: Path, counters: switches.Counters
+) -> None:
     """Serve the front that listens at a path, until it goes."""
-    counters = switches.Counters()
-    count(counters, features, engine.limits, engine.options.tp)
+    features = switches.parse(given.features)
+    count(counters, features, engine.limits, given)
     try:
-        await EngineLoop(engine, features, counters).run(path)
+        await EngineLoop(engine, features, counters, usual_chunk=given.chunk).run(path)
     finally:
         engine.close()
 
 
 async def serve_here(given: argparse.Namespace, path: Path) -> None:
     """The same in the front's process, which plays all ranks."""
-    features = switches.parse(given.features)
-    engine = start(source(given.model), options(given, features))
+    engine = start(source(given.model), options(given, switches.parse(given.features)))
     assert engine is not None
-    await serve(engine, features, path)
+    await serve(engine, given, path, switches.Counters())
 
 
 if __name__ == "__main__":

@@ -48,6 +48,22 @@ def draw(
     return torch.where(warm[:, None], scores, logits).argmax(-1)
 
 
+def score(logits: Tensor, drawn: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of drawn tokens and of the likeliest ones.
+
+    Args:
+        logits: [rows, vocabulary], those that `draw` took.
+        drawn: int64 [rows].
+        count: of the likeliest tokens.
+
+    Returns:
+        float32 [rows, 1 + count], of the drawn token first; and int64 [rows, count], the likeliest.
+    """
+    shares = logits.float().log_softmax(-1)
+    values, tokens = shares.topk(count)
+    return torch.cat([shares.gather(1, drawn[:, None]), values], 1), tokens
+
+
 def _threshold(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """The smallest logit of each row that may be drawn: top-k first, top-p of what is left."""
     ordered = scaled.sort(-1, descending=True).values

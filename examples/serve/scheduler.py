@@ -14,14 +14,17 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from itertools import repeat
 
 from .blocks import Blocks, chain
 from .features import Counters, Features
-from .work import Decode, Limits, Prefill, Row, Sampling
+from .work import Decode, Limits, Prefill, Row, Sampling, Scores
 
 GREEDY = Sampling()
+ERROR = "error"
+"""The reason of an end that comes with a message."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class Events:
     started: array[int] = field(default_factory=lambda: array("I"))  # ids, at their first admission
     pairs: array[int] = field(default_factory=lambda: array("I"))  # id, token, id, token, …
     ends: list[End] = field(default_factory=list)
+    scores: list[tuple[int, Scores]] = field(default_factory=list)  # of tokens that want them
 
     def __bool__(self) -> bool:
         return bool(self.started or self.pairs or self.ends)
@@ -203,22 +207,28 @@ class Scheduler:
                 break
             yield ticket
 
-    def complete(self, ticket: Ticket, drawn: list[int]) -> None:
-        """Take the tokens of work: one for each share, and none of a chunk before the last."""
+    def complete(self, ticket: Ticket, drawn: list[int], scores: Collection[Scores] = ()) -> None:
+        """Take the tokens of work: one for each share, and none of a chunk before the last.
+
+        Args:
+            scores: of each token, where some are wanted.
+        """
         self._land(ticket)
         draws = isinstance(ticket.work, Decode) or ticket.work.last
         for share in ticket.shares:
             self._written(*share)
-        for (sequence, _, _), token in zip(ticket.shares if draws else (), drawn, strict=True):
+        shares = ticket.shares if draws else []
+        of_each = scores or repeat(None, len(shares))
+        for (sequence, _, _), token, its in zip(shares, drawn, of_each, strict=True):
             if not sequence.is_over:
-                self._append(sequence, token)
+                self._append(sequence, token, its)
 
     def fail(self, ticket: Ticket, message: str) -> None:
         """End the requests of work that has failed, and nobody else's."""
         self._land(ticket)
         for sequence, _, _ in ticket.shares:
             if not sequence.is_over:
-                self._finish(sequence, "error", message)
+                self._finish(sequence, ERROR, message)
 
     # -- decode ------------------------------------------------------------------------------------
 
@@ -371,7 +381,7 @@ class Scheduler:
             sequence.digest = self.blocks.publish(block, sequence.digest, part)
             sequence.published += 1
 
-    def _append(self, sequence: Sequence, token: int) -> None:
+    def _append(self, sequence: Sequence, token: int, scores: Scores | None) -> None:
         request = sequence.request
         sequence.tokens.append(token)
         self.stats.generated_tokens += 1
@@ -379,6 +389,10 @@ class Scheduler:
             self._finish(sequence, "stop")
             return
         self._events.pairs.extend((request.id, token))
+        wanted = request.sampling.logprobs
+        if scores is not None and wanted is not None:
+            scores = Scores(scores.drawn, scores.likeliest[:wanted])
+            self._events.scores.append((request.id, scores))
         if not self.features.fast_cnt:
             self.counters["fast_cnt"] += 1
         if sequence.drawn == request.max_tokens:

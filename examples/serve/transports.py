@@ -1,7 +1,8 @@
 """Other ways for events from rank 0 to the front: control arms of ablations, off by default.
 
 `+queue_ipc` does what `multiprocessing.Queue` does: a feeder thread pickles objects. `+shm_ring`
-puts the bytes of a frame into shared memory, and sends where they lie.
+puts the bytes of a frame into shared memory, and sends where they lie. `+uvloop` runs the loops of
+both processes on libuv.
 """
 
 from __future__ import annotations
@@ -13,15 +14,35 @@ import pickle
 import queue
 import struct
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from .features import Counters, Features
 from .wire import Kind, Link, WireError
 
 RING = 1 << 22
 """Bytes of the ring."""
 _TAIL = struct.Struct("<Q")
 _PLACE = struct.Struct("<QII")
+
+
+def loop_factory(
+    features: Features, counters: Counters
+) -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """What makes the event loop, for `asyncio.Runner`; None is asyncio's own.
+
+    Raises:
+        ValueError: uvloop is wanted, and not installed.
+    """
+    if not features.uvloop:
+        return None
+    try:
+        import uvloop  # which few want
+    except ImportError:
+        raise ValueError("+uvloop needs uvloop: pip install uvloop") from None
+    counters["uvloop"] += 1
+    return uvloop.new_event_loop
 
 
 class Feeder:

@@ -20,7 +20,7 @@ from typing import Any, cast
 
 from .features import Counters, Features
 from .scheduler import End, Events, Request
-from .work import Limits, Sampling
+from .work import Limits, Sampling, Scores
 
 
 class Kind(IntEnum):
@@ -39,7 +39,7 @@ MOST = 1 << 26
 CUT = 1 << 20
 _KINDS = {kind.value: kind for kind in Kind}
 _HEAD = struct.Struct("<IB")
-_REQUEST = struct.Struct("<IIfIfQ?HI")
+_REQUEST = struct.Struct("<IIfIfQb?HI")
 _EVENTS = struct.Struct("<II")
 
 
@@ -147,7 +147,8 @@ def pack_requests(requests: Iterable[Request]) -> Iterable[bytes]:
         how = each.sampling
         head = _REQUEST.pack(
             *(each.id, each.max_tokens, how.temperature, how.top_k, how.top_p, how.seed),
-            *(each.ignore_eos, len(each.salt), len(each.prompt)),
+            *(-1 if how.logprobs is None else how.logprobs, each.ignore_eos),
+            *(len(each.salt), len(each.prompt)),
         )
         parts.append(head + each.salt + array("I", each.prompt).tobytes())
         size += len(parts[-1])
@@ -163,13 +164,14 @@ def unpack_requests(payload: bytes) -> list[Request]:
     found, at = [], 0
     try:
         while at < len(payload):
-            id_, most, temperature, top_k, top_p, seed, ignores, salted, length = (
+            id_, most, temperature, top_k, top_p, seed, ranked, ignores, salted, length = (
                 _REQUEST.unpack_from(payload, at)
             )
             at += _REQUEST.size
             salt, at = payload[at : at + salted], at + salted
             prompt, at = numbers(payload[at : at + 4 * length]), at + 4 * length
-            sampling = Sampling(temperature, top_k, top_p, seed)
+            logprobs = None if ranked < 0 else ranked
+            sampling = Sampling(temperature, top_k, top_p, seed, logprobs)
             found.append(Request(id_, tuple(prompt), most, sampling, ignores, salt))
             if len(prompt) != length or len(salt) != salted:
                 raise WireError("a request is cut off")
@@ -179,31 +181,48 @@ def unpack_requests(payload: bytes) -> list[Request]:
 
 
 def pack_events(events: Events, is_flat: bool = True) -> bytes:
-    """Arrays of numbers, and the ends as JSON; or, for an ablation, an object for each token."""
-    ends = [[end.id, end.reason, end.count, end.message] for end in events.ends]
+    """Arrays of numbers, and what is rare as JSON; for an ablation an object for each token."""
+    rest = _rare(events)
     if not is_flat:
         pairs = zip(events.pairs[::2], events.pairs[1::2], strict=True)
         each = [{"id": id_, "token": token} for id_, token in pairs]
-        whole: dict[str, Any] = {"started": list(events.started), "tokens": each, "ends": ends}
-        return json.dumps(whole).encode()
-    tail = json.dumps(ends).encode() if ends else b""
+        return json.dumps([list(events.started), each, *rest]).encode()
+    tail = json.dumps(rest).encode() if any(rest) else b""
     head = _EVENTS.pack(len(events.started), len(events.pairs))
     return head + events.started.tobytes() + events.pairs.tobytes() + tail
 
 
 def unpack_events(kind: Kind, payload: bytes) -> Events:
     if kind is Kind.OBJECTS:
-        whole = json.loads(payload)
-        pairs = array("I", [n for each in whole["tokens"] for n in (each["id"], each["token"])])
-        ends = [End(*each) for each in whole["ends"]]
-        return Events(array("I", whole["started"]), pairs, ends)
+        started_ids, each, *rest = json.loads(payload)
+        return events_of(started_ids, [n for one in each for n in one.values()], *rest)
     started, length = _EVENTS.unpack_from(payload)
     middle = _EVENTS.size + 4 * started
     end = middle + 4 * length
+    rest = json.loads(payload[end:]) if len(payload) > end else ((), ())
+    return events_of(numbers(payload[_EVENTS.size : middle]), numbers(payload[middle:end]), *rest)
+
+
+def plain(events: Events) -> list[list[Any]]:
+    """Events as lists of numbers and strings; `events_of` reads them."""
+    return [list(events.started), list(events.pairs), *_rare(events)]
+
+
+def _rare(events: Events) -> list[list[Any]]:
+    return [
+        [[end.id, end.reason, end.count, end.message] for end in events.ends],
+        [[id_, each.drawn, each.likeliest] for id_, each in events.scores],
+    ]
+
+
+def events_of(
+    started: Iterable[int], pairs: Iterable[int], ends: Iterable[Any], scores: Iterable[Any]
+) -> Events:
     return Events(
-        numbers(payload[_EVENTS.size : middle]),
-        numbers(payload[middle:end]),
-        [End(*each) for each in json.loads(payload[end:] or b"[]")],
+        array("I", started),
+        array("I", pairs),
+        [End(*each) for each in ends],
+        [(id_, Scores(drawn, tuple(map(tuple, top)))) for id_, drawn, top in scores],
     )
 
 

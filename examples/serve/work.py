@@ -6,15 +6,34 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+LOGPROBS = 20
+"""Of how many of the likeliest tokens the engine gives log-probabilities, at most."""
+
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is drawn; temperature 0 is greedy, top_k 0 and top_p 1 are off."""
+    """How a token is drawn; temperature 0 is greedy, top_k 0 and top_p 1 are off.
+
+    logprobs: of how many of the likeliest tokens log-probabilities are wanted, beside that of the
+    drawn one. None: of none at all, which costs nothing.
+    """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    logprobs: int | None = None  # at most LOGPROBS
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Log-probabilities, natural ones, of a drawn token and of the likeliest ones, in order.
+
+    They are the model's own: what temperature, top_k and top_p begin with.
+    """
+
+    drawn: float
+    likeliest: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
@@ -63,6 +82,9 @@ class Result(Protocol):
 
     def done(self) -> bool: ...
     def result(self, timeout: float | None = None) -> list[int]: ...
+    def scores(self) -> list[Scores]:
+        """Of each token, once the result is there; empty unless the work asks for some."""
+
     def when_done(self, call: Callable[[], None]) -> None: ...
 
 

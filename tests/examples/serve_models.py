@@ -14,7 +14,7 @@ from transformers.utils import logging
 from examples.serve.engine import Options
 
 OPTIONS = Options(batches=(2, 4), chunks=(8, 32), blocks=20, block_size=8)
-"""Two groups on two ranks: twenty variants, which is what the tests spend most time on."""
+"""Two groups on two ranks: 24 variants, which is what the tests spend most time on."""
 
 FEW = replace(OPTIONS, groups=2, batches=(4,), chunks=(32,), widths=())
 

@@ -16,9 +16,9 @@ import torch
 import cg
 from cg.backends.virtual.world import VirtualWorld
 from cg.launch.world.world import use_world
-from examples.serve.engine import CgEngine, Options, start, widths
+from examples.serve.engine import CgEngine, Options, decode_variants, start, widths
 from examples.serve.families import open_model
-from examples.serve.model import split
+from examples.serve.model import POSITION, TABLE, split
 from examples.serve.work import Decode, Prefill, Row, Sampling
 
 from ..mpi.jobs import ROOT, needs_mpi, run
@@ -176,6 +176,61 @@ def test_tokens_depend_on_no_companion_chunk_slot_or_group(engine: CgEngine, mod
     assert outs[0] == outs[1] == outs[2] == outs[3]
 
 
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, top_k=5, seed=3)])
+def test_log_probabilities_are_those_of_the_model(
+    engine: CgEngine, model: Any, sampling: Sampling
+) -> None:
+    """Before temperature and top_k; they change no token, and cost a batch without them nothing."""
+    prompt, blocks = tuple(range(3, 23)), ((1, 2, 3, 4), (5, 6, 7, 8))
+    outs: list[list[int]] = []
+    scores = []
+    for asked in (sampling, replace(sampling, logprobs=3)):
+        chunk = engine.submit(Prefill(prompt, 0, blocks[0], True, asked))
+        engine.submit(Prefill(prompt[:9], 0, blocks[1], True, Sampling())).result()
+        outs.append(chunk.result())
+        scores += chunk.scores()
+        for step in range(4):
+            at, out = len(prompt) + step, outs[-1]
+            # A companion that asks for none runs in the same batch.
+            rows = (
+                Row(out[-1], at, 0, blocks[0], asked),
+                Row(7, 9, 1, blocks[1], Sampling()),
+            )
+            result = engine.submit(Decode(0, rows))
+            out.append(result.result()[0])
+            scores += result.scores()[:1]
+    assert outs[0] == outs[1]
+    assert len(scores) == len(outs[1])  # and none of those that did not ask
+    with torch.no_grad():
+        logits = model(torch.tensor([(*prompt, *outs[1][:-1])])).logits[0, len(prompt) - 1 :]
+    shares = logits.log_softmax(-1)
+    for row, token, each in zip(shares, outs[1], scores, strict=True):
+        assert each.drawn == pytest.approx(float(row[token]), abs=1e-4)
+        wanted = row.topk(20)
+        assert [value for _, value in each.likeliest] == pytest.approx(
+            wanted.values.tolist(), abs=1e-4
+        )
+        assert [float(row[id_]) for id_, _ in each.likeliest] == pytest.approx(
+            wanted.values.tolist(), abs=1e-4
+        )
+
+
+def test_guards_in_the_graph(folder: Path, model: Any) -> None:
+    """They change no token; what the driver would refuse fails where bounds are checked."""
+    options = replace(FEW, groups=1, clamp=True, debug_bounds=True)
+    with serving(folder, 2, options) as engine:
+        requests = random_requests(4, 3, engine.limits)
+        Driver(engine, Habits(seed=3)).run(requests)
+        assert differences(logits_of(model), requests) == (0, 0)
+        batch, controls, _ = next(decode_variants(engine.limits, options))
+        for column, number in ((TABLE, 20), (TABLE, -1), (POSITION, -1)):
+            wrong = batch.clone()
+            wrong[0, column] = number
+            with pytest.raises(RuntimeError, match="is out of bounds"):
+                engine.decode[0].execute(wrong, controls, None).result()
+        assert engine.decode[0].execute(batch, controls, None).result().shape == (4,)
+
+
 def test_two_tables_may_share_blocks(engine: CgEngine, model: Any) -> None:
     stem = tuple(range(16))
     first, second = Request((*stem, 40, 41), 2), Request((*stem, 50), 2)
@@ -265,7 +320,7 @@ def test_on_mpi_ranks(ranks: int, on_devices: bool, folder: Path) -> None:
     ended = run(ranks, program, folder=ROOT, seconds=150, warm=True)
     assert ended.code == 0, ended.output
     assert "rank 1 has served" in ended.output
-    assert ("5 of 5 whole, 5 replayed" in ended.output) == on_devices, ended.output
+    assert ("8 of 8 whole, 8 replayed" in ended.output) == on_devices, ended.output
     (found,) = re.findall(r"40 requests, (\d+) tokens: (\d+) differences", ended.output)
     assert int(found[0]) > 100
     assert int(found[1]) == 0

@@ -1,8 +1,22 @@
-"""How much may be in the server at once, in requests and in tokens."""
+"""How much may be in the server at once, and for how long."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Bytes, seconds and counts."""
+
+    requests: int = 1024  # admitted at once; more are told to come again
+    tokens: int = 1 << 20  # of all of them, with what they may still draw
+    body: int = 1 << 20
+    idle: float = 15.0  # for a request's headers, and between requests
+    read: float = 10.0  # for a body
+    stall: float = 60.0  # for a reader of a stream
+    drain: float = 30.0  # for requests, after SIGTERM
+    connections: int = 4096
 
 
 @dataclass

@@ -3,21 +3,70 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import resource
 import socket
+from time import monotonic
 
 from aiohttp import web
 
-from .protocol import ApiError
+from .errors import ApiError
+
+log = logging.getLogger("serve")
 
 SEND_BUFFER = 1 << 16
 """Bytes that the system keeps for a client that does not read; it may double them."""
 SPARE_FILES = 64
-"""Descriptors that are not for connections."""
+"""Descriptors that are not for connections that are let in."""
+LINGER = 1.0
+"""Seconds for a client that is refused to take its answer."""
+
+
+class Gate:
+    """Lets new connections in, up to a bound, and answers those beyond it.
+
+    Args:
+        server: makes the protocol of a connection that is let in.
+        most: connections; fewer if this process may not open so many files.
+    """
+
+    def __init__(self, server: web.Server, most: int) -> None:
+        files = most_files()
+        self._server = server
+        self._most = min(most, max(1, files - SPARE_FILES))
+        # Refusals that linger have what is left, but for what the process itself needs.
+        self._lingering: set[Refusal] = set()
+        self._most_lingering = files - self._most - SPARE_FILES // 2
+        self._arriving = 0
+
+    def connect(self) -> asyncio.Protocol:
+        """What answers a new connection: the server, or a refusal of one too many."""
+        if len(self._server.connections) + self._arriving >= self._most:
+            return Refusal(self._lingering, self._most_lingering)
+        # The server counts a connection in the next turn of the loop, which may accept more first.
+        loop = asyncio.get_running_loop()
+        self._arriving += 1
+        loop.call_soon(loop.call_soon, self._arrive)
+        return self._server()
+
+    def _arrive(self) -> None:
+        self._arriving -= 1
 
 
 class Refusal(asyncio.Protocol):
-    """Answers a connection beyond the bound, and closes it."""
+    """Answers a connection beyond the bound, and closes it once the client has, or after a moment.
+
+    A connection that is closed while bytes of its client are unread is reset, and the reset may
+    overtake the answer. So what comes is read, and dropped.
+
+    Args:
+        lingering: those that wait for their clients.
+        most: of them; one more is closed at once.
+    """
+
+    def __init__(self, lingering: set[Refusal], most: int) -> None:
+        self._lingering, self._most = lingering, most
+        self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -26,7 +75,17 @@ class Refusal(asyncio.Protocol):
         head = "HTTP/1.1 429 Too Many Requests\r\nRetry-After: 1\r\nConnection: close\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         transport.write((head + body).encode())
-        transport.close()
+        if len(self._lingering) >= self._most:
+            transport.close()
+            return
+        self._lingering.add(self)
+        transport.write_eof()
+        self._timer = asyncio.get_running_loop().call_later(LINGER, transport.abort)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lingering.discard(self)
+        if self._timer is not None:
+            self._timer.cancel()
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -47,13 +106,13 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def most_connections(asked: int) -> int:
-    """As many as asked, or as this process may open files for; its own limit is raised."""
+def most_files() -> int:
+    """How many files this process may open; its own limit is raised as far as it may be."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:
         hard = max(soft, 1 << 16)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return min(asked, max(1, hard - SPARE_FILES))
+    return hard
 
 
 def limit_waits(listener: socket.socket, stall: float) -> None:
@@ -64,3 +123,34 @@ def limit_waits(listener: socket.socket, stall: float) -> None:
     """
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(stall * 1000))
+
+
+class Waits:
+    """Writes that wait for their readers, each since when.
+
+    A timeout of asyncio for each chunk would cost a tenth of the chunk; this looks at all at times.
+
+    Args:
+        stall: seconds after which a client that does not read is cut off.
+    """
+
+    def __init__(self, stall: float) -> None:
+        self._stall = stall
+        self._since: dict[asyncio.Transport, float] = {}
+
+    def begin(self, transport: asyncio.Transport) -> None:
+        """Something is being written."""
+        self._since[transport] = monotonic()
+
+    def end(self, transport: asyncio.Transport) -> None:
+        """It has been, or cannot be."""
+        del self._since[transport]
+
+    async def cut_off(self) -> None:
+        """Close connections whose clients have not read for too long, until it is cancelled."""
+        while True:
+            await asyncio.sleep(min(1.0, self._stall / 4))
+            oldest = monotonic() - self._stall
+            for transport in [each for each, began in self._since.items() if began < oldest]:
+                log.warning("a client has not read for %g s, and is cut off", self._stall)
+                transport.abort()

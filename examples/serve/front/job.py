@@ -1,8 +1,4 @@
-"""The engine's job, as the front sees it: started, watched, ended, started again.
-
-A reply is the one buffer of a request: events are merged into it, and whoever reads it takes all
-that is there. So a slow reader gets larger pieces, and no queue grows.
-"""
+"""The engine's job, as the front sees it: started, watched, ended, started again."""
 
 from __future__ import annotations
 
@@ -12,10 +8,9 @@ import json
 import logging
 import os
 import signal
-import threading
-from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from time import monotonic
@@ -26,8 +21,11 @@ from ..features import Counters, Features
 from ..scheduler import End, Events, Request
 from ..transports import Ring, unpickle
 from ..wire import Kind, Link
-from ..work import Limits, Sampling
-from .protocol import ApiError, Completion
+from ..work import Limits
+from .errors import ApiError
+from .metrics import Metrics
+from .protocol import Completion
+from .reply import Reply
 
 log = logging.getLogger("serve")
 
@@ -37,6 +35,8 @@ GRACE = 10.0
 """Seconds for the job to end by itself, once the socket is closed."""
 FAREWELL = 3.0
 """Seconds for a job that has lost a rank to say so and end."""
+GONE = "gone"
+"""The reason of an end beside those of the scheduler: the engine has gone."""
 LONGEST_PAUSE = 30.0
 """Seconds between two starts of an engine that keeps failing."""
 
@@ -48,36 +48,6 @@ class State(Enum):
     CLOSED = "closed"
 
 
-class Reply:
-    """What the choices of a request have got and nobody has read."""
-
-    def __init__(self, prompts: Sequence[int], threads: ThreadPoolExecutor | None) -> None:
-        self.ids: list[int] = []
-        self.prompts = prompts  # lengths, a choice each
-        self.tokens: list[list[int]] = [[] for _ in prompts]
-        self.ends: list[End | None] = [None for _ in prompts]
-        self.arrived = monotonic()
-        self.started = False
-        self.last: float | None = None  # when tokens came last
-        self._event = asyncio.Event()
-        self._threads = threads
-        self._thread_event = threading.Event()
-
-    def touch(self) -> None:
-        """There is something to read."""
-        self._event.set()
-        if self._threads is not None:
-            self._thread_event.set()
-
-    async def changed(self) -> None:
-        """Wait until there is something to read."""
-        if self._threads is not None:
-            await asyncio.get_running_loop().run_in_executor(self._threads, self._thread_event.wait)
-            self._thread_event.clear()
-        await self._event.wait()
-        self._event.clear()
-
-
 class EngineJob:
     """Starts `command` with the address of a socket, and gives it requests.
 
@@ -86,8 +56,7 @@ class EngineJob:
             in this process.
         folder: of mode 0700, for the socket.
         most: requests at once, which bounds threads.
-        on_tokens: called for each reply with the number of its new tokens, and whether it started.
-        on_stats: called with the engine's counts.
+        metrics: what the engine says is counted there.
     """
 
     def __init__(
@@ -97,18 +66,16 @@ class EngineJob:
         features: Features,
         counters: Counters,
         most: int,
-        on_tokens: Callable[[Reply, int, bool], None],
-        on_stats: Callable[[dict[str, Any]], None],
+        metrics: Metrics,
     ) -> None:
         self.command, self.path = command, folder / "engine"
         self.features, self.counters = features, counters
         self.state = State.STARTING
         self.is_known = asyncio.Event()  # ready, failed or closed
-        self.stats: dict[str, Any] = {}
         self.starts = 0
         self.process: asyncio.subprocess.Process | None = None
         self.limits: Limits | None = None
-        self._on_tokens, self._on_stats = on_tokens, on_stats
+        self._metrics = metrics
         self._replies: dict[int, tuple[Reply, int]] = {}
         self._outbox: list[Request] = []
         self._ids = 0
@@ -116,7 +83,7 @@ class EngineJob:
         self._ring: Ring | None = None
         self._ended = asyncio.Event()
         self._family: set[tuple[int, str]] = set()
-        self._beat = monotonic()
+        self._beat = self._began = monotonic()
         self._server: asyncio.Server | None = None
         self._threads = None if features.async_stream else ThreadPoolExecutor(most)
 
@@ -162,7 +129,7 @@ class EngineJob:
                     self._ids,
                     what.prompts[index // what.n],
                     what.max_tokens,
-                    Sampling(how.temperature, how.top_k, how.top_p, seed),
+                    replace(how, seed=seed),
                     what.ignore_eos,
                     what.salt,
                 )
@@ -183,11 +150,11 @@ class EngineJob:
             self._link.send(Kind.CANCEL, wire.pack_ids(told))
 
     def end_all(self, message: str) -> None:
-        """End every request with an error."""
+        """End every request, for there is no engine for them."""
         replies, self._replies = self._replies, {}
         self._outbox.clear()
         for id_, (reply, index) in replies.items():
-            reply.ends[index] = End(id_, "error", 0, message)
+            reply.ends[index] = End(id_, GONE, 0, message)
             reply.touch()
 
     def _flush(self) -> None:
@@ -206,13 +173,9 @@ class EngineJob:
         if kind in (Kind.EVENTS, Kind.OBJECTS):
             self._take_events(wire.unpack_events(kind, payload))
         elif kind is Kind.PICKLED and self.features.queue_ipc:
-            started, pairs, ends = unpickle(payload)
-            self._take_events(
-                Events(array("I", started), array("I", pairs), [End(*each) for each in ends])
-            )
+            self._take_events(wire.events_of(*unpickle(payload)))
         elif kind is Kind.STATS:
-            self.stats = json.loads(payload)
-            self._on_stats(self.stats)
+            self._metrics.take_stats(json.loads(payload))
         elif kind is Kind.HELLO:
             self.limits = wire.unpack_hello(payload)
             if self.features.shm_ring:
@@ -221,13 +184,17 @@ class EngineJob:
             self.is_known.set()
             if self.process is not None:  # now, for later their parents may have died
                 self._family = family(self.process.pid)
-            log.info("the engine is ready: %s", self.limits)
+            log.info(
+                "the engine is ready after %.0f s: %d requests at a time, of %d tokens at most",
+                monotonic() - self._began,
+                self.limits.groups * self.limits.slots,
+                self.limits.context,
+            )
 
     def _take_events(self, events: Events) -> None:
         for id_ in events.started:
             if id_ in self._replies:
-                reply, _ = self._replies[id_]
-                self._on_tokens(reply, 0, True)
+                self._metrics.count_start(self._replies[id_][0])
         changed: dict[Reply, int] = {}
         for place in range(0, len(events.pairs), 2):
             found = self._replies.get(events.pairs[place])
@@ -235,6 +202,10 @@ class EngineJob:
                 reply, index = found
                 reply.tokens[index].append(events.pairs[place + 1])
                 changed[reply] = changed.get(reply, 0) + 1
+        for id_, scores in events.scores:
+            if id_ in self._replies:
+                reply, index = self._replies[id_]
+                reply.scores[index].append(scores)
         for end in events.ends:
             found = self._replies.pop(end.id, None)
             if found is not None:
@@ -242,7 +213,7 @@ class EngineJob:
                 reply.ends[index] = end
                 changed.setdefault(reply, 0)
         for reply, number in changed.items():
-            self._on_tokens(reply, number, False)
+            self._metrics.count_tokens(reply, number)
             reply.touch()
 
     def _on_end(self, link: Link) -> None:
@@ -285,6 +256,8 @@ class EngineJob:
         self._ended.clear()
         self._link = None
         self.starts += 1
+        self._began = monotonic()
+        log.info("starting the engine")
         if callable(self.command):
             exits: asyncio.Future[Any] = asyncio.ensure_future(self.command(self.path))
         else:
@@ -334,7 +307,8 @@ class EngineJob:
         self.state = State.CLOSED
         self.is_known.set()
         self.end_all("the server is shutting down")
-        await self._end_process(GRACE)
+        # Ranks that have not connected yet do not see the socket close.
+        await self._end_process(0.0 if self._link is None else GRACE)
         if self._server is not None:
             self._server.close()
         if self._threads is not None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from time import monotonic
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -14,6 +15,8 @@ from prometheus_client.core import (
     HistogramMetricFamily,
     Metric,
 )
+
+from .reply import Reply
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 COUNTED = ("preemptions", "prefix_queries", "prefix_hits", "busy_seconds")
@@ -56,6 +59,30 @@ class Metrics:
         self._engine_features: Counter[str] = Counter()
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
+
+    def count_start(self, reply: Reply) -> None:
+        """The first of its choices has blocks."""
+        if not reply.started:
+            self.queue.add(monotonic() - reply.arrived)
+        reply.started = True
+
+    def count_tokens(self, reply: Reply, number: int) -> None:
+        """So many tokens have come at once, for all its choices."""
+        if not number:
+            return
+        now = monotonic()
+        self.generated_tokens += number
+        if reply.last is None:
+            self.first_token.add(now - reply.arrived)
+        else:
+            self.inter_token.add(now - reply.last)
+        reply.last = now
+
+    def count_end(self, reply: Reply, prompt_tokens: int, reasons: Iterable[str | None]) -> None:
+        """All its choices have ended."""
+        self.whole.add(monotonic() - reply.arrived)
+        self.prompt_tokens += prompt_tokens
+        self.ends.update(reason or "abort" for reason in reasons)
 
     def take_stats(self, stats: dict[str, Any]) -> None:
         """Add what the engine has counted since the last time."""

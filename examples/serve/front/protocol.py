@@ -1,14 +1,16 @@
-"""OpenAI's requests and errors: what bodies may say, checked before anything is done."""
+"""OpenAI's requests: what bodies may say, checked before anything is done."""
 
 from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from ..work import Limits, Sampling
+from ..work import LOGPROBS, Limits, Sampling
+from . import fields
+from .errors import ApiError, bad
+from .fields import Body
 from .text import Text
 
 CHOICES = 8
@@ -17,41 +19,10 @@ STOPS = 4
 STOP_LENGTH = 256
 """Characters of a stop string, at most."""
 MESSAGES = 4096
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+"""Roles of messages, and what templates call them."""
 DEFAULT_TOKENS = {False: 16, True: None}
 """`max_tokens` of completions is 16, as OpenAI says; that of chats is what the context leaves."""
-
-KINDS = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    404: "not_found_error",
-    405: "invalid_request_error",
-    408: "timeout_error",
-    413: "invalid_request_error",
-    429: "rate_limit_error",
-    500: "server_error",
-    503: "service_unavailable_error",
-}
-
-
-class ApiError(Exception):
-    """What a client is told, in OpenAI's shape.
-
-    Attributes:
-        status: of HTTP.
-        param: the field of the body that it is about.
-        code: a word for programs.
-    """
-
-    def __init__(
-        self, status: int, message: str, param: str | None = None, code: str | None = None
-    ) -> None:
-        super().__init__(message)
-        self.status, self.param, self.code = status, param, code
-
-    def body(self) -> dict[str, Any]:
-        kind = KINDS.get(self.status, "invalid_request_error")
-        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
-        return {"error": error}
 
 
 @dataclass(frozen=True)
@@ -76,8 +47,9 @@ class Completion:
 
     @property
     def tokens(self) -> int:
-        """The most that all choices together can be long."""
-        return sum(len(each) + self.max_tokens for each in self.prompts) * self.n
+        """The most that all choices can be long; a log-probability beside a token counts as one."""
+        drawn = self.max_tokens * (1 + (self.sampling.logprobs or 0))
+        return sum(len(each) + drawn for each in self.prompts) * self.n
 
 
 def parse(payload: bytes) -> dict[str, Any]:
@@ -98,31 +70,31 @@ def parse(payload: bytes) -> dict[str, Any]:
     return found
 
 
-def completion(
-    body: Mapping[str, Any], is_chat: bool, model: str, text: Text, limits: Limits
-) -> Completion:
+def completion(body: Body, is_chat: bool, model: str, text: Text, limits: Limits) -> Completion:
     """Check the body of `/v1/completions` or `/v1/chat/completions`.
 
     Raises:
         ApiError: 400, or 404 for another model.
     """
     check_model(body, model)
-    _refuse_unsupported(body)
-    stream = _boolean(body, "stream", False)
-    options = _object(body, "stream_options")
+    fields.refuse_others(body, "chat" if is_chat else "completions")
+    stream = fields.boolean(body, "stream")
+    options = fields.mapping(body, "stream_options")
     if options and not stream:
-        _bad("stream_options is only for stream=true", "stream_options")
-    n = _integer(body, "n", 1, 1, CHOICES)
+        bad("stream_options is only for stream=true", "stream_options")
+    n = fields.integer(body, "n", 1, 1, CHOICES)
+    if fields.integer(body, "best_of", n, 1, CHOICES) != n:
+        bad("best_of other than n is not supported", "best_of")
     prompts = _chat(body, text) if is_chat else _prompts(body, text, limits)
     if len(prompts) * n > CHOICES:
-        _bad(f"prompts times n may be at most {CHOICES}", "n")
+        bad(f"prompts times n may be at most {CHOICES}", "n")
     room = limits.context - max(map(len, prompts))
     for prompt in prompts:
         if not prompt:
-            _bad("the prompt is empty", "prompt")
+            bad("the prompt is empty", "prompt")
     if room < 1:
         _too_long(max(map(len, prompts)), limits)
-    seed = _integer(body, "seed", None, -(1 << 63), (1 << 64) - 1)
+    seed = fields.integer(body, "seed", None, -(1 << 63), (1 << 64) - 1)
     return Completion(
         is_chat,
         model,
@@ -130,22 +102,23 @@ def completion(
         n,
         _max_tokens(body, is_chat, room, limits),
         Sampling(
-            temperature=_number(body, "temperature", 1.0, 0.0, 2.0),
+            temperature=fields.number(body, "temperature", 1.0, 0.0, 2.0),
             top_k=_top_k(body, limits),
             top_p=_top_p(body),
             seed=secrets.randbits(63) if seed is None else seed % (1 << 63),
+            logprobs=_logprobs(body, is_chat),
         ),
         _stops(body),
         stream,
-        _boolean(options, "include_usage", False),
-        _boolean(body, "ignore_eos", False),
-        _string(body, "cache_salt").encode(),
+        fields.boolean(options, "include_usage"),
+        fields.boolean(body, "ignore_eos"),
+        fields.string(body, "cache_salt").encode(),
     )
 
 
-def check_model(body: Mapping[str, Any], model: str) -> None:
+def check_model(body: Body, model: str) -> None:
     """Raises ApiError 404 if the body names another model; none is ours."""
-    name = _string(body, "model", model)
+    name = fields.string(body, "model", model)
     if name != model:
         message = f"the model '{name[:100]}' does not exist; this server has '{model}'"
         raise ApiError(404, message, "model", "model_not_found")
@@ -154,26 +127,30 @@ def check_model(body: Mapping[str, Any], model: str) -> None:
 def token_ids(found: object, param: str, limits: Limits) -> tuple[int, ...]:
     """A list of token ids below the vocabulary's size."""
     if not isinstance(found, list):
-        _bad(f"{param} must be a list of token ids", param)
+        bad(f"{param} must be a list of token ids", param)
     if len(found) > limits.context:
         _too_long(len(found), limits)
     for token in found:
         if type(token) is not int or not 0 <= token < limits.vocabulary:
-            _bad(f"{param} has a token id that is none below {limits.vocabulary}", param)
+            bad(f"{param} has a token id that is none below {limits.vocabulary}", param)
     return tuple(found)
 
 
-def messages(body: Mapping[str, Any]) -> list[dict[str, str]]:
+def messages(body: Body) -> list[dict[str, str]]:
     """Messages with `role` and `content`, whose parts are joined."""
     found = body.get("messages")
     if not isinstance(found, list) or not 0 < len(found) <= MESSAGES:
-        _bad(f"messages must be a list of 1 to {MESSAGES} messages", "messages")
+        bad(f"messages must be a list of 1 to {MESSAGES} messages", "messages")
     return [_message(each) for each in found]
 
 
 def _message(each: object) -> dict[str, str]:
-    if not isinstance(each, dict) or not isinstance(each.get("role"), str):
-        _bad("each message must be an object with a role", "messages")
+    role = each.get("role") if isinstance(each, dict) else None
+    if not isinstance(each, dict) or not isinstance(role, str) or role not in ROLES:
+        bad(f"each message must be an object with a role, of {', '.join(ROLES)}", "messages")
+    for name, value in each.items():
+        if name not in ("role", "content", "name") and value not in (None, [], {}):
+            bad(f"{name[:100]} of a message is not supported", "messages")
     content = each.get("content")
     if isinstance(content, list):
         parts = [
@@ -181,38 +158,38 @@ def _message(each: object) -> dict[str, str]:
             for part in content
         ]
         if not all(isinstance(part, str) for part in parts):
-            _bad("parts of a message must be of type text", "messages")
+            bad("parts of a message must be of type text", "messages")
         content = "".join(part for part in parts if part is not None)
     if not isinstance(content, str):
-        _bad("each message must have a content of text", "messages")
-    return {"role": each["role"], "content": content}
+        bad("each message must have a content of text", "messages")
+    return {"role": ROLES[role], "content": content}
 
 
-def _chat(body: Mapping[str, Any], text: Text) -> list[tuple[int, ...]]:
+def _chat(body: Body, text: Text) -> list[tuple[int, ...]]:
     found = messages(body)
     try:
         return [tuple(text.encode_chat(found))]
     except ValueError as error:
-        _bad(str(error)[:300], "messages")
+        bad(str(error)[:300], "messages")
 
 
-def _prompts(body: Mapping[str, Any], text: Text, limits: Limits) -> list[tuple[int, ...]]:
+def _prompts(body: Body, text: Text, limits: Limits) -> list[tuple[int, ...]]:
     found = body.get("prompt")
     if isinstance(found, str):
         return [tuple(text.encode(found))]
     if isinstance(found, list) and found and isinstance(found[0], str | list):
         if len(found) > CHOICES:
-            _bad(f"there may be at most {CHOICES} prompts", "prompt")
+            bad(f"there may be at most {CHOICES} prompts", "prompt")
         if all(isinstance(each, str) for each in found):
             return [tuple(text.encode(each)) for each in found]
         return [token_ids(each, "prompt", limits) for each in found]
     return [token_ids(found, "prompt", limits)]
 
 
-def _max_tokens(body: Mapping[str, Any], is_chat: bool, room: int, limits: Limits) -> int:
+def _max_tokens(body: Body, is_chat: bool, room: int, limits: Limits) -> int:
     names = ["max_completion_tokens", "max_tokens"] if is_chat else ["max_tokens"]
     name = next((each for each in names if body.get(each) is not None), names[-1])
-    asked = _integer(body, name, DEFAULT_TOKENS[is_chat], 1, None)
+    asked = fields.integer(body, name, DEFAULT_TOKENS[is_chat], 1, None)
     if asked is None:
         return room
     if body.get(name) is not None and asked > room:
@@ -224,103 +201,40 @@ def _max_tokens(body: Mapping[str, Any], is_chat: bool, room: int, limits: Limit
     return min(asked, room)
 
 
-def _top_k(body: Mapping[str, Any], limits: Limits) -> int:
-    found = int(_integer(body, "top_k", 0, -1, None))
+def _top_k(body: Body, limits: Limits) -> int:
+    found = int(fields.integer(body, "top_k", 0, -1, None))
     return 0 if found < 1 or found >= limits.vocabulary else found
 
 
-def _top_p(body: Mapping[str, Any]) -> float:
-    found = _number(body, "top_p", 1.0, 0.0, 1.0)
+def _top_p(body: Body) -> float:
+    found = fields.number(body, "top_p", 1.0, 0.0, 1.0)
     return found or 1e-9  # 0 means the likeliest token, as elsewhere
 
 
-def _stops(body: Mapping[str, Any]) -> tuple[str, ...]:
+def _logprobs(body: Body, is_chat: bool) -> int | None:
+    """A number in completions; in chats a yes or no, with the number beside it."""
+    if not is_chat:
+        return fields.integer(body, "logprobs", None, 0, LOGPROBS)
+    number = fields.integer(body, "top_logprobs", 0, 0, LOGPROBS)
+    wants = fields.boolean(body, "logprobs")
+    if body.get("top_logprobs") is not None and not wants:
+        bad("top_logprobs is only for logprobs=true", "top_logprobs")
+    return number if wants else None
+
+
+def _stops(body: Body) -> tuple[str, ...]:
     found = body.get("stop")
     listed = [] if found is None else [found] if isinstance(found, str) else found
     if not isinstance(listed, list) or len(listed) > STOPS:
-        _bad(f"stop must be a string, or a list of at most {STOPS}", "stop")
+        bad(f"stop must be a string, or a list of at most {STOPS}", "stop")
     if not all(isinstance(each, str) and 0 < len(each) <= STOP_LENGTH for each in listed):
-        _bad(f"a stop string must have 1 to {STOP_LENGTH} characters", "stop")
+        bad(f"a stop string must have 1 to {STOP_LENGTH} characters", "stop")
     return tuple(listed)
-
-
-def _refuse_unsupported(body: Mapping[str, Any]) -> None:
-    """What would change the answer, and is not done, is an error and never ignored."""
-    for name in ("logprobs", "top_logprobs", "logit_bias", "tools", "functions", "suffix"):
-        if body.get(name) not in (None, False, 0, [], {}, ""):
-            _bad(f"{name} is not supported", name)
-    for name, neutral in (
-        ("presence_penalty", 0),
-        ("frequency_penalty", 0),
-        ("repetition_penalty", 1),
-    ):
-        if _number(body, name, float(neutral), -2.0, 2.0) != neutral:
-            _bad(f"{name} is not supported: leave it at {neutral}", name)
-    if _boolean(body, "echo", False):
-        _bad("echo is not supported", "echo")
-    n = _integer(body, "n", 1, 1, CHOICES)
-    if _integer(body, "best_of", n, 1, CHOICES) != n:
-        _bad("best_of other than n is not supported", "best_of")
-    kind = _object(body, "response_format").get("type", "text")
-    if kind != "text":
-        _bad("only response_format of type text is supported", "response_format")
-
-
-def _string(body: Mapping[str, Any], name: str, default: str = "") -> str:
-    found = body.get(name)
-    if found is None:
-        return default
-    if not isinstance(found, str) or len(found) > 1024:
-        _bad(f"{name} must be a string of at most 1024 characters", name)
-    return found
-
-
-def _boolean(body: Mapping[str, Any], name: str, default: bool) -> bool:
-    found = body.get(name)
-    if found is None:
-        return default
-    if not isinstance(found, bool):
-        _bad(f"{name} must be true or false", name)
-    return found
-
-
-def _object(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = body.get(name)
-    if found is None:
-        return {}
-    if not isinstance(found, dict):
-        _bad(f"{name} must be an object", name)
-    return found
-
-
-def _integer(body: Mapping[str, Any], name: str, default: Any, least: int, most: int | None) -> Any:
-    found = body.get(name)
-    if found is None:
-        return default
-    if type(found) is not int:
-        _bad(f"{name} must be a whole number", name)
-    if found < least or (most is not None and found > most):
-        bounds = f"at least {least}" if most is None else f"from {least} to {most}"
-        _bad(f"{name} must be {bounds}", name)
-    return found
-
-
-def _number(body: Mapping[str, Any], name: str, default: float, least: float, most: float) -> float:
-    found = body.get(name)
-    if found is None:
-        return default
-    if type(found) not in (int, float) or not least <= found <= most:
-        _bad(f"{name} must be a number from {least:g} to {most:g}", name)
-    return float(found)
 
 
 def _too_long(length: int, limits: Limits) -> NoReturn:
     message = f"the prompt has {length} tokens, and this model's context is {limits.context}"
     raise ApiError(400, message, "prompt", "context_length_exceeded")
-
-
-def _bad(message: str, param: str) -> NoReturn:
-    raise ApiError(400, message, param, "invalid_value")
 
 
 def _constant(name: str) -> NoReturn:

@@ -13,44 +13,27 @@ import signal
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 from aiohttp import web
 
 from ..features import Counters, Features
 from . import protocol
-from .admission import Admission
-from .connections import Refusal, limit_waits, most_connections
-from .job import EngineJob, Reply, State
+from .admission import Admission, Bounds
+from .answers import Answers
+from .connections import Gate, Waits, limit_waits
+from .errors import ApiError
+from .job import EngineJob, State
 from .metrics import Metrics
-from .protocol import ApiError, Completion
-from .shapes import DONE, Choice, Shape
+from .protocol import Completion
 from .text import Text
 
 log = logging.getLogger("serve")
 
 PAGE = Path(__file__).with_name("page.html")
-INTERVAL = 8
-"""Tokens of a chunk, with `+stream_interval`."""
 LARGE = 1 << 14
 """Bytes of a body that is read and tokenized in a thread, for it takes long."""
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """Bytes, seconds and counts."""
-
-    requests: int = 1024  # admitted at once; more are told to come again
-    tokens: int = 1 << 20  # of all of them, with what they may still draw
-    body: int = 1 << 20
-    idle: float = 15.0  # for a request's headers, and between requests
-    read: float = 10.0  # for a body
-    stall: float = 60.0  # for a reader of a stream
-    drain: float = 30.0  # for requests, after SIGTERM
-    connections: int = 4096
 
 
 class Front:
@@ -73,9 +56,11 @@ class Front:
         bounds: Bounds | None = None,
         features: Features | None = None,
         key: str | None = None,
+        counters: Counters | None = None,
     ) -> None:
         self.name, self.text, self.bounds = name, text, bounds or Bounds()
-        self.features, self.counters = features or Features(), Counters()
+        self.features = features or Features()
+        self.counters = Counters() if counters is None else counters
         self.metrics = Metrics(self.counters)
         self.admission = Admission(self.bounds.requests, self.bounds.tokens)
         self.job = EngineJob(
@@ -84,13 +69,13 @@ class Front:
             self.features,
             self.counters,
             self.bounds.requests,
-            self._on_tokens,
-            self._on_stats,
+            self.metrics,
         )
         self.is_draining = False
-        self._arriving = 0
-        self._writes: dict[asyncio.Transport, float] = {}  # since when one is waited for
-        self._most_connections = most_connections(self.bounds.connections)
+        self.waits = Waits(self.bounds.stall)
+        self.answers = Answers(
+            text, self.job, self.waits, self.metrics, self.features, self.counters
+        )
         self._key = key.encode() if key else None
         self._tokenizing = ThreadPoolExecutor(1)
         self._stop = asyncio.Event()
@@ -129,10 +114,12 @@ class Front:
             loop.add_signal_handler(each, self.stop)
         await self.runner.setup()
         limit_waits(listener, self.bounds.stall)
-        server = await loop.create_server(self._connect, sock=listener, backlog=1024)
+        assert self.runner.server is not None
+        gate = Gate(self.runner.server, self.bounds.connections)
+        server = await loop.create_server(gate.connect, sock=listener, backlog=1024)
         job = asyncio.ensure_future(self.job.run())
         stop = asyncio.ensure_future(self._stop.wait())
-        cutter = asyncio.ensure_future(self._cut_off())
+        cutter = asyncio.ensure_future(self.waits.cut_off())
         await asyncio.wait([job, stop], return_when=asyncio.FIRST_COMPLETED)
         code = 0
         if job.done():
@@ -149,20 +136,6 @@ class Front:
         cutter.cancel()
         self._tokenizing.shutdown(wait=False)
         return code
-
-    def _connect(self) -> asyncio.Protocol:
-        """What answers a new connection: the endpoints, or a refusal of one too many."""
-        loop, server = asyncio.get_running_loop(), self.runner.server
-        assert server is not None
-        if len(server.connections) + self._arriving >= self._most_connections:
-            return Refusal()
-        # The server counts a connection in the next turn of the loop, which may accept more first.
-        self._arriving += 1
-        loop.call_soon(loop.call_soon, self._arrive)
-        return server()
-
-    def _arrive(self) -> None:
-        self._arriving -= 1
 
     def stop(self) -> None:
         """Drain; when asked again, end at once."""
@@ -209,121 +182,9 @@ class Front:
             raise ApiError(429, "too many requests; try again later", code="rate_limit_exceeded")
         try:
             self._check_open()
-            reply = self.job.submit(what)
-            try:
-                answer = self._stream if what.stream else self._whole
-                return await answer(request, what, reply)
-            finally:
-                self.job.cancel(reply)
+            return await self.answers.answer(request, what)
         finally:
             self.admission.leave(what.choices, what.tokens)
-
-    async def _whole(
-        self, request: web.Request, what: Completion, reply: Reply
-    ) -> web.StreamResponse:
-        choices = [Choice(self.text, what.stop) for _ in reply.ids]
-        texts = ["" for _ in choices]
-        while any(choice.reason is None for choice in choices):
-            await reply.changed()
-            for index, text in self._read(reply, choices):
-                texts[index] += text
-        self._count_end(what, reply, choices)
-        prompt = sum(map(len, what.prompts))
-        shape = Shape(what, self.features, self.counters)
-        return web.json_response(shape.answer(texts, choices, prompt))
-
-    async def _stream(
-        self, request: web.Request, what: Completion, reply: Reply
-    ) -> web.StreamResponse:
-        response = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-        )
-        await response.prepare(request)
-        transport = request.transport
-        if transport is None:  # it has gone
-            return response
-
-        async def write(data: bytes) -> None:
-            # A timeout of its own for each chunk would cost a tenth of the chunk; `_cut_off` looks.
-            self._writes[transport] = monotonic()
-            try:
-                await response.write(data)
-            finally:
-                del self._writes[transport]
-
-        try:
-            try:
-                await self._pump(write, what, reply)
-            except ApiError as error:
-                await write(_event(error))
-            except ConnectionError:
-                raise
-            except Exception as error:
-                log.exception("a stream has failed")
-                await write(_event(ApiError(500, type(error).__name__)))
-            await write(DONE)
-            await response.write_eof()
-        except ConnectionError:
-            self.metrics.ends["abort"] += 1
-        return response
-
-    async def _pump(
-        self, write: Callable[[bytes], Awaitable[None]], what: Completion, reply: Reply
-    ) -> None:
-        """Write chunks as tokens come, all that there is at a time."""
-        shape = Shape(what, self.features, self.counters)
-        choices = [Choice(self.text, what.stop) for _ in reply.ids]
-        is_first = [True for _ in choices]
-        while any(choice.reason is None for choice in choices):
-            await reply.changed()
-            # The first token never waits for others.
-            if self.features.stream_interval and not all(is_first) and self._is_small(reply):
-                continue
-            pieces = []
-            for index, text in self._read(reply, choices):
-                reason = choices[index].reason
-                if text or reason is not None:
-                    pieces.append(shape.chunk(index, text, reason, is_first[index]))
-                    is_first[index] = False
-            if pieces:
-                await write(b"".join(pieces))
-        self._count_end(what, reply, choices)
-        if what.include_usage:
-            prompt = sum(map(len, what.prompts))
-            await write(shape.usage_chunk(prompt, sum(choice.count for choice in choices)))
-
-    def _read(self, reply: Reply, choices: list[Choice]) -> list[tuple[int, str]]:
-        """Take all that has come: for each choice with news, its text. Raises ApiError."""
-        found = []
-        for index, choice in enumerate(choices):
-            tokens, end = reply.tokens[index], reply.ends[index]
-            if choice.reason is not None or (not tokens and end is None):
-                continue
-            reply.tokens[index] = []
-            if end is not None and end.reason == "error":
-                is_gone = self.job.state is not State.READY or self.is_draining
-                raise ApiError(503 if is_gone else 500, end.message)
-            text = choice.feed(tokens, end)
-            if choice.reason is not None and end is None:
-                self.job.cancel(reply, index)  # at a stop string
-            found.append((index, text))
-        return found
-
-    def _is_small(self, reply: Reply) -> bool:
-        """Whether what has come can wait for more, with `+stream_interval`."""
-        number = sum(map(len, reply.tokens))
-        waits = number < INTERVAL and not any(reply.ends)
-        self.counters["stream_interval"] += waits
-        return waits
-
-    async def _cut_off(self) -> None:
-        """Close connections whose clients have not read for too long."""
-        while True:
-            await asyncio.sleep(min(1.0, self.bounds.stall / 4))
-            oldest = monotonic() - self.bounds.stall
-            for transport in [each for each, began in self._writes.items() if began < oldest]:
-                log.warning("a client has not read for %g s, and is cut off", self.bounds.stall)
-                transport.abort()
 
     # -- other endpoints ---------------------------------------------------------------------------
 
@@ -456,35 +317,3 @@ class Front:
         if len(payload) < LARGE:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, work)
-
-    # -- counts ------------------------------------------------------------------------------------
-
-    def _on_tokens(self, reply: Reply, number: int, is_start: bool) -> None:
-        now = monotonic()
-        metrics = self.metrics
-        if is_start:
-            if not reply.started:
-                metrics.queue.add(now - reply.arrived)
-            reply.started = True
-        if not number:
-            return
-        metrics.generated_tokens += number
-        if reply.last is None:
-            metrics.first_token.add(now - reply.arrived)
-        else:
-            metrics.inter_token.add(now - reply.last)
-        reply.last = now
-
-    def _on_stats(self, stats: dict[str, Any]) -> None:
-        self.metrics.take_stats(stats)
-
-    def _count_end(self, what: Completion, reply: Reply, choices: list[Choice]) -> None:
-        self.metrics.whole.add(monotonic() - reply.arrived)
-        self.metrics.prompt_tokens += sum(map(len, what.prompts))
-        for choice in choices:
-            self.metrics.ends[choice.reason or "abort"] += 1
-
-
-def _event(error: ApiError) -> bytes:
-    body = web.json_response(error.body()).text
-    return f"data: {body}\n\n".encode()

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
 from ..features import Counters, Features
 from ..scheduler import End
+from ..work import Scores
 from .protocol import Completion
 from .text import Stops, Text
 
@@ -20,16 +23,26 @@ class Choice:
     """The text of one choice, as its tokens come."""
 
     def __init__(self, text: Text, stop: tuple[str, ...]) -> None:
-        self._decoder, self._stops = text.decoder(), Stops(stop)
+        self._text, self._decoder, self._stops = text, text.decoder(), Stops(stop)
+        self._length = 0  # characters that are whole, also those that are held back
+        self._scored: list[Scored] = []
         self.count = 0  # tokens, one that ends the text included
         self.reason: str | None = None
 
-    def feed(self, tokens: list[int], end: End | None) -> str:
-        """What can be shown of these tokens; sets `reason` at the end, or at a stop string."""
+    def feed(self, tokens: list[int], end: End | None, scores: Sequence[Scores] = ()) -> str:
+        """What can be shown of these tokens; sets `reason` at the end, or at a stop string.
+
+        Args:
+            scores: of each of the tokens, if they are wanted.
+        """
         shown = []
-        for token in tokens:
+        for place, token in enumerate(tokens):
             self.count += 1
-            shown.append(self._stops.step(self._decoder.step(token)))
+            text = self._decoder.step(token)
+            if scores:
+                self._score(token, scores[place])
+                self._length += len(text)
+            shown.append(self._stops.step(text))
             if self._stops.is_hit:
                 self.reason = "stop"
                 return "".join(shown)
@@ -40,12 +53,66 @@ class Choice:
             self.reason = "stop" if self._stops.is_hit else end.reason
         return "".join(shown)
 
+    def _score(self, token: int, scores: Scores) -> None:
+        piece = self._text.piece
+        likeliest = [(piece(each), value) for each, value in scores.likeliest]
+        self._scored.append(Scored(piece(token), scores.drawn, likeliest, self._length))
+
+    def take_scored(self) -> list[Scored]:
+        """The scored tokens since this was called last."""
+        found, self._scored = self._scored, []
+        return found
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A drawn token with its log-probability, the likeliest ones, and where its text begins."""
+
+    piece: bytes
+    logprob: float
+    likeliest: list[tuple[bytes, float]]
+    offset: int
+
+
+def logprobs(scored: Sequence[Scored], is_chat: bool) -> dict[str, Any]:
+    """The field `logprobs` of a choice."""
+    if is_chat:
+        return {
+            "content": [
+                {
+                    **_chat_token(each.piece, each.logprob),
+                    "top_logprobs": [_chat_token(*pair) for pair in each.likeliest],
+                }
+                for each in scored
+            ],
+            "refusal": None,
+        }
+    return {
+        "tokens": [_name(each.piece) for each in scored],
+        "token_logprobs": [each.logprob for each in scored],
+        "top_logprobs": [{_name(p): value for p, value in each.likeliest} for each in scored],
+        "text_offset": [each.offset for each in scored],
+    }
+
+
+def _chat_token(piece: bytes, logprob: float) -> dict[str, Any]:
+    return {"token": _name(piece), "logprob": logprob, "bytes": list(piece)}
+
+
+def _name(piece: bytes) -> str:
+    """A token's text; of a part of a character its bytes, as OpenAI writes them."""
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
+
 
 class Shape:
     """The fields that all pieces of one answer share."""
 
     def __init__(self, what: Completion, features: Features, counters: Counters) -> None:
         self._what, self._is_fast, self._counters = what, features.fast_sse, counters
+        self._has_scores = what.sampling.logprobs is not None
         kind = "chatcmpl" if what.is_chat else "cmpl"
         self.id, self._created = f"{kind}-{secrets.token_hex(12)}", int(time.time())
         self._name = "chat.completion.chunk" if what.is_chat else "text_completion"
@@ -53,11 +120,12 @@ class Shape:
         self._before = f'data: {{"id":"{self.id}",{head},"choices":[{{"index":'
         self._behind = '}],"usage":null}\n\n' if what.include_usage else "}]}\n\n"
 
-    def chunk(self, index: int, text: str, reason: str | None, is_first: bool) -> bytes:
+    def chunk(self, index: int, text: str, choice: Choice, is_first: bool) -> bytes:
         """An event with text of a choice; the first has its role, and the last its end."""
-        if not self._is_fast:
-            self._counters["fast_sse"] += 1
-            return self._slow_chunk(index, text, reason, is_first)
+        reason = choice.reason
+        if not self._is_fast or self._has_scores:
+            self._counters["fast_sse"] += not self._is_fast
+            return self._slow_chunk(index, text, choice, is_first)
         if self._what.is_chat:
             role = '"role":"assistant",' if is_first else ""
             body = f'"delta":{{{role}"content":{quoted(text)}}}'
@@ -69,14 +137,12 @@ class Shape:
         )
         return event.encode()
 
-    def _slow_chunk(self, index: int, text: str, reason: str | None, is_first: bool) -> bytes:
-        choice: dict[str, Any] = {"index": index}
+    def _slow_chunk(self, index: int, text: str, choice: Choice, is_first: bool) -> bytes:
+        body: dict[str, Any] = {"text": text}
         if self._what.is_chat:
             role = {"role": "assistant"} if is_first else {}
-            choice["delta"] = {**role, "content": text}
-        else:
-            choice["text"] = text
-        whole = self._whole(self._name, [{**choice, "logprobs": None, "finish_reason": reason}])
+            body = {"delta": {**role, "content": text}}
+        whole = self._whole(self._name, [{"index": index, **body, **self._end(choice)}])
         if self._what.include_usage:
             whole["usage"] = None
         return b"data: " + json.dumps(whole).encode() + b"\n\n"
@@ -93,11 +159,14 @@ class Shape:
             body: dict[str, Any] = {"text": text}
             if self._what.is_chat:
                 body = {"message": {"role": "assistant", "content": text, "refusal": None}}
-            end = {"logprobs": None, "finish_reason": choice.reason}
-            listed.append({"index": index, **body, **end})
+            listed.append({"index": index, **body, **self._end(choice)})
         name = "chat.completion" if self._what.is_chat else "text_completion"
         drawn = sum(choice.count for choice in choices)
         return {**self._whole(name, listed), "usage": _usage(prompt, drawn)}
+
+    def _end(self, choice: Choice) -> dict[str, Any]:
+        scores = logprobs(choice.take_scored(), self._what.is_chat) if self._has_scores else None
+        return {"logprobs": scores, "finish_reason": choice.reason}
 
     def _whole(self, name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {

@@ -35,6 +35,9 @@ class Text(Protocol):
     def encode(self, text: str) -> list[int]: ...
     def encode_chat(self, messages: Messages) -> list[int]: ...
     def decode(self, tokens: Sequence[int]) -> str: ...
+    def piece(self, token: int) -> bytes:
+        """The bytes that a token stands for: maybe a part of a character."""
+
     def decoder(self) -> Decoder: ...
 
 
@@ -51,6 +54,9 @@ class Bytes:
 
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(token & 255 for token in tokens).decode(errors="replace")
+
+    def piece(self, token: int) -> bytes:
+        return bytes([token & 255])
 
     def decoder(self) -> Decoder:
         return _BytesDecoder()
@@ -87,6 +93,7 @@ class HuggingFace:
             for each in self._tokenizer.get_added_tokens_decoder().values()
             if each.special and each.content
         ]
+        self._has_bytes = '"ByteLevel"' in json.dumps(_read(file).get("decoder"))
         config = _read(folder / "tokenizer_config.json")
         text = config.get("chat_template")
         beside = folder / "chat_template.jinja"
@@ -147,8 +154,36 @@ class HuggingFace:
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
+    def piece(self, token: int) -> bytes:
+        name = self._tokenizer.id_to_token(token)
+        if name is None:  # of a vocabulary that is padded
+            return b""
+        if name in self._specials:
+            return name.encode()
+        if self._has_bytes and all(each in _BYTES for each in name):
+            return bytes(_BYTES[each] for each in name)
+        if len(name) == 6 and name.startswith("<0x"):  # a byte that no other token has
+            return bytes.fromhex(name[3:5])
+        return name.replace("\u2581", " ").encode()  # how SentencePiece writes a space
+
     def decoder(self) -> Decoder:
         return _HuggingFaceDecoder(self._tokenizer)
+
+
+def _byte_names() -> dict[str, int]:
+    """The characters that stand for bytes in tokens of GPT-2's kind.
+
+    Printable ones stand for themselves, and the others, in their order, for those from 256 on
+    (A. Radford and others, "Language models are unsupervised multitask learners", 2019).
+    """
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + place): byte for place, byte in enumerate(others)
+    }
+
+
+_BYTES = _byte_names()
 
 
 class _HuggingFaceDecoder:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from examples.serve.work import Decode, Limits, Prefill, Row, Sampling
+from examples.serve.work import LOGPROBS, Decode, Limits, Prefill, Row, Sampling, Scores
 
 TINY = Limits(
     groups=2, slots=4, chunk=5, blocks=16, block_size=3, context=30, vocabulary=50, eos=(7,)
@@ -28,6 +28,14 @@ def draw(tokens: Sequence[int], sampling: Sampling, vocabulary: int) -> int:
     seed = sampling.seed if sampling.temperature else 0
     name = repr((list(tokens), seed)).encode()
     return int.from_bytes(blake2b(name, digest_size=8).digest(), "little") % vocabulary
+
+
+def scores_of(tokens: Sequence[int], token: int, vocabulary: int) -> Scores:
+    """Made-up log-probabilities behind these tokens, of which the drawn one is the likeliest."""
+    first = -(draw(tokens, Sampling(1.0, seed=1), vocabulary) + 1) / 64
+    count = min(LOGPROBS, vocabulary)
+    likeliest = (((token + rank) % vocabulary, first - rank) for rank in range(count))
+    return Scores(first, tuple(likeliest))
 
 
 def reference(
@@ -50,6 +58,7 @@ class FakeResult:
     work: Decode | Prefill
     tokens: list[int] | None = None
     error: Exception | None = None
+    scored: list[Scores] = field(default_factory=list)
     calls: list[Callable[[], None]] = field(default_factory=list)
 
     def done(self) -> bool:
@@ -60,6 +69,9 @@ class FakeResult:
             raise self.error
         assert self.tokens is not None, "asked before it was done"
         return self.tokens
+
+    def scores(self) -> list[Scores]:
+        return self.scored
 
     def when_done(self, call: Callable[[], None]) -> None:
         if self.done():
@@ -116,20 +128,30 @@ class FakeEngine:
             error = self.fails(result.work)
             if error is not None:
                 raise error
-            result.tokens = self._run(result.work)
+            result.tokens, result.scored = self._run(result.work)
         except Exception as raised:
             result.error = raised
         for call in result.calls:
             call()
 
-    def _run(self, work: Decode | Prefill) -> list[int]:
+    def _run(self, work: Decode | Prefill) -> tuple[list[int], list[Scores]]:
         if isinstance(work, Prefill):
             for place, token in enumerate(work.tokens, work.start):
                 self._write(work.blocks, place, token)
             if not work.last:
-                return []
-            return [self._draw(work.blocks, work.start + len(work.tokens), work.sampling)]
-        return [self._decode(work.group, row) for row in work.rows]
+                return [], []
+            ends = [(work.blocks, work.start + len(work.tokens), work.sampling)]
+            drawn = [self._draw(*ends[0])]
+        else:
+            ends = [(row.blocks, row.position + 1, row.sampling) for row in work.rows]
+            drawn = [self._decode(work.group, row) for row in work.rows]
+        if all(sampling.logprobs is None for _, _, sampling in ends):
+            return drawn, []
+        scored = [
+            scores_of(self._read(blocks, length), token, self.limits.vocabulary)
+            for (blocks, length, _), token in zip(ends, drawn, strict=True)
+        ]
+        return drawn, scored
 
     def _decode(self, group: int, row: Row) -> int:
         token = self.carried[group, row.slot] if row.token == -1 else row.token
@@ -143,10 +165,13 @@ class FakeEngine:
         self.pool[blocks[place // size]][place % size] = token
 
     def _draw(self, blocks: Sequence[int], length: int, sampling: Sampling) -> int:
+        return draw(self._read(blocks, length), sampling, self.limits.vocabulary)
+
+    def _read(self, blocks: Sequence[int], length: int) -> list[int]:
         size = self.limits.block_size
         read = [self.pool[blocks[place // size]][place % size] for place in range(length)]
         assert None not in read, "read before it was written"
-        return draw(read, sampling, self.limits.vocabulary)  # type: ignore[arg-type]
+        return read  # type: ignore[return-value]
 
     def _check(self, work: Decode | Prefill) -> None:
         """Every bound of the border."""

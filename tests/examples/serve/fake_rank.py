@@ -16,6 +16,7 @@ from pathlib import Path
 
 from examples.serve import features as switches
 from examples.serve.loop import EngineLoop
+from examples.serve.transports import loop_factory
 from examples.serve.work import Decode, Prefill
 from tests.examples.serve.fake_engine import ROOMY, FakeEngine
 
@@ -53,13 +54,18 @@ class HangingEngine(FakeEngine):
 def main() -> None:
     logging.basicConfig(format="%(message)s")
     options = json.loads(sys.argv[1])
-    if options.get("slow_start"):
-        time.sleep(1.0)
+    time.sleep(options.get("slow_start", 0.0))
     limits = replace(ROOMY, **options.get("limits", {}))
     engine = HangingEngine(limits, options.get("delay", 0.0), trouble)
     features = switches.parse(options.get("features", ""))
-    loop = EngineLoop(engine, features, patience=options.get("patience", 60.0))
-    asyncio.run(loop.run(Path(sys.argv[2])))
+    counters = switches.Counters()
+
+    async def serve() -> None:
+        patience = options.get("patience", 60.0)
+        await EngineLoop(engine, features, counters, patience).run(Path(sys.argv[2]))
+
+    with asyncio.Runner(loop_factory=loop_factory(features, counters)) as runner:
+        runner.run(serve())
 
 
 if __name__ == "__main__":

@@ -10,9 +10,11 @@ import tempfile
 from pathlib import Path
 
 from examples.serve import features as switches
+from examples.serve.front.admission import Bounds
 from examples.serve.front.connections import listen
-from examples.serve.front.server import Bounds, Front
+from examples.serve.front.server import Front
 from examples.serve.front.text import Bytes
+from examples.serve.transports import loop_factory
 
 
 def main() -> int:
@@ -28,14 +30,16 @@ def main() -> int:
     features = switches.parse(options.get("features", ""))
     bounds = Bounds(**options.get("bounds", {}))
     with tempfile.TemporaryDirectory(prefix="cg-serve-") as folder:
+        counters = switches.Counters()
 
-        async def run() -> int:
+        async def serve() -> int:
             command = [sys.executable, rank, json.dumps(options)]
             key = options.get("key")
-            front = Front("fake", Bytes(), command, Path(folder), bounds, features, key)
+            front = Front("fake", Bytes(), command, Path(folder), bounds, features, key, counters)
             return await front.serve(listener)
 
-        return asyncio.run(run())
+        with asyncio.Runner(loop_factory=loop_factory(features, counters)) as runner:
+            return runner.run(serve())
 
 
 if __name__ == "__main__":

@@ -102,9 +102,7 @@ class Server:
 
     def memory(self) -> int:
         """Resident bytes of the front."""
-        status = Path(f"/proc/{self.process.pid}/status").read_text()
-        (line,) = (line for line in status.splitlines() if line.startswith("VmRSS"))
-        return int(line.split()[1]) << 10
+        return resident(self.process.pid)
 
     def children(self) -> list[int]:
         found = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
@@ -161,6 +159,13 @@ def serving(
                     process.wait()
                     raise
                 assert not [pid for pid in children if is_alive(pid)]
+
+
+def resident(pid: int) -> int:
+    """Bytes of memory that a process has."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    (line,) = (line for line in status.splitlines() if line.startswith("VmRSS"))
+    return int(line.split()[1]) << 10
 
 
 def is_alive(pid: int) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,10 @@ from .servers import PROGRAM, Server, serving
 sys.path.insert(0, str(ROOT / "benchmarks" / "serving"))
 
 import ablate
+import ratios
 from load import Arrival, Row, make_trace, run, summarize
+
+from examples.serve.features import Features
 
 
 def test_a_trace_is_that_of_its_seed() -> None:
@@ -82,74 +87,79 @@ def test_clients_that_leave_are_counted_apart(tmp_path: Path) -> None:
         own.wait_for(own.is_empty)
 
 
-def test_base_stands_round_all_arms() -> None:
-    found = ablate.order(["-a", "-b", "-c", "-d"], 3, seed=0)
-    blocks = [[arm for block, arm in found if block == number] for number in range(3)]
-    for block in blocks:
-        assert (block[0], block[3], block[-1]) == ("", "", "")
-        assert sorted(block) == ["", "", "", "-a", "-b", "-c", "-d"]
-    assert len({tuple(block) for block in blocks}) > 1
+def made(speed: float, tokens: int = 10, failed: int = 0) -> ratios.Run:
+    summary = {"output_tokens_per_second": speed, "output_tokens": tokens, "failed": failed}
+    return {"offline": {"summary": {**summary, "ms": {}}, "cpu_ms_per_token": 1.0}}
 
 
-def made(block: int, arm: str, speed: float, **more: Any) -> dict[str, Any]:
-    summary = {"output_tokens_per_second": speed, "output_tokens": 10, "failed": 0, "ms": {}}
-    counts = {arm[1:]: 1.0} if arm else {}
-    return {
-        "block": block,
-        "arm": arm,
-        "counters": more.pop("counters", counts),
-        "traces": {"offline": {"summary": {**summary, **more}}},
-    }
+def comparison(arm: str, bases: list[float], arms: list[float]) -> ratios.Comparison:
+    moved = {arm[1:]: 1.0}
+    return ratios.Comparison(arm, [*map(made, bases)], [*map(made, arms)], moved, (2.0, 3.0))
 
 
 def test_ratios_are_paired_and_have_an_interval() -> None:
-    runs = []
-    for block, base in enumerate((100.0, 101.0, 99.5, 100.0, 102.0)):
-        runs += [made(block, "", base), made(block, "-prefix", base * 0.8)]
-        runs.append(made(block, "-chunk", base * (1 + 0.05 * (-1) ** block)))
-    assert ablate.problems(runs) == []
-    found = ablate.ratios(runs)
+    """Each run of the arm is held against the two of the base around it, so a trend cancels."""
+    bases = [100.0, 101.0, 99.5, 100.0, 102.0, 101.0]
+    means = [(a + b) / 2 for a, b in pairwise(bases)]
+    slow = comparison("-prefix", bases, [0.8 * each for each in means])
+    same = comparison("-chunk", bases, [m * (1 + 0.05 * (-1) ** i) for i, m in enumerate(means)])
+    assert ratios.problems(slow) == ratios.problems(same) == []
+    judged = {each.arm: ratios.judge(each) for each in (slow, same)}
     name = "offline: output_tokens_per_second"
-    assert found["-prefix"][name]["ratio"] == pytest.approx(0.8)
-    assert found["-prefix"][name]["effect"]
-    assert not found["-chunk"][name]["effect"]
-    text = ablate.table(found)
+    assert judged["-prefix"]["ratios"][name]["ratio"] == pytest.approx(0.8)
+    assert judged["-prefix"]["ratios"][name]["effect"]
+    assert judged["-prefix"]["ready"] == pytest.approx(1.5)
+    assert not judged["-chunk"]["ratios"][name]["effect"]
+    text = ratios.table(judged)
     assert "-20.0%" in text
     assert "no effect" in text
+    assert sorted(ratios.arms_in_order(["-a", "-b", "-c"], 0)) == ["-a", "-b", "-c"]
+
+
+def test_each_switch_is_measured_by_one_plan() -> None:
+    arms = [*ablate.FRONT.arms, *ablate.ENGINE.arms]
+    base = Features()
+    assert sorted(arms) == sorted(
+        f"{'-' if on else '+'}{name}" for name, on in asdict(base).items()
+    )
+    assert ablate.FRONT.share + ablate.ENGINE.share == 1.0
 
 
 @pytest.mark.parametrize(
-    ("run_", "message"),
+    ("change", "message"),
     [
-        (made(0, "", 104.0), "base drifts by 4.0%"),
-        (made(0, "-prefix", 100.0, output_tokens=11), "different numbers of tokens"),
-        (made(0, "-prefix", 100.0, failed=2), "2 requests failed with -prefix"),
-        (made(0, "-prefix", 100.0, counters={}), "-prefix switched nothing"),
+        ({"bases": [made(100.0), made(104.0)]}, "the base drifts by 4.0%"),
+        ({"arms": [made(100.0, tokens=11)]}, "different numbers of tokens"),
+        ({"arms": [made(100.0, failed=2)]}, "2 requests failed"),
+        ({"arms": [made(0.0, failed=9)]}, "9 requests failed"),
+        ({"counters": {}}, "-prefix switched nothing"),
     ],
 )
-def test_runs_that_make_no_table(run_: dict[str, Any], message: str) -> None:
-    (found,) = ablate.problems([made(0, "", 100.0), run_])
-    assert message in found
+def test_arms_that_are_refused(change: dict[str, Any], message: str) -> None:
+    found = replace(comparison("-prefix", [100.0, 100.0], [100.0]), **change)
+    (why,) = ratios.problems(found)
+    assert message in why
+    text = ratios.table({"-prefix": ratios.judge(found)})
+    assert f"refused: {why}" in text
+    assert "cpu" not in text
 
 
 def test_an_ablation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the fake engine; whether there is a table depends on how quiet the machine is."""
+    """With the fake engine; whether it is refused depends on how quiet the machine is."""
     server = f"{sys.executable} {PROGRAM} {json.dumps({'delay': 0.001}).replace(' ', '')}"
-    line = ["ablate.py", "--out", str(tmp_path), "--arms", "-fast_sse", "--blocks", "1"]
-    line += ["--requests", "8", "--means", "8", "8", "--rate", "500", "--server", server]
+    line = ["ablate.py", "--out", str(tmp_path), "--arms", "-fast_sse", "--rounds", "2"]
+    line += ["--requests", "8", "--scales", "0.4", "inf", "--rate", "500", "--server", server]
     monkeypatch.setattr(sys, "argv", line)
     assert ablate.main() in (0, 1)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
-    assert [each["arm"] for each in manifest["runs"]] == ["", "", "-fast_sse", ""]
-    assert list(manifest["runs"][0]["traces"]) == [
-        "online x0.4",
-        "online x0.8",
-        "online x1.6",
-        "online inf",
-    ]
-    found = json.loads((tmp_path / "ratios.json").read_text())
-    assert all("base drifts" in each for each in found["problems"])
-    assert "online inf: ttft p50" in found["ratios"]["-fast_sse"]
-    pictures = ablate.draw(found["ratios"], tmp_path)
-    assert len(pictures) == 4 * 7
+    every = [*manifest["comparisons"]["front"][0]["bases"]]
+    assert not any(trace["summary"]["failed"] for run_ in every for trace in run_.values())
+    (found,) = manifest["comparisons"]["front"]
+    assert (found["arm"], len(found["bases"]), len(found["arms"])) == ("-fast_sse", 3, 2)
+    assert list(found["bases"][0]) == ["online x0.4", "online inf"]
+    judged = json.loads((tmp_path / "ratios.json").read_text())["front"]["-fast_sse"]
+    assert all("the base drifts" in each for each in judged["problems"])
+    assert judged["ratios"]["online inf: cpu_ms_per_token"]["ratio"] > 0
+    pictures = ablate.draw({"-fast_sse": judged["ratios"]}, tmp_path)
+    assert len(pictures) == 2 * 8
     assert all(picture.stat().st_size > 1000 for picture in pictures)

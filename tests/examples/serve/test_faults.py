@@ -1,4 +1,7 @@
-"""Faults of the server itself: who is told, who is not hurt, and that it serves again."""
+"""Faults of the server itself: who is told, who is not hurt, and that it serves again.
+
+What stands in quotation marks in a docstring is a line of the guide's tables.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +26,7 @@ from examples.serve.front.text import Bytes
 
 from .fake_engine import ROOMY, reference
 from .fake_rank import DIES, EXHAUSTS, FAILS, HANGS
-from .servers import PATIENCE, PROGRAM, Server, is_alive, read_all, serving
+from .servers import PATIENCE, PROGRAM, Server, is_alive, read_all, resident, serving
 
 TEXT = Bytes().decode(reference(b"fine", 40, ROOMY))
 
@@ -48,7 +52,9 @@ def serves_again(server: Server) -> None:
 
 @pytest.mark.parametrize("when", ["prefill", "decode", "idle"])
 def test_a_dead_engine(tmp_path: Path, when: str) -> None:
-    """Its streams end with an error, whole answers are 503, and another engine is started."""
+    """ "A rank killed in prefill", "in decode", "while idle": its streams end with an error, whole
+    answers are 503, and another engine is started.
+    """
     with serving(tmp_path, delay=0.01) as own:
         files = own.files()
         if when != "idle":
@@ -80,7 +86,7 @@ def read_all_until(sock: socket.socket, mark: bytes) -> bytes:
 
 
 def test_requests_meanwhile_are_told_to_come_again(tmp_path: Path) -> None:
-    with serving(tmp_path, waits=False, slow_start=True) as own:
+    with serving(tmp_path, waits=False, slow_start=1.0) as own:
         own.wait_for(lambda: own.get("/health")[0] == 200)
         found, body = own.complete("x")
         assert found == 503
@@ -88,6 +94,15 @@ def test_requests_meanwhile_are_told_to_come_again(tmp_path: Path) -> None:
         assert own.get("/ready")[0] == 503
         own.wait_for(own.is_ready)
         serves_again(own)
+
+
+def test_ending_while_the_engine_starts(tmp_path: Path) -> None:
+    """It is not waited for: it has no socket yet whose end it could see."""
+    with serving(tmp_path, waits=False, slow_start=3600.0) as own:
+        own.wait_for(lambda: bool(own.children()))
+        (rank,) = own.children()
+        assert own.end() == 0
+        assert not is_alive(rank)
 
 
 def test_an_engine_that_never_gets_ready(tmp_path: Path) -> None:
@@ -98,7 +113,7 @@ def test_an_engine_that_never_gets_ready(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_hangs(tmp_path: Path) -> None:
-    """An execution that never ends is an error after a while, and the engine starts over."""
+    """ "An execution that never ends" is an error after a while, and the engine starts over."""
     with serving(tmp_path, patience=0.5) as own:
         found, body = own.complete([HANGS, 1])
         assert (found, body["error"]["type"]) == (503, "service_unavailable_error")
@@ -111,7 +126,7 @@ def test_an_engine_that_hangs(tmp_path: Path) -> None:
     [(FAILS, "ValueError: a method has raised"), (EXHAUSTS, "MemoryError: no memory")],
 )
 def test_a_method_that_raises(clean: Server, token: int, message: str) -> None:
-    """Its request fails, and nobody else's does."""
+    """ "A method that raises", "a MemoryError": its request fails, and nobody else's does."""
     others = [clean.post({"prompt": "fine", "max_tokens": 40, "temperature": 0}) for _ in range(4)]
     found, body = clean.complete([token, 1])
     assert (found, body["error"]["message"]) == (500, message)
@@ -121,7 +136,7 @@ def test_a_method_that_raises(clean: Server, token: int, message: str) -> None:
 
 
 def test_an_engine_ten_times_slower(tmp_path: Path) -> None:
-    """It is healthy, if it beats, and its text is the same."""
+    """ "A rank ten times slower": it is healthy, if it beats, and its text is the same."""
     with serving(tmp_path, delay=0.1) as own:
         sock = own.post({"prompt": "fine", "max_tokens": 40, "temperature": 0})
         assert own.get("/health")[0] == 200
@@ -133,6 +148,7 @@ def test_an_engine_ten_times_slower(tmp_path: Path) -> None:
 
 
 def test_a_killed_front_leaves_no_engine(tmp_path: Path) -> None:
+    """ "The front killed"."""
     with serving(tmp_path, delay=0.01) as own:
         sock = stream(own, "x")
         (rank,) = own.children()
@@ -145,16 +161,19 @@ def test_a_killed_front_leaves_no_engine(tmp_path: Path) -> None:
 
 
 def test_a_front_that_stops_for_a_while(tmp_path: Path) -> None:
-    """The engine keeps what it has drawn, merged, and the text is the same."""
+    """ "A front that is stopped for a while": the engine keeps what it has drawn, merged, in
+    bounds, and the text is the same.
+    """
     with serving(tmp_path, delay=0.001) as own:
         sock = own.post({"prompt": "fine", "max_tokens": 400, "temperature": 0, "stream": True})
         own.process.send_signal(signal.SIGSTOP)
         (rank,) = own.children()
-        before = os.times()
+        before, memory = os.times(), resident(rank)
         stat = Path(f"/proc/{rank}/stat")
         ticks = int(stat.read_text().split()[13])
         while int(stat.read_text().split()[13]) < ticks + 5 and os.times()[4] - before[4] < 5:
             time.sleep(0.01)
+        assert resident(rank) < memory + (16 << 20)
         own.process.send_signal(signal.SIGCONT)
         answer = read_all_until(sock, b"[DONE]")
         events = [line[6:] for line in answer.split(b"\n") if line.startswith(b"data: {")]
@@ -164,7 +183,7 @@ def test_a_front_that_stops_for_a_while(tmp_path: Path) -> None:
 
 
 def test_draining(tmp_path: Path) -> None:
-    """After SIGTERM nobody is let in, whoever is there gets all, and the exit code is 0."""
+    """ "SIGTERM": nobody is let in, whoever is there gets all, and the exit code is 0."""
     with serving(tmp_path, delay=0.02) as own:
         sock = stream(own, "fine", 60)
         (rank,) = own.children()
@@ -188,6 +207,7 @@ def test_draining_has_an_end(tmp_path: Path) -> None:
 
 
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
+    """ "SIGTERM twice"."""
     with serving(tmp_path, delay=0.05, bounds={"drain": 1000.0}) as own:
         sock = stream(own, "x")
         (rank,) = own.children()
@@ -200,6 +220,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
 
 
 def test_a_port_that_is_taken() -> None:
+    """ "A port that is taken"."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         ended = _command("--port", port)
@@ -222,13 +243,13 @@ def test_a_command_line_that_is_wrong(options: list[str], message: str) -> None:
     assert "Traceback" not in ended.stderr
 
 
-def _command(*options: str, **more: Any) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "examples.serve", *options]
-    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60, **more)
+def _command(*options: str, before: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+    line = [*before, sys.executable, "-m", "examples.serve", *options]
+    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
 def test_no_room_on_the_disk(tmp_path: Path) -> None:
-    """Nothing is written that it needs: with a full device for its log it serves on."""
+    """ "A full disk": nothing is written that it needs; its log is on a full device here."""
     line = [sys.executable, str(PROGRAM), json.dumps({})]
     environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": f"{ROOT}:{ROOT}/examples"}
     with open("/dev/full", "w") as full:
@@ -244,8 +265,17 @@ def test_no_room_on_the_disk(tmp_path: Path) -> None:
         assert own.end() == 0
 
 
+def test_no_room_for_its_folder() -> None:
+    """Not a byte can be written anywhere: the server says so, and ends."""
+    limited = ["bash", "-c", 'ulimit -f 0; exec "$@"', "limited"]
+    ended = _command("--port", "0", before=limited)
+    assert ended.returncode == 2
+    assert "No usable temporary directory found" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
 def test_a_socket_that_was_left(tmp_path: Path) -> None:
-    """Each server has a folder of its own, which only its user can look into."""
+    """ "A socket that was left behind": each server has a folder of its own, for its user alone."""
     old = tmp_path / "cg-serve-old"
     old.mkdir()
     with socket.socket(socket.AF_UNIX) as left:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
+import re
+import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import openai
 import pytest
@@ -14,10 +19,11 @@ from ...mpi.jobs import ROOT
 
 sys.path.insert(0, str(ROOT / "examples"))
 
+from examples.serve.front import fields
 from examples.serve.front.text import Bytes
-from examples.serve.work import Sampling
+from examples.serve.work import Sampling, Scores
 
-from .fake_engine import ROOMY, reference
+from .fake_engine import ROOMY, reference, scores_of
 from .servers import Server, serving
 
 
@@ -145,6 +151,143 @@ def test_the_end_of_the_text_is_a_token(tmp_path: Path, stream: bool) -> None:
         assert found["choices"][0]["text"] == Bytes().decode(tokens)
 
 
+def scored(prompt: str, number: int, sampling: Sampling) -> list[tuple[int, Scores]]:
+    """The tokens of a completion, each with its log-probabilities."""
+    tokens, found = list(prompt.encode()), []
+    for token in reference(tokens, number, ROOMY, sampling):
+        found.append((token, scores_of(tokens, token, ROOMY.vocabulary)))
+        tokens.append(token)
+    return found
+
+
+def name(token: int) -> str:
+    return chr(token) if token < 128 else f"bytes:\\x{token:02x}"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("top", [0, 3])
+def test_log_probabilities_of_chats(client: openai.OpenAI, stream: bool, top: int) -> None:
+    options: dict[str, Any] = {"model": "fake", "seed": 3, "max_tokens": 20, "logprobs": True}
+    options |= {"messages": [{"role": "user", "content": "chances"}], "top_logprobs": top}
+    if stream:
+        choices = [c.choices[0] for c in client.chat.completions.create(**options, stream=True)]
+    else:
+        choices = client.chat.completions.create(**options).choices
+    found = [each for c in choices if c.logprobs for each in c.logprobs.content or ()]
+    wanted_ = scored("chances", 20, Sampling(1.0, seed=3))
+    assert [(each.token, each.bytes, each.logprob) for each in found] == [
+        (name(token), [token], its.drawn) for token, its in wanted_
+    ]
+    for each, (_, its) in zip(found, wanted_, strict=True):
+        likeliest = [(name(token), value) for token, value in its.likeliest[:top]]
+        assert [(t.token, t.logprob) for t in each.top_logprobs] == likeliest
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stops", [False, True])
+def test_log_probabilities_of_completions(client: openai.OpenAI, stream: bool, stops: bool) -> None:
+    """They come with the text that they are of; those of a stop string, too, which is not shown."""
+    tokens = scored("chances", 20, Sampling())
+    text = wanted("chances", 20)
+    options: dict[str, Any] = {"model": "fake", "prompt": "chances", "max_tokens": 20}
+    options |= {"temperature": 0, "logprobs": 2}
+    if stops:
+        last = next(token for token, _ in tokens[8:] if token < 128)
+        end = [token for token, _ in tokens].index(last)
+        options["stop"] = chr(last)
+        tokens, text = tokens[: end + 1], text[: text.index(chr(last))]
+    if stream:
+        choices = [c.choices[0] for c in client.completions.create(**options, stream=True)]
+    else:
+        choices = client.completions.create(**options).choices
+    parts = [c.logprobs for c in choices if c.logprobs]
+    joined = {
+        key: [each for part in parts for each in getattr(part, key)]
+        for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    }
+    assert joined["tokens"] == [name(token) for token, _ in tokens]
+    assert joined["token_logprobs"] == [its.drawn for _, its in tokens]
+    assert joined["top_logprobs"] == [
+        {name(token): value for token, value in its.likeliest[:2]} for _, its in tokens
+    ]
+    assert "".join(choice.text for choice in choices) == text
+    decoder, offset = Bytes().decoder(), 0
+    for token, found in zip((t for t, _ in tokens), joined["text_offset"], strict=True):
+        assert found == offset
+        offset += len(decoder.step(token))
+
+
+def test_log_probabilities_change_no_text_and_are_not_there_unasked(client: openai.OpenAI) -> None:
+    options: dict[str, Any] = {"model": "fake", "prompt": "x", "max_tokens": 30, "seed": 1}
+    plain = client.completions.create(**options)
+    assert plain.choices[0].logprobs is None
+    assert client.completions.create(**options, logprobs=0).choices[0].text == plain.choices[0].text
+
+
+PARAMETERS = {
+    "chat": openai.types.chat.completion_create_params.CompletionCreateParamsNonStreaming,
+    "completions": openai.types.completion_create_params.CompletionCreateParamsNonStreaming,
+}
+ODD = ["x", 3, 0.25, True, {"a": "b"}, ["x"]]
+"""Values of every type; what is refused asks for something with any of them."""
+
+
+@pytest.mark.parametrize("api", ["completions", "chat"])
+def test_each_field_is_served_or_changes_nothing_or_is_refused_by_name(
+    server: Server, api: str
+) -> None:
+    """Also those that openai-python will have tomorrow, and those of nobody."""
+    path = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}[api]
+    base: dict[str, Any] = {"max_tokens": 2, "temperature": 0}
+    messages = [{"role": "user", "content": "x"}]
+    base |= {"prompt": "x"} if api == "completions" else {"messages": messages}
+    status, plain = server.get(path, base)
+    assert status == 200
+    known = set(get_type_hints(PARAMETERS[api])) | {"min_p", "structured_outputs", "nobodys"}
+    assert known > fields.SERVED[api] - {"top_k", "ignore_eos", "cache_salt"}
+    for name_ in known - fields.SERVED[api]:
+        assert server.get(path, {**base, name_: None})[0] == 200
+        for value in ODD:
+            status, found = server.get(path, {**base, name_: value})
+            if name_ in fields.IGNORED:
+                assert (status, found["choices"]) == (200, plain["choices"])
+            else:
+                assert (status, found["error"]["param"]) == (400, name_)
+                assert f"{name_} is not supported" in found["error"]["message"]
+        for value in fields.NEUTRAL.get(name_, ()):
+            status, found = server.get(path, {**base, name_: value})
+            assert (status, found["choices"]) == (200, plain["choices"])
+
+
+def test_the_guide_names_every_field() -> None:
+    """The table of the guide is that of `fields.py`."""
+    text = (ROOT / "docs/guide/serving.md").read_text()
+    _, _, rest = text.partition("## Fields of requests")
+    table = [line.split("|") for line in rest.partition("\n## ")[0].splitlines() if "|" in line]
+    named = [set(re.findall(r"`(\w+)`", cells[1])) for cells in table[2:]]
+    served = fields.SERVED["completions"] | fields.SERVED["chat"]
+    assert named == [served, fields.IGNORED, set(fields.NEUTRAL)]
+
+
+def test_every_line_of_the_guides_tables_has_its_test() -> None:
+    """Of hostile clients and faults: a docstring quotes each attack and each fault."""
+    text = (ROOT / "docs/guide/serving.md").read_text()
+    _, _, rest = text.partition("**Hostile clients and faults.**")
+    rows = [
+        line.split("|")[1] for line in rest.partition("\n`/health`")[0].splitlines() if "|" in line
+    ]
+    lines = {each.strip() for row in rows for each in row.split(";") if "---" not in row}
+    quoted: set[str] = set()
+    for file in Path(__file__).parent.glob("test_*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                found = " ".join((ast.get_docstring(node) or "").split())
+                quoted |= {each.lower() for each in re.findall(r'"([^"]+)"', found)}
+    assert len(lines) > 40
+    heads = {"a client does this", "a fault"}
+    assert {each for each in lines - heads if each.lower() not in quoted} == set()
+
+
 def test_errors_are_those_of_openai(client: openai.OpenAI, server: Server) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         client.completions.create(model="other", prompt="x")
@@ -164,6 +307,7 @@ def test_errors_are_those_of_openai(client: openai.OpenAI, server: Server) -> No
 
 
 def test_a_key_is_wanted(tmp_path: Path) -> None:
+    """ "No key"."""
     with serving(tmp_path, key="sesame") as own:
         for key in (None, "", "Sesame", "sesam", "\udcff"):
             status, body = own.get(
@@ -203,12 +347,19 @@ def test_metrics_have_the_names_of_vllm(clean: Server) -> None:
         assert f"\ncg:{name}" in text
 
 
+NEEDS_UVLOOP = pytest.mark.skipif(
+    importlib.util.find_spec("uvloop") is None, reason="no uvloop: pip install uvloop"
+)
+
+
 @pytest.mark.parametrize(
     ("features", "name"),
     [
         *[(f"-{name}", name) for name in ("flat_evts", "batch_send", "fast_sse")],
         *[(f"-{name}", name) for name in ("async_stream", "async_sched", "carry", "fast_cnt")],
-        *[(f"+{name}", name) for name in ("stream_interval", "queue_ipc", "shm_ring")],
+        *[(f"+{name}", name) for name in ("stream_interval", "stream_tok", "queue_ipc")],
+        ("+shm_ring", "shm_ring"),
+        pytest.param("+uvloop", "uvloop", marks=NEEDS_UVLOOP),
     ],
 )
 def test_switches_change_no_text_and_count_what_they_change(
@@ -220,10 +371,20 @@ def test_switches_change_no_text_and_count_what_they_change(
             assert b" 200 OK" in sock.recv(1 << 16)
             sock.close()
         options: dict[str, Any] = {"prompt": "hello", "max_tokens": 40, "temperature": 0}
-        with openai.OpenAI(base_url=own.url("/v1"), api_key="none") as client:
-            chunks = list(client.completions.create(model="fake", stream=True, **options))
-        assert "".join(chunk.choices[0].text for chunk in chunks) == wanted("hello", 40)
-        own.wait_for(
-            lambda: own.metric(f'feature_changes_total{{feature="{name}"}}') > 0,
-            f"what {name} counts",
-        )
+
+        def is_counted() -> bool:
+            """Ask again; the front stops for a moment, so that tokens have to be merged."""
+            with openai.OpenAI(base_url=own.url("/v1"), api_key="none") as client:
+                stream = client.completions.create(model="fake", stream=True, **options)
+                text = next(stream).choices[0].text
+                own.process.send_signal(signal.SIGSTOP)
+                time.sleep(0.02)
+                own.process.send_signal(signal.SIGCONT)
+                text += "".join(chunk.choices[0].text for chunk in stream)
+            assert text == wanted("hello", 40)
+            return own.metric(f'feature_changes_total{{feature="{name}"}}') > 0
+
+        own.wait_for(is_counted, f"what {name} counts")
+        _, found = own.complete("chances", 8, logprobs=1)
+        values = [its.drawn for _, its in scored("chances", 8, Sampling())]
+        assert found["choices"][0]["logprobs"]["token_logprobs"] == values

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import pickle
 import sys
 from array import array
 from collections.abc import Awaitable, Callable
@@ -21,8 +22,9 @@ from examples.serve import wire
 from examples.serve.features import parse
 from examples.serve.loop import BACKLOG, BUDGET, EngineLoop
 from examples.serve.scheduler import End, Events, Request
+from examples.serve.transports import unpickle
 from examples.serve.wire import Kind, Link
-from examples.serve.work import Sampling
+from examples.serve.work import LOGPROBS, Sampling, Scores
 
 from .fake_engine import ROOMY, FakeEngine, reference
 
@@ -38,9 +40,14 @@ REQUESTS = st.builds(
         top_k=IDS,
         top_p=st.floats(0, 1, width=32),
         seed=st.integers(0, 2**63 - 1),
+        logprobs=st.none() | st.integers(0, LOGPROBS),
     ),
     ignore_eos=st.booleans(),
     salt=st.binary(max_size=100),
+)
+LOGS = st.floats(max_value=0, allow_nan=False)
+SCORES = st.builds(
+    Scores, drawn=LOGS, likeliest=st.lists(st.tuples(IDS, LOGS), max_size=3).map(tuple)
 )
 
 
@@ -67,15 +74,21 @@ def test_requests_that_are_cut_off(requests: list[Request], data: st.DataObject)
     st.lists(IDS),
     st.lists(st.tuples(IDS, IDS)),
     st.lists(st.builds(End, id=IDS, reason=st.text(), count=IDS, message=st.text())),
+    st.lists(st.tuples(IDS, SCORES)),
     st.booleans(),
 )
 def test_events_cross(
-    started: list[int], pairs: list[tuple[int, int]], ends: list[End], is_flat: bool
+    started: list[int],
+    pairs: list[tuple[int, int]],
+    ends: list[End],
+    scores: list[tuple[int, Scores]],
+    is_flat: bool,
 ) -> None:
     flat = array("I", [number for pair in pairs for number in pair])
-    events = Events(array("I", started), flat, ends)
+    events = Events(array("I", started), flat, ends, scores)
     kind = Kind.EVENTS if is_flat else Kind.OBJECTS
     assert wire.unpack_events(kind, wire.pack_events(events, is_flat)) == events
+    assert wire.events_of(*unpickle(pickle.dumps(wire.plain(events)))) == events
 
 
 def test_many_requests_are_several_frames() -> None:
@@ -119,6 +132,7 @@ def run(
     story: Callable[[Front, EngineLoop], Awaitable[None]],
     features: str = "",
     delay: float | None = 0.0,
+    **options: int,
 ) -> EngineLoop:
     """Let a loop and a front talk, until the front has told its story."""
     engine = FakeEngine(ROOMY, delay)
@@ -129,7 +143,7 @@ def run(
         server = await asyncio.get_running_loop().create_unix_server(
             lambda: front.link, str(folder / "engine")
         )
-        loop = EngineLoop(engine, parse(features))
+        loop = EngineLoop(engine, parse(features), **options)
         loops.append(loop)
         running = asyncio.ensure_future(loop.run(folder / "engine"))
         await front.until(lambda: bool(front.frames))
@@ -160,6 +174,32 @@ def test_a_conversation(tmp_path: Path) -> None:
     loop = run(tmp_path, story)
     assert loop.scheduler.is_idle
     assert loop.scheduler.blocks.used == 0
+
+
+@pytest.mark.parametrize("number", [1, 3, 12])
+def test_what_is_cancelled_is_free_before_another_step(tmp_path: Path, number: int) -> None:
+    """Whether it decodes, is in prefill, or waits: it is in none of the executions behind that."""
+
+    async def story(front: Front, loop: EngineLoop) -> None:
+        front.add(*(Request(i, (i,) * 40, 100) for i in range(1, number + 1)))
+        engine = loop.engine
+        assert isinstance(engine, FakeEngine)
+        while engine.works < 6 or loop.scheduler.running < min(number, 4):
+            if engine.queue:
+                engine.run_one()
+            await asyncio.sleep(0)
+        in_flight = len(engine.queue)
+        front.link.send(Kind.CANCEL, wire.pack_ids(range(1, number + 1)))
+        while not loop.scheduler.is_idle:
+            await asyncio.sleep(0)
+        assert loop.scheduler.blocks.used == 0
+        assert len(engine.queue) <= in_flight + 2  # a turn may have come before the frame
+        while engine.queue:
+            engine.run_one()
+        await asyncio.sleep(0)
+        assert not front.ends
+
+    run(tmp_path, story, delay=None)
 
 
 @pytest.mark.parametrize("features", ["", "-cmd_budget"])
@@ -198,6 +238,16 @@ def test_commands_are_not_kept_without_bound(tmp_path: Path) -> None:
         await front.until(lambda: not front.link.is_full or bool(loop._commands))
 
     run(tmp_path, story, delay=None)
+
+
+def test_long_chunks_are_counted(tmp_path: Path) -> None:
+    """With `-chunk` the engine has longer ones than it usually has."""
+
+    async def story(front: Front, loop: EngineLoop) -> None:
+        front.add(Request(1, (1,) * 20, 3), Request(2, (2,) * 7, 3))
+        await front.until(lambda: len(front.ends) == 2)
+
+    assert run(tmp_path, story, "-chunk", usual_chunk=8).counters["chunk"] == 12
 
 
 def test_a_request_that_the_front_should_have_refused(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from examples.serve import __main__ as command
 from examples.serve import ranks
 from examples.serve.features import Counters, parse
 from examples.serve.options import add_arguments
+from examples.serve.transports import loop_factory
 
 from .fake_engine import TINY
 
@@ -53,16 +54,29 @@ def test_switches_of_the_engine() -> None:
     assert ranks.options(words, parse("-groups")).groups == 1
     assert not ranks.options(words, parse("-warm")).warm
     assert ranks.options(words, parse("-overlap,-capture")).passes == "-overlap,-capture"
+    large = ranks.options(words, parse("+kv256,+clamp"))
+    assert (large.blocks, large.block_size, large.clamp) == (32, 256, True)
+    assert not large.debug_bounds
+    assert ranks.options(words, parse("+debug_bounds")).debug_bounds
     with pytest.raises(ValueError, match="-chunk needs --context"):
         ranks.options(given(), parse("-chunk"))
 
 
 def test_what_they_count() -> None:
     counters = Counters()
-    ranks.count(counters, parse("-groups,-overlap"), ranks.Limits(1, 4, 5, 16, 3, 30, 50, ()))
+    limits = ranks.Limits(1, 4, 5, 16, 256, 30, 50, ())
+    ranks.count(counters, parse("-groups,-overlap,+kv256"), limits, given())
     assert (counters["groups"], counters["overlap"], counters["capture"]) == (1, 1, 0)
-    ranks.count(counters := Counters(), parse(""), TINY)
+    assert counters["kv256"] == 240
+    ranks.count(counters := Counters(), parse(""), TINY, given())
     assert not any(counters.values())
+
+
+def test_a_loop_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "uvloop", None)
+    assert loop_factory(parse(""), Counters()) is None
+    with pytest.raises(ValueError, match="pip install uvloop"):
+        loop_factory(parse("+uvloop"), Counters())
 
 
 def test_the_command_of_the_job() -> None:

@@ -19,6 +19,8 @@ from .servers import PATIENCE, Server, is_alive
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), *needs_mpi]
 
+SLACK = 4
+"""By how much a machine with other work may be slower; a death is told within 5 s."""
 SMALL = ["--model", "random", "--blocks", "32", "--batch", "2", "--chunk", "8", "--context", "64"]
 
 
@@ -119,7 +121,9 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.mark.parametrize("when", ["prefill", "decode", "idle"])
 @pytest.mark.parametrize("victim", ["rank 0", "rank 1", "mpirun", "cg.launch"])
 def test_a_killed_process(shared: Server, when: str, victim: str) -> None:
-    """Streams end with an error in seconds, and the engine is started again."""
+    """ "A rank killed in prefill", "in decode", "while idle", "mpirun killed", "the launcher
+    killed": streams end with an error within seconds, and the engine is started again.
+    """
     own = shared
     own.wait_for(own.is_ready, seconds=200.0)
     wanted = own.complete("hello", 20)[1]["choices"][0]["text"]
@@ -147,12 +151,14 @@ def test_a_killed_process(shared: Server, when: str, victim: str) -> None:
         sock.close()
         seconds = time.monotonic() - began
     print(f"{victim} in {when}: noticed after {seconds:.1f} s")
+    assert seconds < 5 * SLACK
     own.wait_for(own.is_ready, "another engine", seconds=200.0)
     assert own.complete("hello", 20)[1]["choices"][0]["text"] == wanted
     wait_until(lambda: not any(map(is_alive, old)))
 
 
 def test_a_killed_front(tmp_path: Path) -> None:
+    """ "The front killed"."""
     with serving(tmp_path, 2) as own:
         descendants = family(own.process.pid)
         sock = own.post({"prompt": "x", "max_tokens": 60, "stream": True})
@@ -163,7 +169,7 @@ def test_a_killed_front(tmp_path: Path) -> None:
 
 
 def test_a_stopped_rank(tmp_path: Path) -> None:
-    """One that is far slower than the others changes no text."""
+    """ "A rank ten times slower" than the others changes no text."""
     with serving(tmp_path, 2) as own:
         wanted = own.complete("hello", 20)[1]["choices"][0]["text"]
         sock = own.post({"prompt": "hello", "max_tokens": 20, "temperature": 0})

@@ -1,0 +1,156 @@
+"""Answers to completions: whole ones, and streams that are written as tokens come."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Iterator
+
+from aiohttp import web
+
+from ..features import Counters, Features
+from ..scheduler import ERROR
+from .connections import Waits
+from .errors import ApiError
+from .job import GONE, EngineJob
+from .metrics import Metrics
+from .protocol import Completion
+from .reply import Reply
+from .shapes import DONE, Choice, Shape
+from .text import Text
+
+log = logging.getLogger("serve")
+
+INTERVAL = 8
+"""Tokens of a chunk, with `+stream_interval`."""
+
+
+class Answers:
+    """Asks the engine, and makes OpenAI's answers of what it draws."""
+
+    def __init__(
+        self,
+        text: Text,
+        job: EngineJob,
+        waits: Waits,
+        metrics: Metrics,
+        features: Features,
+        counters: Counters,
+    ) -> None:
+        self._text, self._job, self._waits, self._metrics = text, job, waits, metrics
+        self._features, self._counters = features, counters
+
+    async def answer(self, request: web.Request, what: Completion) -> web.StreamResponse:
+        """Raises ApiError; a stream that has begun ends with it instead."""
+        reply = self._job.submit(what)
+        try:
+            answer = self._stream if what.stream else self._whole
+            return await answer(request, what, reply)
+        finally:
+            self._job.cancel(reply)
+
+    async def _whole(
+        self, request: web.Request, what: Completion, reply: Reply
+    ) -> web.StreamResponse:
+        choices = [Choice(self._text, what.stop) for _ in reply.ids]
+        texts = ["" for _ in choices]
+        while any(choice.reason is None for choice in choices):
+            await reply.changed()
+            for index, text in self._read(reply, choices):
+                texts[index] += text
+        prompt = sum(map(len, what.prompts))
+        self._metrics.count_end(reply, prompt, (choice.reason for choice in choices))
+        shape = Shape(what, self._features, self._counters)
+        return web.json_response(shape.answer(texts, choices, prompt))
+
+    async def _stream(
+        self, request: web.Request, what: Completion, reply: Reply
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        )
+        await response.prepare(request)
+        transport = request.transport
+        if transport is None:  # it has gone
+            return response
+
+        async def write(data: bytes) -> None:
+            self._waits.begin(transport)
+            try:
+                await response.write(data)
+            finally:
+                self._waits.end(transport)
+
+        try:
+            try:
+                await self._pump(write, what, reply)
+            except ApiError as error:
+                await write(_event(error))
+            except ConnectionError:
+                raise
+            except Exception as error:
+                log.exception("a stream has failed")
+                await write(_event(ApiError(500, type(error).__name__)))
+            await write(DONE)
+            await response.write_eof()
+        except ConnectionError:
+            self._metrics.ends["abort"] += 1
+        return response
+
+    async def _pump(
+        self, write: Callable[[bytes], Awaitable[None]], what: Completion, reply: Reply
+    ) -> None:
+        """Write chunks as tokens come, all that there is at a time."""
+        shape = Shape(what, self._features, self._counters)
+        choices = [Choice(self._text, what.stop) for _ in reply.ids]
+        is_first = [True for _ in choices]
+        while any(choice.reason is None for choice in choices):
+            await reply.changed()
+            # The first token never waits for others.
+            if self._features.stream_interval and not all(is_first) and self._is_small(reply):
+                continue
+            pieces = []
+            for index, text in self._read(reply, choices):
+                if text or choices[index].reason is not None:
+                    pieces.append(shape.chunk(index, text, choices[index], is_first[index]))
+                    is_first[index] = False
+            if pieces:
+                await write(b"".join(pieces))
+        prompt = sum(map(len, what.prompts))
+        self._metrics.count_end(reply, prompt, (choice.reason for choice in choices))
+        if what.include_usage:
+            await write(shape.usage_chunk(prompt, sum(choice.count for choice in choices)))
+
+    def _read(self, reply: Reply, choices: list[Choice]) -> Iterator[tuple[int, str]]:
+        """Take all that has come: for each choice with news, its text. Raises ApiError.
+
+        With `+stream_tok` each token is news of its own.
+        """
+        for index, choice in enumerate(choices):
+            tokens, end = reply.tokens[index], reply.ends[index]
+            if choice.reason is not None or (not tokens and end is None):
+                continue
+            scores = reply.scores[index]
+            reply.tokens[index], reply.scores[index] = [], []
+            if end is not None and end.reason in (ERROR, GONE):
+                raise ApiError(500 if end.reason == ERROR else 503, end.message)
+            if self._features.stream_tok:
+                self._counters["stream_tok"] += max(0, len(tokens) - 1)
+                while len(tokens) > 1 and choice.reason is None:
+                    yield index, choice.feed(tokens[:1], None, scores[:1])
+                    tokens, scores = tokens[1:], scores[1:]
+            if choice.reason is None:
+                yield index, choice.feed(tokens, end, scores)
+            if choice.reason is not None and end is None:
+                self._job.cancel(reply, index)  # at a stop string
+
+    def _is_small(self, reply: Reply) -> bool:
+        """Whether what has come can wait for more, with `+stream_interval`."""
+        number = sum(map(len, reply.tokens))
+        waits = number < INTERVAL and not any(reply.ends)
+        self._counters["stream_interval"] += waits
+        return waits
+
+
+def _event(error: ApiError) -> bytes:
+    body = web.json_response(error.body()).text
+    return f"data: {body}\n\n".encode()

@@ -1,0 +1,113 @@
+"""Fields of bodies: which there are, and how each is read.
+
+Nothing is ignored in silence: a field is served, or changes no token of an answer, or is refused by
+its name. A field that is null is as if it were not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .errors import bad
+
+Body = Mapping[str, Any]
+
+_BOTH = {
+    *("model", "n", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "logprobs"),
+    *("stream", "stream_options", "ignore_eos", "cache_salt"),
+}
+SERVED = {
+    "completions": _BOTH | {"prompt", "best_of"},
+    "chat": _BOTH | {"messages", "max_completion_tokens", "top_logprobs"},
+}
+IGNORED = {
+    *("user", "metadata", "safety_identifier", "service_tier", "parallel_tool_calls"),
+    *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
+}
+"""Fields that are about whoever asks, or the price; they change no answer."""
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "echo": (False,),
+    "frequency_penalty": (0, 0.0),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+    "presence_penalty": (0, 0.0),
+    "reasoning_effort": ("none",),
+    "repetition_penalty": (1, 1.0),
+    "response_format": ({"type": "text"},),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+}
+"""Values of fields that are refused otherwise: those that ask for nothing."""
+_OF_STREAMS = {"include_usage"}
+
+
+def refuse_others(body: Body, api: str) -> None:
+    """Refuse what would change the answer, and is not done.
+
+    Raises:
+        ApiError: 400 with the field's name.
+    """
+    for name, value in body.items():
+        if value is None or name in SERVED[api] or name in IGNORED:
+            continue
+        neutral = NEUTRAL.get(name, ())
+        if not any(type(value) is type(each) and value == each for each in neutral):
+            shown = name[:100]
+            usual = f": leave it out, or at {neutral[0]!r}" if neutral else ""
+            bad(f"{shown} is not supported by this endpoint{usual}", shown)
+    for name, value in mapping(body, "stream_options").items():
+        if value not in (None, False) and name not in _OF_STREAMS:
+            bad(f"stream_options.{name[:100]} is not supported", "stream_options")
+
+
+def string(body: Body, name: str, default: str = "") -> str:
+    found = body.get(name)
+    if found is None:
+        return default
+    if not isinstance(found, str) or len(found) > 1024:
+        bad(f"{name} must be a string of at most 1024 characters", name)
+    return found
+
+
+def boolean(body: Body, name: str, default: bool = False) -> bool:
+    found = body.get(name)
+    if found is None:
+        return default
+    if not isinstance(found, bool):
+        bad(f"{name} must be true or false", name)
+    return found
+
+
+def mapping(body: Body, name: str) -> Body:
+    found = body.get(name)
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        bad(f"{name} must be an object", name)
+    return found
+
+
+def integer(body: Body, name: str, default: Any, least: int, most: int | None) -> Any:
+    found = body.get(name)
+    if found is None:
+        return default
+    if type(found) is not int:
+        bad(f"{name} must be a whole number", name)
+    if found < least or (most is not None and found > most):
+        bounds = f"at least {least}" if most is None else f"from {least} to {most}"
+        bad(f"{name} must be {bounds}", name)
+    return found
+
+
+def number(body: Body, name: str, default: float, least: float, most: float) -> float:
+    found = body.get(name)
+    if found is None:
+        return default
+    if type(found) not in (int, float) or not least <= found <= most:
+        bad(f"{name} must be a number from {least:g} to {most:g}", name)
+    return float(found)

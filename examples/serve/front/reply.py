@@ -1,0 +1,47 @@
+"""A reply: the one buffer of a request, between what the engine says and what a client reads.
+
+Events are merged into it, and whoever reads it takes all that is there. So a slow reader gets
+larger pieces, and no queue grows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from time import monotonic
+
+from ..scheduler import End
+from ..work import Scores
+
+
+class Reply:
+    """What the choices of a request have got and nobody has read."""
+
+    def __init__(self, prompts: Sequence[int], threads: ThreadPoolExecutor | None) -> None:
+        self.ids: list[int] = []
+        self.prompts = prompts  # lengths, a choice each
+        self.tokens: list[list[int]] = [[] for _ in prompts]
+        self.scores: list[list[Scores]] = [[] for _ in prompts]  # of tokens, if they are wanted
+        self.ends: list[End | None] = [None for _ in prompts]
+        self.arrived = monotonic()
+        self.started = False
+        self.last: float | None = None  # when tokens came last
+        self._event = asyncio.Event()
+        self._threads = threads
+        self._thread_event = threading.Event()
+
+    def touch(self) -> None:
+        """There is something to read."""
+        self._event.set()
+        if self._threads is not None:
+            self._thread_event.set()
+
+    async def changed(self) -> None:
+        """Wait until there is something to read."""
+        if self._threads is not None:
+            await asyncio.get_running_loop().run_in_executor(self._threads, self._thread_event.wait)
+            self._thread_event.clear()
+        await self._event.wait()
+        self._event.clear()
