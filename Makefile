@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 RANKS  ?= 2
-JOBS   ?= 3
+JOBS   ?= 4
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.stamp
@@ -69,7 +69,8 @@ demo: $(DEMO_STAMP)
 	  --schedule zb-h1 --steps 20 --batch 8 --microbatches 4 --length 128 --rate 5e-5 --windows 400 \
 	  --evaluate-every 10 --save-every 20 --prompt "The \"for\" statement is used to" $(ARGS)
 
-# One more process than most machines of CI have cores, for jobs wait a lot; see tests/conftest.py.
+# More processes than a small machine has cores: one does what starts no jobs, and fills the gaps in
+# which the jobs of the others wait. See Lanes in tests/conftest.py.
 test: setup
 	$(BIN)/python -m pytest --numprocesses $(JOBS) $(ARGS)
 

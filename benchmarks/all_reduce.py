@@ -62,7 +62,7 @@ def gloo_chain(x: torch.Tensor) -> Callable[[], object]:
 
 
 def scale_chain(x: torch.Tensor) -> Callable[[], object]:
-    """What both do besides."""
+    """The work that both do besides."""
 
     def go() -> None:
         value = x

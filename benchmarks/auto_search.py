@@ -5,7 +5,8 @@
     python benchmarks/auto_search.py times
     python benchmarks/auto_search.py frontier
 
-With --json FILE the rows are written to it, beside what else it has.
+With --json FILE the rows are written to it, beside what else it has; rows of random settings as
+they are found, so what a run that is stopped has found is there.
 
 Random settings: 2 to 32 ranks, 2 to 8 microbatches a rank, times of F, B and W each within half of
 equal, transfers up to a tenth of F, one stage a rank or two in a loop or a V. Every third has room
@@ -20,7 +21,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -65,7 +66,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Row:
-    """What was found for a setting. Times are in milliseconds, but for `search_s`.
+    """The findings for a setting. Times are in milliseconds, but for `search_s`.
 
     Attributes:
         bound, makespan: no order is under the one; the best found has the other.
@@ -141,14 +142,18 @@ def search(setting: Setting, before: float | None = None) -> Row:
 
 
 def random_rows(count: int, jobs: int, before: dict[int, float]) -> Iterator[Row]:
-    numbers = range(count)
-    settings = map(random_setting, numbers)
+    """The rows of all settings, each as soon as it is found."""
     with ProcessPoolExecutor(jobs) as pool:
-        yield from pool.map(search, settings, map(before.get, numbers))
+        rows = [
+            pool.submit(search, random_setting(number), before.get(number))
+            for number in range(count)
+        ]
+        for row in as_completed(rows):
+            yield row.result()
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """What the rows say, a line for each memory."""
+    """A summary of the rows, a line for each memory."""
     lines = []
     for name, chosen in (
         ("2p", [row for row in rows if row.setting.memory == 2 * row.setting.ranks]),
@@ -331,7 +336,11 @@ def main() -> None:
             known = {int(number): makespan for number, makespan in read.items()}
         for row in random_rows(options.settings, options.jobs, known):
             rows.append(row)
-            print(f"{row.setting.number}: {row.gap:.2%}, {row.search_s} s", file=sys.stderr)
+            rows.sort(key=lambda row: row.setting.number)
+            is_worse = row.before is not None and row.makespan > row.before * (1 + 1e-6)
+            worse = ", worse than before" if is_worse else ""
+            shown = f"setting {row.setting.number}: {row.gap:.2%}, {row.search_s} s{worse}"
+            print(f"{len(rows)} of {options.settings}, {shown}", file=sys.stderr, flush=True)
             if options.json:
                 write(options.json, "random", rows)
         print(summary(rows))

@@ -28,5 +28,5 @@ def pytest_benchmark_update_commit_info(commit_info: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="session")
 def quick(request: pytest.FixtureRequest) -> bool:
-    """Whether the cases only have to work: nothing is measured with `--benchmark-disable`."""
+    """True if the cases only have to work: nothing is measured with `--benchmark-disable`."""
     return bool(request.config.getoption("benchmark_disable"))

@@ -39,7 +39,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def idle_shares(pids: list[int], seconds: float) -> list[float]:
-    """What each rank uses of a core while this one sleeps; a second after the last execution."""
+    """The share of a core that each rank uses, from a second after the last execution."""
     time.sleep(1.0)
     before = [cpu_seconds(pid) for pid in pids]
     time.sleep(seconds)
@@ -58,7 +58,7 @@ def wake_ms(graph: Any, pauses: int, seconds: float) -> list[float]:
 
 
 async def waiting_share(graph: Any, seconds: float) -> float:
-    """What the driver's event loop uses of a core while it awaits an execution that takes long."""
+    """The share of a core that the driver's event loop uses while it awaits a long execution."""
     began = cpu_seconds(os.getpid())
     await graph.execute(seconds)
     return (cpu_seconds(os.getpid()) - began) / seconds

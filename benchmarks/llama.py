@@ -221,7 +221,7 @@ def not_fused(compiled: Any) -> dict[str, str]:
 
 
 def segments(compiled: Any) -> list[str]:
-    """What the captured parts of this rank's program have done."""
+    """Describe the captured parts of this rank's program: graphs, replays, and reasons."""
     (executables,) = [each for _, each in compiled._runtimes[0].bound.items()]
     parts = getattr(executables[0], "segments", ())
     return [f"{s.captures} graphs, {s.replays} replays, {s.reason}" for s in parts]
@@ -319,7 +319,7 @@ def parts(bench: Bench) -> None:
 
 
 def measured_weights(bench: Bench) -> Weights:
-    """What parts cost on rank 0, by autograd; kept for all sections."""
+    """The cost of parts on rank 0, by autograd; kept for all sections."""
     layers, shape = bench.shape.layers, bench.shape
     ranges = (range(1, 2), range(0), range(layers, layers))
     bench.weights = Weights(*(cg.allgather(_alone(bench, each))[0] for each in ranges))
@@ -362,7 +362,7 @@ def by_cost(bench: Bench) -> None:
 
 
 def switches(bench: Bench) -> None:
-    """What graphs and early receives bring."""
+    """The gain of graphs and early receives."""
     placing = Placing.make("line", cg.world_size())
     cut = even(bench.shape.layers, len(placing.ranks))
     pipe = Pipe(bench.shape, cut, placing, str(bench.device))

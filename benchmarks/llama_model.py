@@ -179,14 +179,14 @@ def even(layers: int, stages: int) -> Cut:
 
 @dataclass(frozen=True)
 class Weights:
-    """What parts cost, in milliseconds of forward and backward."""
+    """The cost of parts, in milliseconds of forward and backward."""
 
     layer: float
     embedding: float
     head: float
 
     def of(self, cut: Cut) -> list[float]:
-        """What each stage costs."""
+        """The cost of each stage."""
         costs = [len(layers) * self.layer for layers in cut]
         costs[0] += self.embedding
         costs[-1] += self.head

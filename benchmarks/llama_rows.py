@@ -35,12 +35,12 @@ PAIRS = {
     "dualpipe-v": "ScheduleDualPipeV",
     "auto (loop)": "ScheduleInterleavedZeroBubble",
 }
-"""What is the same on both sides; a search stands in for the interleaved zero bubble."""
+"""Schedules that both sides have; a search stands in for the interleaved zero bubble."""
 
 
 @dataclass
 class Bench:
-    """What all sections share.
+    """The values that all sections share.
 
     Attributes:
         costs: measured, for each cut, for whole and split backwards, and by microbatches.

@@ -36,7 +36,7 @@ PATIENCE = 60.0
 
 
 def provenance() -> dict[str, Any]:
-    """What is written beside figures that this process, and others like it, have measured."""
+    """The facts to write beside figures that this process, and others like it, have measured."""
     return {
         "command": shlex.join(["python", *sys.argv]),
         "date": datetime.now(UTC).date().isoformat(),
@@ -46,7 +46,7 @@ def provenance() -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """What figures depend on beside the code; `gpus` and `driver` only where there are GPUs."""
+    """Facts beside the code that figures depend on; `gpus` and `driver` where there are GPUs."""
     found = {dist.name.lower(): dist.version for dist in metadata.distributions()}
     return {
         "cpu": _cpu(),
@@ -90,7 +90,7 @@ def _cpu() -> str:
 
 
 def output_of(command: Sequence[str]) -> str:
-    """What a program writes; nothing if it fails, or is not there."""
+    """The output of a program; nothing if it fails, or is not there."""
     try:
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     except (OSError, subprocess.TimeoutExpired):

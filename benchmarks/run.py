@@ -37,7 +37,7 @@ BENCHMARKS = {
     "schedules": ["-m", "cg.launch", "-n", "4", "schedules.py", "--json", "FILE"],
     "simulator": ["simulator.py", "--json", "FILE"],
 }
-TIMEOUT = 900.0
+TIMEOUT = 1800.0
 
 
 def run(name: str) -> dict[str, Any]:

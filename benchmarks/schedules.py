@@ -1,13 +1,13 @@
 """Every schedule: bubble and activations by formula, on paper, and as run on CPU ranks.
 
-    python -m cg.launch -n 4 benchmarks/schedules.py [--json FILE]
+    python -m cg.launch -n 4 benchmarks/schedules.py [--ranks 2 4] [--only auto] [--json FILE]
 
 The runs are synthetic: stages sleep instead of computing, so that a rank needs no core. What calls
 and messages cost is measured once for each layout of stages, with 4 microbatches and one schedule;
 from that the makespans of the other schedules and sizes are foreseen, and held against what the
 calls of real executions take from first to last. What `auto` finds, in the memory of 1F1B and as
-`auto-2p` in twice as much, it finds with the measured costs. Fewer ranks than there are leave the
-others idle.
+`auto-2p` in twice as much, it finds with the measured costs; its gradients are held against those
+of 1F1B, bit by bit. Fewer ranks than there are leave the others idle.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from statistics import median
 from typing import Any
 
 import closed_forms
+import torch
 from sleeping import Times, batch, make_stages, make_step
 
 import cg
@@ -70,6 +71,8 @@ class Row:
         predicted, predicted_bubble: of the compiled programs, with the measured costs.
         measured, measured_bubble: medians over the executions.
         error: of the prediction, as a share of what was measured.
+        chosen: what `auto` says of its choice.
+        gradients_of_1f1b: of what `auto` found, whether all ranks have the gradients of 1F1B.
     """
 
     schedule: str
@@ -87,6 +90,8 @@ class Row:
     predicted_bubble: float
     measured_bubble: float
     error: float
+    chosen: str = ""
+    gradients_of_1f1b: bool | None = None
 
 
 @dataclass
@@ -98,6 +103,7 @@ class Pipe:
     times: Times
     executions: int
     costs: dict[bool, cg.Costs] = field(default_factory=dict)
+    plain: dict[int, list[torch.Tensor]] = field(default_factory=dict)
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -131,6 +137,12 @@ class Pipe:
         with self.compile(schedule, m) as compiled:
             predicted = compiled.simulate(costs)
             found = compiled.record(*batch(m), executions=self.executions + 1)[1:]
+            gradients = self.gradients(compiled, m) if is_search else []
+            chosen = compiled.schedule_report
+        agrees: bool | None = None
+        if is_search:
+            pairs = zip(gradients, self.gradients_of_1f1b(m), strict=True)
+            agrees = all(cg.allgather(all(torch.equal(one, other) for one, other in pairs)))
         measured = median(run.makespan for run in found)
         paper = self.on_paper(schedule, m)
         v, times = self.layout.chunks, self.times
@@ -149,7 +161,24 @@ class Pipe:
             predicted_bubble=predicted.bubble_ratio,
             measured_bubble=median(run.bubble_ratio for run in found),
             error=predicted.makespan / measured - 1,
+            chosen=chosen,
+            gradients_of_1f1b=agrees,
         )
+
+    def gradients(self, compiled: cg.Compiled, m: int) -> list[torch.Tensor]:
+        """What one execution gives the weights of this rank's stages; collective."""
+        mine = [stage.local.weight for stage in self.stages if stage.is_local]
+        for weight in mine:
+            weight.grad = None
+        compiled(*batch(m))
+        return [weight.grad.clone() for weight in mine]
+
+    def gradients_of_1f1b(self, m: int) -> list[torch.Tensor]:
+        """The same under 1F1B; collective."""
+        if m not in self.plain:
+            with self.compile(cg.schedules.one_f_one_b(), m) as compiled:
+                self.plain[m] = self.gradients(compiled, m)
+        return self.plain[m]
 
     def on_paper(self, schedule: Schedule, m: int) -> Simulation:
         order = schedule(Pipeline(self.ranks, m))
@@ -157,13 +186,13 @@ class Pipe:
         return simulate(order, self.ranks, m, nominal)
 
 
-def rows(ranks: Sequence[int], executions: int) -> Iterator[Row]:
-    """All rows; collective."""
+def rows(ranks: Sequence[int], executions: int, only: str) -> Iterator[Row]:
+    """The rows of all schedules whose names begin so; collective."""
     for p in ranks:
         for times in COSTS:
             for layout in LAYOUTS:
                 pipe = Pipe(layout, p, times, executions)
-                for name in layout.names:
+                for name in filter(lambda name: name.startswith(only), layout.names):
                     for m in MICROBATCHES:
                         yield pipe.row(name, m)
 
@@ -206,11 +235,13 @@ def main() -> None:
     """Measure on all ranks; rank 0 prints and writes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--executions", type=int, default=8, help="of each schedule")
+    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, help="in the pipeline")
+    parser.add_argument("--only", default="", help="schedules whose names begin so")
     parser.add_argument("--json", type=Path, help="write the rows to this file, too")
     options = parser.parse_args()
-    ranks = [p for p in RANKS if p <= cg.world_size()]
+    ranks = [p for p in options.ranks if p <= cg.world_size()]
     found: list[Row] = []
-    for row in rows(ranks, options.executions):
+    for row in rows(ranks, options.executions, options.only):
         found.append(row)
         if cg.rank() == 0:
             where = f"{row.ranks} ranks, {row.microbatches} microbatches"
@@ -219,6 +250,14 @@ def main() -> None:
         worst = max(abs(row.error) for row in found)
         print(table(found))
         print(f"\nlargest error {worst:.2%} of {len(found)}")
+        searched = [row for row in found if row.gradients_of_1f1b is not None]
+        equal = sum(bool(row.gradients_of_1f1b) for row in searched)
+        own = [row for row in searched if "a search" in row.chosen]
+        off = max((abs(row.error) for row in own), default=0.0)
+        print(
+            f"auto: {equal} of {len(searched)} orders have the gradients of 1F1B; {len(own)} are no"
+        )
+        print(f"known schedules, and of these the largest error is {off:.2%}")
         if options.json is not None:
             options.json.write_text(json.dumps([asdict(row) for row in found], indent=1))
 

@@ -36,7 +36,7 @@ LARGE = 600_000
 
 
 class Refused(Exception):
-    """What a worker raises when it is asked to."""
+    """The exception that a worker raises when it is asked to."""
 
     def __init__(self, number: int, rank: int) -> None:
         super().__init__(f"execution {number} on rank {rank}")
@@ -147,7 +147,7 @@ def compile_graphs(workers: list[Any], inflight: int) -> Graphs:
 
 @dataclass
 class Model:
-    """What plain Python would do; `totals` by worker."""
+    """The result of plain Python; `totals` by worker."""
 
     totals: list[int]
     number: int = 0

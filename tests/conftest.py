@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
+import sys
 from collections import Counter
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -10,12 +13,49 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
 
 import cg
 
+from .mpi import jobs, warm
 from .sampling import DEFAULT
 
 ROOT = Path(__file__).resolve().parent.parent
+
+LONGEST = (
+    "tests/examples/test_train_gpt.py",
+    "tests/backends/hccl/test_jobs.py",
+    "tests/examples/test_finetune.py",
+    "tests/launch/test_jobs.py",
+    "tests/mpi/test_devices.py",
+    "tests/examples/serve/test_faults.py",
+    "tests/examples/serve/test_hostile.py",
+    "tests/examples/test_serve_engine.py",
+    "tests/mpi/test_executions.py",
+    "tests/mpi/test_groups.py",
+    "tests/mpi/test_hosts.py",
+    "tests/mpi/test_equality.py",
+    "tests/mpi/graphs/test_behaviours.py",
+    "tests/mpi/test_pipelines.py",
+    "tests/mpi/test_hangs.py",
+    "tests/models/test_cut_layers.py",
+    "tests/models/test_weights.py",
+    "tests/tracer/groups/test_fsdp.py",
+    "tests/tracer/groups/test_group_training.py",
+    "tests/properties/test_oracle.py",
+    "tests/tracer/groups/test_hf_training.py",
+    "tests/properties/test_clipping.py",
+    "tests/tracer/groups/test_random_training.py",
+    "tests/properties/test_group_pipelines.py",
+    "tests/properties/test_shapes.py",
+    "tests/tracer/layouts/test_rules.py",
+    "tests/tracer/groups/test_left_out_transfers.py",
+    "tests/test_docs.py",
+)
+"""Files that take longest: those that start jobs, and those that do not; they begin in this order.
+
+Any other file comes behind them.
+"""
 
 # How long an example takes says nothing of cg: the machine may be busy with other work.
 settings.register_profile(
@@ -56,7 +96,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuse to test another checkout's code, or the checkout where the wheel is meant."""
+    """Refuse to test another checkout's code, or the checkout where the wheel is meant.
+
+    Tests stay on the host, wherever they run; those of GPUs say otherwise.
+    """
+    os.environ.setdefault("CG_DEVICE", "cpu")
     times = config.getoption("--times")
     if times is not None:
         count = DEFAULT * times
@@ -71,6 +115,14 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(
             f"cg is imported from {cg.__file__}, not from {ROOT}; run make setup in this checkout"
         )
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell has it of a job with `&`
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs are interrupted by it
+    if config.getoption("numprocesses", None):  # of which this one hands out the tests
+        os.environ[warm.INTERPRETERS] = jobs.start_interpreters()
+
+
+def pytest_unconfigure() -> None:
+    jobs.end_interpreters()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -82,16 +134,32 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if starts_jobs(item.nodeid):
             item.add_marker(pytest.mark.mpi)
+    if hasattr(config, "workerinput"):
+        longest_first(items)
 
 
 def pytest_collection_finish() -> None:
     """Spare the collector what lives as long as the process: torch, and the tests themselves.
 
-    A search through all that is left is rarer, too: together they took an eighth of the time.
+    A search through all that is left is rarer, too: together they took an eighth of the time. Tests
+    that run side by side have a thread each: of tensors as small as theirs, a second one takes
+    nothing but another test's core.
     """
+    if "PYTEST_XDIST_WORKER" in os.environ and "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
     gc.collect()
     gc.freeze()
     gc.set_threshold(700, 10, 100)
+
+
+def longest_first(items: list[pytest.Item]) -> None:
+    """Move what takes longest to the front, so that no process is left with it at the end."""
+    places = {file: place for place, file in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(file_of(item.nodeid), len(places)))
+
+
+def file_of(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -106,19 +174,32 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def starts_jobs(nodeid: str) -> bool:
-    """Whether a test starts processes under mpirun."""
-    file = PurePosixPath(nodeid.partition("::")[0])
+    """True if a test, or those of a file, may start processes under mpirun."""
+    file = PurePosixPath(file_of(nodeid))
     return file.parts[1] in ("mpi", "examples") or file.name == "test_jobs.py"
 
 
-class JobsByFile(LoadScopeScheduling):
-    """Tests side by side; one process does those of a file that starts jobs, which share some."""
+class Lanes(LoadScopeScheduling):
+    """Tests side by side: the first process does what starts no jobs, while the others do jobs.
+
+    Ranks wait a lot, for each other and for deadlines, and what computes alone fills these gaps.
+    Whoever has no more of its kind helps the others. One process does all of a file, whose tests
+    share jobs and traces.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
-        return nodeid.partition("::")[0] if starts_jobs(nodeid) else nodeid
+        return file_of(nodeid)
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        does_jobs = node is not self.nodes[0]
+        mine = (file for file in self.workqueue if starts_jobs(file) is does_jobs)
+        self.workqueue.move_to_end(next(mine, next(iter(self.workqueue))), last=False)
+        super()._assign_work_unit(node)
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> JobsByFile:
-    """What hands tests to processes under `--numprocesses`."""
-    return JobsByFile(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Lanes:
+    """Makes what hands tests to processes under `--numprocesses`."""
+    assert [file for file in LONGEST if not (ROOT / file).exists()] == []
+    config.option.loadscopereorder = False  # `longest_first` has ordered them
+    return Lanes(config, log)

@@ -1,4 +1,4 @@
-"""What benchmarks assert of what they count, and what they write beside their figures."""
+"""Benchmarks: the counts that they assert, and the facts that they write beside their figures."""
 
 from __future__ import annotations
 

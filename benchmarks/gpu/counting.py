@@ -47,7 +47,7 @@ def sort_out(counts: Mapping[str, int]) -> Counts:
 
 
 def counted(run: Callable[[], object]) -> list[Counts]:
-    """What the hosts of all ranks ask of their GPUs while each of them runs something, by rank."""
+    """The calls that the hosts of all ranks make to their GPUs while each runs it, by rank."""
     torch.cuda.synchronize()
     cg.barrier()
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]

@@ -81,7 +81,7 @@ def host(report: Report) -> None:
 
 
 def parts(report: Report, compiled: Any, run: Callable[[], None]) -> None:
-    """What the parts of a step take; those of `run` are in it."""
+    """The times of the parts of a step; those of `run` are in it."""
     runtime = compiled._runtimes[0]
     trace = compiled.variants[0].trace
     watched = {
@@ -104,7 +104,7 @@ def parts(report: Report, compiled: Any, run: Callable[[], None]) -> None:
 
 
 def calls(report: Report) -> None:
-    """What single calls of torch and of the device take."""
+    """The times of single calls of torch and of the device."""
     world: Any = worlds.world()
     device = world.device
     compute, side = device.stream(Stream.COMPUTE), device.stream(Stream.SEND)

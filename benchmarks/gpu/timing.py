@@ -69,7 +69,7 @@ def alternately(
 
 
 def reasons(compiled: Any) -> list[str]:
-    """What the segments of this rank's program do."""
+    """Describe the segments of this rank's program: graphs, replays, and the reason of each."""
     (executables,) = [each for _, each in compiled._runtimes[0].bound.items()]
     segments = getattr(executables[0], "segments", ())
     return [f"{s.number}: {s.captures} graphs, {s.replays} replays, {s.reason}" for s in segments]

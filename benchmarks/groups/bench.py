@@ -1,4 +1,4 @@
-"""What all sections share: the device, options, and how arms are timed in turns."""
+"""The device, options, and the timing of arms in turns, which all sections share."""
 
 from __future__ import annotations
 
@@ -48,19 +48,25 @@ class Bench:
         if self.is_gpu:
             torch.cuda.synchronize()
 
-    def turns(self, arms: Mapping[str, Run], inner: int, warm: int = 6) -> dict[str, float]:
+    def turns(
+        self, arms: Mapping[str, Run], inner: int, warm: int = 6, before: Run | None = None
+    ) -> dict[str, float]:
         """Median time of a call of each arm, in ms; the slowest rank counts.
 
         Args:
             inner: calls between two looks at the clock.
             warm: calls of each before; graphs are captured in the third.
+            before: called ahead of the calls of an arm, while the clock stands.
         """
+        prepare = before or (lambda: None)
         found: dict[str, list[float]] = {name: [] for name in arms}
         for run in arms.values():
+            prepare()
             for _ in range(warm):
                 run()
         for _ in range(self.rounds):
             for name, run in arms.items():
+                prepare()
                 self.synchronize()
                 cg.barrier()
                 began = time.perf_counter()

@@ -93,7 +93,7 @@ def measure(recorder: Recorder, cell: str, go: Callable[[], None]) -> None:
 
 
 def told(count: int) -> int:
-    """What rank 0 says. The others sleep while it looks whether the machine is quiet."""
+    """Return what rank 0 says. The others sleep while it looks whether the machine is quiet."""
     answer = np.array([count])
     request = COMM.Ibcast(answer)
     while not request.Test():

@@ -22,10 +22,10 @@ _STEPS = 3000
 """Of the loop; some 80 µs."""
 
 _BYTES = 1 << 19
-"""What one core writes and the next one reads: more would not be in its own cache any more."""
+"""Bytes that one core writes and the next one reads; more would not stay in its own cache."""
 
 _LARGE = 1 << 23
-"""What is copied; some 0.3 ms."""
+"""Bytes that are copied; some 0.3 ms."""
 
 _ROUNDS = 4
 """Over all cores. The best of them counts, for what was measured may still be ending."""
@@ -54,7 +54,7 @@ class Pace:
     copy_us: float
 
     def is_close_to(self, best: Pace) -> bool:
-        """Whether the machine is as it is at its best, about."""
+        """True if the machine is about as quick as at its best."""
         return (
             self.loop_us < _SLOWER * best.loop_us
             and self.fetch_us < _FARTHER * best.fetch_us

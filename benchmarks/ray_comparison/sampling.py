@@ -74,7 +74,7 @@ class Samples:
         self._all: list[int] = []
 
     def wants_more(self) -> bool:
-        """Whether another slice is to be taken."""
+        """True if another slice is to be taken."""
         if len(self._all) < _FEWEST:
             return True
         enough = sum(self._quiet) >= self._seconds * 1e9 and len(self._quiet) >= _FEWEST
@@ -154,7 +154,7 @@ def throughput(
 
 
 def idle(go: Callable[[], object], pids: list[int]) -> Figures:
-    """What the busiest of some processes uses of a core while nothing is asked of it, and how long
+    """The share of a core that the busiest of some processes uses while it is idle, and how long
     the first execution after that takes."""
     for _ in range(20):
         go()
@@ -202,11 +202,11 @@ class Recorder:
         self._probe = Probe()
 
     def wants(self, cell: str) -> bool:
-        """Whether a cell is to be measured."""
+        """True if a cell is to be measured."""
         return self._only in cell
 
     def samples(self) -> Samples:
-        """What is to be filled with the times of a cell."""
+        """The list that is to be filled with the times of a cell."""
         return Samples(self._probe, self._best, self.seconds)
 
     def note(self, cell: str, figures: Figures) -> None:

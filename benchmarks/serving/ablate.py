@@ -1,4 +1,4 @@
-"""What each switch of the server is worth: base, and base with one switch, in random order.
+"""Measure each switch of the server: base, and base with one switch, in random order.
 
     python benchmarks/serving/ablate.py --out runs/ablation --blocks 5
     python benchmarks/serving/ablate.py --arms -prefix +shm_ring --mode offline --out …

@@ -11,13 +11,16 @@ in each round beside them: a machine that is slow for a while is slow for both.
 - `step`: CPU time of a decode step of B rows, against `generate` with its own cache. The time of a
   prompt is taken off: that of 2 tokens from that of `steps` + 2.
 - `batching`: tokens a second of many requests, against `generate_batch` with a persistent manager.
-- `groups`: tokens a second of two groups of B rows in flight, against one group.
+- `groups`: tokens a second of two groups of B rows in flight, against one group. CPU of each rank
+  for an execution goes with it: where other processes have the cores, ranks sleep instead of
+  polling, and the sum of these times over the largest is what two groups would gain on free cores.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
@@ -221,7 +224,7 @@ def _number(item: tuple[str, Any]) -> int:
 # -- two ranks ----------------------------------------------------------------------------------
 
 
-def groups_section(engine: CgEngine, batch: int, rounds: int) -> dict[str, Any]:
+def groups_section(engine: CgEngine, batch: int, rounds: int, pids: list[int]) -> dict[str, Any]:
     steps = 60
 
     def tokens_per_second(groups: int) -> float:
@@ -243,12 +246,30 @@ def groups_section(engine: CgEngine, batch: int, rounds: int) -> dict[str, Any]:
         return groups * batch * steps / (time.perf_counter() - began)
 
     one, two = [], []
+    spent = [0.0] * len(pids)
     for turn in range(rounds + 1):
-        single, double = tokens_per_second(1), tokens_per_second(2)
+        single = tokens_per_second(1)
+        before = [cpu(pid) for pid in pids]
+        double = tokens_per_second(2)
         if turn:
             one.append(single)
             two.append(double)
-    return report(f"B = {batch} a group, tokens/s", "two groups", two, "one group", one)
+            spent = [s + cpu(p) - b for s, p, b in zip(spent, pids, before, strict=True)]
+    each = {f"rank_{r}_cpu_ms": s / (2 * steps * rounds) * 1e3 for r, s in enumerate(spent)}
+    return report(f"B = {batch} a group, tokens/s", "two groups", two, "one group", one, **each)
+
+
+def _processes() -> list[int]:
+    """The process of each rank; collective."""
+    from mpi4py import MPI  # a single rank is to be measured without it
+
+    return MPI.COMM_WORLD.allgather(os.getpid())
+
+
+def cpu(pid: int) -> float:
+    """Seconds of a process, in user mode and in the kernel."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def report(
@@ -277,6 +298,7 @@ def report(
 
 def sections(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     fuse = "inductor" if args.fuse else None
+    pids = _processes() if cg.world_size() > 1 else []
     for batch in args.batch:
         engine = start(config(), options(batch, fuse))
         if engine is None:
@@ -287,7 +309,7 @@ def sections(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             if "batching" in args.sections:
                 yield batching_section(engine, model, batch, args.rounds)
         else:
-            yield groups_section(engine, batch, args.rounds)
+            yield groups_section(engine, batch, args.rounds, pids)
         engine.close()
 
 

@@ -37,7 +37,7 @@ class Arrival:
 
 @dataclass
 class Row:
-    """What became of a request; times are of one monotonic clock."""
+    """The outcome of a request; times are of one monotonic clock."""
 
     began: float
     first: float | None = None

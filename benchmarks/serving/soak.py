@@ -71,7 +71,7 @@ def probe(url: str) -> list[str]:
 
 
 def is_empty(url: str) -> bool:
-    """Whether no block is held."""
+    """True if no block is held."""
     rows = (_get(f"{url}/metrics") or "").splitlines()
     return any(row == "cg:kv_cache_usage_perc 0.0" for row in rows)
 

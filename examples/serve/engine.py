@@ -8,6 +8,7 @@ it, so the next batch of the group may be submitted before the results of this o
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from transformers import PretrainedConfig
 
 import cg
 
-from .families import GptConfig, open_model
+from .families import GptConfig, Model, open_model
 from .model import LENGTH, PROMPT, SLOT, TABLE, TOKEN, Pool, Stage, split
 from .work import Decode, Limits, Prefill, Sampling
 
@@ -47,6 +48,10 @@ class Options:
         seed: of random weights.
         warm: whether all variants run before the engine is ready.
         via: what activations and tokens travel by from stage to stage, as `cg.via` takes it.
+        draws: whether decode batches with a temperature are taken; without, half as many variants
+            are compiled.
+        tp: ranks that hold a stage together, each a part of its heads, of its hidden units and of
+            the vocabulary.
     """
 
     groups: int | None = None
@@ -63,6 +68,8 @@ class Options:
     seed: int = 0
     warm: bool = True
     via: str = "auto"
+    draws: bool = True
+    tp: int = 1
 
 
 class Tokens:
@@ -85,16 +92,52 @@ class Tokens:
         self._future.add_done_callback(lambda _: call())
 
 
+class DeviceTokens(Tokens):
+    """The same on a device, where an execution has ended when its work is on streams.
+
+    Its tokens are copied to the host behind it and ahead of the next execution, which whoever asks
+    for these would otherwise wait for as well.
+    """
+
+    def __init__(self, future: cg.Future, count: int) -> None:
+        super().__init__(future, count)
+        self._host: Tensor | None = None
+        self._there: torch.Event | None = None
+        future.add_done_callback(self._fetch)
+
+    def result(self, timeout: float | None = None) -> list[int]:
+        tokens = self._future.result(timeout)
+        if self._host is None or self._there is None:
+            return tokens[: self._count].tolist()
+        self._there.synchronize()
+        return self._host[: self._count].tolist()
+
+    def _fetch(self, future: cg.Future) -> None:
+        if future.exception() is None:
+            tokens = future.result()
+            self._host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            self._host.copy_(tokens, non_blocking=True)
+            self._there = torch.Event(tokens.device)
+            self._there.record()
+
+
 class CgEngine:
     """Rank 0's end of the engine; `start` makes it."""
 
     def __init__(
-        self, limits: Limits, options: Options, decode: Sequence[cg.Compiled], prefill: cg.Compiled
+        self,
+        limits: Limits,
+        options: Options,
+        decode: Sequence[cg.Compiled],
+        prefill: cg.Compiled,
+        on_device: bool = False,
     ) -> None:
         self.limits = limits
+        self._is_on_device = on_device
+        self._tokens = DeviceTokens if on_device else Tokens
         self.decode = tuple(decode)
         self.prefill = prefill
-        self._options = options
+        self.options = options
         self._widths = widths(limits, options)
         self._closed = False
 
@@ -114,12 +157,12 @@ class CgEngine:
     def warm(self) -> None:
         """Run each variant in each of its contexts, on trash."""
         for graph, variants in (
-            *((graph, list(decode_variants(self.limits, self._options))) for graph in self.decode),
-            (self.prefill, list(prefill_variants(self.limits, self._options))),
+            *((graph, list(decode_variants(self.limits, self.options))) for graph in self.decode),
+            (self.prefill, list(prefill_variants(self.limits, self.options))),
         ):
             for example in variants:
                 for _ in range(WARM_UPS):
-                    futures = [graph.execute(*example) for _ in range(self._options.in_flight)]
+                    futures = [graph.execute(*example) for _ in range(self.options.in_flight)]
                     for future in futures:
                         future.result()
 
@@ -130,21 +173,27 @@ class CgEngine:
         size = limits.block_size
         needed = [row.position // size + 1 for row in rows]
         width = _bucket(self._widths, max(needed))
-        numbers: list[int] = []
+        numbers = array("q")
         for row in rows:
             _check(-1 <= row.token < limits.vocabulary, f"token {row.token}")
             _check(0 <= row.slot < limits.slots, f"slot {row.slot}")
             table = self._table(row.blocks, row.position + 1, width)
-            numbers += (row.token, row.position, row.slot, row.sampling.seed, row.sampling.top_k)
-            numbers += table
-        count = _bucket(self._options.batches, len(rows))
-        numbers += ([0, 0, limits.slots, 0, 0] + [0] * width) * (count - len(rows))
-        batch = torch.tensor(numbers).view(count, TABLE + width)
+            entry = table[row.position // size] * size + row.position % size
+            sampling = row.sampling
+            head = (row.token, row.position, row.slot, sampling.seed, sampling.top_k, entry)
+            numbers.extend(head)
+            numbers.extend(table)
+        count = _bucket(self.options.batches, len(rows))
+        numbers.extend(([0, 0, limits.slots, 0, 0, 0] + [0] * width) * (count - len(rows)))
+        batch = torch.frombuffer(numbers, dtype=torch.int64).view(count, TABLE + width)
+        if self._is_on_device:
+            batch = batch.pin_memory()  # other memory is copied once the device comes to it
         graph = self.decode[work.group]
         if all(row.sampling.temperature == 0 for row in rows):
-            return Tokens(graph.execute(batch, None), len(rows))
+            return self._tokens(graph.execute(batch, None), len(rows))
+        _check(self.options.draws, "a temperature, and it is to draw nothing")
         samplings = [row.sampling for row in rows] + [Sampling()] * (count - len(rows))
-        return Tokens(graph.execute(batch, _controls(samplings)), len(rows))
+        return self._tokens(graph.execute(batch, _controls(samplings)), len(rows))
 
     def _prefill(self, work: Prefill) -> Tokens:
         limits, length = self.limits, len(work.tokens)
@@ -155,13 +204,16 @@ class CgEngine:
         end = work.start + length
         width = _bucket(self._widths, -(-end // limits.block_size))
         table = self._table(work.blocks, end, width)
-        count = _bucket(self._options.chunks, length)
+        count = _bucket(self.options.chunks, length)
         sampling = work.sampling
         numbers = [work.start, length, sampling.seed, sampling.top_k, *work.tokens]
         numbers += [0] * (count - length)
+        size = limits.block_size
+        numbers += (table[at // size] * size + at % size for at in range(work.start, end))
+        numbers += [0] * (count - length)
         chunk = torch.tensor([numbers])
         future = self.prefill.execute(chunk, torch.tensor([table]), _controls([sampling]))
-        return Tokens(future, 1 if work.last else 0)
+        return self._tokens(future, 1 if work.last else 0)
 
     def _table(self, blocks: Sequence[int], tokens: int, width: int) -> list[int]:
         """The blocks that hold so many tokens, filled up with trash."""
@@ -192,10 +244,12 @@ def start(
     """
     options = Options() if options is None else options
     model = open_model(Path(source) if isinstance(source, str) else source, options.seed)
-    ranks = cg.world_size()
+    _check(cg.world_size() % options.tp == 0, f"{cg.world_size()} ranks by {options.tp}")
+    _check(model.groups % options.tp == 0, f"{model.groups} heads of keys by {options.tp}")
+    count = cg.world_size() // options.tp
     context = min(model.context, options.context or model.context)
     limits = Limits(
-        groups=options.groups or ranks,
+        groups=options.groups or count,
         slots=options.batches[-1],
         chunk=min(options.chunks[-1], context),
         blocks=options.blocks,
@@ -204,11 +258,11 @@ def start(
         vocabulary=model.vocabulary,
         eos=model.eos,
     )
-    _check(model.layers >= ranks, f"{model.layers} layers on {ranks} ranks")
+    _check(model.layers >= count, f"{model.layers} layers in {count} stages")
     pool = Pool(limits.blocks, limits.block_size)
     stages = [
-        Stage.on(rank)(model, layers, pool, options.dtype)
-        for rank, layers in enumerate(split(model.layers, ranks))
+        make_stage(model, layers, pool, options, stage)
+        for stage, layers in enumerate(split(model.layers, count))
     ]
     compiling = {"max_inflight": options.in_flight, "fuse": options.fuse, "passes": options.passes}
     decode_examples = list(decode_variants(limits, options))
@@ -220,10 +274,27 @@ def start(
         for graph in (*decode, prefill):
             graph.serve()
         return None
-    engine = CgEngine(limits, options, decode, prefill)
+    first = next(iter(stages[0].instances.values()))
+    on_device = first.pool0.device.type != "cpu"
+    engine = CgEngine(limits, options, decode, prefill, on_device)
     if options.warm:
         engine.warm()
     return engine
+
+
+def make_stage(
+    model: Model, layers: range, pool: Pool, options: Options, stage: int
+) -> cg.ActorHandle:
+    """A stage on its rank, or cut over its ranks."""
+    tp = options.tp
+    if tp == 1:
+        return Stage.on(stage)(model, layers, pool, options.dtype)
+    mesh = cg.mesh(list(range(stage * tp, (stage + 1) * tp)), tp=tp)
+    rows = cg.cut(0, "tp")
+    ends = {"part.tokens.weight": rows} if layers.start == 0 else {}
+    ends |= {"part.head.weight": rows} if layers.stop == model.layers else {}
+    plan = cg.plan({"pool*": cg.cut(2, "tp"), **model.cuts, **ends})
+    return Stage.on(mesh, plan=plan)(model, layers, pool, options.dtype, packs=False)
 
 
 def decode_step(stages: Sequence[cg.ActorHandle], slots: int, via: str = "auto") -> cg.Step:
@@ -247,7 +318,7 @@ def prefill_step(stages: Sequence[cg.ActorHandle], via: str = "auto") -> cg.Step
 
     @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
     def prefill(chunk: Tensor, table: Tensor, controls: Tensor) -> Tensor:
-        x = chunk[:, PROMPT:]
+        x = chunk[:, PROMPT : PROMPT + (chunk.shape[1] - PROMPT) // 2]
         for stage in stages:
             x = cg.via(stage.prefill(x, chunk, table, controls), via)
         return x
@@ -269,14 +340,15 @@ def decode_variants(limits: Limits, options: Options):
             batch = torch.zeros(count, TABLE + width, dtype=torch.int64)
             batch[:, SLOT] = limits.slots
             yield batch, None
-            yield batch, _controls([Sampling()] * count)
+            if options.draws:
+                yield batch, _controls([Sampling()] * count)
 
 
 def prefill_variants(limits: Limits, options: Options):
     """Arguments of each variant of the prefill step."""
     for width in widths(limits, options):
         for count in options.chunks:
-            chunk = torch.zeros(1, PROMPT + count, dtype=torch.int64)
+            chunk = torch.zeros(1, PROMPT + 2 * count, dtype=torch.int64)
             chunk[0, LENGTH] = 1
             yield chunk, torch.zeros(1, width, dtype=torch.int64), _controls([Sampling()])
 

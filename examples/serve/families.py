@@ -18,12 +18,11 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 (its usual name)
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .attention import NAME, Pages, attend, paged_attention
-from .projections import lay_out, project
+import cg
 
-ALL_ATTENTION_FUNCTIONS.register(NAME, paged_attention)
+from .attention import Pages, attend
+from .layers import FIXED_TURNS, RmsNorm, merge, turns
 
 
 class Part(Protocol):
@@ -55,6 +54,7 @@ class Model:
         vocabulary: the number of tokens.
         eos: the tokens that end a sequence.
         build: makes the part with these layers, with its weights.
+        cuts: how ranks that hold some layers together share them, by paths of tensors.
     """
 
     layers: int
@@ -66,6 +66,7 @@ class Model:
     vocabulary: int
     eos: tuple[int, ...]
     build: Callable[[range, torch.dtype], nn.Module]
+    cuts: Mapping[str, Any]
 
 
 def open_model(source: Path | PretrainedConfig | GptConfig, seed: int = 0) -> Model:
@@ -175,11 +176,6 @@ def _fill(part: nn.Module, names: Mapping[str, str], weights: Weights, dtype: to
                 f"the weight {names[name]} is {tuple(loaded[names[name]].shape)}, and the model's "
                 f"configuration says {tuple(parameter.shape)}"
             )
-    project(part)
-    for module_name, module in part.named_modules():
-        name = names.get(f"{module_name}.weight")
-        if isinstance(module, nn.Linear) and name is not None:  # None: a tied head
-            loaded[name] = lay_out(loaded[name])
     # Not strict: of a tied weight, which has two names, one is given.
     part.load_state_dict(
         {name: loaded[names[name]] for name in parameters}, strict=False, assign=True
@@ -191,13 +187,12 @@ def _fill(part: nn.Module, names: Mapping[str, str], weights: Weights, dtype: to
 
 
 class DecoderPart(nn.Module):
-    """Layers of a decoder of transformers, which are left as they are."""
+    """Layers of a decoder of transformers."""
 
     def __init__(self, model: Any, layers: range, last: int) -> None:
         super().__init__()
         decoder = model.model
         self.layers = nn.ModuleList(decoder.layers[layers.start : layers.stop])
-        self.rotary = decoder.rotary_emb
         if layers.start == 0:
             self.tokens = decoder.embed_tokens
         if layers.stop == last:
@@ -207,8 +202,17 @@ class DecoderPart(nn.Module):
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         return self.tokens(ids)
 
+    def serve(self, turns: Tensor) -> None:
+        """Prepare for `run`, once weights are there: `turns` are those of all positions."""
+        self.register_buffer("turns", turns)
+        for layer in self.layers:
+            merge(layer)
+        if hasattr(self, "norm"):
+            self.norm = RmsNorm(self.norm)
+
     def run(self, hidden: Tensor, positions: Tensor, pages: Pages) -> Tensor:
-        turns = self.rotary(hidden, positions)
+        turns = self.turns.index_select(0, positions.flatten())
+        turns = turns.view(*positions.shape, 2, 1, 1, -1).unbind(2)
         for layer in self.layers:
             hidden = layer(hidden, position_embeddings=turns, pages=pages)
         return hidden
@@ -219,13 +223,10 @@ class DecoderPart(nn.Module):
 
 def _hugging_face(config: PretrainedConfig, weights: Weights) -> Model:
     _check(config)
-    config._attn_implementation = NAME
 
     def build(layers: range, dtype: torch.dtype) -> nn.Module:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-        # Its frequencies are computed, not stored, so this one is made in memory.
-        model.model.rotary_emb = type(model.model.rotary_emb)(config=config)
         tied = model.lm_head.weight is model.model.embed_tokens.weight
         names = {id(each): name for name, each in model.named_parameters()}
         part = DecoderPart(model, layers, config.num_hidden_layers)
@@ -234,6 +235,9 @@ def _hugging_face(config: PretrainedConfig, weights: Weights) -> Model:
         _fill(part, {n: names[id(each)] for n, each in part.named_parameters()}, weights, dtype)
         if tied and hasattr(part, "tokens") and hasattr(part, "head"):
             part.head.weight = part.tokens.weight
+        # Frequencies are computed, not stored, so this module is made in memory.
+        rotary = type(model.model.rotary_emb)(config=config)
+        part.serve(turns(rotary, config.max_position_embeddings, dtype))
         return part
 
     heads = config.num_attention_heads
@@ -248,6 +252,11 @@ def _hugging_face(config: PretrainedConfig, weights: Weights) -> Model:
         vocabulary=config.vocab_size,
         eos=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
         build=build,
+        cuts={
+            "*.qkv.*": cg.cut(0, "tp"),
+            "*.gate_up.*": cg.cut(0, "tp", blocks=2),
+            "*.o_proj.weight|*.down_proj.weight": cg.cut(1, "tp"),
+        },
     )
 
 
@@ -266,6 +275,12 @@ def _check(config: PretrainedConfig) -> None:
         raise ValueError(
             f"{config.model_type} with {sorted(kinds) or 'sliding windows'}: layers "
             "are served that attend to all of a sequence"
+        )
+    rope = (config.rope_parameters or {}).get("rope_type", "default")
+    if rope not in FIXED_TURNS:
+        raise ValueError(
+            f"{config.model_type} with rotary positions of type {rope!r}; those that are served: "
+            + ", ".join(FIXED_TURNS)
         )
 
 
@@ -300,10 +315,9 @@ class GptBlock(nn.Module):
     def forward(self, x: Tensor, pages: Pages) -> Tensor:
         rows, tokens, width = x.shape
         head = width // self.heads
-        qkv = self.qkv(self.norm1(x)).view(rows, tokens, 3, self.heads, head)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        mixed = attend(query, key, value, pages, self.layer, head**-0.5)
-        x = x + self.out(mixed.reshape(rows, tokens, width))
+        qkv = self.qkv(self.norm1(x)).view(rows, tokens, 3, self.heads, head).transpose(2, 3)
+        query, new = qkv.split((1, 2), 3)
+        x = x + self.out(attend(query, new, pages, self.layer, head**-0.5))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
@@ -349,6 +363,11 @@ def _gpt(config: GptConfig, weights: Weights) -> Model:
         vocabulary=config.vocabulary,
         eos=(),
         build=build,
+        cuts={
+            "*.qkv.*": cg.cut(0, "tp", blocks=3),
+            "*.up.*": cg.cut(0, "tp"),
+            "*.out.weight|*.down.weight": cg.cut(1, "tp"),
+        },
     )
 
 

@@ -12,12 +12,15 @@ import cg
 
 from .attention import locate
 from .families import Model
+from .projections import project
 from .sampling import draw, greedy
 
-# Columns of a decode batch: int64 [rows, len(HEAD) + blocks of a row].
-TOKEN, POSITION, SLOT, SEED, TOP_K = range(5)
-TABLE = 5
-# Columns of a prefill chunk: int64 [1, PROMPT + tokens], and its table int64 [1, blocks].
+# Columns of a decode batch: int64 [rows, TABLE + blocks of a row]. An entry is where in the pools
+# the keys and values of the token go, counted through all blocks.
+TOKEN, POSITION, SLOT, SEED, TOP_K, ENTRY = range(6)
+TABLE = 6
+# Columns of a prefill chunk: int64 [1, PROMPT + 2 * tokens], ids and then entries. Its table is
+# int64 [1, blocks].
 START, LENGTH, CHUNK_SEED, CHUNK_TOP_K = range(4)
 PROMPT = 4
 # Columns of what temperatures and shares need: float32 [rows, 2].
@@ -51,14 +54,18 @@ class Stage(nn.Module):
     The first stage takes ids, and the last gives a token for each row, int64 [rows].
     """
 
-    def __init__(self, model: Model, layers: range, pool: Pool, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: Model, layers: range, pool: Pool, dtype: torch.dtype, packs: bool = True
+    ) -> None:
         super().__init__()
         self.is_first = layers.start == 0
         self.is_last = layers.stop == model.layers
         self.first = layers.start
         self.shared = model.heads // model.groups
         self.part = model.build(layers, dtype)
-        shape = (pool.blocks, pool.size, 2, model.groups, model.width)
+        if packs:
+            project(self.part)
+        shape = (pool.blocks, pool.size, model.groups, 2, model.width)
         self.count = len(layers)
         for index in range(self.count):
             self.register_buffer(f"pool{index}", torch.zeros(shape, dtype=dtype))
@@ -71,12 +78,11 @@ class Stage(nn.Module):
             batch: int64 [rows, TABLE + blocks of a row]; padding has blocks 0.
             controls: float32 [rows, 2], temperature and top_p; None if all rows are greedy.
         """
-        positions = batch[:, POSITION : POSITION + 1]
-        tables = batch[:, TABLE:]
-        hidden = self._layers(x, positions, tables, None)
+        positions, entries = batch[:, POSITION : POSITION + 1], batch[:, ENTRY]
+        hidden = self._layers(x, positions, entries, batch[:, TABLE:])
         if not self.is_last:
             return hidden
-        logits = self.part.logits(hidden[:, 0])
+        logits = self._logits(hidden[:, 0])
         if controls is None:
             return greedy(logits)
         seeds, top_k = batch[:, SEED], batch[:, TOP_K]
@@ -88,26 +94,32 @@ class Stage(nn.Module):
 
         Args:
             x: ids int64 [1, tokens] on the first stage, else [1, tokens, hidden].
-            chunk: int64 [1, PROMPT + tokens]: where it starts, how many tokens are no padding.
+            chunk: int64 [1, PROMPT + 2 * tokens]: where it starts, how many tokens are no padding;
+                the ids of the tokens, and their entries.
             table: int64 [1, blocks].
             controls: float32 [1, 2].
         """
         start, length = chunk[:, START : START + 1], chunk[:, LENGTH : LENGTH + 1]
-        steps = torch.arange(chunk.shape[1] - PROMPT, device=chunk.device)[None]
-        valid = steps < length
-        positions = torch.where(valid, start + steps, start)
-        hidden = self._layers(x, positions, table, valid)
+        count = (chunk.shape[1] - PROMPT) // 2
+        steps = torch.arange(count, device=chunk.device)[None]
+        positions = torch.where(steps < length, start + steps, start)
+        hidden = self._layers(x, positions, chunk[:, PROMPT + count :], table)
         if not self.is_last:
             return hidden
-        last = (length - 1)[:, :, None].expand(-1, -1, hidden.shape[-1])
-        logits = self.part.logits(hidden.gather(1, last)[:, 0])
+        # A device tries graphs out with zeros, and a wrong index ends the process there.
+        last = (length - 1).clamp(min=0)[:, :, None].expand(-1, -1, hidden.shape[-1])
+        logits = self._logits(hidden.gather(1, last)[:, 0])
         seeds, top_k = chunk[:, CHUNK_SEED], chunk[:, CHUNK_TOP_K]
         at = (start + length)[:, 0]
         return draw(logits, at, seeds, controls[:, TEMPERATURE], top_k, controls[:, TOP_P])
 
-    def _layers(self, x: Tensor, positions: Tensor, tables: Tensor, valid: Tensor | None) -> Tensor:
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """The logits of the whole vocabulary, of which each rank computes a part."""
+        return cg.layout(self.part.logits(hidden), cg.whole)
+
+    def _layers(self, x: Tensor, positions: Tensor, entries: Tensor, tables: Tensor) -> Tensor:
         pools = tuple(getattr(self, f"pool{index}") for index in range(self.count))
-        pages = locate(pools, self.first, positions, tables, valid, self.shared)
+        pages = locate(pools, self.first, positions, entries, tables, self.shared)
         if self.is_first:
             x = self.part.embed(x.view(positions.shape), positions)
         return self.part.run(x, positions, pages)

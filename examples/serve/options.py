@@ -11,7 +11,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the engine."""
     add = parser.add_argument
     add("--model", default="random", help="a folder, random, tiny-qwen2 or smollm2")
-    add("--groups", type=int, help="decode batches in flight; by default one for each rank")
+    add("--groups", type=int, help="decode batches in flight; by default one for each stage")
+    add("--tp", type=int, default=1, help="ranks that hold a stage together")
     add("--batch", type=int, default=8, help="the largest decode batch of a group")
     add("--chunk", type=int, default=USUAL_CHUNK, help="the longest prefill chunk, in tokens")
     add("--blocks", type=int, default=512, help="blocks of a rank's pools")

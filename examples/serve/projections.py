@@ -1,7 +1,7 @@
 """Linear layers of a served model on CPUs: the same values, by the faster of torch's two libraries.
 
-For a handful of rows torch's own choice (MKL) reads weights slower than oneDNN. Weights lie with
-their columns in a row, which both read faster.
+torch's own choice (MKL) reads weights slower than oneDNN, from two rows on, and oneDNN is fastest
+where weights lie as its kernels walk through them. Such a weight is opaque: it has no strides.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-LEAST = 4
-"""Rows from which on oneDNN is faster; it spends some 15 microseconds on each call."""
+ROWS = 8
+"""Of the products that weights are laid out for; other numbers take them as well."""
 
-# An operator of its own, for TorchInductor calls such as it is and expects packed weights of
-# oneDNN's. It costs a microsecond more than oneDNN's.
+# An operator of its own: TorchInductor calls it as it is, and tracing sees a weight with strides.
 _LIBRARY = torch.library.Library("cg_serve", "DEF")
 _LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 
 
 def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    packed: Tensor = weight.packed  # type: ignore[attr-defined]
+    return torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
 
 
 def _shape_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -30,30 +30,29 @@ _LIBRARY.impl("linear", _by_onednn, "CPU")
 _LIBRARY.impl("linear", _shape_of, "Meta")
 
 
-class Projection(nn.Linear):
-    """`nn.Linear` for inference."""
+class Projection(nn.Module):
+    """`nn.Linear` for inference.
+
+    Its weight is a stand-in, one element in memory that is no number. The packed weight is an
+    attribute of it, so whatever takes the one has the other.
+    """
+
+    def __init__(self, old: nn.Linear) -> None:
+        super().__init__()
+        stand_in = torch.full((1, 1), torch.nan).expand(old.weight.shape)
+        self.weight = nn.Parameter(stand_in, requires_grad=False)
+        self.weight.packed = torch.ops.mkldnn._reorder_linear_weight(old.weight, ROWS)  # type: ignore[attr-defined]
+        self.bias = old.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.numel() // x.shape[-1]
-        if x.device.type != "cpu" or x.dtype is not torch.float32 or rows < LEAST:
-            return super().forward(x)
         return torch.ops.cg_serve.linear(x, self.weight, self.bias)
 
 
 def project(module: nn.Module) -> None:
-    """Replace the linear layers of a module, whose weights are of the meta device, if it pays."""
-    if not torch.backends.mkldnn.is_available():
+    """Replace the linear layers of a module, where products are those of CPUs, in float32."""
+    if torch.accelerator.is_available() or not torch.backends.mkldnn.is_available():
         return
-    for name, child in module.named_children():
-        if type(child) is nn.Linear:
-            has_bias = child.bias is not None
-            new = Projection(child.in_features, child.out_features, has_bias, device="meta")
-            new.weight, new.bias = child.weight, child.bias
-            setattr(module, name, new)
-        else:
-            project(child)
-
-
-def lay_out(weight: Tensor) -> Tensor:
-    """The weight of a linear layer, [out, in], with its columns in a row."""
-    return weight.t().contiguous().t()
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear and child.weight.dtype is torch.float32:
+                setattr(parent, name, Projection(child))

@@ -54,7 +54,8 @@ def options(given: argparse.Namespace, features: switches.Features) -> Options:
         blocks=given.blocks,
         block_size=given.block_size,
         context=given.context,
-        in_flight=max(2, groups or cg.world_size()),
+        in_flight=max(2, groups or cg.world_size() // given.tp),
+        tp=given.tp,
         dtype=getattr(torch, given.dtype),
         fuse=given.fuse,
         warm=features.warm,
@@ -70,7 +71,9 @@ def sizes(usual: Sequence[int], most: int) -> tuple[int, ...]:
     return (*(size for size in usual if size < most), most)
 
 
-def count(counters: switches.Counters, features: switches.Features, limits: Limits) -> None:
+def count(
+    counters: switches.Counters, features: switches.Features, limits: Limits, tp: int = 1
+) -> None:
     """What switches that act on ranks have changed."""
     cores = os.cpu_count() or 1
     if not features.thr_cap:
@@ -78,7 +81,7 @@ def count(counters: switches.Counters, features: switches.Features, limits: Limi
     if not features.affinity:
         counters["affinity"] = len(os.sched_getaffinity(0)) - max(1, cores // cg.world_size())
     if not features.groups:
-        counters["groups"] = cg.world_size() - limits.groups
+        counters["groups"] = cg.world_size() // tp - limits.groups
     for name in ("overlap", "capture", "warm"):
         counters[name] = not getattr(features, name)
 
@@ -97,7 +100,7 @@ def main() -> None:
 async def serve(engine: CgEngine, features: switches.Features, path: Path) -> None:
     """Serve the front that listens at a path, until it goes."""
     counters = switches.Counters()
-    count(counters, features, engine.limits)
+    count(counters, features, engine.limits, engine.options.tp)
     try:
         await EngineLoop(engine, features, counters).run(path)
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -36,6 +36,15 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
+class Memory:
+    """What a microbatch holds on a stage: from F to B, while B runs, and from B to W."""
+
+    before: float
+    during: float
+    after: float
+
+
+@dataclass(frozen=True, slots=True)
 class Costs:
     """Times in milliseconds of tasks, calls and messages.
 
@@ -53,6 +62,13 @@ class Costs:
         activation_bytes: the memory that a microbatch holds on a stage between F and B, in bytes;
             one for all stages, or one for each. Without it memory is counted in microbatches, to
             which each of the v stages of a rank adds 1/v.
+        weight_bytes: the memory that a microbatch holds on a stage between B and W, in bytes,
+            beside `activation_bytes`; without it, `mw` of that.
+        mr: the share of the activations that a microbatch holds between F and B on a stage that
+            recomputes, which is its inputs; one for all stages, or one for each. A search that may
+            choose which stages recompute needs it.
+        remat: the stages that recompute: B runs their forward again, so it takes `tf` longer, and
+            they hold all of their activations while it runs.
         functions: time of each call of a function, by name. In a program these come before
             `tf`, `tb` and `tw`.
         overhead: time between a call of a program and what comes after it on its rank.
@@ -70,6 +86,9 @@ class Costs:
     tcomm: PerStage = 0.0
     mw: float = 1.0
     activation_bytes: PerStage | None = None
+    weight_bytes: PerStage | None = None
+    mr: PerStage | None = None
+    remat: tuple[int, ...] = ()
     tgather: float = 0.0
     treduce: float = 0.0
     functions: Mapping[str, float] = field(default_factory=dict)
@@ -80,7 +99,7 @@ class Costs:
     channels: Mapping[int, Link] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("tf", "tb", "tw", "tcomm", "activation_bytes"):
+        for name in ("tf", "tb", "tw", "tcomm", "activation_bytes", "weight_bytes", "mr"):
             value = getattr(self, name)
             for cost in value if isinstance(value, tuple) else () if value is None else (value,):
                 _check(name, cost)
@@ -90,8 +109,17 @@ class Costs:
             _check(name, getattr(self, name))
         if not isinstance(self.buffered, bool):
             raise TypeError(f"costs: buffered is {self.buffered!r}; it must be true or false")
-        if self.mw > 1:
-            raise ValueError(f"costs: mw is {self.mw}; it is a share of 1")
+        for name, share in (("mw", self.mw), ("mr", self.mr)):
+            most = max(share) if isinstance(share, tuple) else share
+            if most is not None and most > 1:
+                raise ValueError(f"costs: {name} is {most}; it is a share of 1")
+        for stage in self.remat:
+            if isinstance(stage, bool) or not isinstance(stage, int) or stage < 0:
+                raise ValueError(f"costs: remat has {stage!r}; it is a tuple of numbers of stages")
+        if self.weight_bytes is not None and self.activation_bytes is None:
+            raise ValueError("costs: weight_bytes are given, and no activation_bytes")
+        if self.remat and self.mr is None:
+            raise ValueError("costs: stages that recompute need mr, the share that they hold")
 
     def of(self, action: Action, stage: int, split: bool) -> float:
         """Time of a task; `split` says whether W is a task of its own."""
@@ -100,19 +128,28 @@ class Costs:
         if action is Action.WEIGHT:
             return _pick("tw", self.tw, stage)
         together = 0.0 if split else _pick("tw", self.tw, stage)
-        return _pick("tb", self.tb, stage) + together
+        again = _pick("tf", self.tf, stage) if stage in self.remat else 0.0
+        return _pick("tb", self.tb, stage) + together + again
 
     def between(self, stage: int) -> float:
         """Time of a transfer between `stage` and the next, if they are on different ranks."""
         return _pick("tcomm", self.tcomm, stage)
 
-    def held(self, stages: Iterable[int]) -> float:
-        """The memory that a microbatch holds on stages between F and B.
+    def memory(self, stage: int, split: bool) -> Memory:
+        """The memory that a microbatch holds on a stage.
 
-        In bytes if `activation_bytes` is given, else the number of these stages.
+        In bytes if `activation_bytes` is given, else as a share of the stage's activations.
         """
         value = 1.0 if self.activation_bytes is None else self.activation_bytes
-        return sum(_pick("activation_bytes", value, stage) for stage in stages)
+        size = _pick("activation_bytes", value, stage)
+        left = self.mw * size
+        if self.weight_bytes is not None:
+            left = _pick("weight_bytes", self.weight_bytes, stage)
+        # Without a W of its own, one half of the backward still leaves it to the other.
+        during, after = max(size, left), left if split else 0.0
+        if stage in self.remat and self.mr is not None:
+            return Memory(_pick("mr", self.mr, stage) * size, during, after)
+        return Memory(size, during, after)
 
     def shared(self, stage_ranks: Sequence[int]) -> Costs:
         """The costs of each stage, where `tf`, `tb` and `tw` are those of all stages of a rank.

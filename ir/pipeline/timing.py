@@ -116,14 +116,23 @@ class Timeline:
     def held(self, rank: int, costs: Costs) -> float:
         """The most that a rank holds at once: in bytes, or in stages of a microbatch.
 
-        F takes what `costs.held` says of its stage, else it is counted as in `peak`.
+        `costs.memory` says what F takes, what B needs, and what it leaves to W.
         """
-        stages = len(self.stage_ranks)
-        kept = costs.mw if self.split else 0.0
-        sizes = [costs.held((stage,)) for stage in range(stages)]
-        deltas = [*sizes, *((kept - 1.0) * size for size in sizes), *(-kept * s for s in sizes)]
-        changes = (deltas[number // self.microbatches] for number in self.rows[rank])
-        return max(accumulate(changes), default=0.0)
+        each = [costs.memory(stage, self.split) for stage in range(len(self.stage_ranks))]
+        deltas = [m.before for m in each] + [m.after - m.before for m in each]
+        deltas += [-m.after for m in each]
+        lanes = (number // self.microbatches for number in self.rows[rank])
+        if all(m.during <= max(m.before, m.after) for m in each):
+            return max(accumulate(deltas[lane] for lane in lanes), default=0.0)
+        stages = len(each)
+        held = most = 0.0
+        for lane in lanes:
+            if stages <= lane < 2 * stages:
+                memory = each[lane - stages]
+                most = max(most, held + memory.during - memory.before)
+            held += deltas[lane]
+            most = max(most, held)
+        return most
 
     def home(self, lane: int) -> int:
         """The rank of a lane's tasks."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from ...passes.pipelines import default_pipeline
 from ...passes.registry import parse_switches
 from ...passes.schedules import Schedule
 from ...passes.simulate.residency import Residency
+from ...passes.simulate.stage_memory import recomputable
 from ...tracer.actors.undo import Undo
 from ...tracer.step.binding import definition
 from ...tracer.step.trace import Trace
@@ -39,7 +40,18 @@ from .fusing import Fused, Fusing
 from .numbering import Numbering
 from .optimistic import Optimistic
 from .option_checks import check_keywords, check_options
-from .select_schedule import choose_residency, run_passes, wants_costs, with_costs
+from .select_schedule import (
+    check_costs,
+    choose_remat,
+    choose_residency,
+    costs_of,
+    run_passes,
+    wants_costs,
+    wants_memory,
+    wants_remat,
+    with_costs,
+    with_memory,
+)
 from .step_lock import lock_of
 
 
@@ -74,13 +86,13 @@ class Lowered:
         step: Definition,
         traces: Sequence[Trace],
         world: World,
-        again: Callable[[], Trace] | None = None,
+        again: Callable[..., Trace] | None = None,
         example: Example | None = None,
     ) -> None:
         self.traces = tuple(traces)
         self._step = step
         self._world = world
-        self._trace_optimistically = again
+        self._trace_again = again
         self._example = example
         self._fusing = [Fusing(trace.bodies) for trace in traces]
 
@@ -170,8 +182,14 @@ class Lowered:
         if schedule is not None and wants_costs(schedule):
             measure = functools.partial(self._measure, passes, seed, timeout)
             schedule = with_costs(schedule, measure, self._world)
+        check_costs(schedule)
         with lock_of(self._world).held(self._step.name):
-            return self._compile(
+            lowered = self
+            if schedule is not None and wants_memory(schedule):
+                schedule = with_memory(schedule, [trace.module for trace in self.traces])
+            if schedule is not None and wants_remat(schedule):
+                lowered, schedule = self._rematerialized(schedule)
+            return lowered._compile(
                 Numbering(),
                 schedule=schedule,
                 passes=passes,
@@ -208,10 +226,15 @@ class Lowered:
             TraceError, IRError, PlanMismatch: as in `lower` and `compile`.
             ValueError: the step was lowered for several signatures.
         """
-        if self._trace_optimistically is None:
+        if self._trace_again is None:
             raise ValueError("compile_optimistic() is for a step that lower() has traced")
+        if wants_remat(schedule):
+            raise ValueError(
+                "compile_optimistic() keeps the stages as they are traced; compile() chooses those "
+                "that recompute, and cg.remat(actor.method) in the step says it for both"
+            )
         with lock_of(self._world).held(self._step.name):
-            bold = Lowered(self._step, [self._trace_optimistically()], self._world)
+            bold = Lowered(self._step, [self._trace_again(optimistic=True)], self._world)
             numbering = Numbering()
             plain, bold_program = (
                 lowered._compile(
@@ -238,13 +261,28 @@ class Lowered:
                 "them: cg.schedules.auto(costs=costs)"
             )
         args, kwargs = self._example
-        undo = Undo(self.trace.instances.values())
+        undo = Undo(self.trace.instances)
         with self.compile(schedule=schedule, passes=passes, seed=seed, timeout=timeout) as compiled:
             undo.remember()
             try:
                 return compiled.measure(*args, **kwargs)
             finally:
                 undo.restore()
+
+    def _rematerialized(self, schedule: Schedule) -> tuple[Lowered, Schedule]:
+        """The step with the stages recomputing that a search chooses, and the search for these."""
+        if self._trace_again is None:
+            raise ValueError(
+                f"step {self._step.name} is lowered for several signatures, so auto(remat=True) "
+                "cannot trace it again; use cg.remat(actor.method) in the step"
+            )
+        module = self.trace.module
+        again = self._trace_again(remat=recomputable(module))
+        schedule, actors = choose_remat(schedule, module, again.module)
+        if not actors:
+            return self, schedule
+        trace = self._trace_again(remat=actors)
+        return Lowered(self._step, [trace], self._world), schedule
 
     def _compile(
         self,
@@ -294,6 +332,7 @@ class Lowered:
         )
         folder = None if dump is None else Path(dump)
         variants = []
+        costs = costs_of(schedule)
         for trace, fusing in zip(self.traces, self._fusing, strict=True):
             dumped = make_dump(settings, folder, self._step.name, self._world)
             sink = dumped if dumped is not None and dumped.is_wanted else None
@@ -305,6 +344,8 @@ class Lowered:
                 sink.finish(module, scheduled.reports)
                 if scheduled.choice:
                     sink.add("schedule.txt", f"{scheduled.choice}\n")
+                if costs is not None:
+                    sink.add("costs.json", replace(costs, remat=()).to_json())
                 self._dump_graphs(module, sink, is_driven)
             fallbacks = _fallbacks(module, self._world, dumped)
             fused = self._fuse(fusing, module, fuse, sink)

@@ -42,7 +42,7 @@ class Optimistic:
         self.bold = bold
         self.undone = 0
         self._numbering = numbering
-        self._undo = Undo(bold.variants[0].trace.instances.values())
+        self._undo = Undo(bold.variants[0].trace.instances)
         place = plain.variants[0].trace.outputs.place
         self._gets_outputs = any(world.plays(rank) for rank in place.ranks)
         self._lock = lock_of(world)

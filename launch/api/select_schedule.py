@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 
 from ...backends.agreement.gather import gather
 from ...backends.base import World
+from ...ir.attributes import Action
 from ...ir.diagnostics import IRError
 from ...ir.module import Module
 from ...ir.pipeline.costs import Costs
@@ -18,6 +19,7 @@ from ...ir.text.files import read_text
 from ...passes.base import Pipeline
 from ...passes.frontend.fsdp import Fsdp
 from ...passes.manager import DumpSink, PassReport, run_on_copy
+from ...passes.pipelines import default_pipeline
 from ...passes.schedules import (
     Order,
     Schedule,
@@ -30,6 +32,7 @@ from ...passes.schedules import (
 from ...passes.schedules import Pipeline as Stages
 from ...passes.simulate.program_simulator import simulate_programs
 from ...passes.simulate.residency import Residency, ResidencyError
+from ...passes.simulate.stage_memory import StageMemory, stage_memory
 from ...tracer.errors import TraceError
 
 PipelineOf = Callable[[Schedule | None], Pipeline]
@@ -54,9 +57,8 @@ def with_costs(schedule: Schedule, measure: Callable[[Schedule], Costs], world: 
     Raises:
         ValueError: the file does not hold costs.
     """
-    options = dict(schedule.options)
-    kept = options["measure"]
-    options["measure"] = False
+    kept = dict(schedule.options)["measure"]
+    schedule = _with(schedule, measure=False)
     read: str | None = None
     if isinstance(kept, str) and world.rank == 0 and Path(kept).exists():
         read = read_text(kept)
@@ -64,11 +66,141 @@ def with_costs(schedule: Schedule, measure: Callable[[Schedule], Costs], world: 
     if text is not None:
         costs = Costs.from_json(text, str(kept))
     else:
-        costs = measure(replace(schedule, options=tuple(options.items())))
+        # Where stages are to recompute, the step is measured in the memory of 1F1B.
+        plain = {"remat": False, "max_activations": None, "max_bytes": None}
+        costs = measure(_with(schedule, **plain) if wants_remat(schedule) else schedule)
         if isinstance(kept, str) and world.rank == 0:
             costs.save(kept)
-    options["costs"] = costs
-    return replace(schedule, options=tuple(options.items()))
+    return _with(schedule, costs=costs)
+
+
+def costs_of(schedule: Schedule | None) -> Costs | None:
+    """The costs that a search goes by, if it has any."""
+    if not isinstance(schedule, Schedule) or not is_search(schedule):
+        return None
+    costs: Costs | None = dict(schedule.options)["costs"]
+    return costs
+
+
+def check_costs(schedule: Schedule | None) -> None:
+    """Return if no costs say which stages recompute: what a step does, its trace says.
+
+    Raises:
+        ValueError: some do.
+    """
+    costs = costs_of(schedule)
+    if costs is not None and costs.remat:
+        raise ValueError(
+            f"the costs say that stages {costs.remat} recompute, which is for orders on paper; "
+            "auto(remat=True) lets stages of a step recompute, or cg.remat(actor.method) in it"
+        )
+
+
+def wants_memory(schedule: Schedule | None) -> bool:
+    """True if a search is given memory in bytes, and no costs that say what stages hold."""
+    if not isinstance(schedule, Schedule) or not is_search(schedule):
+        return False
+    costs = costs_of(schedule)
+    is_in_bytes = dict(schedule.options)["max_bytes"] is not None
+    return is_in_bytes and (costs is None or costs.activation_bytes is None)
+
+
+def with_memory(schedule: Schedule, modules: Sequence[Module]) -> Schedule:
+    """A search whose costs have the bytes that stages hold in a step.
+
+    Args:
+        schedule: a search that wants memory.
+        modules: traced, for each signature; the largest of what they hold counts.
+
+    Raises:
+        ValueError: they have different stages.
+    """
+    each = [_stages(module)[0] for module in modules]
+    if len({memory.actors for memory in each}) > 1:
+        raise ValueError(
+            "auto(max_bytes=...): the signatures of the step have different stages; give "
+            "Costs(activation_bytes=...), what a microbatch holds on each"
+        )
+    costs = dict(schedule.options)["costs"] or Costs()
+    return _with(schedule, costs=_with_bytes(costs, each))
+
+
+def wants_remat(schedule: Schedule | None) -> bool:
+    """True if a search may choose stages that recompute."""
+    if not isinstance(schedule, Schedule) or not is_search(schedule):
+        return False
+    return bool(dict(schedule.options)["remat"])
+
+
+def choose_remat(
+    schedule: Schedule, module: Module, again: Module
+) -> tuple[Schedule, frozenset[str]]:
+    """The actors that a search lets recompute, and the search for the step in which they do.
+
+    Args:
+        schedule: a search that wants remat.
+        module: traced.
+        again: traced with all actors recomputing that can.
+
+    Raises:
+        IRError, ValueError: as compiling, or the search, does.
+    """
+    costs = dict(schedule.options)["costs"] or Costs()
+    memory, pipeline = _stages(module)
+    if costs.mr is None:
+        pairs = zip(memory.activations, _stages(again)[0].activations, strict=True)
+        shares = (min(1.0, less / plain) if plain else 1.0 for plain, less in pairs)
+        costs = replace(costs, mr=tuple(shares))
+    found = found_orders(_with(schedule, costs=costs), pipeline)[0]
+    actors = frozenset(memory.actors[stage] for stage in found.remat)
+    stages = tuple(s for s, actor in enumerate(memory.actors) if actor in actors)
+    # Times of single functions are those of backwards that do not recompute.
+    functions = {
+        name: time
+        for name, time in costs.functions.items()
+        if name not in module.functions or module.functions[name].actor not in actors
+    }
+    costs = replace(costs, remat=stages, functions=functions)
+    return _with(schedule, costs=costs, remat=False), actors
+
+
+def _with_bytes(costs: Costs, memories: Sequence[StageMemory]) -> Costs:
+    """The costs with what stages hold, at most."""
+    activations = [memory.activations for memory in memories]
+    weights = [memory.weights for memory in memories]
+    return replace(
+        costs,
+        activation_bytes=tuple(map(max, zip(*activations, strict=True))),
+        weight_bytes=tuple(map(max, zip(*weights, strict=True))),
+    )
+
+
+def _with(schedule: Schedule, **options: Any) -> Schedule:
+    """The schedule with other options."""
+    return replace(schedule, options=tuple((dict(schedule.options) | options).items()))
+
+
+def _stages(module: Module) -> tuple[StageMemory, Stages]:
+    """What the stages of a traced step hold, and its pipeline."""
+    seen: list[Stages] = []
+
+    def order(pipeline: Stages) -> Order:
+        """Any order tells, as long as B and W stand apart."""
+        seen.append(pipeline)
+        return {
+            rank: [*tasks, *(t.beside(Action.WEIGHT) for t in tasks if t.action is Action.BACKWARD)]
+            for rank, tasks in gpipe()(pipeline).items()
+        }
+
+    watched = default_pipeline(Schedule("gpipe with W", order, splits=True))
+    copy, _ = run_on_copy(watched, module)
+    if len(set(seen)) != 1:
+        raise ValueError(
+            f"step {module.name} has {len(set(seen))} pipelines, and auto measures what stages "
+            "hold of a step that has one; give Costs(activation_bytes=...), and use "
+            "cg.remat(actor.method) in the step"
+        )
+    return stage_memory(copy), seen[0]
 
 
 @dataclass(frozen=True)
@@ -183,7 +315,8 @@ def _choice(schedule: Schedule, pipeline: Stages) -> str:
     number = min(options.get("choice", 0), len(found) - 1)
     costs = options["costs"]
     why = "" if costs is None else f"; its programs are the fastest on paper of {len(found)} orders"
-    paid = "equal costs of all tasks" if costs is None else "the given costs"
+    is_equal = costs is None or (costs.tf, costs.tb, costs.tw, costs.tcomm) == (1, 1, 1, 0)
+    paid = "equal costs of all tasks" if is_equal else "the given costs"
     ranks = len(pipeline.ranks)
     shape = f"{pipeline.stages} stages on {ranks} ranks, {pipeline.microbatches} microbatches"
     return f"{schedule.name}, {shape}: {found[number]}, with {paid}{why}"

@@ -125,9 +125,8 @@ class Step:
             InputError: the step does not take these arguments.
             TraceError: the function, or a method that it calls, cannot be traced.
         """
-        again = functools.partial(self._trace, args, kwargs, optimistic=True)
-        traces = [self._trace(args, kwargs)]
-        return Lowered(self._definition, traces, world(), again, (args, kwargs))
+        trace = functools.partial(self._trace, args, kwargs)
+        return Lowered(self._definition, [trace()], world(), trace, (args, kwargs))
 
     def lower_many(self, signatures: Sequence[Any]) -> Lowered:
         """Trace the step for each of several sets of arguments; collective.
@@ -166,12 +165,16 @@ class Step:
             raise InputError(f"entry {index} of lower_many(): {error}") from None
 
     def _trace(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], optimistic: bool = False
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        optimistic: bool = False,
+        remat: frozenset[str] = frozenset(),
     ) -> Trace:
         here = world()
         check_outside(here, self.__name__)
         request = TraceRequest(
-            self.__name__, self.__wrapped__, self._inputs, self._outputs, optimistic
+            self.__name__, self.__wrapped__, self._inputs, self._outputs, optimistic, remat
         )
         with lock_of(here).held(self.__name__, tracing=True):
             request.check(here, args, kwargs)
@@ -185,6 +188,7 @@ class Step:
                 name=self.__name__,
                 tracer=Functions(torch_device(here)),
                 optimistic=optimistic,
+                remat=remat,
                 # In the virtual world, actors may be wherever the user has put them.
                 host_only=here.device is None and not here.is_virtual,
             )

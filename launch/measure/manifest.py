@@ -16,6 +16,7 @@ import torch
 
 from ...backends.base import World
 from ..config import environment
+from ..world.single_rank_world import SingleRankWorld
 from .clocks import Reading
 
 PACKAGES = ("cg", "numpy", "mpi4py")
@@ -112,7 +113,7 @@ def manifest(
         },
         "world": {
             "size": world.size,
-            "kind": "virtual" if world.is_virtual else "mpi",
+            "kind": _kind(world),
             "machines": list(world.nodes),
         },
         "steps": [asdict(step) for step in steps],
@@ -153,3 +154,10 @@ def _processor() -> str:
         return platform.processor()
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor())
+
+
+def _kind(world: World) -> str:
+    """How the ranks of a world are played, in a word."""
+    if world.is_virtual:
+        return "virtual"
+    return "single" if isinstance(world, SingleRankWorld) else "mpi"

@@ -25,8 +25,8 @@ Run a pipeline schedule on paper, and print one JSON object: makespan_ms, bubble
 each rank of the pipeline, peak_activations, and peak_bytes if costs have activation_bytes; with
 --grid also the grid, which goes to standard error as text. For auto also bound_ms, which no order
 can be under, the gap above it as a share, what the order comes from, how many were tried, and
-search_s, and a line that says so to standard error. --svg, --html and --perfetto write the timeline
-to files."""
+search_s, with --remat the stages that recompute, and a line that says so to standard error. --svg,
+--html and --perfetto write the timeline to files."""
 
 _EPILOG = """\
 B is the gradient of the inputs, W that of the weights; a schedule that does not split the backward
@@ -36,10 +36,11 @@ its last end, and the bubble ratio the share of it in which the ranks are idle. 
 what needs the transfer. With --group-size F each rank of the pipeline is a group of F ranks that
 store a stage's parameters in pieces: parameter_traffic is what each of them receives in a step, in
 units of its stage's parameters. A gather is issued when the task before it starts. An activation
-is held from F to B, and --mw of it from B to W.
+is held from F to B, and --mw of it from B to W. With --remat auto chooses stages whose B runs
+their forward again, so that they hold --mr of an activation until B, and all of it while B runs.
 """
 
-_TIMES = ("tf", "tb", "tw", "tcomm", "tgather", "treduce", "mw")
+_TIMES = ("tf", "tb", "tw", "tcomm", "tgather", "treduce", "mw", "mr")
 
 _LAYOUTS = {"interleaved": "loop", "looped-bfs": "loop", "zb-v": "vee", "dualpipe-v": "vee"}
 
@@ -51,6 +52,7 @@ class _Problem:
     pipeline: Pipeline
     order: Order
     search: dict[str, object]
+    remat: tuple[int, ...] = ()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -89,10 +91,17 @@ def _arguments() -> argparse.ArgumentParser:
     add("--tgather", type=float, metavar="MS", help="time to gather a stage; default 0")
     add("--treduce", type=float, metavar="MS", help="time to reduce its gradients; default 0")
     add("--mw", type=float, metavar="SHARE", help="of the activations that W needs; default 1")
+    add("--mr", type=float, metavar="SHARE", help="of them that a stage holds that recomputes")
     add("--costs", metavar="FILE", help="costs as JSON; the options above come before it")
     add("--max-activations", type=float, metavar="K", help="memory of auto; default: P")
-    add("--max-bytes", type=float, metavar="N", help="the same in bytes; needs activation_bytes")
+    add(
+        "--max-bytes",
+        type=_bytes,
+        metavar="N[,N...]",
+        help="the same in bytes, or for each rank; needs activation_bytes",
+    )
     add("--budget", type=float, metavar="SECONDS", help="time of auto; default: by size")
+    add("--remat", action="store_const", const=True, help="auto may let stages recompute: --mr")
     add("--seed", type=int, metavar="N", help="what auto draws its moves from; default: 0")
     add("--grid", action="store_true", help="draw the rank grid")
     add("--svg", metavar="FILE", type=Path, help="draw the timeline")
@@ -101,12 +110,20 @@ def _arguments() -> argparse.ArgumentParser:
     return parser
 
 
+def _bytes(text: str) -> float | tuple[float, ...]:
+    """What every rank may hold, or each of them."""
+    found = tuple(map(float, text.split(",")))
+    return found if len(found) > 1 else found[0]
+
+
 def _simulate(options: argparse.Namespace) -> str:
     """The JSON object as text."""
     costs = _costs(options)
     problem = _from_table(options) if options.table else _from_name(options, costs)
     pipeline = problem.pipeline
     costs = _of_stages(costs, pipeline)
+    if problem.remat:
+        costs = replace(costs, remat=problem.remat)
     storing = _storing(options)
     found = simulate(problem.order, pipeline.stage_ranks, pipeline.microbatches, costs, storing)
     result: dict[str, object] = {
@@ -205,7 +222,7 @@ def _from_name(options: argparse.Namespace, costs: Costs) -> _Problem:
     return _Problem(pipeline, schedules.by_name(name)(pipeline), {})
 
 
-_OF_SEARCH = ("max_activations", "max_bytes", "budget", "seed")
+_OF_SEARCH = ("max_activations", "max_bytes", "budget", "seed", "remat")
 
 
 def _searched(options: argparse.Namespace, pipeline: Pipeline, costs: Costs) -> _Problem:
@@ -218,6 +235,7 @@ def _searched(options: argparse.Namespace, pipeline: Pipeline, costs: Costs) -> 
         max_bytes=options.max_bytes,
         seed=options.seed or 0,
         seconds=options.budget,
+        remat=bool(options.remat),
     )
     begin = time.monotonic()
     best = schedules.found_orders(schedule, pipeline)[0]
@@ -228,10 +246,11 @@ def _searched(options: argparse.Namespace, pipeline: Pipeline, costs: Costs) -> 
         "bound_ms": _number(best.bound),
         "gap": round(best.gap, 9),
         "source": best.source,
+        **({"remat": list(best.remat)} if options.remat else {}),
         "tried": best.trials,
         "search_s": round(seconds, 3),
     }
-    return _Problem(pipeline, best.order, search)
+    return _Problem(pipeline, best.order, search, best.remat)
 
 
 def _layout(options: argparse.Namespace) -> tuple[int, ...]:

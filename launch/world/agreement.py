@@ -48,7 +48,7 @@ class TraceRequest:
         name: of the step.
         fn: its Python function.
         inputs, outputs: as `cg.trace` takes them.
-        optimistic: as `trace_step` takes it.
+        optimistic, remat: as `trace_step` takes them.
     """
 
     name: str
@@ -56,6 +56,7 @@ class TraceRequest:
     inputs: Place | None
     outputs: Place | None
     optimistic: bool
+    remat: frozenset[str]
 
     def check(self, world: World, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Return if all ranks are about to trace this step for such arguments; collective.
@@ -98,6 +99,8 @@ class TraceRequest:
         line = "" if loc is None else f", which line {loc.line} of {_file(loc)} defines"
         places = f"inputs {_ranks(self.inputs)}, outputs {_ranks(self.outputs)}"
         how = "optimistically, " if self.optimistic else ""
+        if self.remat:
+            how += f"recomputing {', '.join(sorted(self.remat))}, "
         grad = "on" if torch.is_grad_enabled() else "off"
         return f"{self.name}({_parameters(self.fn)}){line} ({how}{places}, gradients {grad})"
 

@@ -120,6 +120,24 @@ def for_rank(
     return None if index is None else make(mine.kind, index)
 
 
+def for_process(
+    sight: VisibleDevices,
+    current: Callable[[], int],
+    make: Callable[[str, int], Device] = find.make,
+) -> Device | None:
+    """The device of a process that is the only rank: torch's current one; None for the host.
+
+    Args:
+        sight: of the process.
+        current: gives the index of torch's current device; asked only if there is one.
+        make: makes the device of a kind and an index.
+
+    Raises:
+        DeviceError: a kind is asked for that the process does not see.
+    """
+    return for_rank(0, [sight], lambda kind, _: make(kind, current()))
+
+
 def declined(machines: Iterable[Sequence[VisibleDevices]]) -> str | None:
     """Say why `auto` leaves ranks on the host although they see accelerators; None if it does not.
 

@@ -1,4 +1,7 @@
-"""The world that this process is part of: MPI's under an MPI launcher, else the virtual one."""
+"""The world that this process is part of: MPI's under an MPI launcher, else one of its own.
+
+A process that is alone is one rank on its accelerator, or plays all ranks of a virtual world.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from typing import Any
 import torch
 
 from ...backends.base import World
+from ...backends.devices.base import Device
 from ...backends.virtual.world import VirtualWorld
 from ..config import Config, config, environment, exported, ranks_asked
 from ..job import listening_ports as ports
@@ -23,6 +27,7 @@ from ..job.foreign import command, described, is_handed_on
 from ..job.rank_registry import RankRegistry
 from . import devices, failure
 from .mpi_world import MpiWorld
+from .single_rank_world import SingleRankWorld
 from .waiting import WorldError, ending_after
 
 FOREIGN = {OPEN_MPI: ("MPICH", "Intel"), HYDRA: ("Open MPI",)}
@@ -49,6 +54,7 @@ def world() -> World:
 
     Raises:
         ConfigError: an environment variable's value is not what it takes.
+        DeviceError: there are no such devices as CG_DEVICE asks for.
         WorldError: MPI is missing, or is not the launcher's; a launcher without MPI has started
             this process among others; CG_RANKS has changed since the world began.
         TimeoutError: another rank has not started in time.
@@ -89,7 +95,8 @@ def start(settings: Config) -> World:
     launch = settings.launch
     if launch is None or launch.size == 1:
         check_alone(settings)
-        return VirtualWorld(settings.ranks or 1)
+        device = _device_alone(settings)
+        return VirtualWorld(settings.ranks or 1) if device is None else SingleRankWorld(device)
     check_process(launch, sys.orig_argv)
     guard = failure.install(launch)
     check_ranks(launch, launch.size, settings.ranks)
@@ -136,6 +143,14 @@ def _take_device(started: MpiWorld, settings: Config, guard: failure.ExitHooks) 
     started.device = devices.for_rank(
         started.local_rank, [everyone[rank] for rank in started.local_ranks]
     )
+
+
+def _device_alone(settings: Config) -> Device | None:
+    """The device of a process that is alone, if it is one rank and not several virtual ones."""
+    if settings.ranks not in (None, 1) or not settings.bind_devices:
+        return None
+    sight = devices.look(settings.device, torch.accelerator)
+    return devices.for_process(sight, torch.accelerator.current_device_index)
 
 
 def _load(launch: Launch) -> Any:

@@ -30,7 +30,7 @@ from ..base import Pass
 from ..placement.fabrics import Fabrics
 
 LEAST = 2
-"""The number of ops that are worth a graph where messages are part of it."""
+"""The number of ops that are worth a graph, unless one is a call: a call may be a whole model."""
 
 
 @dataclass(frozen=True)
@@ -229,18 +229,16 @@ def _counted(what: str, reasons: Sequence[str]) -> list[str]:
 
 def _left_out(program: Program, left_to_host: Set[int], messages: bool) -> list[str]:
     """For each part between cuts that is no graph, why."""
-    least = _least(messages)
-    works = [
-        _work(part.values())
+    parts = [
+        part.values()
         for part in _parts(program, left_to_host)
-        if all(op.graph is None for op in part.values())
+        if _work(part.values()) and all(op.graph is None for op in part.values())
     ]
     return [
         "the pass `capture` is switched off"
-        if work >= least
-        else f"a part with {work} of the {least} ops that are worth a graph"
-        for work in works
-        if work
+        if _is_worth_it(part, messages)
+        else f"a part with {_work(part)} of the {LEAST} ops that are worth a graph"
+        for part in parts
     ]
 
 
@@ -251,7 +249,7 @@ def _number(module: Module, program: Program, fabrics: Fabrics, messages: bool) 
         op.graph = None
     number = 0
     for part in _parts(program, left_to_host):
-        if _work(part.values()) >= _least(messages):
+        if _is_worth_it(part.values(), messages):
             for op in part.values():
                 op.graph = number
             number += 1
@@ -269,9 +267,10 @@ def _parts(program: Program, left_to_host: Collection[int]) -> list[dict[int, Op
     return parts
 
 
-def _least(messages: bool) -> int:
-    """The ops that are worth a graph; without messages among them, the binder decides."""
-    return LEAST if messages else 1
+def _is_worth_it(ops: Collection[Op], messages: bool) -> bool:
+    """Whether a part may be a graph; of calls alone, the binder knows how much they do."""
+    work = _work(ops)
+    return work >= LEAST or any(isinstance(op, Call) for op in ops) or (work > 0 and not messages)
 
 
 def _work(ops: Iterable[Op]) -> int:

@@ -102,6 +102,7 @@ def auto(
     seconds: float | None = None,
     measure: bool | str | Path = False,
     splits: bool = True,
+    remat: bool = False,
 ) -> Schedule:
     """The fastest order that a search finds in a given memory, and how far it is from a bound.
 
@@ -113,8 +114,8 @@ def auto(
             and the one stays whose programs are the fastest on paper. There transfers may also
             wait for their receiver and for each other, which the search leaves out.
         max_bytes: instead of `max_activations`, how many bytes of activations a rank may hold, or
-            each rank in the order in which a microbatch first comes to them. The costs must have
-            `activation_bytes`.
+            each rank in the order in which a microbatch first comes to them. On paper the costs
+            must have `activation_bytes`, and may have `weight_bytes`; `compile` finds out both.
         seed: what the search draws its moves from. The same seed gives the same order everywhere.
         seconds: for how long to search. Without, the number of orders that are tried depends on
             the size of the pipeline alone; with it, the order depends on the machine, and ranks
@@ -123,6 +124,9 @@ def auto(
             arguments that `lower` was given; what it does to actors is undone. A path names a file
             that they are kept in, and read from if it is there. Not together with `costs`.
         splits: whether an order may have W, so that backwards are compiled in two halves.
+        remat: whether to choose stages that recompute, as by `cg.remat`, where memory is too short
+            for what they save. On paper the costs must have `mr`; `compile` finds it out, and
+            traces the step again.
 
     Raises:
         ValueError: both `costs` and `measure` are given.
@@ -138,6 +142,7 @@ def auto(
         ("seconds", seconds),
         ("measure", str(measure) if isinstance(measure, Path) else measure),
         ("splits", splits),
+        ("remat", remat),
     )
     if measure and costs is not None:
         raise ValueError("schedule 'auto': give costs, or have them measured, not both")

@@ -20,12 +20,13 @@ def auto_order(
     seed: int = 0,
     seconds: float | None = None,
     splits: bool = True,
+    remat: bool = False,
     measure: bool | str = False,
 ) -> Order:
     """The best order of a search; see `auto_orders`.
 
     Args:
-        pipeline, max_activations, costs, max_bytes, seed, seconds, splits: as in
+        pipeline, max_activations, costs, max_bytes, seed, seconds, splits, remat: as in
             `auto_orders`.
         choice: 0 for the best order, 1 for the next best, and so on; the last one if there are
             fewer.
@@ -43,6 +44,7 @@ def auto_order(
         seed=seed,
         seconds=seconds,
         splits=splits,
+        remat=remat,
     )
     return found[min(choice, len(found) - 1)].order
 
@@ -56,6 +58,7 @@ def auto_orders(
     seed: int = 0,
     seconds: float | None = None,
     splits: bool = True,
+    remat: bool = False,
 ) -> tuple[Found, ...]:
     """The best orders of a search, best first, with a lower bound of the makespan.
 
@@ -73,6 +76,8 @@ def auto_orders(
         seconds: for how long to search; None for a number of trials that depends on the size of
             the pipeline alone, so that the result is the same on every machine.
         splits: whether an order may have W.
+        remat: whether to choose stages that recompute, where memory is short; the costs must have
+            `mr`. `Found.remat` says which.
 
     Raises:
         ValueError: `max_activations` is under 1, or so little that not one microbatch could pass.
@@ -95,11 +100,15 @@ def auto_orders(
                 f"schedule 'auto': max_bytes is given for {len(max_bytes)} ranks, but the "
                 f"pipeline has {len(pipeline.ranks)}"
             )
-        return find_orders(pipeline, costs, max_bytes, splits=splits, seed=seed, seconds=seconds)
+        return find_orders(
+            pipeline, costs, max_bytes, splits=splits, seed=seed, seconds=seconds, remat=remat
+        )
     memory = len(pipeline.ranks) if max_activations is None else max_activations
     if not memory >= 1:  # so that NaN is refused
         raise ValueError(
             f"schedule 'auto': max_activations is {memory}; a rank must be able to hold at least 1"
         )
-    counted = replace(costs, activation_bytes=None)
-    return find_orders(pipeline, counted, memory, splits=splits, seed=seed, seconds=seconds)
+    counted = replace(costs, activation_bytes=None, weight_bytes=None)
+    return find_orders(
+        pipeline, counted, memory, splits=splits, seed=seed, seconds=seconds, remat=remat
+    )

@@ -57,7 +57,7 @@ def memory_plan(module: Module, rank: int) -> MemoryPlan:
                 live -= held.pop(group, 0)
                 parameters.pop(group, None)
             continue
-        for value in _brings(op, module.functions):
+        for value in brings(op, module.functions):
             size = tensor_bytes(value.type)
             group = storage.of(value)
             held[group] = held.get(group, 0) + size
@@ -78,7 +78,7 @@ def memory_plan(module: Module, rank: int) -> MemoryPlan:
     return MemoryPlan(inputs, slots, most, outputs, gathered)
 
 
-def _brings(op: Op, functions: dict[str, Function]) -> list[Value]:
+def brings(op: Op, functions: dict[str, Function]) -> list[Value]:
     """The results of an op that bring in storage: no views, nor what is waited for or in a slot."""
     if isinstance(op, Call):
         shared = {output for output, _ in functions[op.fn.name].aliases}

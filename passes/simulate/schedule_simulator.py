@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...ir.pipeline.costs import Costs
 from ...ir.pipeline.order import Order
@@ -83,7 +83,15 @@ def simulate(
         makespan,
         end,
         tuple(timeline.busy(rank) for rank in ranks),
-        tuple(timeline.peak(rank, costs.mw) for rank in ranks),
+        tuple(_peak(timeline, rank, costs) for rank in ranks),
         timeline,
         0.0 if storing is None else traffic(storing, microbatches),
     )
+
+
+def _peak(timeline: Timeline, rank: int, costs: Costs) -> float:
+    """Of how many microbatches a rank holds the activations; a stage that recomputes holds less."""
+    if not costs.remat:
+        return timeline.peak(rank, costs.mw)
+    counted = replace(costs, activation_bytes=None, weight_bytes=None)
+    return timeline.held(rank, counted) / timeline.stage_ranks.count(rank)

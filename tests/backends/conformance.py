@@ -1,4 +1,4 @@
-"""What every communicator must do: programs, and their results in the virtual world.
+"""Programs that every communicator must run, and their results in the virtual world.
 
 A case is a scheduled module of some ranks and the values of its parameters. A communicator conforms
 if each rank's program returns what it returns in the virtual world, in each of several executions.
@@ -302,7 +302,7 @@ def columns(world: int) -> Case:
 
 
 def layouts(world: int) -> Iterator[Case]:
-    """What transfers between layouts become: messages and collectives between parts of tensors."""
+    """Transfers between layouts: messages and collectives between parts of tensors."""
     for name, text, reduces in programs(world):
         yield Case(name, text, reduces=DType.F32 if reduces else None)
 

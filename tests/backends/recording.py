@@ -102,7 +102,7 @@ class Recording(TorchDispatchMode):
 
 
 def _as_kernels_do(func: Any, made: Any) -> Any:
-    """What an operation has made on the device `meta`, with the element types of the host's kernel.
+    """The results of an operation on the device `meta`, with element types of the host's kernel.
 
     Of float64, torch 2.11 makes a float32 logsumexp there, and a float64 one on the host.
     """

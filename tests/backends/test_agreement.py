@@ -1,4 +1,4 @@
-"""What ranks say alike, and the message where they do not."""
+"""Agreement of ranks on what they say, and the message where they differ."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .cpu.world import run_ranks
 
 
 def messages(*parts: dict[str, Part]) -> list[str]:
-    """What each rank raises, that says these parts."""
+    """The message that each rank raises where ranks say these parts."""
 
     def body(world: Any) -> str:
         try:

@@ -1,4 +1,4 @@
-"""What fails in an execution reaches whoever started it, and nobody else."""
+"""Failures of an execution reach whoever started it, and nobody else."""
 
 from __future__ import annotations
 

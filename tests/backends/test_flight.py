@@ -1,4 +1,4 @@
-"""What positions of ranks say about who waits for whom."""
+"""The positions of ranks, and who waits for whom by them."""
 
 from __future__ import annotations
 

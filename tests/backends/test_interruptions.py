@@ -1,4 +1,4 @@
-"""What executions do after a signal's handler has raised in the middle of them."""
+"""Executions after a signal's handler has raised in the middle of them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from .graph_tools import world
 
 
 class Ring(Exception):
-    """What handlers raise."""
+    """An exception that handlers raise."""
 
 
 class Halt(BaseException):
-    """What handlers may raise, too, and methods."""
+    """An exception that handlers may raise, too, and methods."""
 
 
 @cg.actor

@@ -66,7 +66,7 @@ def compiled(types: Types) -> Module:
 
 
 def pieces(type_: TensorType, held: dict[int, Any]) -> dict[int, torch.Tensor]:
-    """What ranks hold as tensors of the shapes of their pieces."""
+    """The pieces of ranks as tensors of their shapes."""
     return {
         rank: torch.from_numpy(np.array(held[rank][selected(type_.region(rank))])) for rank in held
     }

@@ -236,7 +236,7 @@ class Driver:
         running.group, running.slot = self._random.choice(free)
 
     def _share(self, running: _Running) -> None:
-        """What has been prefilled in full blocks may be read by others."""
+        """Let others read the full blocks that have been prefilled."""
         size = self._limits.block_size
         for index in range(min(running.prefilled, len(running.request.prompt)) // size):
             prefix = running.known[: (index + 1) * size]

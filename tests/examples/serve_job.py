@@ -1,12 +1,13 @@
 """Serve a folder on the ranks of a job; rank 0 runs random requests and compares their tokens.
 
-mpiexec -n 2 python -m tests.examples.serve_job FOLDER [COUNT]
+mpiexec -n 2 python -m tests.examples.serve_job FOLDER [COUNT [TP]]
 mpiexec -n 2 python -m tests.mpi.device_job tests.examples.serve_job FOLDER [COUNT]
 """
 
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import cg
@@ -20,7 +21,8 @@ from .serve_models import FEW, load_qwen2, logits_of
 
 def main() -> None:
     folder, count = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 40
-    engine = start(folder, FEW)
+    tp = int(sys.argv[3]) if len(sys.argv) > 3 else 1
+    engine = start(folder, replace(FEW, tp=tp))
     if engine is None:
         print(f"rank {cg.rank()} has served", flush=True)
         return
@@ -40,7 +42,7 @@ def main() -> None:
 
 
 def say_how_devices_run(engine: CgEngine) -> None:
-    """Whether each program of this rank is one graph, messages and state included, and replayed.
+    """Print how many programs of this rank are one graph with messages and state, and replayed.
 
     Which context runs an execution depends on time, so one of each variant's is enough.
     """

@@ -59,7 +59,7 @@ def logits_of(model: Any) -> Any:
 
 
 def generate(model: Any, prompt: tuple[int, ...], count: int) -> list[int]:
-    """What transformers generates greedily."""
+    """The tokens that transformers generates greedily."""
     ids = torch.tensor([prompt])
     out = model.generate(
         ids,

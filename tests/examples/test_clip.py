@@ -60,7 +60,7 @@ def test_gradients_on_mpi_ranks(ranks: int, tmp_path: Path) -> None:
 
 
 def test_in_one_process(tmp_path: Path) -> None:
-    ended = run(0, [SCRIPT, *TINY, "--steps", "2"], folder=tmp_path, seconds=120)
+    ended = run(0, [SCRIPT, *TINY, "--steps", "2"], folder=tmp_path, seconds=120, warm=True)
     assert list(rows(ended)) == ["all"]
 
 

@@ -27,7 +27,7 @@ def printed(output: str) -> dict[int, float]:
 
 @pytest.fixture(scope="module")
 def virtual(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """What it prints in one process that plays three ranks."""
+    """The losses that it prints in one process that plays three ranks."""
     folder = tmp_path_factory.mktemp("virtual")
     ended = run(0, [program(folder)], variables={"CG_RANKS": "3"}, folder=folder, seconds=80)
     assert ended.code == 0, ended.output
@@ -42,6 +42,6 @@ def test_in_one_process(virtual: dict[int, float]) -> None:
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize("ranks", [pytest.param(3, marks=needs_mpi)])
 def test_on_mpi_ranks(ranks: int, virtual: dict[int, float], tmp_path: Path) -> None:
-    ended = run(ranks, [program(tmp_path)], folder=tmp_path, seconds=80)
+    ended = run(ranks, [program(tmp_path)], folder=tmp_path, seconds=80, warm=True)
     assert ended.code == 0, ended.output
     assert printed(ended.output) == dict.fromkeys(range(ranks), virtual[0])

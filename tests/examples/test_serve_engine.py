@@ -81,6 +81,23 @@ def test_greedy_tokens_are_those_of_generate(ranks: int, folder: Path, model: An
         assert each.out == generate(model, each.prompt, 12)
 
 
+def test_a_stage_that_is_cut_over_ranks(folder: Path, model: Any) -> None:
+    """Greedy and sampled tokens."""
+    with serving(folder, 2, replace(FEW, groups=1, tp=2)) as engine:
+        assert engine.limits.groups == 1
+        requests = random_requests(8, 11, engine.limits)
+        Driver(engine, Habits(seed=11, preempting=0.03)).run(requests)
+    assert differences(logits_of(model), requests)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tp", "said"), [(3, 2, "3 ranks by 2"), (4, 4, "2 heads of keys")]
+)
+def test_ranks_that_cannot_share_stages(ranks: int, tp: int, said: str, folder: Path) -> None:
+    with use_world(VirtualWorld(ranks)), pytest.raises(ValueError, match=said):
+        start(folder, replace(FEW, tp=tp))
+
+
 def test_random_arrivals_preemptions_and_cancellations(engine: CgEngine, model: Any) -> None:
     requests = random_requests(60, 1, engine.limits)
     driver = Driver(engine, Habits(seed=1, preempting=0.05, cancelling=0.02))
@@ -196,7 +213,8 @@ def test_work_outside_of_the_limits_is_refused(
         engine.submit(work)
 
 
-def test_the_gpt_of_make_train(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_gpt_of_make_train(tp: int, tmp_path: Path) -> None:
     config = train_gpt.Config(layers=2, width=48, context=64)
     with use_world(VirtualWorld(2)):
         stages = [
@@ -213,7 +231,7 @@ def test_the_gpt_of_make_train(tmp_path: Path) -> None:
             ids = stage.local.forward(ids)
         return ids
 
-    options = replace(FEW, groups=1, batches=(2,))
+    options = replace(FEW, groups=1, batches=(2,), tp=tp)
     with serving(tmp_path, 2, options) as engine:
         assert engine.limits.vocabulary == 256
         requests = random_requests(8, 9, engine.limits)
@@ -251,3 +269,13 @@ def test_on_mpi_ranks(ranks: int, on_devices: bool, folder: Path) -> None:
     (found,) = re.findall(r"40 requests, (\d+) tokens: (\d+) differences", ended.output)
     assert int(found[0]) > 100
     assert int(found[1]) == 0
+
+
+@pytest.mark.timeout(160)
+@pytest.mark.parametrize("ranks", [pytest.param(4, marks=needs_mpi)])
+def test_two_stages_of_two_mpi_ranks(ranks: int, folder: Path) -> None:
+    program = ["-m", "tests.examples.serve_job", str(folder), "16", "2"]
+    ended = run(ranks, program, folder=ROOT, seconds=150, warm=True)
+    assert ended.code == 0, ended.output
+    assert "rank 3 has served" in ended.output
+    assert re.findall(r"16 requests, \d+ tokens: (\d+) differences", ended.output) == ["0"]

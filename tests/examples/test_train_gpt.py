@@ -26,10 +26,9 @@ def train(
     virtual: int | None = None,
     warm: bool = True,
 ) -> Ended:
-    """Train on so many MPI ranks, forked unless not `warm`; 0: on `virtual` ranks."""
+    """Train on so many MPI ranks, forked unless not `warm`; 0: one process plays `virtual` ones."""
     given = [*TINY.split(), "--steps", str(steps), "--out", str(folder), *options.split()]
     variables = {} if virtual is None else {"CG_RANKS": str(virtual)}
-    warm = warm and ranks > 0
     return run(
         ranks, [SCRIPT, *given], variables=variables, folder=folder.parent, seconds=120, warm=warm
     )
@@ -60,7 +59,7 @@ def check_written(folder: Path, ended: Ended, ranks: int, steps: int = 2) -> lis
 def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
     """Two steps in one process; its folder and its losses."""
     folder = tmp_path_factory.mktemp("plain") / "run"
-    ended = train(0, folder, f"--sample 8 --dump {folder / 'dumps'}")
+    ended = train(0, folder, f"--sample 8 --dump {folder / 'dumps'}", warm=False)
     assert "--- sample ---" in ended.output
     return folder, check_written(folder, ended, ranks=1)
 
@@ -95,15 +94,15 @@ def test_two_stages_on_each_rank(
 @pytest.mark.parametrize(
     "options",
     [
-        "--dp 2 --tp 2 --fsdp",
-        "--dp 2 --schedule zb-h1 --fsdp task",
-        "--tp 2",
-        "--dp 2 --tp 1 --schedule dualpipe-v",
+        "--dp 2 --tp 2 --fsdp --sample 8",
+        "--dp 2 --schedule zb-h1 --fsdp task --sample 0",
+        "--tp 2 --sample 8",
+        "--dp 2 --tp 1 --schedule dualpipe-v --sample 0",
     ],
 )
 def test_groups_of_ranks(options: str, plain: tuple[Path, list[float]], tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    ended = train(0, folder, f"--sample 8 {options}", virtual=4)
+    ended = train(0, folder, options, virtual=4)
     assert check_written(folder, ended, ranks=4) == pytest.approx(plain[1], rel=1e-4)
     assert figures(folder)["validation"][-1] == pytest.approx(
         figures(plain[0])["validation"][-1], rel=1e-4

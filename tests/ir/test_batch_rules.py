@@ -1,4 +1,4 @@
-"""What a batch is, and what is said of one that is none."""
+"""The verifier's rules for batches, and its messages for those that break them."""
 
 from __future__ import annotations
 

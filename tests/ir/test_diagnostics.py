@@ -1,4 +1,4 @@
-"""What an error about IR looks like."""
+"""The form of errors about IR."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the verifier demands of the halves of a backward."""
+"""The verifier's rules for the halves of a backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the verifier says of layouts, of ops that do not know them, and of summands."""
+"""The verifier's messages for layouts, for ops that do not know them, and for summands."""
 
 from __future__ import annotations
 

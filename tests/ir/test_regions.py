@@ -1,4 +1,4 @@
-"""What the verifier says of slices and of tensors that are assembled."""
+"""The verifier's messages for slices and for tensors that are assembled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is printed is read back as it was, in every phase."""
+"""The parser reads back the text of the printer as it was, in every phase."""
 
 from __future__ import annotations
 

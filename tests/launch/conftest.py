@@ -189,13 +189,7 @@ def launch(start: Start) -> Launch:
         program: list[str | Path] = [PROGRAMS / name, *arguments]
         if warm:
             program.insert(0, interpreting.__file__)
-            variables |= of_interpreters()
+            variables |= mpi.of_interpreters()
         return start([*launcher, *program], **variables)
 
     return begin
-
-
-def of_interpreters() -> dict[str, str]:
-    """The variables with which `mpi/warm.py` finds interpreters of which to fork ranks."""
-    addresses = (each.address for each in mpi.interpreters())
-    return {interpreting.INTERPRETERS: os.pathsep.join(addresses)}

@@ -1,4 +1,4 @@
-"""What a rank with a device says when it ends the job; the device and the job are made up."""
+"""Messages of a rank with a device that ends the job; the device and the job are made up."""
 
 from __future__ import annotations
 

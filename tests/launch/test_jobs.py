@@ -19,7 +19,8 @@ import pytest
 from cg.launch.job.launcher import Flavour, find
 
 from ..mpi import warm as interpreting
-from .conftest import PROGRAMS, Job, Launch, Start, of_interpreters
+from ..mpi.jobs import of_interpreters
+from .conftest import PROGRAMS, Job, Launch, Start
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -41,7 +42,7 @@ def test_ranks_talk_and_leave_nothing(launch: Launch) -> None:
 
 @pytest.mark.parametrize("mode", ["early", "early_asleep", "in_collective", "asleep"])
 def test_an_exception_on_one_rank_ends_the_job(launch: Launch, mode: str) -> None:
-    job = launch(2, "behave.py", mode, warm="asleep" not in mode)
+    job = launch(2, "behave.py", mode, warm=mode != "asleep")
     assert job.finish() == 1, job.output
     assert re.search(FAILURE, job.output)
     assert "behave.py" in job.output

@@ -93,6 +93,23 @@ def test_stages_that_are_stored_in_pieces(
     assert found["parameter_traffic"] == traffic
 
 
+def test_stages_recompute_where_memory_is_short(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "--schedule auto --stages 4 --microbatches 8 --max-activations 2"
+    plain, chosen = run(capsys, line), run(capsys, f"{line} --mr 0.1 --remat")
+    assert chosen["makespan_ms"] < plain["makespan_ms"]
+    assert chosen["remat"] == [0, 1]
+    assert max(chosen["peak_activations"]) <= 2
+    assert "remat" not in plain
+
+
+def test_each_rank_has_its_memory(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text('{"activation_bytes": [2, 1], "weight_bytes": [3, 1]}')
+    line = f"--schedule auto --stages 2 --microbatches 6 --costs {path} --max-bytes"
+    assert run(capsys, f"{line} 5,1")["peak_bytes"] == [5, 1]
+    assert max(run(capsys, f"{line} 7")["peak_bytes"]) == 7
+
+
 def test_the_grid_is_a_key_and_goes_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--schedule", "zb-h1", "--stages", "2", "--microbatches", "2", "--grid"]) == 0
     captured = capsys.readouterr()
@@ -137,6 +154,9 @@ def test_costs_come_from_a_file_and_options_come_first(
         ("--schedule zb-h1 --stages 2 --microbatches 2 --chunks 2", "stages of a rank side by"),
         ("--schedule 1f1b --stages 2 --microbatches 2 --max-activations 2", "is for auto"),
         ("--schedule auto --stages 2 --microbatches 2 --max-activations 0", "at least 1"),
+        ("--schedule auto --stages 2 --microbatches 2 --remat", "remat needs costs with mr"),
+        ("--schedule zb-h1 --stages 2 --microbatches 2 --remat --mr 0", "--remat is for auto"),
+        ("--stages 2 --microbatches 2 --mr 2", "mr is 2.0; it is a share of 1"),
         ("--table /no/such/file", "No such file"),
         ("--stages 2 --microbatches 2 --mw 2", "mw is 2.0; it is a share of 1"),
         ("--stages 2 --microbatches 2 --tcomm nan", "tcomm is nan; it must be finite"),

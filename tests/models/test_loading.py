@@ -1,4 +1,4 @@
-"""What a rank holds at most while it reads its part of a model, and what it reads."""
+"""The most that a rank holds while it reads its part of a model, and the bytes that it reads."""
 
 from __future__ import annotations
 

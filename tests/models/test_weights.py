@@ -87,7 +87,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("family", [pytest.param("Llama", marks=pytest.mark.slow), "GPT2"])
 def test_another_shape_goes_on(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
-    """What 2 ranks have saved, and a mesh goes on from, is what plain torch trains."""
+    """Two ranks save, a mesh goes on, and both train as plain torch does."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folders[family])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 8)

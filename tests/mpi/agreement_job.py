@@ -140,7 +140,7 @@ def kinds() -> None:
 
 
 def baked() -> None:
-    """What is in no argument differs."""
+    """Values that are in no argument differ."""
     attempt(lambda: cg.trace(lambda x: x + torch.tensor([1.0 + mine]))(X))
     attempt(lambda: cg.trace(lambda x: x + torch.arange(32.0)[8 * mine :].sum())(X))
     attempt(lambda: cg.trace(lambda x: nn.functional.pad(x, (0, 1), value=0.5 * mine))(X))

@@ -1,4 +1,4 @@
-"""What a step on devices must give, replayed as it is: random numbers, values of fused kernels.
+"""Results of a step on devices that is replayed: random numbers, values of fused kernels.
 
     mpiexec -n 2 python -m tests.mpi.device_job tests.mpi.captured_job dropout fused
 

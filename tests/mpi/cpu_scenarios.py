@@ -1,4 +1,4 @@
-"""What each rank of a job does in the tests of the CPU transport (`test_cpu_transport.py`)."""
+"""Scenarios of the ranks of a job in the tests of the CPU transport (`test_cpu_transport.py`)."""
 
 from __future__ import annotations
 
@@ -331,7 +331,7 @@ def diverged(me: Rank) -> Any:
 
 
 def compared(me: Rank) -> Any:
-    """Whether ranks have come with equal digests: all, all but the last, and some of them."""
+    """Compare digests of ranks: equal on all, on all but the last, and on some of them."""
     found = []
     size = me.transport.node.size
     everywhere, first = range(size), range(size - 1)

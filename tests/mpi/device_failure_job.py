@@ -1,4 +1,4 @@
-"""What happens when a method raises while messages are under way between devices.
+"""Methods that raise while messages are under way between devices.
 
     mpiexec -n 2 python -m tests.mpi.device_job tests.mpi.device_failure_job
 

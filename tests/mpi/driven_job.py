@@ -191,7 +191,7 @@ def errors() -> None:
 
 
 def graphs() -> None:
-    """What is computed between messages is replayed, and ends well after a failure."""
+    """Computations between messages are replayed, and end well after a failure."""
     stages = parts()
 
     def step(x: torch.Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""What programs that drive graphs from rank 0 have in common."""
+"""Helpers of programs that drive graphs from rank 0."""
 
 from __future__ import annotations
 

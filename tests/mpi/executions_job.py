@@ -53,7 +53,7 @@ def values(drives: bool) -> None:
 
 
 def kept(drives: bool) -> None:
-    """What somebody keeps is never overwritten, and hinders nobody."""
+    """Results that somebody keeps are never overwritten, and hinder nobody."""
     (worker, *_) = workers()
 
     def step(x):

@@ -84,7 +84,7 @@ def positions(drives: bool) -> None:
 
 
 def said_too_early(graph: Any) -> str:
-    """What is said of an execution that is asked for at once; it ends before this returns."""
+    """The message about an execution that is asked for at once; it ends before this returns."""
     with a_sign() as sign:
         future = graph.execute(str(sign))
         with raises(TimeoutError) as caught:

@@ -101,7 +101,7 @@ def drive(last: str) -> None:
 
 
 def main() -> None:
-    """What rank 0 prints is what the test compares."""
+    """Run all of it; the test compares the lines that rank 0 prints."""
     node = transport_of(world()).node  # type: ignore[arg-type] # it is MPI's
     names = cg.allgather(socket.gethostname())
     places = [(names[rank], names[rank] == names[cg.rank()]) for rank in range(cg.world_size())]

@@ -59,7 +59,8 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     package = Path(cg.__file__).resolve().parent
     found = package.parent if package.name == "cg" else package / ".dev"
     path = [str(found), *filter(None, [os.environ.get("PYTHONPATH")])]
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("CG_")}
+    left_out = ("CG_", interpreting.INTERPRETERS)
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
     return {
         **inherited,
         "PYTHONPATH": os.pathsep.join(path),
@@ -85,9 +86,9 @@ def start(
     """Start a Python program (its arguments after `python`) on so many ranks; 0: without MPI.
 
     Args:
-        warm: whether each rank is a fork of an interpreter that has imported torch (`warm.py`).
-            That saves seconds of each rank. A test that says something of how ranks start, of
-            signals or of GPUs starts them as users do.
+        warm: whether each rank is a fork of an interpreter that has imported torch and cg
+            (`warm.py`). That saves seconds of each rank. A test that says something of how ranks
+            start, of signals or of GPUs starts them as users do.
     """
     found = launcher()
     assert found is not None or ranks == 0
@@ -95,8 +96,8 @@ def start(
     python = [sys.executable]
     if warm:
         python += ["-I", "-S", interpreting.__file__]
-        addresses = os.pathsep.join(each.address for each in interpreters())
-        variables = {**(variables or {}), interpreting.INTERPRETERS: addresses}
+        alone = {interpreting.ALONE: "1"} if ranks == 0 else {}
+        variables = {**(variables or {}), **of_interpreters(), **alone}
     return subprocess.Popen(
         [*command, *python, *program],
         stdout=subprocess.PIPE,
@@ -108,21 +109,31 @@ def start(
     )
 
 
-@dataclass(frozen=True)
-class Interpreter:
-    """One of those of `warm.py`; it ends when its standard input does, with this process."""
+def of_interpreters() -> dict[str, str]:
+    """The variables by which `warm.py` finds those of which to fork ranks.
 
-    process: subprocess.Popen[bytes]
-    address: str
+    They are those that the process which hands out tests has started for all others, if it has.
+    """
+    addresses = os.environ.get(interpreting.INTERPRETERS)
+    return {interpreting.INTERPRETERS: addresses or start_interpreters()}
 
 
 @cache
-def interpreters() -> tuple[Interpreter, ...]:
-    """Those of this process; it starts them with its first job."""
-    return _interpreter(), _interpreter()
+def start_interpreters() -> str:
+    """Start two, which end when their standard input does, with this process; their addresses."""
+    return os.pathsep.join([_start_interpreter(), _start_interpreter()])
 
 
-def _interpreter() -> Interpreter:
+_INTERPRETERS: list[subprocess.Popen[bytes]] = []
+
+
+def end_interpreters() -> None:
+    """End those that this process has started."""
+    for process in _INTERPRETERS:
+        process.communicate()  # which closes its standard input
+
+
+def _start_interpreter() -> str:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("")  # to an address of the system's choice, without a file
         listener.listen(64)
@@ -134,7 +145,8 @@ def _interpreter() -> Interpreter:
             pass_fds=[number],
             start_new_session=True,
         )
-        return Interpreter(process, listener.getsockname()[1:].decode())
+        _INTERPRETERS.append(process)
+        return listener.getsockname()[1:].decode()
 
 
 def finish(process: subprocess.Popen[str], seconds: float) -> Ended:
@@ -177,5 +189,5 @@ def run(
 
 
 def counts_of_agreement(output: str) -> list[int]:
-    """What the ranks of `oracle_job` say: how many steps they have compared, each."""
+    """The counts that the ranks of `oracle_job` print: steps that they have compared, each."""
     return [int(n) for n in re.findall(r"rank \d: (\d+) of \d+ agree", output)]

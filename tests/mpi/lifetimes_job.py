@@ -1,4 +1,4 @@
-"""What outlives a replay on a device is not written over by other replays.
+"""Tensors that outlive a replay on a device are not written over by other replays.
 
     mpiexec -n 2 python -m tests.mpi.device_job tests.mpi.lifetimes_job
 

@@ -50,7 +50,10 @@ def main() -> None:
     found = found_orders(world) if world == 4 else []
     for pipe, schedule in found:
         check(pipe, schedule)
-    print(f"rank {cg.rank()}: {len(pipes) + len(found)} agree")
+    recomputing = cg.schedules.auto(1.5, cg.Costs(0.3, 1.0, 0.9), remat=True)
+    report = check(Pipe((*range(world), *range(world)), 6, shared=True), recomputing)
+    assert "recompute" in report, report
+    print(f"rank {cg.rank()}: {len(pipes) + len(found) + 1} agree")
 
 
 def found_orders(world: int) -> list[tuple[Pipe, cg.schedules.Schedule]]:
@@ -79,8 +82,12 @@ def draw(seed: int, world: int) -> Pipe:
     return replace(pipe, microbatches=1 + pipe.microbatches % 8)
 
 
-def check(pipe: Pipe, schedule: cg.schedules.Schedule | None = None) -> None:
-    """Compare losses and gradients on this rank, with a schedule or the one that the pipe names."""
+def check(pipe: Pipe, schedule: cg.schedules.Schedule | None = None) -> str:
+    """Compare losses and gradients on this rank, with a schedule or the one that the pipe names.
+
+    Returns:
+        What `auto` says of its choice.
+    """
     with use_world(VirtualWorld(cg.world_size())):
         alone = make_stages(pipe)
     expected = make_step(pipe, alone)(*inputs(pipe)).detach()
@@ -95,6 +102,7 @@ def check(pipe: Pipe, schedule: cg.schedules.Schedule | None = None) -> None:
         of_stages = {n: None if g is None else g.cpu() for n, g in gradients(stages).items()}
         assert_close(of_stages, wanted, 1e-10)
     compiled.close()
+    return compiled.schedule_report
 
 
 if __name__ == "__main__":

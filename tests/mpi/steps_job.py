@@ -60,7 +60,7 @@ def refuse(step: Callable[[Any], Any], reason: str) -> None:
 
 
 def effects() -> None:
-    """What is refused by each rank for itself, and by the owner of an actor for all."""
+    """Refusals by each rank for itself, and by the owner of an actor for all."""
     seen: list[int] = []
     numbers = itertools.count()
 

@@ -1,4 +1,4 @@
-"""What ranks must agree on, through the public names: see agreement_job.py."""
+"""Agreement of ranks, through the public names: see agreement_job.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ JOB = Path(__file__).with_name("agreement_job.py")
 GO_ON = ("shuffled", "some", "seldom", "kinds", "baked", "caught", "states", "resumed")
 
 Reports = dict[str, tuple[list[Any], list[Any]]]
-"""What each rank has said, by scenario."""
+"""The reports of each rank, by scenario."""
 
 
 def said(output: str, scenario: str) -> tuple[list[Any], list[Any]]:
@@ -28,7 +28,7 @@ def said(output: str, scenario: str) -> tuple[list[Any], list[Any]]:
 
 @pytest.fixture(scope="module")
 def reports() -> Reports:
-    """What was said where ranks can go on."""
+    """The reports of scenarios after which ranks can go on."""
     # The deadline is far away: what ranks do not agree on is found by looking, and not by waiting.
     ended = run(2, [str(JOB), ",".join(GO_ON)], seconds=200, warm=True)
     assert ended.code == 0, ended.output

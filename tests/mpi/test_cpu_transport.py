@@ -71,7 +71,7 @@ def run_job(
 
 def alone(program: Sequence[str], nodes: Sequence[int]) -> list[Ended]:
     """Run each rank as a process of its own, without MPI."""
-    processes = [start(0, [*program, str(rank)]) for rank in range(len(nodes))]
+    processes = [start(0, [*program, str(rank)], warm=True) for rank in range(len(nodes))]
     try:
         return [finish(process, SECONDS) for process in processes]
     finally:
@@ -96,7 +96,7 @@ def left_behind(before: set[str]) -> set[str]:
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=str)
 def reports(request: pytest.FixtureRequest) -> Reports:
-    """What the ranks of one job reported; `messages` is from rank 0 to the last."""
+    """The reports of the ranks of one job; `messages` is from rank 0 to the last."""
     return run_job(SCENARIOS, LAYOUTS[request.param])
 
 

@@ -61,7 +61,7 @@ ENDINGS = {
     "sleep": r"(after|for) 3(\.0)? s",
     "stall": r"(after|for) 3(\.0)? s",
 }
-"""What is said, by what `device_endings_job` does."""
+"""The words of the message, by the ending of `device_endings_job`."""
 
 
 def check_ending(

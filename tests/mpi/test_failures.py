@@ -1,4 +1,4 @@
-"""What users see when something fails on a rank, through the public names: see failure_job.py."""
+"""Messages that users see when something fails on a rank, by the public names: failure_job.py."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ SECONDS = 90.0
 
 
 Reports = dict[int, list[dict[str, Any]]]
-"""What each rank has said."""
+"""The reports of each rank."""
 
 
 def fail(scenarios: str, *arguments: str, variables: dict[str, str] | None = None) -> Ended:
     """Run scenarios on four ranks, one after the other."""
     program = [str(JOB), scenarios, *arguments]
     # How a launcher takes the end of a process by a signal is seen where that is the rank itself.
-    warm = not scenarios.startswith("killed")
+    warm = scenarios != "killed"
     return run(4, program, seconds=SECONDS, variables=variables, warm=warm)
 
 
 @pytest.fixture(scope="module")
 def survived() -> dict[str, Reports]:
-    """What was said in each of the scenarios that leave all ranks in a state to go on."""
+    """The reports of the scenarios that leave all ranks in a state to go on."""
     names = (
         "raises",
         "raises_in_graph",

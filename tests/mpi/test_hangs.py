@@ -1,4 +1,4 @@
-"""What users see when a rank hangs, on every rank: see hang_job.py."""
+"""Messages that users see on every rank when one hangs: see hang_job.py."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ JOB = Path(__file__).with_name("hang_job.py")
 SECONDS = 90.0
 
 Messages = dict[str, dict[int, str]]
-"""What the ranks were told, by scenario."""
+"""The messages that the ranks got, by scenario."""
 
 HERE = r"\S+hang_job\.py:\d+"
 
@@ -28,8 +28,8 @@ def hang(*scenarios: str, timeout: str = "60") -> Ended:
     """Run scenarios on three ranks, one after the other."""
     variables = {"CG_TIMEOUT": timeout}
     with tempfile.NamedTemporaryFile() as file:
-        program, warm = [str(JOB), ",".join(scenarios), file.name], "stopped" not in scenarios
-        return run(3, program, seconds=SECONDS, variables=variables, warm=warm)
+        program = [str(JOB), ",".join(scenarios), file.name]
+        return run(3, program, seconds=SECONDS, variables=variables, warm=True)
 
 
 def messages(*scenarios: str) -> Messages:
@@ -44,13 +44,13 @@ def messages(*scenarios: str) -> Messages:
 
 @pytest.fixture(scope="module")
 def steps() -> Messages:
-    """What was said of steps that all ranks run."""
+    """The messages about steps that all ranks run."""
     return messages("asleep", "busy", "keeping", "outside", "outside_keeping")
 
 
 @pytest.fixture(scope="module")
 def graphs() -> Messages:
-    """What was said of graphs that rank 0 drives."""
+    """The messages about graphs that rank 0 drives."""
     return messages("driven_asleep", "driven_busy", "driven_keeping", "absent")
 
 

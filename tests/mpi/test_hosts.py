@@ -10,12 +10,12 @@ import pytest
 from . import hosts
 from .jobs import Ended, needs_mpi, run
 
-pytestmark = [*needs_mpi, pytest.mark.timeout(120)]
+pytestmark = [*needs_mpi, pytest.mark.timeout(240)]
 
 HERE = Path(__file__).parent
 NAMES = ("north", "south")
 LIMIT = "40"
-"""What `CG_TIMEOUT` is: an end that is said to be quick comes before."""
+"""The value of `CG_TIMEOUT`: an end that is said to be quick comes before."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -31,7 +31,7 @@ def launch(where: str, *program: str) -> Ended:
     launcher = [sys.executable, "-m", "cg.launch", "-n", str(ranks), "--hosts", where]
     script, *arguments = program
     job = hosts.command(NAMES, [*launcher, "--timeout", LIMIT, str(HERE / script), *arguments])
-    return run(0, job[1:], seconds=80)
+    return run(0, job[1:], seconds=160)
 
 
 def test_steps_and_graphs_are_what_they_are_on_one_host() -> None:

@@ -45,7 +45,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_it_conforms_and_serves_a_step(installed: Path) -> None:
     path = os.pathsep.join([str(installed), environment()["PYTHONPATH"], str(ROOT)])
-    ended = run(2, ["-m", "tests.mpi.mailbox_job"], variables={"PYTHONPATH": path}, seconds=90)
+    job = ["-m", "tests.mpi.mailbox_job"]
+    ended = run(2, job, variables={"PYTHONPATH": path}, seconds=90, warm=True)
     assert ended.code == 0, ended.output
     count = sum(case.ranks <= 2 for case in cases())
     for rank in range(2):

@@ -1,4 +1,4 @@
-"""What a step costs is measured on all ranks together, and they agree."""
+"""The cost of a step is measured on all ranks together, and they agree."""
 
 from __future__ import annotations
 

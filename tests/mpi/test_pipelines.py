@@ -17,4 +17,4 @@ def test_random_pipelines(ranks: int, seeds: tuple[int, int]) -> None:
     assert ended.code == 0, ended.output
     passed = [int(n) for n in re.findall(r"rank \d: (\d+) agree", ended.output)]
     found = 5 if ranks == 4 else 0  # orders that `auto` finds itself
-    assert passed == [5 + found + seeds[1] - seeds[0]] * ranks
+    assert passed == [6 + found + seeds[1] - seeds[0]] * ranks

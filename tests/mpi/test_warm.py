@@ -37,7 +37,7 @@ def test_a_program_finds_what_it_expects(tmp_path: Path, how: str, code: int) ->
     file.write_text(PROGRAM)
     ended = run(2, [str(file), how], seconds=80, variables={"GIVEN": "x"}, warm=True)
     assert ended.code == code, ended.output
-    line = f"[['{how}'], '__main__', 'x', True, False] True hash="
+    line = f"[['{how}'], '__main__', 'x', True, True] True hash="
     assert ended.output.count(line) == 2, ended.output
     # What depends on the order of a set differs between ranks, as it may between processes.
     assert len(set(re.findall(r"hash=(-?\d+)", ended.output))) == 2

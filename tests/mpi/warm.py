@@ -1,12 +1,13 @@
-"""Interpreters that have imported torch, of which ranks are forked: a rank starts in no time.
+"""Interpreters that have imported torch and cg, of which ranks are forked: they start in no time.
 
     python warm.py serve DESCRIPTOR        such an interpreter, and the socket where it is asked
     mpiexec -n 2 python warm.py PROGRAM    what stands for `python PROGRAM` in a job
 
 The launcher of MPI is real, as are the variables and the socket that it gives a rank. The process
 that it starts hands these to an interpreter, waits for the fork, and ends as that has ended. When
-it is killed, so is the fork. What the interpreter has imported is torch, and what tracing makes it
-import; the rank imports cg itself.
+it is killed, so is the fork. The interpreter has imported torch, what tracing makes it import, and
+the home of each public name of cg. A fork does again what cg does of a process when it is imported:
+hooks for failures, cores, threads. A program without a launcher is forked in the same way.
 
 Ranks with an even number are forked of one interpreter, and the others of another: strings have
 other hashes there, as they do in processes that were started apart. A program that depends on the
@@ -27,6 +28,8 @@ from typing import Any, NoReturn
 
 INTERPRETERS = "WARM_INTERPRETERS"
 """The variable with their addresses, in the abstract namespace."""
+ALONE = "WARM_ALONE"
+"""The variable of a program that no launcher of MPI has started."""
 DESCRIPTORS = 16
 MODULES = (
     "numpy",
@@ -41,10 +44,13 @@ MODULES = (
 def ask(program: list[str]) -> NoReturn:
     """Have a program run by a fork of an interpreter, and end as it ends."""
     addresses = os.environ.pop(INTERPRETERS).split(os.pathsep)
-    if "PMI_FD" not in os.environ:  # another launcher than MPICH's may look at the process
-        os.execv(sys.executable, [sys.executable, *program])
+    rank, descriptors = 0, [0, 1, 2]
+    if os.environ.pop(ALONE, None) is None:
+        if "PMI_FD" not in os.environ:  # another launcher than MPICH's may look at the process
+            os.execv(sys.executable, [sys.executable, *program])
+        rank = int(os.environ["PMI_RANK"])
+        descriptors.append(int(os.environ["PMI_FD"]))
     environ = dict(os.environ)
-    rank, descriptors = int(environ["PMI_RANK"]), [0, 1, 2, int(environ["PMI_FD"])]
     text = json.dumps([program, environ, os.getcwd(), descriptors]).encode()
     with socket.socket(socket.AF_UNIX) as link:
         link.connect(f"\0{addresses[rank % len(addresses)]}")
@@ -82,8 +88,12 @@ def serve(listener: socket.socket) -> list[str]:
 
     for name in MODULES:
         importlib.import_module(name)
+    package = importlib.import_module("cg")
+    for name in package.__all__:
+        getattr(package, name)  # which imports its home
     gc.collect()
     gc.freeze()
+    gc.set_threshold(700, 10, 100)  # as in the process of the tests
     own = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     links: dict[int, tuple[socket.socket, int]] = {}
     """By the descriptor of a fork's process: who has asked for it, and its number."""
@@ -164,6 +174,8 @@ def _become(
     import numpy as np
     import torch
 
+    from cg.launch.world.bootstrap import prepare
+
     os.setsid()  # the launcher gives each rank a process group
     aside = [fcntl.fcntl(each, fcntl.F_DUPFD, 100) for each in received]
     for each in received:
@@ -181,6 +193,7 @@ def _become(
     else:
         del sys.path[0]
     np.random.seed()  # each process draws a state of its own
+    prepare()
     return program
 
 

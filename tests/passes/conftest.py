@@ -1,4 +1,4 @@
-"""What the tests of passes share: modules from text, running passes on them, big modules."""
+"""Fixtures of the tests of passes: modules from text, running passes on them, big modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a program means when its functions mean nothing.
+"""The meaning of a program whose functions mean nothing.
 
 Functions are uninterpreted: a value is the name of the function that made it, its inputs, and the
 state of the actor that it has read. Two programs that agree on such values agree on all.
@@ -140,7 +140,7 @@ class Machine:
         }
 
     def run(self) -> bool:
-        """Whether all ranks return, with no message in flight and no slot in use."""
+        """True if all ranks return, with no message in flight and no slot in use."""
         while True:
             moves: list[Callable[[], None]] = []
             for rank in range(self.module.world):
@@ -166,7 +166,7 @@ class Machine:
         return key is None or key in self.complete
 
     def can_complete(self, key: tuple[int, int]) -> bool:
-        """Whether a message, and all that are in a batch with it, can complete."""
+        """True if a message, and all that are in a batch with it, can complete."""
         return all(map(self.is_in_reach, self.unit(key)))
 
     def unit(self, key: tuple[int, int]) -> list[tuple[int, int]]:
@@ -193,7 +193,7 @@ class Machine:
         return True
 
     def is_next_in_slot(self, rank: int, recv: Recv) -> bool:
-        """Whether a slot is empty, and all messages that it takes before this one have come."""
+        """True if a slot is empty, and all messages that it takes before this one have come."""
         for op in self.ops[rank]:
             same = isinstance(op, Recv) and (op.chan, op.slot) == (recv.chan, recv.slot)
             if same and op.seq < recv.seq and (op.chan, op.seq) not in self.complete:

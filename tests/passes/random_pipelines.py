@@ -20,7 +20,7 @@ SCALAR = TensorType(DType.F32, ())
 
 @dataclass
 class Drawn:
-    """What was drawn for a step; every microbatch repeats it."""
+    """The draw of a step; every microbatch repeats it."""
 
     world: int
     microbatches: int

@@ -91,7 +91,7 @@ def transfers(draw: Any, before: bool = True, after: bool = True, world: int = W
 
 
 def is_valid(types: Types) -> bool:
-    """Whether a program may have the transfer, and a layout has to do with it.
+    """True if a program may have the transfer, and a layout has to do with it.
 
     What is cut does not become a sum where the cut is.
     """
@@ -127,7 +127,7 @@ def as_module(types: Types, phase: Phase = Phase.PLACED, world: int = WORLD) -> 
 
 
 def inputs_of(types: Types, held: Mapping[int, Any], rank: int) -> list[Any]:
-    """What a rank is given as inputs of the step."""
+    """The values that a rank is given as inputs of the step."""
     source, target = types
     found = []
     if rank in ranks_of(source):
@@ -149,7 +149,7 @@ def summands(type_: TensorType) -> tuple[str, ...]:
 
 
 def reduction(type_: TensorType) -> ReduceOp:
-    """What combines the summands of a type."""
+    """The function that combines the summands of a type."""
     return type_.layout.reduce if type_.layout is not None else ReduceOp.SUM
 
 
@@ -159,7 +159,7 @@ def selected(region: Region) -> tuple[Any, ...]:
 
 
 def initial(type_: TensorType, seed: int, whole_numbers: bool = False) -> dict[int, Any]:
-    """What each rank holds: an array of the logical shape, NaN where it holds nothing.
+    """The values of each rank: an array of the logical shape, NaN where it holds nothing.
 
     Ranks that differ along no axis of summands hold parts of one tensor.
     """
@@ -301,7 +301,7 @@ class Interpreter:
 
 
 def check(types: Types, held: Mapping[int, Any], found: Mapping[int, Any]) -> None:
-    """What some ranks hold after a transfer is what they are to hold, to the bit.
+    """Some ranks hold after a transfer the values that they are to hold, to the bit.
 
     Args:
         held: of each rank before, as `initial` makes it.

@@ -143,25 +143,26 @@ SMALL = """
 module @s phase=scheduled world=2 {
   function @a.f(f32[4]) -> (f32[4]) {actor = a, effect = read}
   program @0(%x: f32[4]) {
-    %h = call(%x) {fn = @a.f} : f32[4]
-    MORE
+    OPS
     return(%h)
   }
   program @1() { return() }
 }
 """
+COPY = "%h = copy(%x) : f32[4]"
+CALL = "%h = call(%x) {fn = @a.f} : f32[4]"
 
 
 @pytest.mark.parametrize(
-    ("more", "captures", "why"),
+    ("ops", "captures", "why"),
     [
-        ("", True, "a part with 1 of the 2 ops that are worth a graph"),
-        ("", False, "a part with 1 of the 2 ops that are worth a graph"),
-        ("%g = call(%h) {fn = @a.f} : f32[4]", False, "the pass `capture` is switched off"),
+        (COPY, True, "a part with 1 of the 2 ops that are worth a graph"),
+        (COPY, False, "a part with 1 of the 2 ops that are worth a graph"),
+        (CALL, False, "the pass `capture` is switched off"),
     ],
 )
-def test_a_part_that_is_no_graph_says_why(more: str, captures: bool, why: str) -> None:
-    module = parse_module(SMALL.replace("MORE", more))
+def test_a_part_that_is_no_graph_says_why(ops: str, captures: bool, why: str) -> None:
+    module = parse_module(SMALL.replace("OPS", ops))
     if captures:
         PassManager((Capture("nccl+nccl"),)).run(module)
     assert describe(module, Fabrics("nccl+nccl")).splitlines() == [
@@ -169,6 +170,12 @@ def test_a_part_that_is_no_graph_says_why(more: str, captures: bool, why: str) -
         f"  left out 1 times: {why}",
         "rank 1: nothing to do",
     ]
+
+
+def test_a_single_call_may_be_a_graph() -> None:
+    module = parse_module(SMALL.replace("OPS", CALL))
+    PassManager((Capture("nccl+nccl"),)).run(module)
+    assert describe(module, Fabrics("nccl+nccl")).startswith("rank 0: one graph, the whole program")
 
 
 def test_where_hosts_announce_messages_only_what_is_between_them_is_captured() -> None:
@@ -235,7 +242,7 @@ def test_a_batch_is_not_torn_apart() -> None:
         return [op.graph for op in module.program_of(0).ops][:5]
 
     assert graphs(SWAP.replace("batch = 0, ", "")) == [0, 0, None, 1, 1]
-    assert graphs(SWAP) == [None, None, None, 0, 0]
+    assert graphs(SWAP) == [0, None, None, 1, 1]
 
 
 def test_nothing_in_a_graph_overtakes_what_is_posted_outside() -> None:
@@ -251,7 +258,7 @@ def test_nothing_in_a_graph_overtakes_what_is_posted_outside() -> None:
         return [op.graph for op in module.program_of(0).ops]
 
     assert graphs("") == [None, 0, 0, 0, None, None, 1, 1, None]
-    assert graphs("hccl") == [None, None, None, None, None, None, 0, 0, None]
+    assert graphs("hccl") == [None, 0, None, None, None, None, 1, 1, None]
 
 
 def test_a_rank_without_a_device_captures_nothing() -> None:

@@ -57,7 +57,7 @@ def test_every_reduction_is_needed(types: Types) -> None:
 @given(transfers().filter(is_valid).filter(lambda types: summands(types[0])))
 @bounded
 def test_messages_carry_their_summands(types: Types) -> None:
-    """What is sent of a sum is followed from send to receive, too."""
+    """A part of a sum that is sent is followed from send to receive, too."""
     module = as_module(types)
     LowerTransfers().run(module)
     SplitTransfers().run(module)

@@ -61,7 +61,7 @@ def new_ops(module: Module) -> list[Op]:
 
 
 REMOVED = (AllReduce, ReduceScatter, Call, AllGather, Assemble)
-"""What a mutant lacks one op of: reductions, by collectives or calls, and gathers."""
+"""Kinds of ops of which a mutant lacks one: reductions, by collectives or calls, and gathers."""
 WANTED = {"reduction": 200, "all_gather": 10, "assemble": 100}
 """Mutants of a default run, by what they lack."""
 MOST = 4

@@ -1,4 +1,4 @@
-"""What the pass manager checks, measures and writes."""
+"""The pass manager: its checks, its measurements, and the files that it writes."""
 
 from __future__ import annotations
 

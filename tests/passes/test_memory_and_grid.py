@@ -1,4 +1,4 @@
-"""What `plan-buffers` foresees of memory, and the grid that dumps show."""
+"""The memory that `plan-buffers` foresees, and the grid that dumps show."""
 
 from __future__ import annotations
 

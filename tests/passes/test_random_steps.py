@@ -47,7 +47,7 @@ ACTORS = 4
 
 @dataclass
 class Run:
-    """What running a module gives: outputs by rank, gradients by actor, writes by actor."""
+    """The results of running a module: outputs by rank, gradients by actor, writes by actor."""
 
     outputs: dict[int, list[int]] = field(default_factory=dict)
     gradients: dict[str, int] = field(default_factory=lambda: defaultdict(int))
@@ -331,7 +331,7 @@ def weights() -> dict[str, int]:
 
 
 def expected(step: Step) -> Run:
-    """What the traced module computes, with gradients by differences."""
+    """The results of the traced module, with gradients by differences."""
     run = Interpreter(step, step.module, weights()).execute()
     for actor in weights():
         more = weights() | {actor: weights()[actor] + 1}

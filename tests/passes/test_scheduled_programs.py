@@ -113,7 +113,7 @@ def mutate(module: Module, rank: int, which: int, where: int) -> None:
 
 
 def follows(op: Op, other: Op, was_later: bool) -> bool:
-    """Whether `op` needs what `other` makes, or comes after it on its channel."""
+    """True if `op` needs a result of `other`, or comes after it on its channel."""
     if not was_later:
         return False
     same = getattr(op, "chan", -1) == getattr(other, "chan", -2) and type(op) is type(other)

@@ -25,7 +25,7 @@ pipelines = st.builds(
 
 
 def needs(pipeline: Pipeline, task: Task) -> list[Task]:
-    """What a task of a chain of stages with skip connections everywhere waits for."""
+    """The tasks that one waits for, in a chain of stages with skip connections everywhere."""
     stage, mb = task.stage, task.microbatch
     if task.action is Action.FORWARD:
         return [Task(s, Action.FORWARD, mb) for s in range(stage)]

@@ -135,7 +135,7 @@ def test_peaks_of_dualpipe_v(p: int, m: int) -> None:
 def test_the_first_backward_takes_its_way_back(
     p: int, m: int, tf: float, tb: float, tw: float, tcomm: float, name: str
 ) -> None:
-    """What the first rank is idle before its first B is no less than the way down and up takes."""
+    """The first rank is idle before its first B for no less than the way down and up takes."""
     line, costs = tuple(range(p)), Costs(tf, tb, tw, tcomm)
     timeline = play(schedules.by_name(name)(Pipeline(line, m)), line, m, costs)
     starts = [(task, start) for task, start, _ in timeline.tasks(0)]

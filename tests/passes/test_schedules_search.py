@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -10,7 +11,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from cg.ir.pipeline.costs import Costs
@@ -29,6 +30,7 @@ from ..sampling import examples, scale
 RECORDED = Path(__file__).parents[2] / "benchmarks" / "results" / "auto_search.json"
 
 times = st.sampled_from([0.0, 0.5, 0.8, 1.0, 1.3, 2.0])
+may = st.booleans()
 
 
 def best(pipeline: Pipeline, memory: float, costs: Costs, **options: Any) -> Found:
@@ -47,8 +49,20 @@ def problems(draw: st.DrawFn) -> tuple[Problem, Costs]:
         | st.lists(st.integers(0, p), min_size=1, max_size=5).map(tuple)
     )
     each = st.tuples(*[times] * len(ranks))
-    costs = Costs(draw(each), draw(each), draw(each), draw(times), draw(st.sampled_from([0.4, 1])))
-    return Problem.of(Pipeline(ranks, m), costs, draw(st.sampled_from([1, 1.5, 2, 4, 8]))), costs
+    remat = tuple(sorted(draw(st.sets(st.integers(0, len(ranks) - 1))))) if draw(may) else ()
+    in_bytes = draw(may)
+    costs = Costs(
+        *(draw(each), draw(each), draw(each), draw(times)),
+        mw=draw(st.sampled_from([0.4, 1])),
+        activation_bytes=2.0 if in_bytes else None,
+        weight_bytes=draw(st.sampled_from([None, 0.8, 5.0])) if in_bytes else None,
+        mr=draw(st.sampled_from([0.0, 0.2, 0.7, 1.0])),
+        remat=remat,
+    )
+    room = draw(st.sampled_from([1, 1.5, 2, 4, 8])) * (2 * len(ranks) if in_bytes else 1)
+    problem = Problem.of(Pipeline(ranks, m), costs, room)
+    assume(not problem.lacking())
+    return problem, costs
 
 
 @examples(150, shrinks=True)
@@ -88,6 +102,27 @@ def test_a_list_schedule_starts_its_tasks_when_play_does(
         pipeline = problem.pipeline
         timeline = play(problem.order(listed.lanes), pipeline.stage_ranks, m, costs)
         assert max(listed.spans(problem)) == pytest.approx(timeline.makespan)
+
+
+@examples(100)
+@given(problems(), st.randoms(use_true_random=False))
+def test_only_schedules_that_are_too_long_are_given_up(
+    drawn: tuple[Problem, Costs], random: Random
+) -> None:
+    problem, _ = drawn
+    urgency = [
+        [random.random() for _ in range(problem.microbatches)] for _ in range(3 * problem.parts)
+    ]
+    rule = Rule(urgency, (0.5, 0.0, 0.5))
+    listed = list_schedule(problem, rule)
+    if listed is None:
+        return
+    span = max(listed.spans(problem))
+    assert list_schedule(problem, rule, span) == listed
+    shorter = list_schedule(problem, rule, 0.9 * span)
+    idle = span - max(problem.microbatches * problem.work(r) for r in range(problem.ranks))
+    if idle > 1e-6:
+        assert shorter is None
 
 
 def shortest(p: int, m: int, costs: Costs, memory: int) -> float:
@@ -152,6 +187,56 @@ def test_small_pipelines_are_optimal(p: int, m: int, memory: int) -> None:
         assert found.makespan == pytest.approx(optimum)
 
 
+@pytest.mark.parametrize("memory", [1.0, 1.5, 2.0])
+def test_stages_recompute_where_memory_is_short(memory: float) -> None:
+    """Both ends of what may be chosen are no better, and the memory is kept to."""
+    pipeline, costs = Pipeline((0, 1, 2, 3), 12), Costs(1.0, 1.1, 0.8, 0.05, mr=0.05)
+    chosen = best(pipeline, memory, costs, remat=True)
+    none = best(pipeline, memory, costs)
+    assert chosen.makespan <= none.makespan
+    if memory > 1:
+        every = best(pipeline, memory, replace(costs, remat=(0, 1, 2, 3)))
+        assert chosen.makespan <= every.makespan
+        assert chosen.makespan < 0.9 * none.makespan
+        assert 0 < len(chosen.remat) < 4
+    paid = replace(costs, remat=chosen.remat)
+    timeline = play(chosen.order, pipeline.stage_ranks, 12, paid)
+    assert timeline.makespan == pytest.approx(chosen.makespan)
+    assert max(timeline.held(rank, paid) for rank in range(4)) <= memory + 1e-6
+    assert chosen.makespan >= chosen.bound - 1e-6
+
+
+def test_no_stage_recomputes_where_memory_is_enough() -> None:
+    found = best(Pipeline((0, 1, 2), 9), 3, Costs(mr=0.1), remat=True)
+    assert found.remat == ()
+    assert "recompute" not in str(found)
+
+
+def test_the_rank_that_lacks_memory_recomputes() -> None:
+    pipeline = Pipeline((0, 1, 2), 9)
+    costs = Costs(1.0, 1.0, 0.7, activation_bytes=1.0, mr=0.1)
+    (found, *_) = schedules.found_orders(
+        schedules.auto(costs=costs, max_bytes=(3.0, 1.5, 3.0), remat=True), pipeline
+    )
+    assert found.remat == (1,)
+    assert str(found).endswith("; stage 1 recomputes")
+
+
+def test_where_one_microbatch_does_not_fit_the_error_names_what_would() -> None:
+    pipeline, costs = Pipeline((0, 1, 0, 1), 4), Costs(activation_bytes=2.0, mr=0.5)
+    with pytest.raises(ValueError, match=r"takes 4; auto\(remat=True\)"):
+        schedules.auto(costs=costs, max_bytes=3.0)(pipeline)
+    found = schedules.found_orders(schedules.auto(costs=costs, max_bytes=3.0, remat=True), pipeline)
+    assert len(found[0].remat) > 0
+    with pytest.raises(ValueError, match=r"takes 3; even as stages recompute"):
+        schedules.auto(costs=costs, max_bytes=2.5, remat=True)(pipeline)
+
+
+def test_remat_needs_to_know_what_a_stage_holds() -> None:
+    with pytest.raises(ValueError, match="remat needs costs with mr"):
+        schedules.auto(2, remat=True)(Pipeline((0, 1), 4))
+
+
 @cache
 def recorded() -> Any:
     return json.loads(RECORDED.read_text(encoding="utf-8"))
@@ -199,6 +284,25 @@ def test_random_settings_are_close_to_the_bound() -> None:
         gaps.append(found.gap)
     assert max(gaps) <= 0.03
     assert sum(gap <= 0.01 for gap in gaps) >= 0.9 * len(gaps) - 1
+
+
+def test_in_the_memory_of_1f1b_nothing_is_longer_than_by_the_heuristic() -> None:
+    """Recorded makespans of the best of the zero-bubble heuristic's options, as it was."""
+    rows = [
+        row
+        for row in recorded()["random"]
+        if row["before"] and row["setting"]["memory"] == row["setting"]["ranks"]
+    ]
+    rows = [row for row in rows if row["makespan"] > row["bound"] * (1 + 1e-6)]
+    rows.sort(key=lambda row: row["search_s"])
+    for row in rows[: 4 * scale() ** 2]:
+        setting = row["setting"]
+        line = tuple(range(setting["ranks"]))
+        rest = line[::-1] if setting["layout"] == "vee" else line
+        ranks = line + rest * (setting["chunks"] - 1)
+        costs = Costs(*(setting[name] for name in ("tf", "tb", "tw", "tcomm"))).shared(ranks)
+        found = best(Pipeline(ranks, setting["microbatches"]), setting["memory"], costs)
+        assert found.makespan <= row["before"] * (1 + 1e-6), row
 
 
 @pytest.mark.parametrize("ranks", [(0, 1, 2), (0, 1, 2, 2, 1, 0)])

@@ -210,7 +210,7 @@ class Bench:
     kept: list[torch.Tensor] = field(default_factory=list)
 
     def goes_wrong(self, module: Module) -> bool:
-        """Whether there is an execution that waits for ever, or reads what was freed."""
+        """True if there is an execution that waits for ever, or reads freed memory."""
         self.kept = []
         armed = self._arm(clone(module))
         bodies = {f.name: self._body(f) for f in armed.functions.values()}

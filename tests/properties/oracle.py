@@ -167,7 +167,7 @@ def check_phases(lowered: Lowered, compiled: Compiled, schedule: str, passes: st
 
 
 def _shuffled(lowered: Lowered, compiled: Compiled, recipe: Recipe) -> list[tuple[int | None, Any]]:
-    """What each rank returns when ranks take turns at random and freed memory is poisoned."""
+    """The results of each rank when ranks take turns at random and freed memory is poisoned."""
     trace, module = lowered.trace, compiled.module
     executable = VirtualExecutable(
         module, trace.bodies, trace.constants, poison=True, shuffle=recipe.shuffle

@@ -34,7 +34,7 @@ GROUPS = (
 )
 """Collectives."""
 LOSSES = ("loss", "mean_square")
-"""What makes a loss."""
+"""The lines that make a loss."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Recipe:
 
     @property
     def must_overlap(self) -> bool:
-        """Whether any schedule has to take it: no microbatch waits for a later one.
+        """True if any schedule has to take it: no microbatch waits for a later one.
 
         That is so for one loop over microbatches, with the losses in it.
         """
@@ -118,7 +118,7 @@ class Recipe:
 
     @property
     def writes_in_microbatches(self) -> bool:
-        """Whether actors are written to inside of microbatches."""
+        """True if actors are written to inside of microbatches."""
         return any(
             line.what in WRITES
             for block in self.blocks

@@ -26,7 +26,7 @@ class Weight:
 
 @dataclass
 class Values:
-    """What a step has made so far: hidden tensors [rows, WIDTH], and other kinds apart."""
+    """The values that a step has made: hidden tensors [rows, WIDTH], and other kinds apart."""
 
     hidden: list[Tensor]
     integers: list[Tensor]
@@ -41,7 +41,7 @@ class Values:
         return self.hidden[-1 - index % len(self.hidden)]
 
     def inner(self, x: Tensor, k: Tensor) -> Values:
-        """What is at hand in a microbatch."""
+        """The values at hand in a microbatch."""
         return Values([x], [k], list(self.weights), list(self.objects), writes=self.writes)
 
     def read_weight(self, actors: Sequence[Any], index: int) -> None:

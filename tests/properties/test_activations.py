@@ -1,4 +1,4 @@
-"""What ranks hold for backwards while a step runs is what the simulator foresees.
+"""Ranks hold as much for backwards while a step runs as the simulator foresees.
 
 Nothing is read off the program here: each value that a forward saves is watched by a weak
 reference, and those that are alive are counted whenever a call returns.

@@ -67,7 +67,7 @@ def compile_step(drawn: Drawn, back: str) -> Module:
 
 
 def refusal(module: Module, blocking: bool = True) -> str | None:
-    """What the checkers say about a module; None if they take it."""
+    """The checkers' complaint about a module; None if they take it."""
     try:
         CheckDeadlock().run(module)
         CheckRaces(blocking).run(module)

@@ -97,6 +97,23 @@ def test_gradients_are_those_of_the_plain_loop(seed: int, pool: Pool) -> None:
     run(draw_pipe(random.Random(seed).randint, 8, STAGES), pool)
 
 
+@examples(3, shrinks=True)
+@given(seed=st.integers(0, 10**9))
+def test_stages_that_a_search_lets_recompute_change_nothing(seed: int, pool: Pool) -> None:
+    """In little memory, so that most pipelines have such stages, whatever they are like."""
+    pipe = replace(draw_pipe(random.Random(seed).randint, 4, 8), remat=frozenset())
+    world = VirtualWorld(pipe.world)
+    with use_world(world), tracing_with(pool):
+        stages = pool.place(pipe, world)
+        plain = make_step(pipe, stages)
+        expected = plain(*inputs(pipe)).detach()
+        wanted = gradients(stages)
+        schedule = cg.schedules.auto(1.5, cg.Costs(0.2, 1.0, 1.0), remat=True)
+        compiled = cg.trace(plain).lower(*inputs(pipe)).compile(schedule=schedule)
+        torch.testing.assert_close(compiled(*inputs(pipe)), expected, rtol=1e-12, atol=0)
+        assert_close(gradients(stages), wanted, 1e-10)
+
+
 RANKS, MICROBATCHES = range(1, 9), range(1, STAGES + 1)
 
 

@@ -36,7 +36,7 @@ def diamond(stages: Sequence[Any], x: Tensor, y: Tensor) -> Tensor:
 
 
 def skip(stages: Sequence[Any], x: Tensor, y: Tensor) -> Tensor:
-    """What the first stage makes is used by the next and, past two ranks, by the last but one."""
+    """The next stage uses the first one's output and, past two ranks, so does the last but one."""
     first, second, third, fourth, last = stages
     early = first.forward(x)
     h = third.forward(second.forward(early))

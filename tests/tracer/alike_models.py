@@ -312,4 +312,4 @@ CHANGES: dict[str, Callable[[Layer], None]] = {
     "a checkpoint": checkpointed,
     "a tensor beside": setting("hidden", torch.full((SIZE,), 2.0)),
 }
-"""What can differ between two layers, and how to make it so."""
+"""The differences that two layers can have, and how to make each."""

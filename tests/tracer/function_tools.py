@@ -56,7 +56,7 @@ def state_of(actor: Any) -> dict[str, torch.Tensor]:
 
 @dataclass
 class Run:
-    """What one call, with its backward, has computed."""
+    """The results of one call, with its backward."""
 
     outputs: list[torch.Tensor]
     input_grads: list[torch.Tensor | None]

@@ -180,7 +180,7 @@ class EagerTracer:
 
 
 class Opaque:
-    """What an opaque method returns under fakes where it would return an object."""
+    """The fake result of an opaque method that would return an object."""
 
 
 def _described(target: Any) -> tuple[Callable[..., Any], Effect, FunctionKind, str | None]:

@@ -167,7 +167,7 @@ def test_a_layer_that_differs(name: str, traces: Counter[str]) -> None:
 
 
 SAME_GRAPH = {"the values of a buffer"}
-"""What may differ between actors without another graph."""
+"""Differences between actors that need no other graph."""
 
 
 def test_a_global_that_has_changed(traces: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,7 +105,7 @@ class Methods(torch.nn.Module):
     def cached(self, x):
         return x
 
-    @torch.compile
+    @torch.compile(backend="eager")
     def compiled(self, x):
         return x + 1
 
@@ -190,7 +190,7 @@ BELOW: list[tuple[Callable[[Any, Any], Any], str]] = [
 
 @pytest.mark.parametrize("index", range(len(BELOW)))
 def test_arguments_that_do_not_fit_below_a_decorator(index: int) -> None:
-    """What it makes of its arguments is known when it has called the method."""
+    """A decorator's call of the method shows what it makes of its arguments."""
     call, message = BELOW[index]
     with pytest.raises(cg.TraceError, match=f"the arguments do not fit .*{message}") as caught:
         traced(call, torch.ones(2))

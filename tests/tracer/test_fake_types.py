@@ -75,7 +75,7 @@ class Typed(nn.Module):
         return x * self.weight if type(self.weight) is Weight else x
 
     def other_uses(self, x: torch.Tensor) -> torch.Tensor:
-        """What else the name is good for."""
+        """Other uses of the name."""
         made = type("Made", (Meta,), {})
         good = type(made) is type and isinstance(Typed, type) and not isinstance(x, type)
         good = good and issubclass(Meta, type) and isinstance(None, type | None)

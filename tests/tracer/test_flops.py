@@ -1,4 +1,4 @@
-"""What a function is said to compute is what torch's flop counter counts when it runs."""
+"""The flops of a function are those that torch's flop counter counts when it runs."""
 
 from __future__ import annotations
 

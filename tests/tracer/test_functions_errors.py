@@ -1,4 +1,4 @@
-"""What a method may not do while it is traced: each an error with a line and a remedy."""
+"""Errors of methods that cannot be traced: each has a line and a remedy."""
 
 from __future__ import annotations
 

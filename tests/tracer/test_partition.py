@@ -1,4 +1,4 @@
-"""What is saved between forward and backward, and what the bodies do with memory."""
+"""Tensors that are saved between forward and backward, and the memory of the bodies."""
 
 from __future__ import annotations
 

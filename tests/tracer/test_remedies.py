@@ -1,4 +1,4 @@
-"""What cannot be traced in methods: errors that say what to do instead."""
+"""Errors of methods that cannot be traced say what to do instead."""
 
 from __future__ import annotations
 

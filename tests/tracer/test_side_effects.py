@@ -1,4 +1,4 @@
-"""What a traced method changes besides its actor's attributes: an error, and taken back."""
+"""Changes by a traced method besides its actor's attributes: an error, and taken back."""
 
 from __future__ import annotations
 

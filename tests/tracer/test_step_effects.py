@@ -1,4 +1,4 @@
-"""What a step's own Python changes would happen once: it is refused by line, and put back."""
+"""Changes by a step's own Python would happen once: they are refused by line, and put back."""
 
 from __future__ import annotations
 

@@ -215,7 +215,7 @@ class Compiled:
         self._run = VirtualExecutable(self._module, trace.bodies, trace.constants, poison=True)
 
     def __call__(self, *args: Any) -> list[Any]:
-        """What each rank returns."""
+        """The results of each rank."""
         self._trace.check_guards()
         names = [value.name for value in self._trace.module.program.params]
         given = dict(zip(names, self._trace.inputs.flatten(args, {}), strict=True))

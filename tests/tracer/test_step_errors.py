@@ -1,4 +1,4 @@
-"""What a step cannot do with its values: each error names the user's line and a remedy."""
+"""Errors of steps that misuse their values: each names the user's line and a remedy."""
 
 from __future__ import annotations
 

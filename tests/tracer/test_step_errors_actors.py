@@ -1,4 +1,4 @@
-"""What a step cannot do with actors and what they give: errors name the line and a remedy."""
+"""Errors of steps that misuse actors and their results: each names the line and a remedy."""
 
 from __future__ import annotations
 

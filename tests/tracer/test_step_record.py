@@ -1,4 +1,4 @@
-"""What a traced step records: calls of methods, microbatches, places, names."""
+"""Records of a traced step: calls of methods, microbatches, places, names."""
 
 from __future__ import annotations
 

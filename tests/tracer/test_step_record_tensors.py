@@ -1,4 +1,4 @@
-"""What a traced step records of tensors: torch functions, constants, random numbers, writes."""
+"""Records of tensors in a traced step: torch functions, constants, random numbers, writes."""
 
 from __future__ import annotations
 

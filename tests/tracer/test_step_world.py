@@ -24,7 +24,7 @@ PATIENCE = 120.0
 
 
 class Exchange:
-    """What the threads of a world share."""
+    """The state that the threads of a world share."""
 
     def __init__(self) -> None:
         self.barrier = threading.Barrier(RANKS, timeout=PATIENCE)

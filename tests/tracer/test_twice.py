@@ -129,7 +129,7 @@ NAMED = {
     "other_class": "Elsewhere.total",
     "deep_in_a_class": "Meter.inner.seen.0",
 }
-"""What the method's code names is found itself."""
+"""State in objects that the method's code names is found under that name."""
 
 
 @pytest.mark.parametrize("method", METHODS)

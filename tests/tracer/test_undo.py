@@ -39,7 +39,7 @@ class Actor(nn.Module):
 
 
 def everything(actor: Actor) -> Any:
-    """What it holds, in values that can be compared."""
+    """Its contents, in values that can be compared."""
     return copy.deepcopy(
         (
             {name: value.tolist() for name, value in actor.state_dict().items()},

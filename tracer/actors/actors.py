@@ -292,6 +292,8 @@ def _call(
     """Record a call of an actor's method; return what the step holds for its result."""
     loc = caller_location(3)
     handle = method.handle
+    if handle.name in session.remat and method.function is None:
+        method = method.rematerialized
     if handle._peers is not session.peers:
         raise TraceError(
             f"{handle.name} was made in another world than the one that traces this step",

@@ -15,7 +15,7 @@ import math
 import operator
 import re
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import CodeType, FunctionType, TracebackType
 from typing import Any
@@ -30,6 +30,7 @@ from ..autodiff.subgraphs import Piece, memory_of, results
 from ..functions.interface import Bodies, Body, RankBodies
 from ..step.torch_modes import is_autocast_on
 from .accumulate import accumulate
+from .constant_folding import fold_constants
 from .fusible import Fusible, make_fusible
 
 Compute = Callable[..., Sequence[torch.Tensor]]
@@ -250,7 +251,8 @@ class _Writer:
         self._products = products
         self._fusible = fusible
         self._known: dict[int, str] = {}
-        self._last_use = _last_uses(piece.graph)
+        self._constants = fold_constants(piece.graph) if fusible is None else {}
+        self._last_use = _last_uses(piece.graph, self._constants)
         self._early = self._early_gradients() if fusible is None else {}
         nodes = [n for n in piece.graph.nodes if n.op == "placeholder"]
         self._state = nodes[: len(piece.state)]
@@ -276,10 +278,11 @@ class _Writer:
             return
         adds = {product.nodes[0]: index for index, product in products.items()}
         passed = {node for product in products.values() for node in product.nodes}
+        passed |= self._constants.keys()
         for node in self.piece.graph.nodes:
             text = None
             if node in adds:
-                factors = [factor.name for factor in products[adds[node]].factors]
+                factors = [self._literal(factor) for factor in products[adds[node]].factors]
                 text = self._add_product(adds[node], factors)
             elif node.op in ("call_function", "get_attr") and node not in passed:
                 text = f"    {node.name} = {self._expression(node)}"
@@ -385,7 +388,8 @@ class _Writer:
 
     def _literal(self, value: Any) -> str:
         if isinstance(value, fx.Node):
-            return value.name
+            constant = self._constants.get(value)
+            return value.name if constant is None else self._global(constant)
         if value is None or type(value) in (bool, int, str):
             return repr(value)
         if type(value) is float and math.isfinite(value):
@@ -420,12 +424,12 @@ def _nbytes(node: fx.Node) -> int:
     return value.nbytes if isinstance(value, torch.Tensor) and not value.is_sparse else 0
 
 
-def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """For each node, the values that nobody needs once it has run."""
+def _last_uses(graph: fx.Graph, kept: Collection[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """For each node, the values that nobody needs once it has run; but for those that are kept."""
     found: dict[fx.Node, list[fx.Node]] = {}
-    seen: set[fx.Node] = set()
+    seen = set(kept)
     for node in reversed(graph.nodes):
-        if node.op == "placeholder":
+        if node.op == "placeholder" or node in kept:
             continue
         for source in node.all_input_nodes:
             if source not in seen:

@@ -43,9 +43,9 @@ class GroupMethods:
         """The function, without a derivative.
 
         Raises:
-            TraceError: it changes state, or its layouts contradict each other.
+            TraceError: it gives state new tensors, or its layouts contradict each other.
         """
-        self._refuse_changes(joint)
+        self._refuse_changes([rebind.slot.path for rebind, _ in joint.rebinds])
         state = self.read(joint)
         effect = self.effects.of_forward(joint, state, name)
         section = self._cutter(joint).forward()
@@ -56,9 +56,11 @@ class GroupMethods:
         """Forward, backward and the halves of that.
 
         Raises:
-            TraceError: as in `forward`; or a call of unknown effect stands between the two.
+            TraceError: as in `forward`; or it writes to state, or a call of unknown effect stands
+                between the two.
         """
-        self._refuse_changes(joint)
+        written = [joint.state[index][1].path for index in sorted(joint.written)]
+        self._refuse_changes([*written, *(rebind.slot.path for rebind, _ in joint.rebinds)])
         joint = with_all_gradients(joint)
         volatile = self.effects.volatile(joint, between)
         found = self._cutter(joint).sections(volatile, self.target.remat)
@@ -158,13 +160,11 @@ class GroupMethods:
             reads = {storage_key(each.tensor) for each in read}
             self.target.use.note(reads, {storage_key(each.tensor) for each in graded}, name)
 
-    def _refuse_changes(self, joint: Joint) -> None:
-        """Refuse changes of state, which ranks would make to their pieces."""
-        written = [joint.state[index][1].path for index in sorted(joint.written)]
-        written += [rebind.slot.path for rebind, _ in joint.rebinds]
-        if written:
+    def _refuse_changes(self, changed: Sequence[str]) -> None:
+        """Refuse changes of state, by its paths."""
+        if changed:
             raise self.call.refusal(
-                f"it changes '{written[0]}', and its actor is on a mesh, with tensors that are cut",
+                f"it changes '{changed[0]}', and its actor is on a mesh, with tensors that are cut",
                 "change state in a method that is marked @cg.opaque, which every rank calls on its "
                 "pieces; batch norm can be replaced by a layer without running statistics",
             )

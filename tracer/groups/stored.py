@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -46,7 +47,7 @@ class Stored:
         """What is done to use a parameter."""
         logical = self.group.logical[path]
         flat = Flat.of(logical, self.group.mesh)
-        tensors = self._tensors(path)
+        tensors = self._held(path)
         dtype = ir_dtype(next(iter(tensors.values())).dtype)
         rest, full = flat.type(dtype, True), flat.type(dtype, False)
         used = TensorType(dtype, logical.shape, None, logical.used)
@@ -89,7 +90,7 @@ class Stored:
             return None
         if after != Layout(logical.layout.cuts if logical.layout else (), left):
             return None
-        tensors = self._tensors(path)
+        tensors = self._held(path)
         dtype = ir_dtype(next(iter(tensors.values())).dtype)
         given = TensorType(dtype, logical.shape, None, before)
         terms = flat.type(dtype, False, before.summands)
@@ -118,9 +119,14 @@ class Stored:
         adding = {rank: _Adding(tensor) for rank, tensor in tensors.items()}
         return Reduce(terms, total, _part(lay, laying), _part(add, adding))
 
-    def _tensors(self, path: str) -> dict[int, Tensor]:
+    @cached_property
+    def _tensors(self) -> dict[int, dict[str, Tensor]]:
+        """The tensors of each rank that this process plays, by path; found by one walk for all."""
+        return {rank: self.group.tensors(rank) for rank in self.group.instances}
+
+    def _held(self, path: str) -> dict[int, Tensor]:
         """The tensor of each rank that this process plays."""
-        return {rank: self.group.tensors(rank)[path] for rank in self.group.instances}
+        return {rank: tensors[path] for rank, tensors in self._tensors.items()}
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Replace ops that write in place to values of their own by ops that make a new tensor.
 
 An op cannot write in place to a value that is transferred first. Nobody sees the difference where
-the value has been made by an op, and no view of it is taken.
+the value has been made by an op, and no view of it is taken. Writes to state stay.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import fx
 
+from ..autodiff.subgraphs import memory_of, written_in_place
 from .expansions import fake_mode_of
 
 _ATEN = torch.ops.aten
@@ -19,9 +20,14 @@ _ATEN = torch.ops.aten
 
 def without_writes(graph: fx.Graph) -> None:
     """Replace them where there is another form, in place."""
+    state = {memory_of(node) for node in graph.nodes if node.op == "placeholder"}
     for node in list(graph.nodes):
+        written = written_in_place(node)
+        if written is not None and node.target not in _VIEWS and memory_of(node) in state:
+            node.replace_all_uses_with(written)  # it is the state itself, where it lives
+            continue
         view = _VIEWS.get(node.target)
-        form = view or _other_form(node.target)
+        form = view or other_form(node.target)
         first = node.args[0] if node.args else None
         if form is None or not isinstance(first, fx.Node):
             continue
@@ -78,7 +84,7 @@ _VIEWS: Mapping[object, torch._ops.OpOverload] = {
 """Forms of ops that write no memory in place: they change how a tensor regards its own."""
 
 
-def _other_form(target: object) -> torch._ops.OpOverload | None:
+def other_form(target: object) -> torch._ops.OpOverload | None:
     """The op that computes the same as one that writes in place, if that draws nothing."""
     if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
         return None

@@ -19,6 +19,7 @@ from ..methods.dispatch_modes import is_random
 from .cuts import Product
 from .rank_graphs import Graphs, Name, build_all, kind
 from .versions import Propagation, Transfer, Version
+from .writes import StateWrites
 
 
 @dataclass(frozen=True)
@@ -132,17 +133,21 @@ class _Cutter:
         self.level: dict[fx.Node, int] = {}
         self.needed: dict[int, dict[Version, None]] = {}
         drawn, following = 0, 0
+        writes = StateWrites(propagation, self.ops, self.state)
         for node in self.ops:
             for version in self.reads(node):
                 self._open(version, following)
             found = [
                 self.available(v) for v in self.reads(node) if v.node in own or v in self.transfers
             ]
-            self.level[node] = max(found, default=0)
+            self.level[node] = max([*found, writes.earliest(node)])
             if is_random(node.target, node.args, node.kwargs):  # they draw in the graph's order
                 drawn = self.level[node] = max(self.level[node], drawn)
             following = max(following, self.level[node] + 1)
+            writes.note(node, self.level[node])
         self._put_off()
+        writes.move_views(self.level)
+        writes.check(self.outputs, (t.before for t in self.transfers.values()))
 
     def _open(self, version: Version, level: int) -> None:
         """Note the level from which on a layer's state is gathered, where it is used first."""

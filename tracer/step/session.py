@@ -64,6 +64,7 @@ class Session:
         ambient: torch's modes under which all of the step is traced.
         first: where the step is traced a second time, the first time.
         optimistic: whether to assume that no gradients have to be clipped.
+        remat: the actors whose backwards compute their forwards again, as by `cg.remat`.
         assumptions: scalars that are true where that is so.
         results: the pytree that the step returned, once it has.
         groups: the actors on meshes that the step has called, by name.
@@ -90,6 +91,7 @@ class Session:
     ambient: Ambient = field(default_factory=Ambient.now)
     first: Session | None = None
     optimistic: bool = False
+    remat: frozenset[str] = frozenset()
     assumptions: list[TracedTensor] = field(default_factory=list)
     results: Tree = field(init=False)
     groups: dict[str, GroupActor] = field(default_factory=dict)
@@ -125,6 +127,7 @@ class Session:
             reductions=self.reductions,
             sharing=self.sharing,
             optimistic=self.optimistic,
+            remat=self.remat,
             ambient=self.ambient,
             first=self,
         )

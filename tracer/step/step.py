@@ -44,6 +44,7 @@ def trace_step(
     name: str,
     tracer: FunctionTracer,
     optimistic: bool = False,
+    remat: frozenset[str] = frozenset(),
     host_only: bool = False,
 ) -> Trace:
     """Trace a step for arguments like `args` and `kwargs`. All ranks call this alike.
@@ -59,6 +60,7 @@ def trace_step(
         tracer: traces actors' methods and torch functions.
         optimistic: assume that no gradients have to be clipped. The step then returns what it
             returns and a tuple of scalars, on all ranks: it is right if all of these are true.
+        remat: the names of actors whose backwards compute their forwards again, as by `cg.remat`.
         host_only: as in `InputSpec`.
 
     Raises:
@@ -72,7 +74,7 @@ def trace_step(
             remedy="call the plain Python function from the step",
         )
     session = Session.start(_symbol(name), peers, tracer)
-    session.optimistic = optimistic
+    session.optimistic, session.remat = optimistic, remat
     source = _place(session, inputs, "inputs", name)
     target = _place(session, outputs, "outputs", name)
     spec = describe_inputs(fn, args, kwargs, name, source, host_only)
@@ -101,9 +103,10 @@ def trace_step(
     recheck(session)
     watch_arguments(session)
     instances = {
-        callee.target.actor: callee.target.instance
+        id(instance): instance
         for callee in session.callees.values()
         if isinstance(callee.target, MethodTarget)
+        for instance in _instances(callee.target)
     }
     return Trace(
         session.module,
@@ -112,9 +115,16 @@ def trace_step(
         replace(spec, dtype=_baked_dtype(session)),
         OutputSpec(session.results, at),
         tuple(session.guards.values()),
-        instances,
+        tuple(instances.values()),
         tuple(map(_given, session.callees.values())),
     )
+
+
+def _instances(target: MethodTarget) -> tuple[Any, ...]:
+    """The objects of the ranks that this process plays."""
+    if target.group is None or target.group.actor is None:
+        return (target.instance,)
+    return tuple(target.group.actor.instances.values())
 
 
 def _of_compiler(error: Exception, name: str) -> TraceError | None:

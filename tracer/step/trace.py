@@ -57,7 +57,7 @@ class Trace:
         constants: the tensors that `constant` ops refer to, by name.
         inputs, outputs: the pytrees of arguments and result.
         guards: what the traces of this process's actors rely on; each says how it is broken.
-        instances: the actors of this process that the step calls, by name.
+        instances: the objects of actors that the step calls, of all ranks that this process plays.
         given: what this rank has given to the functions that the step calls.
     """
 
@@ -67,7 +67,7 @@ class Trace:
     inputs: InputSpec
     outputs: OutputSpec
     guards: tuple[Guard, ...]
-    instances: dict[str, Any]
+    instances: tuple[Any, ...]
     given: tuple[Given, ...] = ()
 
     def check_guards(self) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ...base import Body, GraphBody
 from ...program.code import Code
 from ...program.instruction_info import Role
 from ...program.instructions import Instruction
@@ -19,10 +18,6 @@ from ..stream_order import StreamOrder
 from .capture import Segment
 from .driven import DrivenBinder
 from .segments import SegmentMaker, runs_of
-
-LEAST = 8
-"""Operators of torch that a graph replaces at least: fewer take the host less than its replay and
-the copies of its inputs."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +63,7 @@ def interleave(code: Code, binder: DrivenBinder) -> Interleaved:
         made.places.extend(indices)
 
     for number, first, last in runs_of(code, binder.linked.program):
-        operators = sum(map(_operators, make.bodies(first, last)))
-        if number is not None and operators < LEAST:
-            worth = f"{operators} of the {LEAST} operators of torch that are worth it"
-            make.fallbacks.note(number, worth)
-        if number is None or operators < LEAST:
+        if number is None or not make.is_worth_it(number, first, last):
             emit(range(first, last))
             continue
         within = [i for i in range(first, last) if code.infos[i].role is Role.COMPUTE]
@@ -89,9 +80,3 @@ def interleave(code: Code, binder: DrivenBinder) -> Interleaved:
         made.places.append(within[0])
         emit([*behind, *range(within[-1] + 1, last)])
     return made
-
-
-def _operators(body: Body) -> int:
-    """The number of operators that a traced function calls."""
-    nodes = body.graph.nodes if isinstance(body, GraphBody) else ()
-    return sum(node.op == "call_function" for node in nodes)

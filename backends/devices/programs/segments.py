@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ....ir.module import FunctionKind, Program
 from ....ir.ops import Call
-from ...base import Body
+from ...base import Body, GraphBody
 from ...failures.fallbacks import Fallbacks
 from ...program.code import Code
 from ...program.instruction_info import KEEP, InstructionInfo, Role
@@ -17,6 +17,10 @@ from ..ports import StreamPort
 from ..stream_order import StreamEvent, StreamOrder
 from .binder import DeviceBinder
 from .capture import Interface, Segment
+
+LEAST = 8
+"""Operators of torch that a graph replaces at least: fewer take the host less than its replay and
+the copies of its inputs."""
 
 
 def cut(code: Code, binder: DeviceBinder) -> None:
@@ -32,7 +36,9 @@ def cut(code: Code, binder: DeviceBinder) -> None:
     instructions: list[Instruction] = []
     infos: list[InstructionInfo] = []
     for number, first, last in runs:
-        if number is None:
+        if number is None or (
+            make.is_one_call(first, last) and not make.is_worth_it(number, first, last)
+        ):
             instructions += [_fork(binder.order), *code.instructions[first:last]]
             infos += [KEEP._replace(op=code.infos[first].op), *code.infos[first:last]]
             continue
@@ -70,6 +76,24 @@ class SegmentMaker:
         traced = [functions[name] for name in called if functions[name].kind is FunctionKind.GRAPH]
         return [linked.bodies[name] for name in dict.fromkeys(f.body_name for f in traced)]
 
+    def is_one_call(self, first: int, last: int) -> bool:
+        """Whether some instructions in a row do one op, the call of a function that torch traced.
+
+        Of a body that is not of torch it is not known how much it does.
+        """
+        ops = {info.op for info in self._code.infos[first:last] if info.role is not Role.KEEP}
+        bodies = self.bodies(first, last)
+        is_traced = all(isinstance(body, GraphBody) for body in bodies)
+        return len(ops) == len(bodies) == 1 and is_traced
+
+    def is_worth_it(self, number: int, first: int, last: int) -> bool:
+        """Whether the functions that they call have operators enough; if not, that is noted."""
+        operators = sum(map(_operators, self.bodies(first, last)))
+        if operators < LEAST:
+            worth = f"{operators} of the {LEAST} operators of torch that are worth it"
+            self.fallbacks.note(number, worth)
+        return operators >= LEAST
+
     def __call__(
         self,
         number: int,
@@ -94,6 +118,12 @@ class SegmentMaker:
             self.fallbacks,
             behind,
         )
+
+
+def _operators(body: Body) -> int:
+    """The number of operators that a traced function calls."""
+    nodes = body.graph.nodes if isinstance(body, GraphBody) else ()
+    return sum(node.op == "call_function" for node in nodes)
 
 
 def runs_of(code: Code, program: Program) -> list[tuple[int | None, int, int]]:

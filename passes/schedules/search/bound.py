@@ -80,13 +80,14 @@ def _unit_release(problem: Problem, k: int) -> float:
     """The least time in which a part gives back the memory of one microbatch."""
     n = problem.parts
     tb, tw = problem.durations[n + k], problem.durations[2 * n + k]
-    return min(tb + tw, tb / (1.0 - problem.kept) if problem.kept < 1.0 else math.inf)
+    kept = problem.kept[k]
+    return min(tb + tw, tb / (1.0 - kept) if kept < 1.0 else math.inf)
 
 
 def _heads(problem: Problem) -> list[list[float]]:
     n, m = problem.parts, problem.microbatches
     tf, tb, _ = _times(problem)
-    sizes, kept = problem.grows[:n], problem.kept
+    sizes = problem.grows[:n]
     down, up = lags(problem)
     heads = [[0.0] * m for _ in range(3 * n)]
     for i in range(m):
@@ -101,7 +102,7 @@ def _heads(problem: Problem) -> list[list[float]]:
             if need > ROUNDING * max(1.0, problem.capacities[rank]):
                 # Of these parts, the last one is the first to give back.
                 count = math.ceil(need / sum(sizes[j] for j in upto) - ROUNDING)
-                free = n + k if kept < 1.0 else 2 * n + k
+                free = n + k if problem.kept[k] < 1.0 else 2 * n + k
                 if count:
                     head = max(head, heads[free][count - 1] + problem.durations[free])
                 before += need * min(_unit_release(problem, j) / sizes[j] for j in upto if sizes[j])
@@ -132,7 +133,7 @@ def _tails(problem: Problem) -> list[list[float]]:
             # F of this microbatch has to wait for memory that B, or W, of microbatch i gives back.
             freed = i + int(capacity / size * (1.0 + ROUNDING)) if size else m
             tail = tails[2 * n + k][i + 1] + tw[k] if i + 1 < m else 0.0
-            if freed < m and problem.kept >= 1.0:
+            if freed < m and problem.kept[k] >= 1.0:
                 tail = max(tail, tf[k] + tails[k][freed])
                 if len(parts) == 1:
                     tail = max(tail, (m - freed) * (tf[k] + tb[k]) + (m - i - 1) * tw[k])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from operator import itemgetter
@@ -18,14 +18,22 @@ from .bound import MOST_TASKS, find_windows, lower_bound
 from .improve import Search, Start, Trial, Urgency, following
 from .known_orders import known_orders
 from .list_scheduling import Listed, list_schedule
-from .policies import SEEDS, Policy
+from .policies import BACKWARDS_FIRST, SEEDS, Policy
 from .problem import ROUNDING, Problem
+from .recompute import sets_to_try
 from .stretch import CUTS, PATIENCES, STEP, fewer_microbatches, stretched
 
 CHOICES = 4
 """How many of the best orders are kept; more hardly ever bring anything."""
 _LARGE = 1_000_000
 """Beyond so many tasks only some known orders are played, and no list schedule is made."""
+_NEAR = 0.002
+"""Where so many tasks are that one list schedule takes long, a gap of this share is good enough."""
+_LESS = {
+    False: "auto(remat=True), or cg.remat(actor.method) in the step, keeps less of it",
+    True: "even as stages recompute; smaller microbatches take less",
+}
+"""What to do where not one microbatch fits, by whether stages recompute."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,7 @@ class Found:
         bound: what no order can be shorter than.
         source: what the order comes from: a known schedule, or the search's own.
         trials: how many orders were tried in all.
+        remat: the stages that recompute. The bound is that of orders in which these do.
     """
 
     order: Order
@@ -49,6 +58,7 @@ class Found:
     bound: float
     source: str
     trials: int
+    remat: tuple[int, ...] = ()
 
     @property
     def gap(self) -> float:
@@ -59,7 +69,15 @@ class Found:
         return (
             f"{100 * self.gap:.1f} % above the bound, {self.makespan:.6g} ms of {self.bound:.6g}, "
             f"in {100 * self.peak:.0f} % of the memory: {self.source}, of {self.trials} tried"
+            f"{self._recomputing}"
         )
+
+    @property
+    def _recomputing(self) -> str:
+        if not self.remat:
+            return ""
+        stages = ", ".join(map(str, self.remat))
+        return f"; stages {stages} recompute" if "," in stages else f"; stage {stages} recomputes"
 
 
 def find_orders(
@@ -70,6 +88,7 @@ def find_orders(
     splits: bool = True,
     seed: int = 0,
     seconds: float | None = None,
+    remat: bool = False,
 ) -> tuple[Found, ...]:
     """The best orders that a search finds, best first: at least one, at most `CHOICES`.
 
@@ -86,15 +105,23 @@ def find_orders(
         seed: what the search draws its moves from.
         seconds: for how long to search; as many trials as the size of the pipeline asks for,
             without.
+        remat: whether to choose which stages recompute, too. The search is then done for some sets
+            of stages; without, those of `costs.remat` do.
 
     Raises:
-        ValueError: not one microbatch fits into the memory, or the costs are not for these stages.
+        ValueError: not one microbatch fits into the memory, or the costs are not for these stages,
+            or have no `mr`, which `remat` needs.
     """
-    fields = (costs.tf, costs.tb, costs.tw, costs.tcomm, costs.mw, costs.activation_bytes)
-    return _find(pipeline, fields, memory, splits, seed, seconds)
+    times = costs.tf, costs.tb, costs.tw, costs.tcomm
+    memories = costs.mw, costs.activation_bytes, costs.weight_bytes, costs.mr, costs.remat
+    return _find(pipeline, (*times, *memories), memory, splits, seed, seconds, remat)
 
 
-_Fields = tuple[PerStage, PerStage, PerStage, PerStage, float, PerStage | None]
+_Given = PerStage | None
+_Fields = tuple[
+    PerStage, PerStage, PerStage, PerStage, float, _Given, _Given, _Given, tuple[int, ...]
+]
+"""What a search needs of costs; it can be hashed, and they cannot."""
 
 
 @lru_cache(maxsize=16)
@@ -105,10 +132,20 @@ def _find(
     splits: bool,
     seed: int,
     seconds: float | None,
+    remat: bool,
 ) -> tuple[Found, ...]:
-    tf, tb, tw, tcomm, mw, activation_bytes = fields
-    costs = Costs(tf, tb, tw, tcomm, mw, activation_bytes)
-    return _Finder(pipeline, costs, memory, splits, seed, seconds).run()
+    costs = Costs(*fields)
+    sets = sets_to_try(pipeline, costs, memory, splits) if remat else [costs.remat]
+    share = None if seconds is None else seconds / len(sets)
+    best: tuple[Found, ...] = ()
+    trials = 0
+    for chosen in sets:
+        paid = replace(costs, remat=chosen)
+        found = _Finder(pipeline, paid, memory, splits, seed, share).run()
+        trials += found[0].trials
+        if not best or found[0].makespan < best[0].makespan * (1.0 - ROUNDING):
+            best = found
+    return tuple(replace(one, trials=trials) for one in best)
 
 
 class _Finder:
@@ -146,7 +183,7 @@ class _Finder:
         if not self.best:
             self._one_at_a_time()
         return tuple(
-            Found(order, span, end, peak, min(bound, span), source, self.trials)
+            Found(order, span, end, peak, min(bound, span), source, self.trials, self.costs.remat)
             for (span, end, peak), order, source in self.best
         )
 
@@ -161,7 +198,8 @@ class _Finder:
             urgency = _urgency(small, self._play(small, order))
             starts.append((following(0.5), urgency))
         search = Search(small, windows, least, self.random, self._budget(small, 1.0))
-        trials = _distinct(search.run(starts))
+        others = _others(starts) if is_whole else []
+        trials = _distinct(search.run(starts, others))
         self.trials += search.count
         if is_whole:
             self._keep(problem, trials)
@@ -189,6 +227,8 @@ class _Finder:
         ]
         if problem.tasks > MOST_TASKS:
             for policy, urgency in best:
+                if self._is_best(bound * (1.0 + _NEAR)):
+                    break
                 listed = list_schedule(problem, policy.rule(problem, urgency))
                 self.trials += 1
                 if listed is not None:
@@ -200,7 +240,7 @@ class _Finder:
         starts += [(policy, None) for policy in dict.fromkeys([*policies[:2], *firsts[:5]])]
         windows, budget = find_windows(problem), self._budget(problem, 0.3)
         search = Search(problem, windows, bound, self.random, budget)
-        self._keep(problem, _distinct(search.run(starts)))
+        self._keep(problem, _distinct(search.run(starts, _others(starts))))
         self.trials += search.count
 
     def _keep(self, problem: Problem, trials: Sequence[Trial]) -> None:
@@ -242,15 +282,14 @@ class _Finder:
         return bool(self.best) and self.best[0][0][0] <= bound * (1.0 + 1e-6)
 
     def _check_memory(self) -> None:
-        problem = self.problem
-        for rank, parts in enumerate(problem.hosted):
-            needed = sum(problem.grows[k] for k in parts)
-            if needed > problem.capacities[rank] * (1.0 + ROUNDING) + ROUNDING:
-                raise ValueError(
-                    f"schedule 'auto': rank {problem.pipeline.ranks[rank]} may hold "
-                    f"{problem.capacities[rank]:g}, but one microbatch takes {needed:g}; "
-                    "cg.remat(actor.method) in the step keeps less of it"
-                )
+        lacking = self.problem.lacking()
+        if lacking is not None:
+            rank, needed = lacking
+            raise ValueError(
+                f"schedule 'auto': rank {self.problem.pipeline.ranks[rank]} may hold "
+                f"{self.problem.capacities[rank]:g}, but one microbatch takes {needed:g}; "
+                f"{_LESS[bool(self.costs.remat)]}"
+            )
 
     def _one_at_a_time(self) -> None:
         """Each microbatch after the other: what fits wherever one microbatch does."""
@@ -264,6 +303,12 @@ class _Finder:
     def _backward(self, part: int) -> list[int]:
         n = self.problem.parts
         return [n + part, 2 * n + part] if self.problem.split else [n + part]
+
+
+def _others(starts: Sequence[Start]) -> list[Policy]:
+    """The policies of the zero-bubble heuristic that a search does not begin with."""
+    begun = {policy for policy, boosts in starts if boosts is None}
+    return [policy for policy in BACKWARDS_FIRST if policy not in begun]
 
 
 def _distinct(trials: Sequence[Trial]) -> list[Trial]:

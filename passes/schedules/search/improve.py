@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -80,8 +81,14 @@ class Search:
         self.goes_on = goes_on
         self.count = 0
 
-    def run(self, starts: Iterable[Start]) -> list[Trial]:
-        """The best trials, best first; none if nothing to begin with gives an order."""
+    def run(self, starts: Iterable[Start], others: Iterable[Policy] = ()) -> list[Trial]:
+        """The best trials, best first; none if nothing to begin with gives an order.
+
+        Args:
+            starts: what the search begins with.
+            others: policies that are tried at the end, and count only where they are shorter. Most
+                are soon given up, so whoever counts trials leaves them out.
+        """
         found: list[Trial] = []
         for policy, boosts in starts:
             trial = self.attempt(policy, boosts)
@@ -99,10 +106,20 @@ class Search:
             if moved is not None and moved.beats(tops[at]):
                 tops[at] = moved
                 tops.sort(key=_quality)
+        best = min(tops, key=_quality, default=None)
+        for policy in others:
+            if (best is not None and self._is_best(best)) or not self.goes_on(0):
+                break
+            trial = self.attempt(policy, None, best)
+            if trial is not None:
+                best = trial
+                found.append(trial)
         return sorted([*tops, *found], key=_quality)
 
-    def attempt(self, policy: Policy, boosts: Urgency | None) -> Trial | None:
-        """A list schedule; None if the policy gives no order."""
+    def attempt(
+        self, policy: Policy, boosts: Urgency | None, known: Trial | None = None
+    ) -> Trial | None:
+        """A list schedule; None if the policy gives no order, or one longer than a known one."""
         self.count += 1
         urgency = policy.urgency(self.problem, self.windows)
         if boosts is not None:
@@ -110,7 +127,8 @@ class Search:
                 [a + b for a, b in zip(lane, more, strict=True)]
                 for lane, more in zip(urgency, boosts, strict=True)
             ]
-        listed = list_schedule(self.problem, policy.rule(self.problem, urgency))
+        longest = math.inf if known is None else known.span
+        listed = list_schedule(self.problem, policy.rule(self.problem, urgency), longest)
         if listed is None:
             return None
         spans = listed.spans(self.problem)
@@ -129,9 +147,9 @@ class Search:
 
     def _move(self, trial: Trial) -> Trial | None:
         if self.random.random() < 0.4:
-            return self.attempt(trial.policy.varied(self.random), trial.boosts)
+            return self.attempt(trial.policy.varied(self.random), trial.boosts, trial)
         boosts = self._boosted(trial)
-        return None if boosts is None else self.attempt(trial.policy, boosts)
+        return None if boosts is None else self.attempt(trial.policy, boosts, trial)
 
     def _boosted(self, trial: Trial) -> Urgency | None:
         """Make urgent a task that could have filled idle time, with all that it needs.

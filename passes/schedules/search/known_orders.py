@@ -69,10 +69,11 @@ def _whole(name: str) -> bool:
 def memory_in_microbatches(problem: Problem) -> float:
     """Of how many microbatches the rank with the least memory can hold all its parts."""
     found = float(problem.microbatches)
-    for parts, capacity in zip(problem.hosted, problem.capacities, strict=True):
+    for rank, parts in enumerate(problem.hosted):
         size = sum(problem.grows[k] for k in parts)
         if size:
-            found = min(found, capacity / size * (1.0 + ROUNDING))
+            room = problem.capacities[rank] - problem.reserve(rank)
+            found = min(found, room / size * (1.0 + ROUNDING))
     return found
 
 
@@ -96,8 +97,9 @@ def _filled(problem: Problem) -> Order:
         left[k] = max(left[k - 1] + times[n + k - 1] + up[k], times[2 * n + k])
     rooms = []
     for k in range(n):
-        size, capacity = problem.grows[k], problem.capacities[problem.rank_of[k]]
-        rooms.append(capacity / size * (1.0 + ROUNDING) if size else float(m))
+        size, rank = problem.grows[k], problem.rank_of[k]
+        room = problem.capacities[rank] - problem.reserve(rank)
+        rooms.append(room / size * (1.0 + ROUNDING) if size else float(m))
     ahead = [1] * n
     for k in reversed(range(n)):
         tf = times[k]
@@ -110,8 +112,8 @@ def _filled(problem: Problem) -> Order:
             ahead[k] = max(1, min(ahead[k], ahead[k - 1] - 1))
         tw = times[2 * n + k]
         lag = left[k] / tw if tw else 0.0
-        if problem.kept:
-            lag = min(lag, (rooms[k] - ahead[k]) / problem.kept)
+        if problem.kept[k]:
+            lag = min(lag, (rooms[k] - ahead[k]) / problem.kept[k])
         words.append((ahead[k], int(min(lag, m))))
     return _lagging(problem, words)
 

@@ -46,28 +46,37 @@ class Listed:
         ]
 
 
-def list_schedule(problem: Problem, rule: Rule) -> Listed | None:
+def list_schedule(problem: Problem, rule: Rule, longest: float = _NEVER) -> Listed | None:
     """Run all tasks in order of time, each rank the most urgent one that it can.
 
     All times and all memory are known as in the real run, so the result never holds more than it
     may. A part whose rank hosts later ones leaves room for a microbatch in each of these, so the
     microbatch that has come furthest can always go on. An F that finds no room lends its urgency
-    to W, which makes room.
+    to W, which makes room, and so does a B that needs some.
+
+    Args:
+        problem: what has to be ordered.
+        rule: what a free rank runs.
+        longest: the longest span that is of use.
 
     Returns:
-        The lanes of all ranks; None if the ranks come to wait for memory for ever.
+        The lanes of all ranks; None if the ranks come to wait for memory for ever, or as soon as
+        what a rank has left to do is sure to make its span longer.
 
     Source: list scheduling, Graham 1966; with tails as urgency it is the rule of Schrage, see
     Carlier, The one-machine sequencing problem, 1982.
     """
     n, m = problem.parts, problem.microbatches
     rank_of, durations, transfers = problem.rank_of, problem.durations, problem.transfers
-    grows, split = problem.grows, problem.split
+    grows, needs, split = problem.grows, problem.needs, problem.split
     urgency, (wait_f, wait_b, wait_w), swing = rule.urgency, rule.patience, rule.swing
     ahead = rule.ahead or (_NEVER,) * n
-    # The room that an F needs: its own, and that of a microbatch in each later part of its rank.
+    # The room that an F needs: its own, that of a microbatch in each later part of its rank, and
+    # what a B needs there, if any does.
     rooms = [
-        sum(grows[later] for later in problem.hosted[rank_of[k]] if later >= k) for k in range(n)
+        problem.reserve(rank_of[k])
+        + sum(grows[later] for later in problem.hosted[rank_of[k]] if later >= k)
+        for k in range(n)
     ]
     limits = [c * (1.0 + ROUNDING) + ROUNDING for c in problem.capacities]
     # Last part first: its tasks free memory soonest, so it comes first among equals.
@@ -84,6 +93,9 @@ def list_schedule(problem: Problem, rule: Rule) -> Listed | None:
     events = [(0.0, rank) for rank in range(problem.ranks)]
     heapify(events)
     last = n - 1
+    left = [m * problem.work(rank) for rank in range(problem.ranks)]
+    slack = 2 * ROUNDING * (1.0 + longest)
+    due = [longest + slack] * problem.ranks
     while events:
         now, rank = heappop(events)
         if free[rank] > now:
@@ -99,6 +111,8 @@ def list_schedule(problem: Problem, rule: Rule) -> Listed | None:
                 time, value = backwards[k][i], urgency[n + k][i]
                 if time > now:
                     coming.append((time, value))
+                elif needs[k] > room:
+                    blocked = max(blocked, value)
                 elif value > best:
                     best, chosen = value, n + k
             i = f[k]
@@ -130,10 +144,16 @@ def list_schedule(problem: Problem, rule: Rule) -> Listed | None:
             if awaited < until:
                 heappush(events, (awaited, rank))
                 continue
+        if now > free[rank]:  # it was idle
+            if not starts[rank]:
+                due[rank] = now + longest + slack
+            elif now + left[rank] > due[rank]:
+                return None
         lanes[rank].append(chosen)
         starts[rank].append(now)
         held[rank] += grows[chosen]
         end = now + length
+        left[rank] -= length
         free[rank] = end
         heappush(events, (end, rank))
         if chosen < n:

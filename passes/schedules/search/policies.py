@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from random import Random
 
 from .bound import Windows
@@ -158,3 +159,12 @@ SEEDS: tuple[Policy, ...] = (
     _backwards(0.0, 0.5, True),
 )
 """What a search begins with: of all combinations those that were ever the best, best first."""
+
+BACKWARDS_FIRST: tuple[Policy, ...] = tuple(
+    _backwards(care, patience, alternates, ahead)
+    for patience, care, alternates, ahead in product(
+        (0.0, 0.5, 1.0), (0.0, 0.5), (False, True), (None, -1, 0)
+    )
+)
+"""The heuristic of Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241, for any times,
+memory and parts, with all of its options."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ....ir.attributes import Action
-from ....ir.pipeline.costs import Costs
+from ....ir.pipeline.costs import Costs, Memory
 from ....ir.pipeline.order import Order, Row
 from ..base import Pipeline
 
@@ -31,8 +31,10 @@ class Problem:
         durations: by lane, in milliseconds; without a split B takes what W would, and W nothing.
         transfers: time from a part to the next one, in both directions; 0 on one rank.
         grows: by lane, the memory that a task takes, or gives back where negative.
+        needs: for each part, the memory that B needs beside what is held before, as it recomputes
+            or leaves more to W than F has taken; -inf where it needs none, and can always run.
         capacities: the memory of each rank, in the unit of `grows`.
-        kept: the share of a microbatch's memory that W gives back.
+        kept: for each part, the share of what F takes that is not given back before W.
         offsets: when each rank starts, if nothing keeps the first microbatch waiting.
     """
 
@@ -43,8 +45,9 @@ class Problem:
     durations: tuple[float, ...]
     transfers: tuple[float, ...]
     grows: tuple[float, ...]
+    needs: tuple[float, ...]
     capacities: tuple[float, ...]
-    kept: float
+    kept: tuple[float, ...]
     offsets: tuple[float, ...]
 
     @staticmethod
@@ -75,8 +78,7 @@ class Problem:
         ]
         ends = [part[-1] for part in parts[:-1]]
         transfers = (*(costs.between(stage) for stage in ends), 0.0)
-        sizes = [float(costs.held(part)) for part in parts]
-        kept = costs.mw if split else 0.0
+        sizes = [_memory(costs, part, split) for part in parts]
         if isinstance(memory, Sequence):
             capacities = tuple(float(each) for each in memory)
         elif costs.activation_bytes is None:
@@ -85,7 +87,12 @@ class Problem:
         else:
             capacities = (float(memory),) * len(ranks)
         # More than all microbatches take is of no use.
-        most = [pipeline.microbatches * sum(sizes[k] for k in each) for each in hosted]
+        still = [max(size.before, size.after) for size in sizes]
+        most = [
+            pipeline.microbatches * sum(still[k] for k in each)
+            + max(sizes[k].during - still[k] for k in each)
+            for each in hosted
+        ]
         capacities = tuple(map(min, capacities, most))
         starts: dict[int, float] = {}
         clock = 0.0
@@ -99,9 +106,17 @@ class Problem:
             hosted,
             tuple(times),
             transfers,
-            (*sizes, *((kept - 1.0) * size for size in sizes), *(-kept * size for size in sizes)),
+            (
+                *(size.before for size in sizes),
+                *(size.after - size.before for size in sizes),
+                *(-size.after for size in sizes),
+            ),
+            tuple(
+                size.during - size.before if size.during > size.before else -math.inf
+                for size in sizes
+            ),
             capacities,
-            kept,
+            tuple(min(1.0, size.after / size.before) if size.before else 0.0 for size in sizes),
             tuple(starts[rank] for rank in range(len(ranks))),
         )
 
@@ -124,24 +139,24 @@ class Problem:
 
     def with_microbatches(self, count: int) -> Problem:
         """The same with so many microbatches."""
-        pipeline = Pipeline(self.pipeline.stage_ranks, count)
-        return Problem(
-            pipeline,
-            self.split,
-            self.rank_of,
-            self.hosted,
-            self.durations,
-            self.transfers,
-            self.grows,
-            self.capacities,
-            self.kept,
-            self.offsets,
-        )
+        return replace(self, pipeline=Pipeline(self.pipeline.stage_ranks, count))
 
     def work(self, rank: int) -> float:
         """What one microbatch takes on a rank, in milliseconds."""
         lanes = (action * self.parts + k for action in range(3) for k in self.hosted[rank])
         return math.fsum(self.durations[lane] for lane in lanes)
+
+    def reserve(self, rank: int) -> float:
+        """The memory that a rank keeps free for a B that needs some; 0 if none does."""
+        return max(0.0, *(self.needs[k] for k in self.hosted[rank]))
+
+    def lacking(self) -> tuple[int, float] | None:
+        """A rank on which not one microbatch fits, and what that would take; None without one."""
+        for rank, parts in enumerate(self.hosted):
+            needed = sum(self.grows[k] for k in parts) + self.reserve(rank)
+            if needed > self.capacities[rank] * (1.0 + ROUNDING) + ROUNDING:
+                return rank, needed
+        return None
 
     def fits(self, lanes: Sequence[Sequence[int]]) -> bool:
         """True if no rank holds more than it may, with its lanes in this order."""
@@ -149,6 +164,9 @@ class Problem:
             held = 0.0
             limit = capacity * (1.0 + ROUNDING) + ROUNDING
             for lane in word:
+                action, k = divmod(lane, self.parts)
+                if action == 1 and held + self.needs[k] > limit:
+                    return False
                 held += self.grows[lane]
                 if held > limit:
                     return False
@@ -176,3 +194,13 @@ class Problem:
                     append(first + microbatch)
             order[rank] = Row(numbers, stages, count)
         return order
+
+
+def _memory(costs: Costs, part: Sequence[int], split: bool) -> Memory:
+    """What a microbatch holds on a part, whose B runs its stages one after the other."""
+    each = [costs.memory(stage, split) for stage in part]
+    held = most = sum(memory.before for memory in each)
+    for memory in reversed(each):
+        most = max(most, held + memory.during - memory.before)
+        held += memory.after - memory.before
+    return Memory(sum(memory.before for memory in each), most, held)

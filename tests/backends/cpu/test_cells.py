@@ -74,7 +74,7 @@ def test_between_content_and_number_is_a_fence_where_one_is_needed() -> None:
 
 @pytest.mark.skipif(native is None, reason="not a compiled wheel")
 class TestMachineCode:
-    """What Python's views would say in their own words."""
+    """Accesses that Python's views would refuse in their own words."""
 
     def test_writes_nothing_unless_all_is_inside(self) -> None:
         memory = memoryview(bytearray(64))

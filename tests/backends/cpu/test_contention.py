@@ -11,7 +11,7 @@ SLICE, TURN = 4e-3, 5e-6
 
 
 def verdicts(yields: list[float]) -> list[bool]:
-    """What is said behind each of some yields, of so many seconds each."""
+    """The verdicts behind each of some yields, of so many seconds each."""
     contention, now, said = Contention(), 100.0, []
     for seconds in yields:
         said.append(contention.note(now, now + seconds))

@@ -50,7 +50,7 @@ def run_collective(
     result: ValueType,
     times: int = 3,
 ) -> list[Any]:
-    """What each rank of the group gets, in group order; the same every time."""
+    """The results of each rank of the group, in group order; the same every time."""
     group = op.group.ranks
     channel = replace(CHANNEL, ranks=group)
 

@@ -14,7 +14,7 @@ from cg.backends.errors import PeerLost
 
 
 def machine(ranks: int) -> Any:
-    """What the rows of some ranks lie in."""
+    """The memory that the rows of some ranks lie in."""
     words = memoryview(bytearray(8 * ROW * ranks)).cast("Q")
     return SimpleNamespace(
         rank=0, size=ranks, words=words, wake_all=lambda: None, fence=lambda: None

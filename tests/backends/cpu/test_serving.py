@@ -43,7 +43,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def shared_words(machines: int = 1) -> memoryview[int]:
-    """What ranks share, with one on each machine: the first says that rank 0 wants to be woken."""
+    """Words that ranks share, one rank a machine: the first says that rank 0 wants to be woken."""
     return memoryview(bytearray(8 * ROW * machines)).cast("Q")
 
 

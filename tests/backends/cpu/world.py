@@ -58,7 +58,7 @@ class ThreadWorld:
 
 
 def run_ranks(size: int, body: Callable[[ThreadWorld], T]) -> list[T]:
-    """What `body` returns on each rank; the first exception of any."""
+    """Run `body` on each rank; the results, or the first exception of any."""
     shared: list[Any] = [None] * size
     meeting = threading.Barrier(size)
 
@@ -83,7 +83,7 @@ def run_communicators(
     channels: Sequence[Channel],
     body: Callable[[CpuCommunicator, ThreadWorld], T],
 ) -> list[T]:
-    """What `body` returns on each rank, given its communicator for `channels`."""
+    """Run `body` on each rank with its communicator for `channels`; the results."""
 
     def run(world: ThreadWorld) -> T:
         node = Node(world)

@@ -162,7 +162,7 @@ class FakeTimer(FakeEvent):
 
 
 class FakeGraph:
-    """What was noted down while the device was capturing."""
+    """The work that was noted down while the device was capturing."""
 
     def __init__(self, work: Sequence[Callable[[], None]]) -> None:
         self.work = tuple(work)

@@ -53,7 +53,7 @@ class ThreadWorld:
 
 
 def on_ranks(size: int, play: Callable[[ThreadWorld], Any]) -> list[Any]:
-    """What `play` returns on each rank; raises what the lowest rank raised."""
+    """Run `play` on each rank; the results, or the exception of the lowest rank that raised."""
     shared: dict[str, Any] = {
         "barrier": threading.Barrier(size),
         "values": {},

@@ -1,4 +1,4 @@
-"""What breaking messages off leaves behind where the library fails to."""
+"""The state that breaking messages off leaves behind where the library fails to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an accelerator does when a capture fails, over a stub in the place of torch's module."""
+"""An accelerator whose capture fails, over a stub in the place of torch's module."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def test_on_streams(case: Case) -> None:
 
 @pytest.mark.parametrize("case", list(cases((2,))), ids=lambda case: case.name)
 def test_from_devices_by_hosts(case: Case) -> None:
-    """What streams do not carry is staged: objects, too, and collectives."""
+    """Values that streams do not carry are staged: objects, too, and collectives."""
     compare(case, "cpu")
 
 

@@ -1,4 +1,4 @@
-"""What a program of a graph that one rank drives puts on streams, beside what all programs do."""
+"""Work on streams of a program that one rank drives, beside that of all programs."""
 
 from __future__ import annotations
 

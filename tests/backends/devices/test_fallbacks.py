@@ -66,7 +66,7 @@ class Body:
 
 
 class Told:
-    """What is said of the program of one rank."""
+    """The lines about the program of one rank."""
 
     def __init__(self, body: Body, type_: str = "f32[4]") -> None:
         self.module = parse_module(PROGRAM.replace("TYPE", type_))

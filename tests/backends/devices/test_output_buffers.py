@@ -1,4 +1,4 @@
-"""What a graph lends is not written over before the streams that it was handed to have read it."""
+"""Outputs that a graph lends are not written over before all streams have read them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class LateQueue(FakeQueue):
         self.put("read", work)
 
     def end(self) -> list[float]:
-        """What it has read, now at the latest."""
+        """The values that it has read, now at the latest."""
         self._go.set()
         self.synchronize()
         return self.values

@@ -1,4 +1,4 @@
-"""What is known of an execution that a device has not ended; its streams are threads."""
+"""Reports of an execution that a device has not ended; its streams are threads."""
 
 from __future__ import annotations
 

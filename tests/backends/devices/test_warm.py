@@ -1,4 +1,4 @@
-"""What a program calls runs once before messages are under way, as it will run later."""
+"""Functions of a program run once before messages are under way, as they will run later."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Noting:
 
 
 def warmed() -> tuple[dict[str, str], list[str], Attention]:
-    """What is left out on rank 0, the functions that have run, and the actor."""
+    """The functions that are left out on rank 0, those that have run, and the actor."""
     with use_world(VirtualWorld(2)):
         first, last = Attention.on(0)(), Attention.on(1)()
 

@@ -168,7 +168,7 @@ class Watching:
             self.dog.watch(WORK, execution)
 
     def after(self, seconds: float, done: int) -> str | None:
-        """What it sees once the device has done so many executions in all."""
+        """Its message once the device has done so many executions in all; None if all is well."""
         self.now += seconds
         self.queue.done = done
         return self.dog.look()

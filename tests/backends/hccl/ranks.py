@@ -59,7 +59,7 @@ class PipeWorld:
 
 
 class Rank:
-    """What one process has.
+    """The state of one process.
 
     Attributes:
         device: made by the code that real NPUs are made by.
@@ -88,7 +88,7 @@ class Rank:
 
 @dataclass(frozen=True)
 class Raised:
-    """What a rank has raised."""
+    """The exception that a rank has raised."""
 
     kind: str
     text: str
@@ -100,7 +100,7 @@ def on_ranks(
     job: Callable[[Rank], Any],
     variables: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """What `job` returns on each of so many ranks, or `Raised`."""
+    """Run `job` on each of so many ranks; the results, or `Raised`."""
     boxes = [_fork.SimpleQueue() for _ in range(size)]
     ends = [_fork.Pipe(duplex=False) for _ in range(size)]
     processes = [

@@ -121,7 +121,7 @@ def test_train_gpt(mock: Path, tmp_path: Path) -> None:
         folder = tmp_path / str(ranks)
         options = [*TINY.split(), "--out", str(folder)]
         if ranks == 0:
-            ended = run(0, [script, *options], seconds=100)
+            ended = run(0, [script, *options], seconds=100, warm=True)
         else:
             graphs = {"MOCK_NPU_GRAPHS": "0"} if ranks == 2 else {}
             ended = on_npus(mock, ranks, [script, *options, "--backend", "hccl"], 100, **graphs)

@@ -1,4 +1,4 @@
-"""What breaks HCCL's rules is refused by the mock, and each misuse has its own error."""
+"""The mock refuses calls that break HCCL's rules, and each misuse has its own error."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def values(*numbers: float) -> torch.Tensor:
 
 
 def settled(rank: Rank, comm: Any, kind: Stream = Stream.MESSAGE) -> str | None:
-    """What the library reports of a communicator, once its work is over or has failed."""
+    """The library's report of a communicator, once its work is over or has failed."""
     deadline = time.monotonic() + 8
     mark = rank.device.event()
     mark.record(rank.stream(kind))
@@ -49,7 +49,7 @@ def both(path: Path, job: Callable[[Rank], Any], **variables: str) -> list[Any]:
 
 
 def refused(path: Path, call: Callable[[Rank, Any], Any]) -> str:
-    """What rank 0 is told of one call on a communicator of two."""
+    """The error that rank 0 gets of one call on a communicator of two."""
 
     def job(rank: Rank) -> str | None:
         comm = rank.comm()
@@ -205,7 +205,7 @@ def test_two_sends_to_each_other(mock: Path) -> None:
 
 
 def test_messages_that_cross_on_streams_of_their_own(mock: Path) -> None:
-    """What HCCL's reference says: the next one begins when the other end of the last has come."""
+    """As HCCL's reference says, the next one begins when the other end of the last has come."""
 
     def job(rank: Rank) -> str | None:
         comms, data = [rank.comm(), rank.comm()], values(1.0, 2.0)

@@ -1,4 +1,4 @@
-"""What the bindings of NCCL raise, each over a stub in the place of the vendor's module."""
+"""Exceptions of the bindings of NCCL, each over a stub in the place of the vendor's module."""
 
 from __future__ import annotations
 

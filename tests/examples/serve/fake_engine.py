@@ -33,7 +33,7 @@ def draw(tokens: Sequence[int], sampling: Sampling, vocabulary: int) -> int:
 def reference(
     prompt: Sequence[int], number: int, limits: Limits, sampling: Sampling | None = None
 ) -> list[int]:
-    """What a request alone draws, up to and without a token that ends the text."""
+    """The tokens that a request alone draws, up to and without one that ends the text."""
     tokens = list(prompt)
     for _ in range(number):
         token = draw(tokens, sampling or Sampling(), limits.vocabulary)

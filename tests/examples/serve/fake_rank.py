@@ -24,7 +24,7 @@ FAILS, EXHAUSTS, DIES, HANGS = 255, 254, 253, 252
 
 
 def trouble(work: Decode | Prefill) -> Exception | None:
-    """What the work fails with, as its first token says."""
+    """The exception that the work fails with, as its first token says."""
     first = work.tokens[0] if isinstance(work, Prefill) and work.start == 0 else 0
     if first == DIES:
         os._exit(9)

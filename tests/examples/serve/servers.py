@@ -91,7 +91,7 @@ class Server:
             return False
 
     def is_empty(self) -> bool:
-        """Whether no request and no block is held, in the front and in the engine."""
+        """True if no request and no block is held, in the front and in the engine."""
         return not any(
             self.metric(name)
             for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
@@ -164,7 +164,7 @@ def serving(
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process is there, and not only its entry."""
+    """True if the process is there, and not only its entry."""
     try:
         return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

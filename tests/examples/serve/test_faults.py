@@ -1,4 +1,4 @@
-"""What breaks in the server itself: who is told, who is not hurt, and that it serves again."""
+"""Faults of the server itself: who is told, who is not hurt, and that it serves again."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +139,7 @@ def test_a_killed_front_leaves_no_engine(tmp_path: Path) -> None:
         own.end(signal.SIGKILL)
         read_all(sock)
         while is_alive(rank):  # which ends by itself, or the test by its timeout
-            os.sched_yield()
+            time.sleep(0.01)
     with serving(tmp_path) as another:  # whatever is left in the folder
         serves_again(another)
 
@@ -153,7 +154,7 @@ def test_a_front_that_stops_for_a_while(tmp_path: Path) -> None:
         stat = Path(f"/proc/{rank}/stat")
         ticks = int(stat.read_text().split()[13])
         while int(stat.read_text().split()[13]) < ticks + 5 and os.times()[4] - before[4] < 5:
-            os.sched_yield()
+            time.sleep(0.01)
         own.process.send_signal(signal.SIGCONT)
         answer = read_all_until(sock, b"[DONE]")
         events = [line[6:] for line in answer.split(b"\n") if line.startswith(b"data: {")]
@@ -195,7 +196,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
         assert own.end(signal.SIGINT) != 0
         sock.close()
         while is_alive(rank):
-            os.sched_yield()
+            time.sleep(0.01)
 
 
 def test_a_port_that_is_taken() -> None:

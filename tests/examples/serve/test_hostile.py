@@ -270,7 +270,7 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("when", ["headers", "queue", "prefill", "decode", "half"])
 def test_clients_that_leave(slow: Server, when: str, stream: bool) -> None:
-    """What they held is free, and whoever stays gets all of its text."""
+    """Their blocks and files are free, and whoever stays gets all of its text."""
     slow.wait_for(slow.is_empty)
     files = slow.files()
     stays = slow.post({"prompt": "stay", "max_tokens": 60, "temperature": 0})

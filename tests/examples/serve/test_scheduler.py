@@ -97,7 +97,7 @@ class Harness:
         assert self.scheduler.is_idle, "somebody starves"
 
     def wanted(self, id_: int) -> list[int]:
-        """What the request would draw alone."""
+        """The tokens that the request would draw alone."""
         request, limits = self.requests[id_], self.engine.limits
         if request.ignore_eos:
             limits = Limits(**{**vars(limits), "eos": ()})

@@ -1,4 +1,4 @@
-"""What graphs do, one behaviour a function, as a user would write it.
+"""Behaviours of graphs, one a function, as a user would write it.
 
     mpiexec -n 4 python tests/mpi/graphs/behaviours_job.py [NODES]
 
@@ -242,7 +242,7 @@ def forwards_then_backwards(drives: bool) -> None:
 
 
 def executions_are_never_mixed_up(drives: bool) -> None:
-    """What comes by two ways, one for objects and one for tensors, belongs together."""
+    """Values that come by two ways, one for objects and one for tensors, belong together."""
     one, other, last = players()
 
     def step(x, tensor):

@@ -1,4 +1,4 @@
-"""What graphs do with what fails: behaviours of `behaviours_job.py`."""
+"""Graphs whose methods fail: behaviours of `behaviours_job.py`."""
 
 from __future__ import annotations
 

@@ -24,11 +24,11 @@ SECONDS = 60
 
 
 class Alarm(Exception):
-    """What the handler raises; an `Exception`, which might be taken for a method's own."""
+    """The exception of the handler; an `Exception`, which might be taken for a method's own."""
 
 
 class Stop(BaseException):
-    """What it raises every other time; as Ctrl-C is, no `Exception`."""
+    """The exception of every other time; as Ctrl-C is, no `Exception`."""
 
 
 @cg.actor
@@ -128,7 +128,7 @@ def drive(count: int) -> None:
 
 
 def is_right(future: Any, value: Any) -> bool:
-    """Whether a future has the value; if not, it says why."""
+    """True if a future has the value; if not, it prints why."""
     try:
         assert future.result(SECONDS) == value
     except cg.RemoteError as error:

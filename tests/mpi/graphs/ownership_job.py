@@ -1,4 +1,4 @@
-"""What actors keep, change and hand out, and methods that do what they should not.
+"""Actors that keep, change and hand out values, and methods that do what they should not.
 
     mpiexec -n 2 python tests/mpi/graphs/ownership_job.py [NODES]
 
@@ -159,7 +159,7 @@ def results_are_the_callers_own(drives: bool) -> None:
 
 
 def results_with_a_history(drives: bool) -> None:
-    """What a model has computed comes as from any rank: without the graph that leads to it."""
+    """Outputs of a model come as from any rank: without the graph that leads to them."""
     for rank in (0, 1):
         model = Model.on(rank)()
         with graph_of(lambda x, model=model: model.predict(x)) as graph:
@@ -243,7 +243,7 @@ def errors_without_a_text(drives: bool) -> None:
 
 
 def tensors_of_torchs_own_kinds(drives: bool) -> None:
-    """What is more than bytes in a shape travels as torch pickles it."""
+    """Tensors that are more than bytes in a shape travel as torch pickles them."""
     far = Source.on(1)()
     with graph_of(lambda x: far.use(x)) as graph:
         if drives:
@@ -255,7 +255,7 @@ def tensors_of_torchs_own_kinds(drives: bool) -> None:
 
 
 def a_carry_keeps_its_type(drives: bool) -> None:
-    """What would be broadcast or converted is an error."""
+    """A value that would be broadcast or converted is an error."""
     held, far = cg.carry(torch.zeros(3, dtype=torch.int64), on=1), Source.on(1)()
 
     def step(x):

@@ -1,4 +1,4 @@
-"""What graphs do between processes, one behaviour a test: see behaviours_job.py."""
+"""Behaviours of graphs between processes, one a test: see behaviours_job.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What actors keep, change and hand out, between processes: see ownership_job.py."""
+"""Values that actors keep, change and hand out, between processes: see ownership_job.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What cannot be done with actors on meshes is an error that names the user's line."""
+"""Errors of actors on meshes name the user's line."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Layer(nn.Module):
             self.weight.sub_(1)
 
     def count(self, x: Tensor) -> Tensor:
-        self.seen.add_(x.detach().sum(0))
+        self.seen = self.seen + x.detach().sum(0)
         return x
 
 
@@ -136,7 +136,7 @@ def an_argument_of_an_axis_that_is_not_there() -> Any:
     return lambda x: layer.forward(x)
 
 
-def changes_a_buffer() -> Any:
+def replaces_a_buffer() -> Any:
     layer = on({"weight": cg.cut(0, "tp")})
     return lambda x: layer.count(x)
 
@@ -227,7 +227,7 @@ STEPS = [
     (laid_out_and_not_named, "the actor's plan does not say how forward(x) is laid out"),
     (an_argument_without_the_dimension, "has 2 dimensions, so dimension 3 cannot be cut"),
     (an_argument_of_an_axis_that_is_not_there, "is cut along 'ep', but the mesh"),
-    (changes_a_buffer, "it changes 'seen', and its actor is on a mesh"),
+    (replaces_a_buffer, "it changes 'seen', and its actor is on a mesh"),
     (two_meshes, "pass one of them through a method of an actor on the other one's mesh"),
     (sums_along_other_axes, "is a sum along tp in one of its methods, and along dp in another"),
     (state_that_has_been_updated_since, "has been written to since: plain Python would see the"),

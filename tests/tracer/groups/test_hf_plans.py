@@ -40,7 +40,7 @@ class Base(nn.Module):
 
 
 class Model(nn.Module):
-    """What a model of transformers has of its plans."""
+    """The attributes of a model of transformers that hold its plans."""
 
     base_model_prefix = "model"
 

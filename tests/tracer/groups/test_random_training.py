@@ -117,7 +117,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Case:
-    """What is drawn.
+    """A training that was drawn.
 
     Attributes:
         layers: of the chain.

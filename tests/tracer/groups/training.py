@@ -404,7 +404,7 @@ def compare(stage: Any, rank: int, instance: Stage, held: Held, exact: bool) -> 
 
 
 def region_of(stage: Any, name: str, rank: int) -> Region | None:
-    """What a rank of a mesh has of a tensor; None: all of it."""
+    """The part of a tensor that a rank of a mesh has; None: all of it."""
     logical = stage._group.logical[name]
     if logical.layout is None:
         return None
@@ -412,7 +412,7 @@ def region_of(stage: Any, name: str, rank: int) -> Region | None:
 
 
 def cut_out(tensor: Tensor, region: Region | None) -> Tensor:
-    """What a rank has of a tensor."""
+    """The part of a tensor that a rank has."""
     return tensor if region is None else piece(tensor, region)
 
 

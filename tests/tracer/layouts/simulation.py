@@ -30,7 +30,7 @@ COMBINE: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = 
 }
 
 Pieces = list[torch.Tensor]
-"""What each rank of a place holds of a value, in order."""
+"""The pieces of a value that the ranks of a place hold, in order."""
 
 
 def mesh(**axes: int) -> Mesh:
@@ -71,7 +71,7 @@ def put(whole: torch.Tensor, region: Region, part: torch.Tensor) -> None:
 
 
 def distribute(tensor: torch.Tensor, layout: Layout, place: Place) -> Pieces:
-    """What each rank holds of a tensor; summands are random numbers that add up to it."""
+    """The piece of a tensor on each rank; summands are random numbers that add up to it."""
     generator = torch.Generator().manual_seed(len(layout.summands) + tensor.numel())
     left: dict[tuple[Any, ...], torch.Tensor] = {}
     summand: list[torch.Tensor] = []

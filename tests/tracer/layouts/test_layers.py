@@ -19,7 +19,7 @@ STATISTICS = (ints(4), ints(4).abs() + 1)
 
 
 def running(x: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor) -> Any:
-    """What a batch norm in training gives, and the statistics that it has updated."""
+    """The output of a batch norm in training, and the statistics that it has updated."""
     made = ATEN.native_batch_norm(x, None, None, mean, variance, True, 0.25, 1e-5)
     return made[0], mean * 1, variance * 1
 

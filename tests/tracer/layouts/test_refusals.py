@@ -1,4 +1,4 @@
-"""What cannot be laid out is an error that says where, why, and what to do."""
+"""Errors of values that cannot be laid out say where, why, and what to do."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ import torch
 from ....ir.location import Location
 from .. import asked
 from ..cases import LayoutError, Rule
+from ..functional import other_form
 from . import (
     attention,
     contractions,
@@ -69,6 +70,9 @@ def rule_of(target: object, loc: Location | None) -> Rule:
     if rule is not None:
         return rule
     if isinstance(target, torch._ops.OpOverload):
+        form = other_form(target)  # what writes in place is laid out as what makes a new tensor
+        if form in RULES:
+            return RULES[form]
         return pointwise.rule if pointwise.is_pointwise(target) else decomposed.rule
     raise LayoutError(
         f"{target} is no operator of torch, so nothing says what it does with tensors that are cut",

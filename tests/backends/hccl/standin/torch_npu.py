@@ -123,7 +123,7 @@ class Event:
 
 
 class _Steps(list[Any]):
-    """What a graph does, in order: the operations that the mock keeps stand between the others."""
+    """The work of a graph, in order; the operations that the mock keeps stand in between."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class _Steps(list[Any]):
 
 
 class NPUGraph:
-    """What was put on streams while it was captured; nothing of that has run."""
+    """The work that was put on streams while it was captured; nothing of that has run."""
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
         if os.environ.get("MOCK_NPU_GRAPHS") == "0":
@@ -270,7 +270,7 @@ def _fake_on_host() -> None:
 
 
 def _autoload() -> None:
-    """What torch calls when it is imported; importing this module has done it all."""
+    """The entry point that torch calls when it is imported; importing this module did it all."""
 
 
 _install()

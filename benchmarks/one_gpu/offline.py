@@ -1,0 +1,114 @@
+"""nano-vllm's benchmark through the engine of examples/serve, without a front."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from typing import Any
+
+import torch
+
+from examples.serve.engine import CgEngine, Options, start
+from examples.serve.scheduler import Request, Scheduler, Ticket
+
+from .bench import OneGpu
+from .qwen2 import REAL, SMALL
+
+REQUESTS = 256
+SHORTEST, LONGEST = 100, 1024
+"""Tokens of a prompt, and of an output."""
+IDS = 10_000
+"""Prompts are of ids up to this one."""
+BATCHES = (16, 64, 128, 192, 256)
+FUSED_BATCHES = (64, 256)
+"""Fewer, since compiling a variant takes half a minute."""
+
+
+def load(count: int, shortest: int, longest: int, most: int) -> list[Request]:
+    """The requests of nano-vllm's bench.py, seed 0, greedy: ids first, lengths as it draws them."""
+    draw = random.Random(0)
+    prompts = [
+        tuple(draw.randint(0, most) for _ in range(draw.randint(shortest, longest)))
+        for _ in range(count)
+    ]
+    outputs = [draw.randint(shortest, longest) for _ in range(count)]
+    return [
+        Request(number, prompt, output, ignore_eos=True)
+        for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
+    ]
+
+
+def offline(bench: OneGpu) -> None:
+    """Output tokens a second, all requests at once, greedy, in float16.
+
+    `--only fused` compiles the model by TorchInductor, for fewer sizes of batches.
+    """
+    sizes = SMALL if bench.is_small else REAL
+    work = load(5, 4, 20, 500) if bench.is_small else load(REQUESTS, SHORTEST, LONGEST, IDS)
+    context = 64 if bench.is_small else 2 * LONGEST
+    size = 16 if bench.is_small else 64
+    fuse = bench.fuse if "fused" in bench.only else None
+    options = Options(
+        groups=1,
+        batches=(2, 4) if bench.is_small else FUSED_BATCHES if fuse else BATCHES,
+        chunks=(16,) if bench.is_small else (1024,) if fuse else (512, 1024),
+        blocks=1 + len(work) * context // size,
+        block_size=size,
+        context=context,
+        widths=(),  # kernels of devices read no further than a row is long
+        fuse=fuse,
+        dtype=torch.float16 if bench.is_gpu else torch.float32,
+        draws=False,
+    )
+    with bench.timed("the engine, its graphs captured"):
+        engine = start(sizes.config(context), options)
+    assert engine is not None, "there is one rank"
+    # Shorter than the whole, so that what is not warm yet is met before the clock runs.
+    _serve(engine, load(4, 4, 20, 500), 60.0)
+    for turn in range(2):
+        if turn and bench.left < 30.0:
+            break
+        _report(bench, work, *_serve(engine, work, max(20.0, bench.left)))
+    engine.close()
+    del engine
+    bench.free()
+
+
+def _serve(engine: CgEngine, work: list[Request], limit: float) -> tuple[Scheduler, float, float]:
+    """Serve requests, for so many seconds at most; the seconds, and those in which it waited."""
+    scheduler = Scheduler(engine.limits)
+    for request in work:
+        scheduler.add(request)
+    under_way: deque[tuple[Ticket, Any]] = deque()
+    waited = 0.0
+    began = time.perf_counter()
+    while not scheduler.is_idle or under_way:
+        if time.perf_counter() - began < limit:
+            for ticket in scheduler.schedule():
+                under_way.append((ticket, engine.submit(ticket.work)))
+        elif not under_way:
+            break
+        ticket, result = under_way.popleft()
+        asked = time.perf_counter()
+        drawn = result.result()
+        waited += time.perf_counter() - asked
+        scheduler.complete(ticket, drawn)
+        scheduler.take_events()
+    return scheduler, time.perf_counter() - began, waited
+
+
+def _report(
+    bench: OneGpu, work: list[Request], scheduler: Scheduler, seconds: float, waited: float
+) -> None:
+    stats, note = scheduler.stats, bench.report.note
+    wanted = sum(request.max_tokens for request in work)
+    whole = stats.generated_tokens == wanted
+    note("serving", "output tokens a second", stats.generated_tokens / seconds, "tokens/s")
+    note("serving", "output tokens" if whole else "output tokens; the time was up, of all "
+         f"{wanted}", stats.generated_tokens, "", whole=whole)  # fmt: skip
+    note("serving", "seconds", seconds, "s")
+    note("serving", "in which the host waited for tokens", waited / seconds * 100, "%")
+    note("serving", "decode steps", stats.decodes, "", rows=stats.rows)
+    note("serving", "rows of a decode step, on average", stats.rows / max(1, stats.decodes), "")
+    note("serving", "prefill chunks", stats.chunks, "", preemptions=stats.preemptions)

@@ -1,0 +1,152 @@
+"""Attention of single tokens to a paged cache on CUDA devices, by kernels of Triton.
+
+Each program reads one part of a row's blocks, as far as the row is long, for all heads that share
+keys: Flash-Decoding (Tri Dao, Daniel Haziza, Francisco Massa, Grigory Sizov, 2023) over a block
+table (Kwon et al., "Efficient Memory Management for Large Language Model Serving with
+PagedAttention", 2023). A second kernel combines the parts of a row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # torch for CPUs comes without it
+    triton = None
+
+PART = 256
+"""Entries that one program reads."""
+STEP = 64
+"""Of these, as many as it reads at once."""
+LEAST_HEADS = 16
+"""Rows of the smallest product of Triton's."""
+
+_LIBRARY = torch.library.Library("cg_paged", "DEF")
+_LIBRARY.define(
+    "attend(Tensor query, Tensor pool, Tensor tables, Tensor positions, float scale) -> Tensor"
+)
+
+
+def is_served(device: torch.device) -> bool:
+    """Whether the kernels run on a device."""
+    return triton is not None and device.type == "cuda"
+
+
+def _shape_of(
+    query: Tensor, pool: Tensor, tables: Tensor, positions: Tensor, scale: float
+) -> Tensor:
+    return query.new_empty(query.shape)
+
+
+def attend(query: Tensor, pool: Tensor, tables: Tensor, positions: Tensor, scale: float) -> Tensor:
+    """Attend to what the rows' blocks hold, up to each row's position.
+
+    Args:
+        query: [rows, kv heads, heads that share one, width].
+        pool: [blocks, block_size, kv heads, 2, width], contiguous: keys and values.
+        tables: int64 [rows * blocks of a row].
+        positions: int64 [rows], of the tokens that attend; their own keys are in the pool.
+        scale: of the products.
+
+    Returns:
+        As `query`.
+    """
+    query = query.contiguous()
+    rows, groups, shared, width = query.shape
+    blocks = tables.numel() // rows
+    size = pool.shape[1]
+    parts = triton.cdiv(blocks * size, PART)
+    heads = max(LEAST_HEADS, triton.next_power_of_2(shared))
+    state = query.new_empty((rows, groups, parts, heads, 2), dtype=torch.float32)
+    mixed = query.new_empty((rows, groups, parts, heads, width), dtype=torch.float32)
+    _attend_to_part[(rows * groups, parts)](
+        query, pool, tables, positions, state, mixed, scale, blocks, parts,
+        GROUPS=groups, SHARED=shared, HEADS=heads, WIDTH=width, SIZE=size, PART=PART, STEP=STEP,
+    )  # fmt: skip
+    out = torch.empty_like(query)
+    _combine[(rows * groups,)](
+        state, mixed, out, positions,
+        GROUPS=groups, SHARED=shared, HEADS=heads, WIDTH=width, PART=PART, PARTS=parts,
+    )  # fmt: skip
+    return out
+
+
+if triton is not None:
+    _LIBRARY.impl("attend", attend, "CUDA")
+
+    @triton.jit
+    def _attend_to_part(
+        query, pool, tables, positions, state, mixed, scale, blocks, parts,
+        GROUPS: tl.constexpr, SHARED: tl.constexpr, HEADS: tl.constexpr,
+        WIDTH: tl.constexpr, SIZE: tl.constexpr, PART: tl.constexpr, STEP: tl.constexpr,
+    ):  # fmt: skip
+        at, part = tl.program_id(0), tl.program_id(1)
+        row, group = at // GROUPS, at % GROUPS
+        length = tl.load(positions + row) + 1
+        first = part * PART
+        if first >= length:
+            return
+        head, lane = tl.arange(0, HEADS), tl.arange(0, WIDTH)
+        is_head = head < SHARED
+        q = tl.load(
+            query + (at * SHARED + head[:, None]) * WIDTH + lane[None, :],
+            mask=is_head[:, None],
+            other=0.0,
+        )
+        most = tl.full([HEADS], float("-inf"), tl.float32)
+        total = tl.zeros([HEADS], tl.float32)
+        sums = tl.zeros([HEADS, WIDTH], tl.float32)
+        for begin in range(0, PART, STEP):
+            entry = first + begin + tl.arange(0, STEP)
+            seen = entry < length
+            block = tl.load(tables + row * blocks + entry // SIZE, mask=seen, other=0)
+            place = (block * SIZE + entry % SIZE) * GROUPS + group
+            here = pool + place[:, None] * (2 * WIDTH) + lane[None, :]
+            key = tl.load(here, mask=seen[:, None], other=0.0)
+            value = tl.load(here + WIDTH, mask=seen[:, None], other=0.0)
+            scores = tl.dot(q, tl.trans(key), input_precision="ieee") * scale
+            scores = tl.where(seen[None, :], scores, float("-inf"))
+            new = tl.maximum(most, tl.max(scores, 1))
+            shares = tl.exp(scores - new[:, None])
+            shrink = tl.exp(most - new)
+            total = total * shrink + tl.sum(shares, 1)
+            sums = sums * shrink[:, None]
+            sums += tl.dot(shares.to(value.dtype), value, input_precision="ieee")
+            most = new
+        place = (at * parts + part) * HEADS + head
+        tl.store(state + place * 2, most)
+        tl.store(state + place * 2 + 1, total)
+        tl.store(mixed + place[:, None] * WIDTH + lane[None, :], sums)
+
+    @triton.jit
+    def _combine(
+        state, mixed, out, positions,
+        GROUPS: tl.constexpr, SHARED: tl.constexpr, HEADS: tl.constexpr,
+        WIDTH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
+    ):  # fmt: skip
+        at = tl.program_id(0)
+        length = tl.load(positions + at // GROUPS) + 1
+        head, lane = tl.arange(0, HEADS), tl.arange(0, WIDTH)
+        most = tl.full([HEADS], float("-inf"), tl.float32)
+        total = tl.zeros([HEADS], tl.float32)
+        sums = tl.zeros([HEADS, WIDTH], tl.float32)
+        for part in range(PARTS):
+            is_there = (head >= 0) & (part * PART < length)
+            place = (at * PARTS + part) * HEADS + head
+            its_most = tl.load(state + place * 2, mask=is_there, other=float("-inf"))
+            new = tl.maximum(most, its_most)
+            shrink, its_shrink = tl.exp(most - new), tl.exp(its_most - new)
+            its_total = tl.load(state + place * 2 + 1, mask=is_there, other=0.0)
+            total = total * shrink + its_total * its_shrink
+            there = mixed + place[:, None] * WIDTH + lane[None, :]
+            its_sums = tl.load(there, mask=is_there[:, None], other=0.0)
+            sums = sums * shrink[:, None] + its_sums * its_shrink[:, None]
+            most = new
+        here = out + (at * SHARED + head[:, None]) * WIDTH + lane[None, :]
+        tl.store(here, sums / total[:, None], mask=(head < SHARED)[:, None])
+
+
+_LIBRARY.impl("attend", _shape_of, "Meta")

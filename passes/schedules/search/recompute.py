@@ -1,0 +1,108 @@
+"""Choose the stages that recompute: whose B runs their forward again, where memory is short."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from ....ir.pipeline.costs import Costs
+from ..base import Pipeline
+from .bound import MOST_TASKS, find_windows
+from .list_scheduling import list_schedule
+from .policies import SEEDS
+from .problem import Problem
+from .stretch import fewer_microbatches
+
+SEARCHES = 3
+"""How many sets of stages a search tries, at most; one where there are more than `MOST_TASKS`."""
+_SPREAD = 8
+"""How many numbers of stages are looked at first."""
+_PIECES = 16
+"""In how many pieces, at most, it is tried what need not recompute."""
+_POLICIES = 4
+"""How many list schedules say what a set of stages promises."""
+
+
+def sets_to_try(
+    pipeline: Pipeline, costs: Costs, memory: float | tuple[float, ...], splits: bool
+) -> list[tuple[int, ...]]:
+    """The sets of stages that promise the shortest orders; the best first.
+
+    The earlier a stage, the longer its activations wait for their B. So the first stages of all
+    recompute, as many as is best, but for those that need not. What a set promises is the best of
+    a few list schedules of few microbatches.
+
+    Args:
+        pipeline: any stages on any ranks.
+        costs: with `mr`; what they say of stages that recompute does not count.
+        memory, splits: as `find_orders` takes them.
+
+    Returns:
+        At most `SEARCHES` sets, with which one microbatch fits; the largest, if there are none.
+        Stages that would hold no less are in none.
+
+    Raises:
+        ValueError: the costs have no `mr`.
+    """
+    if costs.mr is None:
+        raise ValueError(
+            "schedule 'auto': remat needs costs with mr, the share of its activations that a stage "
+            "that recomputes holds between F and B: Costs(mr=...), or --mr of cg-sim"
+        )
+    whole = Problem.of(pipeline, replace(costs, remat=()), memory, splits)
+    few = min(fewer_microbatches(whole), MOST_TASKS * whole.microbatches // whole.tasks)
+    pipeline = Pipeline(pipeline.stage_ranks, max(1, few))
+    every = replace(costs, remat=tuple(range(pipeline.stages)))
+    useful = [part for part in range(len(pipeline.parts)) if _gains(every, pipeline.parts[part])]
+    spans: dict[tuple[int, ...], float] = {}
+
+    def span(parts: Iterable[int]) -> float:
+        chosen = tuple(sorted(stage for part in parts for stage in pipeline.parts[part]))
+        if chosen not in spans:
+            problem = Problem.of(pipeline, replace(costs, remat=chosen), memory, splits)
+            spans[chosen] = math.inf if problem.lacking() else _shortest(problem)
+        return spans[chosen]
+
+    count = _best_count(len(useful), lambda count: span(useful[:count]))
+    needed = useful[:count]
+    width = max(1, count // _PIECES)
+    for at in range(0, count, width):
+        piece = useful[at : min(at + width, count)]
+        fewer = [part for part in needed if part not in piece]
+        if span(fewer) <= span(needed) < math.inf:
+            needed = fewer
+    ranked = sorted(spans, key=lambda chosen: (round(spans[chosen], 9), len(chosen)))
+    fitting = [chosen for chosen in ranked if spans[chosen] < math.inf]
+    most = SEARCHES if whole.tasks <= MOST_TASKS else 1
+    return fitting[:most] or [max(spans, key=len)]
+
+
+def _gains(costs: Costs, part: Sequence[int]) -> bool:
+    """True if a part holds less before B for recomputing."""
+    each = [costs.memory(stage, False) for stage in part]
+    return any(memory.before < memory.during for memory in each)
+
+
+def _shortest(problem: Problem) -> float:
+    """The span of the best of a few list schedules."""
+    windows = find_windows(problem)
+    least = math.inf
+    for policy in SEEDS[:_POLICIES]:
+        rule = policy.rule(problem, policy.urgency(problem, windows))
+        listed = list_schedule(problem, rule, least)
+        if listed is not None:
+            least = min(least, max(listed.spans(problem)))
+    return least
+
+
+def _best_count(most: int, span: Callable[[int], float]) -> int:
+    """The number from 0 to `most` with the shortest span, as far as some of them tell."""
+    counts = {round(most * share / _SPREAD) for share in range(_SPREAD + 1)}
+    step = most // _SPREAD
+    while True:
+        best = min(counts, key=lambda count: (round(span(count), 9), count))
+        if not step:
+            return best
+        counts |= {max(0, best - step), min(most, best + step)}
+        step //= 2

@@ -1,0 +1,108 @@
+"""Layers of each family give the tokens of transformers, although their modules are merged."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen3Config,
+    SmolLM3Config,
+)
+from transformers.utils import logging
+
+from cg.backends.virtual.world import VirtualWorld
+from cg.launch.world.world import use_world
+from examples.serve.engine import start
+from examples.serve.families import open_model
+from examples.serve.projections import Projection, project
+
+from .serve_driver import Driver, Habits, differences, random_requests
+from .serve_models import FEW, logits_of
+
+SHAPE: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+
+CONFIGS: dict[str, PretrainedConfig] = {
+    "llama with biases": LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True),
+    "llama of another context": LlamaConfig(
+        **SHAPE,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    ),
+    "mistral": MistralConfig(**SHAPE, head_dim=16, sliding_window=None),
+    "qwen3": Qwen3Config(**SHAPE, head_dim=16),
+    "smollm3": SmolLM3Config(**SHAPE, no_rope_layer_interval=2),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "tp"), [*((name, 1) for name in CONFIGS), ("llama with biases", 2), ("qwen3", 2)]
+)
+def test_tokens_are_those_of_transformers(name: str, tp: int, tmp_path: Path) -> None:
+    logging.disable_progress_bar()
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(CONFIGS[name]).eval()
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            nn.init.normal_(parameter, 1.0 if parameter.mean() == 1 else 0.0, 0.2)
+    model.save_pretrained(tmp_path)
+    options = replace(FEW, groups=1, batches=(2,), chunks=(16,), warm=False, tp=tp)
+    with use_world(VirtualWorld(tp)):
+        engine = start(tmp_path, options)
+        assert engine is not None
+        requests = random_requests(4, 3, engine.limits)
+        Driver(engine, Habits(seed=3, chunk=16, companions=2)).run(requests)
+        engine.close()
+    assert differences(logits_of(model), requests)[0] == 0
+
+
+def test_positions_that_depend_on_the_length() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    with pytest.raises(ValueError, match="rotary positions of type 'dynamic'"):
+        open_model(LlamaConfig(**SHAPE, rope_parameters=rope))
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
+@pytest.mark.parametrize("rows", [1, 3, 8, 40])
+@pytest.mark.parametrize("bias", [False, True])
+def test_packed_weights(rows: int, bias: bool) -> None:
+    plain = nn.Linear(24, 40, bias)
+    packed, x = Projection(plain), torch.randn(rows, 1, 24)
+    with torch.no_grad():
+        torch.testing.assert_close(packed(x), plain(x))
+    assert packed.weight.isnan().all()  # whoever reads it gets no number
+    assert packed.weight.untyped_storage().nbytes() == 4
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="weights of devices stay as they are")
+def test_only_float32_is_packed() -> None:
+    module = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4).bfloat16()})
+    project(module)
+    kinds = [Projection if torch.backends.mkldnn.is_available() else nn.Linear, nn.Linear]
+    assert [type(each) for each in module.values()] == kinds

@@ -1,0 +1,57 @@
+"""Attention to a paged cache by kernels, in Triton's interpreter, against a gather of blocks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+CASES = ((1, 1, 1), (3, 2, 7), (2, 2, 16), (4, 1, 20))
+"""Rows, KV heads, and heads that share one."""
+
+
+def test_kernels_attend_as_a_gather_does() -> None:
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "tests.examples.test_serve_paged"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("equal") == len(CASES)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_kernels_on_a_gpu_attend_as_a_gather_does() -> None:
+    compare("cuda")
+
+
+def compare(device: str) -> None:
+    """Attend by kernels on a device, and by a gather on the host."""
+    from examples.serve.attention import Pages, attend
+    from examples.serve.paged import attend as by_kernels
+
+    generator = torch.Generator().manual_seed(0)
+    size, blocks, width = 16, 40, 16
+    for rows, groups, shared in CASES:
+        pool = torch.randn(1 + rows * blocks, size, groups, 2, width, generator=generator)
+        order = torch.randperm(rows * blocks, generator=generator) + 1
+        tables = order.view(rows, blocks)
+        positions = torch.tensor([0, 255, 256, 600][:rows])
+        entries = tables.gather(1, positions[:, None] // size)[:, 0] * size + positions % size
+        query = torch.randn(rows, 1, groups, shared, width, generator=generator)
+        new = torch.randn(rows, 1, groups, 2, width, generator=generator)
+        shut = torch.arange(blocks * size) > positions[:, None]
+        mask = torch.zeros(rows, 1, 1, blocks * size).masked_fill(shut[:, None, None], -torch.inf)
+        pages = Pages((pool,), 0, entries, tables.flatten(), mask, positions)
+        right = attend(query, new, pages, 0, 0.3)
+        there = (each.to(device) for each in (query[:, 0], pool, tables.flatten(), positions))
+        mine = by_kernels(*there, 0.3).cpu()
+        torch.testing.assert_close(mine.reshape(right.shape), right, rtol=1e-4, atol=1e-5)
+        print("equal")
+
+
+if __name__ == "__main__":
+    compare("cpu")  # in the interpreter, which is chosen when the kernels are defined
