@@ -73,7 +73,7 @@ def group(page: str) -> str:
         value = getattr(cg, name)
         is_error = isinstance(value, type) and issubclass(value, BaseException)
         if name not in shown and not is_error:
-            raise KeyError(f"docs/examples.py has no example of cg.{name}")
+            raise KeyError(f"docs/api_examples.py has no example of cg.{name}")
         example = f"\n\n*Example*:\n\n{shown[name]}" if name in shown else ""
         more = f"\n\n*See*: [{_title(SEE[name])}](../../{SEE[name]})"
         parts.append(f"## cg.{name}\n\n{_describe(name, value)}{example}{more}")

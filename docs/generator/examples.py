@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .snippets import run_parts
 
-FILE = Path(__file__).resolve().parents[1] / "examples.py"
+FILE = Path(__file__).resolve().parents[1] / "api_examples.py"
 _NAME = re.compile(r"^# cg\.(\w+)$", re.MULTILINE)
 
 

@@ -50,9 +50,8 @@ cg-opt() { python -m cg.launch.tools.opt "$@"; }
 cg-sim() { python -m cg.launch.tools.sim "$@"; }
 """
 _ROOT = Path(__file__).resolve().parents[2]
-_DOCS = _ROOT / "docs"  # has an examples.py, which is not the examples of the checkout
 _ENTRIES = (_ROOT, *(Path(entry).resolve() for entry in sys.path if entry))
-_PATHS = os.pathsep.join(str(entry) for entry in _ENTRIES if entry != _DOCS)
+_PATHS = os.pathsep.join(map(str, _ENTRIES))
 """Where programs that snippets start find cg, and the examples of the checkout."""
 _SECONDS = 120
 
