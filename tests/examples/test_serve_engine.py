@@ -338,5 +338,5 @@ def test_stages_of_two_mpi_ranks(ranks: int, on_devices: bool, folder: Path) -> 
     ended = run(ranks, program, folder=ROOT, seconds=150, warm=True)
     assert ended.code == 0, ended.output
     assert f"rank {ranks - 1} has served" in ended.output
-    assert ("5 of 5 whole, 5 replayed" in ended.output) == on_devices, ended.output
+    assert ("8 of 8 whole, 8 replayed" in ended.output) == on_devices, ended.output
     assert re.findall(r"16 requests, \d+ tokens: (\d+) differences", ended.output) == ["0"]

@@ -95,7 +95,7 @@ def test_communicators_conform(words: list[str]) -> None:
 
 
 def test_pipelines_on_fake_devices() -> None:
-    assert play("pipeline_job", "0", "1", fake=True).count("6 agree") == 2
+    assert play("pipeline_job", "0", "1", fake=True).count("7 agree") == 2
 
 
 def test_training_on_fake_devices() -> None:
@@ -271,7 +271,7 @@ def test_nccl_conforms(words: list[str]) -> None:
 @pytest.mark.gpu
 @needs_gpus
 def test_pipelines_on_gpus() -> None:
-    assert play("pipeline_job", "0", "4", fake=False, ranks=GPUS).count("9 agree") == GPUS
+    assert play("pipeline_job", "0", "4", fake=False, ranks=GPUS).count("10 agree") == GPUS
 
 
 @pytest.mark.gpu
