@@ -1,4 +1,4 @@
-"""Tables of the benchmarks of groups of ranks on CPUs, from what was recorded."""
+"""Tables of the benchmarks of groups of ranks, and of one GPU, from what was recorded."""
 
 from __future__ import annotations
 
@@ -30,6 +30,31 @@ def all_reduces() -> str:
         name = f"{int(size) // _MIB} MiB" if int(size) >= _MIB else f"{int(size) // 1024} KiB"
         rows.append(f"| {name} | {ours:.3g} | {peer:.4g} | {ours / peer:.2f}x |")
     return _with_source(rows, recorded)
+
+
+def on_gpus() -> str:
+    """Ratios on two GPUs, by run."""
+    return "\n\n".join(_run(run, "x") for run in _recorded("groups_gpu.json")["runs"])
+
+
+def one_gpu() -> str:
+    """Figures of one GPU, by run."""
+    return "\n\n".join(_run(run) for run in _recorded("one_gpu.json")["runs"])
+
+
+def _run(run: Any, unit: str | None = None) -> str:
+    """The figures of a run, or those in one unit."""
+    rows = [row for row in run["rows"] if unit in (None, row["unit"])]
+    lines = [f"| {row['what']} | {_figure(row['value'])} {row['unit']} |" for row in rows]
+    machine = run["machine"]
+    gpus = ", ".join(f"{count} {name}" for name, count in machine["gpus"].items())
+    where = f"{gpus}, driver {machine['driver']}, torch {machine['packages']['torch']}"
+    table = "\n".join(["| measured | |", "|---|---|", *lines])
+    return f"{table}\n\n{run['date']}: `{run['command']}` ({where})"
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def _bytes(item: tuple[str, Any]) -> int:

@@ -52,6 +52,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "auto-times": frontier.times,
     "groups-cpu": groups.steps,
     "all-reduce": groups.all_reduces,
+    "groups-gpu": groups.on_gpus,
+    "one-gpu": groups.one_gpu,
     "gpu-machine": gpus.machine,
     "gpu-round-trips": gpus.round_trips,
     "gpu-pipelines": gpus.pipelines,
