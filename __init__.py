@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from .tracer.intrinsics.microbatches import mean, microbatches
     from .tracer.intrinsics.opaque import opaque
     from .tracer.intrinsics.via import via
+    from .tracer.layouts.rules.einsum import layout_rule
     from .tracer.step.inputs import InputError
     from .tracer.step.values import OBJECT as object  # noqa: N811 - users write cg.object
 
@@ -81,6 +82,7 @@ _HOMES = {
     "whole": "tracer.groups.plan",
     "fsdp": "launch.api.api",
     "layout": "tracer.intrinsics.asked_layouts",
+    "layout_rule": "tracer.layouts.rules.einsum",
     "on": "launch.api.api",
     "object": "tracer.step.values:OBJECT",
     "microbatches": "tracer.intrinsics.microbatches",
@@ -153,6 +155,7 @@ __all__ = [
     "whole",
     "fsdp",
     "layout",
+    "layout_rule",
     "on",
     "object",
     "microbatches",

@@ -184,11 +184,11 @@ class Lanes(LoadScopeScheduling):
 
     Ranks wait a lot, for each other and for deadlines, and what computes alone fills these gaps.
     Whoever has no more of its kind helps the others. One process does all of a file, whose tests
-    share jobs and traces.
+    share jobs and traces; but where `--times` makes a search long, its shards are handed out.
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        return file_of(nodeid)
+        return nodeid if self.config.getoption("--times") else file_of(nodeid)
 
     def _assign_work_unit(self, node: WorkerController) -> None:
         does_jobs = node is not self.nodes[0]

@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+import cg
+
 try:
     import triton
     import triton.language as tl
@@ -21,13 +23,15 @@ PART = 256
 """Entries that one program reads."""
 STEP = 64
 """Of these, as many as it reads at once."""
-LEAST_HEADS = 16
-"""Rows of the smallest product of Triton's."""
+LEAST = 16
+"""Rows, and columns, of the smallest product of Triton's."""
 
 _LIBRARY = torch.library.Library("cg_paged", "DEF")
 _LIBRARY.define(
     "attend(Tensor query, Tensor pool, Tensor tables, Tensor positions, float scale) -> Tensor"
 )
+# On a mesh, ranks have the keys and values of some heads, and the queries that share them.
+cg.layout_rule(torch.ops.cg_paged.attend.default, "rgsw,begkw,t,r->rgsw", cut="g")
 
 
 def is_served(device: torch.device) -> bool:
@@ -59,17 +63,19 @@ def attend(query: Tensor, pool: Tensor, tables: Tensor, positions: Tensor, scale
     blocks = tables.numel() // rows
     size = pool.shape[1]
     parts = triton.cdiv(blocks * size, PART)
-    heads = max(LEAST_HEADS, triton.next_power_of_2(shared))
+    heads = max(LEAST, triton.next_power_of_2(shared))
+    lanes = max(LEAST, triton.next_power_of_2(width))
     state = query.new_empty((rows, groups, parts, heads, 2), dtype=torch.float32)
     mixed = query.new_empty((rows, groups, parts, heads, width), dtype=torch.float32)
     _attend_to_part[(rows * groups, parts)](
         query, pool, tables, positions, state, mixed, scale, blocks, parts,
-        GROUPS=groups, SHARED=shared, HEADS=heads, WIDTH=width, SIZE=size, PART=PART, STEP=STEP,
+        GROUPS=groups, SHARED=shared, HEADS=heads, LANES=lanes, WIDTH=width,
+        SIZE=size, PART=PART, STEP=STEP,
     )  # fmt: skip
     out = torch.empty_like(query)
     _combine[(rows * groups,)](
         state, mixed, out, positions,
-        GROUPS=groups, SHARED=shared, HEADS=heads, WIDTH=width, PART=PART, PARTS=parts,
+        GROUPS=groups, SHARED=shared, HEADS=heads, LANES=lanes, WIDTH=width, PART=PART, PARTS=parts,
     )  # fmt: skip
     return out
 
@@ -80,7 +86,7 @@ if triton is not None:
     @triton.jit
     def _attend_to_part(
         query, pool, tables, positions, state, mixed, scale, blocks, parts,
-        GROUPS: tl.constexpr, SHARED: tl.constexpr, HEADS: tl.constexpr,
+        GROUPS: tl.constexpr, SHARED: tl.constexpr, HEADS: tl.constexpr, LANES: tl.constexpr,
         WIDTH: tl.constexpr, SIZE: tl.constexpr, PART: tl.constexpr, STEP: tl.constexpr,
     ):  # fmt: skip
         at, part = tl.program_id(0), tl.program_id(1)
@@ -89,24 +95,25 @@ if triton is not None:
         first = part * PART
         if first >= length:
             return
-        head, lane = tl.arange(0, HEADS), tl.arange(0, WIDTH)
-        is_head = head < SHARED
+        head, lane = tl.arange(0, HEADS), tl.arange(0, LANES)
+        is_head, is_lane = head < SHARED, lane < WIDTH
         q = tl.load(
             query + (at * SHARED + head[:, None]) * WIDTH + lane[None, :],
-            mask=is_head[:, None],
+            mask=is_head[:, None] & is_lane[None, :],
             other=0.0,
         )
         most = tl.full([HEADS], float("-inf"), tl.float32)
         total = tl.zeros([HEADS], tl.float32)
-        sums = tl.zeros([HEADS, WIDTH], tl.float32)
+        sums = tl.zeros([HEADS, LANES], tl.float32)
         for begin in range(0, PART, STEP):
             entry = first + begin + tl.arange(0, STEP)
             seen = entry < length
             block = tl.load(tables + row * blocks + entry // SIZE, mask=seen, other=0)
             place = (block * SIZE + entry % SIZE) * GROUPS + group
             here = pool + place[:, None] * (2 * WIDTH) + lane[None, :]
-            key = tl.load(here, mask=seen[:, None], other=0.0)
-            value = tl.load(here + WIDTH, mask=seen[:, None], other=0.0)
+            is_there = seen[:, None] & is_lane[None, :]
+            key = tl.load(here, mask=is_there, other=0.0)
+            value = tl.load(here + WIDTH, mask=is_there, other=0.0)
             scores = tl.dot(q, tl.trans(key), input_precision="ieee") * scale
             scores = tl.where(seen[None, :], scores, float("-inf"))
             new = tl.maximum(most, tl.max(scores, 1))
@@ -119,20 +126,21 @@ if triton is not None:
         place = (at * parts + part) * HEADS + head
         tl.store(state + place * 2, most)
         tl.store(state + place * 2 + 1, total)
-        tl.store(mixed + place[:, None] * WIDTH + lane[None, :], sums)
+        tl.store(mixed + place[:, None] * WIDTH + lane[None, :], sums, mask=is_lane[None, :])
 
     @triton.jit
     def _combine(
         state, mixed, out, positions,
-        GROUPS: tl.constexpr, SHARED: tl.constexpr, HEADS: tl.constexpr,
+        GROUPS: tl.constexpr, SHARED: tl.constexpr, HEADS: tl.constexpr, LANES: tl.constexpr,
         WIDTH: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
     ):  # fmt: skip
         at = tl.program_id(0)
         length = tl.load(positions + at // GROUPS) + 1
-        head, lane = tl.arange(0, HEADS), tl.arange(0, WIDTH)
+        head, lane = tl.arange(0, HEADS), tl.arange(0, LANES)
+        is_lane = lane < WIDTH
         most = tl.full([HEADS], float("-inf"), tl.float32)
         total = tl.zeros([HEADS], tl.float32)
-        sums = tl.zeros([HEADS, WIDTH], tl.float32)
+        sums = tl.zeros([HEADS, LANES], tl.float32)
         for part in range(PARTS):
             is_there = (head >= 0) & (part * PART < length)
             place = (at * PARTS + part) * HEADS + head
@@ -142,11 +150,11 @@ if triton is not None:
             its_total = tl.load(state + place * 2 + 1, mask=is_there, other=0.0)
             total = total * shrink + its_total * its_shrink
             there = mixed + place[:, None] * WIDTH + lane[None, :]
-            its_sums = tl.load(there, mask=is_there[:, None], other=0.0)
+            its_sums = tl.load(there, mask=is_there[:, None] & is_lane[None, :], other=0.0)
             sums = sums * shrink[:, None] + its_sums * its_shrink[:, None]
             most = new
         here = out + (at * SHARED + head[:, None]) * WIDTH + lane[None, :]
-        tl.store(here, sums / total[:, None], mask=(head < SHARED)[:, None])
+        tl.store(here, sums / total[:, None], mask=(head < SHARED)[:, None] & is_lane[None, :])
 
 
 _LIBRARY.impl("attend", _shape_of, "Meta")

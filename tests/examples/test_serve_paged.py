@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 
-CASES = ((1, 1, 1), (3, 2, 7), (2, 2, 16), (4, 1, 20))
-"""Rows, KV heads, and heads that share one."""
+CASES = ((1, 1, 1, 16), (3, 2, 7, 16), (2, 2, 16, 8), (4, 1, 20, 24))
+"""Rows, KV heads, heads that share one, and their width."""
 
 
 def test_kernels_attend_as_a_gather_does() -> None:
@@ -34,8 +34,8 @@ def compare(device: str) -> None:
     from examples.serve.paged import attend as by_kernels
 
     generator = torch.Generator().manual_seed(0)
-    size, blocks, width = 16, 40, 16
-    for rows, groups, shared in CASES:
+    size, blocks = 16, 40
+    for rows, groups, shared, width in CASES:
         pool = torch.randn(1 + rows * blocks, size, groups, 2, width, generator=generator)
         order = torch.randperm(rows * blocks, generator=generator) + 1
         tables = order.view(rows, blocks)

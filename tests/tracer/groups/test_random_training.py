@@ -179,6 +179,12 @@ def orders(draw: st.DrawFn, schedules: Sequence[str | None], is_stored: bool) ->
     return tuple(draw(st.lists(each, min_size=most, max_size=most, unique=True)))
 
 
+def surrounds(where: Sequence[Mesh]) -> bool:
+    """True if the first and the last of three stages share ranks, and none with the middle one."""
+    first, middle, last = (set(mesh.ranks) for mesh in where)
+    return bool(first & last) and not middle & (first | last)
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     """Chains of up to four layers; attention is the first one, or its numbers would grow."""
@@ -190,7 +196,7 @@ def cases(draw: st.DrawFn) -> Case:
         names = [name for name, others in HOMES.items() if others == homes]
     elif len(homes) > 1:
         names = [None, *(name for name in cg.schedules.names() if name not in HOMES)]
-        if len(where) == 3 and where[0].ranks[0] == where[2].ranks[0] != where[1].ranks[0]:
+        if len(where) == 3 and surrounds(where):
             names = [name for name in names if name not in LINES]
     chosen = [draw(layers(where[home], not i)) for i, home in enumerate(homes)]
     has_attention = chosen[0].cls is Attention

@@ -53,9 +53,9 @@ def no_rule(case: Case) -> LayoutError:
     return LayoutError(
         f"{case.name} has no rule that says what it does with tensors that are cut",
         loc=case.loc,
-        remedy="call it where its operands are whole, as behind x = cg.layout(x, cg.whole); or add "
-        "a rule for it to a module of tracer/layouts/rules, whose RULES name its op "
-        "(CONTRIBUTING.md, 'Add a layout rule')",
+        remedy="call it where its operands are whole, as behind x = cg.layout(x, cg.whole); or say "
+        "what it does by cg.layout_rule, if the operator is your own; or add a rule for it to a "
+        "module of tracer/layouts/rules (CONTRIBUTING.md, 'Add a layout rule')",
     )
 
 

@@ -1,4 +1,4 @@
-"""The rule of each op."""
+"""The rule of each op: ours, one that a user has declared, or what torch decomposes it to."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ..cases import LayoutError, Rule
 from ..functional import other_form
 from . import (
     attention,
-    contractions,
     convolution,
     creation,
     decomposed,
+    einsum,
     indexing,
     joining,
     losses,
@@ -31,7 +31,7 @@ _FAMILIES = (
     asked,
     *(
         attention,
-        contractions,
+        einsum,
         convolution,
         creation,
         indexing,
@@ -70,6 +70,9 @@ def rule_of(target: object, loc: Location | None) -> Rule:
     if rule is not None:
         return rule
     if isinstance(target, torch._ops.OpOverload):
+        declared = einsum.declared_rule(target)
+        if declared is not None:
+            return declared
         form = other_form(target)  # what writes in place is laid out as what makes a new tensor
         if form in RULES:
             return RULES[form]
