@@ -1,9 +1,9 @@
 """Fine-tune SmolLM2-135M on 2 CPU ranks: tokens a second, against two peers, in turns.
 
-    python benchmarks/finetune.py [--model DIR] [--turns 3] [--json FILE] [--small]
+    python benchmarks/finetune.py [--model DIR] [--turns 3] [--json FILE] [--small] [--only SIDE …]
 
 Sides, each in processes of its own, with as many threads in all as there are ranks: the step of
-examples/finetune.py in a pipeline; plain transformers in one process, with the whole batch at once
+examples/finetune.py in a pipeline, as it is and with --fuse inductor; plain transformers in one process, with the whole batch at once
 and in the same microbatches; torch.distributed.pipelining over Gloo (1F1B) on the same parts. All
 train in float32 by AdamW with clipped gradients, on the same random tokens from the same weights,
 and their losses are compared. Two steps are left out, and medians are given of the rest.
@@ -26,7 +26,7 @@ from typing import Any
 from finetune_arms import write_random
 
 ARMS = Path(__file__).resolve().parent / "finetune_arms.py"
-SIDES = ("cg", "plain, whole batch", "plain, microbatches", "torch pipelining")
+SIDES = ("cg", "cg, fused", "plain, whole batch", "plain, microbatches", "torch pipelining")
 TIMEOUT = 1800.0
 """Seconds for one side's turn."""
 AGREES = 1e-4
@@ -37,6 +37,7 @@ def turn(side: str, args: argparse.Namespace, model: Path) -> dict[str, Any]:
     """One run of a side."""
     arm, ranks, threads, microbatches = {
         "cg": ("cg", args.ranks, 1, args.microbatches),
+        "cg, fused": ("cg", args.ranks, 1, args.microbatches),
         "plain, whole batch": ("plain", 1, args.ranks, 1),
         "plain, microbatches": ("plain", 1, args.ranks, args.microbatches),
         "torch pipelining": ("pipelining", args.ranks, 1, args.microbatches),
@@ -48,6 +49,7 @@ def turn(side: str, args: argparse.Namespace, model: Path) -> dict[str, Any]:
     given += ["--microbatches", microbatches, "--steps", args.steps, "--threads", threads]
     given += ["--schedule", args.schedule]
     given += ["--stages", *args.stages] if args.stages else []
+    given += ["--fuse", "inductor"] if side == "cg, fused" else []
     command = [*start, str(ARMS), arm, *map(str, given)]
     variables = {**os.environ, "OMP_NUM_THREADS": str(threads), "CG_RANKS": "1"}
     if ranks > 1:
@@ -73,25 +75,27 @@ def main() -> None:
     add("--microbatches", type=int, default=8)
     add("--schedule", default="zb-h1", help="of cg")
     add("--stages", type=int, nargs="*", default=[], help="layers of each stage")
+    add("--only", nargs="*", default=list(SIDES), choices=SIDES, help="sides, the first compared")
     add("--json", type=Path)
     args = parser.parse_args()
+    sides = args.only
     with tempfile.TemporaryDirectory() as folder:
         model = args.model or Path(folder) / "model"
         if args.model is None:
             write_random(model, args.small)
-        runs: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
+        runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
         for _ in range(args.turns):
-            for side in SIDES:
+            for side in sides:
                 runs[side].append(turn(side, args, model))
-    speeds = {s: statistics.median(r["tokens_per_second"] for r in runs[s]) for s in SIDES}
-    wanted = runs["cg"][0]["losses"]
-    for side in SIDES:
+    speeds = {s: statistics.median(r["tokens_per_second"] for r in runs[s]) for s in sides}
+    wanted = runs[sides[0]][0]["losses"]
+    for side in sides:
         for run in runs[side]:
             worst = max(abs(a - b) for a, b in zip(run["losses"], wanted, strict=True))
             assert worst < AGREES, f"losses of {side} differ by {worst}: {run['losses']}, {wanted}"
-    print(f"{'side':22} tokens/s   cg is so many times as fast")
-    for side in SIDES:
-        print(f"{side:22} {speeds[side]:8.0f}   {speeds['cg'] / speeds[side]:.2f}")
+    print(f"{'side':22} tokens/s   {sides[0]} is so many times as fast")
+    for side in sides:
+        print(f"{side:22} {speeds[side]:8.0f}   {speeds[sides[0]] / speeds[side]:.2f}")
     if args.json is not None:
         args.json.write_text(json.dumps({"tokens_per_second": speeds, "runs": runs}, indent=1))
 

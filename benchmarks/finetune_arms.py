@@ -108,7 +108,8 @@ def ours(args: argparse.Namespace) -> tuple[Step, int]:
         print(cuts, file=sys.stderr)
     train, _, _ = finetune.make_steps(cuts, stages, given)
     schedule = cg.schedules.by_name(args.schedule)
-    compiled = train.lower(tokens(0, args, vocabulary)).compile(schedule=schedule)
+    lowered = train.lower(tokens(0, args, vocabulary))
+    compiled = lowered.compile(schedule=schedule, fuse=args.fuse)
     return lambda ids: float(compiled(ids)[0]), vocabulary
 
 
@@ -214,6 +215,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--schedule", default="zb-h1")
     parser.add_argument("--stages", type=int, nargs="*", default=[])
+    parser.add_argument("--fuse", choices=("inductor",), help="of cg: what compiles the stages")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()

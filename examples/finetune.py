@@ -373,6 +373,7 @@ def parse() -> argparse.Namespace:
     add("--tp", type=int, default=1, help="ranks of a group that share weights")
     add("--stages", type=int, nargs="*", help="layers of each stage, to cut by hand")
     add("--schedule", default="1f1b", choices=cg.schedules.names())
+    add("--fuse", choices=("inductor",), help="have TorchInductor compile the stages")
     add("--bf16", action="store_true", help="compute in bfloat16; weights stay float32")
     add("--lora", type=int, default=0, help="train adapters of this rank alone")
     add("--attention", default="sdpa", choices=("sdpa", "eager"), help="what can be traced")
@@ -439,7 +440,8 @@ def main() -> None:
         print(cuts)
     train, evaluate, predict = make_steps(cuts, stages, args)
     schedule = cg.schedules.by_name(args.schedule)
-    compiled = train.lower(texts.batch(0, args.batch, args.seed)).compile(schedule=schedule)
+    lowered = train.lower(texts.batch(0, args.batch, args.seed))
+    compiled = lowered.compile(schedule=schedule, fuse=args.fuse)
     run = Run(args, model, stages, texts, compiled, evaluate, Record())
     if args.resume:
         run.resume()

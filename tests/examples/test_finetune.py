@@ -128,6 +128,7 @@ REST = "--steps 6 --resume --evaluate-every 0"
         "--pp 1 --dp 2 --tp 2",
         pytest.param("--pp 2 --dp 2 --schedule zb-h1", marks=SLOW),
         pytest.param("--pp 2 --tp 2", marks=SLOW),
+        pytest.param("--pp 2 --dp 2 --fuse inductor", marks=SLOW),
     ],
 )
 def test_another_shape_goes_on(shape: str, model: Path, whole: Path, tmp_path: Path) -> None:
