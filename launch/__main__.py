@@ -98,7 +98,6 @@ def _run(options: argparse.Namespace) -> int:
     if not (options.no_thread_cap or options.mpi_arg or elsewhere):
         preset = {name for name in THREAD_VARIABLES if inherited.get(name)}
         ours.update(thread_settings(max(1, cores // ranks), preset))
-    ours.setdefault("PYTHONUNBUFFERED", inherited.get("PYTHONUNBUFFERED", "1"))
     inherited.pop("CG_RANKS", None)
     line = command(
         launcher,

@@ -5,15 +5,19 @@ does. If that is a receive whose message is only sent once the kernel has run, n
 more. So the functions of a program run once, in the program's order, with the state of their actors
 put back behind them. What comes from elsewhere is made up. What one function makes for another is
 as it came: kernels are chosen by strides, too. Opaque methods, which may do anything, are left out.
+
+An index that is computed of made up numbers may be out of range, as `length - 1` of a length of 0.
+A kernel that meets one on a device ends the process, so indices are brought into range here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...ir.module import Function, FunctionKind, Program
 from ...ir.ops import Call, Op, Slice, Value, View, Wait
@@ -24,6 +28,24 @@ from ..program import builtins
 from ..program.linked import LinkedProgram
 from ..program.tensor_regions import taking
 from .base import Device
+
+_ATEN = torch.ops.aten
+_ALONG_DIM: Final = frozenset(
+    {
+        *(_ATEN.gather, _ATEN.index_select, _ATEN.scatter, _ATEN.scatter_, _ATEN.scatter_add),
+        *(_ATEN.scatter_add_, _ATEN.scatter_reduce, _ATEN.scatter_reduce_, _ATEN.index_add),
+        *(_ATEN.index_add_, _ATEN.index_copy, _ATEN.index_copy_, _ATEN.index_fill),
+        *(_ATEN.index_fill_, _ATEN.index_reduce, _ATEN.index_reduce_),
+    }
+)
+"""Ops that take a tensor, a dimension, and indices along that."""
+_BY_LIST: Final = frozenset(
+    {
+        *(_ATEN.index, _ATEN._unsafe_index, _ATEN.index_put, _ATEN.index_put_),
+        *(_ATEN._unsafe_index_put, _ATEN._index_put_impl_),
+    }
+)
+"""Ops that take a tensor, and a list of indices along its dimensions, with None for a whole one."""
 
 Output = tuple[str, int]
 """A value that a function makes: its name and the number of the value."""
@@ -133,15 +155,61 @@ def _run_and_put_back(body: Any, function: Function, inputs: Sequence[Any]) -> S
     for parameter in trained:
         parameter.grad = None
     try:
-        outputs: Sequence[Any] = body(*inputs)
-        if trained:
-            body(*inputs)  # this time gradients are added to those of the first
+        with _IndicesInRange():  # type: ignore[no-untyped-call]
+            outputs: Sequence[Any] = body(*inputs)
+            if trained:
+                body(*inputs)  # this time gradients are added to those of the first
     finally:
         for parameter, gradient in zip(trained, gradients, strict=True):
             parameter.grad = gradient
         for tensor, value in zip(state, saved or (), strict=False):
             tensor.copy_(value)
     return outputs
+
+
+class _IndicesInRange(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Brings the indices of ops into range; those inside of a fused kernel do not come by here."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        op, given = func.overloadpacket, list(args)
+        if op in _ALONG_DIM and isinstance(given[1], int):
+            given[2] = _into_range(given[2], given[0].shape[given[1]] if given[0].dim() else 1)
+        elif op in _BY_LIST:
+            given[1] = _all_into_range(given[0], given[1])
+        elif op is _ATEN.embedding:
+            given[1] = _into_range(given[1], given[0].shape[0])
+        elif op is _ATEN.embedding_dense_backward:
+            given[1] = _into_range(given[1], given[2])
+        elif op is _ATEN.nll_loss_forward or op is _ATEN.nll_loss_backward:
+            at = 0 if op is _ATEN.nll_loss_forward else 1
+            classes = given[at].shape[-1]
+            ignored = given[at + 1] == given[at + 4]
+            within = _into_range(given[at + 1], classes)
+            given[at + 1] = torch.where(ignored, given[at + 1], within)
+        return func(*given, **(kwargs or {}))
+
+
+def _all_into_range(indexed: Tensor, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+    found: list[Tensor | None] = []
+    dim = 0
+    for index in indices:
+        is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
+        if index is None or is_mask:
+            found.append(index)
+        else:
+            found.append(_into_range(index, indexed.shape[dim]))
+        dim += index.dim() if index is not None and is_mask else 1
+    return found
+
+
+def _into_range(index: Tensor, size: int) -> Tensor:
+    return index.remainder(size) if size else index
 
 
 def _made_up(type_: Type, device: Device) -> Tensor:

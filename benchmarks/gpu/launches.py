@@ -38,7 +38,8 @@ def profile(report: Report) -> None:
             losses.append(stages[-1].loss(part))
         cg.backward(cg.mean(losses))
 
-    compiled = step.lower(x).compile()
+    # Whether ranks give the same is looked at in some executions only, on hosts.
+    compiled = step.lower(x).compile(check_inputs=False)
     counted(lambda: None)  # the first profile of a process has more to do
     nothing = counted(lambda: None)
     reads = [len(compiled.module.program_of(rank).params) for rank in range(cg.world_size())]

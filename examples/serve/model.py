@@ -133,8 +133,7 @@ class Stage(nn.Module):
         hidden = self._layers(x, positions, chunk[:, PROMPT + count :], table)
         if not self.is_last:
             return hidden
-        # A device tries graphs out with zeros, and a wrong index ends the process there.
-        last = (length - 1).clamp(min=0)[:, :, None].expand(-1, -1, hidden.shape[-1])
+        last = (length - 1)[:, :, None].expand(-1, -1, hidden.shape[-1])
         logits = self._logits(hidden.gather(1, last)[:, 0])
         seeds, top_k = chunk[:, CHUNK_SEED], chunk[:, CHUNK_TOP_K]
         at = (start + length)[:, 0]

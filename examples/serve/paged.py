@@ -52,13 +52,14 @@ def attend(query: Tensor, pool: Tensor, tables: Tensor, positions: Tensor, scale
         query: [rows, kv heads, heads that share one, width].
         pool: [blocks, block_size, kv heads, 2, width], contiguous: keys and values.
         tables: int64 [rows * blocks of a row].
-        positions: int64 [rows], of the tokens that attend; their own keys are in the pool.
+        positions: int64 [rows], of the tokens that attend; their own keys are in the pool. It and
+            the tables may be columns of a larger tensor.
         scale: of the products.
 
     Returns:
         As `query`.
     """
-    query = query.contiguous()
+    query, tables, positions = query.contiguous(), tables.contiguous(), positions.contiguous()
     rows, groups, shared, width = query.shape
     blocks = tables.numel() // rows
     size = pool.shape[1]

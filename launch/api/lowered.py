@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from ...backends.base import World
 from ...backends.driven.participants import is_device_only
@@ -63,11 +64,19 @@ class Definition:
         name: of the step.
         fn: its Python function.
         driver: the rank that may start executions, if there is one.
+        numberings: those of programs that were compiled of it and count for themselves.
     """
 
     name: str
     fn: Callable[..., Any]
     driver: int | None
+    numberings: WeakSet[Numbering]
+
+    def number(self) -> Numbering:
+        """A numbering for another program."""
+        made = Numbering()
+        self.numberings.add(made)
+        return made
 
 
 Example = tuple[tuple[Any, ...], dict[str, Any]]
@@ -190,7 +199,7 @@ class Lowered:
             if schedule is not None and wants_remat(schedule):
                 lowered, schedule = self._rematerialized(schedule)
             return lowered._compile(
-                Numbering(),
+                self._step.number(),
                 schedule=schedule,
                 passes=passes,
                 dump=dump,
@@ -235,7 +244,7 @@ class Lowered:
             )
         with lock_of(self._world).held(self._step.name):
             bold = Lowered(self._step, [self._trace_again(optimistic=True)], self._world)
-            numbering = Numbering()
+            numbering = self._step.number()
             plain, bold_program = (
                 lowered._compile(
                     numbering,

@@ -16,7 +16,7 @@ class Numbering:
         next: the number of the next call.
     """
 
-    __slots__ = ("next",)
+    __slots__ = ("__weakref__", "next")
 
     def __init__(self) -> None:
         self.next = 0

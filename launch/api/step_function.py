@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import WeakSet
 
 from ...ir.types import Place
 from ...tracer.functions.functions import Functions
@@ -40,6 +41,7 @@ class Step:
         self._outputs = outputs
         self._compiled: dict[tuple[Any, ...], Compiled] = {}
         self._numbering = Numbering()
+        self._numberings: WeakSet[Numbering] = WeakSet()
 
     def __repr__(self) -> str:
         count = len(self._compiled)
@@ -96,7 +98,17 @@ class Step:
 
         It counts the calls with all signatures, also those before `clear_cache`, and nothing of
         what `lower(...).compile()` has returned, which has a state of its own.
+
+        Raises:
+            RuntimeError: only what `lower(...).compile()` has returned was called, never the step.
         """
+        others = max((numbering.next for numbering in self._numberings), default=0)
+        if others and not self._numbering.next:
+            raise RuntimeError(
+                f"step {self.__name__} was never called itself, but what lower(...).compile() has "
+                f"returned was, {others} times, and counts for itself: save the state_dict() of "
+                "that, or a resumed run would draw the same random numbers once more"
+            )
         return {"seed": config().seed, "calls": self._numbering.next}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -197,4 +209,4 @@ class Step:
     def _definition(self) -> Definition:
         inputs = self._inputs
         driver = inputs.rank if inputs is not None and inputs.is_single else None
-        return Definition(self.__name__, self.__wrapped__, driver)
+        return Definition(self.__name__, self.__wrapped__, driver, self._numberings)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import sys
 import warnings
+from typing import TextIO
 
 from ...backends.devices.environment import VARIABLES
 from ..config import Config, config, environment, export, unknown_variables
@@ -25,6 +28,7 @@ def prepare() -> Config:
     for name in unknown_variables(environment()):
         warnings.warn(f"{name} is set, but there is no such setting", stacklevel=2)
     if settings.launch is not None:
+        write_whole_lines(sys.stdout)
         failure.install(settings.launch)
         if settings.device != "cpu":
             preset = environment()
@@ -38,6 +42,16 @@ def prepare() -> Config:
             if ports.is_on_one_machine(settings.launch):
                 ports.close_control_port(above)
     return settings
+
+
+def write_whole_lines(stream: TextIO | None) -> None:
+    """Write each line at once and in one piece, since other ranks write to the same terminal.
+
+    A pipe to the launcher would keep lines until the end. `python -u` writes every argument of a
+    `print` by itself; whoever asks for that gets it.
+    """
+    if isinstance(stream, io.TextIOWrapper) and not stream.write_through:
+        stream.reconfigure(line_buffering=True)
 
 
 def keep_to_share(settings: Config, launch: Launch) -> None:

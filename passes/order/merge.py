@@ -10,7 +10,7 @@ from ...ir.diagnostics import Diagnostic, IRError, error
 from ...ir.ops import Call, Op, Recv, Return, Send, Value
 from ...ir.pipeline.order import splits_backward
 from ...ir.types import format_ranks
-from ..schedules import Order, Pipeline, Schedule
+from ..schedules import Order, Pipeline, Schedule, names
 from .prefetch import prefetch
 from .work import Work
 
@@ -199,18 +199,24 @@ def _circle(
     start = min(range(len(circle)), key=lambda i: circle[i])
     circle = circle[start:] + circle[:start]
     ops = work.program.ops
-    notes = []
+    notes, turned = [], []
     for one, other in zip(circle, [*circle[1:], circle[0]], strict=True):
         if ops[one].task is not None and ops[one].task == ops[other].task:
             continue
+        tasks = ops[one].task, ops[other].task
+        if None not in tasks and chained.get(one) == other and other not in work.follows[one]:
+            turned.append("{} before {}".format(*tasks))
         why = _why(work, one, other, chained.get(one) == other, schedule)
         message = f"{_describe(ops[one])} waits for {_describe(ops[other])}, {why}"
         notes.append(Diagnostic(message, op=ops[one]))
     carried = _carried(ops, [ops[node] for node in circle])
+    remedy = _CARRIED if carried else _help(ops[node] for node in circle)
+    if turned and schedule.name not in names():
+        remedy = f"the order is one of your own: put {', or '.join(turned)}"
     return error(
         f"schedule '{schedule.name}' cannot run this step: its tasks wait for each other",
         program=work.program,
-        help=_CARRIED if carried else _help(ops[node] for node in circle),
+        help=remedy,
         notes=(*carried, *notes[:_SHOWN]),
     )
 

@@ -47,7 +47,9 @@ def compare(device: str) -> None:
         mask = torch.zeros(rows, 1, 1, blocks * size).masked_fill(shut[:, None, None], -torch.inf)
         pages = Pages((pool,), 0, entries, tables.flatten(), mask, positions)
         right = attend(query, new, pages, 0, 0.3)
-        there = (each.to(device) for each in (query[:, 0], pool, tables.flatten(), positions))
+        there = [each.to(device) for each in (query[:, 0], pool, tables.flatten(), positions)]
+        # A batch has positions as a column among others.
+        there[-1] = torch.stack([there[-1], 9 * there[-1]], 1)[:, 0]
         mine = by_kernels(*there, 0.3).cpu()
         torch.testing.assert_close(mine.reshape(right.shape), right, rtol=1e-4, atol=1e-5)
         print("equal")

@@ -122,6 +122,20 @@ def test_variants_draw_different_numbers() -> None:
     assert draw.state_dict() == {"seed": 0, "calls": 2}
 
 
+def test_a_step_that_was_never_called_itself_has_no_state() -> None:
+    run = Run()
+    compiled = run.step.lower(CALLS[0]).compile()
+    assert run.step.state_dict()["calls"] == 0
+    for x in CALLS[:2]:
+        compiled(x)
+    message = r"step train was never called itself, .* was, 2 times, and counts for itself"
+    with pytest.raises(RuntimeError, match=message):
+        run.step.state_dict()
+    run.step(CALLS[2])
+    assert run.step.state_dict()["calls"] == 1
+    assert compiled.state_dict()["calls"] == 2
+
+
 def test_driven_executions() -> None:
     parts = Run().parts
 

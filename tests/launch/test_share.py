@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import types
 
@@ -122,6 +123,20 @@ def test_a_misspelt_variable_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(bootstrap, "environment", lambda: {"CG_TIMOUT": "3"})
     with pytest.warns(UserWarning, match="CG_TIMOUT is set, but there is no such setting"):
         assert bootstrap.prepare() == Config()
+
+
+def test_a_rank_writes_each_line_at_once_and_whole() -> None:
+    with io.TextIOWrapper(written := io.BytesIO()) as stream:
+        bootstrap.write_whole_lines(stream)
+        print("a", 1, end="", file=stream)
+        assert written.getvalue() == b""
+        print(" b", file=stream)
+        assert written.getvalue() == b"a 1 b\n"
+    with io.TextIOWrapper(written := io.BytesIO(), write_through=True) as stream:
+        bootstrap.write_whole_lines(stream)  # as `python -u` has it
+        print("a", end="", file=stream)
+        assert written.getvalue() == b"a"
+    bootstrap.write_whole_lines(None)  # as pythonw has it
 
 
 class Machine:

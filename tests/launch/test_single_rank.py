@@ -42,7 +42,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
 def check(mine: Tensor | None, right: Tensor | None) -> None:
     """Both are equal, but for rounding, wherever they are."""
     assert mine is not None
-    torch.testing.assert_close(mine.cpu(), right)
+    torch.testing.assert_close(mine.cpu(), right, rtol=1e-5, atol=1e-5)
 
 
 class Layer(nn.Module):

@@ -197,6 +197,7 @@ def test_branches_that_wait_for_each_other_are_shown_as_a_circle(pool: Pool) -> 
     notes = [line.strip() for line in message.splitlines() if line.startswith("  note: ")]
     assert "note: 1F1 on rank 1 waits for 1B0 on rank 1, by the order of 'table'" in notes
     assert "note: 2F0 on rank 2 waits for 2B1 on rank 2, by the order of 'table'" in notes
+    assert "the order is one of your own: put 2F0 before 2B1, or 1F1 before 1B0" in message
     # A gradient comes by a message, which is an instruction of its own.
     assert "note: 1B0 on rank 1 waits for send on rank 3, to have what it made" in notes
     assert "test_shapes.py" in message

@@ -109,7 +109,10 @@ def turned(actor: Actor) -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[Actor], object], str]] = {
-    "eval": (lambda a: a.eval(), "'blocks.0.1.training' was True when it was traced and is False"),
+    "eval": (
+        lambda a: a.eval(),
+        "'blocks.0.1.training' was True when it was traced and is False now; set it back",
+    ),
     "scalar": (lambda a: setattr(a, "mode", Mode.SLOW), "'mode' was <Mode.FAST: 1>"),
     "config": (lambda a: setattr(a.config, "scale", 3.0), "'config.scale' was 2.0"),
     "new config": (lambda a: setattr(a, "config", Config(3.0)), "'config.scale' was 2.0"),

@@ -130,9 +130,12 @@ class _Guard:
             both = f"'{other}' and '{found.path}'"
             return f"{self._who}: {both} were one tensor when it was traced; {_AGAIN}"
         path = f"'{found.path}'" if found.path else "it"
+        again = _AGAIN
+        if found.path.rpartition(".")[2] == "training":
+            again = f"set it back by train() or eval(); or {_AGAIN}"
         return (
             f"{self._who}: {path} was {shorten(found.before)} when it was traced and is "
-            f"{shorten(show_value(found.after))} now; {_AGAIN}"
+            f"{shorten(show_value(found.after))} now; {again}"
         )
 
     def _explain_tensors(self) -> str | None:

@@ -165,7 +165,9 @@ class Cutter:
         self._outputs = _versions(next(ends) for _ in joint.outputs)
         self._refuse_products()
         self._input_grads = _versions(next(ends) for _ in joint.input_grads)
-        gradients = zip(joint.state_grads, _versions(ends), strict=True)
+        # Behind them are ops that write to state without saying so.
+        found = _versions(next(ends) for _ in joint.state_grads)
+        gradients = zip(joint.state_grads, found, strict=True)
         self._gradients = tuple((tensor, version) for (tensor, _), version in gradients)
         self._forward = [n for n in propagation.graph.nodes if n.name in self.joint.forward]
         self._state = dict(self.joint.state)

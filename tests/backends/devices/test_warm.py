@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 
 import cg
@@ -88,3 +89,34 @@ def test_state_and_gradients_are_put_back() -> None:
     assert actor.count.item() == 0
     assert actor.into.grad is None
     assert torch.equal(actor.out, torch.eye(WIDTH))
+
+
+@cg.actor
+class Lookup:
+    """Computes indices of what comes from elsewhere: all of them are -1 where that is 0."""
+
+    def __init__(self) -> None:
+        self.table = torch.arange(12.0).view(6, 2)
+
+    def forward(self, ids: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+        last = length - 1
+        table = self.table.to(ids.device)
+        picked = torch.nn.functional.embedding(ids - 1, table).gather(1, last[:, :, None])
+        rows = table.index_select(0, last[:, 0] - 6) + table.scatter(0, last, 1.0)[:4]
+        put = table.clone().index_put((ids[0, :4] - 9,), picked[:, 0])
+        masked = put.index_put((ids[0] > 0, last[0, 0]), torch.ones(()).to(ids.device))
+        return put[last[:, 0]] + rows + masked.sum()
+
+
+def test_indices_that_are_computed_of_made_up_numbers_are_in_range() -> None:
+    with use_world(VirtualWorld(1)):
+        lookup = Lookup.on(0)()
+        step = cg.trace(lambda ids, length: lookup.forward(ids, length))
+        ids, length = torch.arange(1, 5)[:, None].repeat(1, 6), torch.ones(4, 1, dtype=torch.int64)
+        lowered = step.lower(ids, length)
+        module = lowered.compile().module
+        (body,) = (body for name, body in lowered.trace.bodies.items() if "forward" in name)
+        with pytest.raises((IndexError, RuntimeError), match=r"out of (range|bounds)"):
+            body(torch.zeros_like(ids), torch.zeros_like(length))
+        linked = LinkedProgram(module, 0, lowered.trace.bodies, lowered.trace.constants)
+        assert warm(linked, FakeDevice()) == {}

@@ -152,3 +152,39 @@ def test_a_derivative_of_what_writes() -> None:
     actor = on()
     with pytest.raises(cg.TraceError, match="it changes 'seen', and its actor is on a mesh"):
         cg.trace(lambda y: cg.backward(actor.learns(y))).lower(torch.ones(2, 4))
+
+
+@cg.actor
+class Normed(nn.Module):
+    """Ends with a batch norm, whose operator writes to statistics without saying so."""
+
+    def __init__(self, tracks: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4, track_running_stats=tracks)
+
+    def loss(self, x: Tensor) -> Tensor:
+        return torch.relu(self.norm(self.linear(x))).square().mean()
+
+
+def test_a_batch_norm_counts_the_whole_batch() -> None:
+    actor = Normed.on(cg.mesh(dp=2, tp=2), plan={"loss(x)": cg.cut(0, "dp")})()  # type: ignore[attr-defined]
+    plain, x = Normed(), torch.randn(6, 4)
+    found = cg.trace(lambda x: actor.loss(x))(x)
+    torch.testing.assert_close(found, plain.loss(x).detach())
+    for piece in actor.instances.values():
+        torch.testing.assert_close(piece.norm.state_dict(), plain.norm.state_dict())
+    with pytest.raises(cg.TraceError, match="it changes 'norm"):
+        cg.trace(lambda x: cg.backward(actor.loss(x))).lower(x)
+
+
+def test_a_batch_norm_without_running_statistics_is_trained() -> None:
+    plan = {"loss(x)": cg.cut(0, "dp")}
+    actor = Normed.on(cg.mesh(dp=2, tp=2), plan=plan)(tracks=False)  # type: ignore[attr-defined]
+    plain, x = Normed(tracks=False), torch.randn(6, 4)
+    cg.trace(lambda x: cg.backward(actor.loss(x)))(x)
+    plain.loss(x).backward()
+    for piece in actor.instances.values():
+        for mine, other in zip(piece.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, other.grad)
