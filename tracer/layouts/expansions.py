@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..autodiff.subgraphs import simplify
-from ..methods.tracing_graphs import trace_graph
 from .cases import Case, Expansion, Operand
 
 
@@ -32,7 +32,7 @@ def traced(case: Case, expansion: Expansion) -> fx.Graph:
         return expansion.function(**{n: _given(v, values) for n, v in case.arguments.items()})
 
     with torch.no_grad(), fake_mode_of(fakes):
-        graph = trace_graph(function, *fakes, _allow_non_fake_inputs=False).graph
+        graph = make_fx(function, _allow_non_fake_inputs=False)(*fakes).graph
     simplify(graph)
     return graph
 

@@ -17,7 +17,7 @@ import torch.utils._pytree as pytree
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
-from torch.fx.experimental.proxy_tensor import disable_autocast_cache
+from torch.fx.experimental.proxy_tensor import disable_autocast_cache, make_fx
 
 from ..actors.actor_state import StateTensor
 from ..autodiff.subgraphs import simplify
@@ -41,7 +41,6 @@ from .dispatch_modes import (
 from .op_log import OpLog
 from .randomness import random_state_watched
 from .scene import Scene
-from .tracing_graphs import trace_graph
 from .watch import UsesGradients
 
 
@@ -189,7 +188,7 @@ class _Run(Scene):
     def trace(self) -> Joint:
         # Nobody calls the module that comes out, so its code is not generated.
         with self.fakes_in_place(), _use_lazy_graph_module(True):
-            owner = trace_graph(lambda s, i: self._traced(s, i), self.state, self.inputs)
+            owner = make_fx(lambda s, i: self._traced(s, i))(self.state, self.inputs)
         return self._joint(owner)
 
     def run(self) -> OpLog:
