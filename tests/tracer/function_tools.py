@@ -12,7 +12,6 @@ import torch.utils._pytree as pytree
 
 from cg.tracer.functions.functions import Functions
 from cg.tracer.functions.interface import MethodTarget, TracedFunction, TracedVjp
-from cg.tracer.step.frame_room import with_frame_room
 from cg.tracer.step.specs import Leaf, Static, TensorSpec, Tree
 
 
@@ -32,13 +31,11 @@ def tensors(tree: Any) -> list[torch.Tensor]:
     return [v for v in pytree.tree_leaves(tree) if isinstance(v, torch.Tensor)]
 
 
-@with_frame_room
 def trace(actor: Any, method: str, *args: Any, **kwargs: Any) -> TracedFunction:
     target = MethodTarget("actor", actor, method)
     return Functions().trace(target, signature(*args, **kwargs), f"actor.{method}", None)
 
 
-@with_frame_room
 def trace_vjp(
     actor: Any,
     method: str,

@@ -24,7 +24,6 @@ from ..groups.group_calls import layout_of, moved
 from ..guards.runtime_guards import recheck, watch_arguments
 from ..source import caller_location, traceback_location
 from .binding import definition
-from .frame_room import with_frame_room
 from .inputs import InputError, InputSpec, leaf_spec, name_leaves
 from .recorder import Recorder, training_refused
 from .repeat import record_twice
@@ -34,7 +33,6 @@ from .trace import Given, OutputSpec, Trace
 from .values import NotAValue, ObjectValue, TracedTensor, storage_of
 
 
-@with_frame_room
 def trace_step(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
