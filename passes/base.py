@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, fields
+from functools import cache
 from typing import ClassVar, Self, TypeAlias, get_args, get_type_hints
 
 from ..ir.module import Module
@@ -56,7 +57,7 @@ class Pass(ABC):
             OptionError: an option is unknown or its text cannot be read.
         """
         known = {field.name: field for field in fields(cls)}
-        hints = get_type_hints(cls)
+        hints = _hints(cls)
         values: dict[str, object] = {}
         for key, text in options.items():
             if key not in known:
@@ -120,6 +121,12 @@ def option_text(value: object) -> str:
 
 
 _BOOLS = {"true": True, "false": False}
+
+
+@cache
+def _hints(cls: type[Pass]) -> Mapping[str, object]:
+    """The types of a pass's options; remembered, since Python evaluates their text each time."""
+    return get_type_hints(cls)
 
 
 def _default(field: Field[object]) -> object:

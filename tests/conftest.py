@@ -141,7 +141,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """Spare the collector what lives as long as the process: torch, and the tests themselves.
 
-    A search through all that is left is rarer, too: together they took an eighth of the time. Tests
+    Searches through what is left are rarer, too: together they took an eighth of the time. Tests
     that run side by side have a thread each: of tensors as small as theirs, a second one takes
     nothing but another test's core.
     """
@@ -149,7 +149,7 @@ def pytest_collection_finish() -> None:
         sys.modules["torch"].set_num_threads(1)
     gc.collect()
     gc.freeze()
-    gc.set_threshold(700, 10, 100)
+    gc.set_threshold(*warm.THRESHOLDS)
 
 
 def longest_first(items: list[pytest.Item]) -> None:

@@ -159,16 +159,10 @@ class Instance:
         return self.engine.position()
 
     def _make_engine(self, runs_without_grad: bool) -> Engine:
-        return Engine(
-            self._linked,
-            self._code,
-            self._statistics,
-            self._go_on_after,
-            self._end,
-            runs_without_grad,
-        )
+        return Engine(self._linked, self._code, self._statistics, runs_without_grad)
 
-    def _end(self, outputs: tuple[Any, ...]) -> None:
+    def ended(self, outputs: tuple[Any, ...]) -> None:
+        """Hand over what the program returns."""
         if self._propagation is not None:
             self._propagation = None
             self._statistics.failures += 1
@@ -178,7 +172,7 @@ class Instance:
 
     # -- after a failure --------------------------------------------------------------------
 
-    def _go_on_after(self, error: BaseException) -> None:
+    def failed(self, error: BaseException) -> None:
         """Let the rest of the instructions pass an error on."""
         if self._propagation is not None:
             self.kept = error if self._propagation.kept is error else None

@@ -64,7 +64,7 @@ class RankScheduler:
             return
         self._busy_in = get_ident()
         try:
-            if instance.engine.advance():
+            if instance.engine.advance(instance):
                 self.in_flight.pop()
         finally:
             self._busy_in = 0
@@ -147,7 +147,7 @@ class RankScheduler:
                 break
             engine = instance.engine
             before = engine.pending
-            if engine.advance() or engine.pending is not before:
+            if engine.advance(instance) or engine.pending is not before:
                 moved = True
         return moved
 
@@ -156,6 +156,6 @@ class RankScheduler:
         for instance in source.sample(self.in_flight, len(self.in_flight)):
             engine = instance.engine
             before = engine.pending
-            ended = engine.advance(source.randint(1, 4))
+            ended = engine.advance(instance, source.randint(1, 4))
             moved = moved or ended or engine.pending is None or engine.pending is not before
         return moved

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from operator import length_hint
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -27,27 +27,30 @@ from .linked import LinkedProgram
 _set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 _is_grad_enabled: Callable[[], bool] = torch.is_grad_enabled
 
-OnError = Callable[[BaseException], None]
-"""Takes an instruction's error: raises it, or replaces the instructions that are left."""
-
-OnEnd = Callable[[tuple[Any, ...]], None]
-"""Takes the program's outputs, when all its instructions have run."""
-
 Locate = Callable[[int], int]
 """Maps an instruction that runs to the one of the bound program in whose place it runs."""
+
+
+class Owner(Protocol):
+    """Whose program an engine runs."""
+
+    def failed(self, error: BaseException) -> None:
+        """Takes an instruction's error: raises it, or replaces the instructions that are left."""
+
+    def ended(self, outputs: tuple[Any, ...]) -> None:
+        """Takes the program's outputs, when all its instructions have run."""
 
 
 class Engine:
     """Runs a bound program, one execution after the other.
 
-    An owner calls `start`, and `advance` until it is true; or `abandon` at any time.
+    An owner calls `start`, and `advance` until it is true; or `abandon` at any time. The engine
+    does not hold its owner, so a program that nobody holds any more goes at once, with its memory.
 
     Args:
         linked: the program.
         code: the same, bound.
         tally: counts the executions that end.
-        on_error: what an error does.
-        on_end: what the end of an execution does.
         runs_without_grad: True if autograd has to be off while instructions run.
 
     Attributes:
@@ -64,8 +67,6 @@ class Engine:
         linked: LinkedProgram,
         code: Code,
         tally: Tally,
-        on_error: OnError,
-        on_end: OnEnd,
         runs_without_grad: bool = True,
     ) -> None:
         self.code = code
@@ -75,8 +76,6 @@ class Engine:
         self.runs_without_grad = runs_without_grad
         self._rank = linked.rank
         self._tally = tally
-        self._on_error = on_error
-        self._on_end = on_end
         self._progress = (*linked.progress, *code.progress)
         self._registers = code.registers
         self._template = code.template
@@ -106,10 +105,11 @@ class Engine:
         self._list = self._instructions
         self._rest = iter(self._instructions)
 
-    def advance(self, limit: int | None = None, pause: Pause | None = None) -> bool:
+    def advance(self, owner: Owner, limit: int | None = None, pause: Pause | None = None) -> bool:
         """Go on until the program ends or has to wait, or `limit` instructions have run.
 
         Args:
+            owner: is told how it ends.
             limit: None for no limit.
             pause: what to do between two fruitless polls; None to return where it has to wait.
 
@@ -142,7 +142,7 @@ class Engine:
                 if had_grad:
                     _set_grad_enabled(True)
         except BaseException as error:
-            self._on_error(error)
+            owner.failed(error)
         else:
             if limit is not None and length_hint(rest):
                 return False
@@ -151,9 +151,9 @@ class Engine:
             registers[:] = self._template
             self.running = False
             count(self._tally, perf_counter() - self._started, self._blocked)
-            self._on_end(outputs)
+            owner.ended(outputs)
             return True
-        return Engine.advance(self, limit, pause)  # with what is left after the error
+        return Engine.advance(self, owner, limit, pause)  # with what is left after the error
 
     def abandon(self) -> None:
         """Give up the execution in progress, if any; idempotent. Messages are not its business."""

@@ -46,7 +46,7 @@ class Executable:
         self._bodies = linked.bodies
         self._check_inputs = InputCheck(linked.program)
         self._code = Binder(linked).bind() if code is None else code
-        self._engine = Engine(linked, self._code, self.statistics, self._raise, self._end)
+        self._engine = Engine(linked, self._code, self.statistics)
         self._has_failed = False
 
     @property
@@ -81,7 +81,7 @@ class Executable:
             RemoteError: an op or a method raised; `reset` before the next execution.
         """
         self.start(inputs, execution, checked)
-        self._engine.advance(None, pause)
+        self._engine.advance(self, None, pause)
         return self.outputs
 
     def start(
@@ -118,7 +118,7 @@ class Executable:
         """
         if not self._engine.running or self._has_failed:
             raise RuntimeError("no execution is in progress: start() one")
-        return self._engine.advance(limit)
+        return self._engine.advance(self, limit)
 
     def reset(self) -> None:
         """Give up the execution in progress, if any, and be ready for the next.
@@ -150,10 +150,11 @@ class Executable:
         """Record every instruction from the next execution on; None: no longer."""
         self._engine.record(log)
 
-    def _end(self, outputs: tuple[Any, ...]) -> None:
+    def ended(self, outputs: tuple[Any, ...]) -> None:
+        """Keep what the program returns."""
         self.outputs = outputs
 
-    def _raise(self, error: BaseException) -> None:
+    def failed(self, error: BaseException) -> None:
         """End the execution, because of an error."""
         if self._engine.is_pausing:
             self._engine.is_pausing = False

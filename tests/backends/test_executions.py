@@ -30,7 +30,7 @@ def test_an_object_goes_through_a_chain() -> None:
     with world(4):
         graph, _ = chain_of(3)
         for value in ("hello", b"x", None, 3, {"a": [1, 2]}, np.arange(4), torch.ones(2)):
-            got = graph.execute(value).result(timeout=5)
+            got = graph.execute(value).result(timeout=60)
             assert type(got) is type(value)
             assert np.array_equal(got, value)
         graph.close()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -493,3 +495,20 @@ def test_executions_are_numbered_and_can_be_given_a_number() -> None:
     assert bound.execution == 41
     bound.run([torch.ones(2)], poll_only)
     assert bound.execution == 42
+
+
+CALLS_F = "%y = call(%x) {fn = @f} : f32[2]\nreturn(%y)"
+
+
+def test_a_program_that_nobody_holds_goes_at_once() -> None:
+    """With its memory, and not when Python next looks for cycles."""
+    gc.disable()
+    try:
+        text = local(F.format("f32[2]", "f32[2]"), "%x: f32[2]", CALLS_F)
+        made = executable(text, bodies={"f": lambda x: (x + 1,)})
+        made.run([torch.ones(2)], poll_only)
+        gone = weakref.ref(made)
+        del made
+        assert gone() is None
+    finally:
+        gc.enable()

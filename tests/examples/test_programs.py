@@ -155,7 +155,7 @@ def test_a_chain_with_several_executions_in_flight() -> None:
 
     graph = chain.lower(cg.object).compile(max_inflight=8)
     futures = [graph.execute(f"hello{i}") for i in range(8)]
-    assert [f.result(timeout=5) for f in futures] == [f"hello{i}-1-2-3" for i in range(8)]
+    assert [f.result(timeout=60) for f in futures] == [f"hello{i}-1-2-3" for i in range(8)]
     graph.close()
 
 

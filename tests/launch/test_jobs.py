@@ -119,7 +119,7 @@ def test_a_rank_that_outstays_the_others_is_an_error(launch: Launch) -> None:
 
 
 def test_a_rank_that_never_starts_is_waited_for_no_longer_than_the_deadline(launch: Launch) -> None:
-    job = launch(2, "behave.py", "never_start", options=["--timeout", "3"], warm=True)
+    job = launch(2, "behave.py", "never_start", options=["--timeout", "1"], warm=True)
     assert job.finish() == 1, job.output
     # Open MPI's launcher sees by itself that a rank has ended without initialising.
     assert "_initialise_on_every_rank" in job.output or "init" in job.output

@@ -50,10 +50,11 @@ def main() -> None:
     found = found_orders(world) if world == 4 else []
     for pipe, schedule in found:
         check(pipe, schedule)
-    recomputing = cg.schedules.auto(1.5, cg.Costs(0.3, 1.0, 0.9), remat=True)
-    report = check(Pipe((*range(world), *range(world)), 6, shared=True), recomputing)
-    assert "recompute" in report, report
-    print(f"rank {cg.rank()}: {len(pipes) + len(found) + 1} agree")
+    if world < 4:
+        recomputing = cg.schedules.auto(1.5, cg.Costs(0.3, 1.0, 0.9), remat=True)
+        report = check(Pipe((*range(world), *range(world)), 6, shared=True), recomputing)
+        assert "recompute" in report, report
+    print(f"rank {cg.rank()}: {len(pipes) + len(found) + (world < 4)} agree")
 
 
 def found_orders(world: int) -> list[tuple[Pipe, cg.schedules.Schedule]]:

@@ -12,15 +12,15 @@ import torch
 import cg
 from cg.ir.attributes import Stream
 from tests.mpi.groups_job import stored
-from tests.tracer.groups.training import batch, step_of, train
+from tests.tracer.groups.training import batch, compile_step, run_steps
 
 
 def main() -> None:
     torch.set_num_threads(1)
     for name, (model, places, rows, width, schedule, fsdp) in stored().items():
         stages = model.on(places, store=cg.cut(0, "dp"))
-        train(model, stages, rows, 2, schedule, "reals", steps=4, width=width, fsdp=fsdp)
-        compiled = cg.trace(step_of(stages, 2)).lower(*batch(0, rows, "reals", width)).compile()
+        compiled = compile_step(stages, batch(0, rows, "reals", width), 2, schedule, fsdp)
+        run_steps(compiled, model, stages, rows, 2, "reals", 4, width)
         streams = {op.stream for op in compiled.module.program_of(cg.rank()).ops}
         if cg.rank() in {rank for stage in stages for rank in stage.place.ranks}:
             assert {Stream.GATHER, Stream.REDUCE} <= streams, streams

@@ -9,7 +9,18 @@ from .jobs import counts_of_agreement, needs_mpi, run
 pytestmark = [*needs_mpi, pytest.mark.timeout(150)]
 
 
-@pytest.mark.parametrize(("ranks", "seeds"), [(4, (0, 12)), (2, (12, 20))])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("ranks", "seeds"),
+    [
+        (4, (0, 8)),
+        (2, (12, 17)),
+        pytest.param(4, (8, 12), marks=SLOW),
+        pytest.param(2, (17, 20), marks=SLOW),
+    ],
+)
 def test_random_steps(ranks: int, seeds: tuple[int, int]) -> None:
     ended = run(ranks, ["-m", "tests.mpi.oracle_job", *map(str, seeds)], seconds=120, warm=True)
     assert ended.code == 0, ended.output

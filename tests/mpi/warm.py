@@ -31,6 +31,8 @@ INTERPRETERS = "WARM_INTERPRETERS"
 ALONE = "WARM_ALONE"
 """The variable of a program that no launcher of MPI has started."""
 DESCRIPTORS = 16
+THRESHOLDS = (50_000, 10, 50)
+"""Of Python's collector, in tests and ranks: a trace makes thousands of objects that live long."""
 MODULES = (
     "numpy",
     "torch",
@@ -93,7 +95,7 @@ def serve(listener: socket.socket) -> list[str]:
         getattr(package, name)  # which imports its home
     gc.collect()
     gc.freeze()
-    gc.set_threshold(700, 10, 100)  # as in the process of the tests
+    gc.set_threshold(*THRESHOLDS)
     own = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     links: dict[int, tuple[socket.socket, int]] = {}
     """By the descriptor of a fork's process: who has asked for it, and its number."""

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
 
+from cg.backends.base import Body
 from cg.ir.location import Location
+from cg.tracer.codegen.codegen import GraphBody, each_body
 from cg.tracer.functions.functions import Functions
 from cg.tracer.functions.interface import (
+    Bodies,
     MethodTarget,
     Target,
     TracedFunction,
@@ -39,7 +43,8 @@ class SharedTraces:
         """Trace with the real one, or remember."""
         key = _key(target, signature)
         if key not in self._functions:
-            self._functions[key] = self._tracer.trace(target, signature, name, loc)
+            made = self._tracer.trace(target, signature, name, loc)
+            self._functions[key] = replace(made, body=_remembering(made.body))
         traced = self._functions[key]
         return replace(traced, declaration=replace(traced.declaration, name=name))
 
@@ -59,8 +64,14 @@ class SharedTraces:
         key = (*_key(target, signature), grad_outputs, grad_inputs, bool(between))
         if key not in self._vjps:
             unknown = [replace(write, function=f"? {write.function}") for write in between]
-            self._vjps[key] = self._tracer.trace_vjp(
+            new = self._tracer.trace_vjp(
                 target, signature, name, grad_outputs, grad_inputs, loc, unknown
+            )
+            self._vjps[key] = replace(
+                new,
+                first=_part(new.first),
+                second=_part(new.second),
+                halves=tuple(map(_part, new.halves)),
             )
         made = self._vjps[key]
         old = made.vjp.name
@@ -85,6 +96,19 @@ class SharedTraces:
             second=renamed(made.second),
             halves=tuple(map(renamed, made.halves)),
         )
+
+
+def _part(part: TracedPart) -> TracedPart:
+    return replace(part, body=_remembering(part.body))
+
+
+def _remembering(body: Bodies | None) -> Bodies | None:
+    """A body whose code is generated once for each form that compilations ask for."""
+
+    def with_memory(each: Body) -> Body:
+        return replace(each, refit=cache(each.refit)) if isinstance(each, GraphBody) else each
+
+    return None if body is None else each_body(body, with_memory)
 
 
 def _rename(function: str, old: str, new: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,21 +94,35 @@ def cotangents(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def run_traced(actor: Any, method: str, args: Any, kwargs: Any, seed: int) -> Run:
     traced = trace(actor, method, *args, **kwargs)
+    return runs_of(traced, actor, method, args, kwargs)(seed)
+
+
+def runs_of(
+    traced: TracedFunction, actor: Any, method: str, args: Any, kwargs: Any
+) -> Callable[[int], Run]:
+    """Trace a call with its backward; what is returned runs the two, as often as it is called.
+
+    Args:
+        traced: the call alone, of an actor like this one.
+    """
     specs = [traced.results.leaves[i] for i in traced.results.values]
     outputs = tuple(i for i, s in enumerate(specs) if isinstance(s, TensorSpec) and s.requires_grad)
     values = tensors((args, kwargs))
     inputs = tuple(i for i, v in enumerate(values) if v.requires_grad)
     vjp = trace_vjp(actor, method, outputs, inputs, *args, **kwargs)
-    torch.manual_seed(seed)
-    given = [v.detach() for v in values]
-    result = vjp.forward_body(*given)
-    assert len(result) == len(vjp.forward.outputs)
     count = len(traced.declaration.outputs)
-    chosen = [result[i] for i in outputs]
-    grads = vjp.backward_body(*result[count:], *cotangents(chosen))
-    assert len(grads) == len(inputs)
-    state, state_grads = _state(actor)
-    return Run(list(result[:count]), list(grads), state, state_grads)
+
+    def run(seed: int) -> Run:
+        torch.manual_seed(seed)
+        result = vjp.forward_body(*(v.detach() for v in values))
+        assert len(result) == len(vjp.forward.outputs)
+        chosen = [result[i] for i in outputs]
+        grads = vjp.backward_body(*result[count:], *cotangents(chosen))
+        assert len(grads) == len(inputs)
+        state, state_grads = _state(actor)
+        return Run(list(result[:count]), list(grads), state, state_grads)
+
+    return run
 
 
 def assert_same_run(traced: Run, eager: Run, tolerance: float) -> None:
@@ -147,6 +162,7 @@ def check_equal(
     assert traced.guard is None or traced.guard() is None
     for name, value in expected.state.items():
         assert_equal([state_of(forward)[name].detach()], [value], tolerance)
-    assert_same_run(run_traced(twice, method, args, kwargs, seed), expected, tolerance)
+    run = runs_of(traced, twice, method, args, kwargs)
+    assert_same_run(run(seed), expected, tolerance)
     again = run_eager(eager, method, args, kwargs, seed + 1)
-    assert_same_run(run_traced(twice, method, args, kwargs, seed + 1), again, tolerance)
+    assert_same_run(run(seed + 1), again, tolerance)

@@ -109,6 +109,10 @@ def writes_in_secret(op: object, args: Any, kwargs: Any) -> bool:
     )
 
 
+def nothing_to_check(args: Iterable[Any], written: Iterable[Any]) -> None:
+    """The `check` of an `OpRecorder` that tells nobody."""
+
+
 class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes what each operator of a traced call does, and refuses what would be lost.
 
@@ -147,7 +151,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.draws = False
         self.secret: list[torch.Tensor] = []
         self.backward = False
-        self.check: Callable[[Iterable[Any], Iterable[Any]], None] = lambda args, written: None
+        self.check: Callable[[Iterable[Any], Iterable[Any]], None] = nothing_to_check
         self._lines: dict[tuple[str, int], Location] = {}
         self._by_sequence: dict[int, Location] = {}
 

@@ -30,7 +30,14 @@ from ..reuse.function_log import FunctionLog
 from ..step.binding import explain_misfit
 from ..step.specs import ObjectSpec, Static, TensorSpec, Tree
 from .changes import Initialization, Rebind, sort_changes
-from .dispatch_modes import FunctionGuard, OpRecorder, nodes_so_far, run_plainly, storage_key
+from .dispatch_modes import (
+    FunctionGuard,
+    OpRecorder,
+    nodes_so_far,
+    nothing_to_check,
+    run_plainly,
+    storage_key,
+)
 from .op_log import OpLog
 from .randomness import random_state_watched
 from .scene import Scene
@@ -240,6 +247,7 @@ class _Run(Scene):
                 result = call_user(self.call.function, *args, **kwargs)
             outputs = self._finish_forward(result, expected)
             grads = self._backward(outputs) if self.wanted is not None else []
+        self.recorder.check = nothing_to_check  # a cycle would outlive the trace
         rebound = [r.value for r in self.rebinds]
         self.counts = [len(outputs), len(rebound), len(grads)]
         return [*outputs, *rebound, *grads, *self.recorder.secret]

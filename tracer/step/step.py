@@ -90,6 +90,7 @@ def trace_step(
                 if refused is None:
                     raise
                 raise refused from error
+        session.recorder = None  # a cycle would outlive the trace
         if optimistic:
             # Every rank must know whether to believe the result.
             result = (result, tuple(session.assumptions))

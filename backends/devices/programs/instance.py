@@ -15,7 +15,7 @@ from ...errors import TransportError
 from ...failures.error_propagation import ErrorPropagation
 from ...failures.poison import Poison
 from ...program.code import Code
-from ...program.engine import Engine, OnEnd, OnError
+from ...program.engine import Engine, Owner
 from ...program.instruction_info import KEEP, InstructionInfo, Role
 from ...program.instructions import Instruction
 from ...program.linked import LinkedProgram
@@ -60,27 +60,25 @@ class SessionEngine(Engine):
         linked: LinkedProgram,
         code: Code,
         tally: Tally,
-        on_error: OnError,
-        on_end: OnEnd,
         runs_without_grad: bool,
         *,
         device: Device,
         polls: Mapping[Instruction | None, Callable[[], bool]],
     ) -> None:
-        super().__init__(linked, code, tally, on_error, on_end, runs_without_grad)
+        super().__init__(linked, code, tally, runs_without_grad)
         self.is_put = False
         self._device = device
         self._polls = polls
 
-    def advance(self, limit: int | None = None, pause: Pause | None = None) -> bool:
+    def advance(self, owner: Owner, limit: int | None = None, pause: Pause | None = None) -> bool:
         if self.is_put:
-            return super().advance(limit, pause)
+            return super().advance(owner, limit, pause)
         poll = self._polls.get(self.pending)
         if poll is not None and not (poll() or poll()):
             self.move_on()
             return False
         with self._device.session():
-            return super().advance(limit, pause)
+            return super().advance(owner, limit, pause)
 
 
 class DeviceInstance(Instance):
@@ -119,8 +117,6 @@ class DeviceInstance(Instance):
             self._linked,
             self._code,
             self._statistics,
-            self._go_on_after,
-            self._end,
             runs_without_grad,
             device=self._device,
             polls=polls,
@@ -143,10 +139,10 @@ class DeviceInstance(Instance):
         hand_over(device, tensors, loans)
         self.delivery = deliver
 
-    def _end(self, outputs: tuple[Any, ...]) -> None:
+    def ended(self, outputs: tuple[Any, ...]) -> None:
         if not self._session.is_put:
             self._deliver(outputs)
-        super()._end(outputs)
+        super().ended(outputs)
         self._watch(self.execution)
 
 
@@ -168,12 +164,12 @@ class HandshakeInstance(DeviceInstance):
         else:
             super().record(log)
 
-    def _go_on_after(self, error: BaseException) -> None:
+    def failed(self, error: BaseException) -> None:
         if self.engine.located is not None:
             # What comes behind a graph, but stands ahead of what has failed in it.
             for instruction in self._graphs.put_off(self.engine.begun - 1):
                 instruction()
-        super()._go_on_after(error)
+        super().failed(error)
 
 
 class DeviceOnlyInstance(DeviceInstance):
@@ -271,11 +267,11 @@ class DeviceOnlyInstance(DeviceInstance):
             raise self._change
         return True
 
-    def _end(self, outputs: tuple[Any, ...]) -> None:
+    def ended(self, outputs: tuple[Any, ...]) -> None:
         if self._session.is_put:
-            super()._end(outputs)
+            super().ended(outputs)
         else:  # ranks have not agreed, and nothing is on the device
-            Instance._end(self, outputs)
+            Instance.ended(self, outputs)
 
     def _report(self, port: Port) -> bool:
         if self._change is None:
@@ -284,7 +280,7 @@ class DeviceOnlyInstance(DeviceInstance):
             port.fail(self._change)
         return True
 
-    def _go_on_after(self, error: BaseException) -> None:
+    def failed(self, error: BaseException) -> None:
         computes = self._code.infos[self.engine.index].role is Role.COMPUTE
         is_under_way = self._has_begun and not self._session.is_put
         if is_under_way and (computes or not isinstance(error, TransportError)):
@@ -294,4 +290,4 @@ class DeviceOnlyInstance(DeviceInstance):
                 f"'{self.module.name}' on its device ({what}), and the other ranks wait for it; "
                 "compiled with passes='-capture', a step's errors travel instead"
             )
-        super()._go_on_after(error)
+        super().failed(error)

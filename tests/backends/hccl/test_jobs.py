@@ -44,11 +44,13 @@ def calls(output: str, rank: int, part: str) -> dict[str, int]:
     return {name: int(count) for name, count in re.findall(r"(\w+) (\d+)", found)}
 
 
-@pytest.mark.parametrize(("ranks", "seeds"), [(2, (0, 10)), (4, (100, 106))])
+@pytest.mark.parametrize(("ranks", "seeds", "trainings"), [(2, (0, 10), 4), (4, (100, 104), 0)])
 def test_conformance_random_steps_and_training(
-    mock: Path, ranks: int, seeds: tuple[int, int]
+    mock: Path, ranks: int, seeds: tuple[int, int], trainings: int
 ) -> None:
-    check_suite(on_npus(mock, ranks, [*SUITE, *map(str, seeds)]), ranks, seeds, trainings=4)
+    """On 4 NPUs it is `test_train_gpt` that trains; the whole of it is run with --slow."""
+    words = [*map(str, seeds), *([] if trainings else ["untrained"])]
+    check_suite(on_npus(mock, ranks, [*SUITE, *words]), ranks, seeds, trainings)
 
 
 @pytest.mark.slow
@@ -71,9 +73,11 @@ def check_suite(ended: Ended, ranks: int, seeds: tuple[int, int], trainings: int
         ran, replayed = re.findall(rf"rank {rank}: (\d+) cases .*, (\d+) replays", ended.output)[0]
         assert int(ran) == cases
         assert int(replayed) > 0
-        assert f"rank {rank}: {trainings} trainings agree" in ended.output
         agreed = re.findall(rf"rank {rank}: (\d+) of \d+ agree", ended.output)
         assert int(agreed[0]) >= 0.6 * (seeds[1] - seeds[0])
+        if not trainings:
+            continue
+        assert f"rank {rank}: {trainings} trainings agree" in ended.output
         trained = calls(ended.output, rank, "training")
         # One forward, one backward: activations and gradients cross.
         assert min(trained["Send"], trained["Recv"], trained["BatchSendRecv"]) > 0

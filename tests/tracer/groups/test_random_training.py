@@ -26,7 +26,7 @@ from cg.launch.world.world import use_world
 from cg.tracer.groups.gradient_buckets import BUCKET
 from cg.tracer.groups.plan import Sharding
 
-from ...sampling import of_shard, shards
+from ...sampling import of_shard, scale, shards
 from .training import (
     HEADS,
     HOMES,
@@ -67,6 +67,8 @@ OF_ATTENTION: Mapping[str, Mapping[str, Sharding]] = {
     "two axes of rows": {ALL: cg.cut(0, "dp", "tp")},
     "all whole": {ALL: cg.whole},
 }
+SHARDS = 6 if scale() == 1 else 10
+"""Each of ten chains; more with --slow."""
 MOST = 5
 """Orders of a chain."""
 LINES = ("zb-h1", "zb-h2")
@@ -220,7 +222,7 @@ def _world() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("shard", shards(10))
+@pytest.mark.parametrize("shard", shards(SHARDS))
 def test_random_chains_train_exactly(
     shard: int, record_property: Callable[[str, object], None]
 ) -> None:

@@ -370,9 +370,33 @@ def train(
     fsdp: Any = None,
 ) -> dict[int, str]:
     """Train both, and compare after each step; return hashes of what this process's ranks have."""
+    compiled = compile_step(stages, batch(0, rows, kind, width), count, schedule, fsdp)
+    return run_steps(compiled, model, stages, rows, count, kind, steps, width)
+
+
+def compile_step(
+    stages: Sequence[Any],
+    example: tuple[Tensor, Tensor],
+    count: int,
+    schedule: str | None,
+    fsdp: Any = None,
+) -> cg.Compiled:
+    """Compile a step of so many microbatches."""
     order = {} if schedule is None else {"schedule": cg.schedules.by_name(schedule)}
-    lowered = cg.trace(step_of(stages, count)).lower(*batch(0, rows, kind, width))
-    compiled = lowered.compile(fsdp=fsdp, **order)
+    return cg.trace(step_of(stages, count)).lower(*example).compile(fsdp=fsdp, **order)
+
+
+def run_steps(
+    compiled: cg.Compiled,
+    model: Model,
+    stages: Sequence[Any],
+    rows: int,
+    count: int,
+    kind: str,
+    steps: int,
+    width: int,
+) -> dict[int, str]:
+    """Take steps as `train` does, of one that is compiled."""
     made = {rank: hashlib.sha256() for stage in stages for rank in stage.instances}
     for seed, moment in enumerate(alone(model, rows, count, kind, steps, width)):
         found = compiled(*batch(seed, rows, kind, width))

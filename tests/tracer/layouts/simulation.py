@@ -165,7 +165,9 @@ def run(
     seed = torch.get_rng_state()
     states = [seed] * len(place.ranks)
     for part, transfers in cut.steps:
-        made = [run_rank(part, owner, i, rank, held, states) for i, rank in enumerate(place.ranks)]
+        graphs = [part.bodies.at(rank) for rank in place.ranks]
+        modules = {graph: fx.GraphModule(owner, graph) for graph in graphs}  # ranks share graphs
+        made = [run_rank(part, modules[g], i, held, states) for i, g in enumerate(graphs)]
         for index, version in enumerate(part.outputs):
             held[version] = [results[index] for results in made]
         for transfer in transfers:
@@ -179,17 +181,15 @@ def run(
 
 def run_rank(
     part: Part,
-    owner: torch.nn.Module,
+    module: fx.GraphModule,
     index: int,
-    rank: int,
     held: Mapping[Version, Pieces],
     states: list[torch.Tensor],
 ) -> Any:
-    """A part on one rank, whose random numbers go on where they were."""
-    graph = part.bodies.at(rank)
+    """A part on the rank of an index, whose random numbers go on where they were."""
     torch.set_rng_state(states[index])
     given = [held[version][index].clone() for version in part.inputs]
-    result = fx.GraphModule(owner, graph)(*given)
+    result = module(*given)
     states[index] = torch.get_rng_state()
     return result
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-import itertools
+import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from torch import fx
@@ -37,10 +37,18 @@ def layouts(op: OpCase, place: Place) -> Iterator[tuple[Layout, ...]]:
         list(cuts(tensor.dim(), place, summands))
         for tensor, summands in zip(op.tensors, op.summands, strict=True)
     ]
-    found = list(itertools.product(*every))
-    if len(found) > MOST:
-        found = random.Random(0).sample(found, MOST)
-    yield from found
+    count = math.prod(map(len, every))
+    for number in random.Random(0).sample(range(count), MOST) if count > MOST else range(count):
+        yield combination(every, number)
+
+
+def combination(choices: Sequence[Sequence[Layout]], number: int) -> tuple[Layout, ...]:
+    """The one of this number in `itertools.product` of the choices, of which there are many."""
+    found: list[Layout] = []
+    for each in reversed(choices):
+        number, index = divmod(number, len(each))
+        found.append(each[index])
+    return tuple(reversed(found))
 
 
 @pytest.mark.parametrize("axes", MESHES)
