@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from functools import cache
 from itertools import product
+from math import ceil
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -22,6 +23,7 @@ from cg.passes.schedules.search import find_orders as search
 from cg.passes.schedules.search.bound import find_windows, lower_bound
 from cg.passes.schedules.search.known_orders import known_orders
 from cg.passes.schedules.search.list_scheduling import Rule, list_schedule
+from cg.passes.schedules.search.policies import SEEDS
 from cg.passes.schedules.search.problem import Problem
 from cg.passes.schedules.search.stretch import fewer_microbatches, stretched
 
@@ -72,16 +74,19 @@ def test_no_order_is_under_the_bound_nor_over_the_memory(
 ) -> None:
     problem, costs = drawn
     pipeline = problem.pipeline
-    bound = lower_bound(problem, find_windows(problem))
+    bound = lower_bound(problem)
     urgency = [
         [random.random() for _ in range(pipeline.microbatches)] for _ in range(3 * problem.parts)
     ]
     patience = random.choice((0.0, 0.5, 1.0))
     listed = list_schedule(problem, Rule(urgency, (patience,) * 3, random.choice((0.0, 1.0))))
     orders = [order for _, order in known_orders(problem)]
-    if listed is not None:
-        assert problem.fits(listed.lanes)
-        orders.append(problem.order(listed.lanes))
+    windows = find_windows(problem)
+    rules = [policy.rule(problem, policy.urgency(problem, windows)) for policy in SEEDS[:3]]
+    for one in (listed, *(list_schedule(problem, rule) for rule in rules)):
+        if one is not None:
+            assert problem.fits(one.lanes)
+            orders.append(problem.order(one.lanes))
     for order in orders:
         timeline = play(order, pipeline.stage_ranks, pipeline.microbatches, costs)
         held = [timeline.held(rank, costs) for rank in pipeline.ranks]
@@ -123,6 +128,73 @@ def test_only_schedules_that_are_too_long_are_given_up(
     idle = span - max(problem.microbatches * problem.work(r) for r in range(problem.ranks))
     if idle > 1e-6:
         assert shorter is None
+
+
+def exists(problem: Problem, span: int) -> bool:
+    """Whether any order of tasks of whole times, without transfers, has this span.
+
+    All that ranks can do is done, from each instant to the next: start a task, or wait.
+    """
+    n, m, ranks = problem.parts, problem.microbatches, range(problem.ranks)
+    durations = [round(time) for time in problem.durations]
+    ends = [round(offset) + span for offset in problem.offsets]
+    lanes = [[action * n + k for k in parts for action in range(3)] for parts in problem.hosted]
+    idle = ((-1, 0),) * problem.ranks  # what each rank runs, and for how long yet
+    states = {((0,) * (3 * n), idle)}
+    for now in range(max(ends)):
+        begun = states
+        for rank in ranks:
+            states, begun = begun, set()
+            for done, running in states:
+                if running[rank][1]:
+                    begun.add((done, running))
+                    continue
+                left = sum(durations[lane] * (m - done[lane]) for lane in lanes[rank])
+                if now + left > ends[rank]:
+                    continue
+                begun.add((done, running))
+                held = sum(problem.grows[lane] * done[lane] for lane in lanes[rank])
+                for lane in lanes[rank]:
+                    action, k = divmod(lane, n)
+                    needs = [k - 1] if k else []
+                    if action:
+                        needs = [lane - n, *([lane + 1] if action == 1 and k + 1 < n else [])]
+                    if done[lane] == m or any(done[other] <= done[lane] for other in needs):
+                        continue
+                    if not action and held + problem.grows[lane] > problem.capacities[rank] + 1e-6:
+                        continue
+                    runs = (lane, durations[lane])
+                    begun.add((done, (*running[:rank], runs, *running[rank + 1 :])))
+        states = set()
+        for done, running in begun:
+            after = list(done)
+            for lane, left in running:
+                after[lane] += left == 1
+            if min(after) == m:
+                return True
+            still = tuple((lane, left - 1) if left > 1 else (-1, 0) for lane, left in running)
+            states.add((tuple(after), still))
+    return False
+
+
+@examples(60, shrinks=True)
+@given(st.data(), st.sampled_from([(0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 0)]), st.integers(1, 3))
+def test_of_all_orders_of_several_parts_none_is_under_the_bound(
+    data: st.DataObject, ranks: tuple[int, ...], m: int
+) -> None:
+    each = st.tuples(*[st.sampled_from([1.0, 1.0, 2.0])] * len(ranks))
+    share = data.draw(st.sampled_from([1.0, 1.0, 0.5]))
+    costs = Costs(data.draw(each), data.draw(each), data.draw(each), mw=share)
+    problem = Problem.of(Pipeline(ranks, m), costs, data.draw(st.sampled_from([1, 1.5, 2, 3])))
+    assume(not problem.lacking())
+    assert not exists(problem, ceil(lower_bound(problem) - 1e-6) - 1)
+
+
+def test_of_several_parts_the_bound_counts_the_memory_of_all() -> None:
+    """Without how many W of any part must run before the last F, it would be 22."""
+    problem = Problem.of(Pipeline((0, 1, 2, 0, 1, 2), 3), Costs(), 2)
+    assert lower_bound(problem) == 23
+    assert exists(problem, 23)
 
 
 def shortest(p: int, m: int, costs: Costs, memory: int) -> float:

@@ -6,6 +6,10 @@ on other ranks, after what must run before on its own rank, and after memory is 
 *tail* is the least time from its end to the end of the window, by the same rules backwards. For
 each rank, a preemptive schedule of its tasks with their heads and tails bounds the window.
 
+Where a rank has several parts, memory does not say which W must run before an F, but how many of
+any part. So the bound is computed a second time with a rank's W taken in the order in which they
+run: the first few of these have long tails, whichever they are.
+
 Sources: heads, tails and the preemptive bound of one machine are those of job-shop scheduling
 (Carlier 1982; Carlier and Pinson 1989); memory as a source of heads and tails is ours.
 """
@@ -48,7 +52,13 @@ def lower_bound(problem: Problem, windows: Windows | None = None) -> float:
     if problem.tasks > MOST_TASKS:
         return bound
     windows = windows or find_windows(problem)
-    return max(bound, *(_preemptive(problem, windows, rank) for rank in range(problem.ranks)))
+    for rank in range(problem.ranks):
+        others = _jobs(problem, windows, rank, (0, 1))
+        bound = max(bound, _preemptive(others + _jobs(problem, windows, rank, (2,))))
+        in_turn = _weights_in_turn(problem, windows, rank)
+        if in_turn:
+            bound = max(bound, _preemptive(others + in_turn))
+    return bound
 
 
 def starts_are_constant(problem: Problem) -> bool:
@@ -166,16 +176,67 @@ def _times(problem: Problem) -> tuple[Sequence[float], Sequence[float], Sequence
     return times[:n], times[n : 2 * n], times[2 * n :]
 
 
-def _preemptive(problem: Problem, windows: Windows, rank: int) -> float:
-    """The makespan of the best preemptive schedule of a rank: the longest tail first."""
+_Job = tuple[float, float, float]
+"""What a rank has to run: its head, its tail, and its time."""
+
+
+def _jobs(problem: Problem, windows: Windows, rank: int, actions: Sequence[int]) -> list[_Job]:
+    """The tasks of a rank with their heads and tails, of some of the actions 0, 1, 2: F, B, W."""
     n = problem.parts
-    tasks = sorted(
-        (head, -tail, problem.durations[lane])
+    return [
+        (head, tail, problem.durations[lane])
         for k in problem.hosted[rank]
-        for lane in (k, n + k, 2 * n + k)
+        for lane in (action * n + k for action in actions)
         for head, tail in zip(windows.heads[lane], windows.tails[lane], strict=True)
-        if problem.durations[lane]
-    )
+    ]
+
+
+def _weights_in_turn(problem: Problem, windows: Windows, rank: int) -> list[_Job]:
+    """The W of a rank in the order in which they run, whatever part and microbatch each is of.
+
+    Say that W number w is the one with w others before it. What holds for it in every order:
+
+    - Among the first w + 1 to run, one has at least the head that is number w of all their heads,
+      ascending; so W number w has that head. Likewise for tails, descending, since what runs
+      later on the rank ends later.
+    - When F number j starts, of any part, the rank holds what the W that have ended leave of j + 1
+      microbatches' activations: of each at least the lesser of what it holds before and after B.
+      The sum of the j + 1 least of these, less what the rank may hold, is at most what the W that
+      have ended gave back; over the largest, that is how many have. And F number j, or one that
+      starts later, has at least the tail that is number j of all F, descending, counted from its
+      start. So the last W that must have ended has that tail.
+    - It takes at least as long as the shortest W of the rank. What others take longer is a job of
+      its own, with no tail.
+
+    The heads and tails of a preemptive schedule may be those of each of these in turn; none if W
+    takes no time, or gives back nothing.
+    """
+    n, m, parts = problem.parts, problem.microbatches, problem.hosted[rank]
+    times = problem.durations
+    shortest = min(times[2 * n + k] for k in parts)
+    kept = [problem.grows[k] + min(0.0, problem.grows[n + k]) for k in parts]
+    largest = max(kept)
+    if not shortest or largest <= 0.0:
+        return []
+    heads = sorted(head for k in parts for head in windows.heads[2 * n + k])
+    tails = sorted((tail for k in parts for tail in windows.tails[2 * n + k]), reverse=True)
+    starts = sorted((times[k] + t for k in parts for t in windows.tails[k]), reverse=True)
+    held = -problem.capacities[rank] * (1.0 + ROUNDING) - ROUNDING
+    sizes = sorted(size for size in kept for _ in range(m))
+    for size, tail in zip(sizes, starts, strict=True):
+        held += size
+        ended = math.ceil(held / largest - ROUNDING)
+        if ended > 0:
+            tails[ended - 1] = max(tails[ended - 1], tail)
+    for w in reversed(range(len(tails) - 1)):
+        tails[w] = max(tails[w], tails[w + 1] + shortest)
+    longer = m * sum(times[2 * n + k] - shortest for k in parts)
+    return [(heads[0], 0.0, longer), *((h, t, shortest) for h, t in zip(heads, tails, strict=True))]
+
+
+def _preemptive(jobs: Sequence[_Job]) -> float:
+    """The makespan of the best preemptive schedule of one rank's jobs: the longest tail first."""
+    tasks = sorted((head, -tail, time) for head, tail, time in jobs if time)
     ready: list[tuple[float, float]] = []
     bound = clock = 0.0
     at = 0
