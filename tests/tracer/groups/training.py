@@ -368,11 +368,12 @@ def train(
     steps: int = 3,
     width: int = WIDTH,
     fsdp: Any = None,
+    fuse: str | None = None,
 ) -> dict[int, str]:
     """Train both, and compare after each step; return hashes of what this process's ranks have."""
     order = {} if schedule is None else {"schedule": cg.schedules.by_name(schedule)}
     lowered = cg.trace(step_of(stages, count)).lower(*batch(0, rows, kind, width))
-    compiled = lowered.compile(fsdp=fsdp, **order)
+    compiled = lowered.compile(fsdp=fsdp, fuse=fuse, **order)
     made = {rank: hashlib.sha256() for stage in stages for rank in stage.instances}
     for seed, moment in enumerate(alone(model, rows, count, kind, steps, width)):
         found = compiled(*batch(seed, rows, kind, width))
