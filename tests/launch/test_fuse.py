@@ -20,6 +20,7 @@ from cg.ir.attributes import Effect
 from cg.ir.parser import parse_module
 from cg.ir.printer import format_module
 from cg.launch.world.world import use_world
+from cg.tracer.autodiff.products import ADD_PRODUCT
 
 needs_compiler = pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "g++")) is None, reason="no C++ compiler for TorchInductor"
@@ -143,6 +144,37 @@ def test_gradients_are_added_up_in_products(name: str, as_is: list[torch.fx.Grap
     # Of 9 products 4 are gradients of weights; the first stage has no cotangent of its input.
     ops = [n.target for graph in as_is for n in graph.graph.nodes]
     assert ops.count(torch.ops.aten.mm.default) == 5
+
+
+def test_products_are_added_as_soon_as_their_factors_are_there(
+    as_is: list[torch.fx.GraphModule],
+) -> None:
+    """So that the graph holds none of the factors to its end, and gives none."""
+    layer = Gated.on(0)()
+
+    @cg.trace
+    def step(x: Tensor) -> Tensor:
+        loss: Tensor = layer.mean(x)
+        cg.backward(loss)
+        return loss
+
+    compiled = step.lower(GIVEN).compile(fuse="graph")
+    backward = as_is[-1].graph
+    order = {node: at for at, node in enumerate(backward.nodes)}
+    adds = [node for node in order if node.target is ADD_PRODUCT]
+    assert [node.args[2] for node in adds] == sorted(node.args[2] for node in adds)[::-1]
+    for node in adds:
+        ready = max(order[factor] for factor in node.all_input_nodes)
+        products = [n for n in order if n.target is torch.ops.aten.mm.default]
+        assert not any(ready < order[n] < order[node] for n in products)
+    assert set(backward.output_node().all_input_nodes) == set(adds)
+    for _ in range(2):
+        compiled(GIVEN)
+    found = [p.grad for p in layer.local.parameters()]
+    layer.local.zero_grad()
+    for _ in range(2):
+        layer.local.mean(GIVEN).backward()
+    assert_close(found, [p.grad for p in layer.local.parameters()])
 
 
 def test_a_step_is_as_before_without() -> None:

@@ -7,10 +7,12 @@ exact one than autograd's. In a model of matrices nearly all gradients are produ
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from .subgraphs import Piece, fake_of, results
 
@@ -88,3 +90,44 @@ def add_product(
     else:  # `.grad` of a type of its own, by `Tensor.grad_dtype`; BLAS adds to none
         product = torch.mm(one, other)
         gradient.add_(product.t() if is_transposed else product)
+
+
+class _Sums(threading.local):
+    """The parameters of the compiled graph that this thread runs."""
+
+    parameters: Sequence[Tensor] = ()
+
+
+_sums = _Sums()
+
+
+def adding_to(
+    parameters: Sequence[Tensor], compute: Callable[..., Sequence[Tensor]], *values: Tensor
+) -> Sequence[Tensor]:
+    """Compute a graph in which `ADD_PRODUCT` adds to these parameters, each by its index."""
+    before, _sums.parameters = _sums.parameters, parameters
+    try:
+        return compute(*values)
+    finally:
+        _sums.parameters = before
+
+
+def _add(one: Tensor, other: Tensor, index: int, is_transposed: bool) -> Tensor:
+    add_product(_sums.parameters[index], one, other, is_transposed)
+    return one.new_empty(0)
+
+
+_LIBRARY = torch.library.Library("cg", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define(  # type: ignore[no-untyped-call]
+    "add_product(Tensor one, Tensor other, int index, bool is_transposed) -> Tensor"
+)
+_LIBRARY.impl("add_product", _add, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+torch.library.register_fake(
+    "cg::add_product", lambda one, other, index, is_transposed: one.new_empty(0), lib=_LIBRARY
+)
+
+ADD_PRODUCT = torch.ops.cg.add_product.default
+"""`add_product` as an operator, for graphs that are compiled: `adding_to` knows the parameters.
+
+Its result is empty. It is a result of the graph, so that the operator is not left out.
+"""
