@@ -25,13 +25,8 @@ from torch import fx
 
 from ...ir.location import Location
 from ..actors.actor_state import Slot
-from ..autodiff.products import (
-    Product,
-    add_product,
-    adding_to,
-    find_products,
-    is_expanded_for_products,
-)
+from ..autodiff import products as sums
+from ..autodiff.products import Product, find_products, is_expanded_for_products
 from ..autodiff.subgraphs import Piece, memory_of, results
 from ..functions.interface import Bodies, Body, RankBodies
 from ..step.torch_modes import is_autocast_on
@@ -57,6 +52,7 @@ class GraphBody:
         graph: the graph that it runs.
         state: gives the parameters and buffers that it works on.
         trained: gives the parameters to whose `.grad` it adds.
+        new_gradients: memory for `.grad` of those that have none, by their id, while it has any.
         rebinds: whether it puts new tensors in the place of buffers.
         refit: gives a body that does the same, but adds gradients that are products by the
             product itself (`products`); with its graph compiled as a whole if it gets a compiler.
@@ -67,6 +63,7 @@ class GraphBody:
     graph: fx.Graph
     state: Callable[[], list[torch.Tensor]]
     trained: Callable[[], list[torch.Tensor]]
+    new_gradients: dict[int, torch.Tensor]
     rebinds: bool
     refit: Callable[[Compiler | None], GraphBody]
 
@@ -155,6 +152,8 @@ def _make(source: Source, piece: Piece, name: str) -> GraphBody:
     slots = _slots(piece)
     # What C code imports, such as a warning's filter, it imports by the caller's `__builtins__`.
     names = source.globals | {"__builtins__": builtins}
+    made: dict[int, torch.Tensor] = {}
+    names["MADE"] = made
     names |= {held: slots[number].holder for held, number in source.holders}
     code = source.code.replace(co_filename=file, co_name=shown, co_qualname=shown)
     run = names[_FUNCTION] = FunctionType(code, names, shown)
@@ -166,6 +165,7 @@ def _make(source: Source, piece: Piece, name: str) -> GraphBody:
         graph=piece.graph,
         state=_Held([tensor.slots[0] for tensor in piece.state]),
         trained=_Held([gradient.tensor.slots[0] for gradient in piece.gradients]),
+        new_gradients=made,
         rebinds=bool(piece.rebinds),
         refit=functools.partial(_refit, piece, name),
     )
@@ -250,8 +250,8 @@ class _Writer:
             "AUTOCAST_ON_DEVICE": torch.is_autocast_enabled,
             "AUTOCAST": torch.autocast,
             "ACCUMULATE": accumulate,
-            "ADD_PRODUCT": add_product,
-            "ADDING_TO": adding_to,
+            "ADD_PRODUCT": sums.add_product,
+            "ADDING_TO": sums.adding_to,
             "COMPUTE": compute,
         }
         self._products = products
@@ -277,7 +277,9 @@ class _Writer:
         if self._is_fused:
             names = ", ".join(n.name for n in (*self._state, *self._inputs))
             added = ", ".join(map(self._parameter, products))
-            call = f"ADDING_TO([{added}], COMPUTE, {names})" if products else f"COMPUTE({names})"
+            call = (
+                f"ADDING_TO([{added}], MADE, COMPUTE, {names})" if products else f"COMPUTE({names})"
+            )
             yield f"    RESULTS = {call}", None
             return
         adds = {product.nodes[0]: index for index, product in products.items()}
@@ -297,8 +299,8 @@ class _Writer:
                 yield f"{self._accumulate([index], [gradient.name])}; del {gradient.name}", None
 
     def _add_product(self, index: int, factors: Sequence[str]) -> str:
-        is_transposed = self._products[index].is_transposed
-        return f"    ADD_PRODUCT({self._parameter(index)}, {', '.join(factors)}, {is_transposed})"
+        product = ", ".join((*factors, str(self._products[index].is_transposed)))
+        return f"    ADD_PRODUCT({self._parameter(index)}, {product}, MADE)"
 
     def _parameter(self, index: int) -> str:
         """The parameter of a gradient, in the source."""
@@ -338,7 +340,7 @@ class _Writer:
         chosen = [self.piece.gradients[index] for index in indices]
         owned = self._global(tuple(g.owned for g in chosen))
         params = ", ".join(self._slot(g.tensor.slots[0]) for g in chosen)
-        return f"    ACCUMULATE([{params}], [{', '.join(gradients)}], {owned})"
+        return f"    ACCUMULATE([{params}], [{', '.join(gradients)}], {owned}, MADE)"
 
     def _prelude(self, arguments: str) -> Iterator[str]:
         again = f"return {_FUNCTION}({arguments})"
