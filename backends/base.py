@@ -214,6 +214,8 @@ class GraphBody(StatefulBody, Protocol):
         locate: the user's line that stands behind a traceback through the body, or None.
         graph: what it runs.
         rebinds: whether it puts new tensors in the place of buffers.
+        new_gradients: memory for `.grad` of parameters that have none, by their id: whoever calls
+            the body fills it for the time of the call. The body makes gradients of others itself.
     """
 
     @property
@@ -224,6 +226,8 @@ class GraphBody(StatefulBody, Protocol):
     def graph(self) -> fx.Graph: ...
     @property
     def rebinds(self) -> bool: ...
+    @property
+    def new_gradients(self) -> dict[int, Tensor]: ...
 
 
 CommunicatorFactory = Callable[[World, Sequence[Channel]], Communicator]

@@ -3,10 +3,11 @@
     python benchmarks/finetune.py [--model DIR] [--turns 3] [--json FILE] [--small] [--only SIDE …]
 
 Sides, each in processes of its own, with as many threads in all as there are ranks: the step of
-examples/finetune.py in a pipeline, as it is and with --fuse inductor; plain transformers in one process, with the whole batch at once
-and in the same microbatches; torch.distributed.pipelining over Gloo (1F1B) on the same parts. All
-train in float32 by AdamW with clipped gradients, on the same random tokens from the same weights,
-and their losses are compared. Two steps are left out, and medians are given of the rest.
+examples/finetune.py in a pipeline, as it is and with --fuse inductor; plain transformers in one
+process, with the whole batch at once and in the same microbatches; torch.distributed.pipelining
+over Gloo (1F1B) on the same parts. All train in float32 by AdamW with clipped gradients, on equal
+random tokens from the same weights, and their losses are compared. Two steps are left out, and
+medians are given of the rest.
 
 Without --model the weights are random, of SmolLM2's shape; examples/demo_model.py writes its own.
 """

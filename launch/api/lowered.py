@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -19,17 +19,19 @@ from ...ir.phases import Phase
 from ...ir.pipeline.costs import Costs
 from ...ir.printer import format_module
 from ...passes.lower.capture import describe
+from ...passes.lower.fuse import Fuse
 from ...passes.manager import PassManager
 from ...passes.pipelines import default_pipeline
-from ...passes.registry import parse_switches
+from ...passes.registry import Switches, parse_switches
 from ...passes.schedules import Schedule
 from ...passes.simulate.residency import Residency
 from ...passes.simulate.stage_memory import recomputable
 from ...tracer.actors.undo import Undo
 from ...tracer.step.binding import definition
+from ...tracer.step.torch_modes import Ambient
 from ...tracer.step.trace import Trace
 from ..config import config
-from ..world.agreement import check_compilation
+from ..world.agreement import check_compilation, check_fuse
 from ..world.communicators import check_transports
 from ..world.comparison import interval
 from ..world.devices import fabrics_of
@@ -83,6 +85,18 @@ Example = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments and keyword arguments of a step."""
 
 
+@dataclass(frozen=True)
+class Again:
+    """Traces a step once more, under the modes of torch that it was first traced under."""
+
+    trace: Callable[..., Trace]
+    modes: Ambient = field(default_factory=Ambient.now)
+
+    def __call__(self, **options: Any) -> Trace:
+        with self.modes.entered():
+            return self.trace(**options)
+
+
 class Lowered:
     """One trace of a step, or several for as many signatures.
 
@@ -95,14 +109,15 @@ class Lowered:
         step: Definition,
         traces: Sequence[Trace],
         world: World,
-        again: Callable[..., Trace] | None = None,
+        again: Sequence[Again] = (),
         example: Example | None = None,
     ) -> None:
         self.traces = tuple(traces)
         self._step = step
         self._world = world
-        self._trace_again = again
+        self._again = tuple(again)
         self._example = example
+        self._fused: Lowered | None = None
         self._fusing = [Fusing(trace.bodies) for trace in traces]
 
     def __repr__(self) -> str:
@@ -162,7 +177,8 @@ class Lowered:
                 flight; each has registers and channels of its own on all ranks.
             fuse: `inductor` has TorchInductor compile the graphs of traced methods and of their
                 backwards to fused kernels, on all ranks. Values are then equal up to rounding.
-                `compiled.fused` says what is compiled.
+                `compiled.fused` says what is compiled. A step with a backward is traced once more
+                for that: backwards compute cheap results again, and less is kept for them.
             fsdp: for how long parameters stay gathered that actors store in pieces (`store=`), as
                 `cg.fsdp(...)` says; None: gathered for each forward and each backward.
             check_inputs: of a step whose `inputs` are several ranks: when to compare what they
@@ -192,12 +208,15 @@ class Lowered:
             measure = functools.partial(self._measure, passes, seed, timeout)
             schedule = with_costs(schedule, measure, self._world)
         check_costs(schedule)
+        check_options(passes, seed, timeout, fsdp)
+        if fuse is not None:
+            check_name(fuse)
         with lock_of(self._world).held(self._step.name):
-            lowered = self
+            lowered = self._for_fusing(fuse, passes)
             if schedule is not None and wants_memory(schedule):
-                schedule = with_memory(schedule, [trace.module for trace in self.traces])
+                schedule = with_memory(schedule, [trace.module for trace in lowered.traces])
             if schedule is not None and wants_remat(schedule):
-                lowered, schedule = self._rematerialized(schedule)
+                lowered, schedule = lowered._rematerialized(schedule)
             return lowered._compile(
                 self._step.number(),
                 schedule=schedule,
@@ -235,7 +254,7 @@ class Lowered:
             TraceError, IRError, PlanMismatch: as in `lower` and `compile`.
             ValueError: the step was lowered for several signatures.
         """
-        if self._trace_again is None:
+        if self._example is None:
             raise ValueError("compile_optimistic() is for a step that lower() has traced")
         if wants_remat(schedule):
             raise ValueError(
@@ -243,7 +262,7 @@ class Lowered:
                 "that recompute, and cg.remat(actor.method) in the step says it for both"
             )
         with lock_of(self._world).held(self._step.name):
-            bold = Lowered(self._step, [self._trace_again(optimistic=True)], self._world)
+            bold = Lowered(self._step, [self._again[0](optimistic=True)], self._world)
             numbering = self._step.number()
             plain, bold_program = (
                 lowered._compile(
@@ -278,19 +297,38 @@ class Lowered:
             finally:
                 undo.restore()
 
+    def _for_fusing(self, fuse: str | None, passes: str) -> Lowered:
+        """The step with backwards for fused kernels, if a compiler makes any; collective.
+
+        What is to be kept for a backward is known once it is traced, and only then.
+        """
+        check_fuse(self._world, self._step.name, fuse)
+        has_backward = any(trace.module.vjps for trace in self.traces)
+        if fuse is None or not has_backward or Fuse.name in _switches(passes).off:
+            return self
+        if self._fused is None:
+            again = [
+                replace(each, trace=functools.partial(each.trace, fused=True))
+                for each in self._again
+            ]
+            traces = [each() for each in again]
+            self._fused = Lowered(self._step, traces, self._world, again, self._example)
+        return self._fused
+
     def _rematerialized(self, schedule: Schedule) -> tuple[Lowered, Schedule]:
         """The step with the stages recomputing that a search chooses, and the search for these."""
-        if self._trace_again is None:
+        if self._example is None:
             raise ValueError(
                 f"step {self._step.name} is lowered for several signatures, so auto(remat=True) "
                 "cannot trace it again; use cg.remat(actor.method) in the step"
             )
+        (again,) = self._again
         module = self.trace.module
-        again = self._trace_again(remat=recomputable(module))
-        schedule, actors = choose_remat(schedule, module, again.module)
+        every = again(remat=recomputable(module))
+        schedule, actors = choose_remat(schedule, module, every.module)
         if not actors:
             return self, schedule
-        trace = self._trace_again(remat=actors)
+        trace = again(remat=actors)
         return Lowered(self._step, [trace], self._world), schedule
 
     def _compile(
@@ -309,13 +347,11 @@ class Lowered:
     ) -> Compiled:
         check_options(passes, seed, timeout, fsdp)
         every = interval(check_inputs)
-        if fuse is not None:
-            check_name(fuse)
         for trace in self.traces:
             check_transports(trace.module.program)
         settings = config()
         check_late_settings(settings)
-        switches = parse_switches(settings.passes).then(parse_switches(passes))
+        switches = _switches(passes)
         is_driven = max_inflight is not None and self._step.driver is not None
         if is_driven:
             for trace in self.traces:
@@ -395,6 +431,11 @@ class Lowered:
         reached = [index for index, p in enumerate(pipeline) if p.ensures is phase]
         PassManager(pipeline[: reached[0] + 1]).run(module)
         return module
+
+
+def _switches(passes: str) -> Switches:
+    """The passes that are left out: by CG_PASSES, then by an option."""
+    return parse_switches(config().passes).then(parse_switches(passes))
 
 
 def _fallbacks(module: Module, world: World, dumped: Dump | None) -> Fallbacks:

@@ -9,6 +9,7 @@ from weakref import WeakSet
 
 from ...ir.types import Place
 from ...tracer.functions.functions import Functions
+from ...tracer.reuse.alike import Traces
 from ...tracer.step.inputs import InputError, signature_of
 from ...tracer.step.step import trace_step
 from ...tracer.step.trace import Trace
@@ -18,7 +19,7 @@ from ..world.agreement import TraceRequest
 from ..world.devices import torch_device
 from ..world.world import world
 from .compiled import Compiled
-from .lowered import Definition, Lowered
+from .lowered import Again, Definition, Lowered
 from .numbering import Numbering, check_state
 from .step_lock import lock_of
 
@@ -137,8 +138,8 @@ class Step:
             InputError: the step does not take these arguments.
             TraceError: the function, or a method that it calls, cannot be traced.
         """
-        trace = functools.partial(self._trace, args, kwargs)
-        return Lowered(self._definition, [trace()], world(), trace, (args, kwargs))
+        trace = functools.partial(self._trace, args, kwargs, Traces())
+        return Lowered(self._definition, [trace()], world(), [Again(trace)], (args, kwargs))
 
     def lower_many(self, signatures: Sequence[Any]) -> Lowered:
         """Trace the step for each of several sets of arguments; collective.
@@ -163,16 +164,19 @@ class Step:
             )
         if not signatures:
             raise ValueError(f"lower_many() of {self.__name__} takes at least one set of arguments")
-        traces = [self._trace_entry(index, given) for index, given in enumerate(signatures)]
-        return Lowered(self._definition, traces, world())
+        again = [
+            Again(functools.partial(self._trace_entry, index, given, Traces()))
+            for index, given in enumerate(signatures)
+        ]
+        return Lowered(self._definition, [each.trace() for each in again], world(), again)
 
-    def _trace_entry(self, index: int, given: Any) -> Trace:
+    def _trace_entry(self, index: int, given: Any, traces: Traces, **options: Any) -> Trace:
         """The trace for one of the sets of arguments that `lower_many` takes."""
         args, kwargs = given if isinstance(given, tuple) else (given,), {}
         if isinstance(given, dict):
             args, kwargs = (), given
         try:
-            return self._trace(args, kwargs)
+            return self._trace(args, kwargs, traces, **options)
         except InputError as error:
             raise InputError(f"entry {index} of lower_many(): {error}") from None
 
@@ -180,13 +184,16 @@ class Step:
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        traces: Traces,
         optimistic: bool = False,
         remat: frozenset[str] = frozenset(),
+        fused: bool = False,
     ) -> Trace:
+        """Trace the step; with `traces`, which an earlier trace of it has used, in less time."""
         here = world()
         check_outside(here, self.__name__)
         request = TraceRequest(
-            self.__name__, self.__wrapped__, self._inputs, self._outputs, optimistic, remat
+            self.__name__, self.__wrapped__, self._inputs, self._outputs, optimistic, remat, fused
         )
         with lock_of(here).held(self.__name__, tracing=True):
             request.check(here, args, kwargs)
@@ -198,7 +205,7 @@ class Step:
                 inputs=self._inputs,
                 outputs=self._outputs,
                 name=self.__name__,
-                tracer=Functions(torch_device(here)),
+                tracer=Functions(torch_device(here), traces, fused),
                 optimistic=optimistic,
                 remat=remat,
                 # In the virtual world, actors may be wherever the user has put them.

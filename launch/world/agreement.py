@@ -49,6 +49,7 @@ class TraceRequest:
         fn: its Python function.
         inputs, outputs: as `cg.trace` takes them.
         optimistic, remat: as `trace_step` takes them.
+        fused: whether its backwards are for fused kernels.
     """
 
     name: str
@@ -57,6 +58,7 @@ class TraceRequest:
     outputs: Place | None
     optimistic: bool
     remat: frozenset[str]
+    fused: bool
 
     def check(self, world: World, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Return if all ranks are about to trace this step for such arguments; collective.
@@ -101,6 +103,7 @@ class TraceRequest:
         how = "optimistically, " if self.optimistic else ""
         if self.remat:
             how += f"recomputing {', '.join(sorted(self.remat))}, "
+        how += "for fused kernels, " if self.fused else ""
         grad = "on" if torch.is_grad_enabled() else "off"
         return f"{self.name}({_parameters(self.fn)}){line} ({how}{places}, gradients {grad})"
 
@@ -135,6 +138,16 @@ def check_compilation(
         parts[f"{number} trace"] = Part("in what it calls", f"{text}\n")
         parts[f"{number} results"] = Part("what it returns is", _results(trace))
     agree(world, f"the ranks have traced step {step} differently", parts, ADVICE)
+
+
+def check_fuse(world: World, step: str, fuse: str | None) -> None:
+    """Return if all ranks compile a step with one compiler of graphs, or with none; collective.
+
+    Raises:
+        PlanMismatch: they do not; on all ranks, which can go on.
+    """
+    parts = {"fuse": Part("fuse in compile() is", text_of(fuse))}
+    agree(world, f"the ranks compile step {step} differently", parts, ADVICE)
 
 
 def call_text(spec: InputSpec, loc: Location | None) -> str:

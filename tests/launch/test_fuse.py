@@ -20,6 +20,7 @@ from cg.ir.attributes import Effect
 from cg.ir.parser import parse_module
 from cg.ir.printer import format_module
 from cg.launch.world.world import use_world
+from cg.tracer.autodiff.products import ADD_PRODUCT
 
 needs_compiler = pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "g++")) is None, reason="no C++ compiler for TorchInductor"
@@ -145,6 +146,37 @@ def test_gradients_are_added_up_in_products(name: str, as_is: list[torch.fx.Grap
     assert ops.count(torch.ops.aten.mm.default) == 5
 
 
+def test_products_are_added_as_soon_as_their_factors_are_there(
+    as_is: list[torch.fx.GraphModule],
+) -> None:
+    """So that the graph holds none of the factors to its end, and gives none."""
+    layer = Gated.on(0)()
+
+    @cg.trace
+    def step(x: Tensor) -> Tensor:
+        loss: Tensor = layer.mean(x)
+        cg.backward(loss)
+        return loss
+
+    compiled = step.lower(GIVEN).compile(fuse="graph")
+    backward = as_is[-1].graph
+    order = {node: at for at, node in enumerate(backward.nodes)}
+    adds = [node for node in order if node.target is ADD_PRODUCT]
+    assert [node.args[2] for node in adds] == sorted(node.args[2] for node in adds)[::-1]
+    for node in adds:
+        ready = max(order[factor] for factor in node.all_input_nodes)
+        products = [n for n in order if n.target is torch.ops.aten.mm.default]
+        assert not any(ready < order[n] < order[node] for n in products)
+    assert set(backward.output_node().all_input_nodes) == set(adds)
+    for _ in range(2):
+        compiled(GIVEN)
+    found = [p.grad for p in layer.local.parameters()]
+    layer.local.zero_grad()
+    for _ in range(2):
+        layer.local.mean(GIVEN).backward()
+    assert_close(found, [p.grad for p in layer.local.parameters()])
+
+
 def test_a_step_is_as_before_without() -> None:
     compiled, _, _ = trained(steps=1)
     assert compiled.fused == {}
@@ -245,3 +277,138 @@ def test_what_a_compiler_lacks(
         monkeypatch.setattr(inductor, "compile", compile_)
     with pytest.raises(cg.FuseError, match=says):
         trained(fuse="inductor")
+
+
+@cg.actor
+class Gated(nn.Module):
+    """The feed-forward network of a Llama, behind a cast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate, self.up = (nn.Linear(WIDTH, 4 * WIDTH, bias=False) for _ in range(2))
+        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+    def mean(self, x: Tensor) -> Tensor:
+        return self.forward(x).square().mean()
+
+    @cg.opaque
+    def note(self) -> None:
+        self.calls += 1
+
+
+GIVEN = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+def kept(compiled: Any) -> int:
+    """Bytes that a rank's program holds at most."""
+    return int(compiled.memory_analysis()[0].values)
+
+
+@pytest.mark.usefixtures("as_is")
+def test_less_is_kept_for_fused_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Gated.on(0)()
+
+    @cg.trace
+    def step(x: Tensor) -> Tensor:
+        loss: Tensor = layer.mean(x)
+        cg.backward(loss)
+        return loss
+
+    lowered = step.lower(GIVEN)
+    plain, fused = lowered.compile(), lowered.compile(fuse="graph")
+    found = []
+    for compiled in (plain, fused, lowered.compile(fuse="graph", passes="-fuse")):
+        loss = compiled(GIVEN)
+        found.append([loss, *(p.grad for p in layer.local.parameters())])
+        layer.local.zero_grad()
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=0, atol=0)
+    # The activation is not kept: 16 rows of 32 numbers of 4 bytes.
+    assert kept(plain) - kept(fused) == 16 * 4 * WIDTH * 4
+    assert kept(compiled) == kept(plain)  # nothing is fused, so nothing is computed again
+
+
+@pytest.mark.usefixtures("as_is")
+def test_every_signature_is_traced_for_fused_backwards(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    layer = Gated.on(0)()
+
+    @cg.trace
+    def step(x: Tensor) -> Tensor:
+        print("traced")
+        loss: Tensor = layer.mean(x)
+        cg.backward(loss)
+        return loss
+
+    lowered = step.lower_many([GIVEN, GIVEN[:4]])
+    plain = [plan.values for plan in lowered.compile().memory_analysis()]
+    once = capsys.readouterr().out
+    fused = lowered.compile(fuse="graph")
+    assert capsys.readouterr().out == once != ""
+    lowered.compile(fuse="graph")
+    assert capsys.readouterr().out == ""  # what was traced for a compiler serves again
+    assert fused.memory_analysis()[0].values < plain[0]
+    for x in (GIVEN, GIVEN[:4]):
+        assert_close(fused(x), layer.local.mean(x).detach())
+
+
+@pytest.mark.usefixtures("as_is")
+def test_a_step_without_a_backward_is_traced_no_second_time(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    layer = Gated.on(0)()
+
+    @cg.trace
+    def step(x: Tensor) -> Tensor:
+        print("traced")
+        return layer.forward(x)
+
+    lowered = step.lower(GIVEN)
+    assert capsys.readouterr().out
+    lowered.compile(fuse="graph")
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.usefixtures("as_is")
+def test_it_is_traced_for_a_compiler_under_the_modes_of_the_first_trace() -> None:
+    layer = Gated.on(0)()
+    layer.local.double()
+    x = GIVEN.double()
+
+    @cg.trace
+    def step(x: Tensor) -> Tensor:
+        loss: Tensor = layer.mean(x * torch.ones(WIDTH))
+        cg.backward(loss)
+        return loss
+
+    torch.set_default_dtype(torch.float64)
+    try:
+        lowered = step.lower(x)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with torch.no_grad():
+        fused = lowered.compile(fuse="graph")
+    assert torch.get_default_dtype() is torch.float32
+    with pytest.raises(cg.InputError, match="default dtype"):
+        fused(x)
+
+
+@pytest.mark.usefixtures("as_is")
+def test_a_backward_reads_no_more_of_an_actor_that_may_have_changed() -> None:
+    layer = Gated.on(0)()
+
+    @cg.trace
+    def step(x: Tensor) -> Tensor:
+        loss: Tensor = layer.mean(x)
+        layer.note()
+        cg.backward(loss)
+        return loss
+
+    lowered = step.lower(GIVEN)
+    assert kept(lowered.compile(fuse="graph")) == kept(lowered.compile())

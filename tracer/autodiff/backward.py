@@ -20,8 +20,8 @@ from .subgraphs import (
     Builder,
     Gradient,
     Piece,
+    has_effect,
     is_view,
-    live_nodes,
     memory_of,
     reshapes_in_place,
     returned_values,
@@ -36,17 +36,21 @@ class Cut:
     Args:
         joint: a joint graph that was traced with a derivative.
         volatile: indices of state that other calls change before the backward runs.
-        recompute: whether the backward computes again what it needs of the forward, so that
-            nothing but inputs is saved.
+        recomputed: operators of the forward that the backward computes again, where it needs
+            them, instead of taking what they give.
 
     Attributes:
-        body: the nodes of the backward, in order.
+        body: the nodes of the backward, in order; those that are computed again right before what
+            needs them first, where nothing is written in place.
         saved: values to be saved.
         looked_up: state that the backward reads where it lives.
     """
 
     def __init__(
-        self, joint: Joint, volatile: Collection[int] = (), recompute: bool = False
+        self,
+        joint: Joint,
+        volatile: Collection[int] = (),
+        recomputed: Collection[fx.Node] = (),
     ) -> None:
         self._joint = joint
         self._state = {n: i for i, (n, _) in enumerate(joint.state)}
@@ -54,17 +58,8 @@ class Cut:
         self._volatile = volatile
         graph = joint.graph
         self._views = not reshapes_in_place(graph)
-        self._forward = joint.forward
-        roots = self.results()
-        if recompute:
-            self._forward = frozenset(n.name for n in (*self._state, *joint.inputs))
-        else:
-            roots += joint.outputs
-        inside = self._forward | {n.name for n in joint.cotangents}
-        live = live_nodes(graph, roots)
-        self.body = [
-            n for n in graph.nodes if n in live and n.op == "call_function" and n.name not in inside
-        ]
+        self._forward = joint.forward - {node.name for node in recomputed}
+        self.body = self._needed()
         self.saved: set[fx.Node] = set()
         self.looked_up: set[fx.Node] = set()
         for node in self.body:
@@ -77,6 +72,21 @@ class Cut:
         """The gradients that the backward computes."""
         joint = self._joint
         return [n for n in joint.input_grads if n is not None] + [n for _, n in joint.state_grads]
+
+    def _needed(self) -> list[fx.Node]:
+        """What the results need, and all that has an effect, but for what the forward gives."""
+        given = self._forward | {node.name for node in self._joint.cotangents}
+        live = set(self.results())
+        found = []
+        for node in reversed(self._joint.graph.nodes):
+            is_own = node.op == "call_function" and node.name not in given
+            if is_own and (node in live or has_effect(node)):
+                live.update(node.all_input_nodes)
+                found.append(node)
+        found.reverse()
+        if any(map(has_effect, found)):
+            return found
+        return _late(found, self._joint.forward)
 
     def base(self, node: fx.Node) -> fx.Node | None:
         """Return what to save instead of a node, if the node is a view of that."""
@@ -101,16 +111,33 @@ class Cut:
         node = self.origin(node)
         if node.op == "get_attr":
             return
-        if node in self._state and not self._is_changed(node):
+        if node in self._state and not self.is_changed(node):
             self.looked_up.add(node)
         else:
             self.saved.add(node)
 
-    def _is_changed(self, node: fx.Node) -> bool:
+    def is_changed(self, node: fx.Node) -> bool:
+        """True if state is another by the time of the backward than the forward has seen."""
         joint, index = self._joint, self._state[node]
         if index in self._volatile or id(joint.state[index][1]) in self._rebound:
             return True
         return index in joint.written and index not in joint.backward_written
+
+
+def _late(body: Sequence[fx.Node], forward: Collection[str]) -> list[fx.Node]:
+    """The body, in which each node of the forward stands right before what needs it first."""
+    position = {node: index for index, node in enumerate(body)}
+    placed: dict[fx.Node, None] = {}
+    for node in (*(n for n in body if n.name not in forward), *body):
+        needed = {node}
+        pending = [node]
+        while pending:
+            for source in pending.pop().all_input_nodes:
+                if source in position and source not in placed and source not in needed:
+                    needed.add(source)
+                    pending.append(source)
+        placed.update(dict.fromkeys(sorted(needed, key=position.__getitem__)))
+    return list(placed)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from torch import fx
 
 from ..methods.joint import Joint
 from .backward import Cut, Part, backward_piece
+from .recomputation import Recompute, recomputed
 from .split_backward import SplitBackward, halve
 from .subgraphs import Builder, Piece, fake_of, live_nodes, memory_of, returned_values, sharing
 
@@ -33,9 +34,11 @@ class Split:
     halves: SplitBackward | None
 
 
-def split(joint: Joint, volatile: Collection[int] = (), recompute: bool = False) -> Split:
-    """Cut a joint graph that was traced with a derivative; arguments as those of `Cut`."""
-    cut = Cut(joint, volatile, recompute)
+def split(
+    joint: Joint, volatile: Collection[int] = (), what: Recompute = Recompute.NOTHING
+) -> Split:
+    """Cut a joint graph that was traced with a derivative; arguments as those of `recomputed`."""
+    cut = Cut(joint, volatile, recomputed(joint, volatile, what))
     saved = tuple(n for n in joint.graph.nodes if n in cut.saved)
     whole = Part(cut.body, (*saved, *joint.cotangents), returns=True, gradients=joint.state_grads)
     backward = backward_piece(joint, cut, whole)

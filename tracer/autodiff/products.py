@@ -7,10 +7,13 @@ exact one than autograd's. In a model of matrices nearly all gradients are produ
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from .subgraphs import Piece, fake_of, results
 
@@ -72,15 +75,24 @@ def is_expanded_for_products(node: fx.Node) -> bool:
 
 
 def add_product(
-    parameter: torch.Tensor, one: torch.Tensor, other: torch.Tensor, is_transposed: bool
+    parameter: Tensor,
+    one: Tensor,
+    other: Tensor,
+    is_transposed: bool,
+    made: Mapping[int, Tensor],
 ) -> None:
     """Add `one @ other`, or its transpose, to `.grad` of a parameter.
 
     A parameter without a gradient gets one with its strides.
+
+    Args:
+        made: memory for parameters without one, by their id.
     """
     gradient = parameter.grad
     if gradient is None:
-        gradient = torch.empty_like(parameter, requires_grad=False)
+        gradient = made.get(id(parameter))
+        if gradient is None:
+            gradient = torch.empty_like(parameter, requires_grad=False)
         torch.mm(one, other, out=gradient.t() if is_transposed else gradient)
         parameter.grad = gradient
     elif gradient.dtype is one.dtype:
@@ -88,3 +100,53 @@ def add_product(
     else:  # `.grad` of a type of its own, by `Tensor.grad_dtype`; BLAS adds to none
         product = torch.mm(one, other)
         gradient.add_(product.t() if is_transposed else product)
+
+
+class _Sums(threading.local):
+    """What the compiled graph adds products to that this thread runs: see `adding_to`."""
+
+    parameters: Sequence[Tensor] = ()
+    made: Mapping[int, Tensor] = MappingProxyType({})
+
+
+_sums = _Sums()
+
+
+def adding_to(
+    parameters: Sequence[Tensor],
+    made: Mapping[int, Tensor],
+    compute: Callable[..., Sequence[Tensor]],
+    *values: Tensor,
+) -> Sequence[Tensor]:
+    """Compute a graph in which `ADD_PRODUCT` adds to these parameters, each by its index.
+
+    Args:
+        made: as for `add_product`.
+    """
+    before = _sums.parameters, _sums.made
+    _sums.parameters, _sums.made = parameters, made
+    try:
+        return compute(*values)
+    finally:
+        _sums.parameters, _sums.made = before
+
+
+def _add(one: Tensor, other: Tensor, index: int, is_transposed: bool) -> Tensor:
+    add_product(_sums.parameters[index], one, other, is_transposed, _sums.made)
+    return one.new_empty(0)
+
+
+_LIBRARY = torch.library.Library("cg", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define(  # type: ignore[no-untyped-call]
+    "add_product(Tensor one, Tensor other, int index, bool is_transposed) -> Tensor"
+)
+_LIBRARY.impl("add_product", _add, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+torch.library.register_fake(
+    "cg::add_product", lambda one, other, index, is_transposed: one.new_empty(0), lib=_LIBRARY
+)
+
+ADD_PRODUCT = torch.ops.cg.add_product.default
+"""`add_product` as an operator, for graphs that are compiled: `adding_to` knows the parameters.
+
+Its result is empty. It is a result of the graph, so that the operator is not left out.
+"""

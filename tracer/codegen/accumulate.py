@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 
 def accumulate(
-    params: list[torch.Tensor], gradients: list[torch.Tensor], owned: tuple[bool, ...]
+    params: list[torch.Tensor],
+    gradients: list[torch.Tensor],
+    owned: tuple[bool, ...],
+    made: Mapping[int, torch.Tensor],
 ) -> None:
     """Add gradients to `.grad` of parameters, as autograd does.
 
     A parameter without one takes over the gradient itself if nobody else refers to its memory
     and it has the parameter's strides; else it gets a copy with those strides.
+
+    Args:
+        made: memory for parameters without one, by their id; the gradient is copied there.
     """
     held: list[torch.Tensor] = []
     new: list[torch.Tensor] = []
@@ -20,6 +28,8 @@ def accumulate(
         if existing is not None:
             held.append(existing)
             new.append(gradient)
+        elif id(param) in made:
+            param.grad = made[id(param)].copy_(gradient)
         elif is_owned and (gradient.is_sparse or gradient.stride() == param.stride()):
             param.grad = gradient
         else:

@@ -25,14 +25,15 @@ from torch import fx
 
 from ...ir.location import Location
 from ..actors.actor_state import Slot
-from ..autodiff.products import Product, add_product, find_products, is_expanded_for_products
+from ..autodiff import products as sums
+from ..autodiff.products import Product, find_products, is_expanded_for_products
 from ..autodiff.subgraphs import Piece, memory_of, results
 from ..functions.interface import Bodies, Body, RankBodies
 from ..step.torch_modes import is_autocast_on
 from .accumulate import accumulate
 from .constant_folding import fold_constants
 from .direct_calls import call_of
-from .fusible import Fusible, make_fusible
+from .fusible import make_fusible
 
 Compute = Callable[..., Sequence[torch.Tensor]]
 """Computes a graph: takes a tensor for each of its placeholders, gives those of its output."""
@@ -51,6 +52,7 @@ class GraphBody:
         graph: the graph that it runs.
         state: gives the parameters and buffers that it works on.
         trained: gives the parameters to whose `.grad` it adds.
+        new_gradients: memory for `.grad` of those that have none, by their id, while it has any.
         rebinds: whether it puts new tensors in the place of buffers.
         refit: gives a body that does the same, but adds gradients that are products by the
             product itself (`products`); with its graph compiled as a whole if it gets a compiler.
@@ -61,6 +63,7 @@ class GraphBody:
     graph: fx.Graph
     state: Callable[[], list[torch.Tensor]]
     trained: Callable[[], list[torch.Tensor]]
+    new_gradients: dict[int, torch.Tensor]
     rebinds: bool
     refit: Callable[[Compiler | None], GraphBody]
 
@@ -104,7 +107,7 @@ def _refit(piece: Piece, name: str, compiler: Compiler | None) -> GraphBody:
         return _make(_source(_Writer(piece, products)), piece, name)
     fusible = make_fusible(piece, products)
     compute = compiler(fusible.module, fusible.examples)
-    return _make(_source(_Writer(piece, products, fusible, compute)), piece, name)
+    return _make(_source(_Writer(piece, products, compute)), piece, name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +152,8 @@ def _make(source: Source, piece: Piece, name: str) -> GraphBody:
     slots = _slots(piece)
     # What C code imports, such as a warning's filter, it imports by the caller's `__builtins__`.
     names = source.globals | {"__builtins__": builtins}
+    made: dict[int, torch.Tensor] = {}
+    names["MADE"] = made
     names |= {held: slots[number].holder for held, number in source.holders}
     code = source.code.replace(co_filename=file, co_name=shown, co_qualname=shown)
     run = names[_FUNCTION] = FunctionType(code, names, shown)
@@ -160,6 +165,7 @@ def _make(source: Source, piece: Piece, name: str) -> GraphBody:
         graph=piece.graph,
         state=_Held([tensor.slots[0] for tensor in piece.state]),
         trained=_Held([gradient.tensor.slots[0] for gradient in piece.gradients]),
+        new_gradients=made,
         rebinds=bool(piece.rebinds),
         refit=functools.partial(_refit, piece, name),
     )
@@ -227,15 +233,13 @@ class _Writer:
 
     Args:
         products: gradients that are products, by index, to be added by the product itself.
-        fusible, compute: where the graph is computed by a single call: what was compiled, and the
-            call; products are added behind it.
+        compute: where the graph is computed by a single call: the call.
     """
 
     def __init__(
         self,
         piece: Piece,
         products: Mapping[int, Product],
-        fusible: Fusible | None = None,
         compute: Compute | None = None,
     ) -> None:
         self.piece = piece
@@ -246,15 +250,16 @@ class _Writer:
             "AUTOCAST_ON_DEVICE": torch.is_autocast_enabled,
             "AUTOCAST": torch.autocast,
             "ACCUMULATE": accumulate,
-            "ADD_PRODUCT": add_product,
+            "ADD_PRODUCT": sums.add_product,
+            "ADDING_TO": sums.adding_to,
             "COMPUTE": compute,
         }
         self._products = products
-        self._fusible = fusible
+        self._is_fused = compute is not None
         self._known: dict[int, str] = {}
-        self._constants = fold_constants(piece.graph) if fusible is None else {}
+        self._constants = fold_constants(piece.graph) if compute is None else {}
         self._last_use = _last_uses(piece.graph, self._constants)
-        self._early = self._early_gradients() if fusible is None else {}
+        self._early = self._early_gradients() if compute is None else {}
         nodes = [n for n in piece.graph.nodes if n.op == "placeholder"]
         self._state = nodes[: len(piece.state)]
         self._inputs = nodes[len(piece.state) :]
@@ -269,13 +274,13 @@ class _Writer:
 
     def _statements(self) -> Iterator[_Line]:
         products, locations = self._products, self.piece.locations
-        if self._fusible is not None:
+        if self._is_fused:
             names = ", ".join(n.name for n in (*self._state, *self._inputs))
-            yield f"    RESULTS = COMPUTE({names})", None
-            first = self.piece.returned + len(self.piece.rebinds)
-            for index in products:
-                factors = [f"RESULTS[{i}]" for i in self._fusible.results[first + index]]
-                yield self._add_product(index, factors), None
+            added = ", ".join(map(self._parameter, products))
+            call = (
+                f"ADDING_TO([{added}], MADE, COMPUTE, {names})" if products else f"COMPUTE({names})"
+            )
+            yield f"    RESULTS = {call}", None
             return
         adds = {product.nodes[0]: index for index, product in products.items()}
         passed = {node for product in products.values() for node in product.nodes}
@@ -294,9 +299,12 @@ class _Writer:
                 yield f"{self._accumulate([index], [gradient.name])}; del {gradient.name}", None
 
     def _add_product(self, index: int, factors: Sequence[str]) -> str:
-        parameter = self._slot(self.piece.gradients[index].tensor.slots[0])
-        is_transposed = self._products[index].is_transposed
-        return f"    ADD_PRODUCT({parameter}, {', '.join(factors)}, {is_transposed})"
+        product = ", ".join((*factors, str(self._products[index].is_transposed)))
+        return f"    ADD_PRODUCT({self._parameter(index)}, {product}, MADE)"
+
+    def _parameter(self, index: int) -> str:
+        """The parameter of a gradient, in the source."""
+        return self._slot(self.piece.gradients[index].tensor.slots[0])
 
     def _early_gradients(self) -> dict[fx.Node, list[tuple[int, fx.Node]]]:
         """Large gradients, by the node behind which nothing uses their memory any more.
@@ -332,7 +340,7 @@ class _Writer:
         chosen = [self.piece.gradients[index] for index in indices]
         owned = self._global(tuple(g.owned for g in chosen))
         params = ", ".join(self._slot(g.tensor.slots[0]) for g in chosen)
-        return f"    ACCUMULATE([{params}], [{', '.join(gradients)}], {owned})"
+        return f"    ACCUMULATE([{params}], [{', '.join(gradients)}], {owned}, MADE)"
 
     def _prelude(self, arguments: str) -> Iterator[str]:
         again = f"return {_FUNCTION}({arguments})"
@@ -383,8 +391,8 @@ class _Writer:
 
     def _values(self) -> list[str]:
         """The results of the graph, in the source."""
-        if self._fusible is not None:
-            return [f"RESULTS[{indices[0]}]" for indices in self._fusible.results]
+        if self._is_fused:
+            return [f"RESULTS[{index}]" for index in range(len(results(self.piece.graph)))]
         return [self._literal(v) for v in results(self.piece.graph)]
 
     def _literal(self, value: Any) -> str:

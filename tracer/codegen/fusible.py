@@ -1,7 +1,7 @@
 """Make a piece of a graph fit to be compiled as a whole.
 
-A gradient that is a matrix product is not computed by the compiled graph, which gives the factors
-instead; see `products`.
+A gradient that is a matrix product is added to `.grad` where its factors are there, so that they
+need not be held until the graph has run; see `products`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from ..autodiff.products import Product
+from ..autodiff.products import ADD_PRODUCT, Product
 from ..autodiff.subgraphs import Piece, fake_of, results
 
 
@@ -23,31 +23,35 @@ class Fusible:
     Attributes:
         module: the graph; its placeholders are the piece's.
         examples: for each of them a fake tensor of the type and strides that it takes.
-        results: for each result of the piece where it is; or, of a product, where its factors are.
     """
 
     module: fx.GraphModule
     examples: tuple[torch.Tensor, ...]
-    results: tuple[tuple[int, ...], ...]
 
 
 def make_fusible(piece: Piece, products: Mapping[int, Product]) -> Fusible:
-    """Copy the graph of a piece, with factors in the place of gradients that are products."""
-    first = piece.returned + len(piece.rebinds)
-    outputs: list[fx.Node] = []
-    found: list[tuple[int, ...]] = []
-    for index, value in enumerate(results(piece.graph)):
-        product = products.get(index - first)
-        parts = (value,) if product is None else product.factors
-        found.append(tuple(range(len(outputs), len(outputs) + len(parts))))
-        outputs += parts
+    """Copy the graph of a piece, in which gradients that are products are added to `.grad`.
+
+    Args:
+        products: of the piece, by the index of the gradient. Their operators number them in this
+            order, and give an empty tensor in the place of the gradient.
+    """
+    numbers = {product.nodes[0]: number for number, product in enumerate(products.values())}
+    chosen = list(products.values())
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    graph.graph_copy(piece.graph, copies)
-    graph.output(tuple(copies[node] for node in outputs))
-    graph.eliminate_dead_code()
-    module = fx.GraphModule(piece.owner, graph)
-    return Fusible(module, _examples(piece), tuple(found))
+    for node in piece.graph.nodes:
+        if node in numbers:
+            product = chosen[numbers[node]]
+            factors = (copies[factor] for factor in product.factors)
+            added = graph.call_function(
+                ADD_PRODUCT, (*factors, numbers[node], product.is_transposed)
+            )
+            copies.update(dict.fromkeys(product.nodes, added))
+        elif node not in copies and node.op != "output":
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in results(piece.graph)))
+    return Fusible(fx.GraphModule(piece.owner, graph), _examples(piece))
 
 
 def _examples(piece: Piece) -> tuple[torch.Tensor, ...]:

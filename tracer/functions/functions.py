@@ -19,6 +19,7 @@ from ...ir.module import Function, FunctionKind, Vjp
 from ...ir.types import TensorType
 from ..actors.actor_state import ActorState, StateTensor, collect
 from ..actors.sharing import shares_of
+from ..autodiff.recomputation import refuse_twice, what_again
 from ..autodiff.split_backward import SplitBackward
 from ..autodiff.subgraphs import Piece, fake_of, sharing, state_references
 from ..autodiff.subgraphs import memory_of as memory_of_node
@@ -58,14 +59,24 @@ class Functions:
 
     One of these serves one step: effects of its functions are judged against each other.
 
+    Args:
+        traces: of methods, from an earlier trace of the same step, which are used again.
+        fused: whether backwards are for fused kernels, which compute cheap results again.
+
     Attributes:
         device: where values live; None: on the device of an actor's first tensor, or the CPU.
     """
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device | None = None,
+        traces: Traces | None = None,
+        fused: bool = False,
+    ) -> None:
         self.device = device
+        self._fused = fused
         self._effects = Effects()
-        self._traces = Traces()
+        self._traces = Traces() if traces is None else traces
         self._pieces = Pieces()
         self._buckets: dict[str, Buckets] = {}
 
@@ -171,11 +182,13 @@ class Functions:
         _refuse_hooks(call)
         call, joint = self._joint(target, call, Wanted(grad_outputs, grad_inputs))
         if target.remat:
-            _refuse_remat(call, joint)
+            refuse_twice(call, joint)
         effects = self._effects_on(target)
+        what = what_again(target, self._fused, between)
         if target.group is not None and target.group.has_layouts:
-            return self._methods(target, target.group, call).derivative(joint, name, between)
-        parts = self._pieces.split(joint, effects.volatile(joint, between), target.remat)
+            methods = self._methods(target, target.group, call)
+            return methods.derivative(joint, name, between, what)
+        parts = self._pieces.split(joint, effects.volatile(joint, between), what)
         _refuse_history(call, parts.forward.state)
         _refuse_written(call, parts.backward, effects, between)
         forward = self._declare(target, call, joint, parts.forward, f"{name}.forward", parts.saved)
@@ -385,21 +398,6 @@ def _with_shares(backward: Function, target: Target, piece: Piece) -> Function:
 
 def _memory(state: Iterable[StateTensor]) -> set[int | None]:
     return memory_of(each.tensor for each in state)
-
-
-def _refuse_remat(call: Call, joint: Joint) -> None:
-    """Refuse to compute a call again in the backward that is not the same then."""
-    if joint.recorder.draws:
-        does = "draws random numbers, which would not be the same again"
-    elif joint.written or joint.rebinds:
-        does = "changes the actor's state, which would happen twice"
-    else:
-        return
-    raise TraceError(
-        f"{call.what} cannot be computed again in the backward: it {does}",
-        loc=call.loc,
-        remedy="call it without cg.remat, or move that part into a method of its own",
-    )
 
 
 def _no_derivative(call: Call) -> TraceError:

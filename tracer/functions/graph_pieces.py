@@ -10,6 +10,7 @@ from torch import fx
 from ...ir.flops import Flops
 from ..actors.actor_state import StateTensor
 from ..autodiff.partition import Split, forward_piece, split
+from ..autodiff.recomputation import Recompute
 from ..autodiff.subgraphs import Piece, piece_on
 from ..codegen.codegen import GraphBody, Source, make_body, write_source
 from ..groups.group import Group
@@ -23,7 +24,7 @@ class Pieces:
     """What has been made of the graphs of a step's methods."""
 
     _forwards: dict[fx.Graph, tuple[Joint, Piece]] = field(default_factory=dict)
-    _splits: dict[tuple[fx.Graph, Collection[int], bool], tuple[Joint, Split]] = field(
+    _splits: dict[tuple[fx.Graph, Collection[int], Recompute], tuple[Joint, Split]] = field(
         default_factory=dict
     )
     _flops: dict[fx.Graph, Flops] = field(default_factory=dict)
@@ -36,11 +37,11 @@ class Pieces:
         first, piece = self._forwards[joint.graph]
         return _moved(piece, first, joint)
 
-    def split(self, joint: Joint, volatile: frozenset[int], recompute: bool) -> Split:
+    def split(self, joint: Joint, volatile: frozenset[int], what: Recompute) -> Split:
         """Forward, backward and the halves of that; arguments as those of `split`."""
-        key = joint.graph, volatile, recompute
+        key = joint.graph, volatile, what
         if key not in self._splits:
-            self._splits[key] = joint, split(joint, volatile, recompute)
+            self._splits[key] = joint, split(joint, volatile, what)
         first, found = self._splits[key]
         halves = found.halves
         if halves is not None:

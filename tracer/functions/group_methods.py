@@ -10,6 +10,7 @@ from ...ir.layout import Layout
 from ...ir.module import Vjp
 from ...ir.names import layer_of
 from ..actors.actor_state import StateTensor
+from ..autodiff.recomputation import Recompute
 from ..autodiff.subgraphs import fake_of
 from ..errors import TraceError
 from ..groups.gradient_buckets import Buckets, GradientLayout, numel_at_rank
@@ -57,8 +58,10 @@ class GroupMethods:
         self._note([*section.state.values()], (), name)
         return self._make(name, section, joint, effect)
 
-    def derivative(self, joint: Joint, name: str, between: Sequence[Write]) -> TracedVjp:
-        """Forward, backward and the halves of that.
+    def derivative(
+        self, joint: Joint, name: str, between: Sequence[Write], what: Recompute
+    ) -> TracedVjp:
+        """Forward, backward and the halves of that, which compute `what` of the forward again.
 
         Raises:
             TraceError: as in `forward`; or it writes to state, or a call of unknown effect stands
@@ -71,7 +74,7 @@ class GroupMethods:
         cutter = self._cutter(joint)
         self.buckets.enter(self._sums(cutter.gradients))
         cutter.buckets = self.buckets.of
-        found = cutter.sections(volatile, self.target.remat)
+        found = cutter.sections(volatile, what)
         self._refuse_between(between, found.backward)
         effect = self.effects.of_forward(joint, [*found.forward.state.values()], name)
         forward = self._make(f"{name}.forward", found.forward, joint, effect)

@@ -336,5 +336,5 @@ class _Adding:
     def __call__(self, flat: Tensor) -> Sequence[None]:
         with torch.no_grad():
             gradient = flat[: self.tensor.numel()].view(self.tensor.shape)
-            accumulate([self.tensor], [gradient], (False,))
+            accumulate([self.tensor], [gradient], (False,), {})
         return (None,)

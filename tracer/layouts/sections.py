@@ -15,6 +15,7 @@ from torch import fx
 
 from ..actors.actor_state import StateTensor
 from ..autodiff.backward import Cut
+from ..autodiff.recomputation import Recompute, recomputed
 from ..autodiff.split_backward import sides
 from ..autodiff.subgraphs import written_in_place
 from ..methods.joint import Joint
@@ -196,15 +197,15 @@ class Cutter:
         takes = tuple(Version(node, self._propagation.layout(node)) for node in self.joint.inputs)
         return self._section(self._forward, takes, (*self._outputs, *saved), (), (), self._state)
 
-    def sections(self, volatile: Collection[int], recompute: bool) -> Sections:
-        """All sections; arguments as those of `Cut`."""
+    def sections(self, volatile: Collection[int], what: Recompute) -> Sections:
+        """All sections; arguments as those of `recomputed`."""
         joint = self.joint
-        cut = Cut(joint, volatile, recompute)
+        cut = Cut(joint, volatile, recomputed(joint, volatile, what))
         changing = {joint.state[index][0] for index in volatile}
         state = {node: tensor for node, tensor in self._state.items() if node not in changing}
         made = self._exchanged(self._forward, self._outputs, self._state)
         # What was gathered of state is not kept for the backward, which gathers it again.
-        given = [v for v in made if v.node not in state] if not recompute else ()
+        given = [v for v in made if v.node not in state] if what is not Recompute.ALL else ()
         cotangents = self._cotangents()
         found = self._inputs(cut, cut.body, self._input_grads, self._gradients, given, state)
         saved = tuple(v for v in found if v not in cotangents)

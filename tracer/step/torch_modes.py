@@ -7,7 +7,8 @@ run (inference mode, deterministic algorithms, the precision of matrix products)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -37,11 +38,24 @@ class Ambient:
 
     dtype: torch.dtype
     device: torch.device
+    grad: bool
 
     @staticmethod
     def now() -> Ambient:
         """The modes of this moment."""
-        return Ambient(default_dtype(), default_device())
+        return Ambient(default_dtype(), default_device(), torch.is_grad_enabled())
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Work under these modes, as a step does that is traced once more."""
+        before = default_dtype()
+        with ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            if default_device() != self.device:
+                stack.enter_context(self.device)
+            stack.callback(torch.set_default_dtype, before)
+            torch.set_default_dtype(self.dtype)
+            yield
 
     def check(self, what: str, loc: Location | None) -> None:
         """Return if a call of `what` is made under the modes that the step is traced under.

@@ -11,8 +11,8 @@ for each combination that it has met.
 
 All graphs share one pool for what lives within a replay: any replay may write all over it. So what
 outlives a replay is not there. What that is shows in a rehearsal, a capture that is thrown away; in
-the one that counts, messages land in memory outside of the pool, and the rest is copied out at the
-end of the graph.
+the one that counts, messages land in memory outside of the pool, bodies make gradients there, and
+the rest is copied out at the end of the graph.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Outlasting:
     Attributes:
         landings: for messages whose values are used as they come.
         copies: for values in registers, which the graph copies there at its end.
-        gradients: the same for those of parameters.
+        gradients: for those of parameters. What a body has made elsewhere is copied, too.
     """
 
     landings: tuple[tuple[StreamPort, Tensor], ...]
@@ -159,6 +159,7 @@ class Segment:
         known = [body for body in bodies if isinstance(body, StatefulBody)]
         self._state_of = [body.state for body in known]
         self._trained_in = [body.trained for body in known]
+        self._new_gradients = [b.new_gradients for b in known if isinstance(b, GraphBody)]
         self._ports = tuple(ports)
         self._order = order
         self._device: Device = order.device
@@ -414,6 +415,9 @@ class Segment:
         order = self._order
         for port, memory in outlasting.landings:
             port.landing = memory
+        made = {id(parameter): memory for parameter, memory in outlasting.gradients}
+        for new in self._new_gradients:
+            new.update(made)
         order.begin_capture()
         try:
             order.fork()
@@ -427,16 +431,18 @@ class Segment:
             raise
         finally:
             order.end_capture()
+            for new in self._new_gradients:
+                new.clear()
             for port, _ in outlasting.landings:
                 port.landing = None
 
     def _copy_out(self, outlasting: Outlasting) -> None:
         registers = self._registers
+        left = [pair for pair in outlasting.gradients if pair[0].grad is not pair[1]]
         sources = [registers[register] for register, _ in outlasting.copies]
-        sources += [parameter.grad for parameter, _ in outlasting.gradients]
-        targets = [memory for _, memory in (*outlasting.copies, *outlasting.gradients)]
-        copy_all(targets, sources)
+        sources += [parameter.grad for parameter, _ in left]
+        copy_all([memory for _, memory in (*outlasting.copies, *left)], sources)
         for register, memory in outlasting.copies:
             registers[register] = memory
-        for parameter, memory in outlasting.gradients:
+        for parameter, memory in left:
             parameter.grad = memory

@@ -46,6 +46,7 @@ class Body:
     def __init__(self, rebinds: bool = False, trains: bool = False) -> None:
         self.rebinds = rebinds
         self.parameters = [torch.nn.Parameter(X.clone())] if trains else []
+        self.new_gradients: dict[int, torch.Tensor] = {}
         self.broken = False
         self.locate = lambda traceback: None
         self.graph = None

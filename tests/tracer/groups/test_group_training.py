@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import cg
+from cg.backends.program import fuse
 from cg.backends.virtual.world import VirtualWorld
 from cg.launch.world.world import use_world
 
@@ -114,6 +115,25 @@ def test_schedules_change_no_bit(name: str, schedule: str) -> None:
     places = [meshes(name)[home] for home in HOMES.get(schedule, (0, 1))]
     model = chain(Mlp, len(places), "signs")
     train(model, model.on(places), 20, 4, schedule, "integers", steps=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "cls", "schedule"),
+    [
+        ("tp-dp", Block, "1f1b"),
+        ("pp-dp-tp", Attention, "zb-h1"),
+        ("pp-dp-tp", Block, "zb-h1"),
+        ("overlap", Written, "gpipe"),
+    ],
+)
+def test_backwards_for_fused_kernels_train_alike(
+    monkeypatch: pytest.MonkeyPatch, name: str, cls: type[Any], schedule: str
+) -> None:
+    """They compute again what they can, and exchange nothing again."""
+    monkeypatch.setitem(fuse.FUSERS, "graph", lambda: lambda module, _: module)
+    places = meshes(name)
+    model = chain(cls, len(places), "sgd")
+    train(model, model.on(places), 14, 2, schedule, "reals", fuse="graph")
 
 
 @pytest.mark.parametrize("name", ["dp-tp", "pp-dp-tp"])

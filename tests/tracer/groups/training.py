@@ -368,9 +368,10 @@ def train(
     steps: int = 3,
     width: int = WIDTH,
     fsdp: Any = None,
+    fuse: str | None = None,
 ) -> dict[int, str]:
     """Train both, and compare after each step; return hashes of what this process's ranks have."""
-    compiled = compile_step(stages, batch(0, rows, kind, width), count, schedule, fsdp)
+    compiled = compile_step(stages, batch(0, rows, kind, width), count, schedule, fsdp, fuse)
     return run_steps(compiled, model, stages, rows, count, kind, steps, width)
 
 
@@ -380,10 +381,12 @@ def compile_step(
     count: int,
     schedule: str | None,
     fsdp: Any = None,
+    fuse: str | None = None,
 ) -> cg.Compiled:
     """Compile a step of so many microbatches."""
     order = {} if schedule is None else {"schedule": cg.schedules.by_name(schedule)}
-    return cg.trace(step_of(stages, count)).lower(*example).compile(fsdp=fsdp, **order)
+    lowered = cg.trace(step_of(stages, count)).lower(*example)
+    return lowered.compile(fsdp=fsdp, fuse=fuse, **order)
 
 
 def run_steps(
