@@ -11,6 +11,7 @@ from torch import Tensor
 from ...ir.attributes import Stream
 from ...ir.types import TensorType
 from ..dtypes import TORCH_DTYPES
+from ..errors import BindError
 from ..failures.poison import Poison
 from .groups import Line
 from .library import CommunicationError, Messenger
@@ -121,8 +122,6 @@ class RecvPort(_Port):
 
     def prepare(self, value: Tensor | None) -> Tensor:
         """The memory to receive into."""
-        if value is not None:
-            return value
         return self._make() if self.landing is None else self.landing
 
     def start(self, value: Tensor | None) -> None:
@@ -140,6 +139,34 @@ class RecvPort(_Port):
     def take(self) -> Tensor | None:
         """The value, for work behind the receive."""
         value, self._value = self._value, None
+        return value
+
+
+class BufferRecvPort(RecvPort):
+    """Receives a tensor's bytes into a buffer that is given, which is contiguous."""
+
+    def __init__(
+        self,
+        handle: Any,
+        library: Messenger,
+        line: Line,
+        type_: TensorType,
+        stream: Stream,
+        device: torch.device,
+    ) -> None:
+        super().__init__(handle, library, line, type_, stream, None, device)
+
+    def room(self) -> None:
+        """None: the memory is the buffer's."""
+
+    def prepare(self, value: Tensor | None) -> Tensor:
+        """The buffer, for what comes behind its last use on the compute stream."""
+        assert value is not None, "a receive into a buffer takes one"
+        if not value.is_contiguous():
+            raise BindError(
+                f"a receive from rank {self._line.group} takes a buffer that is not contiguous: "
+                "receive into memory of its own, and copy that"
+            )
         return value
 
 
