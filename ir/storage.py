@@ -32,9 +32,9 @@ class SharedStorage:
                 for output, operand in function.aliases if function is not None else ():
                     self._share(op.results[output], op.operands[operand])
             elif collectives or not isinstance(op, Collective):
-                operand = op.shared_operand
-                if operand is not None and op.results:
-                    self._share(op.results[0], operand)
+                shared = op.shared_operand
+                if shared is not None and op.results:
+                    self._share(op.results[0], shared)
 
     def of(self, value: Value) -> Value:
         """The value that stands for the group of `value`."""

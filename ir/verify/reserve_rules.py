@@ -43,7 +43,8 @@ def check_reserves(program: Program) -> Iterator[Diagnostic]:
                 message = f"%{op.operands[0].name} is assembled a second time"
             assembled.add(op.operands[0])
         else:
-            buffer = empty.get(op.shared_operand) if isinstance(op, Recv | Copy) else None
+            into = op.shared_operand if isinstance(op, Recv | Copy) else None
+            buffer = None if into is None else empty.get(into)
             if buffer is None:
                 message = _misused(op, wholes, empty, filled)
             else:

@@ -173,7 +173,8 @@ class _Assembly:
         for value, region in zip(op.operands, op.regions, strict=True):
             boxes = blocks(region)
             for box in boxes:
-                buffer = self._new("part", TensorType(type_.dtype, shape_of(box)))
+                block = TensorType(type_.dtype, shape_of(box))
+                buffer = self._new("part", block)
                 results.append(buffer)
                 regions.append(box)
                 posted = self._posted(value, region, type_.shape)
@@ -186,9 +187,9 @@ class _Assembly:
                 where = self._where(value)
                 source = value
                 if len(boxes) > 1:
-                    source = self._new("piece", TensorType(type_.dtype, shape_of(box)))
+                    source = self._new("piece", block)
                     copies.append((where, Slice((value,), (source,), region=within(box, region))))
-                there = self._new("there", source.type)
+                there = self._new("there", block)
                 copies.append((where, Copy((source, buffer), (there,))))
                 parts.append(there)
         reserve = Reserve((), tuple(results), regions=tuple(regions))
