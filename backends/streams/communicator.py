@@ -18,7 +18,7 @@ from ..errors import BindError
 from .collectives import Collectives
 from .library import Messenger
 from .pool import Holder, Pool
-from .ports import BufferRecvPort, CollectivePort, RecvPort, SendPort
+from .ports import CollectivePort, RecvPort, SendPort
 
 ALIGNMENT = 256
 """Bytes that slots are multiples of, as the device's allocator has it."""
@@ -61,11 +61,10 @@ class StreamCommunicator:
         tensor = self._only_tensor(op, channel, type_)
         stream, handle = self._stream(op, Stream.RECV)
         library, line = self._messenger(op, tensor), self._lines[channel.id]
+        into = bool(op.operands)
+        slot = None if op.slot is None or into else self._slot(op.slot, channel, tensor)
         device = self._pool.device.torch_device
-        if op.operands:
-            return BufferRecvPort(handle, library, line, tensor, stream, device)
-        slot = None if op.slot is None else self._slot(op.slot, channel, tensor)
-        return RecvPort(handle, library, line, tensor, stream, slot, device)
+        return RecvPort(handle, library, line, tensor, stream, slot, into, device)
 
     def collective_port(
         self,
