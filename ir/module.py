@@ -176,7 +176,8 @@ class Channel:
         why: why that transport, in words.
         traffic: what its collectives are for, if they have communicators of their own.
         slots: buffers that the receiver keeps, once planned.
-        slot_bytes: bytes of each, once planned; 0 where only objects travel.
+        slot_bytes: bytes of each, once planned. Without slots, of the largest message that comes
+            into a buffer of the program; 0 where there is none.
         background: floating-point operations that a rank does while a receive of the channel waits,
             in the mean of its messages; None where it computes nothing meanwhile.
     """

@@ -15,7 +15,7 @@ from .flops import Flops
 from .layout import Region, format_region
 from .location import Location
 from .module import Channel, Function, FunctionKind, Module, Program, Vjp
-from .ops import OP_CLASSES, Assemble, Op, Slice, Value, attribute_names
+from .ops import OP_CLASSES, Assemble, Op, Reserve, Slice, Value, attribute_names
 from .types import Mesh, Place, Type, format_ranks
 
 _INDENT = "  "
@@ -218,6 +218,7 @@ def _regions(regions: tuple[Region, ...]) -> str:
 
 _REGIONS: dict[type[Op], dict[type, Callable[[Any], str]]] = {
     Slice: {tuple: format_region},
+    Reserve: {tuple: _regions},
     Assemble: {tuple: _regions},
 }
 """The ops whose tuples are regions."""

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from .module import Function, Program
-from .ops import AllReduce, Call, Collective, Op, Value
+from .ops import Call, Collective, Value
 
 
 class SharedStorage:
     """The groups of a program's values that share storage, by union-find.
 
     A value shares storage with its views, with the values that wait for it, with the future that
-    promised it, with the buffer that it was received into, with what comes of it in an `all_reduce`
+    promised it, with the buffer that it was received or copied
+    into, with what is assembled in it, with what comes of it in an `all_reduce`
     to which it is donated, and with the results of calls that may alias it.
 
     Args:
@@ -30,10 +31,10 @@ class SharedStorage:
                 function = functions.get(op.fn.name)  # the verifier says where one is missing
                 for output, operand in function.aliases if function is not None else ():
                     self._share(op.results[output], op.operands[operand])
-            elif not _may_share(op) or not op.results or not op.operands:
-                continue
             elif collectives or not isinstance(op, Collective):
-                self._share(op.results[0], op.operands[0])
+                shared = op.shared_operand
+                if shared is not None and op.results:
+                    self._share(op.results[0], shared)
 
     def of(self, value: Value) -> Value:
         """The value that stands for the group of `value`."""
@@ -53,7 +54,3 @@ class SharedStorage:
         one, other = self.of(one), self.of(other)
         if one is not other:
             self._parents[one] = other
-
-
-def _may_share(op: Op) -> bool:
-    return op.shares_operand or (isinstance(op, AllReduce) and bool(op.donated))

@@ -11,6 +11,7 @@ from .frontend.dce import DeadCodeElimination
 from .frontend.differentiate import Differentiate
 from .frontend.fsdp import Fsdp
 from .frontend.inline import Inline
+from .lower.assemble_in_place import AssembleInPlace
 from .lower.assign_streams import AssignStreams
 from .lower.batch_messages import BatchMessages
 from .lower.capture import Capture
@@ -90,6 +91,9 @@ def default_pipeline(
         SchedulePrograms(schedule, prefetch),
         # One rank at a time from here on: receives are posted early, waits sink to first uses.
         Overlap(),
+        # Receives are where they are posted, and waits where they are needed: between them there is
+        # time to copy.
+        AssembleInPlace(),
         # Where ops stand is final, so what crosses streams is known.
         AssignStreams(),
         # Storage lives from where it is made to its last use, waits for sends included.
@@ -118,7 +122,9 @@ def _for_devices(steps: list[Pass], fabrics: Fabrics, is_driven: bool) -> list[P
     """
     found: list[Pass] = []
     for step in steps:
-        if isinstance(step, AssignStreams):
+        if isinstance(step, AssembleInPlace):
+            found.append(AssembleInPlace(fabrics.ranks))
+        elif isinstance(step, AssignStreams):
             order = BatchMessages(fabrics.rendezvous, batches=not is_driven)
             found += order, AssignStreams(fabrics.rendezvous)
         else:

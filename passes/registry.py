@@ -20,6 +20,7 @@ from .frontend.dce import DeadCodeElimination
 from .frontend.differentiate import Differentiate
 from .frontend.fsdp import Fsdp
 from .frontend.inline import Inline
+from .lower.assemble_in_place import AssembleInPlace
 from .lower.assign_streams import AssignStreams
 from .lower.batch_messages import BatchMessages
 from .lower.capture import Capture
@@ -71,6 +72,7 @@ for _pass in (
     Inline,
     Fuse,
     FuseAccumulation,
+    AssembleInPlace,
     AssignStreams,
     BatchMessages,
     Capture,

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from ...ir.module import FunctionKind, Module, Program
-from ...ir.ops import Assemble, Call, Collective, Constant, Copy, Slice, View
+from ...ir.ops import Assemble, Call, Collective, Constant, Copy, Reserve, Slice, View
 from ..base import PeekingPort, Port
 from ..errors import TransportError
 from ..failures.error_propagation import ErrorPropagation
@@ -234,7 +234,7 @@ def needs_no_grad(program: Program, module: Module) -> bool:
     A program that only calls opaque methods and passes values on does not need it.
     """
     for op in program.ops:
-        if isinstance(op, Assemble | Collective | Constant | Copy | Slice | View):
+        if isinstance(op, Reserve | Assemble | Collective | Constant | Copy | Slice | View):
             return True
         if isinstance(op, Call) and (module.functions[op.fn.name].kind is not FunctionKind.OPAQUE):
             return True

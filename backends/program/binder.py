@@ -25,6 +25,7 @@ from ...ir.ops import (
     Free,
     Op,
     Recv,
+    Reserve,
     Return,
     Send,
     Slice,
@@ -44,7 +45,7 @@ from .instructions import Instruction
 from .linked import LinkedProgram
 from .random import seeded
 from .registers import Layout, lay_out
-from .tensor_regions import assembling, taking
+from .tensor_regions import assembling, reserving, taking
 from .type_checks import checked, expected_tensors, misfit
 from .value_copies import duplicate_object
 
@@ -220,10 +221,15 @@ class Binder:
 
     def _bind_copy(self, op: Copy) -> None:
         source, target = self._register(op.operands[0]), self._register(op.result)
-        self._emit(
-            instructions.apply(self._code.registers, source, target, _duplicate(op.result)),
-            InstructionInfo(Role.COMPUTE, (source,), (target,)),
-        )
+        if op.buffer is None:
+            copy = _duplicate(op.result)
+            run = instructions.apply(self._code.registers, source, target, copy)
+            sources: tuple[int, ...] = (source,)
+        else:
+            buffer = self._register(op.buffer)
+            run = instructions.copy_into(self._code.registers, source, buffer, target)
+            sources = (source, buffer)
+        self._emit(run, InstructionInfo(Role.COMPUTE, sources, (target,)))
 
     def _bind_slice(self, op: Slice) -> None:
         source, target = self._register(op.operands[0]), self._register(op.result)
@@ -236,15 +242,27 @@ class Binder:
             InstructionInfo(Role.COMPUTE, (source,), (target,)),
         )
 
+    def _bind_reserve(self, op: Reserve) -> None:
+        targets = tuple(map(self._register, op.results))
+        type_ = op.results[0].type
+        assert isinstance(type_, TensorType), "storage is reserved for a tensor"
+        reserve = reserving(type_, op.regions, self._target)
+        self._emit(
+            instructions.store_all(self._code.registers, targets, reserve),
+            InstructionInfo(Role.COMPUTE, (), targets),
+        )
+
     def _bind_assemble(self, op: Assemble) -> None:
         sources, target = tuple(map(self._register, op.operands)), self._register(op.result)
-        type_ = op.result.type
-        assert isinstance(type_, TensorType), "an assemble makes a tensor"
-        assemble = assembling(type_, op.regions, self._target)
-        self._emit(
-            instructions.gathered(self._code.registers, sources, target, assemble),
-            InstructionInfo(Role.COMPUTE, sources, (target,)),
-        )
+        if op.is_in_place:
+            # An instruction of its own, as an error may stand for any of the parts.
+            run = instructions.move(self._code.registers, sources[0], target)
+        else:
+            type_ = op.result.type
+            assert isinstance(type_, TensorType), "an assemble makes a tensor"
+            assemble = assembling(type_, op.regions, self._target)
+            run = instructions.gathered(self._code.registers, sources, target, assemble)
+        self._emit(run, InstructionInfo(Role.COMPUTE, sources, (target,)))
 
     # -- calls ------------------------------------------------------------------------------
 
@@ -409,6 +427,7 @@ _BINDERS: dict[type[Op], Callable[[Binder, Any], None]] = {
     View: lambda binder, op: binder._bind_view(op),
     Copy: lambda binder, op: binder._bind_copy(op),
     Slice: lambda binder, op: binder._bind_slice(op),
+    Reserve: lambda binder, op: binder._bind_reserve(op),
     Assemble: lambda binder, op: binder._bind_assemble(op),
     Call: lambda binder, op: binder._bind_call(op),
     Send: lambda binder, op: binder._bind_send(op),

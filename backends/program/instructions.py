@@ -39,6 +39,39 @@ def store(registers: Registers, target: int, make: Callable[[], Any]) -> Instruc
     return run
 
 
+def store_all(
+    registers: Registers, targets: Sequence[int], make: Callable[[], Sequence[Any]]
+) -> Instruction:
+    """Write all that `make` makes to registers side by side."""
+    first, last = targets[0], targets[0] + len(targets)
+
+    def run() -> bool:
+        registers[first:last] = make()
+        return True
+
+    return run
+
+
+def move(registers: Registers, source: int, target: int) -> Instruction:
+    """Write what a register holds to another."""
+
+    def run() -> bool:
+        registers[target] = registers[source]
+        return True
+
+    return run
+
+
+def copy_into(registers: Registers, source: int, buffer: int, target: int) -> Instruction:
+    """Copy a tensor into a buffer, and write that."""
+
+    def run() -> bool:
+        registers[target] = registers[buffer].copy_(registers[source])
+        return True
+
+    return run
+
+
 def apply(
     registers: Registers, source: int, target: int, function: Callable[[Any], Any]
 ) -> Instruction:

@@ -1,4 +1,4 @@
-"""Take a region of a tensor, and put a tensor together from regions."""
+"""Take a region of a tensor, and put a tensor together of regions."""
 
 from __future__ import annotations
 
@@ -54,6 +54,20 @@ def assembling(
         return made
 
     return assemble
+
+
+def reserving(
+    type_: TensorType, regions: Sequence[Region], device: torch.device | None = None
+) -> Callable[[], list[Tensor]]:
+    """Takes memory for tensors of a type: the whole, and views of blocks of it."""
+    dtype, shape = TORCH_DTYPES[type_.dtype], type_.shape
+    parts = [taking(region, shape) for region in regions]
+
+    def reserve() -> list[Tensor]:
+        made = torch.empty(shape, dtype=dtype, device=device)
+        return [made, *(part(made) for part in parts)]
+
+    return reserve
 
 
 def _boxes(region: Region) -> list[tuple[_Box, _Box]]:

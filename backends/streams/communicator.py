@@ -60,10 +60,11 @@ class StreamCommunicator:
         self._check(op)
         tensor = self._only_tensor(op, channel, type_)
         stream, handle = self._stream(op, Stream.RECV)
-        slot = None if op.slot is None or op.operands else self._slot(op.slot, channel, tensor)
         library, line = self._messenger(op, tensor), self._lines[channel.id]
+        into = bool(op.operands)
+        slot = None if op.slot is None or into else self._slot(op.slot, channel, tensor)
         device = self._pool.device.torch_device
-        return RecvPort(handle, library, line, tensor, stream, slot, device)
+        return RecvPort(handle, library, line, tensor, stream, slot, into, device)
 
     def collective_port(
         self,

@@ -11,6 +11,7 @@ from torch import Tensor
 from ...ir.attributes import Stream
 from ...ir.types import TensorType
 from ..dtypes import TORCH_DTYPES
+from ..errors import BindError
 from ..failures.poison import Poison
 from .groups import Line
 from .library import CommunicationError, Messenger
@@ -88,10 +89,11 @@ class SendPort(_Port):
 
 
 class RecvPort(_Port):
-    """Receives a tensor's bytes, into a slot of its channel or into memory of its own.
+    """Receives a tensor's bytes: into a slot of its channel, a given buffer, or memory of its own.
 
     Args:
         slot: the slot's tensor; None where the op has no slot.
+        takes_buffer: whether the op's operand is the memory to receive into.
     """
 
     def __init__(
@@ -102,11 +104,13 @@ class RecvPort(_Port):
         type_: TensorType,
         stream: Stream,
         slot: Tensor | None,
+        takes_buffer: bool,
         device: torch.device,
     ) -> None:
         super().__init__(stream, handle, library, line)
         self._nbytes = type_.nbytes
         self._slot = slot
+        self._takes_buffer = takes_buffer
         self._make = maker(type_, device)
         self._value: Tensor | None = None
         self.needs_release = slot is not None
@@ -116,14 +120,20 @@ class RecvPort(_Port):
         return self._slot is None
 
     def room(self) -> Tensor | None:
-        """New memory for the value; None if it has a slot."""
-        return self._make() if self._slot is None else None
+        """New memory for the value; None if it has a slot, or a buffer."""
+        return self._make() if self._slot is None and not self._takes_buffer else None
 
     def prepare(self, value: Tensor | None) -> Tensor:
-        """The memory to receive into."""
-        if value is not None:
-            return value
-        return self._make() if self.landing is None else self.landing
+        """The memory to receive into; a buffer's last use on the compute stream is over by then."""
+        if not self._takes_buffer:
+            return self._make() if self.landing is None else self.landing
+        assert value is not None, "a receive into a buffer takes one"
+        if not value.is_contiguous():
+            raise BindError(
+                f"a receive on {self._line.group} takes a buffer that is not contiguous: receive "
+                "into memory of its own, and copy that"
+            )
+        return value
 
     def start(self, value: Tensor | None) -> None:
         """Put the receive on its stream."""

@@ -29,7 +29,7 @@ from .collectives import (
     Scatter,
 )
 from .rank_local import Alloc, Backward, Call, Constant, Copy, Free, Return, View, Wait
-from .regions import Assemble, Slice
+from .regions import Assemble, Reserve, Slice
 from .transfers import PointToPoint, Recv, Send, Transfer, batch_of
 
 Communication: TypeAlias = PointToPoint | Collective
@@ -58,6 +58,7 @@ __all__ = [
     "PointToPoint",
     "Recv",
     "ReduceScatter",
+    "Reserve",
     "Return",
     "Scatter",
     "Send",
@@ -80,6 +81,7 @@ OP_CLASSES: dict[str, type[Op]] = {
         Copy,
         Transfer,
         Slice,
+        Reserve,
         Assemble,
         Send,
         Recv,

@@ -61,7 +61,8 @@ class Op:
         remedy: which pass makes it or replaces it, if it does not stay from phase to phase.
         brings_operands: whether `insert-transfers` brings its operands to where it runs; before,
             they are taken from wherever they are.
-        shares_operand: whether its result may have the storage of its first operand.
+        shares_operand: whether its result may have the storage of its first operand. An op of which
+            that is not always so, or not the first, overrides `shared_operand`.
         takes_layouts: whether its operands and results may be laid out.
         takes_summands: whether these may be summands, too.
         synchronizes: whether it keeps ranks from going on, so that it is never moved or dropped.
@@ -95,6 +96,11 @@ class Op:
         """The one result."""
         (result,) = self.results
         return result
+
+    @property
+    def shared_operand(self) -> Value | None:
+        """The operand whose storage the result may have, if there is one."""
+        return self.operands[0] if self.shares_operand and self.operands else None
 
     @property
     def place(self) -> Place | None:

@@ -238,6 +238,10 @@ class AllReduce(Collective):
     donated: bool | None = field(default=None, kw_only=True)
 
     @property
+    def shared_operand(self) -> Value | None:
+        return self.operands[0] if self.donated and self.operands else None
+
+    @property
     def exchange(self) -> Exchange:
         group = self.group.ranks
         return Exchange(group, group, group, reduce=self.op)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from ..attributes import Symbol
 from ..phases import Phase
 from ..types import DType, Place, TensorType, UnitType, promised
-from .base import Adjoint, Op
+from .base import Adjoint, Op, Value
 from .rules import (
     Context,
     Problem,
@@ -159,16 +159,32 @@ class View(Op):
 
 @dataclass(eq=False, slots=True)
 class Copy(Op):
-    """The same value in storage of its own."""
+    """The same value in storage of its own; in a rank's program, in a buffer if it takes one."""
 
     opcode: ClassVar[str] = "copy"
-    takes: ClassVar[str] = "a value"
+    takes: ClassVar[str] = "a value, and the buffer to copy it into, or none"
     gives: ClassVar[str] = "a value of the same type"
     adjoint: ClassVar[Adjoint | None] = Adjoint.SAME
     takes_layouts: ClassVar[bool] = True
 
+    @property
+    def buffer(self) -> Value | None:
+        """The buffer to copy into; None if the copy has storage of its own."""
+        return self.operands[1] if len(self.operands) > 1 else None
+
+    @property
+    def shared_operand(self) -> Value | None:
+        return self.buffer
+
     def check(self, context: Context) -> None:
-        check_unchanged(self)
+        if self.buffer is None or context.phase is not Phase.SCHEDULED:
+            check_unchanged(self)  # only a rank's program has buffers
+            return
+        expect_operands(self, 2, "a value, and a buffer or none")
+        expect_results(self, 1, "one result")
+        expect_tensor(self.operands[0], self)
+        expect_type(self.buffer, self.operands[0].type, "a copy into it has")
+        expect_type(self.result, self.operands[0].type, f"{self.opcode} keeps the operand's type,")
 
 
 def check_unchanged(op: Op) -> None:

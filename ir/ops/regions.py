@@ -1,4 +1,4 @@
-"""Ops on regions: take a part of a laid-out tensor, and put a tensor together from such parts."""
+"""Ops on regions: take a part of a laid-out tensor, and put a tensor together of such parts."""
 
 from __future__ import annotations
 
@@ -77,13 +77,50 @@ class Slice(Op):
 
 
 @dataclass(eq=False, slots=True)
+class Reserve(Op):
+    """Uninitialised storage for a tensor, and the parts of it that others are to write.
+
+    The first result is the whole. Behind it comes a buffer for each of `regions`, which are blocks
+    that tile the whole: it is that part of the whole. Each buffer is written by one `recv` or
+    `copy`, and then `assemble` gives the whole its value.
+    """
+
+    opcode: ClassVar[str] = "reserve"
+    takes: ClassVar[str] = "none"
+    gives: ClassVar[str] = "a tensor, then a buffer for each region"
+    phases: ClassVar[frozenset[Phase]] = frozenset({Phase.SCHEDULED})
+    remedy: ClassVar[str] = "assemble-in-place makes it, in scheduled programs"
+    regions: tuple[Region, ...] = field(default=(), kw_only=True)
+
+    def check(self, context: Context) -> None:
+        expect_operands(self, 0, "no operand")
+        expect_results(self, len(self.regions) + 1, "the whole, and a buffer for each region")
+        whole_, *buffers = self.results
+        type_ = expect_tensor(whole_, self)
+        for value, region in zip(buffers, self.regions, strict=True):
+            _check_region(self, region, whole(type_.shape), f"%{whole_.name}", value)
+            if any(len(intervals) > 1 for intervals in region):
+                raise Problem(
+                    f"the region {format_region(region)} is no block: a dimension has several "
+                    "intervals",
+                    "reserve a buffer for each block",
+                    value,
+                )
+            expect_type(value, TensorType(type_.dtype, shape_of(region)), "its region has")
+        _check_tiles(self, self.regions, whole(type_.shape), "the whole")
+
+
+@dataclass(eq=False, slots=True)
 class Assemble(Op):
     """The tensor whose parts are the operands: at each rank, those that are there.
 
     `regions` has one region for each operand, in indices of the logical tensor. At each rank of the
     result the regions of the operands that are there are disjoint, and together they are what the
-    rank holds of the result. In a rank's program the regions are in indices of its own result. The
-    result has storage of its own.
+    rank holds of the result. In a rank's program the regions are in indices of its own result.
+
+    The result has storage of its own. Or it is assembled *in place*: the first operand is the whole
+    of a `reserve`, and the others are what has been written to its buffers. Then the result is the
+    whole, and nothing is copied.
     """
 
     opcode: ClassVar[str] = "assemble"
@@ -94,6 +131,20 @@ class Assemble(Op):
     takes_layouts: ClassVar[bool] = True
     takes_summands: ClassVar[bool] = True
     regions: tuple[Region, ...] = field(default=(), kw_only=True)
+
+    @property
+    def is_in_place(self) -> bool:
+        """True if the first operand is storage in which the parts lie already."""
+        return len(self.operands) == len(self.regions) + 1
+
+    @property
+    def parts(self) -> tuple[Value, ...]:
+        """The operands that have a region."""
+        return self.operands[1:] if self.is_in_place else self.operands
+
+    @property
+    def shared_operand(self) -> Value | None:
+        return self.operands[0] if self.is_in_place else None
 
     @property
     def operand_places(self) -> tuple[Place | None, ...]:
@@ -112,12 +163,14 @@ class Assemble(Op):
     def check(self, context: Context) -> None:
         expect_results(self, 1, "one result")
         type_ = expect_tensor(self.result, self)
-        if len(self.operands) != len(self.regions):
+        if self.is_in_place and context.phase is Phase.SCHEDULED:
+            expect_type(self.operands[0], type_, "what is assembled in it is")
+        elif len(self.operands) != len(self.regions):
             raise Problem(
                 f"assemble has {len(self.operands)} operands and {len(self.regions)} regions",
                 "give one region for each operand",
             )
-        for value, region in zip(self.operands, self.regions, strict=True):
+        for value, region in zip(self.parts, self.regions, strict=True):
             expect_tensor(value, self)
             _check_region(self, region, whole(type_.shape), f"%{self.result.name}", value)
             expect_type(value, TensorType(type_.dtype, shape_of(region)), "its region has")

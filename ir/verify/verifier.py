@@ -15,6 +15,7 @@ from .body_rules import check_bodies
 from .channel_rules import check_channel, check_channel_op, unmatched
 from .layout_rules import check_mesh, check_op, check_signature, check_value
 from .parameter_rules import check_parameters
+from .reserve_rules import check_reserves
 from .summand_rules import check_summands
 
 
@@ -219,6 +220,7 @@ class _ProgramChecker:
             except Problem as problem:
                 yield Diagnostic(problem.message, op, self._program, problem.value, problem.help)
         yield from check_batches(self._module, self._program)
+        yield from check_reserves(self._program)
         if not self._program.ops or not isinstance(self._program.ops[-1], Return):
             yield Diagnostic(
                 "the program does not end in return",

@@ -15,6 +15,7 @@ from ...ir.ops import (
     Call,
     Collective,
     Constant,
+    Copy,
     Free,
     Op,
     Recv,
@@ -43,8 +44,9 @@ class CheckRaces(Pass):
 
     - no op uses storage that was freed earlier in the program;
     - when storage is freed, all uses are known to be over;
-    - a receive into a buffer starts when all uses of the buffer are over, and nothing uses the
-      buffer before the receive is complete;
+    - a receive or a copy into a buffer starts when all uses of the buffer are over, and nothing
+      uses the buffer before that is complete; the buffers of a `reserve` are storages of their own
+      until they are assembled;
     - the bytes of an `alloc` are those of no other that is alive;
     - what lives in a slot is not handed out, as an output or to an opaque call;
     - an `all_reduce` to which an operand is donated starts when all uses of that are over, nothing
@@ -142,6 +144,9 @@ class _Checker:
             elif isinstance(op, Recv):
                 for value in op.operands:
                     yield from self._write(index, value)
+            elif isinstance(op, Copy) and op.buffer is not None:
+                yield from self._read(index, op.operands[0])
+                yield from self._write(index, op.buffer)
             else:
                 if isinstance(op, Alloc):
                     yield from self._alloc(index, op)

@@ -19,6 +19,7 @@ from ...ir.ops import (
     Copy,
     Op,
     Recv,
+    Reserve,
     Return,
     Slice,
     Value,
@@ -26,6 +27,7 @@ from ...ir.ops import (
     batch_of,
 )
 from ...ir.phases import Phase
+from ...ir.storage import SharedStorage
 from ..base import Pass
 from ..placement.fabrics import Fabrics
 
@@ -144,11 +146,7 @@ def _crossing(program: Program, found: Mapping[int, str]) -> dict[int, str]:
     A graph is over when all is over that it began, so a receive of a graph must not depend on what
     its rank does behind the graph: to the receive's other end, for one, what is sent there.
     """
-    parts: list[int] = []
-    part = 0
-    for index in range(len(program.ops)):
-        part += index in found
-        parts.append(part)
+    parts = _part_numbers(program, found)
     posted: dict[Value, int] = {}
     crossing: dict[int, str] = {}
     for index, op in enumerate(program.ops):
@@ -161,7 +159,42 @@ def _crossing(program: Program, found: Mapping[int, str]) -> dict[int, str]:
                 crossing[at] = f"a {what} that is posted early, ahead of what the host does"
             if at is not None and index not in found and (at in found or at in crossing):
                 crossing[index] = "a wait for what is posted early"
+    crossing |= _torn(program, found, parts)
     return crossing | _mates(program, found.keys() | crossing.keys())
+
+
+def _part_numbers(program: Program, found: Mapping[int, str]) -> list[int]:
+    """For each op the number of the part between cuts that it is in."""
+    parts: list[int] = []
+    part = 0
+    for index in range(len(program.ops)):
+        part += index in found
+        parts.append(part)
+    return parts
+
+
+def _torn(program: Program, found: Mapping[int, str], parts: Sequence[int]) -> dict[int, str]:
+    """Find what is put together in place, but not in one part.
+
+    What a graph reads from outside is copied into its memory, and what it leaves is copied out: a
+    buffer would be part of its whole no more.
+    """
+    storage = SharedStorage(program, {})
+    assemblies: dict[Value, list[int]] = {}
+    owners: dict[Value, list[int]] = {}
+    for index, op in enumerate(program.ops):
+        if isinstance(op, Reserve):
+            assembly = assemblies[op.results[0]] = [index]
+            owners.update((storage.of(value), assembly) for value in op.results)
+        elif isinstance(op, Recv | Copy | Assemble) and op.shared_operand is not None:
+            owners.get(storage.of(op.shared_operand), []).append(index)
+    return {
+        index: "a tensor that is put together ahead of what the host does, and behind it"
+        for indices in assemblies.values()
+        if len({parts[index] for index in indices}) > 1 or not found.keys().isdisjoint(indices)
+        for index in indices
+        if index not in found
+    }
 
 
 def _overtaking(program: Program, left: Collection[int], in_turn: Set[int]) -> dict[int, str]:
@@ -276,7 +309,9 @@ def _is_worth_it(ops: Collection[Op], messages: bool) -> bool:
 def _work(ops: Iterable[Op]) -> int:
     """The number of ops that the host would have to put on streams."""
     work = Call | Copy | Slice | Assemble | Communication | Constant
-    return sum(isinstance(op, work) for op in ops)
+    return sum(
+        isinstance(op, work) and not (isinstance(op, Assemble) and op.is_in_place) for op in ops
+    )
 
 
 def _reason(op: Op, module: Module, fabrics: Fabrics, hosts: set[Value]) -> str | None:

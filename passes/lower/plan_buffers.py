@@ -63,6 +63,7 @@ class PlanBuffers(Pass):
             return False
         slots: dict[tuple[int, int], int] = {}
         sizes: dict[int, tuple[int, int]] = {}
+        without = _largest_into_buffers(module)
         before = sum(len(program.ops) for program in module.programs)
         for program in module.programs:
             storages = Storages(program, module.functions)
@@ -77,7 +78,7 @@ class PlanBuffers(Pass):
                     op.slot = slots.get((op.chan, op.seq))
         for id_, channel in module.channels.items():
             if not channel.collective:
-                count, size = sizes.get(id_, (0, 0))
+                count, size = sizes.get(id_, (0, without.get(id_, 0)))
                 module.channels[id_] = replace(channel, slots=count, slot_bytes=size)
         edges = any(not channel.collective for channel in module.channels.values())
         return edges or before != sum(len(program.ops) for program in module.programs)
@@ -164,6 +165,19 @@ def _insert_frees(
             ops.append(free)
     program.ops[:] = ops
     return ends
+
+
+def _largest_into_buffers(module: Module) -> dict[int, int]:
+    """By channel the bytes of the largest message that is received into a buffer.
+
+    A transport goes by the size of messages where they need no slot, too.
+    """
+    found: dict[int, int] = {}
+    for program in module.programs:
+        for op in program.ops:
+            if isinstance(op, Recv) and op.operands:
+                found[op.chan] = max(found.get(op.chan, 0), tensor_bytes(op.operands[0].type))
+    return found
 
 
 def _choose_slots(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...ir.module import Function, Module
-from ...ir.ops import Call, Constant, Free, Op, Recv, Slice, Value
+from ...ir.ops import Call, Constant, Free, Op, Recv, Reserve, Slice, Value
 from ...ir.storage import SharedStorage
 from ...ir.types import tensor_bytes
 from ..frontend.stored_values import Way, ways_of
@@ -87,4 +87,6 @@ def brings(op: Op, functions: dict[str, Function]) -> list[Value]:
     is_given = isinstance(op, Constant) and op.ref is not None
     if isinstance(op, Slice) and op.copies:
         return [op.result]
-    return [] if is_slot or is_given or (op.shares_operand and op.operands) else list(op.results)
+    if isinstance(op, Reserve):
+        return [op.results[0]]
+    return [] if is_slot or is_given or op.shared_operand is not None else list(op.results)

@@ -95,6 +95,11 @@ SCHEDULED = f"""module @m phase=scheduled world=2 {{{DECLARATIONS}
     %t = wait(%r) {{stream = compute}} : f32[4]
     %l, %u = call(%t, %o) {{fn = @g, stream = compute}} : f32[], unit
     free(%a, %u)
+    %c, %c0, %c1 = reserve() {{regions = {{[0:4], [4:8]}}, stream = compute}}
+      : f32[8], f32[4], f32[4]
+    %d0 = copy(%t, %c0) {{stream = compute}} : f32[4]
+    %d1 = copy(%x, %c1) {{stream = compute}} : f32[4]
+    %d = assemble(%c, %d0, %d1) {{regions = {{[0:4], [4:8]}}, stream = compute}} : f32[8]
     %b = broadcast(%l) {{chan = 1, group = {{0..1}}, root = 1, seq = 0}} : future<f32[]>
     %l0 = wait(%b) {{stream = compute}} : f32[]
     %n = barrier() {{chan = 1, group = {{0..1}}, seq = 1}} : future<unit>

@@ -25,6 +25,7 @@ from ....ir.ops import (
     Copy,
     Op,
     Recv,
+    Reserve,
     Send,
     Slice,
     Value,
@@ -122,7 +123,7 @@ class DeviceBinder(Binder):
 
     def _bind_op(self, op: Op, arena: Tensor) -> None:
         stream = stream_of(op)
-        computes = isinstance(op, Call | Copy | Slice | Assemble)
+        computes = isinstance(op, Call | Copy | Slice | Reserve | Assemble)
         if computes and stream is not Stream.COMPUTE:
             self._fail(
                 op, f"`{op.opcode}` is on stream {stream.value}", "calls run on the compute stream"

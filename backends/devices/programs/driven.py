@@ -29,6 +29,7 @@ from ....ir.ops import (
     Copy,
     Op,
     Recv,
+    Reserve,
     Send,
     Slice,
     Value,
@@ -209,7 +210,7 @@ class DrivenBinder(DeviceBinder):
         return len(self._code.template) - 1
 
 
-_WORK = (Call, Constant, Copy, View, Slice, Assemble, Wait, Send, Recv, Collective)
+_WORK = (Call, Constant, Copy, View, Slice, Reserve, Assemble, Wait, Send, Recv, Collective)
 """The ops that are put on streams, or may ask for what is there."""
 
 

@@ -175,7 +175,7 @@ def test_ports_say_whom_it_concerns(bound: Bound) -> None:
         bound.library.all_gather(source, target, 16, group.comm, 0)
 
     send = SendPort(0, bound.library, edge, type_, Stream.SEND)
-    recv = RecvPort(0, bound.library, edge, type_, Stream.RECV, None, device)
+    recv = RecvPort(0, bound.library, edge, type_, Stream.RECV, None, False, device)
     parts: Any = (lambda: x, lambda value, _: value, gather, lambda value: value)
     collective = CollectivePort(0, bound.library, group, Stream.COLLECTIVE, *parts)
     collective.prepare(x)
