@@ -1,7 +1,7 @@
 """Frames between the front and rank 0, over a Unix socket: a length, a kind, and flat numbers.
 
-    front to rank 0     ADD: requests          CANCEL: their ids
-    rank 0 to front     HELLO: the limits      EVENTS: what has happened      STATS: counts, a beat
+    front to rank 0     ADD: requests             CANCEL: their ids
+    rank 0 to front     HELLO: limits, process    EVENTS: what has happened    STATS: counts, a beat
 
 Nothing that is received is ever executed, and no frame is longer than `MOST`. PICKLED and RING are
 of `transports.py`.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import struct
 from array import array
 from collections.abc import Callable, Iterable, Sequence
@@ -131,12 +132,13 @@ class Link(asyncio.Protocol):
 
 
 def pack_hello(limits: Limits) -> bytes:
-    return json.dumps(asdict(limits)).encode()
+    return json.dumps([asdict(limits), os.getpid()]).encode()
 
 
-def unpack_hello(payload: bytes) -> Limits:
-    found = json.loads(payload)
-    return Limits(**{**found, "eos": tuple(found["eos"])})
+def unpack_hello(payload: bytes) -> tuple[Limits, int]:
+    """The engine's limits, and the number of rank 0's process."""
+    found, process = json.loads(payload)
+    return Limits(**{**found, "eos": tuple(found["eos"])}), process
 
 
 def pack_requests(requests: Iterable[Request]) -> Iterable[bytes]:

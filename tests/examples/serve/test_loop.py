@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import pickle
 import sys
 from array import array
@@ -164,7 +165,7 @@ def test_a_conversation(tmp_path: Path) -> None:
     async def story(front: Front, loop: EngineLoop) -> None:
         kind, payload = front.frames[0]
         assert kind is Kind.HELLO
-        assert wire.unpack_hello(payload) == ROOMY
+        assert wire.unpack_hello(payload) == (ROOMY, os.getpid())
         front.add(*requests)
         await front.until(lambda: len(front.ends) == len(requests))
         for each in requests:
