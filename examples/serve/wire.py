@@ -19,7 +19,7 @@ from dataclasses import asdict
 from enum import IntEnum
 from typing import Any, cast
 
-from .features import Counters, Features
+from .features import Features
 from .scheduler import End, Events, Request
 from .work import Limits, Sampling, Scores
 
@@ -68,7 +68,6 @@ class Link(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self.is_full = False  # the other side does not read: keep what can be kept
         self.is_closed = False
-        self.sent = 0  # frames
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -78,7 +77,6 @@ class Link(asyncio.Protocol):
         """Send a frame; a link that is closed drops it."""
         if self._transport is None or self.is_closed:
             return
-        self.sent += 1
         self._transport.write(_HEAD.pack(len(payload), kind) + payload)
 
     def pause(self, paused: bool) -> None:
@@ -238,15 +236,13 @@ def pack_ids(ids: Sequence[int]) -> bytes:
     return array("I", ids).tobytes()
 
 
-def send_requests(
-    link: Link, requests: Sequence[Request], features: Features, counters: Counters
-) -> None:
+def send_requests(link: Link, requests: Sequence[Request], features: Features) -> None:
     """One frame for all that came in one turn; for an ablation, one for each."""
     if features.batch_send:
         for payload in pack_requests(requests):
             link.send(Kind.ADD, payload)
         return
-    counters["batch_send"] += len(requests) - 1
+    features.changes["batch_send"] += len(requests) - 1
     for each in requests:
         for payload in pack_requests([each]):
             link.send(Kind.ADD, payload)

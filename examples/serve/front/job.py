@@ -16,7 +16,7 @@ from time import monotonic
 from typing import Any
 
 from .. import wire
-from ..features import Counters, Features
+from ..features import Features
 from ..scheduler import End, Events, Request
 from ..transports import Ring, unpickle
 from ..wire import Kind, Link
@@ -42,10 +42,12 @@ LONGEST_PAUSE = 30.0
 
 
 class State(Enum):
+    """The state of the engine, as clients are told."""
+
     STARTING = "starting"
     READY = "ready"
-    FAILED = "failed"
-    CLOSED = "closed"
+    FAILED = "being started again"
+    CLOSED = "shutting down"
 
 
 class EngineJob:
@@ -64,14 +66,12 @@ class EngineJob:
         command: Sequence[str] | Callable[[Path], Awaitable[None]],
         folder: Path,
         features: Features,
-        counters: Counters,
         most: int,
         metrics: Metrics,
     ) -> None:
         self.command, self.path = command, folder / "engine"
-        self.features, self.counters = features, counters
+        self.features = features
         self.state = State.STARTING
-        self.is_known = asyncio.Event()  # ready, failed or closed
         self.starts = 0
         self.limits: Limits | None = None
         self._metrics = metrics
@@ -88,11 +88,6 @@ class EngineJob:
         self._threads = None if features.async_stream else ThreadPoolExecutor(most)
 
     # -- requests ----------------------------------------------------------------------------------
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether requests are with the engine."""
-        return bool(self._replies)
 
     @property
     def is_healthy(self) -> bool:
@@ -115,7 +110,7 @@ class EngineJob:
             self._beat = monotonic()
         lengths = [len(prompt) for prompt in what.prompts for _ in range(what.n)]
         reply = Reply(lengths, self._threads)
-        self.counters["async_stream"] += self._threads is not None
+        self.features.changes["async_stream"] += self._threads is not None
         if not self._outbox:
             asyncio.get_running_loop().call_soon(self._flush)
         for index in range(len(lengths)):
@@ -160,7 +155,7 @@ class EngineJob:
     def _flush(self) -> None:
         requests, self._outbox = self._outbox, []
         if requests and self._link is not None:
-            wire.send_requests(self._link, requests, self.features, self.counters)
+            wire.send_requests(self._link, requests, self.features)
 
     # -- what the engine says ----------------------------------------------------------------------
 
@@ -177,20 +172,25 @@ class EngineJob:
         elif kind is Kind.STATS:
             self._metrics.take_stats(json.loads(payload))
         elif kind is Kind.HELLO:
-            self.limits, rank = wire.unpack_hello(payload)
-            if self.features.shm_ring:
-                self._ring = Ring(self.path.with_suffix(".ring"), creates=False)
-            self.state = State.READY
-            self.is_known.set()
-            if self._process is not None:
-                for each in of_job(self._process.pid, rank):
-                    self._processes.add(each)
-            log.info(
-                "the engine is ready after %.0f s: %d requests at a time, of %d tokens at most",
-                monotonic() - self._began,
-                self.limits.groups * self.limits.slots,
-                self.limits.context,
-            )
+            self._greet(link, *wire.unpack_hello(payload))
+
+    def _greet(self, link: Link, limits: Limits, rank: int) -> None:
+        """Take an engine that is ready, unless its job is being ended."""
+        if self.state is not State.STARTING:
+            link.close()
+            return
+        self.limits, self.state = limits, State.READY
+        if self.features.shm_ring:
+            self._ring = Ring(self.path.with_suffix(".ring"), creates=False)
+        if self._process is not None:
+            for each in of_job(self._process.pid, rank):
+                self._processes.add(each)
+        log.info(
+            "the engine is ready after %.0f s: %d requests at a time, of %d tokens at most",
+            monotonic() - self._began,
+            limits.groups * limits.slots,
+            limits.context,
+        )
 
     def _take_events(self, events: Events) -> None:
         for id_ in events.started:
@@ -245,7 +245,6 @@ class EngineJob:
             self.end_all("the engine has ended; it is started again")
             await self._end_processes(FAREWELL)
             if self.limits is None:
-                self.is_known.set()
                 return
             failures = 0 if was_ready and monotonic() - began > 60 else failures + 1
             pause = min(LONGEST_PAUSE, 0.5 * 2 ** (failures - 1)) if failures else 0.0
@@ -285,7 +284,6 @@ class EngineJob:
     async def close(self) -> None:
         """End the engine and wait for its job."""
         self.state = State.CLOSED
-        self.is_known.set()
         self.end_all("the server is shutting down")
         # Ranks that have not connected yet do not see the socket close.
         await self._end_processes(0.0 if self._link is None else GRACE)

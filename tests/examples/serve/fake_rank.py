@@ -80,13 +80,12 @@ def main() -> None:
     limits = replace(ROOMY, **options.get("limits", {}))
     engine = HangingEngine(limits, options.get("delay", 0.0), trouble)
     features = switches.parse(options.get("features", ""))
-    counters = switches.Counters()
 
     async def serve() -> None:
         patience = options.get("patience", 60.0)
-        await EngineLoop(engine, features, counters, patience).run(Path(sys.argv[2]))
+        await EngineLoop(engine, features, patience).run(Path(sys.argv[2]))
 
-    with asyncio.Runner(loop_factory=loop_factory(features, counters)) as runner:
+    with asyncio.Runner(loop_factory=loop_factory(features)) as runner:
         runner.run(serve())
 
 

@@ -140,7 +140,7 @@ def test_an_engine_that_hangs(tmp_path: Path) -> None:
     with serving(tmp_path, patience=0.5) as own:
         found, body = own.complete([HANGS, 1])
         assert (found, body["error"]["type"]) == (503, "service_unavailable_error")
-        assert "an execution has not ended" in own.text()
+        own.wait_for(lambda: "an execution has not ended" in own.text())
         serves_again(own)
 
 
@@ -257,6 +257,7 @@ def test_a_port_that_is_taken() -> None:
         (["--features=-nothing"], "no feature '-nothing'"),
         (["--model", "/nowhere"], "there is no model /nowhere"),
         (["--host", "no.such.host.invalid"], "Name or service not known"),
+        (["--port", "65536"], "port must be 0-65535"),
     ],
 )
 def test_a_command_line_that_is_wrong(options: list[str], message: str) -> None:
