@@ -253,7 +253,10 @@ def main() -> int:
     manifest = {
         **origin,
         "argv": sys.argv,
-        "features": [asdict(switches.parse(arm)) for arm in ["", *given.arms]],
+        "features": [
+            {name: getattr(switches.parse(arm), name) for name in switches.DEFAULTS}
+            for arm in ["", *given.arms]
+        ],
         "python": platform.python_version(),
         "affinity": sorted(os.sched_getaffinity(0)),
         "seed": given.seed,

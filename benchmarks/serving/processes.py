@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from examples.serve.front.job import family  # noqa: E402 - of the checkout
+from cg.launch.job.job import descendants  # noqa: E402 - of the checkout
 
 READY = 600.0
 """Seconds for a server to be ready."""
@@ -36,7 +36,7 @@ class Running:
 
     def cpu_of_all(self) -> float:
         """The same of the front, the launcher and the ranks together."""
-        return sum(_cpu(pid) for pid, _ in family(self.pid))
+        return sum(map(_cpu, (self.pid, *descendants(self.pid))))
 
     def resident(self) -> float:
         """MiB of the front."""

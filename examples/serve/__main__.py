@@ -29,13 +29,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
     log = logging.getLogger("serve")
     try:
-        features, counters = switches.parse(given.features), switches.Counters()
-        new_loop = loop_factory(features, counters)
+        features = switches.parse(given.features)
+        new_loop = loop_factory(features)
         listener = listen(given.host, given.port)
         model, note = resolve(given.model)
         text = load(model)
         folder = tempfile.TemporaryDirectory(prefix="cg-serve-")  # of mode 0700
-    except (OSError, ValueError) as error:
+    except (OSError, OverflowError, ValueError) as error:
         print(f"examples.serve: {error}", file=sys.stderr)
         return BAD_USAGE
     host, port = listener.getsockname()[:2]
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         async def serve() -> int:
             path = Path(folder.name)
-            front = Front(name, text, command, path, bounds, features, given.api_key, counters)
+            front = Front(name, text, command, path, bounds, features, given.api_key)
             return await front.serve(listener)
 
         with asyncio.Runner(loop_factory=new_loop) as runner:
@@ -61,16 +61,8 @@ def job(given: argparse.Namespace, model: str, features: switches.Features) -> l
     line += [] if features.affinity else ["--no-affinity"]
     line += ["-m", "examples.serve.ranks", "--model", model]
     for name in (
-        "groups",
-        "tp",
-        "batch",
-        "chunk",
-        "blocks",
-        "block_size",
-        "context",
-        "dtype",
-        "fuse",
-        "profile",
+        *("groups", "tp", "batch", "chunk", "blocks", "block_size", "context"),
+        *("dtype", "fuse", "profile"),
     ):
         value = getattr(given, name)
         if value is not None:

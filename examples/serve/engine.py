@@ -8,11 +8,13 @@ it, so the next batch of the group may be submitted before the results of this o
 
 from __future__ import annotations
 
+import logging
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import torch
@@ -25,8 +27,12 @@ from .families import GptConfig, Model, open_model
 from .model import LENGTH, PROMPT, SLOT, TABLE, TOKEN, Guards, Pool, Stage, split
 from .work import LOGPROBS, Decode, Limits, Prefill, Sampling, Scores
 
+log = logging.getLogger("serve")
+
 WARM_UPS = 3
 """Executions of each variant in each context; the third records it where devices can."""
+SAYING = 10.0
+"""Seconds between two lines of the log on how far warming is."""
 
 
 @dataclass(frozen=True)
@@ -179,15 +185,19 @@ class CgEngine:
 
     def warm(self) -> None:
         """Run each variant in each of its contexts, on trash."""
-        for graph, variants in (
-            *((graph, list(decode_variants(self.limits, self.options))) for graph in self.decode),
-            (self.prefill, list(prefill_variants(self.limits, self.options))),
-        ):
-            for example in variants:
-                for _ in range(WARM_UPS):
-                    futures = [graph.execute(*example) for _ in range(self.options.in_flight)]
-                    for future in futures:
-                        future.result()
+        decodes = list(decode_variants(self.limits, self.options))
+        work = [(graph, example) for graph in self.decode for example in decodes]
+        chunks = prefill_variants(self.limits, self.options)
+        work += [(self.prefill, example) for example in chunks]
+        said = monotonic()
+        for number, (graph, example) in enumerate(work):
+            if monotonic() > said + SAYING:
+                log.info("warms the engine: %d of %d variants have run", number, len(work))
+                said = monotonic()
+            for _ in range(WARM_UPS):
+                futures = [graph.execute(*example) for _ in range(self.options.in_flight)]
+                for future in futures:
+                    future.result()
 
     def _decode(self, work: Decode) -> Tokens:
         limits, rows = self.limits, work.rows
@@ -306,6 +316,7 @@ def start(
         return None
     first = next(iter(stages[0].instances.values()))
     on_device = first.pool0.device.type != "cpu"
+    log.info("has compiled the engine")
     engine = CgEngine(limits, options, decode, prefill, on_device)
     if options.warm:
         engine.warm()

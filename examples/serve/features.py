@@ -7,7 +7,7 @@ and in which its counter did not move has measured nothing, so `benchmarks/servi
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,10 @@ class Features:
     kv256: bool = False  # tokens of a block beyond the usual ones
     clamp: bool = False  # ids that the graph has clamped to the vocabulary
     debug_bounds: bool = False  # executions whose ids, positions and blocks the graph has checked
+    changes: Counter[str] = field(default_factory=Counter, compare=False)  # by a switch's name
+
+
+DEFAULTS = {each.name: each.default for each in fields(Features) if each.name != "changes"}
 
 
 def parse(text: str) -> Features:
@@ -53,28 +57,13 @@ def parse(text: str) -> Features:
     Raises:
         ValueError: an unknown name, a switch that is at that position already, or one named twice.
     """
-    base, chosen = Features(), dict[str, bool]()
-    known = [field.name for field in fields(Features)]
+    chosen: dict[str, bool] = {}
     for token in text.replace(",", " ").split():
         sign, name = token[0], token[1:]
-        if sign not in "+-" or name not in known:
-            there = ", ".join(known)
+        if sign not in "+-" or name not in DEFAULTS:
+            there = ", ".join(DEFAULTS)
             raise ValueError(f"no feature {token!r}: write -name or +name of {there}")
-        if name in chosen or (sign == "+") == getattr(base, name):
+        if name in chosen or (sign == "+") == DEFAULTS[name]:
             raise ValueError(f"{token!r} switches nothing: it is so already, or named twice")
         chosen[name] = sign == "+"
-    return replace(base, **chosen)
-
-
-def tokens(features: Features) -> list[str]:
-    """The switches that are not at their default, as `parse` reads them."""
-    base = Features()
-    return [
-        f"{'+' if getattr(features, field.name) else '-'}{field.name}"
-        for field in fields(Features)
-        if getattr(features, field.name) != getattr(base, field.name)
-    ]
-
-
-Counters = Counter[str]
-"""How often each switch has changed what was done, by its name."""
+    return Features(**chosen)

@@ -18,7 +18,7 @@ from time import monotonic
 from typing import Any
 
 from . import wire
-from .features import Counters, Features
+from .features import Features
 from .scheduler import ERROR, End, Events, Request, Scheduler, Ticket
 from .transports import Feeder, Ring
 from .wire import Kind, Link
@@ -50,13 +50,11 @@ class EngineLoop:
         self,
         engine: Engine,
         features: Features | None = None,
-        counters: Counters | None = None,
         patience: float = PATIENCE,
         usual_chunk: int = USUAL_CHUNK,
     ) -> None:
         self.engine, self.features = engine, features or Features()
-        self.counters = Counters() if counters is None else counters
-        self.scheduler = Scheduler(engine.limits, self.features, self.counters)
+        self.scheduler = Scheduler(engine.limits, self.features)
         self._commands: deque[tuple[Kind, Any]] = deque()
         lanes = engine.limits.groups + 1
         self._lanes: list[deque[tuple[Ticket, Result, float]]] = [deque() for _ in range(lanes)]
@@ -97,7 +95,7 @@ class EngineLoop:
                 self._submit(ticket)
             self._send()
             if not self.features.gc_freeze:
-                self.counters["gc_freeze"] = gc.get_stats()[2]["collections"] - collections
+                self.features.changes["gc_freeze"] = gc.get_stats()[2]["collections"] - collections
             if self._commands or self._wake.is_set():
                 await asyncio.sleep(0)  # others have a turn, which the event would not give them
             else:
@@ -135,7 +133,7 @@ class EngineLoop:
             if taken >= BUDGET and not is_idle:
                 if self.features.cmd_budget:
                     break
-                self.counters["cmd_budget"] += 1
+                self.features.changes["cmd_budget"] += 1
             self._obey(*self._commands.popleft())
             taken += 1
         if self._is_paused and len(self._commands) < BACKLOG // 2:
@@ -192,13 +190,13 @@ class EngineLoop:
         """What the engine's switches change: rows of padding, tokens of long chunks, checks."""
         work, limits = ticket.work, self.engine.limits
         ids = len(work.rows) if isinstance(work, Decode) else len(work.tokens)
-        self.counters["clamp"] += ids if self.features.clamp else 0
-        self.counters["debug_bounds"] += self.features.debug_bounds
+        self.features.changes["clamp"] += ids if self.features.clamp else 0
+        self.features.changes["debug_bounds"] += self.features.debug_bounds
         if isinstance(work, Decode):
             if not self.features.variants:
-                self.counters["variants"] += limits.slots - len(work.rows)
+                self.features.changes["variants"] += limits.slots - len(work.rows)
         elif not self.features.chunk:
-            self.counters["chunk"] += max(0, len(work.tokens) - self._usual_chunk)
+            self.features.changes["chunk"] += max(0, len(work.tokens) - self._usual_chunk)
 
     # -- events ------------------------------------------------------------------------------------
 
@@ -213,7 +211,7 @@ class EngineLoop:
             return
         events, self._unsent = self._unsent, Events()
         if self._feeder is not None:
-            self.counters["queue_ipc"] += 1
+            self.features.changes["queue_ipc"] += 1
             self._feeder.put(wire.plain(events))
         else:
             self._send_frame(events)
@@ -222,15 +220,15 @@ class EngineLoop:
 
     def _send_frame(self, events: Events) -> None:
         is_flat = self.features.flat_evts
-        self.counters["flat_evts"] += not is_flat
-        self.counters["inproc"] += self.features.inproc
+        self.features.changes["flat_evts"] += not is_flat
+        self.features.changes["inproc"] += self.features.inproc
         kind = Kind.EVENTS if is_flat else Kind.OBJECTS
         payload = wire.pack_events(events, is_flat)
         where = None if self._ring is None else self._ring.put(kind, payload)
         if where is None:
             self.link.send(kind, payload)
         else:
-            self.counters["shm_ring"] += 1
+            self.features.changes["shm_ring"] += 1
             self.link.send(Kind.RING, where)
 
     def _beat(self) -> None:
@@ -259,6 +257,6 @@ class EngineLoop:
             "prefix_hits": scheduler.blocks.hits,
             "busy_seconds": busy,
             "pid": os.getpid(),
-            "features": dict(self.counters),
+            "features": dict(self.features.changes),
         }
         self.link.send(Kind.STATS, json.dumps(stats).encode())

@@ -17,7 +17,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--chunk", type=int, default=USUAL_CHUNK, help="the longest prefill chunk, in tokens")
     add("--blocks", type=int, default=512, help="blocks of a rank's pools")
     add("--block-size", type=int, default=16, help="tokens of a block")
-    add("--context", type=int, help="the longest sequence; by default the model's")
+    add(
+        "--context",
+        type=int,
+        help="the longest sequence; by default the model's, or what the blocks hold",
+    )
     add("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     add("--fuse", choices=("inductor",), help="compile bodies with torch.compile's backend")
     add("--profile", metavar="DIR", help="write what every rank does, as cg.profile records it")

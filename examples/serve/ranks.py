@@ -51,13 +51,20 @@ def options(given: argparse.Namespace, features: switches.Features) -> Options:
             raise ValueError("-chunk needs --context, for a chunk is as long as that")
         chunks = sizes(CHUNKS, given.context)
     block_size = KV256 if features.kv256 else given.block_size
+    blocks = -(-given.blocks * given.block_size // block_size)
+    held = (blocks - 1) * block_size  # the first is trash
+    if given.context is not None and given.context > held:
+        raise ValueError(
+            f"{blocks - 1} blocks of {block_size} tokens hold no sequence of {given.context}: "
+            "give more --blocks, or a shorter --context"
+        )
     chosen = Options(
         groups=groups,
         batches=batches if features.variants else batches[-1:],
         chunks=chunks if features.variants else chunks[-1:],
-        blocks=-(-given.blocks * given.block_size // block_size),
+        blocks=blocks,
         block_size=block_size,
-        context=given.context,
+        context=given.context or held,
         in_flight=max(2, groups or cg.world_size() // given.tp),
         tp=given.tp,
         dtype=getattr(torch, given.dtype),
@@ -77,60 +84,56 @@ def sizes(usual: Sequence[int], most: int) -> tuple[int, ...]:
     return (*(size for size in usual if size < most), most)
 
 
-def count(
-    counters: switches.Counters,
-    features: switches.Features,
-    limits: Limits,
-    given: argparse.Namespace,
-) -> None:
+def count(features: switches.Features, limits: Limits, given: argparse.Namespace) -> None:
     """What switches that act on ranks have changed.
 
     Args:
         given: the options of the job.
     """
+    changes = features.changes
     cores = os.cpu_count() or 1
     if not features.thr_cap:
-        counters["thr_cap"] = torch.get_num_threads() - max(1, cores // cg.world_size())
+        changes["thr_cap"] = torch.get_num_threads() - max(1, cores // cg.world_size())
     if not features.affinity:
-        counters["affinity"] = len(os.sched_getaffinity(0)) - max(1, cores // cg.world_size())
+        changes["affinity"] = len(os.sched_getaffinity(0)) - max(1, cores // cg.world_size())
     if not features.groups:
-        counters["groups"] = cg.world_size() // given.tp - limits.groups
+        changes["groups"] = cg.world_size() // given.tp - limits.groups
     if features.kv256:
-        counters["kv256"] = limits.block_size - given.block_size
+        changes["kv256"] = limits.block_size - given.block_size
     for name in ("overlap", "capture", "warm"):
-        counters[name] = not getattr(features, name)
+        changes[name] = not getattr(features, name)
 
 
 def main() -> None:
     """Serve until the front has gone."""
     logging.basicConfig(format="%(asctime)s rank %(message)s", level=logging.WARNING)
+    logging.getLogger("serve").setLevel(logging.INFO)
     given = parse()
     features = switches.parse(given.features)
     with cg.profile(given.profile) if given.profile else contextlib.nullcontext():
         engine = start(source(given.model), options(given, features))
         if engine is not None:  # the others have served until now
-            counters = switches.Counters()
-            with asyncio.Runner(loop_factory=loop_factory(features, counters)) as runner:
-                runner.run(serve(engine, given, given.socket, counters))
+            with asyncio.Runner(loop_factory=loop_factory(features)) as runner:
+                runner.run(serve(engine, features, given, given.socket))
 
 
 async def serve(
-    engine: CgEngine, given: argparse.Namespace, path: Path, counters: switches.Counters
+    engine: CgEngine, features: switches.Features, given: argparse.Namespace, path: Path
 ) -> None:
     """Serve the front that listens at a path, until it goes."""
-    features = switches.parse(given.features)
-    count(counters, features, engine.limits, given)
+    count(features, engine.limits, given)
     try:
-        await EngineLoop(engine, features, counters, usual_chunk=given.chunk).run(path)
+        await EngineLoop(engine, features, usual_chunk=given.chunk).run(path)
     finally:
         engine.close()
 
 
 async def serve_here(given: argparse.Namespace, path: Path) -> None:
     """The same in the front's process, which plays all ranks."""
-    engine = start(source(given.model), options(given, switches.parse(given.features)))
+    features = switches.parse(given.features)
+    engine = start(source(given.model), options(given, features))
     assert engine is not None
-    await serve(engine, given, path, switches.Counters())
+    await serve(engine, features, given, path)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from itertools import repeat
 
 from .blocks import Blocks, chain
-from .features import Counters, Features
+from .features import Features
 from .work import Decode, Limits, Prefill, Row, Sampling, Scores
 
 GREEDY = Sampling()
@@ -117,19 +117,15 @@ class Scheduler:
     Args:
         limits: of the engine; a sequence of `context` tokens must fit in the blocks.
         features: switches of ablations.
-        counters: what they have changed.
     """
 
-    def __init__(
-        self, limits: Limits, features: Features | None = None, counters: Counters | None = None
-    ) -> None:
+    def __init__(self, limits: Limits, features: Features | None = None) -> None:
         if (limits.blocks - 1) * limits.block_size < limits.context:
             raise ValueError(
                 f"{limits.blocks - 1} blocks of {limits.block_size} tokens hold no sequence of "
                 f"{limits.context}: give more blocks, or a shorter context"
             )
         self.limits, self.features = limits, features or Features()
-        self.counters = Counters() if counters is None else counters
         self.blocks = Blocks(limits.blocks, limits.block_size)
         self.stats = Stats()
         self.waiting: deque[Sequence] = deque()
@@ -237,7 +233,7 @@ class Scheduler:
         if self.features.async_sched and self.features.carry:
             return 2
         if self._decodes[group] and not self.features.async_sched:
-            self.counters["async_sched"] += 1
+            self.features.changes["async_sched"] += 1
         return 1
 
     def _holds(self, group: int) -> bool:
@@ -248,7 +244,7 @@ class Scheduler:
             return False
         self._held[group] = True
         if not self.features.fill_tgt:
-            self.counters["fill_tgt"] += 1
+            self.features.changes["fill_tgt"] += 1
             return False
         return True
 
@@ -269,7 +265,7 @@ class Scheduler:
             return None
         self.stats.decodes += 1
         self.stats.rows += len(rows)
-        self.counters["carry"] += 0 if self.features.carry else len(rows)
+        self.features.changes["carry"] += 0 if self.features.carry else len(rows)
         return Ticket(Decode(group, tuple(rows)), shares)
 
     def _has_room(self, sequence: Sequence) -> bool:
@@ -348,7 +344,7 @@ class Scheduler:
         salt = sequence.request.salt
         if self.features.prefix:
             return self.blocks.match(sequence.tokens, salt)
-        self.counters["prefix"] += len(sequence.tokens)
+        self.features.changes["prefix"] += len(sequence.tokens)
         return [], chain(salt)
 
     # -- ends --------------------------------------------------------------------------------------
@@ -394,7 +390,7 @@ class Scheduler:
             scores = Scores(scores.drawn, scores.likeliest[:wanted])
             self._events.scores.append((request.id, scores))
         if not self.features.fast_cnt:
-            self.counters["fast_cnt"] += 1
+            self.features.changes["fast_cnt"] += 1
         if sequence.drawn == request.max_tokens:
             self._finish(sequence, "length")
         elif sequence.is_active and sequence.seat is None:

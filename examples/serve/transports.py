@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .features import Counters, Features
+from .features import Features
 from .wire import Kind, Link, WireError
 
 RING = 1 << 22
@@ -27,9 +27,7 @@ _TAIL = struct.Struct("<Q")
 _PLACE = struct.Struct("<QII")
 
 
-def loop_factory(
-    features: Features, counters: Counters
-) -> Callable[[], asyncio.AbstractEventLoop] | None:
+def loop_factory(features: Features) -> Callable[[], asyncio.AbstractEventLoop] | None:
     """What makes the event loop, for `asyncio.Runner`; None is asyncio's own.
 
     Raises:
@@ -41,7 +39,7 @@ def loop_factory(
         import uvloop  # which few want
     except ImportError:
         raise ValueError("+uvloop needs uvloop: pip install uvloop") from None
-    counters["uvloop"] += 1
+    features.changes["uvloop"] += 1
     return uvloop.new_event_loop
 
 

@@ -1,7 +1,7 @@
 """Frames between the front and rank 0, over a Unix socket: a length, a kind, and flat numbers.
 
-    front to rank 0     ADD: requests          CANCEL: their ids
-    rank 0 to front     HELLO: the limits      EVENTS: what has happened      STATS: counts, a beat
+    front to rank 0     ADD: requests             CANCEL: their ids
+    rank 0 to front     HELLO: limits, process    EVENTS: what has happened    STATS: counts, a beat
 
 Nothing that is received is ever executed, and no frame is longer than `MOST`. PICKLED and RING are
 of `transports.py`.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import struct
 from array import array
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +19,7 @@ from dataclasses import asdict
 from enum import IntEnum
 from typing import Any, cast
 
-from .features import Counters, Features
+from .features import Features
 from .scheduler import End, Events, Request
 from .work import Limits, Sampling, Scores
 
@@ -67,7 +68,6 @@ class Link(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self.is_full = False  # the other side does not read: keep what can be kept
         self.is_closed = False
-        self.sent = 0  # frames
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -77,7 +77,6 @@ class Link(asyncio.Protocol):
         """Send a frame; a link that is closed drops it."""
         if self._transport is None or self.is_closed:
             return
-        self.sent += 1
         self._transport.write(_HEAD.pack(len(payload), kind) + payload)
 
     def pause(self, paused: bool) -> None:
@@ -131,12 +130,13 @@ class Link(asyncio.Protocol):
 
 
 def pack_hello(limits: Limits) -> bytes:
-    return json.dumps(asdict(limits)).encode()
+    return json.dumps([asdict(limits), os.getpid()]).encode()
 
 
-def unpack_hello(payload: bytes) -> Limits:
-    found = json.loads(payload)
-    return Limits(**{**found, "eos": tuple(found["eos"])})
+def unpack_hello(payload: bytes) -> tuple[Limits, int]:
+    """The engine's limits, and the number of rank 0's process."""
+    found, process = json.loads(payload)
+    return Limits(**{**found, "eos": tuple(found["eos"])}), process
 
 
 def pack_requests(requests: Iterable[Request]) -> Iterable[bytes]:
@@ -236,15 +236,13 @@ def pack_ids(ids: Sequence[int]) -> bytes:
     return array("I", ids).tobytes()
 
 
-def send_requests(
-    link: Link, requests: Sequence[Request], features: Features, counters: Counters
-) -> None:
+def send_requests(link: Link, requests: Sequence[Request], features: Features) -> None:
     """One frame for all that came in one turn; for an ablation, one for each."""
     if features.batch_send:
         for payload in pack_requests(requests):
             link.send(Kind.ADD, payload)
         return
-    counters["batch_send"] += len(requests) - 1
+    features.changes["batch_send"] += len(requests) - 1
     for each in requests:
         for payload in pack_requests([each]):
             link.send(Kind.ADD, payload)

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterator
 
 from aiohttp import web
 
-from ..features import Counters, Features
+from ..features import Features
 from ..scheduler import ERROR
 from .connections import Waits
 from .errors import ApiError
@@ -34,10 +34,9 @@ class Answers:
         waits: Waits,
         metrics: Metrics,
         features: Features,
-        counters: Counters,
     ) -> None:
         self._text, self._job, self._waits, self._metrics = text, job, waits, metrics
-        self._features, self._counters = features, counters
+        self._features = features
 
     async def answer(self, request: web.Request, what: Completion) -> web.StreamResponse:
         """Raises ApiError; a stream that has begun ends with it instead."""
@@ -59,7 +58,7 @@ class Answers:
                 texts[index] += text
         prompt = sum(map(len, what.prompts))
         self._metrics.count_end(reply, prompt, (choice.reason for choice in choices))
-        shape = Shape(what, self._features, self._counters)
+        shape = Shape(what, self._features)
         return web.json_response(shape.answer(texts, choices, prompt))
 
     async def _stream(
@@ -100,7 +99,7 @@ class Answers:
         self, write: Callable[[bytes], Awaitable[None]], what: Completion, reply: Reply
     ) -> None:
         """Write chunks as tokens come, all that there is at a time."""
-        shape = Shape(what, self._features, self._counters)
+        shape = Shape(what, self._features)
         choices = [Choice(self._text, what.stop) for _ in reply.ids]
         is_first = [True for _ in choices]
         while any(choice.reason is None for choice in choices):
@@ -134,7 +133,7 @@ class Answers:
             if end is not None and end.reason in (ERROR, GONE):
                 raise ApiError(500 if end.reason == ERROR else 503, end.message)
             if self._features.stream_tok:
-                self._counters["stream_tok"] += max(0, len(tokens) - 1)
+                self._features.changes["stream_tok"] += max(0, len(tokens) - 1)
                 while len(tokens) > 1 and choice.reason is None:
                     yield index, choice.feed(tokens[:1], None, scores[:1])
                     tokens, scores = tokens[1:], scores[1:]
@@ -147,7 +146,7 @@ class Answers:
         """Whether what has come can wait for more, with `+stream_interval`."""
         number = sum(map(len, reply.tokens))
         waits = number < INTERVAL and not any(reply.ends)
-        self._counters["stream_interval"] += waits
+        self._features.changes["stream_interval"] += waits
         return waits
 
 

@@ -92,18 +92,13 @@ def listen(host: str, port: int) -> socket.socket:
     """A socket that clients can connect to, before anything else is started.
 
     Raises:
-        OSError: the port is taken, or not ours to take.
+        OSError: there is no such host, or the port is taken, or not ours to take.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(1024)
-    except OSError:
-        listener.close()
-        raise
-    return listener
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        raise OSError(f"{error.strerror}: give another --host or --port") from None
 
 
 def most_files() -> int:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
-import os
 import signal
+import subprocess
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -17,13 +16,14 @@ from time import monotonic
 from typing import Any
 
 from .. import wire
-from ..features import Counters, Features
+from ..features import Features
 from ..scheduler import End, Events, Request
 from ..transports import Ring, unpickle
 from ..wire import Kind, Link
 from ..work import Limits
 from .errors import ApiError
 from .metrics import Metrics
+from .processes import Processes, of_job
 from .protocol import Completion
 from .reply import Reply
 
@@ -33,8 +33,8 @@ STALE = 5.0
 """Seconds without a beat, with requests there, after which the engine is not healthy."""
 GRACE = 10.0
 """Seconds for the job to end by itself, once the socket is closed."""
-FAREWELL = 3.0
-"""Seconds for a job that has lost a rank to say so and end."""
+FAREWELL = 2.0
+"""Seconds for a job that has lost a process to say so and end."""
 GONE = "gone"
 """The reason of an end beside those of the scheduler: the engine has gone."""
 LONGEST_PAUSE = 30.0
@@ -42,10 +42,12 @@ LONGEST_PAUSE = 30.0
 
 
 class State(Enum):
+    """The state of the engine, as clients are told."""
+
     STARTING = "starting"
     READY = "ready"
-    FAILED = "failed"
-    CLOSED = "closed"
+    FAILED = "being started again"
+    CLOSED = "shutting down"
 
 
 class EngineJob:
@@ -64,16 +66,13 @@ class EngineJob:
         command: Sequence[str] | Callable[[Path], Awaitable[None]],
         folder: Path,
         features: Features,
-        counters: Counters,
         most: int,
         metrics: Metrics,
     ) -> None:
         self.command, self.path = command, folder / "engine"
-        self.features, self.counters = features, counters
+        self.features = features
         self.state = State.STARTING
-        self.is_known = asyncio.Event()  # ready, failed or closed
         self.starts = 0
-        self.process: asyncio.subprocess.Process | None = None
         self.limits: Limits | None = None
         self._metrics = metrics
         self._replies: dict[int, tuple[Reply, int]] = {}
@@ -82,17 +81,13 @@ class EngineJob:
         self._link: Link | None = None
         self._ring: Ring | None = None
         self._ended = asyncio.Event()
-        self._family: set[tuple[int, str]] = set()
+        self._processes = Processes(self._ended.set)
+        self._process: subprocess.Popen[bytes] | None = None  # which starts the job
         self._beat = self._began = monotonic()
         self._server: asyncio.Server | None = None
         self._threads = None if features.async_stream else ThreadPoolExecutor(most)
 
     # -- requests ----------------------------------------------------------------------------------
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether requests are with the engine."""
-        return bool(self._replies)
 
     @property
     def is_healthy(self) -> bool:
@@ -115,7 +110,7 @@ class EngineJob:
             self._beat = monotonic()
         lengths = [len(prompt) for prompt in what.prompts for _ in range(what.n)]
         reply = Reply(lengths, self._threads)
-        self.counters["async_stream"] += self._threads is not None
+        self.features.changes["async_stream"] += self._threads is not None
         if not self._outbox:
             asyncio.get_running_loop().call_soon(self._flush)
         for index in range(len(lengths)):
@@ -160,7 +155,7 @@ class EngineJob:
     def _flush(self) -> None:
         requests, self._outbox = self._outbox, []
         if requests and self._link is not None:
-            wire.send_requests(self._link, requests, self.features, self.counters)
+            wire.send_requests(self._link, requests, self.features)
 
     # -- what the engine says ----------------------------------------------------------------------
 
@@ -177,19 +172,25 @@ class EngineJob:
         elif kind is Kind.STATS:
             self._metrics.take_stats(json.loads(payload))
         elif kind is Kind.HELLO:
-            self.limits = wire.unpack_hello(payload)
-            if self.features.shm_ring:
-                self._ring = Ring(self.path.with_suffix(".ring"), creates=False)
-            self.state = State.READY
-            self.is_known.set()
-            if self.process is not None:  # now, for later their parents may have died
-                self._family = family(self.process.pid)
-            log.info(
-                "the engine is ready after %.0f s: %d requests at a time, of %d tokens at most",
-                monotonic() - self._began,
-                self.limits.groups * self.limits.slots,
-                self.limits.context,
-            )
+            self._greet(link, *wire.unpack_hello(payload))
+
+    def _greet(self, link: Link, limits: Limits, rank: int) -> None:
+        """Take an engine that is ready, unless its job is being ended."""
+        if self.state is not State.STARTING:
+            link.close()
+            return
+        self.limits, self.state = limits, State.READY
+        if self.features.shm_ring:
+            self._ring = Ring(self.path.with_suffix(".ring"), creates=False)
+        if self._process is not None:
+            for each in of_job(self._process.pid, rank):
+                self._processes.add(each)
+        log.info(
+            "the engine is ready after %.0f s: %d requests at a time, of %d tokens at most",
+            monotonic() - self._began,
+            limits.groups * limits.slots,
+            limits.context,
+        )
 
     def _take_events(self, events: Events) -> None:
         for id_ in events.started:
@@ -240,16 +241,17 @@ class EngineJob:
             if self.state is State.CLOSED:
                 return
             self.state = State.FAILED
+            log.error("the engine has ended")
             self.end_all("the engine has ended; it is started again")
-            await self._end_process(FAREWELL)
+            await self._end_processes(FAREWELL)
             if self.limits is None:
-                self.is_known.set()
                 return
             failures = 0 if was_ready and monotonic() - began > 60 else failures + 1
             pause = min(LONGEST_PAUSE, 0.5 * 2 ** (failures - 1)) if failures else 0.0
-            log.error("the engine has ended; it is started again in %.1f s", pause)
+            log.info("the engine is started again in %.1f s", pause)
             await asyncio.sleep(pause)
-            self.state = State.STARTING
+            if self.state is State.FAILED:  # and not closed meanwhile
+                self.state = State.STARTING
 
     async def _run_once(self) -> bool:
         """Start the job and wait for its end; whether it was ready in between."""
@@ -259,56 +261,32 @@ class EngineJob:
         self._began = monotonic()
         log.info("starting the engine")
         if callable(self.command):
-            exits: asyncio.Future[Any] = asyncio.ensure_future(self.command(self.path))
+            here: asyncio.Future[Any] = asyncio.ensure_future(self.command(self.path))
+            here.add_done_callback(lambda _: self._ended.set())
+            await self._ended.wait()
+            here.cancel()
         else:
-            self.process = await asyncio.create_subprocess_exec(
-                *(*self.command, str(self.path)),
-                start_new_session=True,
-                stdin=asyncio.subprocess.DEVNULL,
+            self._process = subprocess.Popen(
+                [*self.command, str(self.path)], stdin=subprocess.DEVNULL, start_new_session=True
             )
-            exits = asyncio.ensure_future(self.process.wait())
-        ends = asyncio.ensure_future(self._ended.wait())
-        try:
-            await asyncio.wait([exits, ends], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            exits.cancel()
-            ends.cancel()
+            self._processes.add(self._process.pid)
+            await self._ended.wait()
         return self.state is State.READY
 
-    async def _end_process(self, grace: float) -> None:
+    async def _end_processes(self, grace: float) -> None:
         """Close the socket, at which the ranks end, and see to it that they have ended."""
         if self._link is not None:
             self._link.close()
-        process, self.process = self.process, None
-        if process is None:
-            return
-        self._family |= family(process.pid)
-        for signal_ in (None, signal.SIGTERM, signal.SIGKILL):
-            if signal_ is not None and process.returncode is None:
-                process.send_signal(signal_)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(grace if signal_ is None else GRACE / 2):
-                    await process.wait()
-                    break
-        # Whoever starts ranks ends them. Where it was killed itself, they have lost the socket, or
-        # another rank, and end by themselves; this is for one that cannot.
-        for _ in range(30):
-            if not any(map(is_there, self._family)):
-                break
-            await asyncio.sleep(0.1)
-        for each in filter(is_there, self._family):
-            log.warning("process %d of the engine is left over, and is killed", each[0])
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(each[0], signal.SIGKILL)
-        self._family = set()
+        await self._processes.end(grace)
+        if self._process is not None:
+            self._process.poll()  # which takes its entry from the system's table
 
     async def close(self) -> None:
         """End the engine and wait for its job."""
         self.state = State.CLOSED
-        self.is_known.set()
         self.end_all("the server is shutting down")
         # Ranks that have not connected yet do not see the socket close.
-        await self._end_process(0.0 if self._link is None else GRACE)
+        await self._end_processes(0.0 if self._link is None else GRACE)
         if self._server is not None:
             self._server.close()
         if self._threads is not None:
@@ -316,32 +294,5 @@ class EngineJob:
 
     def kill(self) -> None:
         """Tell the job to end at once, without waiting."""
-        if self.process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self.process.terminate()
-
-
-def family(pid: int) -> set[tuple[int, str]]:
-    """A process and its descendants, each with the time of its start, since numbers come again."""
-    parents: dict[int, list[int]] = {}
-    started: dict[int, str] = {}
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            fields = file.read_text().rpartition(")")[2].split()
-            number = int(file.parent.name)
-            parents.setdefault(int(fields[1]), []).append(number)
-            started[number] = fields[19]
-    found, new = set[int](), {pid}
-    while new:
-        found |= new
-        new = {child for each in new for child in parents.get(each, ())} - found
-    return {(each, started[each]) for each in found if each in started}
-
-
-def is_there(process: tuple[int, str]) -> bool:
-    """Whether that very process runs."""
-    try:
-        fields = Path(f"/proc/{process[0]}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return False
-    return fields[19] == process[1] and fields[0] != "Z"
+        self._processes.tell(signal.SIGTERM)
+        self._processes.tell(signal.SIGINT)

@@ -18,7 +18,8 @@ from typing import Any
 
 from aiohttp import web
 
-from ..features import Counters, Features
+from ..features import Features
+from ..work import Limits
 from . import protocol
 from .admission import Admission, Bounds
 from .answers import Answers
@@ -56,26 +57,15 @@ class Front:
         bounds: Bounds | None = None,
         features: Features | None = None,
         key: str | None = None,
-        counters: Counters | None = None,
     ) -> None:
         self.name, self.text, self.bounds = name, text, bounds or Bounds()
         self.features = features or Features()
-        self.counters = Counters() if counters is None else counters
-        self.metrics = Metrics(self.counters)
+        self.metrics = Metrics(self.features.changes)
         self.admission = Admission(self.bounds.requests, self.bounds.tokens)
-        self.job = EngineJob(
-            command,
-            folder,
-            self.features,
-            self.counters,
-            self.bounds.requests,
-            self.metrics,
-        )
+        self.job = EngineJob(command, folder, self.features, self.bounds.requests, self.metrics)
         self.is_draining = False
         self.waits = Waits(self.bounds.stall)
-        self.answers = Answers(
-            text, self.job, self.waits, self.metrics, self.features, self.counters
-        )
+        self.answers = Answers(text, self.job, self.waits, self.metrics, self.features)
         self._key = key.encode() if key else None
         self._tokenizing = ThreadPoolExecutor(1)
         self._stop = asyncio.Event()
@@ -292,7 +282,7 @@ class Front:
         if kind.lower() != "bearer" or not hmac.compare_digest(shown, self._key):
             raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
 
-    def _check_open(self) -> Any:
+    def _check_open(self) -> Limits:
         """The engine's limits, if there is one that takes requests."""
         if self.is_draining:
             raise ApiError(503, "the server is shutting down")

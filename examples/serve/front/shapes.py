@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
-from ..features import Counters, Features
+from ..features import Features
 from ..scheduler import End
 from ..work import Scores
 from .protocol import Completion
@@ -110,8 +110,8 @@ def _name(piece: bytes) -> str:
 class Shape:
     """The fields that all pieces of one answer share."""
 
-    def __init__(self, what: Completion, features: Features, counters: Counters) -> None:
-        self._what, self._is_fast, self._counters = what, features.fast_sse, counters
+    def __init__(self, what: Completion, features: Features) -> None:
+        self._what, self._features = what, features
         self._has_scores = what.sampling.logprobs is not None
         kind = "chatcmpl" if what.is_chat else "cmpl"
         self.id, self._created = f"{kind}-{secrets.token_hex(12)}", int(time.time())
@@ -123,8 +123,8 @@ class Shape:
     def chunk(self, index: int, text: str, choice: Choice, is_first: bool) -> bytes:
         """An event with text of a choice; the first has its role, and the last its end."""
         reason = choice.reason
-        if not self._is_fast or self._has_scores:
-            self._counters["fast_sse"] += not self._is_fast
+        if not self._features.fast_sse or self._has_scores:
+            self._features.changes["fast_sse"] += not self._features.fast_sse
             return self._slow_chunk(index, text, choice, is_first)
         if self._what.is_chat:
             role = '"role":"assistant",' if is_first else ""

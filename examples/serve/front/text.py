@@ -30,8 +30,6 @@ class Decoder(Protocol):
 class Text(Protocol):
     """What the front needs of a model besides its engine."""
 
-    has_template: bool
-
     def encode(self, text: str) -> list[int]: ...
     def encode_chat(self, messages: Messages) -> list[int]: ...
     def decode(self, tokens: Sequence[int]) -> str: ...
@@ -43,8 +41,6 @@ class Text(Protocol):
 
 class Bytes:
     """Of a model whose vocabulary is the 256 bytes; a chat is its messages, a line each."""
-
-    has_template = False
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -107,7 +103,6 @@ class HuggingFace:
         environment.globals["raise_exception"] = _refuse
         environment.filters["tojson"] = _to_json
         self._template = environment.from_string(text) if text else None
-        self.has_template = self._template is not None
         names = ("bos_token", "eos_token", "unk_token", "pad_token")
         self._names = {name: _content(config[name]) for name in names if config.get(name)}
 

@@ -9,6 +9,7 @@ import asyncio
 import json
 import logging
 import os
+import signal
 import sys
 import time
 from dataclasses import replace
@@ -51,20 +52,40 @@ class HangingEngine(FakeEngine):
             asyncio.get_running_loop().call_later(self.delay or 0.0, self._tick)
 
 
+def launch(ranks: int) -> None:
+    """Return in rank 0 alone; the others wait, and this process does for the end of rank 0.
+
+    It does not look after the others: whoever wants to know of their deaths has to look himself.
+    """
+    others = []
+    for _ in range(1, ranks):
+        others.append(os.fork())
+        if not others[-1]:
+            signal.pause()
+    first = os.fork()
+    if first:
+        os.waitpid(first, 0)
+        for each in others:
+            os.kill(each, signal.SIGKILL)
+            os.waitpid(each, 0)
+        os._exit(1)
+
+
 def main() -> None:
     logging.basicConfig(format="%(message)s")
     options = json.loads(sys.argv[1])
+    if options.get("ranks", 1) > 1:
+        launch(options["ranks"])
     time.sleep(options.get("slow_start", 0.0))
     limits = replace(ROOMY, **options.get("limits", {}))
     engine = HangingEngine(limits, options.get("delay", 0.0), trouble)
     features = switches.parse(options.get("features", ""))
-    counters = switches.Counters()
 
     async def serve() -> None:
         patience = options.get("patience", 60.0)
-        await EngineLoop(engine, features, counters, patience).run(Path(sys.argv[2]))
+        await EngineLoop(engine, features, patience).run(Path(sys.argv[2]))
 
-    with asyncio.Runner(loop_factory=loop_factory(features, counters)) as runner:
+    with asyncio.Runner(loop_factory=loop_factory(features)) as runner:
         runner.run(serve())
 
 

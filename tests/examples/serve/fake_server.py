@@ -30,15 +30,14 @@ def main() -> int:
     features = switches.parse(options.get("features", ""))
     bounds = Bounds(**options.get("bounds", {}))
     with tempfile.TemporaryDirectory(prefix="cg-serve-") as folder:
-        counters = switches.Counters()
 
         async def serve() -> int:
             command = [sys.executable, rank, json.dumps(options)]
             key = options.get("key")
-            front = Front("fake", Bytes(), command, Path(folder), bounds, features, key, counters)
+            front = Front("fake", Bytes(), command, Path(folder), bounds, features, key)
             return await front.serve(listener)
 
-        with asyncio.Runner(loop_factory=loop_factory(features, counters)) as runner:
+        with asyncio.Runner(loop_factory=loop_factory(features)) as runner:
             return runner.run(serve())
 
 

@@ -105,8 +105,7 @@ class Server:
         return resident(self.process.pid)
 
     def children(self) -> list[int]:
-        found = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
-        return [int(pid) for pid in found.split()]
+        return children(self.process.pid)
 
     def text(self) -> str:
         return self.log.read_text()
@@ -159,6 +158,11 @@ def serving(
                     process.wait()
                     raise
                 assert not [pid for pid in children if is_alive(pid)]
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process's first thread has started, in their order."""
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def resident(pid: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import ablate
 import ratios
 from load import Arrival, Row, make_trace, run, summarize
 
-from examples.serve.features import Features
+from examples.serve.features import DEFAULTS
 
 
 def test_a_trace_is_that_of_its_seed() -> None:
@@ -118,10 +118,7 @@ def test_ratios_are_paired_and_have_an_interval() -> None:
 
 def test_each_switch_is_measured_by_one_plan() -> None:
     arms = [*ablate.FRONT.arms, *ablate.ENGINE.arms]
-    base = Features()
-    assert sorted(arms) == sorted(
-        f"{'-' if on else '+'}{name}" for name, on in asdict(base).items()
-    )
+    assert sorted(arms) == sorted(f"{'-' if on else '+'}{name}" for name, on in DEFAULTS.items())
     assert ablate.FRONT.share + ablate.ENGINE.share == 1.0
 
 

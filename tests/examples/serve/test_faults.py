@@ -26,7 +26,16 @@ from examples.serve.front.text import Bytes
 
 from .fake_engine import ROOMY, reference
 from .fake_rank import DIES, EXHAUSTS, FAILS, HANGS
-from .servers import PATIENCE, PROGRAM, Server, is_alive, read_all, resident, serving
+from .servers import (
+    PATIENCE,
+    PROGRAM,
+    Server,
+    children,
+    is_alive,
+    read_all,
+    resident,
+    serving,
+)
 
 TEXT = Bytes().decode(reference(b"fine", 40, ROOMY))
 
@@ -75,6 +84,20 @@ def test_a_dead_engine(tmp_path: Path, when: str) -> None:
         own.wait_for(lambda: own.files() <= files, "as few files as before")
 
 
+def test_a_dead_rank_that_nobody_else_notices(tmp_path: Path) -> None:
+    """The front looks after all ranks: here the launcher and rank 0 go on without the other."""
+    with serving(tmp_path, delay=0.01, ranks=3) as own:
+        (launcher,) = own.children()
+        old = [launcher, *children(launcher)]
+        sock = stream(own, "x")
+        os.kill(old[1], signal.SIGKILL)
+        answer = read_all_until(sock, b"[DONE]")
+        assert b'"the engine has ended; it is started again"' in answer
+        own.wait_for(lambda: own.metric("engine_starts_total") == 2, "another start")
+        assert not any(map(is_alive, old))  # not when the next one starts
+        serves_again(own)
+
+
 def read_all_until(sock: socket.socket, mark: bytes) -> bytes:
     found = b""
     while mark not in found:
@@ -117,7 +140,7 @@ def test_an_engine_that_hangs(tmp_path: Path) -> None:
     with serving(tmp_path, patience=0.5) as own:
         found, body = own.complete([HANGS, 1])
         assert (found, body["error"]["type"]) == (503, "service_unavailable_error")
-        assert "an execution has not ended" in own.text()
+        own.wait_for(lambda: "an execution has not ended" in own.text())
         serves_again(own)
 
 
@@ -234,6 +257,7 @@ def test_a_port_that_is_taken() -> None:
         (["--features=-nothing"], "no feature '-nothing'"),
         (["--model", "/nowhere"], "there is no model /nowhere"),
         (["--host", "no.such.host.invalid"], "Name or service not known"),
+        (["--port", "65536"], "port must be 0-65535"),
     ],
 )
 def test_a_command_line_that_is_wrong(options: list[str], message: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import pickle
 import sys
 from array import array
@@ -164,7 +165,7 @@ def test_a_conversation(tmp_path: Path) -> None:
     async def story(front: Front, loop: EngineLoop) -> None:
         kind, payload = front.frames[0]
         assert kind is Kind.HELLO
-        assert wire.unpack_hello(payload) == ROOMY
+        assert wire.unpack_hello(payload) == (ROOMY, os.getpid())
         front.add(*requests)
         await front.until(lambda: len(front.ends) == len(requests))
         for each in requests:
@@ -215,7 +216,7 @@ def test_a_burst_of_commands_does_not_hold_up_a_step(tmp_path: Path, features: s
             await asyncio.sleep(0)
         taken = loop.scheduler._newest - 1
         assert taken == (number if features else BUDGET)
-        assert (loop.counters["cmd_budget"] > 0) == bool(features)
+        assert (loop.features.changes["cmd_budget"] > 0) == bool(features)
 
     run(tmp_path, story, features, delay=None)
 
@@ -247,7 +248,7 @@ def test_long_chunks_are_counted(tmp_path: Path) -> None:
         front.add(Request(1, (1,) * 20, 3), Request(2, (2,) * 7, 3))
         await front.until(lambda: len(front.ends) == 2)
 
-    assert run(tmp_path, story, "-chunk", usual_chunk=8).counters["chunk"] == 12
+    assert run(tmp_path, story, "-chunk", usual_chunk=8).features.changes["chunk"] == 12
 
 
 def test_a_request_that_the_front_should_have_refused(tmp_path: Path) -> None:

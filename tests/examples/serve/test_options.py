@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 from examples.serve import __main__ as command
 from examples.serve import ranks
-from examples.serve.features import Counters, parse
+from examples.serve.features import parse
 from examples.serve.options import add_arguments
 from examples.serve.transports import loop_factory
 
@@ -46,6 +46,14 @@ def test_buckets() -> None:
     assert ranks.options(given("--batch", "1"), parse("")).batches == (1,)
 
 
+def test_sequences_are_no_longer_than_blocks_hold() -> None:
+    small = ("--blocks", "5", "--block-size", "4")
+    assert ranks.options(given(*small), parse("")).context == 16
+    assert ranks.options(given(*small, "--context", "12"), parse("")).context == 12
+    with pytest.raises(ValueError, match="4 blocks of 4 tokens hold no sequence of 17: give more"):
+        ranks.options(given(*small, "--context", "17"), parse(""))
+
+
 def test_switches_of_the_engine() -> None:
     words = given("--context", "1024", "--batch", "8")
     largest = ranks.options(words, parse("-variants"))
@@ -63,20 +71,20 @@ def test_switches_of_the_engine() -> None:
 
 
 def test_what_they_count() -> None:
-    counters = Counters()
     limits = ranks.Limits(1, 4, 5, 16, 256, 30, 50, ())
-    ranks.count(counters, parse("-groups,-overlap,+kv256"), limits, given())
-    assert (counters["groups"], counters["overlap"], counters["capture"]) == (1, 1, 0)
-    assert counters["kv256"] == 240
-    ranks.count(counters := Counters(), parse(""), TINY, given())
-    assert not any(counters.values())
+    ranks.count(features := parse("-groups,-overlap,+kv256"), limits, given())
+    changes = features.changes
+    assert (changes["groups"], changes["overlap"], changes["capture"]) == (1, 1, 0)
+    assert changes["kv256"] == 240
+    ranks.count(features := parse(""), TINY, given())
+    assert not any(features.changes.values())
 
 
 def test_a_loop_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "uvloop", None)
-    assert loop_factory(parse(""), Counters()) is None
+    assert loop_factory(parse("")) is None
     with pytest.raises(ValueError, match="pip install uvloop"):
-        loop_factory(parse("+uvloop"), Counters())
+        loop_factory(parse("+uvloop"))
 
 
 def test_the_command_of_the_job() -> None:

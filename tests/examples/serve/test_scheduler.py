@@ -23,7 +23,7 @@ from ...sampling import examples
 sys.path.insert(0, str(ROOT / "examples"))
 
 from examples.serve.blocks import Blocks, chain
-from examples.serve.features import Counters, Features, parse, tokens
+from examples.serve.features import Features, parse
 from examples.serve.front.admission import Admission
 from examples.serve.scheduler import Request, Scheduler, Sequence, Ticket
 from examples.serve.work import Decode, Limits, Prefill, Sampling
@@ -35,8 +35,7 @@ class Harness:
     """A scheduler and an engine that runs when it is told to, and what each request was given."""
 
     def __init__(self, limits: Limits = TINY, features: Features | None = None) -> None:
-        self.counters = Counters()
-        self.scheduler = Scheduler(limits, features, self.counters)
+        self.scheduler = Scheduler(limits, features)
         self.engine = FakeEngine(limits, fails=self.fail_one)
         self.failing: list[Exception] = []
         self.lanes: dict[int, list[tuple[Ticket, FakeResult]]] = {}
@@ -314,7 +313,7 @@ def test_a_burst_is_decoded_together() -> None:
         it.finish()
         it.check()
         shapes[features] = it.scheduler.stats.decodes
-        assert (it.counters["fill_tgt"] > 0) == bool(features)
+        assert (it.scheduler.features.changes["fill_tgt"] > 0) == bool(features)
     assert shapes[""] <= shapes["-fill_tgt"]
 
 
@@ -328,7 +327,7 @@ def test_switches_count_what_they_change(switch: str, moves: bool) -> None:
         it.add([i, i, i, i], 6)
     it.finish()
     it.check()
-    assert (it.counters[switch[1:]] > 0) == moves
+    assert (it.scheduler.features.changes[switch[1:]] > 0) == moves
 
 
 def test_a_second_decode_runs_ahead() -> None:
@@ -393,10 +392,7 @@ def test_admission_is_bounded_in_requests_and_tokens() -> None:
 def test_features_are_read_as_they_are_written() -> None:
     assert parse("") == Features()
     chosen = parse("-prefix, +inproc -carry")
-    assert not chosen.prefix
-    assert chosen.inproc
-    assert tokens(chosen) == ["-carry", "-prefix", "+inproc"]
-    assert parse(",".join(tokens(chosen))) == chosen
+    assert chosen == Features(carry=False, prefix=False, inproc=True)
 
 
 @pytest.mark.parametrize("text", ["prefix", "-prefiks", "+prefix", "-inproc", "-prefix,-prefix"])
