@@ -502,12 +502,15 @@ CALLS_F = "%y = call(%x) {fn = @f} : f32[2]\nreturn(%y)"
 
 def test_a_program_that_nobody_holds_goes_at_once() -> None:
     """With its memory, and not when Python next looks for cycles."""
+    body = torch.nn.ReLU()  # compiled classes have no weak references
+    gone = weakref.ref(body)
     gc.disable()
     try:
         text = local(F.format("f32[2]", "f32[2]"), "%x: f32[2]", CALLS_F)
-        made = executable(text, bodies={"f": lambda x: (x + 1,)})
+        made = executable(text, bodies={"f": lambda x, body=body: (body(x),)})
         made.run([torch.ones(2)], poll_only)
-        gone = weakref.ref(made)
+        del body
+        assert gone() is not None
         del made
         assert gone() is None
     finally:
