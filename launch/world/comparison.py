@@ -69,13 +69,17 @@ class Comparison:
         self._call = call
         self._progress = progress
         self._number = 0
-        self._equal = 0
+        self._left_out = 0  # executions from this comparison to the next
+        self._unseen = 0  # executions since the last one that was compared and equal
+        self._was_equal = False
         self._gives = world.rank in call.spec.place.ranks
 
     def plan_next(self) -> int:
         """Count on; after how many executions to compare again."""
         step = self._call.every or (1 if self._number < 2 else min(self._number, SELDOM))
         self._number += step
+        self._unseen += self._left_out
+        self._left_out = step - 1
         return step
 
     def compare(self, values: Sequence[Any]) -> None:
@@ -92,7 +96,7 @@ class Comparison:
         word = joined(digests) if self._gives else 0
         if not self._control.compare(word, ranks, self._progress):
             raise self._difference(self._world.allgather((digests, user_line())))
-        self._equal += 1
+        self._was_equal, self._unseen = True, 0
 
     def _difference(self, everywhere: Sequence[tuple[list[int], str]]) -> InputError:
         """Make the error from each rank's digests of its arguments and its line of the call."""
@@ -124,13 +128,19 @@ class Comparison:
 
     def _skipped(self) -> str:
         """Say how ranks get to different batches that had the same ones before."""
-        if not self._equal:
+        if not self._was_equal:
             return ""
-        times = "once" if self._equal == 1 else f"{self._equal} times"
+        since = ""
+        if self._unseen:
+            count = f"{self._unseen} call{'s' * (self._unseen != 1)}"
+            since = (
+                f"{count} since the last comparison may have mixed batches: go back to a "
+                "checkpoint from before. "
+            )
         return (
-            f"They were equal before ({times} compared), so a rank has perhaps skipped or repeated "
-            "a call, and is a batch ahead or behind: look for an if, continue, break or except "
-            "that one rank alone takes. "
+            "They were equal before, so a rank has perhaps skipped or repeated a call, and is a "
+            "batch ahead or behind: look for an if, continue, break or except that one rank alone "
+            f"takes. {since}"
         )
 
 

@@ -133,6 +133,10 @@ def skipped() -> None:
     batches = torch.ones(4, 4, 4).cumsum(0)
     for number in ((0, 1, 2), (0, 2, 3))[mine]:
         attempt(lambda number=number: compiled(batches[number], Y))
+    sampled = train.lower(X, Y).compile()
+    for number in range(5):
+        later = mine if number > 2 else 0
+        attempt(lambda number=number + later: sampled(X + number, Y))
 
 
 def kinds() -> None:
