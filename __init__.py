@@ -17,12 +17,14 @@ if TYPE_CHECKING:
         CapacityError,
         DeadlockError,
         ExecutionLost,
+        PeerLost,
         PlanMismatch,
         RemoteError,
         StepTimeout,
         TransportError,
     )
     from .backends.program.fuse import FuseError
+    from .backends.streams.library import CommunicationError
     from .ir.diagnostics import IRError
     from .ir.pipeline.costs import Costs, Link
     from .ir.types import Place
@@ -42,9 +44,11 @@ if TYPE_CHECKING:
     from .launch.measure.profiling import profile
     from .launch.models.cut_layers import cut_layers
     from .launch.models.empty_weights import empty_weights
+    from .launch.world.devices import DeviceError
     from .launch.world.waiting import WorldError
     from .launch.world.world import rank, world_size
     from .passes import schedules
+    from .passes.schedules.layouts import ScheduleError
     from .tracer.actors.actors import ActorError, ActorHandle, remat
     from .tracer.errors import TraceError
     from .tracer.groups import plans
@@ -63,6 +67,7 @@ if TYPE_CHECKING:
     from .tracer.intrinsics.microbatches import mean, microbatches
     from .tracer.intrinsics.opaque import opaque
     from .tracer.intrinsics.via import via
+    from .tracer.layouts.cases import LayoutError
     from .tracer.layouts.rules.einsum import layout_rule
     from .tracer.step.inputs import InputError
     from .tracer.step.values import OBJECT as object  # noqa: N811 - users write cg.object
@@ -127,7 +132,9 @@ _HOMES = {
     "Link": "ir.pipeline.costs",
     # What can go wrong
     "TraceError": "tracer.errors",
+    "LayoutError": "tracer.layouts.cases",
     "IRError": "ir.diagnostics",
+    "ScheduleError": "passes.schedules.layouts",
     "InputError": "tracer.step.inputs",
     "RemoteError": "backends.errors",
     "CapacityError": "backends.errors",
@@ -136,10 +143,13 @@ _HOMES = {
     "PlanMismatch": "backends.errors",
     "DeadlockError": "backends.errors",
     "TransportError": "backends.errors",
+    "PeerLost": "backends.errors",
+    "CommunicationError": "backends.streams.library",
     "FuseError": "backends.program.fuse",
     "ActorError": "tracer.actors.actors",
     "WorldError": "launch.world.waiting",
     "ConfigError": "launch.config",
+    "DeviceError": "launch.world.devices",
 }
 
 __all__ = [
@@ -195,7 +205,9 @@ __all__ = [
     "Costs",
     "Link",
     "TraceError",
+    "LayoutError",
     "IRError",
+    "ScheduleError",
     "InputError",
     "RemoteError",
     "CapacityError",
@@ -204,10 +216,13 @@ __all__ = [
     "PlanMismatch",
     "DeadlockError",
     "TransportError",
+    "PeerLost",
+    "CommunicationError",
     "FuseError",
     "ActorError",
     "WorldError",
     "ConfigError",
+    "DeviceError",
 ]
 
 

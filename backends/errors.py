@@ -153,6 +153,8 @@ class TransportError(RuntimeError):
 class PeerLost(TransportError):
     """A rank has ended, or has given up, while others still needed it."""
 
+    __module__ = "cg"  # the public name, which tracebacks show
+
     def __init__(self, message: str, rank: int) -> None:
         super().__init__(message, rank)
         self.rank = rank

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -75,6 +76,7 @@ class Node:
         leader: the first of them.
         leaders: the leader of every machine, ascending.
         pids: process ids by rank; of use on this machine only.
+        hosts: names of machines by rank.
         cores: how many cores the processes of this machine may use between them.
         segments: the kind of shared memory that works here.
         block: the control block of this machine (`layout.py`).
@@ -105,9 +107,11 @@ class Node:
         first = {node: rank for rank, node in reversed(list(enumerate(world.nodes)))}
         self.leaders = tuple(sorted(first.values()))
         self.copier = Copier()
-        everyone = world.allgather((os.getpid(), os.sched_getaffinity(0)))
-        self.pids = [pid for pid, _ in everyone]
-        self.cores = len(set[int]().union(*(everyone[rank][1] for rank in self.local)))
+        mine = (os.getpid(), socket.gethostname(), os.sched_getaffinity(0))
+        everyone = world.allgather(mine)
+        self.pids = [pid for pid, *_ in everyone]
+        self.hosts = [host for _, host, _ in everyone]
+        self.cores = len(set[int]().union(*(everyone[rank][2] for rank in self.local)))
         self.fence = full_fence()
         self.order = publish_fence(self.fence)
         self.segments, self.block = self._share_block(segments or (MemoryFiles(), NamedFiles()))
@@ -121,6 +125,10 @@ class Node:
     def is_local(self, rank: int) -> bool:
         """Return whether `rank` runs on this machine."""
         return self.world.nodes[rank] == self.world.nodes[self.rank]
+
+    def process(self, rank: int) -> str:
+        """Name the process of a rank, for those who look into it by a debugger."""
+        return f"process {self.pids[rank]} on {self.hosts[rank]}"
 
     def waiting(self, rank: int) -> int:
         """Index of the word that is not 0 while `rank` sleeps.

@@ -260,9 +260,8 @@ class Executions:
         sights: dict[int, Sight] = {}
         allowed = min(waited or 0.0, _ASKING)
         if allowed:
-            sights.update(self._waiting.look(ranks, allowed))
-            for rank in set(ranks) - set(self.schedulers) - set(sights):
-                sights[rank] = Sight(f"rank {rank} cannot be asked, as those of other machines")
+            others = [rank for rank in ranks if rank not in self.schedulers]
+            sights.update(self._waiting.look(others, allowed))
         return StepTimeout("\n".join([late, *positions_in_flight(self._all, sights)]))
 
     def _until(

@@ -13,7 +13,9 @@ from ..errors import TransportError
 
 
 class CommunicationError(TransportError):
-    """The library has reported an error, or is not ready in time."""
+    """A library for messages between devices has reported an error, or is not ready in time."""
+
+    __module__ = "cg"  # the public name, which tracebacks show
 
 
 class Message(NamedTuple):

@@ -56,6 +56,8 @@ SEE = {
     "Link": "guide/simulation.md",
     "TraceError": "guide/trace-errors.md#what-cannot-be-traced",
     "IRError": "guide/trace-errors.md#ir-that-is-wrong",
+    "LayoutError": "guide/groups.md#what-is-refused",
+    "ScheduleError": "guide/schedules.md",
     "InputError": "guide/failures.md#wrong-arguments",
     "RemoteError": "guide/failures.md#an-exception-in-a-method",
     "CapacityError": "guide/graphs.md",
@@ -64,9 +66,12 @@ SEE = {
     "PlanMismatch": "guide/job-failures.md#ranks-that-diverge",
     "DeadlockError": "guide/trace-errors.md#ir-that-is-wrong",
     "TransportError": "guide/job-failures.md#a-rank-that-dies",
+    "PeerLost": "guide/job-failures.md#ranks-that-diverge",
+    "CommunicationError": "guide/job-failures.md#on-devices",
     "FuseError": "guide/compiling.md#fused-kernels",
     "ActorError": "guide/failures.md#an-actor-that-is-not-there",
     "WorldError": "guide/start-failures.md#the-wrong-mpi",
     "ConfigError": "guide/start-failures.md#a-variable-with-a-wrong-value",
+    "DeviceError": "guide/gpus.md#how-to-run",
 }
 """By name: a page below docs, and a heading on it."""

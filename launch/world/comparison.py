@@ -69,12 +69,17 @@ class Comparison:
         self._call = call
         self._progress = progress
         self._number = 0
+        self._left_out = 0  # executions from this comparison to the next
+        self._unseen = 0  # executions since the last one that was compared and equal
+        self._was_equal = False
         self._gives = world.rank in call.spec.place.ranks
 
     def plan_next(self) -> int:
         """Count on; after how many executions to compare again."""
         step = self._call.every or (1 if self._number < 2 else min(self._number, SELDOM))
         self._number += step
+        self._unseen += self._left_out
+        self._left_out = step - 1
         return step
 
     def compare(self, values: Sequence[Any]) -> None:
@@ -91,12 +96,14 @@ class Comparison:
         word = joined(digests) if self._gives else 0
         if not self._control.compare(word, ranks, self._progress):
             raise self._difference(self._world.allgather((digests, user_line())))
+        self._was_equal, self._unseen = True, 0
 
     def _difference(self, everywhere: Sequence[tuple[list[int], str]]) -> InputError:
         """Make the error from each rank's digests of its arguments and its line of the call."""
         spec, loc = self._call.spec, self._call.loc
         names = [spec.names[index] for index in spec.tree.values]
         ranks = spec.place.ranks
+        where = "" if loc is None else f", defined at {loc.file}:{loc.line}"
         found = []
         for index, name in enumerate(names):
             groups: dict[int, list[int]] = {}
@@ -105,17 +112,35 @@ class Comparison:
             if len(groups) > 1:
                 one, *others = map(named, groups.values())
                 found.append(f"{name} (one value on {one}, another on {', on '.join(others)})")
-        where = "" if loc is None else f", defined at {loc.file}:{loc.line}"
         several = len(found) > 1
+        lines = dict.fromkeys(everywhere[rank][1] for rank in ranks)
         return InputError(
             f"argument{'s' if several else ''} {', '.join(found)} of {spec.step}() differ"
-            f"{'' if several else 's'} between ranks in the call at {everywhere[ranks[0]][1]}"
+            f"{'' if several else 's'} between ranks in the call at {', or at '.join(lines)}"
             f"{where}. Nothing of the call has run. Each rank would compute with its own, so all "
-            "must give the same: seed the sampler alike on every rank, as in DataLoader(..., "
+            f"must give the same. {self._skipped()}If each rank loads by itself, seed the sampler "
+            "alike on every rank, as in DataLoader(..., "
             "generator=torch.Generator().manual_seed(0)), and give each rank all of the data; or "
             "let the arguments of one rank count, by @cg.trace(inputs=cg.on(0)); or load the data "
             "in a method of an actor. If the difference does not matter, "
             "compile(check_inputs=False) does not look for it"
+        )
+
+    def _skipped(self) -> str:
+        """Say how ranks get to different batches that had the same ones before."""
+        if not self._was_equal:
+            return ""
+        since = ""
+        if self._unseen:
+            count = f"{self._unseen} call{'s' * (self._unseen != 1)}"
+            since = (
+                f"{count} since the last comparison may have mixed batches: go back to a "
+                "checkpoint from before. "
+            )
+        return (
+            "They were equal before, so a rank has perhaps skipped or repeated a call, and is a "
+            "batch ahead or behind: look for an if, continue, break or except that one rank alone "
+            f"takes. {since}"
         )
 
 

@@ -51,6 +51,8 @@ AUTO, HOST = "auto", "cpu"
 class DeviceError(RuntimeError):
     """The ranks cannot have the devices that CG_DEVICE asks for."""
 
+    __module__ = "cg"  # the public name, which tracebacks show
+
 
 @dataclass(frozen=True)
 class VisibleDevices:

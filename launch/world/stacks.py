@@ -16,6 +16,7 @@ import linecache
 import os
 import re
 import signal
+import socket
 import struct
 import sys
 import threading
@@ -150,7 +151,8 @@ class Stacks:
         doing = next(filter(None, doings), None) or Activity(f"rank {self._rank} runs its program")
         main = threading.main_thread().ident
         frame = sys._current_frames().get(doing.thread or main or 0)
-        return "\n".join([doing.text, *_python(list(_frames(frame)))])
+        python = _python(list(_frames(frame)))
+        return "\n".join([doing.text, *python, _process(os.getpid())])
 
     def _write(self, text: bytes) -> None:
         self._count += 1
@@ -178,6 +180,11 @@ def _python(frames: Sequence[Frame]) -> list[str]:
     if users and not is_our_file(frames[0][0]):
         line += f" (inside of {Location(*frames[0])})"
     return [line]
+
+
+def _process(pid: int) -> str:
+    """Name a process of this machine, for those who look into it by a debugger."""
+    return f"    it is process {pid} on {socket.gethostname()}"
 
 
 def _method(frames: Sequence[Frame]) -> str:
@@ -252,6 +259,7 @@ def _dumps(silent: Mapping[int, Address], seconds: float) -> dict[int, Sight]:
             f"rank {rank} has not answered in {seconds:.2g} s: a C function keeps its "
             "interpreter's lock, or its process is stopped, or gets no core",
             *_python(frames),
+            _process(silent[rank].pid),
         ]
         found[rank] = Sight("\n".join(lines), _method(frames))
     return found

@@ -211,14 +211,29 @@ def _circle(
         notes.append(Diagnostic(message, op=ops[one]))
     carried = _carried(ops, [ops[node] for node in circle])
     remedy = _CARRIED if carried else _help(ops[node] for node in circle)
+    behind = _behind_the_loop([ops[node] for node in circle])
     if turned and schedule.name not in names():
         remedy = f"the order is one of your own: put {', or '.join(turned)}"
+    elif behind:
+        remedy, notes = _IN_THE_LOOP, list(behind)
     return error(
         f"schedule '{schedule.name}' cannot run this step: its tasks wait for each other",
         program=work.program,
         help=remedy,
         notes=(*carried, *notes[:_SHOWN]),
     )
+
+
+def _behind_the_loop(circle: Sequence[Op]) -> tuple[Diagnostic, ...]:
+    """A call of no microbatch whose backward uses what its forward keeps, if one is in a circle."""
+    for one, other in zip(circle, [*circle[1:], circle[0]], strict=True):
+        if not (isinstance(one, Call) and isinstance(other, Call) and other.task is None):
+            continue
+        base, backward, _ = one.fn.name.rpartition(".vjp.backward")
+        if backward and other.fn.name == f"{base}.vjp.forward":
+            what = f"the backward of @{base} uses what its forward keeps"
+            return (Diagnostic(f"{what}, and that follows all microbatches", op=other),)
+    return ()
 
 
 def _carried(ops: Sequence[Op], circle: Sequence[Op]) -> tuple[Diagnostic, ...]:
@@ -270,13 +285,23 @@ _CARRIED = (
 )
 
 
+_IN_THE_LOOP = (
+    "compute this in the loop, for each microbatch, and only add up behind it. To divide by a "
+    "count of the whole batch, such as of labels that are not masked, write ahead of the loop "
+    "`count = (labels != -100).sum()`, in it `losses.append(last.loss(h, y) / count)`, and behind "
+    "it `loss = sum(losses)`, as in Masked labels, in docs/howto/data.md; for a plain mean write "
+    "cg.mean(losses). Or use the schedule 'gpipe', which runs all forwards first"
+)
+
+
 def _help(circle: Iterable[Op]) -> str:
     if any(op.task is not None and op.task.action is not Action.FORWARD for op in circle):
         return (
             "a backward that must follow the forwards of later microbatches can only start "
-            "after all forwards. If it is a loss divided by a sum over all microbatches, divide by "
-            "a number that is known before; if it is an actor's method that writes to its state, "
-            "keep that method out of the microbatches; or use the schedule 'gpipe'"
+            "after all forwards. If it is for a loss over all microbatches, compute each one's "
+            "part in the loop, and only add up behind it; if it is for an actor's method that "
+            "writes to its state, keep that method out of the microbatches; or use the schedule "
+            "'gpipe'"
         )
     return (
         "one microbatch must be through before the next may start, so there is nothing to "

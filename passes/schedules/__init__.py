@@ -184,7 +184,7 @@ def table(text: str, name: str = "table") -> Schedule:
 
     It is of one pipeline only: of its stages and microbatches. Lines are those of ranks 0, 1, ...
     in turn, or begin with their rank: `2: 2F0 2B0`. Blanks or commas part the tasks; a comment
-    goes from a `#` to the end of its line.
+    goes from a `#` to the end of its line. A grid that a dump shows is a table, too.
 
     Raises:
         ValueError: the text is not a table; the message names the line.

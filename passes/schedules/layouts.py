@@ -5,8 +5,10 @@ from __future__ import annotations
 from .base import Pipeline
 
 
-class LayoutError(ValueError):
-    """The stages do not lie as a schedule wants them."""
+class ScheduleError(ValueError):
+    """The stages of a step do not lie on ranks as a schedule wants them."""
+
+    __module__ = "cg"  # the public name, which tracebacks show
 
 
 Chunks = list[tuple[int, ...]]
@@ -17,11 +19,11 @@ def line(pipeline: Pipeline, name: str) -> list[tuple[int, ...]]:
     """The stages of each rank, down the pipeline, where each rank hosts one part of it.
 
     Raises:
-        LayoutError: a rank hosts stages that are not neighbours.
+        ScheduleError: a rank hosts stages that are not neighbours.
     """
     parts = pipeline.parts
     if len(parts) != len(pipeline.ranks):
-        raise LayoutError(
+        raise ScheduleError(
             f"schedule '{name}' wants the stages of a rank side by side, but they lie on ranks "
             f"{_spell(pipeline)}; move them, or use 1f1b, interleaved or auto"
         )
@@ -37,7 +39,7 @@ def loop(pipeline: Pipeline, chunks: int | None, name: str) -> list[Chunks]:
         name: the schedule, for messages.
 
     Raises:
-        LayoutError: it does not go round all ranks in the same order, or not so often.
+        ScheduleError: it does not go round all ranks in the same order, or not so often.
     """
     ranks = pipeline.ranks
     # With one rank there is no telling where a round ends, so each stage is one.
@@ -48,7 +50,7 @@ def loop(pipeline: Pipeline, chunks: int | None, name: str) -> list[Chunks]:
     if homes != ranks * wanted:
         many = "chunks" if chunks is None else f"{chunks} chunk{'s' * (chunks != 1)}"
         sum_ = "" if chunks is None else f", {chunks * len(ranks)} stages"
-        raise LayoutError(
+        raise ScheduleError(
             f"schedule '{name}' wants {many} on each of {len(ranks)} ranks{sum_}, that go round "
             f"the ranks as in 0,1,0,1; but the stages lie on ranks {_spell(pipeline)}"
         )
@@ -59,11 +61,11 @@ def vee(pipeline: Pipeline, name: str) -> list[Chunks]:
     """The two chunks of each rank, where the pipeline goes down the ranks and up again.
 
     Raises:
-        LayoutError: it does not.
+        ScheduleError: it does not.
     """
     ranks = pipeline.ranks
     if pipeline.stage_ranks != ranks + ranks[::-1]:
-        raise LayoutError(
+        raise ScheduleError(
             f"schedule '{name}' wants 2 stages on each of {len(ranks)} ranks, "
             f"{2 * len(ranks)} stages, that go down the ranks and up again as in 0,1,1,0; but the "
             f"stages lie on ranks {_spell(pipeline)}"

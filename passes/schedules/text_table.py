@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from ...ir.attributes import Task
+import re
+from collections.abc import Sequence
+
+from ...ir.attributes import Action, Task
 from ...ir.pipeline.order import Order
 from .base import Pipeline
+
+_LABEL = re.compile(r"\s*(?:rank\s+)?(.*?)\s*[:|](.*)", re.S)
 
 
 def parse_table(text: str, file: str = "table") -> dict[int, list[Task]]:
@@ -13,6 +18,10 @@ def parse_table(text: str, file: str = "table") -> dict[int, list[Task]]:
     The lines are those of ranks 0, 1, ... in turn, or begin with their rank: `2: 2F0 2B0`. Blanks
     or commas part the tasks. What follows a `#`, and lines with nothing else, are comments.
 
+    A printed grid is a table, too: `rank 2 | . . 2F0 2B0`. Its dots, of idle time, say nothing.
+    Where it has W alone of a stage and a microbatch, no other stage waits for that backward, and
+    B comes right ahead of W.
+
     Raises:
         ValueError: a word is not a task, or a rank has two lines or none in its line; the message
             names `file` and the line.
@@ -20,24 +29,36 @@ def parse_table(text: str, file: str = "table") -> dict[int, list[Task]]:
     order: dict[int, list[Task]] = {}
     for number, line in enumerate(text.splitlines(), 1):
         content = line.partition("#")[0]
-        label, colon, tasks = content.rpartition(":")
         if not content.strip():
             continue
-        if colon and not label.strip().isdecimal():
-            raise ValueError(f"{file}:{number}: '{label.strip()}' is not a rank; write 0: 0F0 0B0")
-        rank = int(label) if colon else len(order)
+        labelled = _LABEL.fullmatch(content)
+        label, tasks = labelled.groups() if labelled else (str(len(order)), content)
+        if not label.isdecimal():
+            raise ValueError(f"{file}:{number}: '{label}' is not a rank; write 0: 0F0 0B0")
+        rank = int(label)
         if rank in order:
             raise ValueError(f"{file}:{number}: rank {rank} has a line already")
-        words = tasks.replace(",", " ").split()
+        words = [word for word in tasks.replace(",", " ").split() if word.strip(".")]
         if not words:
             raise ValueError(f"{file}:{number}: rank {rank} has no tasks; leave its line out")
         try:
-            order[rank] = [Task.parse(word) for word in words]
+            order[rank] = _with_inputs([Task.parse(word) for word in words])
         except ValueError as error:
             raise ValueError(f"{file}:{number}: {error}") from error
     if not order:
         raise ValueError(f"{file}: no rank has a line")
     return order
+
+
+def _with_inputs(tasks: Sequence[Task]) -> list[Task]:
+    """The tasks, and B right ahead of each W whose backward has none."""
+    given = set(tasks)
+    found: list[Task] = []
+    for task in tasks:
+        if task.action is Action.WEIGHT and task.beside(Action.BACKWARD) not in given:
+            found.append(task.beside(Action.BACKWARD))
+        found.append(task)
+    return found
 
 
 def format_table(order: Order) -> str:

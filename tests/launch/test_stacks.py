@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import re
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -65,11 +67,13 @@ def ask(tmp_path) -> Iterator[Ask]:
 def test_a_process_that_sleeps_says_where(ask: Ask) -> None:
     text = ask("time.sleep(100)", 60)
     assert text.startswith("rank 1 runs its program\n    its Python is at /")
-    assert text.endswith("child.py:12, in method: time.sleep(100)  # the line")
+    *_, line, process = text.split("\n")
+    assert line.endswith("child.py:12, in method: time.sleep(100)  # the line")
+    assert re.fullmatch(rf"    it is process \d+ on {re.escape(socket.gethostname())}", process)
 
 
 def test_a_process_that_runs_python_says_where(ask: Ask) -> None:
-    assert ask("\n    while True: pass", 60).endswith("in method: while True: pass  # the line")
+    assert "in method: while True: pass  # the line\n" in ask("\n    while True: pass", 60)
 
 
 def test_the_last_that_knows_says_what_a_process_does(ask: Ask) -> None:
@@ -89,13 +93,13 @@ def test_one_that_cannot_say_it_says_so(ask: Ask) -> None:
 def test_the_line_that_the_users_line_is_inside_of(ask: Ask) -> None:
     text = ask("__import__('queue').Queue().get()", 60, until=", in wait)")
     assert "in method: __import__('queue').Queue().get()  # the line (inside of " in text
-    assert text.endswith(", in wait)")
+    assert ", in wait)\n" in text
 
 
 def test_a_process_whose_lock_is_kept_is_looked_into(ask: Ask) -> None:
     text = ask("ctypes.PyDLL(None).sleep(100)", 0.5)
     assert text.startswith("rank 1 has not answered in 0.5 s: a C function keeps ")
-    assert text.endswith("child.py:12, in method: ctypes.PyDLL(None).sleep(100)  # the line")
+    assert "child.py:12, in method: ctypes.PyDLL(None).sleep(100)  # the line\n" in text
 
 
 def test_a_process_that_has_ended_is_left_out() -> None:

@@ -127,6 +127,18 @@ def seldom() -> None:
         say(found=found)
 
 
+def skipped() -> None:
+    """Rank 1 leaves out a batch, and is one ahead from then on."""
+    compiled = train.lower(X, Y).compile(check_inputs=True)
+    batches = torch.ones(4, 4, 4).cumsum(0)
+    for number in ((0, 1, 2), (0, 2, 3))[mine]:
+        attempt(lambda number=number: compiled(batches[number], Y))
+    sampled = train.lower(X, Y).compile()
+    for number in range(5):
+        later = mine if number > 2 else 0
+        attempt(lambda number=number + later: sampled(X + number, Y))
+
+
 def kinds() -> None:
     """The ranks call different steps, or one with arguments of different types."""
     attempt(lambda: (other if mine else train)(X, Y))

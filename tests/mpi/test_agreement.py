@@ -14,7 +14,7 @@ from .jobs import needs_mpi, run
 pytestmark = [*needs_mpi, pytest.mark.timeout(240)]
 
 JOB = Path(__file__).with_name("agreement_job.py")
-GO_ON = ("shuffled", "some", "seldom", "kinds", "baked", "caught", "states", "resumed")
+GO_ON = ("shuffled", "some", "seldom", "skipped", "kinds", "baked", "caught", "states", "resumed")
 
 Reports = dict[str, tuple[list[Any], list[Any]]]
 """The reports of each rank, by scenario."""
@@ -45,6 +45,7 @@ def test_samplers_that_nobody_has_seeded(reports: Reports) -> None:
             assert "of train() differ between ranks in the call at " + str(JOB) in message
             for remedy in ("seed the sampler", "inputs=cg.on(0)", "in a method of an actor"):
                 assert remedy in message
+            assert "skipped" not in message  # they were never equal
         assert untouched["untouched"]  # nothing has run
         assert (third["error"], fourth["error"]) == (None, None)
 
@@ -61,6 +62,18 @@ def test_the_argument_that_differs_is_named(reports: Reports) -> None:
 def test_how_often_arguments_are_compared(reports: Reports) -> None:
     for found in reports["seldom"]:
         assert [each["found"] for each in found] == [[0, 1, 2, 4, 8], [], [0, 3, 6]]
+
+
+def test_a_rank_that_skips_a_call(reports: Reports) -> None:
+    for equal, *errors in (found[:3] for found in reports["skipped"]):
+        assert equal["error"] is None
+        for error in errors:
+            assert error["error"] == "InputError"
+            assert "so a rank has perhaps skipped or repeated a call" in error["message"]
+            assert "may have mixed" not in error["message"]  # all were compared
+    for *equal, error in (found[3:] for found in reports["skipped"]):
+        assert [each["error"] for each in equal] == [None] * 4  # the last was not compared
+        assert "1 call since the last comparison may have mixed batches" in error["message"]
 
 
 def test_other_steps_and_other_types_of_arguments(reports: Reports) -> None:

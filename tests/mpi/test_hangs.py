@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import tempfile
 import time
 from pathlib import Path
@@ -62,6 +63,7 @@ def check(message: str, method: str, step: str, comment: str) -> None:
     assert re.search(since, message), message
     line = rf"its Python is at {HERE}, in {method}: .*{comment}"
     assert re.search(line, message), message
+    assert re.search(rf"    it is process \d+ on {re.escape(socket.gethostname())}$", message, re.M)
 
 
 METHODS = {

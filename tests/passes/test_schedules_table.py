@@ -42,6 +42,24 @@ def test_lines_may_name_their_rank() -> None:
     assert schedules.table_pipeline(text) == Pipeline((3, 1), 1)
 
 
+def test_a_printed_grid_is_a_table() -> None:
+    grid = """
+    rank  0 | 0F0 0F1 .   .   0B0 0B1
+    rank 10 | .   1F0 1F1 1B0 .   1B1
+    """
+    order = schedules.table(grid)(Pipeline((0, 10), 2))
+    assert [str(task) for task in order[10]] == ["1F0", "1F1", "1B0", "1B1"]
+    assert schedules.table_pipeline(grid) == Pipeline((0, 10), 2)
+
+
+def test_b_comes_ahead_of_a_w_that_is_alone() -> None:
+    schedule = schedules.table("rank 0 | 0F0 .   0W0\nrank 1 | .   1F0 1B0 1W0")
+    assert schedule.splits
+    order = schedule(Pipeline((0, 1), 1))
+    assert [str(task) for task in order[0]] == ["0F0", "0B0", "0W0"]
+    assert [str(task) for task in order[1]] == ["1F0", "1B0", "1W0"]
+
+
 def test_a_table_comes_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.txt"
     path.write_text(TABLE)
@@ -70,7 +88,11 @@ def test_a_file_is_text_in_utf_8(tmp_path: Path) -> None:
         ("# nothing\n", "mine: no rank has a line"),
         ("", "mine: no rank has a line"),
         ("0: # later\n", "mine:1: rank 0 has no tasks; leave its line out"),
-        ("0: 1: 0F0", "mine:1: '0: 1' is not a rank"),
+        ("0: 1: 0F0", "mine:1: '1:' is not a task"),
+        ("rank 0 | 0F0 0B0\nrank 0 | 1F0", "mine:2: rank 0 has a line already"),
+        ("rank one | 0F0", "mine:1: 'one' is not a rank"),
+        ("rank 0 | . .", "mine:1: rank 0 has no tasks; leave its line out"),
+        ("rank 0 0F0", "mine:1: 'rank' is not a task"),
         ("0f0", "mine:1: '0f0' is not a task"),
         ("-1F0", "mine:1: '-1F0' is not a task"),
     ],

@@ -29,8 +29,8 @@ _LOOKS = 3
 
 _TIED = (
     "weights are tied by sending them as a value: one actor owns the parameter and returns it from "
-    "a method, the others take it as an argument (Tied weights, in docs/guide/steps.md). If each "
-    "is to have its own, make it in the constructor, or pass copy.deepcopy(...)"
+    "a method, the others take it as an argument (Tied weights, in docs/guide/collectives.md). If "
+    "each is to have its own, make it in the constructor, or pass copy.deepcopy(...)"
 )
 
 

@@ -20,7 +20,9 @@ Results: TypeAlias = tuple[Layout | None, ...]
 
 
 class LayoutError(TraceError):
-    """A graph cannot be laid out as it was asked to be."""
+    """The values of a method cannot be laid out over the ranks of a mesh as its plan asks."""
+
+    __module__ = "cg"  # the public name, which tracebacks show
 
 
 @dataclass(frozen=True)

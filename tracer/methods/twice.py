@@ -83,29 +83,18 @@ def refuse_hidden_state(call: Call, joint: Joint, blocks: Blocks | None = None) 
         second = run_call(call, blocks)
         if first.difference(second) is None:
             return
-        _compare(call, second, run_call(call))
-        _compare(call, first, _trace_again(call))
+        found = second.difference(run_call(call)) or first.difference(_trace_again(call))
     except UsesGradients as why:
         raise _refusal(call, f"{_NOT_TWICE} {why}", None) from None
-    except HiddenState:
-        raise
     except TraceError as error:
         reason = error.reason.removeprefix(f"{call.what} cannot be traced: ")
         raise _refusal(call, f"{_NOT_TWICE} {reason}", error.loc) from error
-
-
-_NOT_TWICE = "it works at first, but not the second time:"
-
-
-class HiddenState(TraceError):
-    """A method depends on something that changes by itself."""
-
-
-def _compare(call: Call, first: OpLog, second: OpLog) -> None:
-    found = first.difference(second)
     if found is not None:
         what, loc = found
         raise _refusal(call, f"run twice, it does not do the same: {what}", loc)
+
+
+_NOT_TWICE = "it works at first, but not the second time:"
 
 
 def _trace_again(call: Call) -> OpLog:
@@ -115,8 +104,8 @@ def _trace_again(call: Call) -> OpLog:
     return joint.recorder.log
 
 
-def _refusal(call: Call, how: str, loc: Location | None) -> HiddenState:
-    return HiddenState(
+def _refusal(call: Call, how: str, loc: Location | None) -> TraceError:
+    return TraceError(
         f"{call.what} cannot be traced: {how}. It depends on something that changes by itself, "
         "such as a random generator, an iterator, a counter or the time; every execution would "
         "use what it was in the trace",

@@ -226,7 +226,10 @@ class Control:
         sights = self._node.world.look(silent, _ASKING)
         known = {*sights, *(p.rank for p in told)} if describe is not None else set()
         lines = [describe(told, sights)] if describe is not None else []
-        lines += [f"  {rows.whereabouts(p.rank)}" for p in positions if p.rank not in known]
+        for rank in (p.rank for p in positions if p.rank not in known):
+            lines.append(f"  {rows.whereabouts(rank)}")
+            if rank in silent:
+                lines.append(f"    it is {self._node.process(rank)}")
         return "\n".join(lines)
 
     def _tell(self) -> Activity:

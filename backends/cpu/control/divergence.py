@@ -41,10 +41,16 @@ def other_call(table: StatusTable, ranks: Sequence[int]) -> PlanMismatch:
 
 def lost(table: StatusTable, rank: int, epoch: int) -> PeerLost:
     """The error of ranks in an execution to which another one will not come."""
-    how = "has died" if table.has_died(rank) else "has ended"
+    how, why = "has died", "Start the job again"
+    if not table.has_died(rank):
+        how = "has ended"
+        why = (
+            "All ranks must make the same calls: this one has perhaps skipped a call, or had fewer "
+            "batches. Start the job again"
+        )
     return PeerLost(
         f"rank {rank} {how} after execution {table.reached(rank, Barrier.COMMIT)}, and the other "
-        f"ranks are in execution {epoch}. All ranks must make the same calls; start the job again",
+        f"ranks are in execution {epoch}. {why}",
         rank,
     )
 

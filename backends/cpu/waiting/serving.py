@@ -131,7 +131,12 @@ class Serving:
             words[self._flag] = 0
 
     def look(self, ranks: Sequence[int], seconds: float) -> Mapping[int, Sight]:
-        return self._node.world.look(ranks, seconds)
+        node = self._node
+        found = dict(node.world.look(ranks, seconds))
+        for rank in ranks:
+            where = f"rank {rank} cannot be asked, as those of other machines"
+            found.setdefault(rank, Sight(f"{where}; it is {node.process(rank)}"))
+        return found
 
     def pause_simply(self, polls: int) -> None:
         """Give way, without a deadline."""

@@ -9,7 +9,7 @@ from ..base import Pipeline, spell
 from ..dualpipe_v_order import dualpipe_v_order
 from ..gpipe_order import gpipe_order
 from ..interleaved_order import interleaved_order
-from ..layouts import LayoutError
+from ..layouts import ScheduleError
 from ..looped_bfs_order import looped_bfs_order
 from ..one_f_one_b_order import one_f_one_b_order
 from ..zb_h1_order import lagging, zb_h1_order
@@ -45,7 +45,7 @@ def known_orders(problem: Problem, few: bool = False) -> Iterator[tuple[str, Ord
             continue
         try:
             yield name, rule(pipeline)
-        except LayoutError:
+        except ScheduleError:
             continue
     if not problem.split or problem.parts != problem.ranks:
         return
