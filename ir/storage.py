@@ -12,9 +12,9 @@ class SharedStorage:
     """The groups of a program's values that share storage, by union-find.
 
     A value shares storage with its views, with the values that wait for it, with the future that
-    promised it, with the buffer that it was received or copied
-    into, with what is assembled in it, with what comes of it in an `all_reduce`
-    to which it is donated, and with the results of calls that may alias it.
+    promised it, with the buffer that it was received or copied into, with what is assembled in it,
+    with what comes of it in an `all_reduce` to which it is donated, and with the results of calls
+    that may alias it.
 
     Args:
         collectives: whether what a collective hands back to its root is one with what the root

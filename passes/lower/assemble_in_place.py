@@ -28,8 +28,9 @@ class AssembleInPlace(Pass):
     elsewhere once it has come. So each byte is copied once at most.
 
     Hosts read a message where the sender has put it, in a slot or in memory that is lent, so that
-    putting it in its place is the one copy of it: they receive nothing in place. What is assembled
-    of no message stays as it is.
+    putting it in its place is the one copy of it. They receive nothing in place, and a whole that
+    is reserved early would only take memory: without devices nothing changes. What is assembled of
+    no message stays as it is, too.
 
     With `ranks=nccl+nccl`, where channel 0 goes by NCCL:
 
@@ -64,6 +65,8 @@ class AssembleInPlace(Pass):
             for id_, channel in module.channels.items()
             if channel.via is not None and fabrics.knows(channel.via)
         }
+        if not direct:
+            return False
         changed = [_rewrite(program, direct) for program in module.programs]
         return any(changed)
 

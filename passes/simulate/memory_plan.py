@@ -44,7 +44,7 @@ def memory_plan(module: Module, rank: int) -> MemoryPlan:
     storage of its own. Constants of the step count as what actors hold.
     """
     program = module.program_of(rank)
-    storage = SharedStorage(program, module.functions)
+    storage = SharedStorage(program, module.functions, collectives=True)
     last_frees = {storage.of(op.operands[0]): op for op in program.ops if isinstance(op, Free)}
     held: dict[Value, int] = {}
     ways = ways_of(program.ops, module.functions)

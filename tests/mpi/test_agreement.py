@@ -117,7 +117,7 @@ def test_an_error_that_one_rank_alone_catches(reports: Reports) -> None:
     zero, one = reports["caught"]
     for error in (*zero[:2], one[1], one[3]):
         assert error["error"] == "PlanMismatch"
-        for words in ("rank 0 to the question whether the ranks have traced", "rank 1 to cg.all"):
+        for words in ("rank 0 to the question whether the ranks compile", "rank 1 to cg.all"):
             assert words in error["message"]
     assert zero[-1] == one[-1] == {"values": [0, 1]}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ import cg
 from cg.backends.virtual.world import VirtualWorld
 from cg.ir.attributes import Effect, Traffic
 from cg.ir.module import Module, Program
-from cg.ir.ops import Call, Collective, Op, Wait
+from cg.ir.ops import Call, Collective, Free, Op, Wait
 from cg.ir.printer import format_module
 from cg.launch.world.world import use_world
 from cg.tracer.groups.gradient_buckets import BUCKET, Buckets
@@ -167,10 +168,17 @@ def test_a_part_says_to_which_buckets_it_adds() -> None:
 
 
 def test_what_was_saved_for_a_part_is_freed_behind_it() -> None:
-    def peak(bucket_bytes: int) -> int:
-        return int(compiled(tower(bucket_bytes, depth=8)).memory_analysis()[0].peak)
-
-    assert peak(PAIR) <= peak(BUCKET)
+    """Before the next one runs, so that its gradients take memory that the last one has left."""
+    program = compiled(tower(PAIR, depth=8)).module.program_of(0)
+    parts = places(program, "forward.vjp.backward.part")
+    assert len(parts) == 8
+    for part, following in itertools.pairwise(parts):
+        freed = {op.operands[0] for op in program.ops[part:following] if isinstance(op, Free)}
+        reads = [op for op in program.ops[following:] if not isinstance(op, Free)]
+        later = {value for op in reads for value in op.operands}
+        saved = [v for v in program.ops[part].operands if ".saved." in v.name and v not in later]
+        assert saved, "a part reads what was saved for it alone"
+        assert freed.issuperset(saved)
 
 
 # -- values ---------------------------------------------------------------------------------
