@@ -119,6 +119,15 @@ def test_what_is_compiled_can_be() -> None:
         assert closed.isdisjoint(bases), f"{name} extends a compiled class, and is not compiled"
 
 
+def test_compiled_constructors_get_no_starred_tuple() -> None:
+    """Mypyc gives the whole of it to the first parameter, where it knows the constructor."""
+    for module in sorted(compiled_modules()):
+        for node in ast.walk(ast.parse(module.read_text("utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "super().__init__":
+                starred = [arg for arg in node.args if isinstance(arg, ast.Starred)]
+                assert not starred, f"{module}:{node.lineno}: name the arguments one by one"
+
+
 def test_compiled_modules_are_machine_code_in_a_compiled_wheel() -> None:
     names = [
         ".".join(("cg", *m.relative_to(ROOT).with_suffix("").parts)) for m in compiled_modules()

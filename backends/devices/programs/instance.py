@@ -101,7 +101,8 @@ class DeviceInstance(Instance):
         self, binder: DeviceBinder, shared: Shared, watch: Callable[[Work, int], None]
     ) -> None:
         self._device = binder.device
-        super().__init__(binder.linked, binder.bind(), *shared)
+        statistics, guards, reports = shared  # mypyc gives a starred tuple to one parameter
+        super().__init__(binder.linked, binder.bind(), statistics, guards, reports)
         self.segments: Sequence[Segment] = binder.segments
         work = Work(self.program, self.module, binder.messages, self.segments, self.position)
         self._watch = partial(watch, work)
