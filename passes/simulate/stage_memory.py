@@ -72,7 +72,7 @@ _Place = tuple[int, int]
 
 def _held(program: Program, module: Module) -> tuple[Mapping[_Place, int], Mapping[_Place, int]]:
     """The bytes that are held between F and B, and between B and W."""
-    storage = SharedStorage(program, module.functions)
+    storage = SharedStorage(program, module.functions, collectives=True)
     sizes: dict[Value, int] = {}
     # The storage that F and B use, and of that what comes after them uses.
     used: dict[tuple[_Place, Action], set[Value]] = {}

@@ -113,6 +113,37 @@ def test_memory_counts_what_slices_copy_and_what_is_assembled(read: Read) -> Non
     assert (plan.inputs, plan.values, plan.outputs) == (32, 16 + 32, 32)
 
 
+def test_memory_counts_a_sum_in_place_once_and_until_it_is_read(read: Read) -> None:
+    module = read(
+        """
+        module @step phase=scheduled world=2 {
+          function @f() -> (f32[8])
+          function @g(f32[8]) -> (f32[2])
+          function @h(f32[2]) -> (f32[8])
+          channel 0 {collective = true, ranks = {0..1}}
+          program @0() {
+            %s = call() {fn = @f} : f32[8]
+            %t.all = all_reduce(%s) {chan = 0, donated = true, group = {0..1}, op = sum, seq = 0} : future<f32[8]>
+            %t = wait(%t.all) : f32[8]
+            %y = call(%t) {fn = @g} : f32[2]
+            %z = call(%y) {fn = @h} : f32[8]
+            return(%z)
+          }
+          program @1() {
+            %s = call() {fn = @f} : f32[8]
+            %t.all = all_reduce(%s) {chan = 0, donated = true, group = {0..1}, op = sum, seq = 0} : future<f32[8]>
+            %t = wait(%t.all) : f32[8]
+            %y = call(%t) {fn = @g} : f32[2]
+            %z = call(%y) {fn = @h} : f32[8]
+            return(%z)
+          }
+        }
+        """  # noqa: E501
+    )
+    PassManager(parse_pipeline("plan-buffers"), check=True).run(module)
+    assert memory_plan(module, 0).values == 32 + 8  # s or z, whose sum is gone by then, beside y
+
+
 def test_buffers_are_planned_once(pipeline_module: Make) -> None:
     module = compiled(pipeline_module(2, 2), "1f1b")
     (report,) = PassManager(parse_pipeline("plan-buffers"), check=True).run(module)
