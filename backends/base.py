@@ -230,6 +230,21 @@ class GraphBody(StatefulBody, Protocol):
     def new_gradients(self) -> dict[int, Tensor]: ...
 
 
+@runtime_checkable
+class BoxedBody(Protocol):
+    """A body that lets go of what it is given, each input after its last use.
+
+    A call by arguments cannot: whoever calls holds them until it returns.
+
+    Attributes:
+        run_boxed: what a call does, with the inputs in a list. It empties the list, so that an
+            input goes as soon as the body is done with it, if nobody else holds it.
+    """
+
+    @property
+    def run_boxed(self) -> Callable[[list[Any]], Sequence[Any]]: ...
+
+
 CommunicatorFactory = Callable[[World, Sequence[Channel]], Communicator]
 """Makes this process's communicator for the channels of a plan that it is to serve.
 

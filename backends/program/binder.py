@@ -6,7 +6,8 @@ need no instruction at all.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import Any, NoReturn, TypeGuard
 
 import torch
@@ -34,7 +35,7 @@ from ...ir.ops import (
     Wait,
 )
 from ...ir.types import FutureType, TensorType, UnitType, ValueType
-from ..base import Body, Communicator, CopyingPort, GraphBody, Port, ReleasingPort
+from ..base import Body, BoxedBody, Communicator, CopyingPort, GraphBody, Port, ReleasingPort
 from ..driven.ticket_locks import Tickets
 from ..dtypes import TORCH_DTYPES, describe
 from ..errors import BindError
@@ -81,6 +82,7 @@ class Binder:
         self._found: dict[str, Body | None] = {}
         self._releasing: dict[type[Port], bool] = {}
         self._copies: dict[int, int] = {}
+        self._given: set[int] = set()
         self._returned: frozenset[Value] = frozenset()
         self._at = 0
         self._layout: Layout
@@ -285,7 +287,9 @@ class Binder:
             body = self._seeded(body, op.key)
         inputs = [self._register(value) for value in op.operands]
         outputs = [self._register(value) for value in op.results]
-        run = instructions.call(body, self._code.registers, inputs, outputs)
+        run = self._boxed(op, inputs, outputs)
+        if run is None:
+            run = instructions.call(body, self._code.registers, inputs, outputs)
         targets = list(outputs)
         for value in op.results if function.kind is FunctionKind.OPAQUE else ():
             if value in self._returned:
@@ -295,6 +299,26 @@ class Binder:
                 targets.append(target)
         info = InstructionInfo(Role.COMPUTE, tuple(inputs), tuple(targets), function=function)
         self._emit(run, info)
+
+    def _boxed(self, op: Call, inputs: Sequence[int], outputs: Sequence[int]) -> Instruction | None:
+        """The call that gives operands away; None if its body or the program allows none.
+
+        Given away is what a `free` right behind the call clears: the call empties that register.
+        """
+        body = self._bodies.get(self._module.functions[op.fn.name].body_name)
+        if op.key is not None or not isinstance(body, BoxedBody):
+            return None
+        frees = takewhile(
+            lambda at: isinstance(self._program.ops[at], Free),
+            range(self._at + 1, len(self._program.ops)),
+        )
+        given = {at: r for at in frees if (r := self._layout.clears.get(at)) in set(inputs)}
+        if not given:
+            return None
+        self._given.update(given)
+        return instructions.call_boxed(
+            body.run_boxed, self._code.registers, inputs, outputs, tuple(given.values())
+        )
 
     def _body(self, function: Function) -> Body | None:
         """The Python that a call of a function runs; None if there is none on this rank."""
@@ -368,7 +392,7 @@ class Binder:
 
     def _bind_free(self, op: Free) -> None:
         register = self._layout.clears.get(self._at)
-        if register is not None:
+        if register is not None and self._at not in self._given:
             self._emit(instructions.clear(self._code.registers, register), CLEAR)
         for future in self._layout.releases.get(self._at, ()):
             self._release(future)

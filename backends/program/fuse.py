@@ -1,12 +1,15 @@
 """Look up compilers that make fused kernels of whole graphs.
 
 TorchInductor is reached by its public entry `torch._inductor.compile`, which takes a graph and
-needs no dynamo. What it makes is called with the tensors of the graph's placeholders.
+needs no dynamo. What it makes takes the tensors of the graph's placeholders in a list, and empties
+that, so that each goes after its last use.
 """
 
 from __future__ import annotations
 
 import importlib
+import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,8 +19,8 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-Compute = Callable[..., Sequence[Tensor]]
-"""Computes a graph."""
+Compute = Callable[[list[Tensor]], Sequence[Tensor]]
+"""Computes a graph, of tensors for its placeholders in a list, which it may empty."""
 
 OPTIONS = {
     "fallback_random": True,  # none are drawn here; what operators draw inside is as without
@@ -79,7 +82,7 @@ def _inductor() -> Callable[[fx.GraphModule, Sequence[Tensor]], Compute]:
             ]
         try:
             with torch.no_grad(), _random_kept(examples):
-                compiled = compile_(module, fakes, OPTIONS)
+                compiled = compile_(_taking_list(module), [fakes], OPTIONS)
         except Exception as error:
             if any(isinstance(each, missing) for each in _causes(error)):
                 raise FuseError(
@@ -95,17 +98,36 @@ def _inductor() -> Callable[[fx.GraphModule, Sequence[Tensor]], Compute]:
 FUSERS = {"inductor": _inductor}
 
 
+def _taking_list(module: fx.GraphModule) -> fx.GraphModule:
+    """The graph with one placeholder, for a list of what the placeholders were for.
+
+    TorchInductor's code drops each tensor after its last use, but its caller by arguments holds
+    them all. It empties a list that a graph takes if `steal_arg` says so, as autograd's compiled
+    graphs do; a version of torch that does not know it would only hold them longer.
+    """
+    graph = fx.Graph()
+    values = graph.placeholder("values")
+    values.meta["steal_arg"] = True
+    copies: dict[fx.Node, fx.Node] = {}
+    places = itertools.count()
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            copies[node] = graph.call_function(operator.getitem, (values, next(places)))
+        else:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    return fx.GraphModule(module, graph)
+
+
 def _as_compiled(compute: Compute, examples: Sequence[Tensor]) -> Compute:
     """Let compiled code take tensors of other strides than it was compiled for."""
     layouts = [(x.stride(), _strides(x)) for x in examples]
 
-    def run(*values: Tensor) -> Sequence[Tensor]:
-        return compute(
-            *(
-                value if _strides(value) == wanted else _with_strides(value, strides)
-                for value, (strides, wanted) in zip(values, layouts, strict=True)
-            )
-        )
+    def run(values: list[Tensor]) -> Sequence[Tensor]:
+        # By index: a name for a value would hold it through the call.
+        for index, (strides, wanted) in enumerate(layouts):
+            if values[index].stride() != strides and _strides(values[index]) != wanted:
+                values[index] = _with_strides(values[index], strides)
+        return compute(values)
 
     return run
 

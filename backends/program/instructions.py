@@ -195,6 +195,32 @@ def call(
     return run
 
 
+def call_boxed(
+    body: Callable[[list[Any]], Sequence[Any]],
+    registers: Registers,
+    inputs: Sequence[int],
+    outputs: Sequence[int],
+    given: Sequence[int],
+) -> Instruction:
+    """Call what takes its inputs in a list, with those registers emptied that are given away."""
+    get = getter(inputs)
+    count = len(outputs)
+    first = outputs[0] if outputs else 0
+    last = first + count
+
+    def run() -> bool:
+        values = [*get(registers)]
+        for register in given:
+            registers[register] = None
+        results = body(values)
+        if len(results) != count:
+            raise ValueError(f"the function returned {len(results)} values instead of {count}")
+        registers[first:last] = results
+        return True
+
+    return run
+
+
 def _call_for_one(
     body: Body, registers: Registers, inputs: Sequence[int], target: int
 ) -> Instruction:

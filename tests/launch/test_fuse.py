@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import shutil
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ def as_is(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
 
     def compiler(module: torch.fx.GraphModule, examples: Any) -> Any:
         given.append(module)
-        return module
+        return lambda values: module(*values)
 
     monkeypatch.setitem(fuse.FUSERS, "graph", lambda: compiler)
     return given
@@ -412,3 +413,40 @@ def test_a_backward_reads_no_more_of_an_actor_that_may_have_changed() -> None:
 
     lowered = step.lower(GIVEN)
     assert kept(lowered.compile(fuse="graph")) == kept(lowered.compile())
+
+
+@pytest.fixture
+def alive(monkeypatch: pytest.MonkeyPatch) -> list[list[bool]]:
+    """A compiler called `last`; for each call, which of its inputs are alive once it drops them."""
+    found: list[list[bool]] = []
+
+    def compiler(module: torch.fx.GraphModule, examples: Any) -> Any:
+        def run(values: list[Tensor]) -> Any:
+            copies, refs = [*map(torch.clone, values)], [*map(weakref.ref, values)]
+            values.clear()
+            found.append([ref() is not None for ref in refs])
+            return module(*copies)
+
+        return run
+
+    monkeypatch.setitem(fuse.FUSERS, "last", lambda: compiler)
+    return found
+
+
+def test_probe(alive: list[list[bool]]) -> None:
+    layer = Gated.on(0)()
+
+    @cg.trace
+    def step(x: Tensor) -> Tensor:
+        loss: Tensor = layer.mean(x)
+        cg.backward(loss)
+        return loss
+
+    compiled = step.lower(GIVEN).compile(fuse="last")
+    compiled(GIVEN)
+    print(alive)
+    alive.clear()
+    trained(fuse="last", steps=1)
+    print(format_module(step.lower(GIVEN).compile(fuse="last").module))
+    for a in alive: print(a)
+    assert 0

@@ -115,18 +115,19 @@ _sums = _Sums()
 def adding_to(
     parameters: Sequence[Tensor],
     made: Mapping[int, Tensor],
-    compute: Callable[..., Sequence[Tensor]],
-    *values: Tensor,
+    compute: Callable[[list[Tensor]], Sequence[Tensor]],
+    values: list[Tensor],
 ) -> Sequence[Tensor]:
     """Compute a graph in which `ADD_PRODUCT` adds to these parameters, each by its index.
 
     Args:
         made: as for `add_product`.
+        values: of the graph's placeholders; `compute` empties the list.
     """
     before = _sums.parameters, _sums.made
     _sums.parameters, _sums.made = parameters, made
     try:
-        return compute(*values)
+        return compute(values)
     finally:
         _sums.parameters, _sums.made = before
 

@@ -35,8 +35,14 @@ from .constant_folding import fold_constants
 from .direct_calls import call_of
 from .fusible import make_fusible
 
-Compute = Callable[..., Sequence[torch.Tensor]]
-"""Computes a graph: takes a tensor for each of its placeholders, gives those of its output."""
+Boxed = Callable[[list[Any]], Sequence[Any]]
+"""Takes its inputs in a list, which it empties, so that each goes after its last use."""
+
+Compute = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+"""Computes a graph: takes a tensor for each of its placeholders, gives those of its output.
+
+It may empty the list, and does if it lets go of tensors before it returns.
+"""
 
 Compiler = Callable[[fx.GraphModule, Sequence[torch.Tensor]], Compute]
 """Makes that of a graph, and of tensors like those that it will be given, which are fakes."""
@@ -74,6 +80,33 @@ class GraphBody:
         """The body with code around it, which stays when it is refitted."""
         refit = self.refit
         return replace(self, run=wrap(self.run), refit=lambda by: refit(by).wrapped(wrap))
+
+    def returning_unit(self) -> GraphBody:
+        """The body of a function whose results are of type unit."""
+        refit = self.refit
+        run = _returning_unit(self.run)
+        return replace(self, run=run, refit=lambda by: refit(by).returning_unit())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FusedBody(GraphBody):
+    """The body of a traced function whose graph is computed by a single call.
+
+    Attributes:
+        run_boxed: does what `run` does, and lets the call empty the list of its inputs.
+    """
+
+    run_boxed: Boxed
+
+    def wrapped(self, wrap: Callable[[Body], Body]) -> GraphBody:
+        """The body with code around it, which holds the inputs until the call returns."""
+        run = wrap(self.run)
+        boxed = replace(self, run_boxed=lambda values: run(*values))
+        return GraphBody.wrapped(boxed, wrap)
+
+    def returning_unit(self) -> GraphBody:
+        boxed = replace(self, run_boxed=_returning_unit(self.run_boxed))
+        return GraphBody.returning_unit(boxed)
 
 
 _serial = itertools.count()
@@ -120,6 +153,7 @@ class Source:
         globals: what it refers to.
         holders: names of globals that hold tensors, each with the number of a slot in `_slots`.
         locations: the user's lines, by line.
+        is_boxed: whether the function takes its inputs in a list, and not as arguments.
     """
 
     text: str
@@ -127,6 +161,7 @@ class Source:
     globals: dict[str, Any]
     holders: tuple[tuple[str, int], ...]
     locations: dict[int, Location]
+    is_boxed: bool
 
 
 def _source(writer: _Writer) -> Source:
@@ -137,7 +172,7 @@ def _source(writer: _Writer) -> Source:
     holders = {writer.known(s.holder): number for number, s in enumerate(_slots(writer.piece))}
     locations = {i: loc for i, (_, loc) in enumerate(lines, start=1) if loc is not None}
     named = tuple((name, number) for name, number in holders.items() if name is not None)
-    return Source(text, code, writer.globals, named, locations)
+    return Source(text, code, writer.globals, named, locations, writer.is_fused)
 
 
 def _slots(piece: Piece) -> list[Slot]:
@@ -159,7 +194,7 @@ def _make(source: Source, piece: Piece, name: str) -> GraphBody:
     run = names[_FUNCTION] = FunctionType(code, names, shown)
     linecache.cache[file] = (len(source.text), None, source.text.splitlines(keepends=True), file)
     weakref.finalize(run, linecache.cache.pop, file, None)
-    return GraphBody(
+    body = GraphBody(
         run,
         locate=_Locator(run.__code__, source.locations),
         graph=piece.graph,
@@ -168,6 +203,23 @@ def _make(source: Source, piece: Piece, name: str) -> GraphBody:
         new_gradients=made,
         rebinds=bool(piece.rebinds),
         refit=functools.partial(_refit, piece, name),
+    )
+    return _fused(body) if source.is_boxed else body
+
+
+def _fused(body: GraphBody) -> FusedBody:
+    """The body whose generated function takes a list."""
+    run_boxed: Boxed = body.run
+    return FusedBody(
+        lambda *inputs: run_boxed([*inputs]),
+        locate=body.locate,
+        graph=body.graph,
+        state=body.state,
+        trained=body.trained,
+        new_gradients=body.new_gradients,
+        rebinds=body.rebinds,
+        refit=body.refit,
+        run_boxed=run_boxed,
     )
 
 
@@ -189,8 +241,18 @@ def _wrapped(body: Body, wrap: Callable[[Body], Body]) -> Body:
     return functools.wraps(body)(wrap(body))
 
 
-def returning_unit(body: Body) -> Body:
+def returning_unit(body: Bodies) -> Bodies:
     """The body of a function whose results are of type unit."""
+    return each_body(
+        body,
+        lambda each: (
+            each.returning_unit() if isinstance(each, GraphBody) else _returning_unit(each)
+        ),
+    )
+
+
+def _returning_unit(body: Body) -> Body:
+    """What calls the body, by arguments or boxed, and gives a unit."""
 
     def run(*inputs: Any) -> Sequence[Any]:
         body(*inputs)
@@ -255,7 +317,7 @@ class _Writer:
             "COMPUTE": compute,
         }
         self._products = products
-        self._is_fused = compute is not None
+        self.is_fused = compute is not None
         self._known: dict[int, str] = {}
         self._constants = fold_constants(piece.graph) if compute is None else {}
         self._last_use = _last_uses(piece.graph, self._constants)
@@ -266,7 +328,8 @@ class _Writer:
 
     def lines(self) -> Iterator[_Line]:
         """The lines of the source, each with the user's line."""
-        arguments = ", ".join(n.name for n in self._inputs)
+        names = ", ".join(n.name for n in self._inputs)
+        arguments = "INPUTS" if self.is_fused else names
         yield f"def {_FUNCTION}({arguments}):", None
         yield from ((text, None) for text in self._prelude(arguments))
         yield from self._statements()
@@ -274,13 +337,8 @@ class _Writer:
 
     def _statements(self) -> Iterator[_Line]:
         products, locations = self._products, self.piece.locations
-        if self._is_fused:
-            names = ", ".join(n.name for n in (*self._state, *self._inputs))
-            added = ", ".join(map(self._parameter, products))
-            call = (
-                f"ADDING_TO([{added}], MADE, COMPUTE, {names})" if products else f"COMPUTE({names})"
-            )
-            yield f"    RESULTS = {call}", None
+        if self.is_fused:
+            yield from ((text, None) for text in self._call())
             return
         adds = {product.nodes[0]: index for index, product in products.items()}
         passed = {node for product in products.values() for node in product.nodes}
@@ -297,6 +355,16 @@ class _Writer:
                 yield f"{text}; del {drop}" if drop else text, locations.get(node)
             for index, gradient in self._early.get(node, ()):
                 yield f"{self._accumulate([index], [gradient.name])}; del {gradient.name}", None
+
+    def _call(self) -> Iterator[str]:
+        """The call that computes the graph. Nothing but its list holds the inputs meanwhile."""
+        names = ", ".join(n.name for n in (*self._state, *self._inputs))
+        yield f"    VALUES = [{names}]"
+        if self._inputs:
+            yield f"    del {', '.join(n.name for n in self._inputs)}"
+        added = ", ".join(map(self._parameter, self._products))
+        call = f"ADDING_TO([{added}], MADE, COMPUTE, VALUES)" if added else "COMPUTE(VALUES)"
+        yield f"    RESULTS = {call}"
 
     def _add_product(self, index: int, factors: Sequence[str]) -> str:
         product = ", ".join((*factors, str(self._products[index].is_transposed)))
@@ -352,6 +420,10 @@ class _Writer:
         for device in devices:
             yield f"        if AUTOCAST_ON_DEVICE({device!r}):"
             yield f"            with AUTOCAST({device!r}, enabled=False): {again}"
+        if self.is_fused:
+            if self._inputs:
+                yield f"    {', '.join(n.name for n in self._inputs)}, = INPUTS"
+            yield "    INPUTS.clear()"
         for node, dense in zip(self._inputs, self.piece.dense, strict=True):
             if dense:
                 name = node.name
@@ -391,7 +463,7 @@ class _Writer:
 
     def _values(self) -> list[str]:
         """The results of the graph, in the source."""
-        if self._is_fused:
+        if self.is_fused:
             return [f"RESULTS[{index}]" for index in range(len(results(self.piece.graph)))]
         return [self._literal(v) for v in results(self.piece.graph)]
 

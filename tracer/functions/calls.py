@@ -23,7 +23,7 @@ from ...ir.ops import Call
 from ...ir.phases import Phase
 from ...ir.printer import format_module
 from ...ir.types import Place, UnitType
-from ..codegen.codegen import returning_unit, wrapped
+from ..codegen.codegen import returning_unit
 from ..errors import TraceError
 from ..source import traceback_location
 from ..step.arguments import Arguments
@@ -302,7 +302,7 @@ def enter(
         if not declaration.outputs:
             # A call has at least one result, which says where it runs.
             declaration = replace(declaration, outputs=(UnitType(),))
-            body = None if body is None else wrapped(body, returning_unit)
+            body = None if body is None else returning_unit(body)
         session.module.functions[declaration.name] = declaration
         if program is not None:
             session.module.bodies[declaration.name] = program

@@ -22,7 +22,7 @@ from ...ir.ops import Transfer as TransferOp
 from ...ir.types import DType, TensorType, UnitType
 from ..actors.actor_state import StateTensor
 from ..autodiff.subgraphs import Gradient, Piece, fake_of, memory_of
-from ..codegen.codegen import Source, make_body, returning_unit, write_source
+from ..codegen.codegen import Source, make_body, write_source
 from ..groups.gradient_buckets import buckets_of
 from ..groups.stored import Gather, Reduce, Stored
 from ..layouts.cases import LayoutError
@@ -157,7 +157,7 @@ class Maker:
             if rank in self.played:
                 piece, source = pieces[which]
                 body = make_body(_on(piece, own), name, source)
-                bodies[rank] = body if plan.returned else body.wrapped(returning_unit)
+                bodies[rank] = body if plan.returned else body.returning_unit()
         first, _ = next(iter(pieces.values()))
         touches = plan.gradients or plan.reads(self.section.state)
         function = Function(
