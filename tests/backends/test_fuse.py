@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cg.backends.program.fuse import fuser
 from tests.tracer.function_tools import trace, trace_vjp
@@ -100,3 +102,52 @@ def test_generators_are_as_before() -> None:
     before = torch.random.get_rng_state()
     trace(Mixed(), "forward", X).body.refit(fuser("inductor"))  # type: ignore[attr-defined]
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+_LIBRARY = torch.library.Library("cg_test", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define("look(Tensor x) -> Tensor")  # type: ignore[no-untyped-call]
+_WATCHED: list[weakref.ref[Tensor]] = []
+_ALIVE: list[list[bool]] = []
+
+
+def _look(x: Tensor) -> Tensor:
+    _ALIVE.append([ref() is not None for ref in _WATCHED])
+    return x + 1
+
+
+_LIBRARY.impl("look", _look, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+torch.library.register_fake("cg_test::look", torch.empty_like, lib=_LIBRARY)
+
+
+def test_inputs_go_in_the_middle_of_the_code() -> None:
+    """Those that are used up there, if nobody else holds them."""
+    graph = torch.fx.Graph()
+    first, second, third, held = map(graph.placeholder, ("first", "second", "third", "held"))
+    used = graph.call_function(torch.ops.aten.mm.default, (first, second))
+    used = graph.call_function(torch.ops.aten.mm.default, (used, held))
+    used = graph.call_function(torch.ops.cg_test.look.default, (used,))
+    graph.output((graph.call_function(torch.ops.aten.mm.default, (used, third)),))
+    module = torch.fx.GraphModule(nn.Module(), graph)
+    with FakeTensorMode():
+        examples = [torch.empty(4, 4) for _ in range(4)]
+    compute = fuser("inductor")(module, examples)
+    values = [torch.rand(4, 4) for _ in range(4)]
+    (right,) = module(*values)
+    kept = values[3]
+    values[0] = values[0].t().clone().t()  # of other strides: what is computed with is a copy
+    _WATCHED[:] = map(weakref.ref, values)
+    _ALIVE.clear()
+    (found,) = compute(values)
+    torch.testing.assert_close(found, right)
+    assert _ALIVE == [[False, False, True, True]]
+    assert not values
+    assert kept is _WATCHED[3]()
+
+
+def test_inputs_stay_where_a_compiler_empties_no_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values are right whatever a version of torch does with the list."""
+    monkeypatch.setattr("torch._inductor.compile", lambda module, examples, options: module)
+    body = trace(Mixed(), "forward", X).body
+    right = body(X.clone())
+    found = trace(Mixed(), "forward", X).body.refit(fuser("inductor"))(X.clone())  # type: ignore[attr-defined]
+    torch.testing.assert_close(found, right)
