@@ -7,7 +7,6 @@ need no instruction at all.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import takewhile
 from typing import Any, NoReturn, TypeGuard
 
 import torch
@@ -80,6 +79,7 @@ class Binder:
         self._ports: dict[Value, Port] = {}
         self._indices: dict[Value, int] = {}
         self._found: dict[str, Body | None] = {}
+        self._boxed: dict[str, BoxedBody] = {}
         self._releasing: dict[type[Port], bool] = {}
         self._copies: dict[int, int] = {}
         self._given: set[int] = set()
@@ -272,6 +272,9 @@ class Binder:
         function = self._module.functions[op.fn.name]
         if function.name not in self._found:
             self._found[function.name] = self._body(function)
+            of_graph = self._bodies.get(function.body_name)
+            if function.kind is FunctionKind.GRAPH and isinstance(of_graph, BoxedBody):
+                self._boxed[function.name] = of_graph
         body = self._found[function.name]
         if body is None:
             owner = f"; actor {function.actor} must live on this rank" if function.actor else ""
@@ -287,8 +290,13 @@ class Binder:
             body = self._seeded(body, op.key)
         inputs = [self._register(value) for value in op.operands]
         outputs = [self._register(value) for value in op.results]
-        run = self._boxed(op, inputs, outputs)
-        if run is None:
+        boxed = self._boxed.get(function.name) if op.key is None else None
+        given = () if boxed is None else self._give(inputs)
+        if boxed is not None and given:
+            run = instructions.call_boxed(
+                boxed.run_boxed, self._code.registers, inputs, outputs, given
+            )
+        else:
             run = instructions.call(body, self._code.registers, inputs, outputs)
         targets = list(outputs)
         for value in op.results if function.kind is FunctionKind.OPAQUE else ():
@@ -300,25 +308,21 @@ class Binder:
         info = InstructionInfo(Role.COMPUTE, tuple(inputs), tuple(targets), function=function)
         self._emit(run, info)
 
-    def _boxed(self, op: Call, inputs: Sequence[int], outputs: Sequence[int]) -> Instruction | None:
-        """The call that gives operands away; None if its body or the program allows none.
+    def _give(self, inputs: Sequence[int]) -> tuple[int, ...]:
+        """The inputs of this call that are given away: it empties those registers itself.
 
-        Given away is what a `free` right behind the call clears: the call empties that register.
+        They are those that a `free` right behind it would empty. Whatever else uses what they hold,
+        on any stream, stands ahead of the `free`, and so of the call.
         """
-        body = self._bodies.get(self._module.functions[op.fn.name].body_name)
-        if op.key is not None or not isinstance(body, BoxedBody):
-            return None
-        frees = takewhile(
-            lambda at: isinstance(self._program.ops[at], Free),
-            range(self._at + 1, len(self._program.ops)),
-        )
-        given = {at: r for at in frees if (r := self._layout.clears.get(at)) in set(inputs)}
-        if not given:
-            return None
+        given: dict[int, int] = {}
+        for at in range(self._at + 1, len(self._program.ops)):
+            if not isinstance(self._program.ops[at], Free):
+                break
+            register = self._layout.clears.get(at)
+            if register is not None and register in inputs:
+                given[at] = register
         self._given.update(given)
-        return instructions.call_boxed(
-            body.run_boxed, self._code.registers, inputs, outputs, tuple(given.values())
-        )
+        return tuple(given.values())
 
     def _body(self, function: Function) -> Body | None:
         """The Python that a call of a function runs; None if there is none on this rank."""
