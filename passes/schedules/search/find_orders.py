@@ -15,10 +15,10 @@ from ....ir.pipeline.order import Order
 from ....ir.pipeline.timing import Timeline, play
 from ..base import Pipeline
 from .bound import MOST_TASKS, find_windows, lower_bound
-from .improve import Search, Start, Trial, Urgency, following
+from .improve import Search, Start, Trial, Urgency, following, quality
 from .known_orders import known_orders
 from .list_scheduling import Listed, list_schedule
-from .policies import BACKWARDS_FIRST, SEEDS, Policy
+from .policies import BACKWARDS_FIRST, SEEDS, Policy, drawn
 from .problem import ROUNDING, Problem
 from .recompute import sets_to_try
 from .stretch import CUTS, PATIENCES, STEP, fewer_microbatches, stretched
@@ -197,14 +197,14 @@ class _Finder:
         for _, order in known_orders(small, few=True):
             urgency = _urgency(small, self._play(small, order))
             starts.append((following(0.5), urgency))
-        search = Search(small, windows, least, self.random, self._budget(small, 1.0))
-        others = _others(starts) if is_whole else []
-        trials = _distinct(search.run(starts, others))
-        self.trials += search.count
+        search = Search(small, windows, least, self.random)
+        most = self._most(small, 1.0)
+        trials = search.run(starts, self._budget(most, 0.5))
         if is_whole:
-            self._keep(problem, trials)
+            self._finish(search, starts, trials, most // 2)
         elif trials:
-            self._stretch(small, trials, bound)
+            self._stretch(small, _distinct(trials), bound)
+        self.trials += search.count
 
     def _stretch(self, small: Problem, trials: Sequence[Trial], bound: float) -> None:
         """Stretch the best orders for fewer microbatches, and improve what comes of that."""
@@ -238,23 +238,46 @@ class _Finder:
         policies = [trial.policy for trial in trials if trial.boosts is None]
         firsts = [policy for policy in policies if policy in SEEDS]
         starts += [(policy, None) for policy in dict.fromkeys([*policies[:2], *firsts[:5]])]
-        windows, budget = find_windows(problem), self._budget(problem, 0.3)
-        search = Search(problem, windows, bound, self.random, budget)
-        self._keep(problem, _distinct(search.run(starts, _others(starts))))
+        search = Search(problem, find_windows(problem), bound, self.random)
+        trials = search.run(starts, self._budget(self._most(problem, 0.3), 0.5))
+        self._finish(search, starts, trials, 0)
         self.trials += search.count
 
-    def _keep(self, problem: Problem, trials: Sequence[Trial]) -> None:
-        for trial in trials[:CHOICES]:
-            self._rate(problem.order(trial.listed.lanes), "a search")
+    def _finish(
+        self, search: Search, starts: Sequence[Start], trials: Sequence[Trial], more: int
+    ) -> None:
+        """Climb again, from policies that hardly any pipeline wants, and keep what is best.
 
-    def _budget(self, problem: Problem, share: float) -> Callable[[int], bool]:
-        """Says after a number of trials whether there is time for one more."""
-        if self.until is not None:
-            until = self.until
-            return lambda _: time.monotonic() < until
+        Args:
+            search, starts, trials: the climb before, what it began with, and what it has found.
+            more: if that is not near the bound, how many policies to draw, and how many moves.
+        """
+        best = trials[0] if trials else None
+        if best is not None and best.span <= search.bound * (1.0 + _NEAR):
+            more = 0
+        policies = _others(starts) + [drawn(self.random) for _ in range(more)]
+        budget = self._budget(len(policies) + more, 1.0)
+        found = search.run([(policy, None) for policy in policies], budget, best)
+        for trial in _distinct(sorted([*trials, *found], key=quality))[:CHOICES]:
+            self._rate(self.problem.order(trial.listed.lanes), "a search")
+
+    def _most(self, problem: Problem, share: float) -> int:
+        """How many trials a share of the search of a problem may be."""
         size = max(1, problem.tasks)
-        most = max(8, min(500, int(share * 220_000 * (size / 800) ** 0.65 / size)))
-        return lambda count: count < most
+        return max(8, min(500, int(share * 220_000 * (size / 800) ** 0.65 / size)))
+
+    def _budget(self, most: int, share: float) -> Callable[[int], bool]:
+        """Says after a number of trials whether there is time for one more.
+
+        Args:
+            most: how many trials there may be.
+            share: instead, of the time that is left, where there is a budget of time.
+        """
+        if self.until is None:
+            return lambda count: count < most
+        now = time.monotonic()
+        until = now + share * (self.until - now)
+        return lambda _: time.monotonic() < until
 
     def _play(self, problem: Problem, order: Order) -> Timeline:
         pipeline = problem.pipeline
