@@ -28,7 +28,7 @@ CHOICES = 4
 _LARGE = 1_000_000
 """Beyond so many tasks only some known orders are played, and no list schedule is made."""
 _NEAR = 0.002
-"""Where so many tasks are that one list schedule takes long, a gap of this share is good enough."""
+"""A gap of this share is good enough where a list schedule, or many of them, would take long."""
 _LESS = {
     False: "auto(remat=True), or cg.remat(actor.method) in the step, keeps less of it",
     True: "even as stages recompute; smaller microbatches take less",
@@ -92,8 +92,8 @@ def find_orders(
 ) -> tuple[Found, ...]:
     """The best orders that a search finds, best first: at least one, at most `CHOICES`.
 
-    Known schedules that fit into the memory, list schedules by many policies, and what a hill
-    climb makes of the best of these. None is longer than a known schedule that fits. For many
+    Known schedules that fit into the memory, list schedules by many policies, and what hill
+    climbs make of the best of these. None is longer than a known schedule that fits. For many
     microbatches the search is done with few, and a part of what it finds is repeated, or its
     policies are used again. Without `seconds` the result depends on the arguments alone.
 
@@ -246,17 +246,18 @@ class _Finder:
     def _finish(
         self, search: Search, starts: Sequence[Start], trials: Sequence[Trial], more: int
     ) -> None:
-        """Climb again, from policies that hardly any pipeline wants, and keep what is best.
+        """Climb again, from the best and policies that hardly any pipeline wants.
 
         Args:
             search, starts, trials: the climb before, what it began with, and what it has found.
-            more: if that is not near the bound, how many policies to draw, and how many moves.
+            more: how many policies to draw, if the best is not near the bound. Half as many moves
+                follow.
         """
         best = trials[0] if trials else None
         if best is not None and best.span <= search.bound * (1.0 + _NEAR):
             more = 0
         policies = _others(starts) + [drawn(self.random) for _ in range(more)]
-        budget = self._budget(len(policies) + more, 1.0)
+        budget = self._budget(len(policies) + more // 2, 1.0)
         found = search.run([(policy, None) for policy in policies], budget, best)
         for trial in _distinct(sorted([*trials, *found], key=quality))[:CHOICES]:
             self._rate(self.problem.order(trial.listed.lanes), "a search")
@@ -329,7 +330,7 @@ class _Finder:
 
 
 def _others(starts: Sequence[Start]) -> list[Policy]:
-    """The policies of the zero-bubble heuristic that a search does not begin with."""
+    """The policies of the zero-bubble heuristic that a climb did not begin with."""
     begun = {policy for policy, boosts in starts if boosts is None}
     return [policy for policy in BACKWARDS_FIRST if policy not in begun]
 
