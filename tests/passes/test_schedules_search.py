@@ -9,6 +9,7 @@ from itertools import count, product
 from math import ceil
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -331,7 +332,7 @@ def test_remat_needs_to_know_what_a_stage_holds() -> None:
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_forwards_that_fill_the_memory_of_a_v_are_found(seed: int) -> None:
-    """Of policies by tails, and with backwards first, none is under 3.7 % here, nor their climb."""
+    """A climb from policies by tails, and with backwards first, ends at 3.4 to 4 % here."""
     line = tuple(range(26))
     ranks = line + line[::-1]
     costs = Costs(1.4564, 0.792, 0.6458, 0.0283).shared(ranks)
@@ -472,7 +473,8 @@ def test_a_budget_of_time_is_kept() -> None:
 def test_each_climb_has_a_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that goes on whenever it is read; the last climb has all that is left."""
     ticks = count()
-    monkeypatch.setattr(search.time, "monotonic", lambda: float(next(ticks)))
+    clock = SimpleNamespace(monotonic=lambda: float(next(ticks)))
+    monkeypatch.setattr(search, "time", clock)
     trials: list[int] = []
     run = Search.run
 
