@@ -26,7 +26,8 @@ def fail(scenarios: str, *arguments: str, variables: dict[str, str] | None = Non
     program = [str(JOB), scenarios, *arguments]
     # How a launcher takes the end of a process by a signal is seen where that is the rank itself.
     warm = scenarios != "killed"
-    return run(4, program, seconds=SECONDS, variables=variables, warm=warm)
+    ranks = 4 if warm else 2  # each of which imports torch and cg
+    return run(ranks, program, seconds=SECONDS, variables=variables, warm=warm)
 
 
 @pytest.fixture(scope="module")
