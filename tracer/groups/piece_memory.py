@@ -22,7 +22,8 @@ class PieceMemory:
         """Take note of a piece."""
         key = _key(tensor)
         if key is not None and key not in self._held:
-            self._held[key] = StorageWeakRef(tensor.untyped_storage()), layout
+            held = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+            self._held[key] = held, layout
 
     def layout(self, tensor: torch.Tensor) -> Layout | None:
         """The layout of the whole that it is a piece of; None if it is no piece."""
@@ -31,7 +32,9 @@ class PieceMemory:
 
     def forget_freed(self) -> None:
         """Forget memory that has been freed."""
-        self._held = {k: held for k, held in self._held.items() if not held[0].expired()}
+        freed = [k for k, (held, _) in self._held.items() if held.expired()]  # type: ignore[no-untyped-call]
+        for key in freed:
+            del self._held[key]
 
 
 def _key(tensor: torch.Tensor) -> tuple[int, int] | None:

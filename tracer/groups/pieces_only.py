@@ -93,7 +93,7 @@ def watching_pieces(body: Bodies, group: Group, name: str) -> Bodies:
     bodies = {}
     for rank in actor.instances:
         own = body.at(rank) if isinstance(body, RankBodies) else body
-        bodies[rank] = _watched(own, _Watched(actor, rank, group.inputs, name))
+        bodies[rank] = _watched(own, _Watched(actor, rank, name))
     return RankBodies.of(bodies)
 
 
@@ -103,16 +103,14 @@ class _Watched:
 
     Attributes:
         actor, rank: whose it is.
-        inputs: the layouts of the values that it takes.
         name: of the function.
     """
 
     actor: GroupActor
     rank: int
-    inputs: tuple[Layout | None, ...]
     name: str
 
-    def pieces(self, inputs: Sequence[Any]) -> PieceMemory:
+    def pieces(self) -> PieceMemory:
         """The pieces that are there when it is called."""
         memory = self.actor.memory.setdefault(self.rank, PieceMemory())
         memory.forget_freed()
@@ -123,9 +121,6 @@ class _Watched:
                 memory.note(tensor, layout)
                 if tensor.grad is not None:
                     memory.note(tensor.grad, layout)
-        for value, taken in zip(inputs, self.inputs, strict=True):
-            if taken is not None:
-                memory.note(value, taken)
         return memory
 
 
@@ -138,7 +133,7 @@ def _watched(body: Body, method: _Watched) -> Body:
         if not looks:
             return body(*inputs)
         looks -= 1
-        with elementwise_alone(method.pieces(inputs), method.name):
+        with elementwise_alone(method.pieces(), method.name):
             return body(*inputs)
 
     return run
@@ -172,11 +167,11 @@ class _Leaving(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Operators(TorchDispatchMode):
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses operators that take pieces, and notes those that others make."""
 
     def __init__(self, pieces: PieceMemory, name: str) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._pieces = pieces
         self._name = name
 

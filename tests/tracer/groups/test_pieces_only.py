@@ -151,7 +151,9 @@ def refusal(work: Callable[[Tensor], Any], tensor: Tensor | None = None) -> str:
         with elementwise_alone(memory, "update"):
             work(given)
     except RuntimeError as error:
-        return str(error).partition(" of a piece")[0].removeprefix("the opaque method @update takes ")
+        return (
+            str(error).partition(" of a piece")[0].removeprefix("the opaque method @update takes ")
+        )
     return ""
 
 
@@ -259,7 +261,7 @@ def test_pieces_of_other_cuts_do_not_meet() -> None:
     memory.note(other, COLUMNS)
     with elementwise_alone(memory, "update"):
         torch._foreach_add_([one, other], [one, other])  # each with its own
-        with pytest.raises(RuntimeError, match="takes add of a piece .* with one that is cut other"):
+        with pytest.raises(RuntimeError, match=r"takes add of a piece .* with one that is cut"):
             one + other
         with pytest.raises(RuntimeError, match="takes _foreach_add_ of a piece"):
             torch._foreach_add_([one, other], [other, one])
@@ -355,6 +357,33 @@ def test_optimizers_of_users_that_work_element_by_element_pass() -> None:
         torch.testing.assert_close(train(x, y), loss.detach(), rtol=1e-5, atol=1e-6)
 
 
+class Lion(torch.optim.Optimizer):
+    """An optimizer with attributes of its own, which torch leaves out of copies."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+        self.trained = [p for group in self.param_groups for p in group["params"]]
+        self.rate = 0.1
+
+    def step(self, closure: Any = None) -> None:
+        with torch.no_grad():
+            for parameter in self.trained:
+                assert parameter.grad is not None
+                parameter.sub_(parameter.grad.sign(), alpha=self.rate)
+
+
+def test_optimizers_keep_attributes_of_their_own() -> None:
+    """In the virtual world, too, where the objects of ranks are copies of one."""
+    x, y = data()
+    plain = Net(optimizer=Lion)
+    train = step_of(on("tp", optimizer=Lion))
+    for _ in range(2):
+        loss = plain.loss(x, y)
+        loss.backward()
+        plain.update()
+        torch.testing.assert_close(train(x, y), loss.detach(), rtol=1e-5, atol=1e-6)
+
+
 def test_operators_are_looked_at_in_three_calls_alone() -> None:
     modes: list[int] = []
     train = step_of(on("tp", work=lambda net: modes.append(_modes())))
@@ -387,11 +416,13 @@ def test_what_another_method_has_made_of_pieces_is_known() -> None:
         step()
 
 
-def test_arguments_that_are_cut_are_pieces() -> None:
+def test_arguments_of_opaque_methods_are_whole() -> None:
     net = Net.on(cg.mesh(dp=2), plan={"look(x)": cg.cut(0, "dp")})()  # type: ignore[attr-defined]
     step = cg.trace(lambda x: net.look(x))
-    with pytest.raises(cg.RemoteError, match="look takes mean of a piece"):
+    with pytest.raises(cg.TraceError, match=r"opaque, and the plan of net.* cuts what"):
         step(data()[0])
+    whole = Net.on(cg.mesh(dp=2), plan={"look(x)": cg.whole})()  # type: ignore[attr-defined]
+    assert cg.trace(lambda x: whole.look(x))(data()[0]) == float(data()[0].mean())
 
 
 LEAVES = ("p", "g", "m", "scale", "row", "number")
