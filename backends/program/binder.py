@@ -6,13 +6,12 @@ need no instruction at all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NoReturn, TypeGuard
 
 import torch
 from torch import Tensor
 
-from ...ir.attributes import Effect
 from ...ir.diagnostics import Diagnostic
 from ...ir.module import Channel, Function, FunctionKind
 from ...ir.ops import (
@@ -35,7 +34,7 @@ from ...ir.ops import (
 )
 from ...ir.types import FutureType, TensorType, UnitType, ValueType
 from ..base import Body, BoxedBody, Communicator, CopyingPort, GraphBody, Port, ReleasingPort
-from ..driven.ticket_locks import Tickets
+from ..driven.ticket_locks import Tickets, held_between
 from ..dtypes import TORCH_DTYPES, describe
 from ..errors import BindError
 from . import builtins, instructions
@@ -44,7 +43,7 @@ from .instruction_info import CLEAR, KEEP, InstructionInfo, Role
 from .instructions import Instruction
 from .linked import LinkedProgram
 from .random import seeded
-from .registers import Layout, lay_out
+from .registers import Layout, given_away, lay_out
 from .tensor_regions import assembling, reserving, taking
 from .type_checks import checked, expected_tensors, misfit
 from .value_copies import duplicate_object
@@ -143,34 +142,16 @@ class Binder:
                 self._fail(op, f"the module declares no function @{op.fn.name}")
 
     def _make_locks(self) -> tuple[dict[int, list[Instruction]], dict[int, list[Instruction]]]:
-        """By op: acquire an actor's lock before its first call, and release it after its last.
-
-        Calls that touch no state need neither. What an opaque method has made may be changed by its
-        actor's next call, so the lock is released once it has been used and sent.
-        """
+        """By op: acquire an actor's lock ahead of it, and release it behind one."""
         acquires: dict[int, list[Instruction]] = {}
         releases: dict[int, list[Instruction]] = {}
         if self._tickets is None:
             return acquires, releases
-        calls: dict[str, list[int]] = {}
-        makers: dict[int, list[str]] = {}
-        for index, op in enumerate(self._program.ops):
-            if isinstance(op, Call):
-                function = self._module.functions[op.fn.name]
-                if function.actor is not None and function.effect is not Effect.PURE:
-                    states = [name for name, _ in function.touches if name is not None]
-                    for name in states:
-                        calls.setdefault(name, []).append(index)
-                    if function.kind is FunctionKind.OPAQUE:
-                        makers.update((self._register(v), states) for v in op.results)
-            if isinstance(op, Call | Send | Collective):
-                for register in map(self._register, op.operands):
-                    for name in makers.get(register, ()):
-                        calls[name].append(index)
-        for name, indices in calls.items():
+        held = held_between(self._program, self._module, self._layout.registers)
+        for name, (first, last) in held.items():
             acquire, release = self._tickets.acquire_and_release(name)
-            acquires.setdefault(indices[0], []).append(acquire)
-            releases.setdefault(indices[-1], []).append(release)
+            acquires.setdefault(first, []).append(acquire)
+            releases.setdefault(last, []).append(release)
         return acquires, releases
 
     def _make_arena(self) -> Tensor:
@@ -291,13 +272,11 @@ class Binder:
         inputs = [self._register(value) for value in op.operands]
         outputs = [self._register(value) for value in op.results]
         boxed = self._boxed.get(function.name) if op.key is None else None
-        given = () if boxed is None else self._give(inputs)
-        if boxed is not None and given:
-            run = instructions.call_boxed(
-                boxed.run_boxed, self._code.registers, inputs, outputs, given
-            )
+        registers = self._code.registers
+        if boxed is not None and (given := self._give()):
+            run = instructions.call_boxed(boxed.run_boxed, registers, inputs, outputs, given)
         else:
-            run = instructions.call(body, self._code.registers, inputs, outputs)
+            run = instructions.call(body, registers, inputs, outputs)
         targets = list(outputs)
         for value in op.results if function.kind is FunctionKind.OPAQUE else ():
             if value in self._returned:
@@ -308,20 +287,12 @@ class Binder:
         info = InstructionInfo(Role.COMPUTE, tuple(inputs), tuple(targets), function=function)
         self._emit(run, info)
 
-    def _give(self, inputs: Sequence[int]) -> tuple[int, ...]:
-        """The inputs of this call that are given away: it empties those registers itself.
-
-        They are those that a `free` right behind it would empty. Whatever else uses what they hold,
-        on any stream, stands ahead of the `free`, and so of the call.
-        """
-        given: dict[int, int] = {}
-        for at in range(self._at + 1, len(self._program.ops)):
-            if not isinstance(self._program.ops[at], Free):
-                break
-            register = self._layout.clears.get(at)
-            if register is not None and register in inputs:
-                given[at] = register
-        self._given.update(given)
+    def _give(self) -> tuple[int, ...]:
+        """The registers that this call empties itself, as its operands are given away."""
+        given = given_away(self._program, self._at, self._layout)
+        if self._tickets is None:
+            # Else a `free` does its part as ever: a graph, or an error, may stand for the call.
+            self._given.update(given)
         return tuple(given.values())
 
     def _body(self, function: Function) -> Body | None:

@@ -75,6 +75,23 @@ def lay_out(program: Program, module: Module) -> Layout:
     )
 
 
+def given_away(program: Program, at: int, layout: Layout) -> dict[int, int]:
+    """The operands that a call at an index may drop itself: registers, by the index of a `free`.
+
+    They are those that a `free` right behind the call would empty. Whatever else uses what they
+    hold, on any stream, is over ahead of the `free`, and stands ahead of the call.
+    """
+    operands = {layout.registers[value] for value in program.ops[at].operands}
+    given: dict[int, int] = {}
+    for index in range(at + 1, len(program.ops)):
+        if not isinstance(program.ops[index], Free):
+            break
+        register = layout.clears.get(index)
+        if register in operands:
+            given[index] = register
+    return given
+
+
 K = TypeVar("K")
 
 

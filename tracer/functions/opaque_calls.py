@@ -46,9 +46,16 @@ def opaque_results(mark: OpaqueMark, instance: Any, call: Call) -> Tree:
 
 
 def refuse_tensors(target: Target, call: Call, results: Tree) -> None:
-    """Refuse an opaque method of pieces that returns tensors: ranks would return different ones."""
+    """Refuse an opaque method that takes or returns pieces of values: nothing knows the whole."""
     if target.group is None or not target.group.has_layouts:
         return
+    if any(layout is not None for layout in target.group.inputs):
+        raise TraceError(
+            f"{call.what} is opaque, and the plan of {target.actor} cuts what it takes",
+            loc=call.loc,
+            remedy="name the argument cg.whole in the plan, so that each rank gets all of it; or "
+            "let a traced method compute what this one needs",
+        )
     if any(isinstance(leaf, TensorSpec) for leaf in results.leaves):
         raise TraceError(
             f"{call.what} is opaque and returns tensors, and each rank of {target.actor} calls it "
