@@ -133,7 +133,7 @@ def test_inputs_go_in_the_middle_of_the_code() -> None:
     compute = fuser("inductor")(module, examples)
     values = [torch.rand(4, 4) for _ in range(4)]
     (right,) = module(*values)
-    kept = values[3]
+    kept, copy = values[3], values[3].clone()
     values[0] = values[0].t().clone().t()  # of other strides: what is computed with is a copy
     _WATCHED[:] = map(weakref.ref, values)
     _ALIVE.clear()
@@ -142,6 +142,7 @@ def test_inputs_go_in_the_middle_of_the_code() -> None:
     assert _ALIVE == [[False, False, True, True]]
     assert not values
     assert kept is _WATCHED[3]()
+    assert torch.equal(kept, copy)  # no kernel takes its memory
 
 
 def test_inputs_stay_where_a_compiler_empties_no_list(monkeypatch: pytest.MonkeyPatch) -> None:
