@@ -9,10 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cg.backends.driven.ticket_locks import TicketLocks, Tickets
 from cg.backends.errors import RemoteError
+from cg.backends.program.binder import Binder
 from cg.backends.program.executor import poll_only
+from cg.backends.program.linked import LinkedProgram
 
-from .programs import local
+from .programs import local, module
 from .test_executor import executable
 
 
@@ -111,6 +114,16 @@ def test_an_error_leaves_nothing_behind() -> None:
     body.fails = False
     assert program.run([Number(1)], poll_only)[0].number == 3
     assert body.alive == [[False]]
+
+
+def test_where_a_graph_or_an_error_may_stand_for_a_call_a_free_empties_the_register_too() -> None:
+    text = local(
+        functions(1), "%x: object", ONE + "%y = call(%a) {fn = @f1} : object\nfree(%a)\nreturn(%y)"
+    )
+    linked = LinkedProgram(module(text), 0, {"f1": Adds()})
+    for tickets, clears in ((None, 0), (Tickets(TicketLocks()), 1)):
+        code = Binder(linked, tickets).bind()
+        assert sum(info.is_clear for info in code.infos) == clears
 
 
 @given(st.data())
