@@ -2,7 +2,9 @@
 
 Run it on an otherwise idle core: `python benchmarks/trace_once.py`. Seconds are those of the
 processor, for `lower` alone, in a process of its own each time: `first` is the first step that a
-process lowers, with what torch imports then, `next` the median of those that follow.
+process lowers, with what torch imports then (torch._dynamo, at the first mode for fake tensors),
+`imported` the same in a process that has imported that before, and `next` the median of the steps
+that follow.
 
     python benchmarks/trace_once.py --base ../base
 
@@ -12,6 +14,7 @@ takes turns with another checkout, and gives the ratio of medians.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import statistics
@@ -26,7 +29,7 @@ CASES = {"32 layers in 4 stages": (4, 8), "16 actors in a row": (16, 1)}
 HERE = Path(__file__).resolve().parent
 
 
-def measure(case: str, repeats: int) -> list[float]:
+def measure(case: str, repeats: int, imported: bool) -> list[float]:
     """The seconds of each `lower`, in this process."""
     actors, layers = CASES[case]
     os.environ["CG_RANKS"] = str(actors)
@@ -36,6 +39,8 @@ def measure(case: str, repeats: int) -> list[float]:
 
     import cg
 
+    if imported:
+        importlib.import_module("torch._dynamo")
     torch.set_num_threads(1)
     size = SMALL.width // SMALL.heads
 
@@ -73,12 +78,13 @@ def measure(case: str, repeats: int) -> list[float]:
     return found
 
 
-def in_process(case: str, checkout: Path, repeats: int) -> list[float]:
+def in_process(case: str, checkout: Path, repeats: int, imported: bool = False) -> list[float]:
     """The same in a process of its own, with the package of a checkout."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "cg").symlink_to(checkout)
         environment = os.environ | {"PYTHONPATH": folder, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, __file__, "--measure", case, "--repeats", str(repeats)]
+        command += ["--imported"] if imported else []
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
     result: list[float] = json.loads(done.stdout.splitlines()[-1])
     return result
@@ -92,27 +98,34 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=4, help="times that each process lowers")
     parser.add_argument("--json", type=Path, help="write the rows to this file, too")
     parser.add_argument("--measure", choices=CASES, help=argparse.SUPPRESS)
+    parser.add_argument("--imported", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure is not None:
-        print(json.dumps(measure(args.measure, args.repeats)))
+        print(json.dumps(measure(args.measure, args.repeats, args.imported)))
         return
     checkouts = {"here": HERE.parent} | ({"base": args.base.resolve()} if args.base else {})
     rows = []
-    print(f"{'':<24}{'':<8}{'first':>8}{'next':>8}")
+    columns = ("first", "imported", "next")
+    print(f"{'':<24}{'':<8}" + "".join(f"{column:>10}" for column in columns))
     for case in CASES:
         times: dict[str, list[list[float]]] = {name: [] for name in checkouts}
+        imported: dict[str, list[float]] = {name: [] for name in checkouts}
         for _ in range(args.turns):
             for name, checkout in checkouts.items():
                 times[name].append(in_process(case, checkout, args.repeats))
+                imported[name] += in_process(case, checkout, 1, imported=True)
         for name, runs in times.items():
-            first = statistics.median(run[0] for run in runs)
-            following = statistics.median(second for run in runs for second in run[1:])
-            rows.append({"case": case, "checkout": name, "first": first, "next": following})
-            print(f"{case:<24}{name:<8}{first:>8.2f}{following:>8.2f}")
+            found = (
+                statistics.median(run[0] for run in runs),
+                statistics.median(imported[name]),
+                statistics.median(second for run in runs for second in run[1:]),
+            )
+            rows.append({"case": case, "checkout": name, **dict(zip(columns, found, strict=True))})
+            print(f"{case:<24}{name:<8}" + "".join(f"{each:>10.2f}" for each in found))
         if args.base:
             here, base = rows[-2:]
-            ratios = [float(str(base[key])) / float(str(here[key])) for key in ("first", "next")]
-            print(f"{case:<24}{'ratio':<8}{ratios[0]:>8.1f}{ratios[1]:>8.1f}")
+            ratios = [float(str(base[key])) / float(str(here[key])) for key in columns]
+            print(f"{case:<24}{'ratio':<8}" + "".join(f"{each:>10.1f}" for each in ratios))
     if args.json is not None:
         args.json.write_text(json.dumps(rows, indent=2) + "\n")
 

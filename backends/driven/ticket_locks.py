@@ -8,8 +8,12 @@ same on all ranks, so no two executions can wait for each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final
+
+from ...ir.attributes import Effect
+from ...ir.module import Function, FunctionKind, Program
+from ...ir.ops import Call, Collective, Send, Value
 
 STREAMS: Final = "the streams of the device"
 """The lock of a rank's streams, beside those of its actors, whose names have no spaces."""
@@ -83,3 +87,29 @@ class Tickets:
             return True
 
         return acquire, release
+
+
+def locked_ops(
+    program: Program, functions: Mapping[str, Function], registers: Mapping[Value, int]
+) -> dict[str, list[int]]:
+    """By actor, the ops of a program from the first to the last of which its lock is held.
+
+    Calls that touch no state need none. What an opaque method has made may be changed by its
+    actor's next call, so the lock is held until it has been used and sent.
+    """
+    found: dict[str, list[int]] = {}
+    makers: dict[int, list[str]] = {}
+    for index, op in enumerate(program.ops):
+        if isinstance(op, Call):
+            function = functions[op.fn.name]
+            if function.actor is not None and function.effect is not Effect.PURE:
+                states = [name for name, _ in function.touches if name is not None]
+                for name in states:
+                    found.setdefault(name, []).append(index)
+                if function.kind is FunctionKind.OPAQUE:
+                    makers.update((registers[value], states) for value in op.results)
+        if isinstance(op, Call | Send | Collective):
+            for value in op.operands:
+                for name in makers.get(registers[value], ()):
+                    found[name].append(index)
+    return found

@@ -6,13 +6,12 @@ need no instruction at all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NoReturn, TypeGuard
 
 import torch
 from torch import Tensor
 
-from ...ir.attributes import Effect
 from ...ir.diagnostics import Diagnostic
 from ...ir.module import Channel, Function, FunctionKind
 from ...ir.ops import (
@@ -34,8 +33,17 @@ from ...ir.ops import (
     Wait,
 )
 from ...ir.types import FutureType, TensorType, UnitType, ValueType
-from ..base import Body, BoxedBody, Communicator, CopyingPort, GraphBody, Port, ReleasingPort
-from ..driven.ticket_locks import Tickets
+from ..base import (
+    Body,
+    Boxed,
+    BoxedBody,
+    Communicator,
+    CopyingPort,
+    GraphBody,
+    Port,
+    ReleasingPort,
+)
+from ..driven.ticket_locks import Tickets, locked_ops
 from ..dtypes import TORCH_DTYPES, describe
 from ..errors import BindError
 from . import builtins, instructions
@@ -44,7 +52,7 @@ from .instruction_info import CLEAR, KEEP, InstructionInfo, Role
 from .instructions import Instruction
 from .linked import LinkedProgram
 from .random import seeded
-from .registers import Layout, lay_out
+from .registers import Layout, given_away, lay_out
 from .tensor_regions import assembling, reserving, taking
 from .type_checks import checked, expected_tensors, misfit
 from .value_copies import duplicate_object
@@ -79,10 +87,9 @@ class Binder:
         self._ports: dict[Value, Port] = {}
         self._indices: dict[Value, int] = {}
         self._found: dict[str, Body | None] = {}
-        self._boxed: dict[str, BoxedBody] = {}
+        self._boxed: dict[str, Boxed] = {}
         self._releasing: dict[type[Port], bool] = {}
         self._copies: dict[int, int] = {}
-        self._given: set[int] = set()
         self._returned: frozenset[Value] = frozenset()
         self._at = 0
         self._layout: Layout
@@ -143,34 +150,15 @@ class Binder:
                 self._fail(op, f"the module declares no function @{op.fn.name}")
 
     def _make_locks(self) -> tuple[dict[int, list[Instruction]], dict[int, list[Instruction]]]:
-        """By op: acquire an actor's lock before its first call, and release it after its last.
-
-        Calls that touch no state need neither. What an opaque method has made may be changed by its
-        actor's next call, so the lock is released once it has been used and sent.
-        """
+        """What acquires an actor's lock ahead of an op, and what releases it behind one, by op."""
         acquires: dict[int, list[Instruction]] = {}
         releases: dict[int, list[Instruction]] = {}
-        if self._tickets is None:
-            return acquires, releases
-        calls: dict[str, list[int]] = {}
-        makers: dict[int, list[str]] = {}
-        for index, op in enumerate(self._program.ops):
-            if isinstance(op, Call):
-                function = self._module.functions[op.fn.name]
-                if function.actor is not None and function.effect is not Effect.PURE:
-                    states = [name for name, _ in function.touches if name is not None]
-                    for name in states:
-                        calls.setdefault(name, []).append(index)
-                    if function.kind is FunctionKind.OPAQUE:
-                        makers.update((self._register(v), states) for v in op.results)
-            if isinstance(op, Call | Send | Collective):
-                for register in map(self._register, op.operands):
-                    for name in makers.get(register, ()):
-                        calls[name].append(index)
-        for name, indices in calls.items():
-            acquire, release = self._tickets.acquire_and_release(name)
-            acquires.setdefault(indices[0], []).append(acquire)
-            releases.setdefault(indices[-1], []).append(release)
+        if self._tickets is not None:
+            registers, functions = self._layout.registers, self._module.functions
+            for name, ops in locked_ops(self._program, functions, registers).items():
+                acquire, release = self._tickets.acquire_and_release(name)
+                acquires.setdefault(ops[0], []).append(acquire)
+                releases.setdefault(ops[-1], []).append(release)
         return acquires, releases
 
     def _make_arena(self) -> Tensor:
@@ -274,7 +262,7 @@ class Binder:
             self._found[function.name] = self._body(function)
             of_graph = self._bodies.get(function.body_name)
             if function.kind is FunctionKind.GRAPH and isinstance(of_graph, BoxedBody):
-                self._boxed[function.name] = of_graph
+                self._boxed[function.name] = of_graph.run_boxed
         body = self._found[function.name]
         if body is None:
             owner = f"; actor {function.actor} must live on this rank" if function.actor else ""
@@ -291,11 +279,9 @@ class Binder:
         inputs = [self._register(value) for value in op.operands]
         outputs = [self._register(value) for value in op.results]
         boxed = self._boxed.get(function.name) if op.key is None else None
-        given = () if boxed is None else self._give(inputs)
+        given = given_away(self._program, self._layout, self._at) if boxed is not None else ()
         if boxed is not None and given:
-            run = instructions.call_boxed(
-                boxed.run_boxed, self._code.registers, inputs, outputs, given
-            )
+            run = instructions.call_boxed(boxed, self._code.registers, inputs, outputs, given)
         else:
             run = instructions.call(body, self._code.registers, inputs, outputs)
         targets = list(outputs)
@@ -307,22 +293,6 @@ class Binder:
                 targets.append(target)
         info = InstructionInfo(Role.COMPUTE, tuple(inputs), tuple(targets), function=function)
         self._emit(run, info)
-
-    def _give(self, inputs: Sequence[int]) -> tuple[int, ...]:
-        """The inputs of this call that are given away: it empties those registers itself.
-
-        They are those that a `free` right behind it would empty. Whatever else uses what they hold,
-        on any stream, stands ahead of the `free`, and so of the call.
-        """
-        given: dict[int, int] = {}
-        for at in range(self._at + 1, len(self._program.ops)):
-            if not isinstance(self._program.ops[at], Free):
-                break
-            register = self._layout.clears.get(at)
-            if register is not None and register in inputs:
-                given[at] = register
-        self._given.update(given)
-        return tuple(given.values())
 
     def _body(self, function: Function) -> Body | None:
         """The Python that a call of a function runs; None if there is none on this rank."""
@@ -396,7 +366,7 @@ class Binder:
 
     def _bind_free(self, op: Free) -> None:
         register = self._layout.clears.get(self._at)
-        if register is not None and self._at not in self._given:
+        if register is not None:
             self._emit(instructions.clear(self._code.registers, register), CLEAR)
         for future in self._layout.releases.get(self._at, ()):
             self._release(future)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
@@ -73,6 +74,19 @@ def lay_out(program: Program, module: Module) -> Layout:
             value for op in program.ops if builder.is_opaque(op) for value in op.results
         ),
     )
+
+
+def given_away(program: Program, layout: Layout, at: int) -> tuple[int, ...]:
+    """The registers of operands that a `free` right behind an op empties: the op may do so itself.
+
+    Whatever else uses what they hold, on any stream, stands ahead of the `free`, and so of the op.
+    """
+    operands = {layout.registers[value] for value in program.ops[at].operands}
+    behind = itertools.takewhile(
+        lambda index: isinstance(program.ops[index], Free), range(at + 1, len(program.ops))
+    )
+    cleared = (layout.clears[index] for index in behind if index in layout.clears)
+    return tuple(register for register in cleared if register in operands)
 
 
 K = TypeVar("K")

@@ -11,7 +11,7 @@ from ...backends.program.fuse import FuseError, fuser
 from ...ir.module import Function, Module
 from ...ir.ops import Call
 from ...passes.lower.fuse import refusal
-from ...tracer.codegen.codegen import GraphBody, each_body
+from ...tracer.codegen.bodies import GraphBody, each_body
 from ...tracer.functions.interface import Bodies, RankBodies
 
 

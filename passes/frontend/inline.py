@@ -22,9 +22,10 @@ class Inline(Pass):
     A function is a program where the layout of a value changes inside of it: calls of its parts,
     with transfers in between. It is one call until its gradients are derived, and from here on its
     transfers are ops of the step, which are placed, scheduled and proven like all others. The ops
-    belong to the microbatch and the task of the call. The first part that draws random numbers gets
-    the key of the call, so it draws what the function draws where all of it is one part. Each other
-    one gets a key of its own.
+    belong to the microbatch and the task of the call. The part that draws random numbers gets the
+    key of the call, so it draws what the function draws where all of it is one part. A method draws
+    all of its numbers in one part; in a program that is written by hand, each other one gets a key
+    of its own.
 
     Before::
 

@@ -19,8 +19,6 @@ from cg.backends.failures.poison import Poison
 
 from .graph_tools import Boom, Scale, Worker, world
 
-pytestmark = pytest.mark.timeout(60)
-
 
 class Unloadable:
     """Can be pickled, but not unpickled."""

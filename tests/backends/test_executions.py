@@ -16,8 +16,6 @@ import cg
 
 from .graph_tools import Scale, Worker, chain_of, world
 
-pytestmark = pytest.mark.timeout(60)
-
 
 class Batch(NamedTuple):
     """A pytree with attributes."""

@@ -15,8 +15,6 @@ import cg
 
 from .graph_tools import Worker, chain_of, world
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def test_capacity() -> None:
     with world(2):

@@ -1,7 +1,9 @@
 """Serve a folder on the ranks of a job; rank 0 runs random requests and compares their tokens.
 
 mpiexec -n 2 python -m tests.examples.serve_job FOLDER [COUNT [TP]]
-mpiexec -n 2 python -m tests.mpi.device_job tests.examples.serve_job FOLDER [COUNT]
+mpiexec -n 2 python -m tests.mpi.device_job tests.examples.serve_job FOLDER [COUNT [TP]]
+
+Stages that are cut over ranks take one group of requests, so that half as much is traced.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from .serve_models import FEW, load_qwen2, logits_of
 def main() -> None:
     folder, count = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 40
     tp = int(sys.argv[3]) if len(sys.argv) > 3 else 1
-    engine = start(folder, replace(FEW, tp=tp))
+    engine = start(folder, replace(FEW, groups=FEW.groups if tp == 1 else 1, tp=tp))
     if engine is None:
         print(f"rank {cg.rank()} has served", flush=True)
         return

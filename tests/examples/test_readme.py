@@ -34,12 +34,12 @@ def virtual(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     return printed(ended.output)
 
 
-@pytest.mark.timeout(100)
+@pytest.mark.timeout(250)
 def test_in_one_process(virtual: dict[int, float]) -> None:
     assert set(virtual) == {0}
 
 
-@pytest.mark.timeout(100)
+@pytest.mark.timeout(250)
 @pytest.mark.parametrize("ranks", [pytest.param(3, marks=needs_mpi)])
 def test_on_mpi_ranks(ranks: int, virtual: dict[int, float], tmp_path: Path) -> None:
     ended = run(ranks, [program(tmp_path)], folder=tmp_path, seconds=80, warm=True)

@@ -19,12 +19,12 @@ def test_the_guide_shows_the_program_as_it_is() -> None:
     assert len(text.splitlines()) < 70
 
 
-@pytest.mark.timeout(100)
+@pytest.mark.timeout(250)
 def test_in_one_process(tmp_path: Path) -> None:
     check(run(0, [str(PROGRAM)], folder=tmp_path, seconds=80, warm=True), ranks=1)
 
 
-@pytest.mark.timeout(100)
+@pytest.mark.timeout(250)
 @pytest.mark.parametrize("ranks", [pytest.param(4, marks=needs_mpi)])
 def test_on_mpi_ranks(ranks: int, tmp_path: Path) -> None:
     check(run(ranks, [str(PROGRAM)], folder=tmp_path, seconds=80, warm=True), ranks)

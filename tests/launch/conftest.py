@@ -60,7 +60,7 @@ class Job:
             rest = kill_all(self)
             raise AssertionError(f"the job hangs; it wrote:\n{self.output}{rest}") from None
         self.output += rest
-        until = time.monotonic() + 10
+        until = time.monotonic() + LIMIT
         while (alive := self.processes()) and time.monotonic() < until:
             time.sleep(0.05)
         assert not alive, f"processes are left: {alive}"

@@ -41,7 +41,7 @@ def main() -> None:
         def driven(x: torch.Tensor) -> torch.Tensor:
             return a.forward(b.forward(x))
 
-        graph = driven.lower(x).compile(timeout=1, passes="-capture")
+        graph = driven.lower(x).compile(timeout=3, passes="-capture")
         if cg.rank():
             graph.serve()
             return
@@ -53,7 +53,7 @@ def main() -> None:
         def step(x: torch.Tensor) -> torch.Tensor:
             return a.forward(b.forward(x))
 
-        compiled = step.lower(x).compile(timeout=1)
+        compiled = step.lower(x).compile(timeout=3)
         for _ in range(4 if "behind" in sys.argv else 0):
             compiled(x)
         if not cg.rank():

@@ -11,8 +11,10 @@ import asyncio
 import gc
 import random
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -81,9 +83,16 @@ class Part(torch.nn.Module):
     def label(self, x: torch.Tensor) -> str:
         return f"{self.rank}: {x[0].item():g}"
 
-    @cg.opaque(fake=lambda self, x, seconds: torch.empty_like(x))
-    def linger(self, x: torch.Tensor, seconds: float) -> torch.Tensor:
-        time.sleep(seconds)
+    @cg.opaque(fake=lambda self, x, what: torch.empty_like(x))
+    def linger(self, x: torch.Tensor, what: float | str) -> torch.Tensor:
+        """Wait so many seconds, or until a file of that name appears."""
+        if isinstance(what, str):
+            until = time.monotonic() + 60
+            while not Path(what).exists():
+                assert time.monotonic() < until, f"nobody has made {what}"
+                time.sleep(0.001)
+        else:
+            time.sleep(what)
         return x
 
 
@@ -288,18 +297,23 @@ def timeouts() -> None:
     """A late result can be asked for again; a graph that is closed ends what is in flight."""
     stages = parts()
 
-    def step(x: torch.Tensor, seconds: float) -> torch.Tensor:
-        return stages[0].forward(stages[1].linger(stages[0].forward(x), seconds))
+    def step(x: torch.Tensor, what: float | str) -> torch.Tensor:
+        return stages[0].forward(stages[1].linger(stages[0].forward(x), what))
 
-    with driven(step, x_of(0), cg.object, max_inflight=2) as graph:
+    with (
+        driven(step, x_of(0), cg.object, max_inflight=2) as graph,
+        tempfile.TemporaryDirectory() as folder,
+    ):
         if cg.rank() == 0:
-            future = graph.execute(x_of(1), 0.6)
+            sign = Path(folder, "sign")
+            future = graph.execute(x_of(1), str(sign))
             try:
                 future.result(timeout=0.05)
             except cg.StepTimeout as error:
                 assert "linger" in str(error) or "wait" in str(error), error
             else:
                 raise AssertionError("it was not late")
+            sign.touch()
             assert first(future.result()) == 4.0
             late = [graph.execute(x_of(i), 0.1) for i in range(2)]
     if cg.rank() == 0:

@@ -3,7 +3,8 @@
     mpiexec -n 3 python tests/mpi/hang_job.py SCENARIO[,SCENARIO...] FILE
 
 A rank says what it has seen as a line of JSON, after its number. In most scenarios rank 1 hangs
-until the others have been told: they hold a lock of FILE, which it waits for.
+until the others have been told: they hold a lock of FILE, which it waits for. It writes to FILE in
+which scenario it hangs; deadlines begin then, but in a step, which it would not begin alone.
 """
 
 from __future__ import annotations
@@ -29,11 +30,27 @@ torch.set_num_threads(1)
 GATE = os.open(sys.argv[2], os.O_RDWR)
 """The file with the lock."""
 
+DEADLINE = 3.0
+"""Seconds until a rank is told; steps of some milliseconds have the same."""
+
 ALONE, AT_ONCE = fcntl.LOCK_EX, fcntl.LOCK_EX | fcntl.LOCK_NB
 """Waits for the lock, and does not."""
 
 KEEPER = ctypes.PyDLL(None)
 """Its functions keep the interpreter's lock."""
+
+
+def hangs() -> None:
+    """Say that this rank's next line hangs."""
+    os.pwrite(GATE, f"{scenario:30}".encode(), 0)
+
+
+def await_hang() -> None:
+    """Wait until a rank hangs in this scenario."""
+    until = time.monotonic() + 60
+    while os.pread(GATE, 30, 0) != f"{scenario:30}".encode():
+        assert time.monotonic() < until, "no rank hangs"
+        time.sleep(0.001)
 
 
 @cg.actor
@@ -44,12 +61,15 @@ class Stage(nn.Module):
     @cg.opaque(fake=lambda self, x: torch.empty_like(x))
     def asleep(self, x: Tensor) -> Tensor:
         if x[0] > 0:
+            hangs()
             fcntl.flock(GATE, ALONE)  # asleep here
         fcntl.flock(GATE, fcntl.LOCK_UN)
         return x.clone()
 
     @cg.opaque(fake=lambda self, x: torch.empty_like(x))
     def busy(self, x: Tensor) -> Tensor:
+        if x[0] > 0:
+            hangs()
         while x[0] > 0 and KEEPER.flock(GATE, AT_ONCE) != 0:  # busy here
             pass
         fcntl.flock(GATE, fcntl.LOCK_UN)
@@ -58,6 +78,7 @@ class Stage(nn.Module):
     @cg.opaque(fake=lambda self, x: torch.empty_like(x))
     def keeping(self, x: Tensor) -> Tensor:
         if x[0] > 0:
+            hangs()
             KEEPER.flock(GATE, ALONE)  # the lock is kept here
         fcntl.flock(GATE, fcntl.LOCK_UN)
         return x.clone()
@@ -65,6 +86,7 @@ class Stage(nn.Module):
     @cg.opaque
     def late(self, x: Any) -> Any:
         if x:
+            hangs()
             time.sleep(3600)  # for ever
         return x
 
@@ -98,7 +120,7 @@ def stepwise(method: str) -> None:
         h = getattr(second, method)(x) + h  # the line that calls
         return third.forward(h)
 
-    compiled = cg.trace(step).lower(X).compile(timeout=1.0)
+    compiled = cg.trace(step).lower(X).compile(timeout=DEADLINE)
     compiled(X)
     with told():
         cg.barrier()  # after which all others hold the lock
@@ -123,12 +145,15 @@ def keeping() -> None:
 
 def between(wait: Any) -> None:
     compiled = cg.trace(lambda x: third.forward(second.forward(first.forward(x))))
-    step = compiled.lower(X).compile(timeout=1.0)
+    step = compiled.lower(X).compile(timeout=DEADLINE)
     step(X)
     with told():
         cg.barrier()
         if cg.rank() == 1:
+            hangs()
             wait(GATE, ALONE)  # between two steps
+        else:
+            await_hang()
         step(X)
 
 
@@ -153,7 +178,8 @@ def driven(method: str) -> None:
             graph.execute(X - 1).result()
             with told():
                 future = graph.execute(X)
-                future.result(timeout=1.0)
+                await_hang()
+                future.result(timeout=DEADLINE)
             assert torch.equal(future.result(), torch.full((2,), 2.0))
 
 
@@ -183,11 +209,13 @@ def absent() -> None:
     if cg.rank() == 0:
         with told():
             cg.barrier()
+            await_hang()
             future = graph.execute(X)
-            future.result(timeout=1.0)
+            future.result(timeout=DEADLINE)
     else:
         cg.barrier()
     if cg.rank() == 1:
+        hangs()
         fcntl.flock(GATE, ALONE)  # before it serves
         fcntl.flock(GATE, fcntl.LOCK_UN)
     with graph:
@@ -198,7 +226,7 @@ def absent() -> None:
 def stopped() -> None:
     """The process of rank 1 is stopped, and stays so."""
     compiled = cg.trace(lambda x: third.forward(second.forward(first.forward(x))))
-    step = compiled.lower(X).compile(timeout=1.0)
+    step = compiled.lower(X).compile(timeout=DEADLINE)
     if cg.rank() == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     step(X)
@@ -214,17 +242,20 @@ def make_late(**options: Any) -> Any:
 
 def closing() -> None:
     """The block's end waits for a method that never returns."""
-    with make_late(timeout=1.0) as graph:
+    with make_late(timeout=DEADLINE) as graph:
         if cg.rank() == 0:
             graph.execute(0).result()
-            graph.execute(1).result(timeout=0.5)
+            future = graph.execute(1)
+            await_hang()
+            future.result(timeout=0.5)
 
 
 def forgetting() -> None:
     """The same, and nobody asks for the result."""
-    with make_late(timeout=1.0) as graph:
+    with make_late(timeout=DEADLINE) as graph:
         if cg.rank() == 0:
             graph.execute(1)
+            await_hang()
 
 
 def catching() -> None:
@@ -237,9 +268,10 @@ def catching() -> None:
 
 def exiting() -> None:
     """The program ends without closing the graph."""
-    graph = make_late(timeout=1.0)
+    graph = make_late(timeout=DEADLINE)
     if cg.rank() == 0:
         graph.execute(1)
+        await_hang()
     else:
         graph.serve()
 

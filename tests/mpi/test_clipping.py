@@ -8,7 +8,7 @@ import pytest
 
 from .jobs import needs_mpi, run
 
-pytestmark = [*needs_mpi, pytest.mark.timeout(100)]
+pytestmark = [*needs_mpi, pytest.mark.timeout(250)]
 
 
 def test_what_is_not_awaited_gives_the_same_bits() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from .jobs import needs_mpi, run
 
-pytestmark = [*needs_mpi, pytest.mark.timeout(90)]
+pytestmark = [*needs_mpi, pytest.mark.timeout(250)]
 
 
 def test_ranks_agree_on_what_they_measure() -> None:

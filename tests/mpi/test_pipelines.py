@@ -11,7 +11,10 @@ from .jobs import needs_mpi, run
 pytestmark = [*needs_mpi, pytest.mark.timeout(150)]
 
 
-@pytest.mark.parametrize(("ranks", "seeds"), [(4, (0, 5)), (2, (9, 12))])
+@pytest.mark.parametrize(
+    ("ranks", "seeds"),
+    [(4, (0, 3)), (2, (9, 11)), pytest.param(4, (3, 9), marks=pytest.mark.slow)],
+)
 def test_random_pipelines(ranks: int, seeds: tuple[int, int]) -> None:
     ended = run(ranks, ["-m", "tests.mpi.pipeline_job", *map(str, seeds)], seconds=120, warm=True)
     assert ended.code == 0, ended.output

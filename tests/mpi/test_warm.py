@@ -18,7 +18,7 @@ needs_mpich = pytest.mark.skipif(
     or find(None, [Path(sys.executable).parent], os.environ["PATH"]).flavour is not Flavour.MPICH,
     reason="another launcher starts ranks cold",
 )
-pytestmark = [*needs_mpi, needs_mpich, pytest.mark.timeout(100)]
+pytestmark = [*needs_mpi, needs_mpich, pytest.mark.timeout(250)]
 
 PROGRAM = """
 import os, pickle, sys

@@ -15,7 +15,7 @@ import torch
 
 from cg.backends.base import Body
 from cg.ir.location import Location
-from cg.tracer.codegen.codegen import GraphBody, each_body
+from cg.tracer.codegen.bodies import GraphBody, each_body
 from cg.tracer.functions.functions import Functions
 from cg.tracer.functions.interface import (
     Bodies,

@@ -15,8 +15,6 @@ from cg.launch.world.world import use_world
 
 from .step_tools import line_of
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def counted(method: Callable[..., Any]) -> Callable[..., Any]:
     """Gives the method an argument that its caller does not pass."""

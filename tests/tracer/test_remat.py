@@ -13,8 +13,6 @@ import cg
 from cg.backends.virtual.world import VirtualWorld
 from cg.launch.world.world import use_world
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @cg.actor
 class Layer(nn.Module):

@@ -11,8 +11,6 @@ from torch import nn
 import cg
 from cg.tracer.errors import TraceError
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @cg.actor
 class Scaled(nn.Module):

@@ -18,8 +18,6 @@ from cg.tracer.errors import TraceError
 
 from .function_tools import trace
 
-pytestmark = pytest.mark.timeout(60)
-
 COUNT = 0
 KEPT: dict[str, Any] = {}
 STEPS: list[int] = []

@@ -17,8 +17,6 @@ import cg
 from cg.backends.virtual.world import VirtualWorld
 from cg.launch.world.world import use_world
 
-pytestmark = pytest.mark.timeout(60)
-
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 

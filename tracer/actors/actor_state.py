@@ -156,6 +156,8 @@ def reach(value: Any, behind: Callable[[Any], Iterable[Any]] = lambda value: ())
     return walk.state
 
 
+_LEAVES = (*SCALARS, weakref.ref)
+
 _Place: TypeAlias = tuple[Any, Any, tuple[int, ...]] | None
 """The first three fields of a `Slot`; None inside of a set."""
 
@@ -169,12 +171,14 @@ class _Walk:
     def visit(self, value: Any, path: str, slot: _Place) -> None:
         if isinstance(value, torch.Tensor):
             self._visit_tensor(value, path, slot)
-        elif isinstance(value, (*SCALARS, weakref.ref)) or id(value) in self._seen:
+        elif id(value) in self._seen:
+            return
+        elif isinstance(value, (dict, list, set, frozenset, collections.deque)):
+            self._visit_container(value, path)
+        elif isinstance(value, _LEAVES):
             return
         elif isinstance(value, tuple):
             self._visit_tuple(value, path, slot)
-        elif isinstance(value, (dict, list, set, frozenset, collections.deque)):
-            self._visit_container(value, path)
         elif isinstance(value, TRAINERS):
             self._seen.add(id(value))
             self.state.trainers.append(value)
@@ -221,7 +225,7 @@ class _Walk:
         self._seen.add(id(container))
         if not isinstance(container, frozenset):
             self.state.containers.append((container, path))
-        if len(container) > _MANY:
+        if not container or len(container) > _MANY:
             return
         addressable = isinstance(container, (dict, list))
         for key, item in items_of(container):

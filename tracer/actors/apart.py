@@ -16,7 +16,7 @@ from weakref import ref
 import torch
 
 from ...ir.module import FunctionKind
-from ..codegen.codegen import wrapped
+from ..codegen.bodies import wrapped
 from ..errors import TraceError
 from ..functions.interface import Body
 from ..heap.snapshot import MISSING, Snapshot

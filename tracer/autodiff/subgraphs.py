@@ -17,6 +17,7 @@ from torch import fx
 
 from ...ir.location import Location
 from ..actors.actor_state import Slot, StateTensor
+from ..methods.copy_node import copy_node
 from ..methods.dispatch_modes import argument_of, is_random, storage_key, writes_in_secret
 
 _ATEN = torch.ops.aten
@@ -238,7 +239,7 @@ class Builder:
 
     def copy(self, node: fx.Node) -> None:
         """Copy a node, whose arguments have been copied."""
-        self._copies[node] = self._note(node, self.graph.node_copy(node, self._copies.__getitem__))
+        self._copies[node] = self._note(node, copy_node(self.graph, node, self._copies.__getitem__))
 
     def alias(self, node: fx.Node, by: fx.Node) -> None:
         """Let the copy of `by` stand for `node`."""

@@ -17,7 +17,7 @@ import torch
 
 from ...ir.types import DType, TensorType
 from ..actors.actor_state import StateTensor
-from ..codegen.codegen import wrapped
+from ..codegen.bodies import wrapped
 from ..functions.interface import Body, TracedPart, TracedVjp, Write
 
 

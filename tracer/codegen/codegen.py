@@ -1,4 +1,4 @@
-"""From a piece of a graph to a Python function: the body that a rank runs.
+"""From a piece of a graph to the source of a Python function, and to that function.
 
 The source holds one line for each operator, calls operators without attribute look-ups, looks
 parameters up where they live, and drops each value after its last use. Each line knows the user's
@@ -15,8 +15,8 @@ import math
 import operator
 import re
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import CodeType, FunctionType, TracebackType
 from typing import Any
 
@@ -28,86 +28,12 @@ from ..actors.actor_state import Slot
 from ..autodiff import products as sums
 from ..autodiff.products import Product, find_products, is_expanded_for_products
 from ..autodiff.subgraphs import Piece, memory_of, results
-from ..functions.interface import Bodies, Body, RankBodies
 from ..step.torch_modes import is_autocast_on
 from .accumulate import accumulate
+from .bodies import Compiler, Compute, FusedBody, GraphBody, Locate, Run
 from .constant_folding import fold_constants
 from .direct_calls import call_of
 from .fusible import make_fusible
-
-Boxed = Callable[[list[Any]], Sequence[Any]]
-"""Takes its inputs in a list, which it empties, so that each goes after its last use."""
-
-Compute = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
-"""Computes a graph: takes a tensor for each of its placeholders, gives those of its output.
-
-It may empty the list, and does if it lets go of tensors before it returns.
-"""
-
-Compiler = Callable[[fx.GraphModule, Sequence[torch.Tensor]], Compute]
-"""Makes that of a graph, and of tensors like those that it will be given, which are fakes."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class GraphBody:
-    """The body of a traced function. It can be called; who calls it often calls `run`.
-
-    Attributes:
-        run: takes the function's inputs, and returns all its outputs.
-        locate: the user's line that stands behind a traceback through the body, or None.
-        graph: the graph that it runs.
-        state: gives the parameters and buffers that it works on.
-        trained: gives the parameters to whose `.grad` it adds.
-        new_gradients: memory for `.grad` of those that have none, by their id, while it has any.
-        rebinds: whether it puts new tensors in the place of buffers.
-        refit: gives a body that does the same, but adds gradients that are products by the
-            product itself (`products`); with its graph compiled as a whole if it gets a compiler.
-    """
-
-    run: Callable[..., Sequence[Any]]
-    locate: Callable[[TracebackType | None], Location | None]
-    graph: fx.Graph
-    state: Callable[[], list[torch.Tensor]]
-    trained: Callable[[], list[torch.Tensor]]
-    new_gradients: dict[int, torch.Tensor]
-    rebinds: bool
-    refit: Callable[[Compiler | None], GraphBody]
-
-    def __call__(self, *inputs: Any) -> Sequence[Any]:
-        return self.run(*inputs)
-
-    def wrapped(self, wrap: Callable[[Body], Body]) -> GraphBody:
-        """The body with code around it, which stays when it is refitted."""
-        refit = self.refit
-        return replace(self, run=wrap(self.run), refit=lambda by: refit(by).wrapped(wrap))
-
-    def returning_unit(self) -> GraphBody:
-        """The body of a function whose results are of type unit."""
-        refit = self.refit
-        run = _returning_unit(self.run)
-        return replace(self, run=run, refit=lambda by: refit(by).returning_unit())
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class FusedBody(GraphBody):
-    """The body of a traced function whose graph is computed by a single call.
-
-    Attributes:
-        run_boxed: does what `run` does, and lets the call empty the list of its inputs.
-    """
-
-    run_boxed: Boxed
-
-    def wrapped(self, wrap: Callable[[Body], Body]) -> GraphBody:
-        """The body with code around it, which holds the inputs until the call returns."""
-        run = wrap(self.run)
-        boxed = replace(self, run_boxed=lambda values: run(*values))
-        return GraphBody.wrapped(boxed, wrap)
-
-    def returning_unit(self) -> GraphBody:
-        boxed = replace(self, run_boxed=_returning_unit(self.run_boxed))
-        return GraphBody.returning_unit(boxed)
-
 
 _serial = itertools.count()
 _FUNCTION = "BODY"
@@ -117,30 +43,30 @@ LARGE = 1 << 20
 """Bytes of a gradient that is added to `.grad` as soon as it is there, and not with all others."""
 
 
-def make_body(piece: Piece, name: str, source: Source | None = None) -> GraphBody:
-    """Generate the body of a piece.
+def make_body(piece: Piece, name: str, source: Callable[[], Source] | None = None) -> GraphBody:
+    """The body of a piece, whose code is generated when it is asked for.
 
-    It takes the piece's inputs and returns a tuple. It runs under `torch.no_grad` and without
-    autocast, whatever the caller's mode.
+    It takes the piece's inputs and returns a tuple: a unit where nothing is returned. It runs under
+    `torch.no_grad` and without autocast, whatever the caller's mode.
 
     Args:
-        source: that of a piece with the same graph, whatever actor it is for.
+        source: gives that of a piece with the same graph, whatever actor it is for.
     """
-    return _make(write_source(piece) if source is None else source, piece, name)
+    return _make(source_of(piece) if source is None else source, piece, name)
 
 
-def write_source(piece: Piece) -> Source:
-    """The source of a piece's body."""
-    return _source(_Writer(piece, {}))
+def source_of(piece: Piece) -> Callable[[], Source]:
+    """Gives the source of a piece's body, which is written when it is asked for first."""
+    return functools.cache(lambda: _source(_Writer(piece, {})))
 
 
 def _refit(piece: Piece, name: str, compiler: Compiler | None) -> GraphBody:
     products = find_products(piece)
     if compiler is None:
-        return _make(_source(_Writer(piece, products)), piece, name)
+        return _make(lambda: _source(_Writer(piece, products)), piece, name)
     fusible = make_fusible(piece, products)
     compute = compiler(fusible.module, fusible.examples)
-    return _make(_source(_Writer(piece, products, compute)), piece, name)
+    return _make(lambda: _source(_Writer(piece, products, compute)), piece, name, FusedBody)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +79,6 @@ class Source:
         globals: what it refers to.
         holders: names of globals that hold tensors, each with the number of a slot in `_slots`.
         locations: the user's lines, by line.
-        is_boxed: whether the function takes its inputs in a list, and not as arguments.
     """
 
     text: str
@@ -161,7 +86,6 @@ class Source:
     globals: dict[str, Any]
     holders: tuple[tuple[str, int], ...]
     locations: dict[int, Location]
-    is_boxed: bool
 
 
 def _source(writer: _Writer) -> Source:
@@ -172,7 +96,7 @@ def _source(writer: _Writer) -> Source:
     holders = {writer.known(s.holder): number for number, s in enumerate(_slots(writer.piece))}
     locations = {i: loc for i, (_, loc) in enumerate(lines, start=1) if loc is not None}
     named = tuple((name, number) for name, number in holders.items() if name is not None)
-    return Source(text, code, writer.globals, named, locations, writer.is_fused)
+    return Source(text, code, writer.globals, named, locations)
 
 
 def _slots(piece: Piece) -> list[Slot]:
@@ -181,22 +105,12 @@ def _slots(piece: Piece) -> list[Slot]:
     return [*(tensor.slots[0] for tensor in tensors), *piece.rebinds]
 
 
-def _make(source: Source, piece: Piece, name: str) -> GraphBody:
-    file = f"<cg {name} #{next(_serial)}>"
-    shown = "cg_" + re.sub(r"\W", "_", name)
-    slots = _slots(piece)
-    # What C code imports, such as a warning's filter, it imports by the caller's `__builtins__`.
-    names = source.globals | {"__builtins__": builtins}
+def _make(
+    source: Callable[[], Source], piece: Piece, name: str, kind: type[GraphBody] = GraphBody
+) -> GraphBody:
     made: dict[int, torch.Tensor] = {}
-    names["MADE"] = made
-    names |= {held: slots[number].holder for held, number in source.holders}
-    code = source.code.replace(co_filename=file, co_name=shown, co_qualname=shown)
-    run = names[_FUNCTION] = FunctionType(code, names, shown)
-    linecache.cache[file] = (len(source.text), None, source.text.splitlines(keepends=True), file)
-    weakref.finalize(run, linecache.cache.pop, file, None)
-    body = GraphBody(
-        run,
-        locate=_Locator(run.__code__, source.locations),
+    return kind(
+        generate=lambda: _generate(source(), piece, name, made),
         graph=piece.graph,
         state=_Held([tensor.slots[0] for tensor in piece.state]),
         trained=_Held([gradient.tensor.slots[0] for gradient in piece.gradients]),
@@ -204,61 +118,22 @@ def _make(source: Source, piece: Piece, name: str) -> GraphBody:
         rebinds=bool(piece.rebinds),
         refit=functools.partial(_refit, piece, name),
     )
-    return _fused(body) if source.is_boxed else body
 
 
-def _fused(body: GraphBody) -> FusedBody:
-    """The body whose generated function takes a list."""
-    run_boxed: Boxed = body.run
-    return FusedBody(
-        lambda *inputs: run_boxed([*inputs]),
-        locate=body.locate,
-        graph=body.graph,
-        state=body.state,
-        trained=body.trained,
-        new_gradients=body.new_gradients,
-        rebinds=body.rebinds,
-        refit=body.refit,
-        run_boxed=run_boxed,
-    )
-
-
-def wrapped(body: Bodies, wrap: Callable[[Body], Body]) -> Bodies:
-    """The body with code around it: `wrap` takes what runs it, and returns what runs instead."""
-    return each_body(body, lambda each: _wrapped(each, wrap))
-
-
-def each_body(body: Bodies, change: Callable[[Body], Body]) -> Bodies:
-    """Apply `change` to a body, or to that of each rank."""
-    if isinstance(body, RankBodies):
-        return RankBodies({rank: change(each) for rank, each in body.of_rank.items()})
-    return change(body)
-
-
-def _wrapped(body: Body, wrap: Callable[[Body], Body]) -> Body:
-    if isinstance(body, GraphBody):
-        return body.wrapped(wrap)
-    return functools.wraps(body)(wrap(body))
-
-
-def returning_unit(body: Bodies) -> Bodies:
-    """The body of a function whose results are of type unit."""
-    return each_body(
-        body,
-        lambda each: (
-            each.returning_unit() if isinstance(each, GraphBody) else _returning_unit(each)
-        ),
-    )
-
-
-def _returning_unit(body: Body) -> Body:
-    """What calls the body, by arguments or boxed, and gives a unit."""
-
-    def run(*inputs: Any) -> Sequence[Any]:
-        body(*inputs)
-        return (None,)
-
-    return run
+def _generate(
+    source: Source, piece: Piece, name: str, made: dict[int, torch.Tensor]
+) -> tuple[Run, Locate]:
+    file = f"<cg {name} #{next(_serial)}>"
+    shown = "cg_" + re.sub(r"\W", "_", name)
+    slots = _slots(piece)
+    # What C code imports, such as a warning's filter, it imports by the caller's `__builtins__`.
+    names = source.globals | {"__builtins__": builtins, "MADE": made}
+    names |= {held: slots[number].holder for held, number in source.holders}
+    code = source.code.replace(co_filename=file, co_name=shown, co_qualname=shown)
+    run = names[_FUNCTION] = FunctionType(code, names, shown)
+    linecache.cache[file] = (len(source.text), None, source.text.splitlines(keepends=True), file)
+    weakref.finalize(run, linecache.cache.pop, file, None)
+    return run, _Locator(run.__code__, source.locations)
 
 
 class _Locator:
@@ -317,7 +192,7 @@ class _Writer:
             "COMPUTE": compute,
         }
         self._products = products
-        self.is_fused = compute is not None
+        self._is_fused = compute is not None
         self._known: dict[int, str] = {}
         self._constants = fold_constants(piece.graph) if compute is None else {}
         self._last_use = _last_uses(piece.graph, self._constants)
@@ -328,8 +203,7 @@ class _Writer:
 
     def lines(self) -> Iterator[_Line]:
         """The lines of the source, each with the user's line."""
-        names = ", ".join(n.name for n in self._inputs)
-        arguments = "INPUTS" if self.is_fused else names
+        arguments = "INPUTS" if self._is_fused else self._names(self._inputs)
         yield f"def {_FUNCTION}({arguments}):", None
         yield from ((text, None) for text in self._prelude(arguments))
         yield from self._statements()
@@ -337,7 +211,7 @@ class _Writer:
 
     def _statements(self) -> Iterator[_Line]:
         products, locations = self._products, self.piece.locations
-        if self.is_fused:
+        if self._is_fused:
             yield from ((text, None) for text in self._call())
             return
         adds = {product.nodes[0]: index for index, product in products.items()}
@@ -358,13 +232,15 @@ class _Writer:
 
     def _call(self) -> Iterator[str]:
         """The call that computes the graph. Nothing but its list holds the inputs meanwhile."""
-        names = ", ".join(n.name for n in (*self._state, *self._inputs))
-        yield f"    VALUES = [{names}]"
+        yield f"    VALUES = [{self._names((*self._state, *self._inputs))}]"
         if self._inputs:
-            yield f"    del {', '.join(n.name for n in self._inputs)}"
+            yield f"    del {self._names(self._inputs)}"
         added = ", ".join(map(self._parameter, self._products))
         call = f"ADDING_TO([{added}], MADE, COMPUTE, VALUES)" if added else "COMPUTE(VALUES)"
         yield f"    RESULTS = {call}"
+
+    def _names(self, nodes: Iterable[fx.Node]) -> str:
+        return ", ".join(node.name for node in nodes)
 
     def _add_product(self, index: int, factors: Sequence[str]) -> str:
         product = ", ".join((*factors, str(self._products[index].is_transposed)))
@@ -420,9 +296,9 @@ class _Writer:
         for device in devices:
             yield f"        if AUTOCAST_ON_DEVICE({device!r}):"
             yield f"            with AUTOCAST({device!r}, enabled=False): {again}"
-        if self.is_fused:
+        if self._is_fused:
             if self._inputs:
-                yield f"    {', '.join(n.name for n in self._inputs)}, = INPUTS"
+                yield f"    {self._names(self._inputs)}, = INPUTS"
             yield "    INPUTS.clear()"
         for node, dense in zip(self._inputs, self.piece.dense, strict=True):
             if dense:
@@ -459,11 +335,11 @@ class _Writer:
         late = [i for i in range(len(gradients)) if i not in early and i not in self._products]
         if late:
             yield self._accumulate(late, [gradients[index] for index in late])
-        yield f"    return ({', '.join(returned)}{',' if returned else ''})"
+        yield f"    return ({', '.join(returned) or None},)"
 
     def _values(self) -> list[str]:
         """The results of the graph, in the source."""
-        if self.is_fused:
+        if self._is_fused:
             return [f"RESULTS[{index}]" for index in range(len(results(self.piece.graph)))]
         return [self._literal(v) for v in results(self.piece.graph)]
 

@@ -29,7 +29,12 @@ def fold_constants(graph: fx.Graph) -> dict[fx.Node, torch.Tensor]:
     kept = set(_memory_kept(graph))
     found: dict[fx.Node, torch.Tensor] = {}
     # As in an execution: without the modes under which graphs are made.
-    with torch.no_grad(), _disable_current_modes(), torch._C.DisableTorchFunction():
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        _disable_current_modes(),
+        torch._C.DisableTorchFunction(),
+    ):
         for node in graph.nodes:
             if _is_constant(node, found) and memory_of(node) not in kept:
                 args, kwargs = fx.node.map_arg((node.args, node.kwargs), found.__getitem__)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import pickle
 import warnings
@@ -23,7 +22,6 @@ from ...ir.ops import Call
 from ...ir.phases import Phase
 from ...ir.printer import format_module
 from ...ir.types import Place, UnitType
-from ..codegen.codegen import returning_unit
 from ..errors import TraceError
 from ..source import traceback_location
 from ..step.arguments import Arguments
@@ -140,7 +138,7 @@ _DETACHING = frozenset({"torch.detach", "torch.detach_"})
 def tracing(session: Session, name: str, loc: Location | None) -> Iterator[None]:
     """Inside the `with` block a function is traced: nothing is recorded, and errors say where."""
     try:
-        with session.pause(f"the traced function @{name}"), _collector_paused():
+        with session.pause(f"the traced function @{name}"):
             yield
     except TraceError:
         raise
@@ -149,22 +147,6 @@ def tracing(session: Session, name: str, loc: Location | None) -> Iterator[None]
             f"@{name} raised {type(error).__name__} while it was traced: {error}",
             loc=traceback_location(error.__traceback__) or loc,
         ) from error
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Let Python's collector of cycles rest inside the `with` block.
-
-    Nearly all objects that a trace makes belong to its graph and stay, and the collector would look
-    at each of them again and again, for a third of the time of a trace.
-    """
-    is_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if is_on:
-            gc.enable()
 
 
 def agree(
@@ -302,7 +284,6 @@ def enter(
         if not declaration.outputs:
             # A call has at least one result, which says where it runs.
             declaration = replace(declaration, outputs=(UnitType(),))
-            body = None if body is None else returning_unit(body)
         session.module.functions[declaration.name] = declaration
         if program is not None:
             session.module.bodies[declaration.name] = program

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import fx
@@ -12,7 +12,8 @@ from ..actors.actor_state import StateTensor
 from ..autodiff.partition import Split, forward_piece, split
 from ..autodiff.recomputation import Recompute
 from ..autodiff.subgraphs import Piece, piece_on
-from ..codegen.codegen import GraphBody, Source, make_body, write_source
+from ..codegen.bodies import GraphBody
+from ..codegen.codegen import Source, make_body, source_of
 from ..groups.group import Group
 from ..methods.flops import count_flops
 from ..methods.joint import Joint
@@ -28,7 +29,7 @@ class Pieces:
         default_factory=dict
     )
     _flops: dict[fx.Graph, Flops] = field(default_factory=dict)
-    _sources: dict[fx.Graph, Source] = field(default_factory=dict)
+    _sources: dict[fx.Graph, Callable[[], Source]] = field(default_factory=dict)
 
     def forward(self, joint: Joint) -> Piece:
         """The forward alone, without a derivative."""
@@ -74,7 +75,7 @@ class Pieces:
 
     def _body(self, piece: Piece, name: str) -> GraphBody:
         if piece.graph not in self._sources:
-            self._sources[piece.graph] = write_source(piece)
+            self._sources[piece.graph] = source_of(piece)
         return make_body(piece, name, self._sources[piece.graph])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -22,7 +22,7 @@ from ...ir.ops import Transfer as TransferOp
 from ...ir.types import DType, TensorType, UnitType
 from ..actors.actor_state import StateTensor
 from ..autodiff.subgraphs import Gradient, Piece, fake_of, memory_of
-from ..codegen.codegen import Source, make_body, write_source
+from ..codegen.codegen import Source, make_body, source_of
 from ..groups.gradient_buckets import buckets_of
 from ..groups.stored import Gather, Reduce, Stored
 from ..layouts.cases import LayoutError
@@ -148,16 +148,15 @@ class Maker:
     def _part(self, index: int, plan: _PartPlan) -> TracedPart:
         bodies: dict[int, Body] = {}
         name = f"{self.name}.part{index}"
-        pieces: dict[int, tuple[Piece, Source]] = {}
+        pieces: dict[int, tuple[Piece, Callable[[], Source]]] = {}
         for rank, own in self.state.items():
             which = plan.graph_of(rank)
             if which not in pieces:
                 piece = plan.piece(rank, self.section.state, own, self.owner)
-                pieces[which] = piece, write_source(piece)
+                pieces[which] = piece, source_of(piece)
             if rank in self.played:
                 piece, source = pieces[which]
-                body = make_body(_on(piece, own), name, source)
-                bodies[rank] = body if plan.returned else body.returning_unit()
+                bodies[rank] = make_body(_on(piece, own), name, source)
         first, _ = next(iter(pieces.values()))
         touches = plan.gradients or plan.reads(self.section.state)
         function = Function(

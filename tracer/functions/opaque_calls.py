@@ -46,9 +46,16 @@ def opaque_results(mark: OpaqueMark, instance: Any, call: Call) -> Tree:
 
 
 def refuse_tensors(target: Target, call: Call, results: Tree) -> None:
-    """Refuse an opaque method of pieces that returns tensors: ranks would return different ones."""
+    """Refuse an opaque method that takes or returns pieces of values: nothing knows the whole."""
     if target.group is None or not target.group.has_layouts:
         return
+    if any(layout is not None for layout in target.group.inputs):
+        raise TraceError(
+            f"{call.what} is opaque, and the plan of {target.actor} cuts what it takes",
+            loc=call.loc,
+            remedy="name the argument cg.whole in the plan, so that each rank gets all of it; or "
+            "let a traced method compute what this one needs",
+        )
     if any(isinstance(leaf, TensorSpec) for leaf in results.leaves):
         raise TraceError(
             f"{call.what} is opaque and returns tensors, and each rank of {target.actor} calls it "
@@ -110,6 +117,8 @@ def strictly(call: Call) -> Call:
 def opaque_body(call: Call, mark: OpaqueMark, results: Tree) -> Body:
     """A body that calls the function with the filled-in signature, gradients enabled.
 
+    Like all bodies it returns a unit where the function returns nothing.
+
     Raises (when it runs):
         TypeError: the function returns something else than its mark says.
     """
@@ -135,10 +144,10 @@ def opaque_body(call: Call, mark: OpaqueMark, results: Tree) -> Body:
                 f"{what} is marked @cg.opaque(returns={mark.returns}), but it returned "
                 f"{_words(result)}"
             )
-        return tuple(result)
+        return tuple(result) or (None,)
 
     def typed(*inputs: Any) -> Sequence[Any]:
-        return _checked(run(*inputs), results, what)
+        return _checked(run(*inputs), results, what) or (None,)
 
     return typed if mark.fake is not None else one if mark.returns is None else several
 

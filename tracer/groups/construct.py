@@ -14,6 +14,7 @@ import torch
 
 from ...ir.types import Mesh
 from ..actors.actor_state import collect
+from ..actors.actors import ActorError
 from ..functions.interface import Peers
 from .group import GroupActor
 from .meta import Init, TensorSource, fill, fill_from
@@ -48,7 +49,7 @@ class Constructor:
         """Construct it where a rank of the mesh is played. Collective.
 
         Raises:
-            GroupError: another rank could not make it, or has made another object.
+            ActorError: another rank could not make it, or has made another object.
         """
         played = [rank for rank in self.mesh.ranks if self.peers.plays(rank)]
         first = self.mesh.ranks[0]
@@ -94,7 +95,7 @@ class Constructor:
         state: torch.Tensor,
     ) -> dict[int, Any]:
         """The instance of each played rank; where these are several, each has its own."""
-        copies = [instance, *(copy.deepcopy(instance) for _ in played[1:])]
+        copies = [instance, *(_copied(instance) for _ in played[1:])]
         for rank, each in zip(played, copies, strict=True):
             by_path = {tensor.path: tensor for tensor in logical}
             if self.init == "meta":
@@ -116,19 +117,31 @@ class Constructor:
             raise failed
         for error, _, ranks in told:
             if error is not None:
-                raise GroupError(f"{self.name} could not be made on rank {ranks[0]}: {error}")
+                raise ActorError(f"{self.name} could not be made on rank {ranks[0]}: {error}")
         digests = {theirs: ranks[0] for _, theirs, ranks in reversed(told) if theirs}
         if len(digests) > 1:
             one, other = sorted(digests.values())[:2]
-            raise GroupError(
+            raise ActorError(
                 f"ranks {one} and {other} have made {self.name} with other numbers; torch's "
                 "generator starts the constructor equally on all ranks of the mesh: draw from it, "
                 "or seed what else is drawn from (random, numpy), and read the same files"
             )
 
 
-class GroupError(RuntimeError):
-    """An actor on a mesh could not be made alike on all its ranks."""
+def _copied(instance: Any) -> Any:
+    """A copy with all attributes of optimizers, of which torch copies its own alone.
+
+    Functions stay out, such as the `step` that a scheduler has put into its optimizer: they belong
+    to what they were made for.
+    """
+    memo: dict[int, Any] = {}
+    made = copy.deepcopy(instance, memo)
+    for trainer in collect(instance).trainers:
+        twin = memo.get(id(trainer), trainer)
+        for name, value in vars(trainer).items():
+            if name not in vars(twin) and not callable(value):
+                setattr(twin, name, copy.deepcopy(value, memo))
+    return made
 
 
 def arguments_of(cls: type[Any]) -> Iterator[tuple[str, str]]:

@@ -13,6 +13,7 @@ from ...ir.types import Mesh, Place
 from ..actors.actor_state import ActorState, StateTensor, collect
 from ..errors import TraceError
 from .gradient_buckets import BUCKET
+from .piece_memory import PieceMemory
 from .pieces import LogicalTensor
 from .plan import Plan
 
@@ -28,6 +29,7 @@ class GroupActor:
         logical: its tensors when it was made, by path; empty where this process holds no pieces.
         instances: the objects with the pieces of the ranks that this process plays, by rank.
         bucket_bytes: as `Cls.on` takes it.
+        memory: of each rank, what is known to hold pieces; opaque methods look at it.
     """
 
     name: str
@@ -36,6 +38,7 @@ class GroupActor:
     logical: Mapping[str, LogicalTensor]
     instances: Mapping[int, Any]
     bucket_bytes: int = BUCKET
+    memory: dict[int, PieceMemory] = field(default_factory=dict, repr=False)
 
     @property
     def first(self) -> int:

@@ -19,7 +19,7 @@ import torch
 from ...ir.module import FunctionKind
 from ...ir.ops import Call
 from ...ir.types import TensorType
-from ..codegen.codegen import wrapped
+from ..codegen.bodies import wrapped
 from ..functions.interface import Body, Guard
 from ..step.inputs import show_type
 from ..step.session import Session

@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from operator import is_
 from types import CellType
 from typing import Any
 
@@ -200,9 +201,8 @@ def _identical(now: Any, copy: Any) -> bool:
     if len(now) != len(copy):
         return False
     if isinstance(now, dict):
-        pairs = zip(now.items(), copy.items(), strict=True)
-        return all(a is b and x is y for (a, x), (b, y) in pairs)
-    return all(x is y for x, y in zip(now, copy, strict=True))
+        return all(map(is_, now, copy)) and all(map(is_, now.values(), copy.values()))
+    return all(map(is_, now, copy))
 
 
 def _equal(now: Any, copy: Any) -> bool:

@@ -169,11 +169,11 @@ class Expansion:
 
     Attributes:
         function: takes the op's arguments by name, and gives its result, or the tuple of them.
-        counted: the cut of what `torch.arange` makes in it, so that nothing is made whole first.
+        asked: by op, the cuts of what it is to make, so that nothing is made whole first.
     """
 
     function: Callable[..., Any]
-    counted: Cut | None = None
+    asked: Mapping[torch._ops.OpOverload, tuple[Cut, ...]] = field(default_factory=dict)
 
 
 Rule: TypeAlias = Callable[[Case], Answer | Expansion]

@@ -17,6 +17,7 @@ from torch import fx
 
 from ..autodiff.subgraphs import has_effect, is_view
 from ..methods.dispatch_modes import is_random
+from .cases import LayoutError
 from .cuts import Product
 from .rank_graphs import Graphs, Name, build_all, kind
 from .versions import Propagation, Transfer, Version
@@ -139,7 +140,8 @@ class _Cutter:
         own = set(self.ops)
         self.level: dict[fx.Node, int] = {}
         self.needed: dict[int, dict[Version, None]] = {}
-        drawn, following, earliest = 0, 0, 0
+        drawn: int | None = None
+        following, earliest = 0, 0
         ends = _last_of_buckets(self.ops, buckets)
         writes = StateWrites(propagation, self.ops, self.state)
         for node in self.ops:
@@ -151,8 +153,10 @@ class _Cutter:
             self.level[node] = max([*found, writes.earliest(node)])
             if node.target is not operator.getitem:  # which is where its tuple is
                 self.level[node] = max(self.level[node], earliest)
-            if is_random(node.target, node.args, node.kwargs):  # they draw in the graph's order
-                drawn = self.level[node] = max(self.level[node], drawn)
+            if is_random(node.target, node.args, node.kwargs):
+                if drawn is not None and self.level[node] > drawn:
+                    raise self._draws_late(node)
+                drawn = self.level[node] = max(self.level[node], drawn or 0)
             following = max(following, self.level[node] + 1)
             writes.note(node, self.level[node])
             if node in ends:
@@ -160,6 +164,16 @@ class _Cutter:
         self._put_off(writes)
         writes.move_views(self.level)
         writes.check(self.outputs, (t.before for t in self.transfers.values()))
+
+    def _draws_late(self, node: fx.Node) -> LayoutError:
+        """The error that ops of two parts draw, since one key seeds all draws of a call."""
+        return LayoutError(
+            f"{node.target} draws random numbers behind an exchange, where others have been drawn "
+            "before it; so it would not draw what one rank draws",
+            loc=self.propagation.locations.get(node),
+            remedy="draw the numbers without the values that are exchanged, as by torch.rand_like "
+            "or dropout, and use them there; or draw in a method of its own",
+        )
 
     def _open(self, version: Version, level: int) -> None:
         """Note the level from which on a layer's state is gathered, where it is used first."""

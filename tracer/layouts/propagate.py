@@ -25,8 +25,6 @@ from .functional import read_later, without_writes
 from .rules.table import LINEAR, rule_of
 from .versions import End, Propagation, Transfer, Version, rewire, text_of
 
-_ARANGE = torch.ops.aten.arange.default
-
 Locations: TypeAlias = Mapping[str, Location]
 
 
@@ -366,8 +364,8 @@ class _Run:
                 elif each.op != "output":
                     copy = nodes[each] = self.graph.node_copy(each, nodes.__getitem__)
                     first = first or copy
-                    if each.target is _ARANGE and expansion.counted is not None:
-                        self.asked[copy] = (expansion.counted,)
+                    if each.target in expansion.asked:
+                        self.asked[copy] = expansion.asked[each.target]
                     if node in self.locations:
                         self.locations[copy] = self.locations[node]
         read_later(nodes.values(), node)

@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, t
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...ir.location import Location
+from ..methods.copy_node import copy_node
 from ..methods.dispatch_modes import (
     OpRecorder,
     nodes_so_far,
@@ -103,7 +104,7 @@ class Template:
         locations: dict[fx.Node, Location] = {}
 
         def copy(node: fx.Node) -> fx.Node:
-            new = copies[node] = graph.node_copy(node, copies.__getitem__)
+            new = copies[node] = copy_node(graph, node, copies.__getitem__)
             if node.name in recorder.locations:
                 locations[new] = recorder.locations[node.name]
             return new
@@ -228,10 +229,11 @@ class Emitter:
     def _issue(self, template: Template, nodes: Sequence[fx.Node]) -> None:
         graph, copies = graph_so_far(), self._nodes
         locations = self._recorder.locations
-        with _disable_current_modes(), torch.no_grad():
+        # Without the function modes, which each look at an attribute of a tensor would go through.
+        with _disable_current_modes(), torch.no_grad(), torch._C.DisableTorchFunction():
             for node in nodes:
                 value = self._values[node] = self._like(node.meta["val"])
-                new = copies[node] = graph.node_copy(node, copies.__getitem__)
+                new = copies[node] = copy_node(graph, node, copies.__getitem__)
                 new.meta["val"] = value
                 if node in template.locations:
                     locations[new.name] = template.locations[node]

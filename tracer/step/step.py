@@ -24,6 +24,7 @@ from ..groups.group_calls import layout_of, moved
 from ..guards.runtime_guards import recheck, watch_arguments
 from ..source import caller_location, traceback_location
 from .binding import definition
+from .collector import collector_paused
 from .inputs import InputError, InputSpec, leaf_spec, name_leaves
 from .recorder import Recorder, training_refused
 from .repeat import record_twice
@@ -33,6 +34,7 @@ from .trace import Given, OutputSpec, Trace
 from .values import NotAValue, ObjectValue, TracedTensor, storage_of
 
 
+@collector_paused()
 def trace_step(
     fn: Callable[..., Any],
     args: tuple[Any, ...],

@@ -15,10 +15,10 @@ from ....ir.pipeline.order import Order
 from ....ir.pipeline.timing import Timeline, play
 from ..base import Pipeline
 from .bound import MOST_TASKS, find_windows, lower_bound
-from .improve import Search, Start, Trial, Urgency, following
+from .improve import Search, Start, Trial, Urgency, following, quality
 from .known_orders import known_orders
 from .list_scheduling import Listed, list_schedule
-from .policies import BACKWARDS_FIRST, SEEDS, Policy
+from .policies import BACKWARDS_FIRST, SEEDS, Policy, drawn
 from .problem import ROUNDING, Problem
 from .recompute import sets_to_try
 from .stretch import CUTS, PATIENCES, STEP, fewer_microbatches, stretched
@@ -28,7 +28,7 @@ CHOICES = 4
 _LARGE = 1_000_000
 """Beyond so many tasks only some known orders are played, and no list schedule is made."""
 _NEAR = 0.002
-"""Where so many tasks are that one list schedule takes long, a gap of this share is good enough."""
+"""A gap of this share is good enough where a list schedule, or many of them, would take long."""
 _LESS = {
     False: "auto(remat=True), or cg.remat(actor.method) in the step, keeps less of it",
     True: "even as stages recompute; smaller microbatches take less",
@@ -92,8 +92,8 @@ def find_orders(
 ) -> tuple[Found, ...]:
     """The best orders that a search finds, best first: at least one, at most `CHOICES`.
 
-    Known schedules that fit into the memory, list schedules by many policies, and what a hill
-    climb makes of the best of these. None is longer than a known schedule that fits. For many
+    Known schedules that fit into the memory, list schedules by many policies, and what hill
+    climbs make of the best of these. None is longer than a known schedule that fits. For many
     microbatches the search is done with few, and a part of what it finds is repeated, or its
     policies are used again. Without `seconds` the result depends on the arguments alone.
 
@@ -197,14 +197,14 @@ class _Finder:
         for _, order in known_orders(small, few=True):
             urgency = _urgency(small, self._play(small, order))
             starts.append((following(0.5), urgency))
-        search = Search(small, windows, least, self.random, self._budget(small, 1.0))
-        others = _others(starts) if is_whole else []
-        trials = _distinct(search.run(starts, others))
-        self.trials += search.count
+        search = Search(small, windows, least, self.random)
+        most = self._most(small, 1.0)
+        trials = search.run(starts, self._budget(most, 0.5))
         if is_whole:
-            self._keep(problem, trials)
+            self._finish(search, starts, trials, most // 2)
         elif trials:
-            self._stretch(small, trials, bound)
+            self._stretch(small, _distinct(trials), bound)
+        self.trials += search.count
 
     def _stretch(self, small: Problem, trials: Sequence[Trial], bound: float) -> None:
         """Stretch the best orders for fewer microbatches, and improve what comes of that."""
@@ -238,23 +238,47 @@ class _Finder:
         policies = [trial.policy for trial in trials if trial.boosts is None]
         firsts = [policy for policy in policies if policy in SEEDS]
         starts += [(policy, None) for policy in dict.fromkeys([*policies[:2], *firsts[:5]])]
-        windows, budget = find_windows(problem), self._budget(problem, 0.3)
-        search = Search(problem, windows, bound, self.random, budget)
-        self._keep(problem, _distinct(search.run(starts, _others(starts))))
+        search = Search(problem, find_windows(problem), bound, self.random)
+        trials = search.run(starts, self._budget(self._most(problem, 0.3), 0.5))
+        self._finish(search, starts, trials, 0)
         self.trials += search.count
 
-    def _keep(self, problem: Problem, trials: Sequence[Trial]) -> None:
-        for trial in trials[:CHOICES]:
-            self._rate(problem.order(trial.listed.lanes), "a search")
+    def _finish(
+        self, search: Search, starts: Sequence[Start], trials: Sequence[Trial], more: int
+    ) -> None:
+        """Climb again, from the best and policies that hardly any pipeline wants.
 
-    def _budget(self, problem: Problem, share: float) -> Callable[[int], bool]:
-        """Says after a number of trials whether there is time for one more."""
-        if self.until is not None:
-            until = self.until
-            return lambda _: time.monotonic() < until
+        Args:
+            search, starts, trials: the climb before, what it began with, and what it has found.
+            more: how many policies to draw, if the best is not near the bound. Half as many moves
+                follow.
+        """
+        best = trials[0] if trials else None
+        if best is not None and best.span <= search.bound * (1.0 + _NEAR):
+            more = 0
+        policies = _others(starts) + [drawn(self.random) for _ in range(more)]
+        budget = self._budget(len(policies) + more // 2, 1.0)
+        found = search.run([(policy, None) for policy in policies], budget, best)
+        for trial in _distinct(sorted([*trials, *found], key=quality))[:CHOICES]:
+            self._rate(self.problem.order(trial.listed.lanes), "a search")
+
+    def _most(self, problem: Problem, share: float) -> int:
+        """How many trials a share of the search of a problem may be."""
         size = max(1, problem.tasks)
-        most = max(8, min(500, int(share * 220_000 * (size / 800) ** 0.65 / size)))
-        return lambda count: count < most
+        return max(8, min(500, int(share * 220_000 * (size / 800) ** 0.65 / size)))
+
+    def _budget(self, most: int, share: float) -> Callable[[int], bool]:
+        """Says after a number of trials whether there is time for one more.
+
+        Args:
+            most: how many trials there may be.
+            share: instead, of the time that is left, where there is a budget of time.
+        """
+        if self.until is None:
+            return lambda count: count < most
+        now = time.monotonic()
+        until = now + share * (self.until - now)
+        return lambda _: time.monotonic() < until
 
     def _play(self, problem: Problem, order: Order) -> Timeline:
         pipeline = problem.pipeline
@@ -306,7 +330,7 @@ class _Finder:
 
 
 def _others(starts: Sequence[Start]) -> list[Policy]:
-    """The policies of the zero-bubble heuristic that a search does not begin with."""
+    """The policies of the zero-bubble heuristic that a climb did not begin with."""
     begun = {policy for policy, boosts in starts if boosts is None}
     return [policy for policy in BACKWARDS_FIRST if policy not in begun]
 

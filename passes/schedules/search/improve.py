@@ -43,7 +43,8 @@ class Trial:
         return self.span <= other.span + slack and self.excess <= other.excess
 
 
-def _quality(trial: Trial) -> tuple[float, float]:
+def quality(trial: Trial) -> tuple[float, float]:
+    """What to sort trials by, best first."""
     return round(trial.span, 9), trial.excess
 
 
@@ -53,68 +54,54 @@ def following(patience: float) -> Policy:
 
 
 class Search:
-    """A hill climb from the best of the first policies.
+    """Hill climbs, each from the best of some policies.
 
     Args:
         problem: what has to be ordered.
         windows: heads and tails of its tasks.
         bound: a lower bound of the span; the search ends where that is reached.
         random: what decides between moves.
-        goes_on: whether there is time for another trial after so many.
 
     Attributes:
         count: how many trials there were.
     """
 
-    def __init__(
-        self,
-        problem: Problem,
-        windows: Windows,
-        bound: float,
-        random: Random,
-        goes_on: Callable[[int], bool],
-    ) -> None:
+    def __init__(self, problem: Problem, windows: Windows, bound: float, random: Random) -> None:
         self.problem = problem
         self.windows = windows
         self.bound = bound
         self.random = random
-        self.goes_on = goes_on
         self.count = 0
 
-    def run(self, starts: Iterable[Start], others: Iterable[Policy] = ()) -> list[Trial]:
-        """The best trials, best first; none if nothing to begin with gives an order.
+    def run(
+        self, starts: Iterable[Start], goes_on: Callable[[int], bool], known: Trial | None = None
+    ) -> list[Trial]:
+        """The best trials of a climb, best first; none if nothing to begin with gives an order.
 
         Args:
-            starts: what the search begins with.
-            others: policies that are tried at the end, and count only where they are shorter. Most
-                are soon given up, so whoever counts trials leaves them out.
+            starts: what the climb begins with.
+            goes_on: whether there is time for another trial after so many.
+            known: what it begins with besides. A start that is sure to be longer than the best so
+                far is then given up, which takes a fraction of the time.
         """
-        found: list[Trial] = []
+        begun = self.count
+        found = [] if known is None else [known]
         for policy, boosts in starts:
-            trial = self.attempt(policy, boosts)
+            if found and (self._is_best(found[-1]) or not goes_on(self.count - begun)):
+                break
+            trial = self.attempt(policy, boosts, known)
             if trial is not None:
                 found.append(trial)
-                if self._is_best(trial):
-                    break
-            if found and not self.goes_on(self.count):
-                break
-        found.sort(key=_quality)
+                known = None if known is None else trial
+        found.sort(key=quality)
         tops = self._kinds(found)
-        while tops and self.goes_on(self.count) and not self._is_best(tops[0]):
+        while tops and goes_on(self.count - begun) and not self._is_best(tops[0]):
             at = 0 if self.random.random() < 0.7 else self.random.randrange(len(tops))
             moved = self._move(tops[at])
             if moved is not None and moved.beats(tops[at]):
                 tops[at] = moved
-                tops.sort(key=_quality)
-        best = min(tops, key=_quality, default=None)
-        for policy in others:
-            if (best is not None and self._is_best(best)) or not self.goes_on(0):
-                break
-            trial = self.attempt(policy, None, best)
-            if trial is not None:
-                best = trial
-                found.append(trial)
-        return sorted([*tops, *found], key=_quality)
+                tops.sort(key=quality)
+        return sorted([*tops, *found], key=quality)
 
     def attempt(
         self, policy: Policy, boosts: Urgency | None, known: Trial | None = None

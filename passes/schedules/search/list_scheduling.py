@@ -69,7 +69,8 @@ def list_schedule(problem: Problem, rule: Rule, longest: float = _NEVER) -> List
     n, m = problem.parts, problem.microbatches
     rank_of, durations, transfers = problem.rank_of, problem.durations, problem.transfers
     grows, needs, split = problem.grows, problem.needs, problem.split
-    urgency, (wait_f, wait_b, wait_w), swing = rule.urgency, rule.patience, rule.swing
+    urgency, swing = rule.urgency, rule.swing
+    patience = [rule.patience[lane // n] * durations[lane] for lane in range(3 * n)]
     ahead = rule.ahead or (_NEVER,) * n
     # The room that an F needs: its own, that of a microbatch in each later part of its rank, and
     # what a B needs there, if any does.
@@ -79,8 +80,6 @@ def list_schedule(problem: Problem, rule: Rule, longest: float = _NEVER) -> List
         for k in range(n)
     ]
     limits = [c * (1.0 + ROUNDING) + ROUNDING for c in problem.capacities]
-    # Last part first: its tasks free memory soonest, so it comes first among equals.
-    hosted = [tuple(reversed(parts)) for parts in problem.hosted]
     forwards: list[list[float]] = [[] for _ in range(n)]
     backwards: list[list[float]] = [[] for _ in range(n)]
     forwards[0] = [0.0] * m
@@ -88,6 +87,19 @@ def list_schedule(problem: Problem, rule: Rule, longest: float = _NEVER) -> List
     held = [0.0] * problem.ranks
     free = [0.0] * problem.ranks
     swings = [0.0] * problem.ranks
+    # What is looked at whenever a rank is free, in one place. Last part first: its tasks free
+    # memory soonest, so it comes first among equals.
+    hosted = [
+        [
+            (k, backwards[k], urgency[n + k], needs[k], forwards[k], urgency[k], rooms[k], ahead[k])
+            for k in reversed(parts)
+        ]
+        for parts in problem.hosted
+    ]
+    weights = [
+        [(k, urgency[2 * n + k]) for k in reversed(parts)] if split else []
+        for parts in problem.hosted
+    ]
     lanes: list[list[int]] = [[] for _ in hosted]
     starts: list[list[float]] = [[] for _ in hosted]
     events = [(0.0, rank) for rank in range(problem.ranks)]
@@ -105,42 +117,43 @@ def list_schedule(problem: Problem, rule: Rule, longest: float = _NEVER) -> List
         coming: list[tuple[float, float]] = []
         room = limits[rank] - held[rank]
         more = swings[rank]
-        for k in hosted[rank]:
+        for k, ready_b, urgent_b, need, ready_f, urgent_f, room_f, limit in hosted[rank]:
             i = b[k]
-            if i < len(backwards[k]):
-                time, value = backwards[k][i], urgency[n + k][i]
+            if i < len(ready_b):
+                time, value = ready_b[i], urgent_b[i]
                 if time > now:
                     coming.append((time, value))
-                elif needs[k] > room:
-                    blocked = max(blocked, value)
+                elif need > room:
+                    if value > blocked:
+                        blocked = value
                 elif value > best:
                     best, chosen = value, n + k
-            i = f[k]
-            if i < len(forwards[k]) and i - b[k] < ahead[k]:
-                time, value = forwards[k][i], urgency[k][i] + more
-                if rooms[k] > room:
+            j = f[k]
+            if j < len(ready_f) and j - i < limit:
+                time, value = ready_f[j], urgent_f[j] + more
+                if room_f > room:
                     if time <= now and value > blocked:
                         blocked = value
                 elif time > now:
                     coming.append((time, value))
                 elif value > best:
                     best, chosen = value, k
-        if split:
-            for k in hosted[rank]:
-                i = w[k]
-                if i < b[k]:
-                    value = urgency[2 * n + k][i]
-                    if value < blocked:
-                        value, lent = blocked, True
-                    if value > best:
-                        best, chosen = value, 2 * n + k
+        for k, urgent_w in weights[rank]:
+            i = w[k]
+            if i < b[k]:
+                value = urgent_w[i]
+                if value < blocked:
+                    value, lent = blocked, True
+                if value > best:
+                    best, chosen = value, 2 * n + k
         if chosen < 0:
             continue
         length = durations[chosen]
         if coming and not (lent and chosen >= 2 * n):
-            patience = wait_f if chosen < n else wait_b if chosen < 2 * n else wait_w
-            until = now + patience * length
-            awaited = min((t for t, v in coming if v > best and t < until), default=_NEVER)
+            awaited = until = now + patience[chosen]
+            for time, value in coming:
+                if value > best and time < awaited:
+                    awaited = time
             if awaited < until:
                 heappush(events, (awaited, rank))
                 continue

@@ -124,6 +124,21 @@ def _shifted(values: Triple, random: Random, scales: Sequence[float]) -> Triple:
     return f, b, w
 
 
+def drawn(random: Random) -> Policy:
+    """A policy that fills memory with forwards before anything else.
+
+    Which B comes next then decides how fast it is filled, and that depends on the chunks; so much
+    that only chance finds it.
+    """
+    draw = random.uniform
+    return Policy(
+        action=(draw(1.0, 6.0), 0.0, -1.0),
+        chunk=(draw(0.0, 2.0), draw(-3.0, 0.0), draw(-1.0, 1.0)),
+        turn=(draw(0.0, 0.1), 0.0, draw(0.0, 0.2)),
+        patience=(draw(0.0, 1.0), 0.0, draw(0.0, 1.0)),
+    )
+
+
 _VARIED = ("action", "chunk", "place", "turn", "patience", "patience", "swing", "ahead")
 
 _BACKWARDS_FIRST: Triple = (0.0, 1.0, -1.0)

@@ -425,11 +425,17 @@ def test_a_timeout_says_where_every_rank_is() -> None:
         if world.rank == 2:  # never enters the second execution
             world.barrier()
             return None
-        control.begin(PLAN, at(world.rank, 10 + world.rank, 7), describe, timeout=0.3)
+        if world.rank == 0:  # whose deadline begins when the other one is there
+            assert second_has_begun.wait(60)
+        timeout = 0.3 if world.rank == 0 else None
+        control.begin(PLAN, at(world.rank, 10 + world.rank, 7), describe, timeout=timeout)
+        if world.rank == 1:
+            second_has_begun.set()
         message = str(wait_for_trouble(control))
         world.barrier()
         return message
 
+    second_has_begun = threading.Event()
     first, second, _ = run_controls(3, body)
     assert first == second
     assert "has not ended after 0.3 s" in first

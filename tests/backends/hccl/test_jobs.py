@@ -44,7 +44,15 @@ def calls(output: str, rank: int, part: str) -> dict[str, int]:
     return {name: int(count) for name, count in re.findall(r"(\w+) (\d+)", found)}
 
 
-@pytest.mark.parametrize(("ranks", "seeds", "trainings"), [(2, (0, 10), 4), (4, (100, 104), 0)])
+@pytest.mark.parametrize(
+    ("ranks", "seeds", "trainings"),
+    [
+        (2, (0, 6), 4),
+        (4, (100, 102), 0),
+        pytest.param(2, (6, 14), 0, marks=pytest.mark.slow),
+        pytest.param(4, (102, 106), 0, marks=pytest.mark.slow),
+    ],
+)
 def test_conformance_random_steps_and_training(
     mock: Path, ranks: int, seeds: tuple[int, int], trainings: int
 ) -> None:

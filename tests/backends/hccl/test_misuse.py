@@ -29,7 +29,7 @@ def values(*numbers: float) -> torch.Tensor:
 
 def settled(rank: Rank, comm: Any, kind: Stream = Stream.MESSAGE) -> str | None:
     """The library's report of a communicator, once its work is over or has failed."""
-    deadline = time.monotonic() + 8
+    deadline = time.monotonic() + 60
     mark = rank.device.event()
     mark.record(rank.stream(kind))
     try:

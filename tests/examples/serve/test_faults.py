@@ -256,7 +256,7 @@ def test_a_port_that_is_taken() -> None:
     [
         (["--features=-nothing"], "no feature '-nothing'"),
         (["--model", "/nowhere"], "there is no model /nowhere"),
-        (["--host", "no.such.host.invalid"], "Name or service not known"),
+        (["--host", "no.such.host.invalid"], "give another --host or --port"),
         (["--port", "65536"], "port must be 0-65535"),
     ],
 )

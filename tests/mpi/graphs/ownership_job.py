@@ -78,7 +78,7 @@ class Source:
 
     @cg.opaque
     def ask(self, x: Any) -> Any:
-        return inner.execute(x).result(timeout=5)
+        return inner.execute(x).result(timeout=SECONDS)
 
     @cg.opaque
     def use(self, x: Any) -> Any:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
-from ....ir.layout import Layout, shape_of
-from ..cases import Answer, Case, Local, LocalOp, Rule, whole
+from ....ir.layout import Cut, Layout, shape_of
+from ..cases import Answer, Case, Expansion, Local, LocalOp, Rule, whole
 from ..cuts import canonical
 
 _ATEN = torch.ops.aten
@@ -24,6 +24,11 @@ def made(case: Case, sizes: Mapping[str, int], local: Local | None = None) -> An
         result = Layout(tuple(canonical(cut, size, case.sizes) for cut, size in pairs))
     wanted = tuple(operand.layout for operand in case.operands)
     return Answer(wanted, (result,), sizes, local, frozenset(range(rank)))
+
+
+def counting(function: Callable[..., Any], cut: Cut) -> Expansion:
+    """An expansion that counts by `torch.arange`, each rank the entries of its piece alone."""
+    return Expansion(function, {_ATEN.arange.default: (cut,)})
 
 
 def whole_then_piece(op: LocalOp) -> Any:

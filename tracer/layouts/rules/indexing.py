@@ -15,6 +15,7 @@ from ....ir.layout import shape_of
 from ..cases import Answer, Case, Expansion, LocalOp, Operand, Rule, Shape, dim_of
 from ..cuts import is_interval
 from ..factors import Dim, Dims, Factors, Linear, each, jointly, solve
+from .creation import counting
 from .views import named
 
 _ATEN = torch.ops.aten
@@ -228,7 +229,7 @@ def _gather(case: Case) -> Answer | Expansion:
     dim = dim_of(case["dim"], len(source))
     others_agree = source[:dim] + source[dim + 1 :] == index[:dim] + index[dim + 1 :]
     if source and case.has_cut(case["self"], dim) and others_agree:
-        return Expansion(partial(_gathered, dim), case["self"].cuts[dim])
+        return counting(partial(_gathered, dim), case["self"].cuts[dim])
     dims, sizes, keep = _beside(source, index, dim)
     given = tuple((f"d{n}",) for n in range(len(source)))
     return solve(case, Factors((given, dims), (dims,), sizes, each(0), keep, moves=True))

@@ -16,6 +16,7 @@ import torch
 from ....ir.attributes import ReduceOp
 from ..cases import Answer, Case, Expansion, Operand, Rule, whole
 from ..factors import Dims, Factors, each, solve
+from .creation import counting
 from .pointwise import broadcast, operand
 
 _ATEN = torch.ops.aten
@@ -69,7 +70,7 @@ def _nll_loss(case: Case) -> Answer | Expansion:
     cut_batch = (classes == 1 and case.has_cut(given, 0)) or any(case["target"].cuts)
     weight = operand(case, "weight")
     if case.has_cut(given, classes) or case.has_cut(weight, 0):
-        return Expansion(partial(_nll_loss_of, weight is not None), given.cuts[classes])
+        return counting(partial(_nll_loss_of, weight is not None), given.cuts[classes])
     if case["reduction"] == _MEAN and cut_batch:
         return Expansion(partial(_mean_by_weight, case.target))
     batch, sizes = _batch(given)
@@ -133,7 +134,7 @@ def _nll_loss_backward(case: Case) -> Answer | Expansion:
     weight = operand(case, "weight")
     if case.has_cut(given, len(given.shape) - 1) or case.has_cut(weight, 0):
         cut = given.cuts[-1]
-        return Expansion(partial(_nll_loss_backward_of, weight is not None), cut)
+        return counting(partial(_nll_loss_backward_of, weight is not None), cut)
     batch, sizes = _batch(given)
     gradient = batch if case["reduction"] == _NONE else ()
     operands = [gradient, (*batch, ("c",)), batch]
@@ -165,7 +166,7 @@ def _nll_loss_2d(case: Case) -> Answer | Expansion:
     given: Operand = case["self"]
     weight = operand(case, "weight")
     if case.has_cut(given, 1) or case.has_cut(weight, 0):
-        return Expansion(partial(_nll_loss_2d_of, weight is not None), given.cuts[1])
+        return counting(partial(_nll_loss_2d_of, weight is not None), given.cuts[1])
     if case["reduction"] == _MEAN and _is_cut(case):
         return Expansion(partial(_mean_by_weight, case.target))
     batch, image, sizes = _pixels(given)
@@ -191,7 +192,7 @@ def _nll_loss_2d_backward(case: Case) -> Answer | Expansion:
     given: Operand = case["self"]
     weight = operand(case, "weight")
     if case.has_cut(given, 1) or case.has_cut(weight, 0):
-        return Expansion(partial(_nll_loss_2d_backward_of, weight is not None), given.cuts[1])
+        return counting(partial(_nll_loss_2d_backward_of, weight is not None), given.cuts[1])
     batch, image, sizes = _pixels(given)
     gradient = batch if case["reduction"] == _NONE else ()
     operands = [gradient, image, batch, *([(("c",),)] if weight is not None else []), ()]

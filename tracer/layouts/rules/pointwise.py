@@ -5,6 +5,7 @@ All ops that torch tags as pointwise have the one rule; the table says which of 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -150,10 +151,30 @@ def rule(case: Case) -> Answer:
 def is_pointwise(target: torch._ops.OpOverload) -> bool:
     """True if torch says that an op works entry by entry, and it draws no random numbers."""
     tags = target.tags
+    if target is _ATEN.equal.default:  # torch's tag is wrong: it gives one answer for all entries
+        return False
     return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
 
 
 RULES: Mapping[object, Rule] = dict.fromkeys(_UNTAGGED, rule)
+
+_OF_TWO_KINDS = frozenset({"max", "min", "where"})
+"""Ops with overloads that work entry by entry, and others that do not."""
+
+
+@functools.cache
+def is_entrywise(target: torch._ops.OpOverload) -> bool:
+    """True if an op works entry by entry: of whichever form, in place, say, or on lists."""
+    if is_pointwise(target) or target in RULES:
+        return True
+    space, _, name = target._schema.name.partition("::")
+    family = name.removeprefix("_foreach_").removesuffix("_")
+    packet = getattr(_ATEN, family, None) if space == "aten" else None
+    if not isinstance(packet, torch._ops.OpOverloadPacket) or family in _OF_TWO_KINDS:
+        return False
+    names = packet.overloads()  # type: ignore[no-untyped-call]
+    forms = [getattr(packet, overload) for overload in names]
+    return any(is_pointwise(form) or form in RULES for form in forms)
 
 
 def operand(case: Case, name: str) -> Operand | None:

@@ -1,23 +1,26 @@
 """Rules of ops that draw random numbers.
 
-A rank draws those of the logical tensor, and keeps its piece, so a layout changes no number. All
-ranks of a group must draw from the same state.
+A rank draws those of the logical tensor, and keeps its piece, so a layout changes no number. Ranks
+draw from one state, in the order of the graph, before anything is exchanged: an op that takes a
+tensor whose values do not matter draws into memory without values, which follows from no exchange.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from ....ir.layout import Layout
-from ..cases import Answer, Case, LocalOp, Operand, Rule, whole
+from ..cases import Answer, Case, Expansion, LocalOp, Rule
 from .creation import made, whole_then_piece
 
 _ATEN = torch.ops.aten
+_MEMORY = _ATEN.empty_strided.default
 
 
 def _drawn(case: Case) -> Answer:
@@ -25,58 +28,62 @@ def _drawn(case: Case) -> Answer:
     return replace(made(case, {}), local=whole_then_piece, free=frozenset())
 
 
-def _like(case: Case) -> Answer:
-    """Cut as the tensor that it is made like, whose values do not matter."""
-    (operand,) = case.operands
-    return Answer((operand.layout,), (Layout(operand.cuts),), local=_local_like)
+def _by(function: Callable[..., Any]) -> Rule:
+    """The rule of an op that draws for each entry of its first operand, whatever its value is.
+
+    Args:
+        function: the op by others, of which one draws into memory. It takes the op, and the op's
+            arguments by name.
+    """
+
+    def rule(case: Case) -> Answer | Expansion:
+        operand = case.operands[0]
+        if operand.node.target is not _MEMORY or len(operand.node.users) > 1:
+            return Expansion(partial(function, case.target), {_MEMORY: operand.cuts})
+        layout = Layout(operand.cuts)
+        results = (layout,) * len(case.shapes)
+        return Answer((layout,), results, local=partial(_local, operand.node.meta["val"]))
+
+    return rule
 
 
-def _local_like(op: LocalOp) -> Any:
-    (shape,), (region,) = op.shapes, op.results
-    assert shape is not None
-    assert region is not None
-    lent = op.emit(_ATEN.new_empty.default, op.arguments["self"], list(shape))
-    return op.piece(op.run(self=lent), region)
+def _local(whole: torch.Tensor, op: LocalOp) -> Any:
+    """Draw for the whole tensor, and take the rank's pieces of the results."""
+    memory = op.emit(
+        _MEMORY, list(whole.shape), list(whole.stride()), dtype=whole.dtype, device=whole.device
+    )
+    drawn = op.run(**{op.target._schema.arguments[0].name: memory})
+    regions = [region for region in op.results if region is not None]
+    if len(regions) == 1:
+        return op.piece(drawn, regions[0])
+    items = [op.emit(operator.getitem, drawn, index) for index in range(len(regions))]
+    return tuple(op.piece(item, region) for item, region in zip(items, regions, strict=True))
 
 
-def _in_place(case: Case) -> Answer:
-    """Numbers that are written to a tensor, or follow from its entries one by one."""
-    first = case.operands[0]
-    layout = Layout(first.cuts)
-    others = tuple(whole(len(operand.shape)) for operand in case.operands[1:])
-    return Answer((layout, *others), (layout,), local=_local_in_place)
+def _memory_as(like: torch.Tensor) -> torch.Tensor:
+    """Memory without values. Kernels draw in the order in which it lies, so strides count."""
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
 
 
-def _local_in_place(op: LocalOp) -> Any:
-    (shape,), (region,) = op.shapes, op.results
-    assert shape is not None
-    assert region is not None
-    own = op.arguments["self"]
-    drawn = op.run(self=op.emit(_ATEN.new_empty.default, own, list(shape)))
-    return op.emit(_ATEN.copy_.default, own, op.piece(drawn, region))
+def _made_like(op: torch._ops.OpOverload, self: torch.Tensor, **given: Any) -> Any:
+    return op(_memory_as(self), **given)
 
 
-def _dropout(case: Case) -> Answer:
-    """A mask of the logical tensor's numbers, then a product."""
-    operand = case["input"]
-    assert isinstance(operand, Operand)
-    layout = Layout(operand.cuts)
-    return Answer((layout,), (layout, layout), local=_local_dropout)
+def _written(op: torch._ops.OpOverload, self: torch.Tensor, **given: Any) -> Any:
+    return self.copy_(op(_memory_as(self), **given))
 
 
-def _local_dropout(op: LocalOp) -> Any:
-    given, probability = op.arguments["input"], op.arguments["p"]
-    shape, region = op.shapes[0], op.results[0]
-    assert shape is not None
-    assert region is not None
-    if op.arguments["train"] is False or not probability:
-        return op.run()
-    ones = op.emit(_ATEN.new_ones.default, given, list(shape))
-    drawn = op.emit(_ATEN.native_dropout.default, ones, probability, True)
-    mask = op.piece(op.emit(operator.getitem, drawn, 1), region)
-    scale = 0.0 if probability == 1 else 1 / (1 - probability)
-    kept = op.emit(_ATEN.mul.Tensor, given, mask)
-    return op.emit(_ATEN.mul.Scalar, kept, scale), mask
+def _dropped(op: torch._ops.OpOverload, input: torch.Tensor, p: float, train: bool | None) -> Any:
+    """A product with a mask that has been drawn."""
+    _, mask = op(_memory_as(input), p, train)
+    return input * mask * (0.0 if p == 1 else 1 / (1 - p)), mask
+
+
+def _dropout(case: Case) -> Answer | Expansion:
+    if case["train"] is False or not case["p"]:  # it draws nothing
+        layout = Layout(case.operands[0].cuts)
+        return Answer((layout,), (layout, layout))
+    return _by(_dropped)(case)
 
 
 RULES: Mapping[object, Rule] = {
@@ -88,14 +95,15 @@ RULES: Mapping[object, Rule] = {
         _drawn,
     ),
     **dict.fromkeys(
-        (_ATEN.rand_like.default, _ATEN.randn_like.default, _ATEN.randint_like.default), _like
+        (_ATEN.rand_like.default, _ATEN.randn_like.default, _ATEN.randint_like.default),
+        _by(_made_like),
     ),
     **dict.fromkeys(
         (
             *(_ATEN.bernoulli_.float, _ATEN.uniform_.default, _ATEN.normal_.default),
             _ATEN.exponential_.default,
         ),
-        _in_place,
+        _by(_written),
     ),
     _ATEN.native_dropout.default: _dropout,
 }
