@@ -230,19 +230,19 @@ class GraphBody(StatefulBody, Protocol):
     def new_gradients(self) -> dict[int, Tensor]: ...
 
 
+Boxed = Callable[[list[Any]], Sequence[Any]]
+"""A call with the inputs in a list, which it empties, so that each goes after its last use."""
+
+
 @runtime_checkable
 class BoxedBody(Protocol):
     """A body that lets go of what it is given, each input after its last use.
 
     A call by arguments cannot: whoever calls holds them until it returns.
-
-    Attributes:
-        run_boxed: what a call does, with the inputs in a list. It empties the list, so that an
-            input goes as soon as the body is done with it, if nobody else holds it.
     """
 
     @property
-    def run_boxed(self) -> Callable[[list[Any]], Sequence[Any]]: ...
+    def run_boxed(self) -> Boxed: ...
 
 
 CommunicatorFactory = Callable[[World, Sequence[Channel]], Communicator]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from ...ir.attributes import Effect
-from ...ir.module import FunctionKind, Module, Program
+from ...ir.module import Function, FunctionKind, Program
 from ...ir.ops import Call, Collective, Send, Value
 
 STREAMS: Final = "the streams of the device"
@@ -89,27 +89,27 @@ class Tickets:
         return acquire, release
 
 
-def held_between(
-    program: Program, module: Module, registers: Mapping[Value, int]
-) -> dict[str, tuple[int, int]]:
-    """For each actor, the first and the last op between which an execution holds its lock.
+def locked_ops(
+    program: Program, functions: Mapping[str, Function], registers: Mapping[Value, int]
+) -> dict[str, list[int]]:
+    """By actor, the ops of a program from the first to the last of which its lock is held.
 
-    Calls that touch no state need no lock. What an opaque method has made may be changed by its
-    actor's next call, so the lock is released once it has been used and sent.
+    Calls that touch no state need none. What an opaque method has made may be changed by its
+    actor's next call, so the lock is held until it has been used and sent.
     """
-    calls: dict[str, list[int]] = {}
+    found: dict[str, list[int]] = {}
     makers: dict[int, list[str]] = {}
     for index, op in enumerate(program.ops):
         if isinstance(op, Call):
-            function = module.functions[op.fn.name]
+            function = functions[op.fn.name]
             if function.actor is not None and function.effect is not Effect.PURE:
                 states = [name for name, _ in function.touches if name is not None]
                 for name in states:
-                    calls.setdefault(name, []).append(index)
+                    found.setdefault(name, []).append(index)
                 if function.kind is FunctionKind.OPAQUE:
                     makers.update((registers[value], states) for value in op.results)
-        if isinstance(op, (Call, Send, Collective)):
+        if isinstance(op, Call | Send | Collective):
             for value in op.operands:
                 for name in makers.get(registers[value], ()):
-                    calls[name].append(index)
-    return {name: (indices[0], indices[-1]) for name, indices in calls.items()}
+                    found[name].append(index)
+    return found

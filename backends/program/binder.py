@@ -33,8 +33,17 @@ from ...ir.ops import (
     Wait,
 )
 from ...ir.types import FutureType, TensorType, UnitType, ValueType
-from ..base import Body, BoxedBody, Communicator, CopyingPort, GraphBody, Port, ReleasingPort
-from ..driven.ticket_locks import Tickets, held_between
+from ..base import (
+    Body,
+    Boxed,
+    BoxedBody,
+    Communicator,
+    CopyingPort,
+    GraphBody,
+    Port,
+    ReleasingPort,
+)
+from ..driven.ticket_locks import Tickets, locked_ops
 from ..dtypes import TORCH_DTYPES, describe
 from ..errors import BindError
 from . import builtins, instructions
@@ -78,10 +87,9 @@ class Binder:
         self._ports: dict[Value, Port] = {}
         self._indices: dict[Value, int] = {}
         self._found: dict[str, Body | None] = {}
-        self._boxed: dict[str, BoxedBody] = {}
+        self._boxed: dict[str, Boxed] = {}
         self._releasing: dict[type[Port], bool] = {}
         self._copies: dict[int, int] = {}
-        self._given: set[int] = set()
         self._returned: frozenset[Value] = frozenset()
         self._at = 0
         self._layout: Layout
@@ -142,16 +150,15 @@ class Binder:
                 self._fail(op, f"the module declares no function @{op.fn.name}")
 
     def _make_locks(self) -> tuple[dict[int, list[Instruction]], dict[int, list[Instruction]]]:
-        """By op: acquire an actor's lock ahead of it, and release it behind one."""
+        """What acquires an actor's lock ahead of an op, and what releases it behind one, by op."""
         acquires: dict[int, list[Instruction]] = {}
         releases: dict[int, list[Instruction]] = {}
-        if self._tickets is None:
-            return acquires, releases
-        held = held_between(self._program, self._module, self._layout.registers)
-        for name, (first, last) in held.items():
-            acquire, release = self._tickets.acquire_and_release(name)
-            acquires.setdefault(first, []).append(acquire)
-            releases.setdefault(last, []).append(release)
+        if self._tickets is not None:
+            registers, functions = self._layout.registers, self._module.functions
+            for name, ops in locked_ops(self._program, functions, registers).items():
+                acquire, release = self._tickets.acquire_and_release(name)
+                acquires.setdefault(ops[0], []).append(acquire)
+                releases.setdefault(ops[-1], []).append(release)
         return acquires, releases
 
     def _make_arena(self) -> Tensor:
@@ -255,7 +262,7 @@ class Binder:
             self._found[function.name] = self._body(function)
             of_graph = self._bodies.get(function.body_name)
             if function.kind is FunctionKind.GRAPH and isinstance(of_graph, BoxedBody):
-                self._boxed[function.name] = of_graph
+                self._boxed[function.name] = of_graph.run_boxed
         body = self._found[function.name]
         if body is None:
             owner = f"; actor {function.actor} must live on this rank" if function.actor else ""
@@ -272,11 +279,11 @@ class Binder:
         inputs = [self._register(value) for value in op.operands]
         outputs = [self._register(value) for value in op.results]
         boxed = self._boxed.get(function.name) if op.key is None else None
-        registers = self._code.registers
-        if boxed is not None and (given := self._give()):
-            run = instructions.call_boxed(boxed.run_boxed, registers, inputs, outputs, given)
+        given = given_away(self._program, self._layout, self._at) if boxed is not None else ()
+        if boxed is not None and given:
+            run = instructions.call_boxed(boxed, self._code.registers, inputs, outputs, given)
         else:
-            run = instructions.call(body, registers, inputs, outputs)
+            run = instructions.call(body, self._code.registers, inputs, outputs)
         targets = list(outputs)
         for value in op.results if function.kind is FunctionKind.OPAQUE else ():
             if value in self._returned:
@@ -286,14 +293,6 @@ class Binder:
                 targets.append(target)
         info = InstructionInfo(Role.COMPUTE, tuple(inputs), tuple(targets), function=function)
         self._emit(run, info)
-
-    def _give(self) -> tuple[int, ...]:
-        """The registers that this call empties itself, as its operands are given away."""
-        given = given_away(self._program, self._at, self._layout)
-        if self._tickets is None:
-            # Else a `free` does its part as ever: a graph, or an error, may stand for the call.
-            self._given.update(given)
-        return tuple(given.values())
 
     def _body(self, function: Function) -> Body | None:
         """The Python that a call of a function runs; None if there is none on this rank."""
@@ -367,7 +366,7 @@ class Binder:
 
     def _bind_free(self, op: Free) -> None:
         register = self._layout.clears.get(self._at)
-        if register is not None and self._at not in self._given:
+        if register is not None:
             self._emit(instructions.clear(self._code.registers, register), CLEAR)
         for future in self._layout.releases.get(self._at, ()):
             self._release(future)

@@ -123,27 +123,24 @@ def _taking_list(module: fx.GraphModule) -> fx.GraphModule:
 
 def _as_compiled(compute: Compute, examples: Sequence[Tensor]) -> Compute:
     """Let compiled code take tensors of other strides than it was compiled for."""
-    layouts = [(x.stride(), _strides(x)) for x in examples]
+    layouts = [x.stride() for x in examples]
 
     def run(values: list[Tensor]) -> Sequence[Tensor]:
-        # By index: a name for a value would hold it through the call.
-        for index, (strides, wanted) in enumerate(layouts):
-            if values[index].stride() != strides and _strides(values[index]) != wanted:
+        if [value.stride() for value in values] != layouts:  # almost never
+            for index, strides in enumerate(layouts):  # a name for a value would hold it
                 values[index] = _with_strides(values[index], strides)
         return compute(values)
 
     return run
 
 
-def _strides(tensor: Tensor) -> tuple[int, ...]:
-    """The strides that matter: of dimensions with more than one element."""
-    return tuple(s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1)
-
-
-def _with_strides(tensor: Tensor, strides: Sequence[int]) -> Tensor:
-    return torch.empty_strided(
-        tensor.shape, strides, dtype=tensor.dtype, device=tensor.device
-    ).copy_(tensor)
+def _with_strides(tensor: Tensor, wanted: tuple[int, ...]) -> Tensor:
+    """A tensor of these strides, where dimensions have more than one element."""
+    found = zip(tensor.shape, tensor.stride(), wanted, strict=True)
+    if all(mine == theirs for size, mine, theirs in found if size > 1):
+        return tensor
+    made = torch.empty_strided(tensor.shape, wanted, dtype=tensor.dtype, device=tensor.device)
+    return made.copy_(tensor)
 
 
 @contextmanager

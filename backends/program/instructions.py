@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...ir.types import TensorType
-from ..base import Body, Port
+from ..base import Body, Boxed, Port
 from ..dtypes import TORCH_DTYPES
 
 Instruction = Callable[[], bool]
@@ -196,7 +196,7 @@ def call(
 
 
 def call_boxed(
-    body: Callable[[list[Any]], Sequence[Any]],
+    body: Boxed,
     registers: Registers,
     inputs: Sequence[int],
     outputs: Sequence[int],

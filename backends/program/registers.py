@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
@@ -75,21 +76,17 @@ def lay_out(program: Program, module: Module) -> Layout:
     )
 
 
-def given_away(program: Program, at: int, layout: Layout) -> dict[int, int]:
-    """The operands that a call at an index may drop itself: registers, by the index of a `free`.
+def given_away(program: Program, layout: Layout, at: int) -> tuple[int, ...]:
+    """The registers of operands that a `free` right behind an op empties: the op may do so itself.
 
-    They are those that a `free` right behind the call would empty. Whatever else uses what they
-    hold, on any stream, is over ahead of the `free`, and stands ahead of the call.
+    Whatever else uses what they hold, on any stream, stands ahead of the `free`, and so of the op.
     """
     operands = {layout.registers[value] for value in program.ops[at].operands}
-    given: dict[int, int] = {}
-    for index in range(at + 1, len(program.ops)):
-        if not isinstance(program.ops[index], Free):
-            break
-        register = layout.clears.get(index)
-        if register in operands:
-            given[index] = register
-    return given
+    behind = itertools.takewhile(
+        lambda index: isinstance(program.ops[index], Free), range(at + 1, len(program.ops))
+    )
+    cleared = (layout.clears[index] for index in behind if index in layout.clears)
+    return tuple(register for register in cleared if register in operands)
 
 
 K = TypeVar("K")

@@ -6,13 +6,14 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from groups.bench import Run
 from torch import Tensor
 
 import cg
 from examples.serve.engine import CgEngine, Options, start
-from examples.serve.work import Decode, Row, Sampling
+from examples.serve.work import POSITION, SLOT, TABLE, TOKEN, Decode
 
 from .bench import ByHand, OneGpu, how_captured
 from .qwen2 import REAL, SMALL, Decoder, Sizes
@@ -191,29 +192,18 @@ class _Steps:
 
     def __init__(self, engine: CgEngine, sizes: Sizes, batch: int) -> None:
         self._engine, self._steps = engine, sizes.inner
-        table = sizes.context // 16
-        self._work = [
-            Decode(
-                0,
-                tuple(
-                    Row(
-                        1 if step == 0 else -1,
-                        sizes.filled + step,
-                        row,
-                        tuple(range(1 + row * table, 1 + (row + 1) * table)),
-                        Sampling(),
-                    )
-                    for row in range(batch)
-                ),
-            )
-            for step in range(sizes.inner)
-        ]
+        table = np.arange(1, 1 + batch * (sizes.context // 16)).reshape(batch, -1)
+        self._rows = np.zeros((batch, TABLE + table.shape[1]), np.int64)
+        self._rows[:, SLOT], self._rows[:, TABLE:] = np.arange(batch), table
+        self._filled = sizes.filled
         assert sizes.filled + sizes.inner <= sizes.context
 
     def __call__(self) -> None:
         under_way: deque[Any] = deque()
-        for work in self._work:
-            under_way.append(self._engine.submit(work))
+        for step in range(self._steps):
+            self._rows[:, TOKEN] = -1 if step else 1
+            self._rows[:, POSITION] = self._filled + step
+            under_way.append(self._engine.submit(Decode(0, self._rows)))
             if len(under_way) == 2:
                 under_way.popleft().result()
         while under_way:

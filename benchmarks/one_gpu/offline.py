@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from examples.serve.engine import CgEngine, Options, start
-from examples.serve.scheduler import Request, Scheduler, Ticket
+from examples.serve.requests import Request
+from examples.serve.scheduler import Scheduler, Ticket
 
 from .bench import OneGpu
 from .qwen2 import REAL, SMALL
@@ -20,6 +21,8 @@ SHORTEST, LONGEST = 100, 1024
 """Tokens of a prompt, and of an output."""
 IDS = 10_000
 """Prompts are of ids up to this one."""
+PROMPT_TOKENS = 16 * LONGEST
+"""Of the prompts of one prefill."""
 BATCHES = (16, 64, 128, 192, 256)
 FUSED_BATCHES = (64, 256)
 """Fewer, since compiling a variant takes half a minute."""
@@ -52,7 +55,8 @@ def offline(bench: OneGpu) -> None:
     options = Options(
         groups=1,
         batches=(2, 4) if bench.is_small else FUSED_BATCHES if fuse else BATCHES,
-        chunks=(16,) if bench.is_small else (1024,) if fuse else (512, 1024),
+        chunks=(32,) if bench.is_small else (LONGEST,),
+        prompt_tokens=4 * 32 if bench.is_small else PROMPT_TOKENS,
         blocks=1 + len(work) * context // size,
         block_size=size,
         context=context,
@@ -66,7 +70,7 @@ def offline(bench: OneGpu) -> None:
     assert engine is not None, "there is one rank"
     # Shorter than the whole, so that what is not warm yet is met before the clock runs.
     _serve(engine, load(4, 4, 20, 500), 60.0)
-    for turn in range(2):
+    for turn in range(max(1, bench.rounds)):
         if turn and bench.left < 30.0:
             break
         _report(bench, work, *_serve(engine, work, max(20.0, bench.left)))

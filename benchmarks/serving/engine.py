@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 from transformers.generation import ContinuousBatchingConfig
@@ -38,10 +39,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.serve.engine import CgEngine, Options, start
 from examples.serve.families import Drawn
-from examples.serve.work import Decode, Prefill, Row, Sampling
+from examples.serve.requests import GREEDY
+from examples.serve.work import POSITION, SLOT, TABLE, TOKEN, Chunk, Decode, Prefill, Rows
 
 PROMPT = 32
-GREEDY = Sampling()
 
 
 def config() -> Qwen2Config:
@@ -79,6 +80,18 @@ def blocks_of(row: int) -> tuple[int, ...]:
     return tuple(range(1 + 8 * row, 9 + 8 * row))
 
 
+def prefill_of(prompt: list[int], row: int, start: int = 0, last: bool = True) -> Prefill:
+    return Prefill((Chunk(prompt, start, blocks_of(row), last, GREEDY),))
+
+
+def rows_of(batch: int, first: int = 0) -> Rows:
+    """Rows of a decode batch behind prompts, which have the blocks of the rows from `first` on."""
+    rows = np.zeros((batch, TABLE + 8), np.int64)
+    rows[:, TOKEN], rows[:, POSITION], rows[:, SLOT] = -1, PROMPT, np.arange(batch)
+    rows[:, TABLE:] = [blocks_of(first + row) for row in range(batch)]
+    return rows
+
+
 # -- one rank -----------------------------------------------------------------------------------
 
 
@@ -90,17 +103,16 @@ def prompts(count: int) -> list[list[int]]:
 def our_step(engine: CgEngine, batch: int, steps: int) -> tuple[float, list[list[int]]]:
     """CPU seconds of a decode step, two executions in flight, and the tokens of each prompt."""
     firsts = [
-        engine.submit(Prefill(tuple(prompt), 0, blocks_of(i), True, GREEDY)).result()[0]
-        for i, prompt in enumerate(prompts(batch))
+        engine.submit(prefill_of(prompt, i)).result()[0] for i, prompt in enumerate(prompts(batch))
     ]
     began = time.process_time()
     results = []
-    for step in range(steps):
-        rows = tuple(
-            Row(-1 if step else firsts[i], PROMPT + step, i, blocks_of(i), GREEDY)
-            for i in range(batch)
-        )
+    rows = rows_of(batch)
+    rows[:, TOKEN] = firsts
+    for _ in range(steps):
         results.append(engine.submit(Decode(0, rows)))
+        rows[:, TOKEN] = -1
+        rows[:, POSITION] += 1
     out = [result.result() for result in results]
     seconds = (time.process_time() - began) / steps
     return seconds, [
@@ -150,17 +162,16 @@ def serve_all(engine: CgEngine, batch: int, new: int, work: list[list[int]]) -> 
     waiting = list(enumerate(work))
     out: list[list[int]] = [[] for _ in work]
     slots: dict[int, int] = {}
+    table = rows_of(batch)
     while waiting or slots:
         for slot in range(batch):
             if slot not in slots and waiting:
                 index, prompt = waiting.pop(0)
-                chunk = Prefill(tuple(prompt), 0, blocks_of(slot), True, GREEDY)
-                out[index] += engine.submit(chunk).result()
+                out[index] += engine.submit(prefill_of(prompt, slot)).result()
                 slots[slot] = index
-        rows = tuple(
-            Row(out[i][-1], PROMPT + len(out[i]) - 1, slot, blocks_of(slot), GREEDY)
-            for slot, i in slots.items()
-        )
+        rows = table[list(slots)]
+        rows[:, TOKEN] = [out[index][-1] for index in slots.values()]
+        rows[:, POSITION] += [len(out[index]) - 1 for index in slots.values()]
         for (slot, index), token in zip(
             tuple(slots.items()), engine.submit(Decode(0, rows)).result(), strict=True
         ):
@@ -230,17 +241,14 @@ def groups_section(engine: CgEngine, batch: int, rounds: int, pids: list[int]) -
     def tokens_per_second(groups: int) -> float:
         for group in range(groups):
             for i, prompt in enumerate(prompts(batch)):
-                blocks = blocks_of(group * batch + i)
-                engine.submit(Prefill(tuple(prompt), 0, blocks, True, GREEDY)).result()
+                engine.submit(prefill_of(prompt, group * batch + i)).result()
         began = time.perf_counter()
         results = []
-        for step in range(steps):
-            for group in range(groups):
-                rows = tuple(
-                    Row(-1, PROMPT + step, i, blocks_of(group * batch + i), GREEDY)
-                    for i in range(batch)
-                )
+        tables = [rows_of(batch, group * batch) for group in range(groups)]
+        for _ in range(steps):
+            for group, rows in enumerate(tables):
                 results.append(engine.submit(Decode(group, rows)))
+                rows[:, POSITION] += 1
         for result in results:
             result.result()
         return groups * batch * steps / (time.perf_counter() - began)

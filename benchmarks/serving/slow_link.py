@@ -48,9 +48,9 @@ from cg.launch.runtime.runtime import transport_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.serving.engine import GREEDY, PROMPT, blocks_of, config, prompts
+from benchmarks.serving.engine import PROMPT, config, prefill_of, prompts, rows_of
 from examples.serve.engine import CgEngine, Options, start
-from examples.serve.work import Decode, Prefill, Row
+from examples.serve.work import POSITION, TOKEN, Decode
 
 BATCH = 8
 STEPS = 40
@@ -227,21 +227,15 @@ def decode(engine: CgEngine, groups: int, by_driver: bool = False) -> dict[str, 
     """ITL and tokens/s of so many groups of B rows; a group's next batch is submitted at once."""
     under_way: list[Any] = [None] * groups
     tokens = [[1] * BATCH for _ in range(groups)]
+    tables = [rows_of(BATCH, group * BATCH) for group in range(groups)]
     gaps: list[float] = []
     last = [0.0] * groups
     began = time.perf_counter()
 
     def submit(group: int, step: int) -> None:
-        rows = tuple(
-            Row(
-                tokens[group][i] if by_driver or not step else -1,
-                PROMPT + step,
-                i,
-                blocks_of(group * BATCH + i),
-                GREEDY,
-            )
-            for i in range(BATCH)
-        )
+        rows = tables[group]
+        rows[:, TOKEN] = tokens[group] if by_driver or not step else -1
+        rows[:, POSITION] = PROMPT + step
         under_way[group] = engine.submit(Decode(group, rows))
 
     def collect(group: int) -> None:
@@ -274,8 +268,8 @@ def first_token(engine: CgEngine) -> float:
     """Milliseconds to the first token of a prompt of two chunks, which follow one another."""
     prompt = prompts(2)
     began = time.perf_counter()
-    first = engine.submit(Prefill(tuple(prompt[0]), 0, blocks_of(0), False, GREEDY))
-    second = engine.submit(Prefill(tuple(prompt[1]), PROMPT, blocks_of(0), True, GREEDY))
+    first = engine.submit(prefill_of(prompt[0], 0, last=False))
+    second = engine.submit(prefill_of(prompt[1], 0, PROMPT))
     first.result()
     second.result()
     return (time.perf_counter() - began) * 1e3

@@ -61,7 +61,7 @@ def job(given: argparse.Namespace, model: str, features: switches.Features) -> l
     line += [] if features.affinity else ["--no-affinity"]
     line += ["-m", "examples.serve.ranks", "--model", model]
     for name in (
-        *("groups", "tp", "batch", "chunk", "blocks", "block_size", "context"),
+        *("groups", "tp", "batch", "chunk", "prompt_tokens", "blocks", "block_size", "context"),
         *("dtype", "fuse", "profile"),
     ):
         value = getattr(given, name)

@@ -22,10 +22,12 @@ class Pages:
         pools: of each layer of the stage, [blocks, block_size, kv heads, 2, width]: keys, values.
         first: the number of the stage's first layer in the model.
         entries: int64 [rows * tokens], the entry of each new token, counted through all blocks.
-        tables: int64 [rows * blocks of a row].
+        tables: int64 [rows * blocks of a row]; empty where all rows begin a sequence, so that
+            nothing is in the pools that they see.
         mask: [rows, 1, tokens, entries of a row], 0 where a token sees an entry, else -inf; the
             tokens are there once for each of the heads that share keys. None where kernels read
-            the blocks as they lie: of one token a row, on a device that has them.
+            the blocks as they lie, of one token a row, on a device that has them; and where
+            sequences begin, whose tokens see those before them.
         positions: int64 [rows * tokens].
     """
 
@@ -51,17 +53,17 @@ def locate(
         pools, first: as in `Pages`.
         positions: int64 [rows, tokens].
         entries: int64 [rows, tokens], where their keys and values go; 0 for padding.
-        tables: int64 [rows, blocks of a row].
+        tables: int64 [rows, blocks of a row]; of no blocks where all begin a sequence.
         shared: how many heads share keys.
     """
     size, dtype, device = pools[0].shape[1], pools[0].dtype, tables.device
-    if positions.shape[1] == 1 and paged.is_served(device):
-        return Pages(pools, first, entries.flatten(), tables.flatten(), None, positions.flatten())
-    seen = torch.arange(tables.shape[1] * size, device=device)
-    shut = torch.full((), -torch.inf, dtype=dtype, device=device)
-    mask = torch.where(seen > positions[:, :, None], shut, torch.zeros_like(shut))[:, None]
-    if mask.shape[2] > 1:  # a single token's is expanded where it is used
-        mask = mask.repeat_interleave(shared, 2)
+    mask = None
+    if tables.shape[1] and not (positions.shape[1] == 1 and paged.is_served(device)):
+        seen = torch.arange(tables.shape[1] * size, device=device)
+        shut = torch.full((), -torch.inf, dtype=dtype, device=device)
+        mask = torch.where(seen > positions[:, :, None], shut, torch.zeros_like(shut))[:, None]
+        if mask.shape[2] > 1:  # a single token's is expanded where it is used
+            mask = mask.repeat_interleave(shared, 2)
     return Pages(pools, first, entries.flatten(), tables.flatten(), mask, positions.flatten())
 
 
@@ -83,6 +85,13 @@ def attend(query: Tensor, new: Tensor, pages: Pages, layer: int, scale: float) -
     blocks, size = pool.shape[:2]
     entries = pool.view(blocks * size, groups, 2, width)
     entries.index_copy_(0, pages.entries, new.reshape(rows * tokens, groups, 2, width))
+    if not pages.tables.numel():
+        key, value = new.transpose(1, 2).unbind(3)
+        query = query.permute(0, 2, 3, 1, 4).reshape(rows, groups * shared, tokens, width)
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scale, enable_gqa=shared > 1
+        )
+        return mixed.transpose(1, 2).reshape(rows, tokens, groups * shared * width)
     if pages.mask is None:
         mixed = torch.ops.cg_paged.attend(query[:, 0], pool, pages.tables, pages.positions, scale)
         return mixed.view(rows, 1, groups * shared * width)

@@ -8,19 +8,26 @@ requests.
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
+import numpy as np
+from numpy.typing import NDArray
+
+Tokens = Sequence[int] | NDArray[np.uint32]
 ROOT = b"cg"
 """What the digest of a sequence's first block continues."""
 
 
-def digest(before: bytes, tokens: Sequence[int]) -> bytes:
+def digest(before: bytes, tokens: bytes) -> bytes:
     """Name a full block by all tokens up to its end: 16 bytes that continue those before."""
-    return blake2b(array("I", tokens).tobytes(), digest_size=16, key=before).digest()
+    return blake2b(tokens, digest_size=16, key=before).digest()
+
+
+def _packed(tokens: Tokens) -> bytes:
+    return np.asarray(tokens, np.uint32).tobytes()
 
 
 @dataclass
@@ -32,7 +39,7 @@ class Entry:
 
     digest: bytes
     before: bytes
-    tokens: tuple[int, ...]
+    tokens: bytes
 
 
 class Blocks:
@@ -79,7 +86,7 @@ class Blocks:
             self.references[block] = 1
         return taken
 
-    def match(self, tokens: Sequence[int], salt: bytes) -> tuple[list[int], bytes]:
+    def match(self, tokens: Tokens, salt: bytes) -> tuple[list[int], bytes]:
         """Take a reference to each published block that begins the sequence.
 
         The last token of the sequence is never matched: the engine has to compute at least one, to
@@ -91,7 +98,7 @@ class Blocks:
         found: list[int] = []
         before = chain(salt)
         for start in range(0, (len(tokens) - 1) // self.size * self.size, self.size):
-            part = tuple(tokens[start : start + self.size])
+            part = _packed(tokens[start : start + self.size])
             block = self._found.get(digest(before, part))
             if block is None:
                 break
@@ -110,14 +117,15 @@ class Blocks:
         self.queries += tokens
         self.hits += found * self.size
 
-    def publish(self, block: int, before: bytes, tokens: Sequence[int]) -> bytes:
+    def publish(self, block: int, before: bytes, tokens: Tokens) -> bytes:
         """Let others share a block that is full and written; return its digest.
 
         Where the same content is published already, the block stays its holder's alone.
         """
-        name = digest(before, tokens)
+        part = _packed(tokens)
+        name = digest(before, part)
         if name not in self._found and block not in self._entries:
-            self._entries[block] = Entry(name, before, tuple(tokens))
+            self._entries[block] = Entry(name, before, part)
             self._found[name] = block
         return name
 

@@ -9,14 +9,14 @@ it, so the next batch of the group may be submitted before the results of this o
 from __future__ import annotations
 
 import logging
-from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
@@ -24,13 +24,18 @@ from transformers import PretrainedConfig
 import cg
 
 from .families import GptConfig, Model, open_model
-from .model import LENGTH, PROMPT, SLOT, TABLE, TOKEN, Guards, Pool, Stage, split
-from .work import LOGPROBS, Decode, Limits, Prefill, Sampling, Scores
+from .model import LENGTH, PROMPT, Guards, Pool, Stage, split
+from .requests import How, Limits
+from .results import Tokens
+from .work import ENTRY, POSITION, SLOT, TABLE, TOKEN, Chunk, Decode, Prefill, Rows
 
 log = logging.getLogger("serve")
 
+PROMPTS = (1, 4, 16, 64, 256, 1024)
+"""Prompts of a prefill that are compiled for, below the most."""
 WARM_UPS = 3
 """Executions of each variant in each context; the third records it where devices can."""
+WITHOUT_DRAWS = "a temperature or log-probabilities, without `draws`"
 SAYING = 10.0
 """Seconds between two lines of the log on how far warming is."""
 
@@ -43,6 +48,7 @@ class Options:
         groups: decode batches at a time; one for each rank if None.
         batches: the sizes of decode batches that are compiled, ascending.
         chunks: the lengths of prefill chunks that are compiled, ascending.
+        prompt_tokens: of all prompts that one prefill takes, padding included; one prompt if None.
         blocks: of each pool, the trash included.
         block_size: tokens in a block.
         context: the longest sequence; that of the model if None.
@@ -66,6 +72,7 @@ class Options:
     groups: int | None = None
     batches: tuple[int, ...] = (1, 2, 4, 8)
     chunks: tuple[int, ...] = (32, 128)
+    prompt_tokens: int | None = None
     blocks: int = 256
     block_size: int = 16
     context: int | None = None
@@ -83,73 +90,6 @@ class Options:
     tp: int = 1
 
 
-class Tokens:
-    """The result of a piece of work: tokens, and log-probabilities if its variant gives some."""
-
-    def __init__(self, future: cg.Future, count: int) -> None:
-        self._future = future
-        self._count = count
-
-    def done(self) -> bool:
-        """Move the engine on, without waiting; true if the tokens are known."""
-        return self._future.done()
-
-    def result(self, timeout: float | None = None) -> list[int]:
-        """The tokens; errors are those of `cg.Future.result`."""
-        return self._parts(timeout)[0][: self._count].tolist()
-
-    def scores(self) -> list[Scores]:
-        """Of each token, once the result is there; empty unless the work asked for some."""
-        _, *found = self._parts()
-        if not found:
-            return []
-        values, tokens = (each[: self._count].tolist() for each in found)
-        return [
-            Scores(drawn, tuple(zip(row, rest, strict=True)))
-            for (drawn, *rest), row in zip(values, tokens, strict=True)
-        ]
-
-    def when_done(self, call: Callable[[], None]) -> None:
-        """Call back when the work has ended, in the thread that moves the engine on."""
-        self._future.add_done_callback(lambda _: call())
-
-    def _parts(self, timeout: float | None = None) -> tuple[Tensor, ...]:
-        """Tokens, and with log-probabilities what `sampling.score` gives."""
-        return _tuple(self._future.result(timeout))
-
-
-class DeviceTokens(Tokens):
-    """The same on a device, where an execution has ended when its work is on streams.
-
-    Its tokens are copied to the host behind it and ahead of the next execution, which whoever asks
-    for these would otherwise wait for as well.
-    """
-
-    def __init__(self, future: cg.Future, count: int) -> None:
-        super().__init__(future, count)
-        self._host: tuple[Tensor, ...] = ()
-        self._there: torch.Event | None = None
-        future.add_done_callback(self._fetch)
-
-    def _parts(self, timeout: float | None = None) -> tuple[Tensor, ...]:
-        parts = super()._parts(timeout)
-        if self._there is None:
-            return parts
-        self._there.synchronize()
-        return self._host
-
-    def _fetch(self, future: cg.Future) -> None:
-        if future.exception() is None:
-            parts = _tuple(future.result())
-            self._host = tuple(
-                torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in parts
-            )
-            for host, part in zip(self._host, parts, strict=True):
-                host.copy_(part, non_blocking=True)
-            self._there = torch.Event(parts[0].device)
-            self._there.record()
-
-
 class CgEngine:
     """Rank 0's end of the engine; `start` makes it."""
 
@@ -162,13 +102,12 @@ class CgEngine:
         on_device: bool = False,
     ) -> None:
         self.limits = limits
-        self._is_on_device = on_device
-        self._tokens = DeviceTokens if on_device else Tokens
+        self._on_device = on_device
         self.decode = tuple(decode)
         self.prefill = prefill
         self.options = options
         self._widths = widths(limits, options)
-        self._closed = False
+        self._counting = np.arange(max(limits.slots, *self._widths))
 
     def submit(self, work: Decode | Prefill) -> Tokens:
         """Start a piece of work; waits if `Options.in_flight` are under way in its graph.
@@ -200,70 +139,70 @@ class CgEngine:
                     future.result()
 
     def _decode(self, work: Decode) -> Tokens:
-        limits, rows = self.limits, work.rows
+        limits, rows, how, size = self.limits, work.rows, work.how, self.limits.block_size
         _check(0 <= work.group < limits.groups, f"group {work.group} of {limits.groups}")
         _check(0 < len(rows) <= limits.slots, f"{len(rows)} rows of at most {limits.slots}")
-        size = limits.block_size
-        needed = [row.position // size + 1 for row in rows]
-        scored = _scored(limits, (row.sampling for row in rows))
-        width = _bucket(self._lengths(scored), max(needed))
-        numbers = array("q")
-        for row in rows:
-            _check(-1 <= row.token < limits.vocabulary, f"token {row.token}")
-            _check(0 <= row.slot < limits.slots, f"slot {row.slot}")
-            table = self._table(row.blocks, row.position + 1, width)
-            entry = table[row.position // size] * size + row.position % size
-            sampling = row.sampling
-            head = (row.token, row.position, row.slot, sampling.seed, sampling.top_k, entry)
-            numbers.extend(head)
-            numbers.extend(table)
-        batches = self.options.batches
-        count = _bucket(batches if scored is None else batches[-1:], len(rows))
-        numbers.extend(([0, 0, limits.slots, 0, 0, 0] + [0] * width) * (count - len(rows)))
-        batch = torch.frombuffer(numbers, dtype=torch.int64).view(count, TABLE + width)
-        if self._is_on_device:
-            batch = batch.pin_memory()  # other memory is copied once the device comes to it
-        graph = self.decode[work.group]
-        if scored is None and all(row.sampling.temperature == 0 for row in rows):
-            return self._tokens(graph.execute(batch, None, None), len(rows))
-        _check(self.options.draws, "a temperature or log-probabilities, without `draws`")
-        samplings = [row.sampling for row in rows] + [Sampling()] * (count - len(rows))
-        return self._tokens(graph.execute(batch, _controls(samplings), scored), len(rows))
+        _check(self.options.draws or how is How.GREEDY, WITHOUT_DRAWS)
+        _within("a token", rows[:, TOKEN], -1, limits.vocabulary)
+        _within("a slot", rows[:, SLOT], 0, limits.slots)
+        _within("a position", rows[:, POSITION], 0, limits.context)
+        index, offset = np.divmod(rows[:, POSITION], size)
+        needed = int(index.max()) + 1
+        table = rows[:, TABLE : TABLE + needed]
+        _check(table.shape[1] == needed, f"{table.shape[1]} blocks, and {needed} are needed")
+        is_needed = self._counting[:needed] <= index[:, None]
+        _within("a block", np.where(is_needed, table, 1), 1, limits.blocks)
+        batches = self.options.batches[-1 if how is How.SCORED else 0 :]
+        width = _bucket(self._lengths(how), needed)
+        numbers = _padding(_bucket(batches, len(rows)), TABLE + width, SLOT, limits.slots)
+        numbers[: len(rows), :TABLE] = rows[:, :TABLE]
+        np.multiply(table, is_needed, numbers[: len(rows), TABLE : TABLE + needed])
+        numbers[: len(rows), ENTRY] = table[self._counting[: len(rows)], index] * size + offset
+        future = self.decode[work.group].execute(torch.from_numpy(numbers), int(how))
+        return Tokens(future, len(rows), self._on_device)
 
     def _prefill(self, work: Prefill) -> Tokens:
-        limits, length = self.limits, len(work.tokens)
-        _check(0 < length <= limits.chunk, f"{length} tokens of at most {limits.chunk}")
-        _check(work.start >= 0, f"a chunk from {work.start}")
-        for token in work.tokens:
-            _check(0 <= token < limits.vocabulary, f"token {token}")
-        end = work.start + length
-        scored = _scored(limits, (work.sampling,)) if work.last else None
-        width = _bucket(self._lengths(scored), -(-end // limits.block_size))
-        table = self._table(work.blocks, end, width)
-        count = _bucket(self.options.chunks, length)
-        sampling = work.sampling
-        numbers = [work.start, length, sampling.seed, sampling.top_k, *work.tokens]
-        numbers += [0] * (count - length)
-        size = limits.block_size
-        numbers += (table[at // size] * size + at % size for at in range(work.start, end))
-        numbers += [0] * (count - length)
-        chunk = torch.tensor([numbers])
-        future = self.prefill.execute(chunk, torch.tensor([table]), _controls([sampling]), scored)
-        return self._tokens(future, 1 if work.last else 0)
+        limits, how, chunks, width = self.limits, work.how, self.options.chunks, 0
+        lengths = [len(chunk.tokens) for chunk in work.chunks]
+        _check(0 < len(lengths) <= limits.prompts, f"{len(lengths)} of {limits.prompts} prompts")
+        for length in lengths:
+            _check(0 < length <= limits.chunk, f"{length} tokens of at most {limits.chunk}")
+        _check(self.options.draws or how is How.GREEDY, WITHOUT_DRAWS)
+        if how is How.SCORED or any(chunk.start for chunk in work.chunks):
+            _check(len(lengths) == 1, "a chunk that has to be alone")
+            how = max(how, How.DRAWN) if self.options.draws else how
+            chunks = chunks[-1 if how is How.SCORED else 0 :]
+            needed = -(-(work.chunks[0].start + lengths[0]) // limits.block_size)
+            width = _bucket(self._lengths(how), needed)
+        length = _bucket(chunks, max(lengths))
+        rows = _bucket(prompt_rows(limits), len(lengths))
+        numbers = _padding(rows, PROMPT + 2 * length + width, LENGTH, 1)
+        # Those that draw a token come first, and these tokens are the result.
+        ordered = sorted(work.chunks, key=lambda chunk: not chunk.last)
+        for row, chunk in zip(numbers, ordered, strict=False):
+            self._write(row, chunk, length, width)
+        future = self.prefill.execute(torch.from_numpy(numbers), length, int(how))
+        return Tokens(future, work.draws, self._on_device)
 
-    def _lengths(self, scored: int | None) -> tuple[int, ...]:
+    def _write(self, row: Rows, chunk: Chunk, length: int, width: int) -> None:
+        """Write a chunk into a row of a prefill of so many tokens, and blocks in tables."""
+        limits, size, count = self.limits, self.limits.block_size, len(chunk.tokens)
+        at = np.arange(chunk.start, chunk.start + count)
+        _within("a token", np.asarray(chunk.tokens), 0, limits.vocabulary)
+        _within("a position", at, 0, limits.context)
+        needed = int(at[-1]) // size + 1
+        table = np.array(chunk.blocks[:needed])
+        _check(len(table) == needed, f"{len(table)} blocks, and {needed} are needed")
+        _within("a block", table, 1, limits.blocks)
+        row[:PROMPT] = chunk.start, count, *chunk.sampling.numbers
+        ids, entries, blocks = np.split(row[PROMPT:], [length, 2 * length])
+        ids[:count], entries[:count] = chunk.tokens, table[at // size] * size + at % size
+        if width:
+            blocks[:needed] = table
+
+    def _lengths(self, how: How) -> tuple[int, ...]:
         """The lengths of tables of these variants, ascending."""
-        return self._widths if scored is None else self._widths[-1:]
-
-    def _table(self, blocks: Sequence[int], tokens: int, width: int) -> list[int]:
-        """The blocks that hold so many tokens, filled up with trash."""
-        limits = self.limits
-        needed = -(-tokens // limits.block_size)
-        _check(tokens <= limits.context, f"{tokens} tokens of at most {limits.context}")
-        _check(len(blocks) >= needed, f"{len(blocks)} blocks for {tokens} tokens")
-        table = list(blocks[:needed])
-        _check(min(table) > 0 and max(table) < limits.blocks, f"blocks {table}")
-        return table + [0] * (width - needed)
+        return self._widths[-1:] if how is How.SCORED else self._widths
 
 
 def start(
@@ -288,15 +227,21 @@ def start(
     _check(model.groups % options.tp == 0, f"{model.groups} heads of keys by {options.tp}")
     count = cg.world_size() // options.tp
     context = min(model.context, options.context or model.context)
+    groups, slots = options.groups or count, options.batches[-1]
+    chunk = min(options.chunks[-1], context)
+    longest = _bucket(options.chunks, chunk)
+    prompts = (longest if options.prompt_tokens is None else options.prompt_tokens) // longest
+    _check(prompts > 0, f"{options.prompt_tokens} prompt tokens, and a chunk alone has {longest}")
     limits = Limits(
-        groups=options.groups or count,
-        slots=options.batches[-1],
-        chunk=min(options.chunks[-1], context),
+        groups=groups,
+        slots=slots,
+        chunk=chunk,
         blocks=options.blocks,
         block_size=options.block_size,
         context=context,
         vocabulary=model.vocabulary,
         eos=model.eos,
+        prompts=min(prompts, groups * slots),
     )
     _check(model.layers >= count, f"{model.layers} layers in {count} stages")
     pool = Pool(limits.blocks, limits.block_size)
@@ -343,25 +288,25 @@ def decode_step(stages: Sequence[cg.ActorHandle], slots: int, via: str = "auto")
     carried = cg.carry(torch.zeros(slots + 1, dtype=torch.int64), on=0)
 
     @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
-    def decode(batch: Tensor, controls: Tensor | None, logprobs: int | None) -> Any:
+    def decode(batch: Tensor, how: int) -> Any:
         given, slot = batch[:, TOKEN], batch[:, SLOT]
         x = torch.where(given < 0, carried.get(slot), given)
         for stage in stages:
-            x = cg.via(stage.decode(x, batch, controls, logprobs), via)
-        carried.set(x if logprobs is None else x[0], slot)
+            x = cg.via(stage.decode(x, batch, how), via)
+        carried.set(x[0] if how == How.SCORED else x, slot)
         return x
 
     return decode
 
 
 def prefill_step(stages: Sequence[cg.ActorHandle], via: str = "auto") -> cg.Step:
-    """The step of a chunk of one prompt."""
+    """The step of chunks of prompts."""
 
     @cg.trace(inputs=cg.on(0), outputs=cg.on(0))
-    def prefill(chunk: Tensor, table: Tensor, controls: Tensor, logprobs: int | None) -> Any:
-        x = chunk[:, PROMPT : PROMPT + (chunk.shape[1] - PROMPT) // 2]
+    def prefill(batch: Tensor, tokens: int, how: int) -> Any:
+        x = batch[:, PROMPT : PROMPT + tokens]
         for stage in stages:
-            x = cg.via(stage.prefill(x, chunk, table, controls, logprobs), via)
+            x = cg.via(stage.prefill(x, batch, tokens, how), via)
         return x
 
     return prefill
@@ -374,7 +319,7 @@ def widths(limits: Limits, options: Options) -> tuple[int, ...]:
     return tuple(sorted({*(width for width in chosen if width < whole), whole}))
 
 
-def decode_variants(limits: Limits, options: Options):
+def decode_variants(limits: Limits, options: Options) -> Iterator[tuple[Tensor, int]]:
     """Arguments of each variant of a decode step: padding alone, which is written to the trash.
 
     One gives log-probabilities, of the largest batch: they are asked for rarely, and each variant
@@ -382,45 +327,45 @@ def decode_variants(limits: Limits, options: Options):
     """
     for width in widths(limits, options):
         for count in options.batches:
-            batch = torch.zeros(count, TABLE + width, dtype=torch.int64)
-            batch[:, SLOT] = limits.slots
-            yield batch, None, None
-            if options.draws:
-                yield batch, _controls([Sampling()] * count), None
+            batch = torch.from_numpy(_padding(count, TABLE + width, SLOT, limits.slots))
+            for how in (How.GREEDY, How.DRAWN)[: 1 + options.draws]:
+                yield batch, int(how)
     if options.draws:
-        yield batch, _controls([Sampling()] * count), _ranked(limits)
+        yield batch, int(How.SCORED)
 
 
-def prefill_variants(limits: Limits, options: Options):
-    """Arguments of each variant of the prefill step."""
-    lengths = widths(limits, options)
-    for width in lengths:
-        for count in options.chunks:
-            chunk = torch.zeros(1, PROMPT + 2 * count, dtype=torch.int64)
-            chunk[0, LENGTH] = 1
-            table = torch.zeros(1, width, dtype=torch.int64)
-            yield chunk, table, _controls([Sampling()]), None
-            if width == lengths[-1] and options.draws:
-                yield chunk, table, _controls([Sampling()]), _ranked(limits)
+def prompt_rows(limits: Limits) -> tuple[int, ...]:
+    """The numbers of prompts that a prefill is compiled for."""
+    return (*(rows for rows in PROMPTS if rows < limits.prompts), limits.prompts)
 
 
-def _tuple(result: Any) -> tuple[Tensor, ...]:
-    return result if isinstance(result, tuple) else (result,)
+def prefill_variants(limits: Limits, options: Options) -> Iterator[tuple[Tensor, int, int]]:
+    """Arguments of each variant of the prefill step: prompts that begin, and one that goes on.
+
+    Tables are empty where prompts begin. One that goes on draws, with any sampling; and one of the
+    longest gives log-probabilities.
+    """
+    hows, lengths = (How.GREEDY, How.DRAWN)[: 1 + options.draws], widths(limits, options)
+    for count in options.chunks:
+        for rows in prompt_rows(limits):
+            for how in hows:
+                yield _prompts(rows, count, 0, how)
+        for width in lengths:
+            yield _prompts(1, count, width, hows[-1])
+    if options.draws:
+        yield _prompts(1, count, lengths[-1], How.SCORED)
 
 
-def _ranked(limits: Limits) -> int:
-    """How many of the likeliest tokens a variant with log-probabilities gives."""
-    return min(LOGPROBS, limits.vocabulary)
+def _prompts(rows: int, count: int, width: int, how: How) -> tuple[Tensor, int, int]:
+    batch = _padding(rows, PROMPT + 2 * count + width, LENGTH, 1)
+    return torch.from_numpy(batch), count, int(how)
 
 
-def _scored(limits: Limits, samplings: Iterable[Sampling]) -> int | None:
-    """The same where log-probabilities are wanted, else None."""
-    wants = any(sampling.logprobs is not None for sampling in samplings)
-    return _ranked(limits) if wants else None
-
-
-def _controls(samplings: Sequence[Sampling]) -> Tensor:
-    return torch.tensor([(each.temperature, each.top_p) for each in samplings])
+def _padding(rows: int, columns: int, column: int, number: int) -> Rows:
+    """Rows that nobody waits for, with a number in a column of theirs; they go to the trash."""
+    numbers = np.zeros((rows, columns), np.int64)
+    numbers[:, column] = number
+    return numbers
 
 
 def _bucket(sizes: Sequence[int], needed: int) -> int:
@@ -428,6 +373,13 @@ def _bucket(sizes: Sequence[int], needed: int) -> int:
     index = bisect_left(sizes, needed)
     _check(index < len(sizes), f"{needed} of at most {sizes[-1]}")
     return sizes[index]
+
+
+def _within(what: str, numbers: Any, least: int, bound: int) -> None:
+    """Refuse numbers that are not from `least` to below `bound`."""
+    low, high = int(numbers.min()), int(numbers.max())
+    if low < least or high >= bound:
+        _check(False, f"{what} is {low if low < least else high}, of {bound}")
 
 
 def _check(holds: bool, what: str) -> None:

@@ -19,7 +19,8 @@ from typing import Any
 
 from . import wire
 from .features import Features
-from .scheduler import ERROR, End, Events, Request, Scheduler, Ticket
+from .requests import ERROR, End, Events, Request
+from .scheduler import Scheduler, Ticket
 from .transports import Feeder, Ring
 from .wire import Kind, Link
 from .work import Decode, Engine, Result
@@ -189,14 +190,18 @@ class EngineLoop:
     def _count(self, ticket: Ticket) -> None:
         """What the engine's switches change: rows of padding, tokens of long chunks, checks."""
         work, limits = ticket.work, self.engine.limits
-        ids = len(work.rows) if isinstance(work, Decode) else len(work.tokens)
+        is_decode = isinstance(work, Decode)
+        lengths = [] if is_decode else [len(chunk.tokens) for chunk in work.chunks]
+        ids = len(work.rows) if is_decode else sum(lengths)
         self.features.changes["clamp"] += ids if self.features.clamp else 0
         self.features.changes["debug_bounds"] += self.features.debug_bounds
-        if isinstance(work, Decode):
+        if is_decode:
             if not self.features.variants:
                 self.features.changes["variants"] += limits.slots - len(work.rows)
         elif not self.features.chunk:
-            self.features.changes["chunk"] += max(0, len(work.tokens) - self._usual_chunk)
+            self.features.changes["chunk"] += sum(
+                max(0, length - self._usual_chunk) for length in lengths
+            )
 
     # -- events ------------------------------------------------------------------------------------
 

@@ -13,18 +13,15 @@ import cg
 from .attention import locate
 from .families import Model
 from .projections import project
+from .requests import LOGPROBS, How
 from .sampling import draw, greedy, score
+from .work import ENTRY, POSITION, SEED, TABLE
 
-# Columns of a decode batch: int64 [rows, TABLE + blocks of a row]. An entry is where in the pools
-# the keys and values of the token go, counted through all blocks.
-TOKEN, POSITION, SLOT, SEED, TOP_K, ENTRY = range(6)
-TABLE = 6
-# Columns of a prefill chunk: int64 [1, PROMPT + 2 * tokens], ids and then entries. Its table is
-# int64 [1, blocks].
-START, LENGTH, CHUNK_SEED, CHUNK_TOP_K = range(4)
-PROMPT = 4
-# Columns of what temperatures and shares need: float32 [rows, 2].
-TEMPERATURE, TOP_P = range(2)
+# Columns of chunks of prompts: int64 [rows, PROMPT + 2 * tokens + blocks], where each starts and
+# how many of its tokens are no padding, and `Sampling.numbers`; then the ids of the tokens, their
+# entries, and the table, which is empty where all of them begin a prompt.
+START, LENGTH, NUMBERS = range(3)
+PROMPT = 5
 
 
 @dataclass(frozen=True)
@@ -86,63 +83,55 @@ class Stage(nn.Module):
         for index in range(self.count):
             self.register_buffer(f"pool{index}", torch.zeros(shape, dtype=dtype))
 
-    def decode(
-        self, x: Tensor, batch: Tensor, controls: Tensor | None = None, logprobs: int | None = None
-    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-        """The next token of each row; with `logprobs` that, and what `score` gives.
+    def decode(self, x: Tensor, batch: Tensor, how: int) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+        """The next token of each row; with `How.SCORED` that, and what `score` gives.
 
         Args:
             x: ids int64 [rows] on the first stage, else [rows, 1, hidden].
             batch: int64 [rows, TABLE + blocks of a row]; padding has blocks 0.
-            controls: float32 [rows, 2], temperature and top_p; None if all rows are greedy.
-            logprobs: of how many of the likeliest tokens.
+            how: one of `How`.
         """
         positions, entries = batch[:, POSITION : POSITION + 1], batch[:, ENTRY]
         hidden = self._layers(x, positions, entries, batch[:, TABLE:])
         if not self.is_last:
             return hidden
-        logits = self._logits(hidden[:, 0])
-        if controls is None:
-            return greedy(logits)
-        seeds, top_k = batch[:, SEED], batch[:, TOP_K]
-        at = batch[:, POSITION] + 1
-        drawn = draw(logits, at, seeds, controls[:, TEMPERATURE], top_k, controls[:, TOP_P])
-        return drawn if logprobs is None else (drawn, *score(logits, drawn, logprobs))
+        return self._tokens(hidden[:, 0], batch[:, POSITION] + 1, batch[:, SEED:TABLE], how)
 
     def prefill(
-        self,
-        x: Tensor,
-        chunk: Tensor,
-        table: Tensor,
-        controls: Tensor,
-        logprobs: int | None = None,
+        self, x: Tensor, batch: Tensor, tokens: int, how: int
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-        """The token that follows a chunk of one prompt; with `logprobs` as `decode`.
+        """The tokens that follow chunks of prompts; with `How.SCORED` as `decode`.
 
         Args:
-            x: ids int64 [1, tokens] on the first stage, else [1, tokens, hidden].
-            chunk: int64 [1, PROMPT + 2 * tokens]: where it starts, how many tokens are no padding;
-                the ids of the tokens, and their entries.
-            table: int64 [1, blocks].
-            controls: float32 [1, 2].
+            x: ids int64 [rows, tokens] on the first stage, else [rows, tokens, hidden].
+            batch: int64 [rows, PROMPT + 2 * tokens + blocks].
+            tokens: how many, with padding.
+            how: one of `How`.
         """
-        start, length = chunk[:, START : START + 1], chunk[:, LENGTH : LENGTH + 1]
-        count = (chunk.shape[1] - PROMPT) // 2
-        steps = torch.arange(count, device=chunk.device)[None]
+        start, length = batch[:, START : START + 1], batch[:, LENGTH : LENGTH + 1]
+        steps = torch.arange(tokens, device=batch.device)[None]
         positions = torch.where(steps < length, start + steps, start)
-        hidden = self._layers(x, positions, chunk[:, PROMPT + count :], table)
+        entries = batch[:, PROMPT + tokens : PROMPT + 2 * tokens]
+        hidden = self._layers(x, positions, entries, batch[:, PROMPT + 2 * tokens :])
         if not self.is_last:
             return hidden
         last = (length - 1)[:, :, None].expand(-1, -1, hidden.shape[-1])
-        logits = self._logits(hidden.gather(1, last)[:, 0])
-        seeds, top_k = chunk[:, CHUNK_SEED], chunk[:, CHUNK_TOP_K]
-        at = (start + length)[:, 0]
-        drawn = draw(logits, at, seeds, controls[:, TEMPERATURE], top_k, controls[:, TOP_P])
-        return drawn if logprobs is None else (drawn, *score(logits, drawn, logprobs))
+        hidden = hidden.gather(1, last)[:, 0]
+        return self._tokens(hidden, (start + length)[:, 0], batch[:, NUMBERS:PROMPT], how)
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """The logits of the whole vocabulary, of which each rank computes a part."""
-        return cg.layout(self.part.logits(hidden), cg.whole)
+    def _tokens(
+        self, hidden: Tensor, positions: Tensor, sampling: Tensor, how: int
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+        """The tokens at some positions; sampling as columns of a batch, `Sampling.numbers`."""
+        # Of the whole vocabulary; on a mesh each rank has computed a part.
+        logits = cg.layout(self.part.logits(hidden), cg.whole)
+        if how == How.GREEDY:
+            return greedy(logits)
+        temperature, top_p = sampling[:, 2:].view(torch.float32).unbind(1)
+        drawn = draw(logits, positions, sampling[:, 0], temperature, sampling[:, 1], top_p)
+        if how == How.DRAWN:
+            return drawn
+        return drawn, *score(logits, drawn, min(LOGPROBS, self.vocabulary))
 
     def _layers(self, x: Tensor, positions: Tensor, entries: Tensor, tables: Tensor) -> Tensor:
         pools = tuple(getattr(self, f"pool{index}") for index in range(self.count))
@@ -150,7 +139,8 @@ class Stage(nn.Module):
         if self.guards.debug_bounds:
             _check("a block", tables, pools[0].shape[0])
             _check("an entry", entries, pools[0].shape[0] * pools[0].shape[1])
-            _check("a position", positions, tables.shape[1] * pools[0].shape[1])
+            bound = tables.shape[1] * pools[0].shape[1] or positions.shape[1]
+            _check("a position", positions, bound)
         if self.is_first:
             ids = x.view(positions.shape)
             if self.guards.clamp:

@@ -15,6 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tp", type=int, default=1, help="ranks that hold a stage together")
     add("--batch", type=int, default=8, help="the largest decode batch of a group")
     add("--chunk", type=int, default=USUAL_CHUNK, help="the longest prefill chunk, in tokens")
+    add("--prompt-tokens", type=int, help="of all prompts of one prefill; one prompt by default")
     add("--blocks", type=int, default=512, help="blocks of a rank's pools")
     add("--block-size", type=int, default=16, help="tokens of a block")
     add(

@@ -25,9 +25,10 @@ from .engine import CgEngine, Options, start
 from .loop import EngineLoop
 from .models import source
 from .options import add_arguments
+from .requests import Limits
 from .transports import loop_factory
-from .work import Limits
 
+BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384)
 CHUNKS = (32, 128, 512)
 KV256 = 256
 """Tokens of a block with `+kv256`, in pools of the same size."""
@@ -43,7 +44,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def options(given: argparse.Namespace, features: switches.Features) -> Options:
     """What the engine is to be like."""
-    batches = sizes((1, 2, 4, 8, 16, 24, *range(32, given.batch, 16)), given.batch)
+    batches = sizes(BATCHES, given.batch)
     chunks = sizes(CHUNKS, given.chunk)
     groups = given.groups if features.groups else 1
     if not features.chunk:
@@ -62,6 +63,9 @@ def options(given: argparse.Namespace, features: switches.Features) -> Options:
         groups=groups,
         batches=batches if features.variants else batches[-1:],
         chunks=chunks if features.variants else chunks[-1:],
+        prompt_tokens=given.prompt_tokens,
+        # Kernels of devices read no further than a row is long.
+        widths=() if torch.accelerator.is_available() else None,
         blocks=blocks,
         block_size=block_size,
         context=given.context or held,

@@ -1,6 +1,6 @@
 """What runs next: continuous batching, chunked prefill, a prefix cache, preemption, cancellation.
 
-Plain Python over numbers: no tensors, no clock, no sockets. A caller alternates `schedule`, whose
+Numbers alone: no tensors, no clock, no sockets. A caller alternates `schedule`, whose
 work it submits, and `complete` or `fail`, in the order of submission within each lane (a group's
 decodes; the prefill chunks).
 
@@ -12,91 +12,33 @@ ranks see executions in the order of submission, so a late write lands before th
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
-from itertools import repeat
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import compress, count
+from typing import Any
+
+import numpy as np
 
 from .blocks import Blocks, chain
 from .features import Features
-from .work import Decode, Limits, Prefill, Row, Sampling, Scores
-
-GREEDY = Sampling()
-ERROR = "error"
-"""The reason of an end that comes with a message."""
+from .groups import Group, Numbers, Sequence, Tokens
+from .requests import ERROR, End, Events, Limits, Request, Scores
+from .work import POSITION, SLOT, TOKEN, Chunk, Decode, Prefill
 
 
-@dataclass(frozen=True)
-class Request:
-    """What a client wants: `max_tokens` more tokens behind `prompt`."""
-
-    id: int
-    prompt: tuple[int, ...]
-    max_tokens: int
-    sampling: Sampling = GREEDY
-    ignore_eos: bool = False
-    salt: bytes = b""  # requests of different salts share no cached prefix
-
-
-@dataclass(frozen=True)
-class End:
-    """The end of a request: `stop` at the end of its text, `length`, or `error` with a message."""
-
-    id: int
-    reason: str
-    count: int  # of tokens that were drawn for it, a token that ends the text included
-    message: str = ""
-
-
-@dataclass
-class Events:
-    """What has happened since the last look: numbers, which cross processes as they are."""
-
-    started: array[int] = field(default_factory=lambda: array("I"))  # ids, at their first admission
-    pairs: array[int] = field(default_factory=lambda: array("I"))  # id, token, id, token, …
-    ends: list[End] = field(default_factory=list)
-    scores: list[tuple[int, Scores]] = field(default_factory=list)  # of tokens that want them
-
-    def __bool__(self) -> bool:
-        return bool(self.started or self.pairs or self.ends)
-
-
-@dataclass(eq=False)
-class Sequence:
-    """A request on its way."""
-
-    request: Request
-    tokens: list[int]  # the prompt, and what has been drawn and is known
-    blocks: list[int] = field(default_factory=list)
-    written: int = 0  # positions whose keys and values have been asked for
-    complete: int = 0  # positions whose keys and values are there
-    published: int = 0  # blocks that are in the prefix cache, or could be
-    digest: bytes = b""  # of the last of these
-    seat: tuple[int, int] | None = None  # group and slot, while it decodes
-    since: int = 0  # the first position that it has decoded there
-    flying: int = 0  # executions in flight
-    stay: int = 0  # grows with each preemption, so that older results are known as such
-    is_active: bool = False  # holds blocks
-    is_over: bool = False
-
-    @property
-    def drawn(self) -> int:
-        """How many of the drawn tokens are known."""
-        return len(self.tokens) - len(self.request.prompt)
-
-    @property
-    def is_sated(self) -> bool:
-        """Whether all its draws have been asked for; meant of one that decodes."""
-        return self.written - len(self.request.prompt) + 1 >= self.request.max_tokens
-
-
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Ticket:
-    """Work in flight; sequences, each with the end of what it writes, and its stay."""
+    """Work in flight.
+
+    Attributes:
+        stays: of the sequences of its rows, or chunks.
+        sequences: those of its chunks.
+    """
 
     work: Decode | Prefill
-    shares: list[tuple[Sequence, int, int]]
+    stays: Numbers
+    sequences: tuple[Sequence, ...] = ()
 
 
 @dataclass
@@ -131,12 +73,14 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.active: dict[int, Sequence] = {}  # by id, in the order of arrival
         self._all: dict[int, Sequence] = {}
-        self._newest = -1
+        self._newest = self._started = -1
         self._prefilling: deque[Sequence] = deque()  # admitted, with chunks to submit
-        self._groups: list[dict[int, Sequence]] = [{} for _ in range(limits.groups)]  # by slot
+        self._groups = [Group(number, limits) for number in range(limits.groups)]
+        self._stays = count(1)
+        self._eos = frozenset(limits.eos)
         self._decodes = [0] * limits.groups  # in flight
         self._held = [False] * limits.groups  # whether it has waited for a first token
-        self._chunks = self._last_chunks = 0  # in flight
+        self._chunks = self._first_tokens = 0  # in flight
         self._starved = False  # the first that waits found too few blocks, and none came since
         self._events = Events()
 
@@ -158,7 +102,7 @@ class Scheduler:
         if request.id <= self._newest:
             raise ValueError(f"request {request.id} comes after {self._newest}: ids grow")
         self._newest = request.id
-        sequence = Sequence(request, list(request.prompt))
+        sequence = Sequence(request, np.array(request.prompt, np.uint32))
         self._all[request.id] = sequence
         self.waiting.append(sequence)
 
@@ -187,13 +131,13 @@ class Scheduler:
 
     def schedule(self) -> Iterator[Ticket]:
         """Give all work that can be submitted now; submit each piece before asking for the next."""
-        for group in range(self.limits.groups):
-            while self._decodes[group] < self._depth(group) and not self._holds(group):
+        for number, group in enumerate(self._groups):
+            while self._decodes[number] < self._depth(number) and not self._holds(number):
                 ticket = self._decode(group)
                 if ticket is None:
                     break
-                self._decodes[group] += 1
-                self._held[group] = False
+                self._decodes[number] += 1
+                self._held[number] = False
                 yield ticket
         # One for each stage; beside decodes no more, for they would wait for these.
         ahead = 2 if self.features.async_sched and not any(self._decodes) else 1
@@ -203,28 +147,38 @@ class Scheduler:
                 break
             yield ticket
 
-    def complete(self, ticket: Ticket, drawn: list[int], scores: Collection[Scores] = ()) -> None:
-        """Take the tokens of work: one for each share, and none of a chunk before the last.
+    def complete(self, ticket: Ticket, drawn: list[int], scores: Iterable[Scores] = ()) -> None:
+        """Take the tokens of work: one for each row, or last chunk.
 
         Args:
             scores: of each token, where some are wanted.
         """
         self._land(ticket)
-        draws = isinstance(ticket.work, Decode) or ticket.work.last
-        for share in ticket.shares:
-            self._written(*share)
-        shares = ticket.shares if draws else []
-        of_each = scores or repeat(None, len(shares))
-        for (sequence, _, _), token, its in zip(shares, drawn, of_each, strict=True):
-            if not sequence.is_over:
-                self._append(sequence, token, its)
+        if isinstance(ticket.work, Decode):
+            self._decoded(ticket, drawn, scores)
+            return
+        chunks, tokens = ticket.work.chunks, iter(drawn)
+        for chunk, sequence, stay in zip(chunks, ticket.sequences, ticket.stays, strict=True):
+            token = next(tokens) if chunk.last else None
+            if sequence.stay != stay:
+                continue
+            self._publish(sequence, sequence.tokens, chunk.start + len(chunk.tokens))
+            if token is not None:
+                self._begin(sequence, token, scores)
 
     def fail(self, ticket: Ticket, message: str) -> None:
         """End the requests of work that has failed, and nobody else's."""
         self._land(ticket)
-        for sequence, _, _ in ticket.shares:
-            if not sequence.is_over:
-                self._finish(sequence, ERROR, message)
+        for sequence in self.sequences(ticket):
+            self._finish(sequence, ERROR, message)
+
+    def sequences(self, ticket: Ticket) -> list[Sequence]:
+        """Those of a ticket that still have what its work is written to."""
+        if isinstance(ticket.work, Decode):
+            group, slots = self._groups[ticket.work.group], ticket.work.rows[:, SLOT]
+            return list(group.members[slots[group.stays[slots] == ticket.stays]])
+        pairs = zip(ticket.sequences, ticket.stays, strict=True)
+        return [sequence for sequence, stay in pairs if sequence.stay == stay]
 
     # -- decode ------------------------------------------------------------------------------------
 
@@ -238,9 +192,9 @@ class Scheduler:
 
     def _holds(self, group: int) -> bool:
         """Whether a group with nothing in flight waits, once, for a first token that is."""
-        if self._decodes[group] or not self._last_chunks or self._held[group]:
+        if self._decodes[group] or not self._first_tokens or self._held[group]:
             return False
-        if not self._groups[group] or len(self._groups[group]) == self.limits.slots:
+        if self._groups[group].count in (0, self.limits.slots):
             return False
         self._held[group] = True
         if not self.features.fill_tgt:
@@ -248,76 +202,102 @@ class Scheduler:
             return False
         return True
 
-    def _decode(self, group: int) -> Ticket | None:
-        rows: list[Row] = []
-        shares: list[tuple[Sequence, int, int]] = []
-        for sequence in sorted(self._groups[group].values(), key=lambda each: each.request.id):
-            if sequence.seat is None or sequence.is_sated or not self._has_room(sequence):
-                continue  # the first: preempted just now, for an older one
-            assert sequence.seat is not None
-            place = sequence.written
-            is_carried = self.features.carry and place > sequence.since
-            token = -1 if is_carried else sequence.tokens[place]
-            slot = sequence.seat[1]
-            rows.append(Row(token, place, slot, tuple(sequence.blocks), sequence.request.sampling))
-            shares.append(self._share(sequence, place + 1))
-        if not rows:
+    def _decode(self, group: Group) -> Ticket | None:
+        for sequence in group.short():
+            if sequence.seat is not None:  # else preempted just now, for an older one
+                self._make_room(sequence)
+        step = group.decode()
+        if step is None:
             return None
+        work, stays = step
         self.stats.decodes += 1
-        self.stats.rows += len(rows)
-        self.features.changes["carry"] += 0 if self.features.carry else len(rows)
-        return Ticket(Decode(group, tuple(rows)), shares)
+        self.stats.rows += len(stays)
+        self.features.changes["carry"] += 0 if self.features.carry else len(stays)
+        return Ticket(work, stays)
 
-    def _has_room(self, sequence: Sequence) -> bool:
-        """Get a block for the next position, from the youngest if need be; False if that is it."""
-        while len(sequence.blocks) * self.limits.block_size <= sequence.written:
+    def _decoded(self, ticket: Ticket, drawn: list[int], scores: Iterable[Scores]) -> None:
+        """Take the tokens of a step, of those whose sequences are still there."""
+        assert isinstance(ticket.work, Decode)
+        group, rows = self._groups[ticket.work.group], ticket.work.rows
+        slots, places, tokens = rows[:, SLOT], rows[:, POSITION] + 1, np.array(drawn, np.uint32)
+        there = group.stays[slots] == ticket.stays
+        if not there.all():
+            slots, places, tokens = slots[there], places[there], tokens[there]
+            scores = compress(scores, there)
+        members = group.members[slots]
+        group.tokens[slots, places], group.known[slots] = tokens, places + 1
+        if not self.features.carry:
+            group.rows[slots, TOKEN] = tokens
+        self.stats.generated_tokens += len(slots)
+        for at in (places % self.limits.block_size == 0).nonzero()[0]:
+            self._publish(members[at], group.tokens[slots[at]], places[at])
+        stops = np.zeros(len(slots), bool)
+        if not self._eos.isdisjoint(drawn):
+            for at, token in enumerate(tokens.tolist()):
+                stops[at] = token in self._eos and not members[at].request.ignore_eos
+        self._tell(group.ids[slots[~stops]], tokens[~stops])
+        for member, score, is_over in zip(members, scores, stops, strict=False):
+            if not is_over:
+                self._score(member.request, score)
+        for at in (stops | (places == group.ends[slots])).nonzero()[0]:
+            self._finish(members[at], "stop" if stops[at] else "length")
+
+    def _make_room(self, sequence: Sequence) -> None:
+        """Get a block for the next position, from the youngest if need be, which may be itself."""
+        while sequence.seat is not None:
             taken = self.blocks.take(1)
             if taken is not None:
                 sequence.blocks += taken
-                continue
-            youngest = self.active[next(reversed(self.active))]
-            self._preempt(youngest)
-            if youngest is sequence:
-                return False
-        return True
+                group, slot = sequence.seat
+                group.extend(slot, sequence.blocks)
+                return
+            self._preempt(self.active[next(reversed(self.active))])
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take all blocks of a sequence; it is computed again later, from all its tokens."""
         self._vacate(sequence)
-        sequence.stay += 1
         self.waiting.appendleft(sequence)
         self.stats.preemptions += 1
 
     # -- prefill -----------------------------------------------------------------------------------
 
     def _prefill(self) -> Ticket | None:
-        if not self._prefilling and not self._admit():
+        """A chunk for each of the next prompts, if all of them begin there; else one chunk."""
+        sequences: list[Sequence] = []
+        chunks: list[Chunk] = []
+        while len(chunks) < self.limits.prompts and (self._prefilling or self._admit()):
+            sequence = self._prefilling[0]
+            is_alone = bool(sequence.written or sequence.request.sampling.logprobs is not None)
+            if chunks and is_alone:
+                break
+            chunks.append(self._chunk(sequence))
+            sequences.append(sequence)
+            if is_alone:
+                break
+        if not chunks:
             return None
-        sequence = self._prefilling[0]
-        start, whole = sequence.written, len(sequence.tokens)
-        end = min(start + self.limits.chunk, whole)
-        last = end == whole
-        if last:
-            self._prefilling.popleft()
-            self._last_chunks += 1
+        work = Prefill(tuple(chunks))
         self._chunks += 1
+        self._first_tokens += work.draws
+        return Ticket(work, np.array([each.stay for each in sequences]), tuple(sequences))
+
+    def _chunk(self, sequence: Sequence) -> Chunk:
+        """What is next of the first that is prefilled."""
+        start, whole = sequence.written, len(sequence.tokens)
+        end = sequence.written = min(start + self.limits.chunk, whole)
+        if end == whole:
+            self._prefilling.popleft()
         self.stats.chunks += 1
         self.stats.prompt_tokens += end - start
-        work = Prefill(
-            tuple(sequence.tokens[start:end]),
-            start,
-            tuple(sequence.blocks),
-            last,
-            sequence.request.sampling,
-        )
-        return Ticket(work, [self._share(sequence, end)])
+        tokens, blocks = sequence.tokens[start:end], tuple(sequence.blocks)
+        return Chunk(tokens, start, blocks, end == whole, sequence.request.sampling)
 
     def _admit(self) -> bool:
         """Give the first that waits all blocks of its tokens, if there are enough and a seat."""
         if not self.waiting or self._starved:
             return False
         sequence = self.waiting[0]
-        if sequence.flying or len(self.active) == self.limits.groups * self.limits.slots:
+        if len(self.active) == self.limits.groups * self.limits.slots:
             return False
         found, digest = self._match(sequence)
         needed = -(-len(sequence.tokens) // self.limits.block_size) - len(found)
@@ -330,12 +310,13 @@ class Scheduler:
             return False
         self.blocks.count_match(len(sequence.tokens), len(found))
         self.waiting.popleft()
-        if not sequence.stay:
+        if sequence.request.id > self._started:
+            self._started = sequence.request.id
             self._events.started.append(sequence.request.id)
         sequence.blocks = found + taken
         sequence.published, sequence.digest = len(found), digest
-        sequence.written = sequence.complete = len(found) * self.limits.block_size
-        sequence.is_active = True
+        sequence.written = len(found) * self.limits.block_size
+        sequence.stay = next(self._stays)
         self.active[sequence.request.id] = sequence
         self._prefilling.append(sequence)
         return True
@@ -349,84 +330,76 @@ class Scheduler:
 
     # -- ends --------------------------------------------------------------------------------------
 
-    def _share(self, sequence: Sequence, end: int) -> tuple[Sequence, int, int]:
-        sequence.written = end
-        sequence.flying += 1
-        return sequence, end, sequence.stay
-
     def _land(self, ticket: Ticket) -> None:
         if isinstance(ticket.work, Decode):
             self._decodes[ticket.work.group] -= 1
         else:
             self._chunks -= 1
-            self._last_chunks -= ticket.work.last
-        for sequence, _, _ in ticket.shares:
-            sequence.flying -= 1
+            self._first_tokens -= ticket.work.draws
 
-    def _written(self, sequence: Sequence, end: int, stay: int) -> None:
-        """Publish the blocks that a successful execution has filled."""
-        if sequence.is_over or stay != sequence.stay:
-            return
-        sequence.complete = end
-        if not self.features.prefix:
-            return
+    def _publish(self, sequence: Sequence, tokens: Tokens, end: int) -> None:
+        """Publish the blocks that successful executions have filled, up to a position."""
         size = self.limits.block_size
-        while (stop := (sequence.published + 1) * size) <= end:
-            block = sequence.blocks[sequence.published]
-            part = sequence.tokens[stop - size : stop]
+        while self.features.prefix and (stop := (sequence.published + 1) * size) <= end:
+            block, part = sequence.blocks[sequence.published], tokens[stop - size : stop]
             sequence.digest = self.blocks.publish(block, sequence.digest, part)
             sequence.published += 1
 
-    def _append(self, sequence: Sequence, token: int, scores: Scores | None) -> None:
+    def _begin(self, sequence: Sequence, token: int, scores: Iterable[Scores]) -> None:
+        """Take the first token, and join the group with the fewest members.
+
+        There is a slot, as admission counts seats.
+        """
         request = sequence.request
-        sequence.tokens.append(token)
+        sequence.tokens = np.append(sequence.tokens, np.uint32(token))
         self.stats.generated_tokens += 1
-        if token in self.limits.eos and not request.ignore_eos:
+        if token in self._eos and not request.ignore_eos:
             self._finish(sequence, "stop")
             return
-        self._events.pairs.extend((request.id, token))
+        self._tell([request.id], [token])
+        for score in scores:  # of a chunk alone
+            self._score(request, score)
+        if len(sequence.tokens) == len(request.prompt) + request.max_tokens:
+            self._finish(sequence, "length")
+        else:
+            min(self._groups, key=lambda each: each.count).sit(sequence)
+
+    def _tell(self, ids: Any, tokens: Any) -> None:
+        """Put tokens among the events."""
+        pairs = np.empty((len(ids), 2), np.uint32)
+        pairs[:, 0], pairs[:, 1] = ids, tokens
+        self._events.pairs.frombytes(pairs.tobytes())
+        if not self.features.fast_cnt:
+            self.features.changes["fast_cnt"] += len(ids)
+
+    def _score(self, request: Request, scores: Scores) -> None:
         wanted = request.sampling.logprobs
-        if scores is not None and wanted is not None:
+        if wanted is not None:
             scores = Scores(scores.drawn, scores.likeliest[:wanted])
             self._events.scores.append((request.id, scores))
-        if not self.features.fast_cnt:
-            self.features.changes["fast_cnt"] += 1
-        if sequence.drawn == request.max_tokens:
-            self._finish(sequence, "length")
-        elif sequence.is_active and sequence.seat is None:
-            self._sit(sequence)
-
-    def _sit(self, sequence: Sequence) -> None:
-        """Join the group with the fewest members; there is a slot, as admission counts seats."""
-        group = min(range(self.limits.groups), key=lambda each: len(self._groups[each]))
-        members = self._groups[group]
-        slot = next(slot for slot in range(self.limits.slots) if slot not in members)
-        members[slot] = sequence
-        sequence.seat, sequence.since = (group, slot), sequence.written
 
     def _finish(self, sequence: Sequence, reason: str = "", message: str = "") -> None:
         """End a request; without a reason nobody is told, for the client has gone."""
-        sequence.is_over = True
-        del self._all[sequence.request.id]
-        if sequence.is_active:
+        request = sequence.request
+        del self._all[request.id]
+        if sequence.stay:
             self._vacate(sequence)
         else:
             self.waiting.remove(sequence)
             self._starved = False
         if reason:
-            self._events.ends.append(End(sequence.request.id, reason, sequence.drawn, message))
+            drawn = len(sequence.tokens) - len(request.prompt)
+            self._events.ends.append(End(request.id, reason, drawn, message))
 
     def _vacate(self, sequence: Sequence) -> None:
         """Give back what an active sequence holds."""
         self.blocks.release(sequence.blocks)
         sequence.blocks = []
-        sequence.written = sequence.complete = sequence.published = 0
-        sequence.is_active = False
+        sequence.written = sequence.published = sequence.stay = 0
         del self.active[sequence.request.id]
         if sequence.seat is not None:
             group, slot = sequence.seat
-            del self._groups[group][slot]
-            sequence.seat = None
+            group.leave(slot)
         elif sequence in self._prefilling:
             self._prefilling.remove(sequence)
         self._starved = False

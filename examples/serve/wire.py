@@ -20,8 +20,7 @@ from enum import IntEnum
 from typing import Any, cast
 
 from .features import Features
-from .scheduler import End, Events, Request
-from .work import Limits, Sampling, Scores
+from .requests import End, Events, Limits, Request, Sampling, Scores
 
 
 class Kind(IntEnum):

@@ -2,83 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-LOGPROBS = 20
-"""Of how many of the likeliest tokens the engine gives log-probabilities, at most."""
+import numpy as np
+from numpy.typing import NDArray
 
+from .requests import How, Limits, Sampling, Scores
 
-@dataclass(frozen=True)
-class Sampling:
-    """How a token is drawn; temperature 0 is greedy, top_k 0 and top_p 1 are off.
-
-    logprobs: of how many of the likeliest tokens log-probabilities are wanted, beside that of the
-    drawn one. None: of none at all, which costs nothing.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-    logprobs: int | None = None  # at most LOGPROBS
+Rows = NDArray[np.int64]
+# Columns of a decode batch, int64 [rows, TABLE + blocks of a row]. The token is -1 where the engine
+# takes the one that its slot drew last (the carry). A slot is fixed while a request decodes in its
+# group. The entry, which the engine writes, is where in the pools the token's keys and values go,
+# counted through all blocks. The last three are `Sampling.numbers`.
+TOKEN, POSITION, SLOT, ENTRY, SEED, TOP_K, CONTROLS = range(7)
+TABLE = 7
 
 
-@dataclass(frozen=True)
-class Scores:
-    """Log-probabilities, natural ones, of a drawn token and of the likeliest ones, in order.
-
-    They are the model's own: what temperature, top_k and top_p begin with.
-    """
-
-    drawn: float
-    likeliest: tuple[tuple[int, float], ...]
-
-
-@dataclass(frozen=True)
-class Row:
-    """One request in a decode batch.
-
-    token -1: the engine takes the token that this slot drew last (the carry).
-    """
-
-    token: int
-    position: int  # of the token in its sequence, from 0
-    slot: int  # 0 <= slot < Limits.slots, fixed while a request decodes in its group
-    blocks: tuple[int, ...]
-    sampling: Sampling
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Decode:
-    group: int  # 0 <= group < Limits.groups
-    rows: tuple[Row, ...]
+    """One more token for each of some requests of a group.
+
+    Attributes:
+        group: 0 <= group < Limits.groups.
+        rows: as the columns say.
+        how: the most that any of its rows needs.
+    """
+
+    group: int
+    rows: Rows
+    how: How = How.GREEDY
 
 
-@dataclass(frozen=True)
-class Prefill:
-    tokens: tuple[int, ...]  # one chunk of one request's prompt
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """A chunk of one request's prompt."""
+
+    tokens: Sequence[int] | NDArray[Any]
     start: int  # position of its first token
-    blocks: tuple[int, ...]  # of the request, enough for start + len(tokens)
+    blocks: Sequence[int]  # of the request, enough for start + len(tokens)
     last: bool  # the chunk that draws the first token
     sampling: Sampling
 
+    @property
+    def how(self) -> How:
+        """What the engine does at least: a chunk before the last draws nothing."""
+        return self.sampling.how if self.last else How.GREEDY
 
-@dataclass(frozen=True)
-class Limits:
-    groups: int
-    slots: int  # the largest decode batch of a group
-    chunk: int  # the longest prefill chunk
-    blocks: int  # usable blocks are 1 .. blocks - 1; block 0 is trash
-    block_size: int
-    context: int  # longest sequence
-    vocabulary: int
-    eos: tuple[int, ...]
+
+@dataclass(frozen=True, eq=False)
+class Prefill:
+    """Chunks of several requests: one, or up to `Limits.prompts` that all begin a prompt.
+
+    Log-probabilities are for a chunk alone.
+    """
+
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def how(self) -> How:
+        """The most that any of its chunks needs."""
+        return max((chunk.how for chunk in self.chunks), default=How.GREEDY)
+
+    @property
+    def draws(self) -> int:
+        """How many tokens come of it."""
+        return sum(chunk.last for chunk in self.chunks)
 
 
 class Result(Protocol):
-    """Tokens of a batch: one for each row, or the first token of a last chunk (empty otherwise)."""
+    """Tokens of a batch: one for each row, or the first tokens of last chunks."""
 
     def done(self) -> bool: ...
     def result(self, timeout: float | None = None) -> list[int]: ...

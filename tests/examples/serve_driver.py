@@ -15,8 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from examples.serve.requests import Limits, Sampling
 from examples.serve.sampling import draw
-from examples.serve.work import Decode, Engine, Limits, Prefill, Result, Row, Sampling
+from examples.serve.work import Chunk, Engine, Prefill, Result
+
+from .serve_work import Row, decode_of
 
 GREEDY = Sampling()
 
@@ -77,11 +80,12 @@ class Driver:
 
     Attributes:
         hits: how many blocks were shared.
+        packed: how many executions took several prompts.
         preempted: how often a request was.
     """
 
     def __init__(self, engine: Engine, habits: Habits) -> None:
-        self.hits = self.preempted = 0
+        self.hits = self.packed = self.preempted = 0
         self._engine = engine
         self._limits: Limits = engine.limits
         self._habits = habits
@@ -94,7 +98,7 @@ class Driver:
         self._running: list[_Running] = []
         self._under_way: list[list[tuple[Result, list[_Running]]]]
         self._under_way = [[] for _ in range(self._limits.groups)]
-        self._chunks: list[tuple[Result, _Running]] = []
+        self._chunks: list[tuple[Result, Prefill, list[_Running]]] = []
 
     def run(self, requests: list[Request]) -> None:
         """Run them all; their `out` has the tokens."""
@@ -164,22 +168,29 @@ class Driver:
     # -- work -------------------------------------------------------------------------------
 
     def _prefill(self) -> bool:
+        """A chunk of a prompt, or the first ones of several."""
         if self._chunks:
             return False
+        batch: list[_Running] = []
+        chunks: list[Chunk] = []
         for running in self._running:
             left = len(running.known) - running.prefilled
-            if not left:
+            if not left or (chunks and running.prefilled):
                 continue
             most = min(left, self._habits.chunk)
-            count = self._random.randint(1, most) if self._habits.ragged else most
-            start, end = running.prefilled, running.prefilled + count
-            is_last = end == len(running.known)
-            tokens, sampling = running.known[start:end], running.request.sampling
-            work = Prefill(tokens, start, running.blocks, is_last, sampling)
-            self._chunks.append((self._engine.submit(work), running))
+            start = running.prefilled
+            end = start + (self._random.randint(1, most) if self._habits.ragged else most)
+            tokens, is_last = running.known[start:end], end == len(running.known)
+            chunks.append(Chunk(tokens, start, running.blocks, is_last, running.request.sampling))
+            batch.append(running)
             running.prefilled = end
-            return True
-        return False
+            if start or len(chunks) == self._limits.prompts:
+                break
+        if chunks:
+            work = Prefill(tuple(chunks))
+            self.packed += len(chunks) > 1
+            self._chunks.append((self._engine.submit(work), work, batch))
+        return bool(chunks)
 
     def _decode(self, group: int) -> bool:
         if len(self._under_way[group]) == 2:
@@ -198,28 +209,34 @@ class Driver:
             batch.append(running)
             running.asked += 1
         if rows:
-            self._under_way[group].append((self._engine.submit(Decode(group, tuple(rows))), batch))
+            result = self._engine.submit(decode_of(group, rows))
+            self._under_way[group].append((result, batch))
         return bool(rows)
 
     def _wait(self) -> None:
         """Until something that is under way has ended."""
-        results = [result for result, _ in chain(self._chunks, *self._under_way)]
+        results = [each[0] for each in chain(self._chunks, *self._under_way)]
         if results:
             results[0].result(60)
 
     def _collect(self) -> bool:
         """Take what has ended; true if anything has."""
         moved = False
-        for result, running in [each for each in self._chunks if each[0].done()]:
+        for each in [each for each in self._chunks if each[0].done()]:
             moved = True
-            self._chunks.remove((result, running))
-            if not running.is_over:
+            self._chunks.remove(each)
+            result, work, batch = each
+            tokens = iter(result.result())
+            for running, chunk in zip(batch, work.chunks, strict=True):
+                token = next(tokens) if chunk.last else None
+                if running.is_over:
+                    continue
                 self._share(running)
-            for token in result.result():
-                if not running.is_over:
+                if token is not None:
                     running.asked = 1
                     self._take_slot(running)
                     self._deliver(running, token)
+            assert next(tokens, None) is None
         for queue in self._under_way:
             while queue and queue[0][0].done():
                 moved = True

@@ -13,8 +13,9 @@ from transformers.utils import logging
 
 from examples.serve.engine import Options
 
-OPTIONS = Options(batches=(2, 4), chunks=(8, 32), blocks=20, block_size=8)
-"""Two groups on two ranks: 24 variants, which is what the tests spend most time on."""
+OPTIONS = Options(batches=(2, 4), chunks=(8, 32), prompt_tokens=96, blocks=20, block_size=8)
+"""Two groups on two ranks, and three prompts of a prefill: 31 variants, which is what the tests
+spend most time on."""
 
 FEW = replace(OPTIONS, groups=2, batches=(4,), chunks=(32,), widths=())
 

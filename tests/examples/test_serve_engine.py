@@ -16,14 +16,17 @@ import torch
 import cg
 from cg.backends.virtual.world import VirtualWorld
 from cg.launch.world.world import use_world
+from examples.serve.attention import attend, locate
 from examples.serve.engine import CgEngine, Options, decode_variants, start, widths
 from examples.serve.families import open_model
-from examples.serve.model import POSITION, TABLE, split
-from examples.serve.work import Decode, Prefill, Row, Sampling
+from examples.serve.model import split
+from examples.serve.requests import Sampling
+from examples.serve.work import POSITION, TABLE, Chunk, Decode, Prefill
 
 from ..mpi.jobs import ROOT, needs_mpi, run
 from .serve_driver import Driver, Habits, Request, differences, random_requests
 from .serve_models import FEW, OPTIONS, generate, load_qwen2, logits_of, save_qwen2
+from .serve_work import Row, decode_of, prefill_of
 
 sys.path.insert(0, str(ROOT / "examples"))
 
@@ -112,6 +115,7 @@ def test_random_arrivals_preemptions_and_cancellations(engine: CgEngine, model: 
     driver.run(requests)
     assert differences(logits_of(model), requests)[0] == 0
     assert driver.hits > 5
+    assert driver.packed > 5
     assert driver.preempted > 5
     assert sum(each.is_cancelled for each in requests) > 0
 
@@ -158,7 +162,7 @@ def test_every_bucket(engine: CgEngine, model: Any, sampled: bool) -> None:
                 _prefill_all(engine, each, blocks[row])
                 slot = limits.slots - 1 - row
                 rows.append(Row(each.out[0], length, slot, blocks[row], each.sampling))
-            tokens = engine.submit(Decode(1, tuple(rows))).result()
+            tokens = engine.submit(decode_of(1, tuple(rows))).result()
             for each, token in zip(requests, tokens, strict=True):
                 each.out.append(token)
             assert differences(logits_of(model), requests)[0] == 0
@@ -169,7 +173,7 @@ def _prefill_all(engine: CgEngine, request: Request, blocks: tuple[int, ...]) ->
     for at in range(0, len(prompt), chunk):
         part = prompt[at : at + chunk]
         last = at + len(part) == len(prompt)
-        result = engine.submit(Prefill(part, at, blocks, last, request.sampling))
+        result = engine.submit(prefill_of(part, at, blocks, last, request.sampling))
         request.out += result.result()
 
 
@@ -193,8 +197,8 @@ def test_log_probabilities_are_those_of_the_model(
     outs: list[list[int]] = []
     scores = []
     for asked in (sampling, replace(sampling, logprobs=3)):
-        chunk = engine.submit(Prefill(prompt, 0, blocks[0], True, asked))
-        engine.submit(Prefill(prompt[:9], 0, blocks[1], True, Sampling())).result()
+        chunk = engine.submit(prefill_of(prompt, 0, blocks[0], True, asked))
+        engine.submit(prefill_of(prompt[:9], 0, blocks[1], True, Sampling())).result()
         outs.append(chunk.result())
         scores += chunk.scores()
         for step in range(4):
@@ -204,7 +208,7 @@ def test_log_probabilities_are_those_of_the_model(
                 Row(out[-1], at, 0, blocks[0], asked),
                 Row(7, 9, 1, blocks[1], Sampling()),
             )
-            result = engine.submit(Decode(0, rows))
+            result = engine.submit(decode_of(0, rows))
             out.append(result.result()[0])
             scores += result.scores()[:1]
     assert outs[0] == outs[1]
@@ -230,43 +234,105 @@ def test_guards_in_the_graph(folder: Path, model: Any) -> None:
         requests = random_requests(4, 3, engine.limits)
         Driver(engine, Habits(seed=3)).run(requests)
         assert differences(logits_of(model), requests) == (0, 0)
-        batch, controls, _ = next(decode_variants(engine.limits, options))
+        batch, how = next(decode_variants(engine.limits, options))
         for column, number in ((TABLE, 20), (TABLE, -1), (POSITION, -1)):
             wrong = batch.clone()
             wrong[0, column] = number
             with pytest.raises(RuntimeError, match="is out of bounds"):
-                engine.decode[0].execute(wrong, controls, None).result()
-        assert engine.decode[0].execute(batch, controls, None).result().shape == (4,)
+                engine.decode[0].execute(wrong, how).result()
+        assert engine.decode[0].execute(batch, how).result().shape == (4,)
 
 
 def test_two_tables_may_share_blocks(engine: CgEngine, model: Any) -> None:
     stem = tuple(range(16))
     first, second = Request((*stem, 40, 41), 2), Request((*stem, 50), 2)
-    first.out += engine.submit(Prefill(first.prompt, 0, (5, 6, 7), True, Sampling())).result()
-    second.out += engine.submit(Prefill((50,), 16, (5, 6, 8), True, Sampling())).result()
+    first.out += engine.submit(prefill_of(first.prompt, 0, (5, 6, 7), True, Sampling())).result()
+    second.out += engine.submit(prefill_of((50,), 16, (5, 6, 8), True, Sampling())).result()
     rows = (
         Row(first.out[0], 18, 0, (5, 6, 7), Sampling()),
         Row(second.out[0], 17, 1, (5, 6, 8), Sampling()),
     )
-    for each, token in zip((first, second), engine.submit(Decode(0, rows)).result(), strict=True):
+    for each, token in zip(
+        (first, second), engine.submit(decode_of(0, rows)).result(), strict=True
+    ):
         each.out.append(token)
     assert differences(logits_of(model), [first, second]) == (0, 0)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_packed_prompts_draw_what_they_draw_alone(
+    sampled: bool, engine: CgEngine, model: Any
+) -> None:
+    """One is a token long, and one has a chunk more, of one token."""
+    warm = Sampling(0.8, 5, 0.9, 1 << 40) if sampled else Sampling()
+    long = tuple(range(33))
+    requests = [Request((40,), 2, warm), Request(long, 2), Request(tuple(range(50, 59)), 2, warm)]
+    blocks = [(1,), (2, 3, 4, 5, 6), (7, 8)]
+    chunks = [
+        Chunk(each.prompt[:32], 0, held, each.prompt != long, each.sampling)
+        for each, held in zip(requests, blocks, strict=True)
+    ]
+    first, third = engine.submit(Prefill(tuple(chunks))).result()
+    (second,) = engine.submit(prefill_of((32,), 32, blocks[1], True, Sampling())).result()
+    rows = []
+    for slot, token in enumerate((first, second, third)):
+        each = requests[slot]
+        each.out.append(token)
+        rows.append(Row(token, len(each.prompt), slot, blocks[slot], each.sampling))
+    for each, token in zip(requests, engine.submit(decode_of(0, rows)).result(), strict=True):
+        each.out.append(token)
+    assert differences(logits_of(model), requests) == (0, 0)
+
+
+def test_first_chunks_need_no_table() -> None:
+    """Attention, and what is in the pool then, are the same with a table and without."""
+    torch.manual_seed(0)
+    size, groups, shared, width, steps = 4, 2, 3, 8, torch.arange(9)
+    is_there = steps < torch.tensor([9, 1, 6])[:, None]
+    positions = torch.where(is_there, steps, 0)
+    tables = 1 + torch.randperm(9).view(3, 3)
+    entries = torch.where(is_there, tables[:, steps // size] * size + steps % size, 0)
+    query, new = torch.randn(3, 9, groups, shared, width), torch.randn(3, 9, groups, 2, width)
+    pools, found = torch.zeros(2, 10, size, groups, 2, width), []
+    for pool, table in zip(pools, (tables, tables[:, :0]), strict=True):
+        pages = locate((pool,), 0, positions, entries, table, shared)
+        found.append(attend(query, new, pages, 0, 0.3)[is_there])
+    torch.testing.assert_close(found[1], found[0])
+    assert torch.equal(pools[0, 1:], pools[1, 1:])
+
+
+@pytest.mark.parametrize("tokens", [31, 0, -64])
+def test_prompt_tokens_that_hold_no_chunk(tokens: int, folder: Path) -> None:
+    said = f"{tokens} prompt tokens, and a chunk alone has 32"
+    with use_world(VirtualWorld(1)), pytest.raises(ValueError, match=said):
+        start(folder, replace(FEW, prompt_tokens=tokens))
+
+
+BEGINNING, GOING_ON = (Chunk((1,), at, (1, 2), True, Sampling()) for at in (0, 8))
+ASKING = replace(BEGINNING, sampling=Sampling(logprobs=1))
 
 
 @pytest.mark.parametrize(
     ("work", "said"),
     [
-        (Decode(2, (Row(0, 0, 0, (1,), Sampling()),)), "group 2 of 2"),
-        (Decode(0, ()), "0 rows of at most 4"),
-        (Decode(0, (Row(64, 0, 0, (1,), Sampling()),)), "token 64"),
-        (Decode(0, (Row(0, 0, 4, (1,), Sampling()),)), "slot 4"),
-        (Decode(0, (Row(0, 64, 0, tuple(range(1, 10)), Sampling()),)), "9 of at most 8"),
-        (Decode(0, (Row(0, 8, 0, (1,), Sampling()),)), "1 blocks for 9 tokens"),
-        (Decode(0, (Row(0, 0, 0, (0,), Sampling()),)), r"blocks \[0"),
-        (Decode(0, (Row(0, 0, 0, (20,), Sampling()),)), r"blocks \[20"),
-        (Prefill((), 0, (1,), True, Sampling()), "0 tokens of at most 32"),
-        (Prefill((-1,), 0, (1,), True, Sampling()), "token -1"),
-        (Prefill((1,), -1, (1,), True, Sampling()), "a chunk from -1"),
+        (Prefill(()), "0 of 3 prompts"),
+        (Prefill((BEGINNING,) * 4), "4 of 3 prompts"),
+        (Prefill((BEGINNING, GOING_ON)), "a chunk that has to be alone"),
+        (Prefill((BEGINNING, ASKING)), "a chunk that has to be alone"),
+        (Prefill((BEGINNING, replace(BEGINNING, tokens=()))), "0 tokens of at most 32"),
+        (Prefill((BEGINNING, replace(BEGINNING, blocks=(0,)))), "a block is 0"),
+        (decode_of(0, (Row(0, 16, 0, (1, 0, 2), Sampling()),)), "a block is 0"),
+        (decode_of(2, (Row(0, 0, 0, (1,), Sampling()),)), "group 2 of 2"),
+        (decode_of(0, ()), "0 rows of at most 4"),
+        (decode_of(0, (Row(64, 0, 0, (1,), Sampling()),)), "a token is 64"),
+        (decode_of(0, (Row(0, 0, 4, (1,), Sampling()),)), "a slot is 4"),
+        (decode_of(0, (Row(0, 64, 0, tuple(range(1, 10)), Sampling()),)), "a position is 64"),
+        (decode_of(0, (Row(0, 8, 0, (1,), Sampling()),)), "1 blocks, and 2 are needed"),
+        (decode_of(0, (Row(0, 0, 0, (0,), Sampling()),)), "a block is 0"),
+        (decode_of(0, (Row(0, 0, 0, (20,), Sampling()),)), "a block is 20"),
+        (prefill_of((), 0, (1,), True, Sampling()), "0 tokens of at most 32"),
+        (prefill_of((-1,), 0, (1,), True, Sampling()), "a token is -1"),
+        (prefill_of((1,), -1, (1,), True, Sampling()), "a position is -1"),
     ],
 )
 def test_work_outside_of_the_limits_is_refused(
@@ -297,6 +363,7 @@ def test_the_gpt_of_make_train(tp: int, tmp_path: Path) -> None:
     options = replace(FEW, groups=1, batches=(2,), tp=tp)
     with serving(tmp_path, 2, options) as engine:
         assert engine.limits.vocabulary == 256
+        assert engine.limits.prompts == 2  # more could not decode
         requests = random_requests(8, 9, engine.limits)
         Driver(engine, Habits(seed=9, companions=2)).run(requests)
     assert differences(logits, requests)[0] == 0
@@ -328,7 +395,7 @@ def test_on_mpi_ranks(ranks: int, on_devices: bool, folder: Path) -> None:
     ended = run(ranks, program, folder=ROOT, seconds=150, warm=True)
     assert ended.code == 0, ended.output
     assert "rank 1 has served" in ended.output
-    assert ("8 of 8 whole, 8 replayed" in ended.output) == on_devices, ended.output
+    assert ("12 of 12 whole, 12 replayed" in ended.output) == on_devices, ended.output
     (found,) = re.findall(r"40 requests, (\d+) tokens: (\d+) differences", ended.output)
     assert int(found[0]) > 100
     assert int(found[1]) == 0
@@ -346,5 +413,5 @@ def test_stages_of_two_mpi_ranks(ranks: int, on_devices: bool, two_layers: Path)
     ended = run(ranks, program, folder=ROOT, seconds=150, warm=True)
     assert ended.code == 0, ended.output
     assert f"rank {ranks - 1} has served" in ended.output
-    assert ("5 of 5 whole, 5 replayed" in ended.output) == on_devices, ended.output
+    assert ("9 of 9 whole, 9 replayed" in ended.output) == on_devices, ended.output
     assert re.findall(r"16 requests, \d+ tokens: (\d+) differences", ended.output) == ["0"]

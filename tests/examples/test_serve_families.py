@@ -72,7 +72,9 @@ def test_tokens_are_those_of_transformers(name: str, tp: int, tmp_path: Path) ->
         if parameter.ndim == 1:
             nn.init.normal_(parameter, 1.0 if parameter.mean() == 1 else 0.0, 0.2)
     model.save_pretrained(tmp_path)
-    options = replace(FEW, groups=1, batches=(2,), chunks=(16,), warm=False, tp=tp)
+    options = replace(
+        FEW, groups=1, batches=(2,), chunks=(16,), prompt_tokens=32, warm=False, tp=tp
+    )
     with use_world(VirtualWorld(tp)):
         engine = start(tmp_path, options)
         assert engine is not None

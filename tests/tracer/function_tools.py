@@ -118,9 +118,9 @@ def runs_of(
         assert len(result) == len(vjp.forward.outputs)
         chosen = [result[i] for i in outputs]
         grads = vjp.backward_body(*result[count:], *cotangents(chosen))
-        assert len(grads) == len(inputs)
+        assert len(grads) == max(len(inputs), 1)  # a unit where there are none
         state, state_grads = _state(actor)
-        return Run(list(result[:count]), list(grads), state, state_grads)
+        return Run(list(result[:count]), list(grads)[: len(inputs)], state, state_grads)
 
     return run
 

@@ -111,7 +111,7 @@ class EagerTracer:
 
         def body(*values: Any) -> Any:
             with torch.no_grad():
-                return _run(call, signature, values)
+                return _run(call, signature, values) or (None,)
 
         return TracedFunction(declaration, results, state, body, lambda: None, strict=body)
 
@@ -171,7 +171,7 @@ class EagerTracer:
                 if gradient is not None:
                     before = parameter.grad
                     parameter.grad = gradient.clone() if before is None else before + gradient
-            return [gradient.clone() for gradient in found[: len(grad_inputs)]]
+            return [gradient.clone() for gradient in found[: len(grad_inputs)]] or [None]
 
         vjp = Vjp(name, forward.name, backward.name, grad_outputs, grad_inputs)
         return TracedVjp(

@@ -112,7 +112,8 @@ class Tracing:
         vjp = self.functions.trace_vjp(target, call, f"{name}.vjp", needed, inputs, None)
         results = vjp.forward_body(value.detach())
         saved = results[len(specs) :]
-        gradients = vjp.backward_body(*saved, *cotangents([results[i] for i in needed]))
+        made = vjp.backward_body(*saved, *cotangents([results[i] for i in needed]))
+        gradients = made[: len(inputs)]  # a unit stands for none
         return _as_run(actor, results[: len(specs)], gradients)
 
 

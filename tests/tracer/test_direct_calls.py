@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cg.tracer.codegen.direct_calls import BINDINGS, call_of
+from cg.tracer.layouts.asked import ASKED
 
 _ATEN = torch.ops.aten
 X, INTS = torch.randn(3, 4), torch.arange(12).view(3, 4)
@@ -39,6 +40,7 @@ CALLS: dict[Any, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {
     _ATEN.permute.default: [((X, [1, 0]), {}), ((X, [-1, 0]), {}), ((ZERO, []), {})],
     _ATEN.unsqueeze.default: [((X, -1), {}), ((ZERO, 0), {})],
     _ATEN.select.int: [((X, 0, 1), {}), ((X, -1, -2), {})],
+    ASKED: [((X, ""), {}), ((X.t(), "0:tp:1"), {})],
 }
 
 

@@ -133,7 +133,7 @@ def test_several_objects() -> None:
     assert traced.declaration.outputs == (ObjectType(), ObjectType())
     assert traced.results.fill([1, 2]) == (1, 2)
     assert traced.body(X) == ([[1, 1, 1], [1, 1, 1]], [6])
-    assert trace(Actor(), "none", X).body(X) == ()
+    assert trace(Actor(), "none", X).body(X) == (None,)
     with pytest.raises(TypeError, match=r"Actor.two \(.*\) is marked @cg.opaque\(returns=2\)"):
         trace(Actor(), "two", X, wrong=True).body(X)
 

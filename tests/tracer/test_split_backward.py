@@ -120,7 +120,7 @@ def run(
         cut = len(result) - saved
         given = result[cut:] + cotangents([result[i] for i in vjp.vjp.grad_outputs])
         if not halves:
-            found += vjp.backward_body(*given)
+            found += list(vjp.backward_body(*given))[: len(vjp.vjp.grad_inputs)]
             continue
         bodies = {half.declaration.name: half.body for half in vjp.halves}
         left: list[Any] = []
@@ -130,7 +130,7 @@ def run(
             found += made[:count]
             left = made[count:]
         weight = bodies.get(vjp.vjp.weight or "", vjp.backward_body)
-        assert list(weight(*[given[i] for i in vjp.vjp.kept], *left)) == []
+        assert list(weight(*[given[i] for i in vjp.vjp.kept], *left)) == [None]
     grads = {name: p.grad for name, p in actor.named_parameters()}
     for parameter in actor.parameters():
         parameter.grad = None

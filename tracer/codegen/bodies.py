@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -25,9 +25,6 @@ Compiler = Callable[[fx.GraphModule, Sequence[torch.Tensor]], Compute]
 
 Run = Callable[..., Sequence[Any]]
 """Takes the inputs of a function, and returns all its outputs."""
-
-Boxed = Callable[[list[Any]], Sequence[Any]]
-"""The same with the inputs in a list, which it empties, so that each goes after its last use."""
 
 Locate = Callable[[TracebackType | None], Location | None]
 """The user's line that stands behind a traceback, or None."""
@@ -82,45 +79,33 @@ class GraphBody:
         def generate() -> tuple[Run, Locate]:
             return wrap(self.run), self.locate
 
-        refit = self.refit
         return GraphBody(
             generate,
-            self.graph,
-            self.state,
-            self.trained,
-            self.new_gradients,
-            self.rebinds,
-            refit=lambda by: refit(by).wrapped(wrap),
+            graph=self.graph,
+            state=self.state,
+            trained=self.trained,
+            new_gradients=self.new_gradients,
+            rebinds=self.rebinds,
+            refit=lambda by: self.refit(by).wrapped(wrap),
         )
 
-    def returning_unit(self) -> GraphBody:
-        """The body of a function whose results are of type unit."""
 
-        def generate() -> tuple[Run, Locate]:
-            run, locate = self._generated
-            return _returning_unit(run), locate
-
-        refit = self.refit
-        return replace(self, generate=generate, refit=lambda by: refit(by).returning_unit())
-
-
-@dataclass(frozen=True, eq=False)
 class FusedBody(GraphBody):
     """The body of a traced function whose graph is computed by a single call.
 
-    What `generate` gives is called boxed. With code around it, the body is called by arguments, and
-    so no `FusedBody`.
+    What is generated takes the inputs in a list. Code that is wrapped around it takes arguments,
+    which it holds until the call returns, so it makes a `GraphBody`.
     """
 
-    @property
+    @functools.cached_property
     def run(self) -> Run:
         """Takes the function's inputs, and returns all its outputs."""
         run_boxed = self.run_boxed
         return lambda *inputs: run_boxed([*inputs])
 
     @property
-    def run_boxed(self) -> Boxed:
-        """Does what `run` does, and lets the call empty the list of its inputs."""
+    def run_boxed(self) -> Run:
+        """Takes the inputs in a list, which it empties, so that each goes after its last use."""
         return self._generated[0]
 
 
@@ -140,22 +125,3 @@ def _wrapped(body: Body, wrap: Callable[[Body], Body]) -> Body:
     if isinstance(body, GraphBody):
         return body.wrapped(wrap)
     return functools.wraps(body)(wrap(body))
-
-
-def returning_unit(body: Bodies) -> Bodies:
-    """The body of a function whose results are of type unit."""
-    return each_body(body, _with_unit)
-
-
-def _with_unit(body: Body) -> Body:
-    return body.returning_unit() if isinstance(body, GraphBody) else _wrapped(body, _returning_unit)
-
-
-def _returning_unit(body: Body) -> Body:
-    """What calls the body, by arguments or boxed, and returns a unit."""
-
-    def run(*inputs: Any) -> Sequence[Any]:
-        body(*inputs)
-        return (None,)
-
-    return run

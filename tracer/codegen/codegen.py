@@ -15,7 +15,7 @@ import math
 import operator
 import re
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType, FunctionType, TracebackType
 from typing import Any
@@ -46,8 +46,8 @@ LARGE = 1 << 20
 def make_body(piece: Piece, name: str, source: Callable[[], Source] | None = None) -> GraphBody:
     """The body of a piece, whose code is generated when it is asked for.
 
-    It takes the piece's inputs and returns a tuple. It runs under `torch.no_grad` and without
-    autocast, whatever the caller's mode.
+    It takes the piece's inputs and returns a tuple: a unit where nothing is returned. It runs under
+    `torch.no_grad` and without autocast, whatever the caller's mode.
 
     Args:
         source: gives that of a piece with the same graph, whatever actor it is for.
@@ -203,8 +203,7 @@ class _Writer:
 
     def lines(self) -> Iterator[_Line]:
         """The lines of the source, each with the user's line."""
-        names = ", ".join(n.name for n in self._inputs)
-        arguments = "INPUTS" if self._is_fused else names
+        arguments = "INPUTS" if self._is_fused else self._names(self._inputs)
         yield f"def {_FUNCTION}({arguments}):", None
         yield from ((text, None) for text in self._prelude(arguments))
         yield from self._statements()
@@ -233,13 +232,15 @@ class _Writer:
 
     def _call(self) -> Iterator[str]:
         """The call that computes the graph. Nothing but its list holds the inputs meanwhile."""
-        names = ", ".join(n.name for n in (*self._state, *self._inputs))
-        yield f"    VALUES = [{names}]"
+        yield f"    VALUES = [{self._names((*self._state, *self._inputs))}]"
         if self._inputs:
-            yield f"    del {', '.join(n.name for n in self._inputs)}"
+            yield f"    del {self._names(self._inputs)}"
         added = ", ".join(map(self._parameter, self._products))
         call = f"ADDING_TO([{added}], MADE, COMPUTE, VALUES)" if added else "COMPUTE(VALUES)"
         yield f"    RESULTS = {call}"
+
+    def _names(self, nodes: Iterable[fx.Node]) -> str:
+        return ", ".join(node.name for node in nodes)
 
     def _add_product(self, index: int, factors: Sequence[str]) -> str:
         product = ", ".join((*factors, str(self._products[index].is_transposed)))
@@ -297,7 +298,7 @@ class _Writer:
             yield f"            with AUTOCAST({device!r}, enabled=False): {again}"
         if self._is_fused:
             if self._inputs:
-                yield f"    {', '.join(n.name for n in self._inputs)}, = INPUTS"
+                yield f"    {self._names(self._inputs)}, = INPUTS"
             yield "    INPUTS.clear()"
         for node, dense in zip(self._inputs, self.piece.dense, strict=True):
             if dense:
@@ -334,7 +335,7 @@ class _Writer:
         late = [i for i in range(len(gradients)) if i not in early and i not in self._products]
         if late:
             yield self._accumulate(late, [gradients[index] for index in late])
-        yield f"    return ({', '.join(returned)}{',' if returned else ''})"
+        yield f"    return ({', '.join(returned) or None},)"
 
     def _values(self) -> list[str]:
         """The results of the graph, in the source."""

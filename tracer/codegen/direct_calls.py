@@ -13,8 +13,16 @@ from typing import Any
 
 import torch
 
+from ..layouts.asked import ASKED
+
 _ATEN = torch.ops.aten
 _FUNCTIONS: Any = torch._C._VariableFunctions
+
+
+def _copy(value: torch.Tensor, cuts: str) -> torch.Tensor:
+    """What `cg.layout` is where ranks share nothing; on a mesh it has been replaced before."""
+    return value.clone()
+
 
 BINDINGS: Mapping[object, Callable[..., Any]] = {
     _ATEN.add.Tensor: _FUNCTIONS.add,
@@ -30,6 +38,7 @@ BINDINGS: Mapping[object, Callable[..., Any]] = {
     _ATEN.permute.default: _FUNCTIONS.permute,
     _ATEN.unsqueeze.default: _FUNCTIONS.unsqueeze,
     _ATEN.select.int: _FUNCTIONS.select,
+    ASKED: _copy,
 }
 
 

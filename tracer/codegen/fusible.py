@@ -14,6 +14,9 @@ from torch import fx
 
 from ..autodiff.products import ADD_PRODUCT, Product
 from ..autodiff.subgraphs import Piece, fake_of, results
+from ..layouts.asked import ASKED
+
+CLONE = torch.ops.aten.clone.default
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,8 @@ def make_fusible(piece: Piece, products: Mapping[int, Product]) -> Fusible:
                 ADD_PRODUCT, (*factors, numbers[node], product.is_transposed)
             )
             copies.update(dict.fromkeys(product.nodes, added))
+        elif node.target is ASKED:  # a mesh has none any more
+            copies[node] = graph.call_function(CLONE, (copies[node.args[0]],))
         elif node not in copies and node.op != "output":
             copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[node] for node in results(piece.graph)))

@@ -22,7 +22,6 @@ from ...ir.ops import Call
 from ...ir.phases import Phase
 from ...ir.printer import format_module
 from ...ir.types import Place, UnitType
-from ..codegen.bodies import returning_unit
 from ..errors import TraceError
 from ..source import traceback_location
 from ..step.arguments import Arguments
@@ -285,7 +284,6 @@ def enter(
         if not declaration.outputs:
             # A call has at least one result, which says where it runs.
             declaration = replace(declaration, outputs=(UnitType(),))
-            body = None if body is None else returning_unit(body)
         session.module.functions[declaration.name] = declaration
         if program is not None:
             session.module.bodies[declaration.name] = program

@@ -156,8 +156,7 @@ class Maker:
                 pieces[which] = piece, source_of(piece)
             if rank in self.played:
                 piece, source = pieces[which]
-                body = make_body(_on(piece, own), name, source)
-                bodies[rank] = body if plan.returned else body.returning_unit()
+                bodies[rank] = make_body(_on(piece, own), name, source)
         first, _ = next(iter(pieces.values()))
         touches = plan.gradients or plan.reads(self.section.state)
         function = Function(

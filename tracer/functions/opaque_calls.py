@@ -117,6 +117,8 @@ def strictly(call: Call) -> Call:
 def opaque_body(call: Call, mark: OpaqueMark, results: Tree) -> Body:
     """A body that calls the function with the filled-in signature, gradients enabled.
 
+    Like all bodies it returns a unit where the function returns nothing.
+
     Raises (when it runs):
         TypeError: the function returns something else than its mark says.
     """
@@ -142,10 +144,10 @@ def opaque_body(call: Call, mark: OpaqueMark, results: Tree) -> Body:
                 f"{what} is marked @cg.opaque(returns={mark.returns}), but it returned "
                 f"{_words(result)}"
             )
-        return tuple(result)
+        return tuple(result) or (None,)
 
     def typed(*inputs: Any) -> Sequence[Any]:
-        return _checked(run(*inputs), results, what)
+        return _checked(run(*inputs), results, what) or (None,)
 
     return typed if mark.fake is not None else one if mark.returns is None else several
 

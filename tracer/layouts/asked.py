@@ -73,4 +73,7 @@ def _local(op: LocalOp) -> Any:
     return op.emit(torch.ops.aten.clone.default, op.arguments["value"])
 
 
-RULES: Mapping[object, Rule] = {torch.ops.cg.layout.default: _asked}
+ASKED = torch.ops.cg.layout.default
+"""The operator, as it stands in graphs."""
+
+RULES: Mapping[object, Rule] = {ASKED: _asked}

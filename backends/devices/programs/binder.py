@@ -254,15 +254,20 @@ def stream_of(op: Op) -> Stream:
     return Stream.COLLECTIVE if isinstance(op, Collective) else Stream.COMPUTE
 
 
+STAGED = 1 << 20
+"""Bytes of an input up to which it is copied on the host first."""
+
+
 def landed(value: Any, device: Device) -> Any:
     """A value for work on the device: a tensor is brought there, unless it is there.
 
     Its memory may be written to as soon as this returns. That of pinned memory the device reads
-    later, when it comes to it, so it reads a copy; torch keeps that until then.
+    later, when it comes to it, so it reads a copy; torch keeps that until then. What is small goes
+    the same way, since the host would wait for the device to copy other memory.
     """
     if isinstance(value, Tensor) and value.device != device.torch_device:
-        if value.is_pinned():
-            value = torch.empty_like(value, pin_memory=True).copy_(value)
+        if value.is_pinned() or (value.device.type == "cpu" and value.nbytes <= STAGED):
+            value = device.host_buffer(value).copy_(value)
         return value.to(device.torch_device, non_blocking=True)
     return value
 

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from aiohttp import web
 
 from ..features import Features
-from ..scheduler import ERROR
+from ..requests import ERROR
 from .connections import Waits
 from .errors import ApiError
 from .job import GONE, EngineJob

@@ -17,10 +17,9 @@ from typing import Any
 
 from .. import wire
 from ..features import Features
-from ..scheduler import End, Events, Request
+from ..requests import End, Events, Limits, Request
 from ..transports import Ring, unpickle
 from ..wire import Kind, Link
-from ..work import Limits
 from .errors import ApiError
 from .metrics import Metrics
 from .processes import Processes, of_job

@@ -7,7 +7,7 @@ import secrets
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from ..work import LOGPROBS, Limits, Sampling
+from ..requests import LOGPROBS, Limits, Sampling
 from . import fields
 from .errors import ApiError, bad
 from .fields import Body

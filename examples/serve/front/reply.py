@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 
-from ..scheduler import End
-from ..work import Scores
+from ..requests import End, Scores
 
 
 class Reply:

@@ -19,7 +19,7 @@ from typing import Any
 from aiohttp import web
 
 from ..features import Features
-from ..work import Limits
+from ..requests import Limits
 from . import protocol
 from .admission import Admission, Bounds
 from .answers import Answers

@@ -11,8 +11,7 @@ from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
 from ..features import Features
-from ..scheduler import End
-from ..work import Scores
+from ..requests import End, Scores
 from .protocol import Completion
 from .text import Stops, Text
 

@@ -13,7 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from examples.serve.work import LOGPROBS, Decode, Limits, Prefill, Row, Sampling, Scores
+from examples.serve.requests import LOGPROBS, How, Limits, Sampling, Scores
+from examples.serve.work import Decode, Prefill
+
+from ..serve_work import Row, rows_of
 
 TINY = Limits(
     groups=2, slots=4, chunk=5, blocks=16, block_size=3, context=30, vocabulary=50, eos=(7,)
@@ -21,12 +24,14 @@ TINY = Limits(
 ROOMY = Limits(
     groups=2, slots=8, chunk=32, blocks=257, block_size=16, context=512, vocabulary=256, eos=()
 )
+GARBAGE = -9
+"""What work that fails leaves where it should have written."""
 
 
 def draw(tokens: Sequence[int], sampling: Sampling, vocabulary: int) -> int:
     """The token behind these; its seed counts unless it is greedy."""
     seed = sampling.seed if sampling.temperature else 0
-    name = repr((list(tokens), seed)).encode()
+    name = repr(([int(token) for token in tokens], int(seed))).encode()
     return int.from_bytes(blake2b(name, digest_size=8).digest(), "little") % vocabulary
 
 
@@ -100,7 +105,7 @@ class FakeEngine:
         self.pool: list[list[int | None]] = [
             [None] * limits.block_size for _ in range(limits.blocks)
         ]
-        self.is_closed = False
+        self.is_closed = self._garbles = False
         self.works = 0
 
     def submit(self, work: Decode | Prefill) -> FakeResult:
@@ -126,9 +131,10 @@ class FakeEngine:
         self.works += 1
         try:
             error = self.fails(result.work)
+            self._garbles = error is not None
+            result.tokens, result.scored = self._run(result.work)
             if error is not None:
                 raise error
-            result.tokens, result.scored = self._run(result.work)
         except Exception as raised:
             result.error = raised
         for call in result.calls:
@@ -136,16 +142,17 @@ class FakeEngine:
 
     def _run(self, work: Decode | Prefill) -> tuple[list[int], list[Scores]]:
         if isinstance(work, Prefill):
-            for place, token in enumerate(work.tokens, work.start):
-                self._write(work.blocks, place, token)
-            if not work.last:
-                return [], []
-            ends = [(work.blocks, work.start + len(work.tokens), work.sampling)]
-            drawn = [self._draw(*ends[0])]
+            for chunk in work.chunks:
+                for place, token in enumerate(chunk.tokens, chunk.start):
+                    self._write(chunk.blocks, place, int(token))
+            last = [chunk for chunk in work.chunks if chunk.last]
+            ends = [(each.blocks, each.start + len(each.tokens), each.sampling) for each in last]
+            drawn = [self._draw(*end) for end in ends]
         else:
-            ends = [(row.blocks, row.position + 1, row.sampling) for row in work.rows]
-            drawn = [self._decode(work.group, row) for row in work.rows]
-        if all(sampling.logprobs is None for _, _, sampling in ends):
+            rows = rows_of(work)
+            ends = [(row.blocks, row.position + 1, row.sampling) for row in rows]
+            drawn = [self._decode(work.group, row) for row in rows]
+        if work.how is not How.SCORED:
             return drawn, []
         scored = [
             scores_of(self._read(blocks, length), token, self.limits.vocabulary)
@@ -162,7 +169,7 @@ class FakeEngine:
 
     def _write(self, blocks: Sequence[int], place: int, token: int) -> None:
         size = self.limits.block_size
-        self.pool[blocks[place // size]][place % size] = token
+        self.pool[blocks[place // size]][place % size] = GARBAGE if self._garbles else token
 
     def _draw(self, blocks: Sequence[int], length: int, sampling: Sampling) -> int:
         return draw(self._read(blocks, length), sampling, self.limits.vocabulary)
@@ -177,17 +184,21 @@ class FakeEngine:
         """Every bound of the border."""
         limits = self.limits
         if isinstance(work, Prefill):
-            assert 0 < len(work.tokens) <= limits.chunk
-            ends = [(work.start + len(work.tokens), work.blocks)]
-            tokens = list(work.tokens)
+            chunks = work.chunks
+            assert 0 < len(chunks) <= limits.prompts
+            assert all(0 < len(chunk.tokens) <= limits.chunk for chunk in chunks)
+            is_alone = work.how is How.SCORED or any(chunk.start for chunk in chunks)
+            assert len(chunks) == 1 or not is_alone
+            ends = [(chunk.start + len(chunk.tokens), chunk.blocks) for chunk in chunks]
+            tokens = [int(token) for chunk in chunks for token in chunk.tokens]
         else:
             assert 0 <= work.group < limits.groups
-            slots = [row.slot for row in work.rows]
+            slots = [row.slot for row in rows_of(work)]
             assert len(set(slots)) == len(slots) <= limits.slots
             assert slots
             assert all(0 <= slot < limits.slots for slot in slots)
-            ends = [(row.position + 1, row.blocks) for row in work.rows]
-            tokens = [row.token for row in work.rows if row.token != -1]
+            ends = [(row.position + 1, row.blocks) for row in rows_of(work)]
+            tokens = [row.token for row in rows_of(work) if row.token != -1]
         assert all(0 <= token < limits.vocabulary for token in tokens)
         for end, blocks in ends:
             assert end <= limits.context

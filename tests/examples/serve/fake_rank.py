@@ -25,9 +25,16 @@ FAILS, EXHAUSTS, DIES, HANGS = 255, 254, 253, 252
 """First tokens of prompts whose prefill raises, lacks memory, ends the process, never ends."""
 
 
+def first_of(work: Decode | Prefill) -> int:
+    """The first token of a prompt that begins, else 0."""
+    if isinstance(work, Decode) or work.chunks[0].start:
+        return 0
+    return int(work.chunks[0].tokens[0])
+
+
 def trouble(work: Decode | Prefill) -> Exception | None:
     """The exception that the work fails with, as its first token says."""
-    first = work.tokens[0] if isinstance(work, Prefill) and work.start == 0 else 0
+    first = first_of(work)
     if first == DIES:
         os._exit(9)
     if first == HANGS:
@@ -41,8 +48,7 @@ class HangingEngine(FakeEngine):
     hangs = False
 
     def run_one(self) -> None:
-        work = self.queue[0].work
-        self.hangs |= isinstance(work, Prefill) and work.start == 0 and work.tokens[0] == HANGS
+        self.hangs |= first_of(self.queue[0].work) == HANGS
         if not self.hangs:
             super().run_one()
 

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 from examples.serve.front import fields
 from examples.serve.front.text import Bytes
-from examples.serve.work import Sampling, Scores
+from examples.serve.requests import Sampling, Scores
 
 from .fake_engine import ROOMY, reference, scores_of
 from .servers import Server, serving

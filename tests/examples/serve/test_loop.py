@@ -22,10 +22,9 @@ sys.path.insert(0, str(ROOT / "examples"))
 from examples.serve import wire
 from examples.serve.features import parse
 from examples.serve.loop import BACKLOG, BUDGET, EngineLoop
-from examples.serve.scheduler import End, Events, Request
+from examples.serve.requests import LOGPROBS, End, Events, Request, Sampling, Scores
 from examples.serve.transports import unpickle
 from examples.serve.wire import Kind, Link
-from examples.serve.work import LOGPROBS, Sampling, Scores
 
 from .fake_engine import ROOMY, FakeEngine, reference
 

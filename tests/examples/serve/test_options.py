@@ -88,10 +88,13 @@ def test_a_loop_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_command_of_the_job() -> None:
-    words = command._parse(["-n", "3", "--batch", "4", "--features=-affinity,-thr_cap"])
+    own = ["-n", "3", "--batch", "4", "--prompt-tokens", "2048", "--features=-affinity,-thr_cap"]
+    words = command._parse(own)
     line = command.job(words, "random", parse(words.features))
     assert line[1:7] == ["-m", "cg.launch", "-n", "3", "--no-thread-cap", "--no-affinity"]
     start = line.index("examples.serve.ranks") + 1
     passed = ranks.parse([*line[start:], "/tmp/socket"])
     assert (passed.model, passed.batch, passed.features) == ("random", 4, "-affinity,-thr_cap")
+    assert ranks.options(passed, parse("")).prompt_tokens == 2048
+    assert ranks.options(given(), parse("")).prompt_tokens is None
     assert str(passed.socket) == "/tmp/socket"

@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -25,8 +26,10 @@ sys.path.insert(0, str(ROOT / "examples"))
 from examples.serve.blocks import Blocks, chain
 from examples.serve.features import Features, parse
 from examples.serve.front.admission import Admission
-from examples.serve.scheduler import Request, Scheduler, Sequence, Ticket
-from examples.serve.work import Decode, Limits, Prefill, Sampling
+from examples.serve.groups import Sequence
+from examples.serve.requests import Limits, Request, Sampling
+from examples.serve.scheduler import Scheduler, Ticket
+from examples.serve.work import TABLE, TOKEN, Decode, Prefill
 
 from .fake_engine import TINY, FakeEngine, FakeResult, reference
 
@@ -124,10 +127,13 @@ class Harness:
         for block, count in holders.items():
             assert count == 1 or blocks.is_published(block)
         for sequence in scheduler.active.values():
-            size = blocks.size
-            published = [blocks.is_published(block) for block in sequence.blocks]
             # What it still writes is nobody else's.
-            assert not any(published[sequence.complete // size :])
+            assert not any(map(blocks.is_published, sequence.blocks[sequence.published :]))
+            if sequence.seat is not None:
+                group, slot = sequence.seat
+                row = group.rows[slot, TABLE:]
+                assert list(row[row > 0]) == sequence.blocks
+                assert group.room[slot] == len(sequence.blocks) * blocks.size
 
 
 PROMPTS = st.lists(st.integers(0, 3), min_size=1, max_size=11)
@@ -139,12 +145,15 @@ class Machine(RuleBasedStateMachine):
         groups=st.integers(1, 3),
         slots=st.integers(2, 4),
         chunk=st.integers(1, 9),
+        prompts=st.integers(1, 3),
         features=st.sampled_from(
             ["", "", "-prefix", "-async_sched", "-carry", "-fill_tgt", "-fast_cnt"]
         ),
     )
-    def begin(self, blocks: int, groups: int, slots: int, chunk: int, features: str) -> None:
-        limits = Limits(groups, slots, chunk, blocks, 3, 30, 50, (7, 8, 9))
+    def begin(
+        self, blocks: int, groups: int, slots: int, chunk: int, prompts: int, features: str
+    ) -> None:
+        limits = Limits(groups, slots, chunk, blocks, 3, 30, 50, (7, 8, 9), prompts)
         self.it = Harness(limits, parse(features))
         self.cancelled: set[int] = set()
 
@@ -198,7 +207,7 @@ class Machine(RuleBasedStateMachine):
             for ticket, result in lane
             if result is self.it.engine.queue[0]
         )
-        self.cancelled |= {share[0].request.id for share in ticket.shares}
+        self.cancelled |= {each.request.id for each in self.it.scheduler.sequences(ticket)}
         self.it.failing.append(ValueError("no"))
         self.it.engine.run_one()
 
@@ -237,6 +246,82 @@ def test_preemption_changes_no_token(blocks: int) -> None:
     it.finish()
     it.check()
     assert it.scheduler.stats.preemptions > 0
+
+
+PACKING = Limits(1, 8, 5, 60, 3, 30, 50, (), prompts=3)
+
+
+def packs(it: Harness) -> list[list[tuple[int, int]]]:
+    """Run to the end; where each chunk of each prefill starts, and how long it is."""
+    found = []
+    while not it.scheduler.is_idle:
+        it.submit()
+        work = it.engine.queue[0].work
+        if isinstance(work, Prefill):
+            found.append([(chunk.start, len(chunk.tokens)) for chunk in work.chunks])
+        it.engine.run_one()
+        it.collect()
+    return found
+
+
+def test_prompts_that_begin_share_a_prefill() -> None:
+    """Up to so many; one that goes on is alone, with a single token, too."""
+    it = Harness(PACKING)
+    for length in (2, 12, 3, 4, 5, 1, 6):
+        it.add([length] * length, 3)
+    assert packs(it) == [
+        [(0, 2), (0, 5)],
+        [(5, 5)],
+        [(10, 2)],
+        [(0, 3), (0, 4), (0, 5)],
+        [(0, 1), (0, 5)],
+        [(5, 1)],
+    ]
+    it.check()
+
+
+def test_a_prompt_that_is_in_the_cache_is_prefilled_alone() -> None:
+    it = Harness(PACKING)
+    shared = list(range(10, 22))
+    it.add(shared, 1)
+    it.finish()
+    for prompt in ([1], [2, 2], [*shared, 3], [4], [5, 5]):
+        it.add(prompt, 3)
+    assert packs(it) == [[(0, 1), (0, 2)], [(12, 1)], [(0, 1), (0, 2)]]
+    it.check()
+
+
+def test_one_of_several_prompts_is_cancelled() -> None:
+    it = Harness(PACKING)
+    ids = [it.add([length] * length, 3) for length in (4, 5, 3)]
+    it.submit()
+    assert isinstance(work := it.engine.queue[0].work, Prefill)
+    assert len(work.chunks) == 3
+    it.scheduler.cancel(ids[1])
+    it.add([9] * 5, 3)  # gets the blocks
+    it.finish()
+    it.check(without={ids[1]})
+    assert it.got[ids[1]] == []
+    assert it.scheduler.blocks.used == 0
+
+
+def test_one_of_several_prompts_is_preempted() -> None:
+    """While it is prefilled, for an older request that decodes; the other begins to decode."""
+    it = Harness(Limits(1, 4, 6, 9, 3, 24, 50, (), prompts=3))
+    oldest = it.add([1] * 3, 20)
+    it.turn()
+    for prompt in ([2] * 6, [3]):
+        it.add(prompt, 3)
+    it.submit()
+    (pack,) = late = it.lanes.pop(-1)
+    assert isinstance(pack[0].work, Prefill)
+    assert len(pack[0].work.chunks) == 2
+    while not it.scheduler.stats.preemptions:
+        it.turn()
+    assert [each.request.id for each in it.scheduler.sequences(pack[0])] == [oldest + 1]
+    it.lanes[-1] = late + it.lanes.get(-1, [])
+    it.finish()
+    it.check()
 
 
 def test_a_prefix_is_computed_once() -> None:
@@ -336,7 +421,7 @@ def test_a_second_decode_runs_ahead() -> None:
     it.turn()
     it.submit()
     works = [result.work for result in it.engine.queue]
-    assert [work.rows[0].token >= 0 for work in works if isinstance(work, Decode)] == [True, False]
+    assert [work.rows[0, TOKEN] >= 0 for work in works if isinstance(work, Decode)] == [True, False]
     it.finish()
     it.check()
 
@@ -402,5 +487,5 @@ def test_switches_that_are_none(text: str) -> None:
 
 
 def test_sequences_are_themselves() -> None:
-    request = Request(1, (1,), 1)
-    assert Sequence(request, [1]) != Sequence(request, [1])
+    request, tokens = Request(1, (1,), 1), np.array([1], np.uint32)
+    assert Sequence(request, tokens) != Sequence(request, tokens)

@@ -1,0 +1,121 @@
+"""Requests on their way, and groups of them that decode together.
+
+A group is a few arrays with a row for each slot. A decode step changes them in place and copies the
+rows that take part, so what it costs does not grow with what a request is in Python.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .requests import How, Limits, Request
+from .work import CONTROLS, POSITION, SEED, SLOT, TABLE, TOKEN, Decode
+
+Numbers = NDArray[np.int64]
+Tokens = NDArray[np.uint32]
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A request on its way.
+
+    Attributes:
+        tokens: the prompt, and what has been drawn and is known; while it decodes, its group has
+            them.
+        written: positions whose keys and values have been asked for; the group, while it decodes.
+        published: blocks that are in the prefix cache, or could be.
+        digest: of the last of these.
+        seat: the group and the slot, while it decodes.
+        stay: a number for as long as it holds blocks, else 0. Results of an earlier stay are known
+            by it, and dropped: the same tokens are drawn again.
+    """
+
+    request: Request
+    tokens: Tokens
+    blocks: list[int] = field(default_factory=list)
+    written: int = 0
+    published: int = 0
+    digest: bytes = b""
+    seat: tuple[Group, int] | None = None
+    stay: int = 0
+
+
+class Group:
+    """The requests of one decode group, by slots.
+
+    Attributes:
+        rows: as `Decode` has them; entries are the engine's.
+        tokens: those that are known of each sequence, as many as `known` says.
+        ends: the position of each one's last token; 0 where nobody sits.
+        room: positions in the blocks of each row.
+        ids: of requests.
+        stays: those of the sequences; 0 where nobody sits.
+        members: the sequences.
+        hows: how many need each `How`.
+    """
+
+    def __init__(self, number: int, limits: Limits) -> None:
+        slots, width = limits.slots, -(-limits.context // limits.block_size)
+        self.number, self._size = number, limits.block_size
+        self.rows = np.zeros((slots, TABLE + width), np.int64)
+        self.rows[:, SLOT] = np.arange(slots)
+        self.tokens = np.zeros((slots, limits.context), np.uint32)
+        self.known, self.ends, self.room, self.ids, self.stays = np.zeros((5, slots), np.int64)
+        self.members = np.full(slots, None, object)
+        self.hows = [0 for _ in How]
+
+    @property
+    def count(self) -> int:
+        """How many sit."""
+        return sum(self.hows)
+
+    def sit(self, sequence: Sequence) -> None:
+        """Take a free slot; the sequence's last token is the next to be written."""
+        slot = int(np.flatnonzero(self.stays == 0)[0])
+        request, known, row = sequence.request, len(sequence.tokens), self.rows[slot]
+        row[TOKEN], row[POSITION] = sequence.tokens[-1], sequence.written
+        row[SEED : CONTROLS + 1] = request.sampling.numbers
+        row[TABLE:] = 0
+        self.tokens[slot, :known], self.known[slot] = sequence.tokens, known
+        self.ends[slot] = len(request.prompt) + request.max_tokens - 1
+        self.ids[slot], self.stays[slot], self.members[slot] = request.id, sequence.stay, sequence
+        self.hows[request.sampling.how] += 1
+        sequence.seat = self, slot
+        self.extend(slot, sequence.blocks)
+
+    def leave(self, slot: int) -> None:
+        """Give a slot back; the sequence has its tokens again."""
+        sequence = self.members[slot]
+        sequence.tokens = self.tokens[slot, : self.known[slot]].copy()
+        sequence.seat, self.members[slot] = None, None
+        self.stays[slot] = self.ends[slot] = 0
+        self.hows[sequence.request.sampling.how] -= 1
+
+    def short(self) -> list[Sequence]:
+        """Those whose next token has no block, the oldest first."""
+        at = self.rows[:, POSITION]
+        short = self.members[(at >= self.room) & (at < self.ends)]
+        return sorted(short, key=lambda each: each.request.id) if len(short) else []
+
+    def extend(self, slot: int, blocks: list[int]) -> None:
+        """Write all blocks of a row."""
+        self.rows[slot, TABLE : TABLE + len(blocks)] = blocks
+        self.room[slot] = len(blocks) * self._size
+
+    def decode(self) -> tuple[Decode, Numbers] | None:
+        """The next step of all that want more tokens, with their stays; None if nobody does.
+
+        Their rows are those of the step behind it then, which takes its tokens from the carry.
+        """
+        slots = (self.rows[:, POSITION] < self.ends).nonzero()[0]
+        if not len(slots):
+            return None
+        last = int(self.rows[slots, POSITION].max())
+        rows = self.rows[slots, : TABLE + 1 + last // self._size]
+        self.rows[slots, POSITION] += 1
+        self.rows[slots, TOKEN] = -1
+        how = max(how for how in How if self.hows[how])
+        return Decode(self.number, rows, how), self.stays[slots]

@@ -1,0 +1,75 @@
+"""Results of the engine's work: tokens on the host, sooner or later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import cg
+
+from .requests import Scores
+
+
+class Tokens:
+    """The result of a piece of work: tokens, and log-probabilities if its variant gives some.
+
+    On a device an execution has ended when its work is on streams. Its tokens are copied to the
+    host behind it and ahead of the next execution, which whoever asks for these would otherwise
+    wait for as well.
+    """
+
+    def __init__(self, future: cg.Future, count: int, on_device: bool = False) -> None:
+        self._future, self._count = future, count
+        self._host: tuple[Tensor, ...] = ()
+        self._copied: torch.Event | None = None
+        if on_device:
+            future.add_done_callback(self._copy)
+
+    def done(self) -> bool:
+        """Move the engine on, without waiting; true if the tokens are known."""
+        return self._future.done()
+
+    def result(self, timeout: float | None = None) -> list[int]:
+        """The tokens; errors are those of `cg.Future.result`."""
+        return self._parts(timeout)[0][: self._count].tolist()
+
+    def scores(self) -> list[Scores]:
+        """Of each token, once the result is there; empty unless the work asked for some."""
+        _, *found = self._parts()
+        if not found:
+            return []
+        values, tokens = (each[: self._count].tolist() for each in found)
+        return [
+            Scores(drawn, tuple(zip(row, rest, strict=True)))
+            for (drawn, *rest), row in zip(values, tokens, strict=True)
+        ]
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Call back when the work has ended, in the thread that moves the engine on."""
+        self._future.add_done_callback(lambda _: call())
+
+    def _parts(self, timeout: float | None = None) -> tuple[Tensor, ...]:
+        """Tokens, and with log-probabilities what `sampling.score` gives."""
+        parts = _tuple(self._future.result(timeout))
+        if self._copied is None:
+            return parts
+        self._copied.synchronize()
+        return self._host
+
+    def _copy(self, future: cg.Future) -> None:
+        if future.exception() is None:
+            parts = _tuple(future.result())
+            self._host = tuple(
+                torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in parts
+            )
+            for host, part in zip(self._host, parts, strict=True):
+                host.copy_(part, non_blocking=True)
+            self._copied = torch.Event(parts[0].device)
+            self._copied.record()
+
+
+def _tuple(result: Any) -> tuple[Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
