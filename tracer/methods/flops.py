@@ -19,6 +19,12 @@ from ...ir.flops import Flops
 from ...ir.types import DType
 from ..step.specs import ir_dtype
 
+_ATTENTION = frozenset(
+    f"aten::_scaled_dot_product_{kernel}_attention{direction}"
+    for kernel in ("efficient", "flash", "cudnn")
+    for direction in ("", "_backward")
+)
+
 
 def count_flops(graph: fx.Graph) -> Flops:
     """The operations of one run of a graph whose nodes know what they have computed."""
@@ -29,8 +35,25 @@ def count_flops(graph: fx.Graph) -> Flops:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), _value)
             result = node.meta.get("val")
             dtype = _element_type(args, kwargs, result)
-            counts[dtype] += int(formula(*args, **kwargs, out_val=result))
+            counts[dtype] += int(formula(*_with_all_heads(node, args), **kwargs, out_val=result))
     return Flops.of(counts)
+
+
+def _with_all_heads(node: fx.Node, args: Any) -> Any:
+    """Arguments of attention with as many heads of keys and values as of queries, as it computes.
+
+    Before torch 2.12 its formulas take no others.
+    """
+    op = node.target
+    if not (isinstance(op, torch._ops.OpOverload) and op._schema.name in _ATTENTION):
+        return args
+    names = [argument.name for argument in op._schema.arguments]
+    given = list(args)
+    heads = given[names.index("query")].shape[1]
+    for index in (names.index("key"), names.index("value")):
+        batch, _, *others = given[index].shape
+        given[index] = given[index].new_empty(batch, heads, *others)
+    return given
 
 
 def _value(node: fx.Node) -> Any:
