@@ -4,10 +4,10 @@
 
 Each rank needs a GPU; `CG_DEVICE=cpu … --device cpu` tries everything out on hosts, small and
 against gloo. Sections, by files of `benchmarks/groups/`: collectives, resharding (2 ranks), block
-(a tensor parallel layer of Llama-7B's shape), replicas (data parallel and fully sharded). Arms take
-turns in the same processes. Times are medians, of the slowest rank; a ratio is cg's time by the
-other's, so less than 1 is faster. Collectives and resharding are timed on the device, with the host
-ahead. torch compiles both sides, but with `--no-compile`.
+(a tensor parallel layer of Llama-7B's shape), replicas (data parallel and fully sharded), serving
+(2 ranks). Arms take turns in the same processes. Times are medians, of the slowest rank; a ratio is
+cg's time by the other's, so less than 1 is faster. Collectives and resharding are timed on the
+device, with the host ahead. torch compiles both sides, but with `--no-compile`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import llama_peer as peer
 import torch
 from groups.bench import Bench
@@ -27,6 +29,7 @@ from groups.block import block
 from groups.collectives import collectives
 from groups.replicas import replicas
 from groups.resharding import resharding
+from groups.serving import serving
 
 import cg
 from cg.launch.world import world as worlds
@@ -39,6 +42,7 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
     "resharding": resharding,
     "block": block,
     "replicas": replicas,
+    "serving": serving,
 }
 
 
