@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,8 +34,13 @@ def all_reduces() -> str:
 
 
 def on_gpus() -> str:
-    """Ratios on two GPUs, by run."""
-    return "\n\n".join(_run(run, "x") for run in _recorded("groups_gpu.json")["runs"])
+    """Ratios on two GPUs, and figures of serving, by run."""
+    runs = _recorded("groups_gpu.json")["runs"]
+    return "\n\n".join(_run(run, _is_shown) for run in runs)
+
+
+def _is_shown(row: Any) -> bool:
+    return row["unit"] == "x" or row["section"] == "serving"
 
 
 def one_gpu() -> str:
@@ -42,9 +48,9 @@ def one_gpu() -> str:
     return "\n\n".join(_run(run) for run in _recorded("one_gpu.json")["runs"])
 
 
-def _run(run: Any, unit: str | None = None) -> str:
-    """The figures of a run, or those in one unit."""
-    rows = [row for row in run["rows"] if unit in (None, row["unit"])]
+def _run(run: Any, wanted: Callable[[Any], bool] = lambda row: True) -> str:
+    """The figures of a run that are wanted."""
+    rows = [row for row in run["rows"] if wanted(row)]
     lines = [f"| {row['what']} | {_figure(row['value'])} {row['unit']} |" for row in rows]
     machine = run["machine"]
     gpus = ", ".join(f"{count} {name}" for name, count in machine["gpus"].items())
