@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+import torch
+
 from ...backends.base import World
 from ...backends.driven.futures import Future
 from ...backends.timing.statistics import Statistics
@@ -354,14 +356,15 @@ class Compiled(Programs):
         runtime = self._runtimes[index]
         if runtime is None:
             variant = self.variants[index]
-            runtime = self._runtimes[index] = make_runtime(
-                self._world,
-                variant.linked(self._seed),
-                variant.parameters,
-                timeout=self._timeout,
-                numbering=self._numbering,
-                call=self._facts(variant),
-            )
+            with torch.inference_mode(False):  # its buffers are written to in any mode
+                runtime = self._runtimes[index] = make_runtime(
+                    self._world,
+                    variant.linked(self._seed),
+                    variant.parameters,
+                    timeout=self._timeout,
+                    numbering=self._numbering,
+                    call=self._facts(variant),
+                )
             self._watched.append(watch(self._world, variant.module, runtime.bound))
         return runtime
 
@@ -381,9 +384,10 @@ class Compiled(Programs):
             )
             for variant in self.variants
         ]
-        made = graphs.make_graph(
-            self._world, self._name, driver, variants, max_inflight, self._timeout
-        )
+        with torch.inference_mode(False):
+            made = graphs.make_graph(
+                self._world, self._name, driver, variants, max_inflight, self._timeout
+            )
         for index, variant in enumerate(self.variants):
             bound = {
                 rank: [context.instances[index] for context in contexts]

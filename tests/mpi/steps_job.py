@@ -92,7 +92,7 @@ def effects() -> None:
 
 
 def modes() -> None:
-    """Autocast around a later call, and another default dtype."""
+    """Autocast around a later call, another default dtype, inference mode around the first call."""
 
     @cg.trace
     def step(x: Any) -> Any:
@@ -106,6 +106,17 @@ def modes() -> None:
         assert "torch.autocast" in str(error), error
     else:
         raise AssertionError("autocast was dropped")
+
+    @cg.trace
+    def again(x: Any) -> Any:
+        return last.forward(first.forward(x))
+
+    with torch.inference_mode():
+        compiled = again.lower(X).compile()
+        assert torch.equal(again(X), expected)
+        assert torch.equal(compiled(X), expected)
+    assert torch.equal(again(X), expected)
+    assert torch.equal(compiled(X), expected)
 
     @cg.trace
     def halved(numbers: Any) -> Any:
