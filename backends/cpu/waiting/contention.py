@@ -26,28 +26,35 @@ yields afterwards are long again: to find that out costs one of them."""
 
 
 class Contention:
-    """The state of the core, by the latest yields."""
+    """The state of the core, by the latest yields.
 
-    __slots__ = ("_lasts", "_long_at", "_until")
+    Attributes:
+        until: when contention that was seen is taken to end.
+    """
+
+    __slots__ = ("_lasts", "_long_at", "until")
 
     def __init__(self) -> None:
         self._lasts = SHORTEST
         self._long_at = -1.0
-        self._until = -1.0
+        self.until = -1.0
 
     def note(self, began: float, ended: float) -> bool:
-        """Note a yield, by when it began and ended, in seconds; whether there is contention."""
+        """Note a yield, by when it began and ended, in seconds; whether there is contention.
+
+        One that took no longer than `LONG` says nothing. Who yields often may leave it out.
+        """
         if ended - began <= LONG:
             return False
-        lasts_on = began - self._until <= NEAR
+        lasts_on = began - self.until <= NEAR
         is_near = began - self._long_at <= NEAR
         self._long_at = ended
         if not (lasts_on or is_near):
             return False
         self._lasts = min(2 * self._lasts, LONGEST) if lasts_on else SHORTEST
-        self._until = ended + self._lasts
+        self.until = ended + self._lasts
         return True
 
     def is_on(self, now: float) -> bool:
         """Return whether contention was seen, and is taken to last until now."""
-        return now <= self._until
+        return now <= self.until

@@ -8,13 +8,13 @@ and under contention it is the fastest.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
+from os import sched_yield
 from time import perf_counter
 from typing import Final
 
 from ..node import Node
-from .contention import Contention
+from .contention import LONG, Contention
 
 _POLLS: Final = 16
 """Polls without a pause."""
@@ -60,9 +60,10 @@ class Waiter:
         if polls <= _POLLS:
             if self._armed:
                 self._disarm()
-        elif polls <= self._sleep_after and not self._contention.is_on(began := perf_counter()):
-            os.sched_yield()
-            self._contention.note(began, perf_counter())
+        elif polls <= self._sleep_after and self._contention.until < (began := perf_counter()):
+            sched_yield()
+            if (ended := perf_counter()) - began > LONG:  # hardly ever, and a call takes time
+                self._contention.note(began, ended)
         elif self._armed:
             self._sleep(polls)
         else:
