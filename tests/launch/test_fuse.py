@@ -500,7 +500,9 @@ def test_fused_kernels_hold_less_where_values_are_let_go(monkeypatch: pytest.Mon
 
     def peak() -> int:
         compiled = lowered.compile(fuse="inductor")
-        assert compiled.fused["tower0.mean.vjp.backward"] == ""
+        # The actor has a number, which other tests of the process may have used.
+        fused = {name.partition(".")[2]: why for name, why in compiled.fused.items()}
+        assert fused["mean.vjp.backward"] == ""
         compiled(x)
         return peak_of(lambda: compiled(x))
 
