@@ -80,7 +80,8 @@ class Refusal(asyncio.Protocol):
             return
         self._lingering.add(self)
         transport.write_eof()
-        self._timer = asyncio.get_running_loop().call_later(LINGER, transport.abort)
+        # Not abort(), which resets, and a client that is slow to read would lose the answer.
+        self._timer = asyncio.get_running_loop().call_later(LINGER, transport.close)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lingering.discard(self)
