@@ -2,14 +2,13 @@
 
 TorchInductor is reached by its public entry `torch._inductor.compile`, which takes a graph and
 needs no dynamo. What it makes takes the tensors of the graph's placeholders in a list, and empties
-that, so that each goes after its last use.
+that, so that each goes after its last use. It does so for graphs that stand in a wrapper, which
+dynamo and compiled autograd use as well.
 """
 
 from __future__ import annotations
 
 import importlib
-import itertools
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+from .attention import loop_over_few
 
 Compute = Callable[[list[Tensor]], Sequence[Tensor]]
 """Computes a graph, of tensors for its placeholders in a list, which it may empty."""
@@ -66,6 +67,7 @@ def _inductor() -> Callable[[fx.GraphModule, Sequence[Tensor]], Compute]:
         shapes = importlib.import_module("torch.fx.experimental.symbolic_shapes")
         exceptions = importlib.import_module("torch._inductor.exc")
         importlib.import_module("torch._inductor.compile_fx")
+        wrapper: Any = importlib.import_module("torch._dynamo.utils").GmWrapper
         compile_: Any = inductor.compile
     except (ImportError, AttributeError) as error:
         raise FuseError(
@@ -83,9 +85,11 @@ def _inductor() -> Callable[[fx.GraphModule, Sequence[Tensor]], Compute]:
                 torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
                 for x in examples
             ]
+        loop_over_few(module.graph)
+        module.recompile()
         try:
             with torch.no_grad(), _random_kept(examples):
-                compiled = compile_(_taking_list(module), [fakes], OPTIONS)
+                compiled = compile_(wrapper(module, _as_given), fakes, OPTIONS)
         except Exception as error:
             if any(isinstance(each, missing) for each in _causes(error)):
                 raise FuseError(
@@ -101,24 +105,9 @@ def _inductor() -> Callable[[fx.GraphModule, Sequence[Tensor]], Compute]:
 FUSERS = {"inductor": _inductor}
 
 
-def _taking_list(module: fx.GraphModule) -> fx.GraphModule:
-    """The graph with one placeholder, for a list of what the placeholders were for.
-
-    TorchInductor's code drops each tensor after its last use, but its caller by arguments holds
-    them all. It empties a list that a graph takes if `steal_arg` says so, as autograd's compiled
-    graphs do; a version of torch that does not know it would only hold them longer.
-    """
-    graph = fx.Graph()
-    values = graph.placeholder("values")
-    values.meta["steal_arg"] = True
-    copies: dict[fx.Node, fx.Node] = {}
-    places = itertools.count()
-    for node in module.graph.nodes:
-        if node.op == "placeholder":
-            copies[node] = graph.call_function(operator.getitem, (values, next(places)))
-        else:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-    return fx.GraphModule(module, graph)
+def _as_given(values: list[Tensor]) -> list[Tensor]:
+    """The arguments of a graph, of those of its wrapper."""
+    return values
 
 
 def _as_compiled(compute: Compute, examples: Sequence[Tensor]) -> Compute:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import shutil
 import weakref
@@ -11,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from cg.backends.program import attention
 from cg.backends.program.fuse import fuser
 from tests.tracer.function_tools import trace, trace_vjp
 
@@ -145,10 +148,70 @@ def test_inputs_go_in_the_middle_of_the_code() -> None:
     assert torch.equal(kept, copy)  # no kernel takes its memory
 
 
-def test_inputs_stay_where_a_compiler_empties_no_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values are right whatever a version of torch does with the list."""
-    monkeypatch.setattr("torch._inductor.compile", lambda module, examples, options: module)
-    body = trace(Mixed(), "forward", X).body
-    right = body(X.clone())
-    found = trace(Mixed(), "forward", X).body.refit(fuser("inductor"))(X.clone())  # type: ignore[attr-defined]
+class Attention(nn.Module):
+    def forward(self, query: Tensor, key: Tensor, mask: Tensor) -> Tensor:
+        mixed = nn.functional.scaled_dot_product_attention(query * 2, key, key + 1, mask)
+        return mixed.transpose(1, 2).flatten(2)
+
+
+class Called(TorchDispatchMode):
+    """Notes whether torch's kernel for attention is called."""
+
+    kernel = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.kernel |= func is attention.KERNEL
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("queries", [attention.FEW, attention.FEW + 1])
+def test_few_queries_need_no_kernel_for_attention(queries: int) -> None:
+    query, key = torch.randn(2, queries, 3, 8).transpose(1, 2), torch.randn(2, 3, 7, 8)
+    mask = torch.where(torch.arange(7) > torch.arange(queries)[:, None], -torch.inf, 0.0)
+    body = trace(Attention(), "forward", query, key, mask).body
+    fused = body.refit(fuser("inductor"))  # type: ignore[attr-defined]
+    with Called() as plain:
+        right = body(query, key, mask)
+    with Called() as called:
+        found = fused(query, key, mask)
     torch.testing.assert_close(found, right)
+    assert plain.kernel
+    assert called.kernel is (queries > attention.FEW)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_loops_attend_as_the_kernel_does(dtype: torch.dtype, scale: float | None) -> None:
+    query = torch.randn(2, attention.FEW, 3, 8, dtype=dtype).transpose(1, 2)
+    key, value = torch.randn(2, 2, 3, 7, 8, dtype=dtype)
+    shut = torch.rand(2, 1, attention.FEW, 7) > 0.6
+    shut[0, 0, 0] = True  # this one sees nothing
+    mask = torch.zeros(shut.shape, dtype=dtype).masked_fill(shut, -torch.inf)
+    for given in (None, mask):
+        right = attention.KERNEL(query, key, value, attn_mask=given, scale=scale)[0]
+        (found,) = attention.attend(query, key, value, attn_mask=given, scale=scale)
+        atol = 4e-3 if dtype is torch.bfloat16 else 1e-6  # in which the kernel holds shares
+        torch.testing.assert_close(found, right, rtol=torch.finfo(dtype).eps * 8, atol=atol)
+        assert found.stride() == right.stride()
+
+
+@pytest.mark.parametrize(
+    ("heads", "options"), [(1, ()), (3, (0.0, True))], ids=["shared heads", "causal"]
+)
+def test_what_loops_do_not_know_is_left_to_the_kernel(heads: int, options: Any) -> None:
+    query, key = torch.randn(2, 3, 2, 8), torch.randn(2, heads, 7, 8)
+    right = attention.KERNEL(query, key, key, *options)
+    assert all(map(torch.equal, attention.attend(query, key, key, *options), right))
+
+
+def test_attention_with_a_backward_keeps_the_kernel() -> None:
+    graph = torch.fx.Graph()
+    query = graph.placeholder("query")
+    for index in (0, 1):
+        node = graph.call_function(attention.KERNEL, (query, query, query))
+        graph.call_function(operator.getitem, (node, index))
+    attention.loop_over_few(graph)
+    targets = [node.target for node in graph.nodes if node.target is not operator.getitem]
+    assert targets == ["query", attention.attend, attention.KERNEL]
