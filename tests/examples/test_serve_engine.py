@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -88,6 +90,24 @@ def test_greedy_tokens_are_those_of_generate(ranks: int, folder: Path, model: An
             for each in random_requests(6, ranks, engine.limits)
         ]
         Driver(engine, Habits(seed=ranks)).run(requests)
+    for each in requests:
+        assert each.out == generate(model, each.prompt, 12)
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.skipif(
+    shutil.which(os.environ.get("CXX", "g++")) is None, reason="no C++ compiler for TorchInductor"
+)
+def test_fused_tokens_are_those_of_generate(folder: Path, model: Any) -> None:
+    """In a decode step attention is loops, and the prompts' is torch's kernel."""
+    options = replace(FEW, groups=1, prompt_tokens=None, fuse="inductor", draws=False)
+    with serving(folder, 1, options) as engine:
+        assert engine.decode[0].fused["stage0.decode"] == ""
+        requests = [
+            replace(each, sampling=Sampling(), most=12)
+            for each in random_requests(6, 5, engine.limits)
+        ]
+        Driver(engine, Habits(seed=5, preempting=0.03)).run(requests)
     for each in requests:
         assert each.out == generate(model, each.prompt, 12)
 
