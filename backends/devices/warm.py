@@ -6,6 +6,9 @@ more. So the functions of a program run once, in the program's order, with the s
 put back behind them. What comes from elsewhere is made up. What one function makes for another is
 as it came: kernels are chosen by strides, too. Opaque methods, which may do anything, are left out.
 
+Memory goes as it does in the program: a fused backward drops its operands while gradients come. A
+backward runs a second time, as later ones add to these gradients; what it takes is made up then.
+
 An index that is computed of made up numbers may be out of range, as `length - 1` of a length of 0.
 A kernel that meets one on a device ends the process, so indices are brought into range here.
 """
@@ -13,6 +16,7 @@ A kernel that meets one on a device ends the process, so indices are brought int
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -22,12 +26,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...ir.module import Function, FunctionKind, Program
 from ...ir.ops import Call, Op, Slice, Value, View, Wait
 from ...ir.types import DType, FutureType, TensorType, Type
-from ..base import Body, GraphBody, StatefulBody
+from ..base import Body, BoxedBody, GraphBody, StatefulBody
 from ..dtypes import TORCH_DTYPES
 from ..program import builtins
 from ..program.linked import LinkedProgram
 from ..program.tensor_regions import taking
 from .base import Device
+from .programs.tensor_memory import laid_out, layouts
 
 _ATEN = torch.ops.aten
 _ALONG_DIM: Final = frozenset(
@@ -94,15 +99,13 @@ class _Rehearsal:
         left_out = {}
         for index, call in enumerate(self._calls):
             try:
-                self._call(call)
+                self._call(call, index)
             except (RuntimeError, ValueError, ArithmeticError, LookupError) as error:
                 left_out[call.fn.name] = f"{type(error).__name__}: {error}"
-            gone = [out for out in self._outputs if self._last_uses.get(out, -1) <= index]
-            for output in gone:
-                del self._outputs[output]
+            self._let_go(index)
         return left_out
 
-    def _call(self, call: Call) -> None:
+    def _call(self, call: Call, index: int) -> None:
         name = call.fn.name
         function = self._linked.module.functions[name]
         if function.kind is FunctionKind.BUILTIN:
@@ -112,10 +115,18 @@ class _Rehearsal:
             body = self._linked.bodies[function.body_name]
             if isinstance(body, GraphBody) and body.rebinds:
                 return  # what it puts in the place of buffers would stay
-            outputs = _run_and_put_back(body, function, [*map(self._value, call.operands)])
+            inputs = [*map(self._value, call.operands)]
+            self._let_go(index)  # the body holds the only reference, and drops it when it will
+            outputs = _run_and_put_back(body, function, inputs)
         else:
             return
         self._outputs |= {(name, number): each for number, each in enumerate(outputs)}
+
+    def _let_go(self, index: int) -> None:
+        """Drop what no call behind this one takes."""
+        gone = [out for out in self._outputs if self._last_uses.get(out, -1) <= index]
+        for output in gone:
+            del self._outputs[output]
 
     def _output(self, value: Value) -> Output | None:
         """The function that makes a value, looking through views and from stream to stream."""
@@ -146,7 +157,12 @@ def _is_future(value: Value) -> bool:
     return isinstance(value.type, FutureType)
 
 
-def _run_and_put_back(body: Any, function: Function, inputs: Sequence[Any]) -> Sequence[Any]:
+def _run_and_put_back(body: Any, function: Function, inputs: list[Any]) -> Sequence[Any]:
+    """Run a body, and put back what it changes.
+
+    Args:
+        inputs: of the body, which may empty the list.
+    """
     is_known = isinstance(body, StatefulBody)
     state: Sequence[Tensor] = body.state() if is_known else ()
     trained: Sequence[Tensor] = body.trained() if is_known else ()
@@ -154,17 +170,39 @@ def _run_and_put_back(body: Any, function: Function, inputs: Sequence[Any]) -> S
     gradients = [parameter.grad for parameter in trained]
     for parameter in trained:
         parameter.grad = None
+    # All operands and all gradients are not there at once, unless the program has them so.
+    again = layouts(inputs) if trained and isinstance(body, BoxedBody) else None
     try:
         with _IndicesInRange():  # type: ignore[no-untyped-call]
-            outputs: Sequence[Any] = body(*inputs)
+            outputs = _run(body, inputs)
             if trained:
-                body(*inputs)  # this time gradients are added to those of the first
+                _put_in_one_place(trained)
+                _run(body, inputs if again is None else laid_out(again))  # adds to gradients
     finally:
         for parameter, gradient in zip(trained, gradients, strict=True):
             parameter.grad = gradient
         for tensor, value in zip(state, saved or (), strict=False):
             tensor.copy_(value)
     return outputs
+
+
+def _run(body: Any, inputs: list[Any]) -> Sequence[Any]:
+    outputs: Sequence[Any] = (
+        body.run_boxed(inputs) if isinstance(body, BoxedBody) else body(*inputs)
+    )
+    return outputs
+
+
+def _put_in_one_place(parameters: Sequence[Tensor]) -> None:
+    """Replace gradients by others of the same layout, all in the same memory: nobody reads them."""
+    dense = [p for p in parameters if p.grad is not None and p.grad.layout is torch.strided]
+    found = [layouts([p.grad])[0] for p in dense if p.grad is not None]
+    nbytes = max((each.nbytes for each in found), default=0)
+    for parameter in dense:
+        parameter.grad = None
+    made = laid_out([replace(each, whole=0, nbytes=nbytes) for each in found])
+    for parameter, gradient in zip(dense, made, strict=True):
+        parameter.grad = gradient
 
 
 class _IndicesInRange(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import os
 import shutil
 import weakref
@@ -23,6 +22,7 @@ from cg.ir.parser import parse_module
 from cg.ir.printer import format_module
 from cg.launch.world.world import use_world
 from cg.tracer.autodiff.products import ADD_PRODUCT
+from tests.backends.memory import peak_of
 
 needs_compiler = pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "g++")) is None, reason="no C++ compiler for TorchInductor"
@@ -474,14 +474,6 @@ class Tower(nn.Module):
     def update(self) -> None:
         for parameter in self.parameters():
             parameter.grad = None
-
-
-def peak_of(run: Callable[[], object]) -> int:
-    """The most bytes that torch holds at once of what it takes while something runs."""
-    with torch.profiler.profile(profile_memory=True) as profile:
-        run()
-    taken: Any = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
-    return max(itertools.accumulate(e.nbytes() for e in taken if e.name() == "[memory]"))
 
 
 @needs_compiler

@@ -31,7 +31,7 @@ from ..base import Device, Graph
 from ..output_buffers import Loan, may_be_lent
 from ..ports import StreamPort
 from ..stream_order import StreamEvent, StreamOrder
-from .tensor_memory import TensorLocation, copy_all, like, location, storage, storages
+from .tensor_memory import TensorLocation, copy_all, laid_out, layouts, location, storage, storages
 
 WARM_UPS = 2
 """Executions that run as they are, before any is captured: libraries make their handles then."""
@@ -338,8 +338,8 @@ class Segment:
         gradients = [p.grad for p in parameters.values() if p.grad is not None]
         return graph, Outlasting(
             tuple((port, room) for port, room in landings if storage(room) in used),
-            tuple(zip(inside, like(list(inside.values())), strict=True)),
-            tuple(zip(parameters.values(), like(gradients), strict=True)),
+            tuple(zip(inside, laid_out(layouts(list(inside.values()))), strict=True)),
+            tuple(zip(parameters.values(), laid_out(layouts(gradients)), strict=True)),
         )
 
     def _take(self, direct: bool) -> tuple[tuple[int, Tensor], ...] | Refusal:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -43,20 +44,46 @@ def _signed(tensor: Tensor) -> Tensor:
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
-def like(values: Sequence[Tensor]) -> list[Tensor]:
-    """New memory for each value, laid out as it is; values that share memory go on sharing it."""
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a tensor lies in memory; it holds none.
+
+    Attributes:
+        whole: the address of that memory: where it is the same, so is the memory.
+        nbytes: of all of it.
+    """
+
+    whole: int
+    nbytes: int
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def layouts(values: Sequence[Tensor]) -> list[Layout]:
+    """The layout of each value; of one that is by itself in its memory, that of a dense copy."""
     shared = Counter(map(storage, values))
+    found = []
+    for value in values:
+        whole, offset = value, value.storage_offset()
+        if shared[storage(value)] == 1:
+            whole, offset = torch.empty_like(value, device="meta"), 0
+        nbytes, strides = whole.untyped_storage().nbytes(), whole.stride()
+        place = storage(value), nbytes, int(offset)
+        found.append(Layout(*place, value.shape, strides, value.dtype, value.device))
+    return found
+
+
+def laid_out(found: Sequence[Layout]) -> list[Tensor]:
+    """New memory of some layouts, with zeros in it; what shares memory goes on sharing it."""
     wholes: dict[int, Tensor] = {}
     made = []
-    for value in values:
-        at = storage(value)
-        if shared[at] == 1:
-            made.append(torch.empty_like(value))
-            continue
-        if at not in wholes:
-            nbytes = value.untyped_storage().nbytes()
-            wholes[at] = torch.empty(nbytes, dtype=torch.uint8, device=value.device)
-        whole = wholes[at].untyped_storage()
-        alias = torch.empty(0, dtype=value.dtype, device=value.device)
-        made.append(alias.set_(whole, value.storage_offset(), value.shape, value.stride()))
+    for each in found:
+        if each.whole not in wholes:
+            wholes[each.whole] = torch.zeros(each.nbytes, dtype=torch.uint8, device=each.device)
+        memory = wholes[each.whole].untyped_storage()
+        alias = torch.empty(0, dtype=each.dtype, device=each.device)
+        made.append(alias.set_(memory, each.offset, each.shape, each.stride))
     return made

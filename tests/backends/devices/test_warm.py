@@ -9,14 +9,19 @@ import pytest
 import torch
 
 import cg
+from cg.backends.devices.programs.executable import DeviceExecutable
 from cg.backends.devices.warm import warm
 from cg.backends.program.linked import LinkedProgram
 from cg.backends.virtual.world import VirtualWorld
 from cg.launch.world.world import use_world
+from cg.tracer.codegen.bodies import FusedBody
 
+from ..memory import peak_of
 from .fakes import FakeDevice
+from .ranks import pause
 
 BATCH, LENGTH, HEADS, WIDTH = 4, 6, 2, 16
+SIDE = 64
 
 
 @cg.actor
@@ -121,3 +126,88 @@ def test_indices_that_are_computed_of_made_up_numbers_are_in_range() -> None:
             body(torch.zeros_like(ids), torch.zeros_like(length))
         linked = LinkedProgram(module, 0, lowered.trace.bodies, lowered.trace.constants)
         assert warm(linked, FakeDevice()) == {}
+
+
+@cg.actor
+class Tower(torch.nn.Module):
+    """Layers in a row, whose weights are as large as what is saved of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(SIDE, SIDE) for _ in range(6))
+
+    def mean(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.nn.functional.gelu(layer(x))
+        return x.square().mean()
+
+
+def boxed(module: torch.fx.GraphModule, examples: Any) -> Any:
+    """Computes a graph, and lets go of each value after its last use."""
+    return lambda values: torch.fx.Interpreter(module).boxed_run(values)
+
+
+def test_a_second_time_gradients_are_added_to_those_that_are_there() -> None:
+    """Those are laid out as the program makes them; so are the operands, which went the first time."""
+    found: list[tuple[list[Any], list[Any]]] = []
+
+    class Seen(FusedBody):
+        @property
+        def run_boxed(self) -> Any:
+            run = super().run_boxed
+
+            def boxed(inputs: list[Any]) -> Any:
+                gradients = [each.grad for each in self.trained()]
+                found.append(([(x.shape, x.stride()) for x in inputs], gradients))
+                outputs = run(inputs)
+                assert inputs == []
+                return outputs
+
+            return boxed
+
+    with use_world(VirtualWorld(1)):
+        tower = Tower.on(0)()
+
+        @cg.trace
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = tower.mean(x)
+            cg.backward(loss)
+            return loss
+
+        lowered = step.lower(torch.ones(SIDE, SIDE))
+        bodies = {
+            name: Seen(**vars(body.refit(boxed))) for name, body in lowered.trace.bodies.items()
+        }
+        linked = LinkedProgram(lowered.compile().module, 0, bodies, lowered.trace.constants)
+        assert warm(linked, FakeDevice()) == {}
+        parameters = [*tower.local.parameters()]
+    (first, before), (second, existing) = [each for each in found if each[1]]
+    assert first == second
+    assert before == [None] * len(parameters)
+    assert len({gradient.data_ptr() for gradient in existing}) == 1
+    assert [(g.shape, g.stride()) for g in existing] == [(p.shape, p.stride()) for p in parameters]
+
+
+def test_no_more_memory_is_taken_than_by_the_program() -> None:
+    with use_world(VirtualWorld(1)):
+        tower = Tower.on(0)()
+
+        @cg.trace
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = tower.mean(x)
+            cg.backward(loss)
+            return loss
+
+        x = torch.ones(SIDE, SIDE)
+        lowered = step.lower(x)
+        bodies = {name: body.refit(boxed) for name, body in lowered.trace.bodies.items()}
+        module = lowered.compile().module
+        linked = LinkedProgram(module, 0, bodies, lowered.trace.constants)
+        executable = DeviceExecutable(linked, FakeDevice())
+        program = peak_of(lambda: executable.run([x], pause))
+        tower.local.zero_grad()
+        rehearsal = peak_of(lambda: warm(linked, FakeDevice()))
+        assert all(each.grad is None for each in tower.local.parameters())
+    # A made up input, memory for gradients, and states of generators come to it; by no means all
+    # that is saved beside all gradients.
+    assert rehearsal - program < 3 * x.nbytes
