@@ -162,8 +162,7 @@ class Accelerator:
         module = self._module
         # Not the whole device: a receive that was posted early may wait for what is captured here.
         self.stream(Stream.COMPUTE).synchronize()
-        if not self._graphs or self._pool is None:
-            # A pool is gone with the last graph that uses it, and so is what it has taken.
+        if self.begins_pool():
             self._pool = module.graph_pool_handle()
         graph = self._graph_class()
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -178,6 +177,10 @@ class Accelerator:
             raise
         self._graphs.add(graph)
         return graph  # type: ignore[no-any-return]
+
+    def begins_pool(self) -> bool:
+        # A pool is gone with the last graph that uses it, and so is what it has taken.
+        return not self._graphs or self._pool is None
 
     def _end_failed(self, graph: Any) -> None:
         """End a capture in which something has gone wrong, if it has not ended.

@@ -132,6 +132,12 @@ class Device(Protocol):
         Nothing of it runs. All graphs of the device that there are share one pool of memory.
         """
 
+    def begins_pool(self) -> bool:
+        """True if the next graph is the first of its pool: no other one writes to memory in it.
+
+        Those captured later write to none of it that anybody holds until then.
+        """
+
     def nodes(self, queue: Queue) -> tuple[Any, ...] | None:
         """What the next work on a stream stands behind in the graph that is being captured.
 

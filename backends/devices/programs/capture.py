@@ -12,7 +12,9 @@ for each combination that it has met.
 All graphs share one pool for what lives within a replay: any replay may write all over it. So what
 outlives a replay is not there. What that is shows in a rehearsal, a capture that is thrown away; in
 the one that counts, messages land in memory outside of the pool, bodies make gradients there, and
-the rest is copied out at the end of the graph.
+the rest is copied out at the end of the graph. Gradients of the first graph of a pool are in the
+pool: those captured later leave their memory alone as long as somebody holds them, and the graph
+itself is replayed only where parameters have none. So they come where operands have gone.
 """
 
 from __future__ import annotations
@@ -88,7 +90,8 @@ class Outlasting:
     Attributes:
         landings: for messages whose values are used as they come.
         copies: for values in registers, which the graph copies there at its end.
-        gradients: for those of parameters. What a body has made elsewhere is copied, too.
+        gradients: for those of parameters. What a body has made elsewhere is copied, too. None for
+            those that stay in the pool.
     """
 
     landings: tuple[tuple[StreamPort, Tensor], ...]
@@ -317,6 +320,7 @@ class Segment:
         the device, such as a receive that was posted early and waits for what comes later here.
         """
         registers = self._registers
+        stay = self._device.begins_pool()
         rooms = ((port, port.room()) for port in self._ports)
         landings = [(port, room) for port, room in rooms if room is not None]
         outside = storages([*registers, *state])
@@ -333,7 +337,9 @@ class Segment:
         used = {storage(value) for value in made.values()}
         inside = {r: value for r, value in made.items() if storage(value) not in outside | landed}
         parameters = {
-            id(p): p for p in trained if p.grad is not None and storage(p.grad) not in outside
+            id(p): p
+            for p in (() if stay else trained)
+            if p.grad is not None and storage(p.grad) not in outside
         }
         gradients = [p.grad for p in parameters.values() if p.grad is not None]
         return graph, Outlasting(

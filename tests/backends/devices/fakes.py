@@ -202,6 +202,7 @@ class FakeDevice:
         self.recorded_of: list[FakeComm] = []
         self.before: list[frozenset[int]] = []
         self.pool = Pool()
+        self.graphs: WeakSet[FakeGraph] = WeakSet()
         self.queues: dict[Stream, FakeQueue] = {}
         self.events: list[FakeEvent] = []
         self.current: FakeQueue | None = None
@@ -275,6 +276,8 @@ class FakeDevice:
         queue.put("copy", lambda: _copy(source, target))
 
     def capture(self, work: Callable[[], None]) -> FakeGraph:
+        if self.begins_pool():
+            self.pool = Pool()
         self.recording, self.recorded_of, self.before = [], [], []
         for each in self.queues.values():
             each.nodes = () if each.inline else None
@@ -286,7 +289,11 @@ class FakeDevice:
             self.recording = None
         for comm in self.recorded_of:
             comm.graphs.add(graph)
+        self.graphs.add(graph)
         return graph
+
+    def begins_pool(self) -> bool:
+        return not self.graphs
 
     def note(self, queue: FakeQueue) -> None:
         """Make a node of the graph that is being captured, behind those of a stream."""

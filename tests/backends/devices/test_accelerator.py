@@ -89,7 +89,10 @@ def test_a_capture_that_can_be_ended_leaves_the_pool(monkeypatch: pytest.MonkeyP
         device.capture(boom)
     another = device.capture(nothing)
     assert (module.ended, module.pools, told.pools) == (3, [(0, 1)] * 3, [])
+    assert not device.begins_pool()
     del kept, another
+    gc.collect()
+    assert device.begins_pool()
 
 
 @pytest.mark.parametrize("work", [boom, nothing])
@@ -103,6 +106,7 @@ def test_a_broken_capture_gives_up_the_pool(
     with pytest.raises((ValueError, RuntimeError)):
         device.capture(work)
     module.end = []
+    assert device.begins_pool()
     another = device.capture(nothing)
     assert told.pools == [(0, 1)]
     assert module.pools == [(0, 1), (0, 1), (0, 2)]

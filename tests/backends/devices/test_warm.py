@@ -148,7 +148,7 @@ def boxed(module: torch.fx.GraphModule, examples: Any) -> Any:
 
 
 def test_a_second_time_gradients_are_added_to_those_that_are_there() -> None:
-    """Those are laid out as the program makes them; so are the operands, which went the first time."""
+    """Those have the layout that the program gives them, and so have operands that are gone."""
     found: list[tuple[list[Any], list[Any]]] = []
 
     class Seen(FusedBody):
