@@ -122,7 +122,7 @@ OPS = st.tuples(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.lists(OPS, max_size=12))
 def test_gradients_are_those_of_autograd_whatever_is_replayed_between(
     ops: list[tuple[bool, str]],
