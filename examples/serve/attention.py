@@ -19,7 +19,8 @@ class Pages:
     """Where the tokens of a batch lie in the pools of blocks; the same for all layers of a stage.
 
     Attributes:
-        pools: of each layer of the stage, [blocks, block_size, kv heads, 2, width]: keys, values.
+        pools: of each layer of the stage, [blocks * size, kv heads, 2, width]: keys, values.
+        size: entries of a block.
         first: the number of the stage's first layer in the model.
         entries: int64 [rows * tokens], the entry of each new token, counted through all blocks.
         tables: int64 [rows * blocks of a row]; empty where all rows begin a sequence, so that
@@ -32,6 +33,7 @@ class Pages:
     """
 
     pools: tuple[Tensor, ...]
+    size: int
     first: int
     entries: Tensor
     tables: Tensor
@@ -41,6 +43,7 @@ class Pages:
 
 def locate(
     pools: tuple[Tensor, ...],
+    size: int,
     first: int,
     positions: Tensor,
     entries: Tensor,
@@ -50,13 +53,13 @@ def locate(
     """Find what each new token sees.
 
     Args:
-        pools, first: as in `Pages`.
+        pools, size, first: as in `Pages`.
         positions: int64 [rows, tokens].
         entries: int64 [rows, tokens], where their keys and values go; 0 for padding.
         tables: int64 [rows, blocks of a row]; of no blocks where all begin a sequence.
         shared: how many heads share keys.
     """
-    size, dtype, device = pools[0].shape[1], pools[0].dtype, tables.device
+    dtype, device = pools[0].dtype, tables.device
     mask = None
     if tables.shape[1] and not (positions.shape[1] == 1 and paged.is_served(device)):
         seen = torch.arange(tables.shape[1] * size, device=device)
@@ -64,7 +67,8 @@ def locate(
         mask = torch.where(seen > positions[:, :, None], shut, torch.zeros_like(shut))[:, None]
         if mask.shape[2] > 1:  # a single token's is expanded where it is used
             mask = mask.repeat_interleave(shared, 2)
-    return Pages(pools, first, entries.flatten(), tables.flatten(), mask, positions.flatten())
+    flat = (entries.flatten(), tables.flatten(), mask, positions.flatten())
+    return Pages(pools, size, first, *flat)
 
 
 def attend(query: Tensor, new: Tensor, pages: Pages, layer: int, scale: float) -> Tensor:
@@ -81,9 +85,7 @@ def attend(query: Tensor, new: Tensor, pages: Pages, layer: int, scale: float) -
         [rows, tokens, heads * width].
     """
     rows, tokens, groups, shared, width = query.shape
-    pool = pages.pools[layer - pages.first]
-    blocks, size = pool.shape[:2]
-    entries = pool.view(blocks * size, groups, 2, width)
+    entries = pages.pools[layer - pages.first]
     entries.index_copy_(0, pages.entries, new.reshape(rows * tokens, groups, 2, width))
     if not pages.tables.numel():
         key, value = new.transpose(1, 2).unbind(3)
@@ -92,6 +94,7 @@ def attend(query: Tensor, new: Tensor, pages: Pages, layer: int, scale: float) -
             query, key, value, is_causal=True, scale=scale, enable_gqa=shared > 1
         )
         return mixed.transpose(1, 2).reshape(rows, tokens, groups * shared * width)
+    pool = entries.view(-1, pages.size, groups, 2, width)
     if pages.mask is None:
         mixed = torch.ops.cg_paged.attend(query[:, 0], pool, pages.tables, pages.positions, scale)
         return mixed.view(rows, 1, groups * shared * width)

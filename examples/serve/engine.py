@@ -279,7 +279,7 @@ def make_stage(
     rows = cg.cut(0, "tp")
     ends = {"part.tokens.weight": rows} if layers.start == 0 else {}
     ends |= {"part.head.weight": rows} if layers.stop == model.layers else {}
-    plan = cg.plan({"pool*": cg.cut(2, "tp"), **model.cuts, **ends})
+    plan = cg.plan({"pool*": cg.cut(1, "tp"), **model.cuts, **ends})
     return Stage.on(mesh, plan=plan)(model, layers, pool, options.dtype, packs=False, guards=guards)
 
 

@@ -78,7 +78,10 @@ class Stage(nn.Module):
         self.part = model.build(layers, dtype)
         if packs:
             project(self.part)
-        shape = (pool.blocks, pool.size, model.groups, 2, model.width)
+        self.size = pool.size
+        # By entries, as they are written: TorchInductor before 2.13 would copy a tensor of which
+        # a view is written to.
+        shape = (pool.blocks * pool.size, model.groups, 2, model.width)
         self.count = len(layers)
         for index in range(self.count):
             self.register_buffer(f"pool{index}", torch.zeros(shape, dtype=dtype))
@@ -135,11 +138,11 @@ class Stage(nn.Module):
 
     def _layers(self, x: Tensor, positions: Tensor, entries: Tensor, tables: Tensor) -> Tensor:
         pools = tuple(getattr(self, f"pool{index}") for index in range(self.count))
-        pages = locate(pools, self.first, positions, entries, tables, self.shared)
+        pages = locate(pools, self.size, self.first, positions, entries, tables, self.shared)
         if self.guards.debug_bounds:
-            _check("a block", tables, pools[0].shape[0])
-            _check("an entry", entries, pools[0].shape[0] * pools[0].shape[1])
-            bound = tables.shape[1] * pools[0].shape[1] or positions.shape[1]
+            _check("a block", tables, pools[0].shape[0] // self.size)
+            _check("an entry", entries, pools[0].shape[0])
+            bound = tables.shape[1] * self.size or positions.shape[1]
             _check("a position", positions, bound)
         if self.is_first:
             ids = x.view(positions.shape)

@@ -19,10 +19,18 @@ import cg
 from cg.backends.virtual.world import VirtualWorld
 from cg.launch.world.world import use_world
 from examples.serve.attention import attend, locate
-from examples.serve.engine import CgEngine, Options, decode_variants, start, widths
+from examples.serve.engine import (
+    CgEngine,
+    Options,
+    decode_step,
+    decode_variants,
+    make_stage,
+    start,
+    widths,
+)
 from examples.serve.families import open_model
-from examples.serve.model import split
-from examples.serve.requests import Sampling
+from examples.serve.model import Pool, split
+from examples.serve.requests import Limits, Sampling
 from examples.serve.work import POSITION, TABLE, Chunk, Decode, Prefill
 
 from ..mpi.jobs import ROOT, needs_mpi, run
@@ -313,12 +321,26 @@ def test_first_chunks_need_no_table() -> None:
     tables = 1 + torch.randperm(9).view(3, 3)
     entries = torch.where(is_there, tables[:, steps // size] * size + steps % size, 0)
     query, new = torch.randn(3, 9, groups, shared, width), torch.randn(3, 9, groups, 2, width)
-    pools, found = torch.zeros(2, 10, size, groups, 2, width), []
+    pools, found = torch.zeros(2, 10 * size, groups, 2, width), []
     for pool, table in zip(pools, (tables, tables[:, :0]), strict=True):
-        pages = locate((pool,), 0, positions, entries, table, shared)
+        pages = locate((pool,), size, 0, positions, entries, table, shared)
         found.append(attend(query, new, pages, 0, 0.3)[is_there])
     torch.testing.assert_close(found[1], found[0])
-    assert torch.equal(pools[0, 1:], pools[1, 1:])
+    assert torch.equal(pools[0, size:], pools[1, size:])
+
+
+def test_pools_are_written_to_as_they_are(folder: Path) -> None:
+    """A compiler may copy a whole pool of which a view is written to."""
+    model, limits = open_model(folder), Limits(1, 2, 32, 10, 8, 64, 64, (), 1)
+    with use_world(VirtualWorld(1)):
+        stage = make_stage(model, range(3), Pool(10, 8), FEW, 0)
+        example = next(decode_variants(limits, FEW))
+        bodies = decode_step([stage], 2).lower(*example).trace.bodies
+    nodes = [node for body in bodies.values() for node in body.graph.nodes]
+    written = [node.args[0] for node in nodes if "index_copy" in str(node.target)]
+    shapes = [tuple(each.meta["val"].shape) for each in written]
+    assert shapes.count((80, model.groups, 2, model.width)) == 3
+    assert all(each.op == "placeholder" for each in written)
 
 
 @pytest.mark.parametrize("tokens", [31, 0, -64])

@@ -45,7 +45,7 @@ def compare(device: str) -> None:
         new = torch.randn(rows, 1, groups, 2, width, generator=generator)
         shut = torch.arange(blocks * size) > positions[:, None]
         mask = torch.zeros(rows, 1, 1, blocks * size).masked_fill(shut[:, None, None], -torch.inf)
-        pages = Pages((pool,), 0, entries, tables.flatten(), mask, positions)
+        pages = Pages((pool.flatten(0, 1),), size, 0, entries, tables.flatten(), mask, positions)
         right = attend(query, new, pages, 0, 0.3)
         there = [each.to(device) for each in (query[:, 0], pool, tables.flatten(), positions)]
         # A batch has positions as a column among others.
