@@ -133,9 +133,9 @@ class Device(Protocol):
         """
 
     def begins_pool(self) -> bool:
-        """True if the next graph is the first of its pool: no other one writes to memory in it.
+        """True if the next graph is the first of its pool, so that no other one writes to it.
 
-        Those captured later write to none of it that anybody holds until then.
+        Graphs captured later leave alone what somebody holds of the pool by then.
         """
 
     def nodes(self, queue: Queue) -> tuple[Any, ...] | None:

@@ -2,8 +2,8 @@
 
 TorchInductor is reached by its public entry `torch._inductor.compile`, which takes a graph and
 needs no dynamo. What it makes takes the tensors of the graph's placeholders in a list, and empties
-that, so that each goes after its last use. It does so for graphs that stand in a wrapper, which
-dynamo and compiled autograd use as well.
+that, so that each goes after its last use. It does so for graphs that stand in `GmWrapper`, which
+is private to torch; dynamo and compiled autograd use it as well.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _inductor() -> Callable[[fx.GraphModule, Sequence[Tensor]], Compute]:
     except (ImportError, AttributeError) as error:
         raise FuseError(
             f"fuse='inductor' needs TorchInductor, which torch {torch.__version__} does not offer "
-            f"here: {error}. Install a torch that has torch._inductor.compile, or leave fuse out"
+            f"here: {error}. Install a torch that has it, such as 2.11 or 2.13, or leave fuse out"
         ) from error
     missing = getattr(exceptions, "InvalidCxxCompiler", ())
 

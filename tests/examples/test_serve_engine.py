@@ -110,7 +110,9 @@ def test_fused_tokens_are_those_of_generate(folder: Path, model: Any) -> None:
     """In a decode step attention is loops, and the prompts' is torch's kernel."""
     options = replace(FEW, groups=1, prompt_tokens=None, fuse="inductor", draws=False)
     with serving(folder, 1, options) as engine:
-        assert engine.decode[0].fused["stage0.decode"] == ""
+        # The actor has a number, which other tests of the process may have used.
+        fused = {name.partition(".")[2]: why for name, why in engine.decode[0].fused.items()}
+        assert fused["decode"] == ""
         requests = [
             replace(each, sampling=Sampling(), most=12)
             for each in random_requests(6, 5, engine.limits)

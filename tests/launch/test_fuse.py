@@ -266,15 +266,19 @@ def _lacks(module: Any, examples: Any, options: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("compile_", "says"),
-    [(None, "does not offer here"), (_lacks, r"rank 0: .*needs a C\+\+ compiler.*install g\+\+")],
+    [
+        ("torch._inductor.compile", "does not offer here.*Install a torch that has it"),
+        ("torch._dynamo.utils.GmWrapper", "does not offer here.*Install a torch that has it"),
+        (_lacks, r"rank 0: .*needs a C\+\+ compiler.*install g\+\+"),
+    ],
 )
 def test_what_a_compiler_lacks(
-    compile_: Callable[..., Any] | None, says: str, monkeypatch: pytest.MonkeyPatch
+    compile_: Callable[..., Any] | str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch._inductor as inductor
 
-    if compile_ is None:
-        monkeypatch.delattr(inductor, "compile")
+    if isinstance(compile_, str):
+        monkeypatch.delattr(compile_)
     else:
         monkeypatch.setattr(inductor, "compile", compile_)
     with pytest.raises(cg.FuseError, match=says):

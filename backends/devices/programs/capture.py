@@ -90,8 +90,8 @@ class Outlasting:
     Attributes:
         landings: for messages whose values are used as they come.
         copies: for values in registers, which the graph copies there at its end.
-        gradients: for those of parameters. What a body has made elsewhere is copied, too. None for
-            those that stay in the pool.
+        gradients: for those of parameters. What a body has made elsewhere is copied, too. Those
+            that stay in the pool need none.
     """
 
     landings: tuple[tuple[StreamPort, Tensor], ...]
